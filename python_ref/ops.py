@@ -1,0 +1,359 @@
+"""The operations as the textbook writes them: plain tensor algebra, gradients by autograd only.
+
+Every kernel of `transformer_kernels` is measured against this file in float64. It is written to be read, so each
+function is its formula; nothing here is fused, saved or skipped. Shapes: B batch, H heads, L length, D head width,
+M rows, N columns. Masks are True where a key may be seen.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+TANH_CUBIC = 0.044715
+
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+PHILOX_ROUNDS = 10
+WORD = 0xFFFFFFFF
+
+
+# Dropout: a pure function of (seed, element position)
+
+
+def draw_seed(device: torch.device | str) -> Tensor:
+    """One dropout seed, int64 (1,) in [0, 2^63), from torch's default generator of `device`."""
+    return torch.randint(0, 2**63 - 1, (1,), device=device, dtype=torch.int64)
+
+
+def philox4x32(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10: four words of 32 random bits for each 128-bit counter.
+
+    Args:
+        seed: int64 (1,), the 64-bit key.
+        counter: four int64 tensors that hold 32-bit values and broadcast together.
+    Returns:
+        four int64 tensors with values in [0, 2^32).
+
+    Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    key0, key1 = seed & WORD, (seed >> 32) & WORD
+    for _ in range(PHILOX_ROUNDS):
+        product0 = c0 * PHILOX_MULTIPLIERS[0]  # 64 bits; the wrap into the sign is harmless: only bits are used
+        product1 = c2 * PHILOX_MULTIPLIERS[1]
+        high0, low0 = (product0 >> 32) & WORD, product0 & WORD
+        high1, low1 = (product1 >> 32) & WORD, product1 & WORD
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + PHILOX_WEYL[0]) & WORD, (key1 + PHILOX_WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def dropout_keep(seed: Tensor, heads: int, rows: int, columns: int, p: float) -> Tensor:
+    """Which elements dropout keeps, bool (heads, rows, columns), each True with probability 1 - p.
+
+    The element (head, row, column) takes word `column % 4` of the counter (column // 4, row, head, 0), and is kept
+    where its upper 24 bits reach round(p * 2^24).
+    """
+    group = torch.arange(math.ceil(columns / 4), device=seed.device).view(1, 1, -1)
+    row = torch.arange(rows, device=seed.device).view(1, -1, 1)
+    head = torch.arange(heads, device=seed.device).view(-1, 1, 1)
+    words = philox4x32(seed, (group, row, head, torch.zeros_like(group)))
+    words = torch.stack(words, dim=-1).reshape(heads, rows, -1)[..., :columns]  # (heads, rows, columns)
+    return (words >> 8) >= round(p * 2**24)
+
+
+def _dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    return torch.where(keep, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), 0.0)
+
+
+# Softmax
+
+
+def _masked_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities and log-sum-exp over the visible entries of the last axis; a row that sees nothing: 0 and -inf."""
+    scores = scores.masked_fill(~visible, -math.inf)
+    highest = scores.detach().amax(dim=-1, keepdim=True)
+    highest = highest.masked_fill(highest == -math.inf, 0.0)
+    exponentials = torch.exp(scores - highest)
+    total = exponentials.sum(dim=-1, keepdim=True)
+    empty = total == 0.0
+    total = total.masked_fill(empty, 1.0)
+    lse = (highest + total.log()).masked_fill(empty, -math.inf)
+    return exponentials / total, lse.squeeze(-1)
+
+
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Bool (queries, keys), bottom-right aligned: query i sees the keys j <= i + keys - queries."""
+    i = torch.arange(queries, device=device).view(-1, 1) + (keys - queries)
+    return torch.arange(keys, device=device) <= i
+
+
+def softmax(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float = 1.0) -> Tensor:
+    """softmax(scale * x) over the last axis: y_j = exp(scale x_j) / sum_k exp(scale x_k).
+
+    Args:
+        x: floating (..., N).
+        mask: bool, broadcasts to x; entries that are False get weight 0.
+        causal: x is (..., Lq, Lk) and query i sees the keys j <= i + Lk - Lq.
+        scale: multiplies x.
+    Returns:
+        the shape of x. A row that may see nothing is 0; without a mask a row of -inf is NaN, as in PyTorch.
+    """
+    scores = scale * x
+    if mask is None and not causal:
+        exponentials = torch.exp(scores - scores.detach().amax(dim=-1, keepdim=True)) if x.numel() else scores
+        return exponentials / exponentials.sum(dim=-1, keepdim=True)
+    visible = torch.ones((), dtype=torch.bool, device=x.device) if mask is None else mask
+    if causal:
+        visible = visible & _causal(x.shape[-2], x.shape[-1], x.device)
+    return _masked_softmax(scores, visible.expand_as(scores))[0]
+
+
+# Attention
+
+
+def visible_keys(
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Which key each query may see, bool (B or 1, 1, queries, keys).
+
+    With i' = i + keys - queries: causal keeps j <= i'; a window keeps i' - j < window and, on the other side where it
+    is not causal, j - i' < window; the padding mask (B, keys) keeps real tokens.
+    """
+    distance = torch.arange(queries, device=device).view(-1, 1) + (keys - queries) - torch.arange(keys, device=device)
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        visible = visible & (distance.abs() < window)
+    visible = visible.view(1, 1, queries, keys)
+    if key_padding_mask is not None:
+        visible = visible & key_padding_mask[:, None, None, :]
+    return visible
+
+
+def _scores(q: Tensor, k: Tensor, attn_bias: Tensor | None, scale: float | None) -> Tensor:
+    """scale * q k^T + bias, (B, Hq, Lq, Lk); key heads are repeated for their group of query heads."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = scale * (q @ k.transpose(-2, -1))
+    return scores if attn_bias is None else scores + attn_bias
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // max(x.shape[1], 1), dim=1)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys that a query may see.
+
+    Args:
+        q: floating (B, Hq, Lq, D). k, v: (B, Hk, Lk, D) where Hk divides Hq.
+        causal: query i sees the keys j <= i + Lk - Lq.
+        key_padding_mask: bool (B, Lk), True = a real token.
+        attn_bias: added to the scores, broadcasts to (B, Hq, Lq, Lk).
+        window: a query sees the nearest `window` keys on each side (before it, with causal), itself included.
+        dropout_p: probability with which a weight is dropped.
+        scale: multiplies q k^T; 1 / sqrt(D) unless given.
+        return_lse: also return log(sum(exp(scores))) over the visible keys, (B, Hq, Lq).
+    Returns:
+        (B, Hq, Lq, D); a query that sees no key gets 0, and -inf as its lse.
+
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+    """
+    batch, heads, queries, _ = q.shape
+    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    if key_padding_mask is not None:  # whatever stands behind the mask, NaN too, must not reach a product with 0
+        padding = ~key_padding_mask[:, None, :, None]
+        k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+    visible = visible_keys(
+        queries, k.shape[2], q.device, causal=causal, key_padding_mask=key_padding_mask, window=window
+    )
+    if k.shape[2] == 0:
+        out, lse = q * 0.0 + v.sum(), torch.full(q.shape[:3], -math.inf, dtype=q.dtype, device=q.device)
+        return (out, lse) if return_lse else out
+    scores = _scores(q, k, attn_bias, scale)
+    weights, lse = _masked_softmax(scores, visible.expand_as(scores))  # (B, Hq, Lq, Lk), (B, Hq, Lq)
+    if dropout_p > 0.0:
+        keep = dropout_keep(draw_seed(q.device), batch * heads, queries, k.shape[2], dropout_p)
+        weights = _dropout(weights, keep.view_as(weights), dropout_p)
+    out = weights @ v
+    return (out, lse.to(torch.promote_types(lse.dtype, torch.float32))) if return_lse else out
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """The weights that `attention` gives to the values, (B, Hq, Lq, Lk): for looking at, rows sum to 1."""
+    k = _repeat_heads(k, q.shape[1])
+    visible = visible_keys(
+        q.shape[2], k.shape[2], q.device, causal=causal, key_padding_mask=key_padding_mask, window=window
+    )
+    scores = _scores(q, k, attn_bias, scale)
+    return _masked_softmax(scores, visible.expand_as(scores))[0]
+
+
+def additive_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    score_weight: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Attention with a learned score: score(q, k) = w . tanh(W_q q + W_k k), so q and k may differ in width.
+
+    Args:
+        q: (B, Lq, Dq). k: (B, Lk, Dk). v: (B, Lk, Dv).
+        query_weight: (hidden, Dq). key_weight: (hidden, Dk). score_weight: (hidden,).
+        key_padding_mask: bool (B, Lk), True = a real token.
+    Returns:
+        (B, Lq, Dv).
+
+    Bahdanau, Cho, Bengio, "Neural machine translation by jointly learning to align and translate", 2015, A.1.2.
+    """
+    hidden = torch.tanh((q @ query_weight.T)[:, :, None, :] + (k @ key_weight.T)[:, None, :, :])
+    mask = None if key_padding_mask is None else key_padding_mask[:, None, :]
+    return softmax(hidden @ score_weight, mask=mask) @ v
+
+
+def similarity_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "gaussian", width: float = 1.0) -> Tensor:
+    """Attention with a fixed similarity: sum_j K(|q - k_j| / width) v_j / sum_j K(|q - k_j| / width).
+
+    Args:
+        q: (..., Lq, D). k: (..., Lk, D). v: (..., Lk, Dv).
+        kernel: "gaussian", K(u) = exp(-u^2 / 2), or "boxcar", K(u) = 1 where u <= 1.
+        width: the unit of distance.
+    Returns:
+        (..., Lq, Dv); a query with no key in reach of the boxcar gets 0.
+
+    Nadaraya, "On estimating regression", 1964; Watson, "Smooth regression analysis", 1964.
+    """
+    distance = (q[..., :, None, :] - k[..., None, :, :]).square().sum(dim=-1).sqrt() / width  # (..., Lq, Lk)
+    if kernel == "gaussian":
+        return softmax(-0.5 * distance.square()) @ v
+    if kernel == "boxcar":
+        return softmax(torch.zeros_like(distance), mask=distance <= 1.0) @ v
+    raise ValueError(f'similarity_attention: kernel must be "gaussian" or "boxcar"; got {kernel!r}')
+
+
+# Normalisation
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last axis, with the biased variance.
+
+    Args:
+        x: floating (..., N). weight, bias: (N,).
+        eps: added to the variance.
+    Returns:
+        the shape of x.
+
+    Ba, Kiros, Hinton, "Layer Normalization", 2016, equation 4.
+    """
+    centred = x - x.mean(dim=-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+    y = centred * rstd * weight
+    return y if bias is None else y + bias
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(s), s) with s = dropout(x) + residual: the seam between two sublayers of a transformer.
+
+    Args:
+        x: floating (..., N), what the sublayer made. residual: the same shape, what went into it.
+        weight, bias, eps: as in `layer_norm`.
+        dropout_p: probability with which an element of x is dropped.
+    Returns:
+        two tensors of the shape of x.
+    """
+    if dropout_p > 0.0:
+        columns = x.shape[-1]
+        keep = dropout_keep(draw_seed(x.device), 1, x.numel() // max(columns, 1), columns, dropout_p)
+        x = _dropout(x, keep.view_as(x), dropout_p)
+    total = x + residual
+    return layer_norm(total, weight, bias, eps=eps), total
+
+
+# Activation
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """x * Phi(x) with the normal distribution function Phi, or its tanh approximation.
+
+    "none": x / 2 * (1 + erf(x / sqrt(2))). "tanh": x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+
+    Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016, section 2.
+    """
+    if approximate == "none":
+        return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    if approximate == "tanh":
+        return 0.5 * x * (1.0 + torch.tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x)))
+    raise ValueError(f'gelu: approximate must be "none" or "tanh"; got {approximate!r}')
+
+
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
+    """gelu(x + bias), x (..., N), bias (N,): what follows the first projection of a feed-forward layer."""
+    return gelu(x + bias, approximate=approximate)
+
+
+# Positions
+
+
+def sinusoidal_positions(
+    length: int,
+    width: int,
+    *,
+    base: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Fixed position codes (length, width): column 2i is sin(t / base^(2i / width)), column 2i + 1 its cosine.
+
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.5. An odd width ends with a sine.
+    """
+    position = torch.arange(length, dtype=torch.float64, device=device).view(-1, 1)
+    frequency = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
+    angle = position * frequency  # (length, ceil(width / 2))
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).reshape(length, -1)[:, :width].to(dtype)
+
+
+def learned_positions(table: Tensor, length: int, *, offset: int = 0) -> Tensor:
+    """Rows `offset` to `offset + length` of a trained table (positions, width)."""
+    if offset + length > table.shape[0]:
+        raise ValueError(f"learned_positions: the table has {table.shape[0]} positions; got {offset + length}")
+    return table[offset : offset + length]
