@@ -1,0 +1,168 @@
+"""Triton: imported when a kernel is first needed, remembered when it cannot be; and the tables kernels are launched by.
+
+Nothing here imports Triton at module level, so the package works where there is none. Kernels are written with a plain
+`@triton.jit` in `ops/<op>/_triton.py`; the dispatcher imports those modules only after `unavailable` said None.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from transformer_kernels._errors import BackendUnavailable
+
+MINIMUM_VERSION = (3, 2)
+NEXT_UNSUPPORTED_VERSION = (4, 0)
+SUPPORTED_VERSIONS = "3.2 or newer, below 4.0"
+
+MINIMUM_CAPABILITY = (8, 0)
+
+INTERPRETED_CAPABILITY = (9, 0)
+"""The capability whose tables the interpreter follows; a test sets another one to walk through another table."""
+
+INTERPRETED_MULTIPROCESSORS = 3
+"""Few, so that a persistent program walks over several tiles in the interpreter too."""
+
+Capability = tuple[int, int]
+Tile = TypeVar("Tile")
+
+
+def load() -> ModuleType:
+    """Import Triton and return it; raise `BackendUnavailable` with the reason where that is not possible."""
+    module, reason, cause = _load_once()
+    if module is None:
+        raise BackendUnavailable(f"triton: {reason}") from cause
+    return module
+
+
+def unavailable(device: torch.device) -> str | None:
+    """The reason, with its remedy, why Triton kernels cannot run on `device`; None where they can."""
+    module, reason, _ = _load_once()
+    if module is None:
+        return reason
+    return _unavailable_on(device.type, device.index)
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether Triton was imported with TRITON_INTERPRET=1, so that kernels run on CPU tensors."""
+    return type(load().language.philox).__name__ == "InterpretedFunction"
+
+
+def capability(device: torch.device) -> Capability:
+    """The compute capability whose tables serve `device`."""
+    if device.type != "cuda":
+        return INTERPRETED_CAPABILITY
+    return _device_capability(device.index)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors `device` has; persistent kernels launch a multiple of it."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class Table(Generic[Tile]):
+    """A static table of launch configurations, by device capability, element size in bytes and width.
+
+    `rows` maps (capability, itemsize) to (largest width, tile) pairs with rising widths; the last one may serve any
+    width (None). A device takes the newest capability that is not newer than itself.
+    """
+
+    name: str
+    rows: Mapping[tuple[Capability, int], Sequence[tuple[int | None, Tile]]]
+
+    def find(self, device_capability: Capability, itemsize: int, width: int) -> Tile:
+        """The tile for rows of `width` elements of `itemsize` bytes."""
+        capabilities = sorted({known for known, size in self.rows if size == itemsize and known <= device_capability})
+        assert capabilities, f"{self.name}: no row for capability {device_capability}, itemsize {itemsize}"
+        for largest, tile in self.rows[capabilities[-1], itemsize]:
+            if largest is None or width <= largest:
+                return tile
+        raise AssertionError(f"{self.name}: no row for width {width}")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One compilation that a table can lead to, for the ahead-of-time report.
+
+    `signature` maps every argument of `kernel` to a Triton type ("*bf16", "i32", "fp32", "constexpr"); `constants` has
+    the constexpr values (None for a pointer that is absent: its type is "constexpr" too). Pointers are taken as 16-byte
+    aligned unless they are named in `unaligned`; `divisible` names the integers that are multiples of 16. `gates` names
+    what the report asserts besides shared memory: "no_spills", "matrix" (HMMA or HGMMA), "wide_loads" (16-byte loads).
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    capabilities: tuple[Capability, ...] = ((8, 0), (9, 0))
+    gates: frozenset[str] = field(default_factory=lambda: frozenset({"no_spills"}))
+    divisible: frozenset[str] = frozenset()
+    unaligned: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.bool: "i1",
+    torch.int64: "i64",
+}
+"""Triton's names of the element types, for signatures."""
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n (n >= 1)."""
+    return 1 << (n - 1).bit_length()
+
+
+@functools.cache
+def _load_once() -> tuple[ModuleType | None, str | None, BaseException | None]:
+    try:
+        import triton
+        import triton.language
+    except Exception as error:  # a broken installation raises anything: OSError, AttributeError, SyntaxError
+        return None, f"cannot be imported ({error}); install it with `pip install triton` (Linux)", error
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+    if not MINIMUM_VERSION <= version < NEXT_UNSUPPORTED_VERSION:
+        return None, f"version {triton.__version__} is not supported; install {SUPPORTED_VERSIONS}", None
+    imported_interpreting = type(triton.language.philox).__name__ == "InterpretedFunction"
+    if imported_interpreting != (os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")):
+        reason = "TRITON_INTERPRET was changed after triton was imported; set it before the process starts"
+        return None, reason, None
+    return triton, None, None
+
+
+@functools.cache
+def _unavailable_on(device_type: str, index: int | None) -> str | None:
+    if interpreting():
+        return None if device_type in ("cpu", "cuda") else f"the interpreter runs on CPU tensors, not on {device_type}"
+    if device_type == "cpu":
+        return "needs a CUDA device; for CPU tensors set TRITON_INTERPRET=1 before the process starts (slow, for tests)"
+    if device_type != "cuda":
+        return f"needs a CUDA device, not {device_type}"
+    if torch.version.hip is not None:
+        return "is supported on NVIDIA GPUs only; this is a ROCm build of torch"
+    found = _device_capability(index)
+    if found < MINIMUM_CAPABILITY:
+        return f"needs compute capability 8.0 or newer (Ampere); this GPU has {found[0]}.{found[1]}"
+    return None
+
+
+@functools.cache
+def _device_capability(index: int | None) -> Capability:
+    return torch.cuda.get_device_capability(index)
