@@ -1,0 +1,28 @@
+"""Without a GPU, kernels run on CPU tensors: Triton's interpreted, CUDA's emulated. Both are chosen before import."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TRANSFORMER_KERNELS_EMULATE", "1")
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
+    torch.set_num_threads(1)
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    reason = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(reason)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,322 @@
+"""Attention in every backend: forward and all gradients against the textbook in float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from tests.support.parity import check_parity, require
+
+BACKENDS = ("torch", "triton", "cuda")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _id(value: Any) -> str | None:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return None
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=DTYPES, ids=_id)
+def dtype(request: pytest.FixtureRequest, backend: str, device: torch.device) -> torch.dtype:
+    require("attention", backend, device, request.param)
+    return request.param
+
+
+def make(
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: tuple[int, int] = (33, 33),
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (2, 2),
+    width: int = 32,
+    seed: int = 0,
+) -> dict[str, Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(device).requires_grad_()
+
+    queries, keys = lengths
+    return {
+        "q": normal(batch, heads[0], queries, width),
+        "k": normal(batch, heads[1], keys, width),
+        "v": normal(batch, heads[1], keys, width),
+    }
+
+
+def padding(batch: int, keys: int, device: torch.device) -> Tensor:
+    """Each row of the batch keeps a different number of keys; the last keeps holes too."""
+    kept = torch.arange(keys) < torch.linspace(keys, max(1, keys // 3), batch).long()[:, None]
+    kept[-1, 1::5] = False
+    return kept.to(device)
+
+
+LENGTHS = [(1, 1), (17, 17), (127, 127), (128, 128), (129, 129), (1, 129), (17, 128), (129, 17), (65, 257)]
+LONG_LENGTHS = [(257, 257), (257, 65), (128, 257), (300, 1025), (16, 1025), (1025, 1025)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_matches_reference_over_lengths(
+    backend: str, dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], causal: bool
+) -> None:
+    tensors = make(dtype, device, lengths, batch=1, width=64)
+    check_parity("attention", backend, tensors, {"causal": causal, "return_lse": True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", LONG_LENGTHS, ids=str)
+def test_matches_reference_over_long_lengths(
+    backend: str, dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], causal: bool
+) -> None:
+    tensors = make(dtype, device, lengths, batch=1, heads=(1, 1), width=64)
+    check_parity("attention", backend, tensors, {"causal": causal})
+
+
+@pytest.mark.parametrize("width", [1, 8, 40, 59, 64, 72, 80, 96, 111, 128, 160, 192, 256])
+def test_matches_reference_over_head_dims(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+    tensors = make(dtype, device, (37, 70), batch=1, width=width)
+    check_parity("attention", backend, tensors, {"causal": True})
+
+
+@pytest.mark.parametrize("use", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_matches_reference_with_all_masks_together(
+    backend: str, dtype: torch.dtype, device: torch.device, use: tuple[bool, ...]
+) -> None:
+    causal, padded, biased, windowed = use
+    tensors = make(dtype, device, (40, 70), heads=(4, 2))
+    if padded:
+        tensors["key_padding_mask"] = padding(2, 70, device)
+    if biased:
+        tensors["attn_bias"] = torch.randn(1, 4, 40, 70).to(dtype).to(device).requires_grad_()
+    options = {"causal": causal, "window": 9 if windowed else None, "return_lse": True}
+    check_parity("attention", backend, tensors, options)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("lengths", [(64, 64), (33, 70), (5, 130)], ids=str)
+def test_dropout_is_the_reference_mask(
+    backend: str, dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], dropout_p: float
+) -> None:
+    tensors = make(dtype, device, lengths, heads=(4, 2))
+    tensors["key_padding_mask"] = padding(2, lengths[1], device)
+    check_parity("attention", backend, tensors, {"causal": True, "dropout_p": dropout_p}, seed=7)
+
+
+BIAS_SHAPES = [(33, 45), (1, 1, 33, 45), (2, 1, 1, 45), (1, 4, 33, 45), (2, 4, 33, 1), (4, 1, 1), (2, 4, 33, 45)]
+
+
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+def test_bias_broadcasts_and_has_a_gradient(
+    backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]
+) -> None:
+    tensors = make(dtype, device, (33, 45), heads=(4, 4))
+    tensors["attn_bias"] = torch.randn(shape).to(dtype).to(device).requires_grad_()
+    check_parity("attention", backend, tensors)
+
+
+def test_float32_bias_beside_low_precision_operands(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, (33, 45))
+    tensors["attn_bias"] = torch.randn(1, 2, 33, 45, device=device).requires_grad_()
+    check_parity("attention", backend, tensors, {"causal": True})
+
+
+def _packed(tensors: dict[str, Any], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    projection = torch.randn(2, 33, 3, 2, 32).to(dtype).to(device)
+    return {name: projection[:, :, i].transpose(1, 2).requires_grad_() for i, name in enumerate("qkv")}
+
+
+def _misaligned(tensors: dict[str, Any], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    views = {}
+    for name in "qkv":
+        buffer = torch.randn(2, 2, 33, 41).to(dtype).to(device)
+        views[name] = buffer[..., 3:35].requires_grad_()
+    return views
+
+
+def _expanded(tensors: dict[str, Any], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    views = dict(tensors)
+    views["k"] = torch.randn(1, 2, 33, 32).to(dtype).to(device).expand(2, 2, 33, 32).requires_grad_()
+    views["v"] = torch.randn(1, 1, 33, 32).to(dtype).to(device).expand(2, 2, 33, 32).requires_grad_()
+    return views
+
+
+def _transposed(tensors: dict[str, Any], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    return {name: torch.randn(2, 2, 32, 33).to(dtype).to(device).transpose(2, 3).requires_grad_() for name in "qkv"}
+
+
+@pytest.mark.parametrize("layout", [_packed, _misaligned, _expanded, _transposed], ids=lambda f: f.__name__[1:])
+def test_any_layout_equals_the_contiguous_result(
+    backend: str, dtype: torch.dtype, device: torch.device, layout: Any
+) -> None:
+    tensors = layout(make(dtype, device), dtype, device)
+    check_parity("attention", backend, tensors, {"causal": True})
+
+
+@pytest.mark.parametrize("kind", ["expanded", "transposed"])
+def test_gradient_of_any_layout(backend: str, dtype: torch.dtype, device: torch.device, kind: str) -> None:
+    def transform(cotangent: Tensor) -> Tensor:
+        if kind == "expanded":
+            return cotangent[..., :1].expand_as(cotangent)
+        return cotangent.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    check_parity("attention", backend, make(dtype, device), {"causal": True}, transform=transform)
+
+
+def test_rows_that_see_nothing(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, (20, 9))  # causal: the first 11 queries see no key
+    tensors["key_padding_mask"] = torch.stack([torch.zeros(9, dtype=torch.bool), torch.ones(9, dtype=torch.bool)])
+    tensors["key_padding_mask"] = tensors["key_padding_mask"].to(device)
+    check_parity("attention", backend, tensors, {"causal": True, "return_lse": True})
+    out, lse = tk.attention(**tensors, causal=True, return_lse=True, backend=backend)
+    assert (out[0] == 0).all() and (out[1, :, :11] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+    out.sum().backward()
+    assert all((tensors[name].grad[0] == 0).all() for name in "qkv")
+
+
+def test_a_bias_of_the_lowest_number_stays_finite(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, (17, 17))
+    tensors["attn_bias"] = torch.full((1, 1, 17, 17), torch.finfo(dtype).min, dtype=dtype, device=device)
+    result = tk.attention(**tensors, backend=backend)
+    assert torch.isfinite(result).all()
+    result.sum().backward()
+    assert all(torch.isfinite(tensors[name].grad).all() for name in "qkv")
+
+
+def test_a_bias_of_minus_infinity_hides(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, (17, 17))
+    bias = torch.zeros(17, 17, dtype=dtype, device=device)
+    bias[3] = -torch.inf
+    bias[:, 5] = -torch.inf
+    tensors["attn_bias"] = bias
+    check_parity("attention", backend, tensors, {"return_lse": True})
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("lengths", [(30, 40), (3, 200), (130, 260)], ids=str)
+def test_nothing_behind_the_padding_mask_gets_out(
+    backend: str, dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], poison: float
+) -> None:
+    mask = padding(2, lengths[1], device)
+    clean, dirty = make(dtype, device, lengths), make(dtype, device, lengths)
+    with torch.no_grad():
+        for name in "kv":
+            dirty[name].masked_fill_(~mask[:, None, :, None], poison)
+            clean[name].masked_fill_(~mask[:, None, :, None], 0.0)
+    results = []
+    for tensors in (clean, dirty):
+        out = tk.attention(**tensors, key_padding_mask=mask, backend=backend)
+        out.backward(torch.ones_like(out))
+        results.append([out.detach()] + [tensors[name].grad for name in "qkv"])
+    for name, want, got in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        assert torch.isfinite(got).all(), f"{name} is not finite"
+        torch.testing.assert_close(got, want, msg=lambda m, name=name: f"{name}: {m}")
+    for got in results[1][2:]:
+        assert (got.masked_select(~mask[:, None, :, None]) == 0).all()
+
+
+def test_nan_in_a_token_reaches_only_the_rows_that_see_it(
+    backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    tensors = make(dtype, device, (40, 40))
+    want = tk.attention(**tensors, causal=True, backend=backend).detach()
+    with torch.no_grad():
+        for name in "qkv":
+            tensors[name][0, 0, 20] = float("nan")
+    got = tk.attention(**tensors, causal=True, backend=backend).detach()
+    torch.testing.assert_close(got[0, 0, :20], want[0, 0, :20])
+    torch.testing.assert_close(got[1], want[1])
+    assert torch.isnan(got[0, 0, 20:]).all()
+
+
+def test_large_float16_logits_stay_finite(backend: str, device: torch.device) -> None:
+    require("attention", backend, device, torch.float16)
+    tensors = make(torch.float16, device, (17, 33), width=64)
+    with torch.no_grad():
+        tensors["q"].mul_(30.0)
+        tensors["k"].mul_(30.0)
+    check_parity("attention", backend, {name: t.detach() for name, t in tensors.items()}, {"scale": 1.0})
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_only_the_wanted_gradients(backend: str, device: torch.device, wanted: str) -> None:
+    require("attention", backend, device, torch.float32)
+    tensors = make(torch.float32, device)
+    for name in "qkv":
+        tensors[name].requires_grad_(name == wanted)
+    check_parity("attention", backend, tensors)
+
+
+def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    def once() -> list[Tensor]:
+        tensors = make(dtype, device, (129, 140), heads=(4, 2))
+        tensors["attn_bias"] = torch.ones(1, 4, 129, 140, dtype=dtype, device=device).requires_grad_()
+        torch.manual_seed(3)
+        out = tk.attention(**tensors, causal=True, dropout_p=0.2, backend=backend)
+        out.backward(torch.ones_like(out))
+        return [out.detach()] + [tensors[name].grad for name in ("q", "k", "v", "attn_bias")]
+
+    assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 3), (2, 0, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0)], ids=str)
+def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int, int]) -> None:
+    batch, heads, queries, keys = shape
+    tensors = make(dtype, device, (queries, keys), batch=batch, heads=(heads, heads))
+    out, lse = tk.attention(**tensors, return_lse=True, backend=backend)
+    assert out.shape == (batch, heads, queries, 32) and lse.shape == (batch, heads, queries)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    out.sum().backward()
+    assert all((tensors[name].grad == 0).all() for name in "qkv")
+
+
+def test_prefix_of_a_causal_result_ignores_what_follows(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, (70, 70))
+    whole = tk.attention(**tensors, causal=True, backend=backend)
+    prefix = tk.attention(**{name: t[:, :, :41] for name, t in tensors.items()}, causal=True, backend=backend)
+    torch.testing.assert_close(
+        whole[:, :, :41], prefix, atol=2 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps
+    )
+
+
+def test_weights_sum_to_one(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, (50, 60))
+    tensors["v"] = torch.ones_like(tensors["v"])
+    out = tk.attention(**tensors, causal=True, backend=backend)
+    torch.testing.assert_close(out, torch.ones_like(out), atol=4 * torch.finfo(dtype).eps, rtol=0)
+
+
+def test_output_is_laid_out_for_the_next_projection(backend: str, device: torch.device) -> None:
+    require("attention", backend, device, torch.float32)
+    out = tk.attention(**make(torch.float32, device), backend=backend)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_gradcheck_in_float64(device: torch.device) -> None:
+    tensors = make(torch.float64, device, (5, 7), heads=(4, 2), width=3)
+    bias = torch.randn(1, 4, 5, 7, dtype=torch.float64, device=device, requires_grad=True)
+    mask = padding(2, 7, device)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout_p: float) -> Any:
+        torch.manual_seed(0)
+        options = {"causal": True, "window": 4, "key_padding_mask": mask, "dropout_p": dropout_p, "return_lse": True}
+        out, lse = tk.attention(q, k, v, attn_bias=bias, backend="torch", **options)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    inputs = (tensors["q"], tensors["k"], tensors["v"], bias)
+    assert torch.autograd.gradcheck(lambda *t: function(*t, 0.0), inputs)
+    assert torch.autograd.gradcheck(lambda *t: function(*t, 0.3), inputs)

@@ -1,0 +1,143 @@
+"""The error budget: a backend against python_ref in float64, next to eager PyTorch in the tested dtype.
+
+An output passes when its largest error is at most twice that of eager PyTorch (three times for gradients) plus the
+rounding of one element, and its relative RMS error is below the limit of its dtype.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from python_ref import ops as reference
+from transformer_kernels import _dispatch
+
+RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+OUTPUT_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+
+
+def require(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Skip, with the reason, a backend that cannot run this operation here."""
+    if (reason := _dispatch.unavailable(backend, device)) is not None:
+        pytest.skip(f"{backend}: {reason}")
+    if importlib.util.find_spec(f"transformer_kernels.ops.{op}._{backend}") is None:
+        pytest.skip(f"{backend} has no {op} kernel")
+    if backend == "triton" and device.type == "cpu" and dtype is torch.bfloat16:
+        pytest.skip("Triton's interpreter computes bfloat16 wrongly; it is tested on a GPU")
+
+
+@dataclass
+class Run:
+    """What one call gave: outputs, and the gradient of each tensor input (None where it needs none)."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+
+
+def run(
+    function: Callable[..., Any],
+    tensors: dict[str, Tensor | None],
+    options: dict[str, Any],
+    cotangents: list[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Run:
+    """Call `function(**tensors, **options)` on leaf copies (in `dtype`), and backward from `cotangents`."""
+    leaves = {name: _leaf(value, dtype) for name, value in tensors.items()}
+    torch.manual_seed(seed)
+    result = function(**leaves, **options)
+    outputs = list(result) if isinstance(result, tuple) else [result]
+    if cotangents is not None:
+        pairs = [(output, cot.to(output.dtype)) for output, cot in zip(outputs, cotangents, strict=True)]
+        pairs = [pair for pair in pairs if pair[0].requires_grad]
+        torch.autograd.backward([output for output, _ in pairs], [cotangent for _, cotangent in pairs])
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
+    return Run([output.detach() for output in outputs], gradients)
+
+
+def _leaf(value: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """The tensor itself, as a leaf with the same strides and storage offset unless a dtype is asked for."""
+    if value is None or not value.is_floating_point():
+        return value
+    if dtype is not None:
+        return value.detach().to(dtype).requires_grad_(value.requires_grad)
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def assert_within_budget(
+    name: str, ours: Tensor, exact: Tensor, eager: Tensor, factor: float, magnitude: float | None = None
+) -> None:
+    """Check one tensor against the exact one, its budget taken from the eager one.
+
+    The floor is one unit of rounding at `magnitude`, the largest element unless given: a gradient may be the difference of
+    terms far larger than itself (that of q for a single key is 0), and then its terms' rounding is all one can ask for.
+    """
+    assert ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(exact.shape)}"
+    dtype = ours.dtype
+    unusual = ~torch.isfinite(exact)
+    torch.testing.assert_close(ours.double()[unusual], exact[unusual], equal_nan=True, msg=lambda m: f"{name}: {m}")
+    exact, got, eager = (tensor.double().masked_fill(unusual, 0.0) for tensor in (exact, ours, eager))
+    assert torch.isfinite(got).all(), f"{name}: not finite where the exact result is"
+    if exact.numel() == 0:
+        return
+    floor = torch.finfo(dtype).eps * (exact.abs().max().item() if magnitude is None else magnitude) + 1e-30
+    error = (got - exact).abs().max().item()
+    eager_error = (eager - exact).abs().max().item()
+    budget = factor * eager_error + floor if math.isfinite(eager_error) else math.inf  # then the RMS limit speaks alone
+    assert error <= budget, (
+        f"{name}: largest error {error:.3e} exceeds its budget {budget:.3e} (eager {eager_error:.3e})"
+    )
+    rms = (got - exact).square().mean().sqrt().item()
+    limit = RELATIVE_RMS[dtype] * exact.square().mean().sqrt().item() + floor
+    assert rms <= limit, f"{name}: RMS error {rms:.3e} exceeds {limit:.3e}"
+
+
+def check_parity(
+    op: str,
+    backend: str,
+    tensors: dict[str, Tensor | None],
+    options: dict[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    transform: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Forward and every gradient of `op` in `backend` against python_ref in float64, within the budget.
+
+    Args:
+        op: the operation. backend: who answers it.
+        tensors: the tensor arguments, in the tested dtype; the exact run sees their rounded values.
+        options: the other arguments.
+        seed: of torch's generator before each call, for dropout.
+        transform: what is done to each cotangent (an expanded or strided view of the same values).
+    """
+    options = options or {}
+    textbook = getattr(reference, op)
+    wanted = run(textbook, tensors, options, dtype=torch.float64, seed=seed).outputs
+    first = next(value for value in tensors.values() if value is not None and value.is_floating_point())
+    generator = torch.Generator().manual_seed(1234)
+    cotangents = []
+    for output in wanted:
+        values = torch.randn(output.shape, generator=generator).to(first.dtype).to(first.device)
+        cotangents.append(values if transform is None else transform(values))
+    exact = run(textbook, tensors, options, cotangents, dtype=torch.float64, seed=seed)
+    eager = run(textbook, tensors, options, cotangents, seed=seed)
+    ours = run(getattr(tk, op), tensors, {**options, "backend": backend}, cotangents, seed=seed)
+    for i, (got, want, plain) in enumerate(zip(ours.outputs, exact.outputs, eager.outputs, strict=True)):
+        assert_within_budget(f"{op} output {i}", got, want, plain, OUTPUT_FACTOR)
+    assert ours.gradients.keys() == exact.gradients.keys()
+    sizes = [gradient.abs().max().item() for gradient in exact.gradients.values() if gradient is not None]
+    magnitude = max(sizes, default=None)
+    for name, want in exact.gradients.items():
+        got, plain = ours.gradients[name], eager.gradients[name]
+        assert got is not None and want is not None and plain is not None, f"{op}: no gradient for {name}"
+        assert got.dtype == tensors[name].dtype, f"{op}: the gradient of {name} has dtype {got.dtype}"
+        assert_within_budget(f"{op} gradient of {name}", got, want, plain, GRADIENT_FACTOR, magnitude)

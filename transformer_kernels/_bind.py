@@ -1,0 +1,65 @@
+"""The operations with a backend fixed, in the shape that models call them by."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import ModuleType
+from typing import Any
+
+from transformer_kernels import ops
+from transformer_kernels._dispatch import OPERATIONS, requested
+
+
+class BoundOperations:
+    """Offers the names and signatures of `python_ref.ops` for the six operations, answered by one backend.
+
+    Two of them are equal when their backends are; copying and pickling keep the backend's name only.
+    """
+
+    def __init__(self, backend: str | None) -> None:
+        self.backend = None if backend is None else requested(backend)
+        for name in OPERATIONS:
+            setattr(self, name, _without_backend(getattr(ops, name), self.backend))
+
+    def __repr__(self) -> str:
+        return f"transformer_kernels.bind({self.backend!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BoundOperations) and self.backend == other.backend
+
+    def __hash__(self) -> int:
+        return hash(self.backend)
+
+    def __reduce__(self) -> Any:
+        return BoundOperations, (self.backend,)
+
+
+def _without_backend(operation: Any, backend: str | None) -> Any:
+    bound = functools.partial(operation, backend=backend)
+    signature = inspect.signature(operation)
+    parameters = [parameter for name, parameter in signature.parameters.items() if name != "backend"]
+    bound.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    functools.update_wrapper(
+        bound, operation, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=()
+    )
+    del bound.__wrapped__  # type: ignore[attr-defined]
+    return bound
+
+
+def bind(backend: str | None = None) -> BoundOperations | ModuleType:
+    """The operations for a model: `python_ref.build("char_gpt", ops=transformer_kernels.bind("triton"))`.
+
+    Args:
+        backend: "torch", "triton", "cuda", "auto", "reference" (which gives `python_ref.ops` itself), or None to follow
+            `set_backend`, `use_backend` and the environment at each call.
+    Returns:
+        an object with the functions attention, softmax, layer_norm, add_layer_norm, gelu and bias_gelu.
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if backend == "reference":
+        from python_ref import ops as reference
+
+        return reference
+    return BoundOperations(backend)

@@ -1,0 +1,112 @@
+"""Argument errors: one place, so that every backend raises the same exception with the same text.
+
+Each helper returns quietly or raises; a message names the operation, the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+APPROXIMATIONS = ("none", "tanh")
+
+
+def tensor(op: str, name: str, value: Any) -> None:
+    """A strided floating tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor; got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else value.layout
+        raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {layout}")
+    if value.dtype not in FLOATING:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+        raise TypeError(f"{op}: {name} must have one of the dtypes {supported}; got {value.dtype}")
+
+
+def boolean_mask(op: str, name: str, value: Any) -> None:
+    """A strided bool tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a bool tensor; got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {value.layout}")
+    if value.dtype is not torch.bool:
+        raise TypeError(f"{op}: {name} must be bool, True = keep; got {value.dtype}: use {name}.bool()")
+
+
+def same_device(op: str, **tensors: Tensor | None) -> None:
+    """All the tensors that are given live on one device."""
+    given = {name: value.device for name, value in tensors.items() if value is not None}
+    if len(set(given.values())) > 1:
+        listed = ", ".join(f"{name} on {device}" for name, device in given.items())
+        raise RuntimeError(f"{op}: all tensors must be on one device; got {listed}")
+
+
+def real(op: str, name: str, value: Any) -> None:
+    """A number that is no bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: {name} must be a number; got {type(value).__name__}")
+
+
+def finite(op: str, name: str, value: Any) -> None:
+    real(op, name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"{op}: {name} must be finite; got {value}")
+
+
+def positive(op: str, name: str, value: Any) -> None:
+    real(op, name, value)
+    if not value > 0.0:
+        raise ValueError(f"{op}: {name} must be positive; got {value}")
+
+
+def probability(op: str, name: str, value: Any) -> None:
+    real(op, name, value)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{op}: {name} must be in [0, 1]; got {value}")
+
+
+def window(op: str, value: Any) -> None:
+    """None, or a whole number of keys."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: window must be an int or None; got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{op}: window must be positive; got {value}")
+
+
+def flag(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False; got {type(value).__name__}")
+
+
+def approximation(op: str, value: Any) -> None:
+    if value not in APPROXIMATIONS:
+        raise ValueError(f'{op}: approximate must be "none" or "tanh"; got {value!r}')
+
+
+def at_least_1d(op: str, x: Tensor) -> None:
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must have at least one dimension; got shape ()")
+
+
+def row_parameter(op: str, name: str, value: Any, x: Tensor) -> None:
+    """A (N,) parameter for rows of x, in x's dtype or in float32."""
+    tensor(op, name, value)
+    if value.shape != x.shape[-1:]:
+        raise ValueError(f"{op}: {name} must have shape ({x.shape[-1]},); got {tuple(value.shape)}")
+    if value.dtype is not x.dtype and value.dtype is not torch.float32:
+        raise ValueError(f"{op}: {name} must have the dtype of x ({x.dtype}) or torch.float32; got {value.dtype}")
+
+
+def broadcasts_to(op: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    aligned = value.dim() <= len(shape) and all(
+        size in (1, full) for size, full in zip(reversed(value.shape), reversed(shape), strict=False)
+    )
+    if not aligned:
+        raise ValueError(f"{op}: {name} must broadcast to {shape}; got {tuple(value.shape)}")

@@ -1,0 +1,87 @@
+"""Dropout for the torch backend: the philox mask of `python_ref.ops`, made with fewer passes and only once a step.
+
+A mask is a pure function of its seed, so the backward pass could make it again, as the kernels do. In tensor algebra
+that costs eighty passes, so it is remembered for as long as its seed lives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+WORD = 0xFFFFFFFF
+
+GROUPS_AT_ONCE = 1 << 14  # four or five int64 buffers of this size stay in a second-level cache
+
+_remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """One dropout seed, int64 (1,) in [0, 2^63), from torch's default generator of `device`."""
+    return torch.randint(0, 2**63 - 1, (1,), device=device, dtype=torch.int64)
+
+
+def keep_scale(p: float) -> float:
+    """What a kept element is multiplied by."""
+    return 1.0 / (1.0 - p) if p < 1.0 else 0.0
+
+
+def dropped(seed: Tensor, heads: int, rows: int, columns: int, p: float) -> Tensor:
+    """Where dropout drops, bool (heads, rows, columns): word `column % 4` of the counter (column // 4, row, head, 0)."""
+    found = _remembered.get(seed)
+    if found is None or found[0] != (heads, rows, columns, p):
+        found = ((heads, rows, columns, p), _draw(seed, heads, rows, columns, p))
+        _remembered[seed] = found
+    return found[1]
+
+
+def _draw(seed: Tensor, heads: int, rows: int, columns: int, p: float) -> Tensor:
+    """The mask, made in chunks of whole rows that stay in the cache."""
+    groups = -(-columns // 4)
+    total = heads * rows
+    mask = torch.empty(total, groups * 4, dtype=torch.bool, device=seed.device)
+    group = torch.arange(groups, device=seed.device)
+    keys = _key_schedule(seed)
+    at_once = max(1, GROUPS_AT_ONCE // max(groups, 1)) if seed.device.type == "cpu" else total
+    threshold = round(p * 2**24) << 8  # (word >> 8) < t is word < t * 2^8
+    for first in range(0, total, max(at_once, 1)):
+        index = torch.arange(first, min(first + at_once, total), device=seed.device)
+        head = torch.div(index, max(rows, 1), rounding_mode="floor")
+        _philox_below(
+            keys, group, (index - head * rows)[:, None], head[:, None], threshold, mask[first : first + len(index)]
+        )
+    return mask.view(heads, rows, -1)[..., :columns]
+
+
+def _key_schedule(seed: Tensor) -> list[tuple[int, int]] | list[tuple[Tensor, Tensor]]:
+    """The key of each round: Python numbers on the CPU, tensors where reading the seed would stop the device."""
+    low, high = (int(seed) & WORD, int(seed) >> 32) if seed.device.type == "cpu" else (seed & WORD, seed >> 32)
+    return [((low + i * WEYL[0]) & WORD, (high + i * WEYL[1]) & WORD) for i in range(ROUNDS)]  # type: ignore[return-value]
+
+
+def _philox_below(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, threshold: int, out: Tensor) -> None:
+    """out[..., 4 g + w] = (word w of counter (g, row, head, 0)) < threshold.
+
+    Early rounds depend on one or two of the three coordinates only and stay small by broadcasting. Words are masked to 32
+    bits just before they are multiplied; the high bits that an xor carries along until then do no harm.
+    """
+    c3 = 0
+    for key0, key1 in keys:
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0 = _mixed(product1 >> 32, c1, key0)
+        c2 = _mixed(product0 >> 32, c3, key1)
+        c1, c3 = product1, product0
+    words = out.view(*out.shape[:-1], -1, 4)
+    for i, word in enumerate((c0, c1, c2, c3)):
+        torch.lt(word if i in (0, 2) else word & WORD, threshold, out=words[..., i])
+
+
+def _mixed(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:
+    """(high ^ other ^ key) in 32 bits, written over `high` where the shapes allow."""
+    if isinstance(other, Tensor) and torch.broadcast_shapes(high.shape, other.shape) != high.shape:
+        return (high ^ other).bitwise_xor_(key).bitwise_and_(WORD)
+    return high.bitwise_xor_(other).bitwise_xor_(key).bitwise_and_(WORD)

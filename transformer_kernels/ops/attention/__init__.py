@@ -1,0 +1,287 @@
+"""Scaled dot-product attention, fused."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_kernels import _autograd, _checks
+from transformer_kernels._dispatch import is_empty, select
+from transformer_kernels._dropout import draw_seed
+
+OP = "attention"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys that a query may see.
+
+    Args:
+        q: (B, Hq, Lq, D), float32, float16, bfloat16 (float64 with backend="torch"). Any strides; with a contiguous
+            last axis, such as a view of a packed (B, L, 3, H, D) projection, nothing is copied.
+        k, v: (B, Hk, Lk, D), the dtype of q. Hk divides Hq; query head h uses key head h // (Hq / Hk).
+        causal: query i sees the keys j <= i + Lk - Lq (aligned bottom-right).
+        key_padding_mask: bool (B, Lk), True = a real token.
+        attn_bias: added to the scores; broadcasts to (B, Hq, Lq, Lk); the dtype of q or float32. It may require grad.
+        window: with i' = i + Lk - Lq, a query sees i' - j < window and, unless causal, j - i' < window.
+        dropout_p: probability in [0, 1] with which a weight is dropped; the others are multiplied by
+            1 / (1 - dropout_p). The mask is philox4x32-10 of (seed, position), the same in every backend; the seed is
+            drawn from torch's generator.
+        scale: multiplies q k^T; 1 / sqrt(D) unless given.
+        return_lse: also return the natural log of the sum of exponentials of the scores, before dropout.
+        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+    Returns:
+        (B, Hq, Lq, D) in the dtype of q, laid out in memory as (B, Lq, Hq, D); accumulated in float32. With return_lse
+        also float32 (B, Hq, Lq) (float64 for float64). A query that sees no key gives 0, an lse of -inf, and zero
+        gradients.
+    Raises:
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
+    """
+    arguments = prepare(
+        q,
+        k,
+        v,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        attn_bias=attn_bias,
+        window=window,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    if _autograd.is_traced(arguments[0]):
+        out, lse = _registered(*arguments, backend)
+    else:
+        module = select(OP, backend, arguments)
+        if is_empty(q, k):
+            module = _torch
+        if _autograd.needs_grad(*arguments[:3], arguments[4]):
+            out, lse = _Attention.apply(module, *arguments)
+        else:
+            out, lse = module.forward(*arguments)
+    return (out, lse) if return_lse else out
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> tuple[Any, ...]:
+    """The checked arguments of a backend's `forward`:
+
+    (q, k, v, key_padding_mask, attn_bias 4-D, seed, causal, window, dropout_p, scale), last axes contiguous.
+    """
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        _checks.tensor(OP, name, value)
+        if value.dim() != 4:
+            raise ValueError(f"{OP}: {name} must have 4 dimensions (B, H, L, D); got {tuple(value.shape)}")
+    if (dtype := _autograd.autocast_dtype(q)) is not None and q.dtype is not torch.float64:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    _check_qkv(q, k, v)
+    _checks.flag(OP, "causal", causal)
+    _checks.flag(OP, "return_lse", return_lse)
+    _checks.window(OP, window)
+    _checks.probability(OP, "dropout_p", dropout_p)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    else:
+        _checks.finite(OP, "scale", scale)
+    if key_padding_mask is not None:
+        key_padding_mask = _checked_padding(key_padding_mask, k)
+    if attn_bias is not None:
+        attn_bias = _checked_bias(attn_bias, q, k)
+    _checks.same_device(OP, q=q, k=k, v=v, key_padding_mask=key_padding_mask, attn_bias=attn_bias)
+    _autograd.refuse_transforms(OP, q, k, v, attn_bias)
+    seed = draw_seed(q.device) if dropout_p > 0.0 else None
+    q, k, v = _last_axis_contiguous(q), _last_axis_contiguous(k), _last_axis_contiguous(v)
+    return q, k, v, key_padding_mask, attn_bias, seed, causal, window, float(dropout_p), float(scale)
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Dtypes and shapes that must agree."""
+    if not q.dtype is k.dtype is v.dtype:
+        raise TypeError(f"{OP}: q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    batch, heads, _, width = q.shape
+    if width == 0:
+        raise ValueError(f"{OP}: the head dimension must be positive; got q {tuple(q.shape)}")
+    if k.shape[3] != width:
+        raise ValueError(f"{OP}: k must have the head dimension of q ({width}); got k {tuple(k.shape)}")
+    if k.shape[0] != batch:
+        raise ValueError(f"{OP}: k must have the batch size of q ({batch}); got k {tuple(k.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"{OP}: v must have the shape of k {tuple(k.shape)}; got v {tuple(v.shape)}")
+    if heads != k.shape[1] and (k.shape[1] == 0 or heads % k.shape[1]):
+        raise ValueError(f"{OP}: the heads of k ({k.shape[1]}) must divide the heads of q ({heads})")
+
+
+def _checked_padding(mask: Tensor, k: Tensor) -> Tensor:
+    _checks.boolean_mask(OP, "key_padding_mask", mask)
+    if mask.shape != (k.shape[0], k.shape[2]):
+        expected = (k.shape[0], k.shape[2])
+        raise ValueError(f"{OP}: key_padding_mask must have shape (B, Lk) {expected}; got {tuple(mask.shape)}")
+    return mask.contiguous()
+
+
+def _checked_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The bias with four axes, its last one contiguous or broadcast."""
+    if isinstance(bias, Tensor) and bias.dtype is torch.bool:
+        raise TypeError(f"{OP}: attn_bias is added to the scores, so it must be floating; got a bool mask")
+    _checks.tensor(OP, "attn_bias", bias)
+    _checks.broadcasts_to(OP, "attn_bias", bias, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    if bias.dtype is not q.dtype and bias.dtype is not torch.float32:
+        if _autograd.autocast_dtype(q) is None:
+            raise ValueError(f"{OP}: attn_bias must have the dtype of q ({q.dtype}) or torch.float32; got {bias.dtype}")
+        bias = bias.to(q.dtype)
+    return _last_axis_contiguous(bias[(None,) * (4 - bias.dim())])
+
+
+def _last_axis_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        module: ModuleType,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_bias: Tensor | None,
+        seed: Tensor | None,
+        *options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = module.forward(q, k, v, key_padding_mask, attn_bias, seed, *options)
+        ctx.module, ctx.options = module, options
+        ctx.save_for_backward(q, k, v, out, lse, key_padding_mask, attn_bias, seed)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        saved = ctx.saved_tensors
+        dout = torch.zeros_like(saved[3]) if dout is None else _last_axis_contiguous(dout)
+        dlse = None if dlse is None else dlse.contiguous()
+        grads = ctx.module.backward(dout, dlse, *saved, *ctx.options, ctx.needs_input_grad[5])
+        dq, dk, dv, dbias = _autograd.first_order_only(OP, grads)
+        return None, dq, dk, dv, None, dbias, None, None, None, None, None
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    arguments = (q, k, v, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale)
+    module = select(OP, backend, arguments)
+    return (_torch if is_empty(q, k) else module).forward(*arguments)
+
+
+def _run_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+    bias_needs_grad: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = (causal, window, dropout_p, scale)
+    masks = (key_padding_mask, attn_bias, seed)
+    module = _torch if is_empty(q, k) else select(OP, backend, (q, k, v, *masks, *options))
+    dlse = None if dlse is None else dlse.contiguous()
+    dout = _last_axis_contiguous(dout)
+    dq, dk, dv, dbias = module.backward(dout, dlse, q, k, v, out, lse, *masks, *options, bias_needs_grad)
+    return dq, dk, dv, q.new_empty(0) if dbias is None else dbias
+
+
+def _like_output(x: Tensor) -> Tensor:
+    """An empty tensor of x's shape, laid out in memory as (B, L, H, D)."""
+    batch, heads, length, width = x.shape
+    return x.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like_output(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    attn_bias, bias_needs_grad = rest[3], rest[9]
+    dbias = torch.empty_like(attn_bias, memory_format=torch.contiguous_format) if bias_needs_grad else q.new_empty(0)
+    return _like_output(q), _like_output(k), _like_output(v), dbias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, key_padding_mask, attn_bias, seed, *ctx.options, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output, key_padding_mask, attn_bias, seed)
+    ctx.set_materialize_grads(False)
+
+
+def _registered_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    saved = ctx.saved_tensors
+    dout = torch.zeros_like(saved[3]) if dout is None else dout
+    bias_needs_grad = ctx.needs_input_grad[4]
+    dq, dk, dv, dbias = _registered_backward(dout, dlse, *saved, *ctx.options, bias_needs_grad, ctx.backend)
+    return dq, dk, dv, None, dbias if bias_needs_grad else None, None, None, None, None, None, None
+
+
+_registered = _autograd.register(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? attn_bias, Tensor? seed, bool causal,"
+    " int? window, float dropout_p, float scale, str? backend) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
+_registered_backward = _autograd.register(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    " Tensor? key_padding_mask, Tensor? attn_bias, Tensor? seed, bool causal, int? window, float dropout_p,"
+    " float scale, bool bias_needs_grad, str? backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
+_autograd.register_backward(OP, _setup_context, _registered_gradient)
+
+from transformer_kernels.ops.attention import _torch  # noqa: E402

@@ -1,0 +1,309 @@
+"""Attention through PyTorch's fused kernels, and in chunks of plain products where those cannot say what we promise.
+
+PyTorch's kernels have no philox dropout by position, no gradient of a bias and none of the log-sum-exp; such calls are
+computed head by head in chunks that bound the memory for scores.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._dropout import dropped, keep_scale
+from transformer_kernels.ops._visible import visible_mask
+
+aten = torch.ops.aten
+
+SCORES_AT_ONCE = 1 << 18  # on the CPU: a chunk of scores and its gradient stay in a second-level cache
+
+
+def unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+) -> str | None:
+    return None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
+    visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
+    if not _fused(q, k, v, seed, visible):
+        return _forward_in_chunks(q, k, v, visible, attn_bias, seed, dropout_p, scale)
+    mask, is_causal = _fused_mask(q, k, visible, attn_bias, causal and window is None and key_padding_mask is None)
+    k, v = _operands(k, v, q.shape[1], key_padding_mask)
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    else:
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention.default(
+            q, k, v, _aligned(mask, q, k), True, 0.0, is_causal, scale=scale
+        )
+        out, lse = _laid_out(out), lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
+    lse = lse.contiguous()
+    return out, lse if mask is None else _mark_blind_rows(lse, mask)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+    bias_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv, dbias."""
+    visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
+    if dlse is not None or bias_needs_grad or not _fused(q, k, v, seed, visible):
+        return _backward_in_chunks(
+            dout, dlse, q, k, v, out, lse, visible, attn_bias, seed, dropout_p, scale, bias_needs_grad
+        )
+    heads = k.shape[1]
+    mask, is_causal = _fused_mask(q, k, visible, attn_bias, causal and window is None and key_padding_mask is None)
+    k, v = _operands(k, v, q.shape[1], key_padding_mask)
+    if q.device.type == "cpu":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            dout, q, k, v, out, _finite(lse), 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    else:
+        padded = torch.nn.functional.pad(_finite(lse), (0, -lse.shape[-1] % 32))
+        no_philox = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward.default(
+            dout, q, k, v, _aligned(mask, q, k), out, padded, no_philox, no_philox, 0.0, [True, True, True, False],
+            is_causal, scale=scale,
+        )  # fmt: skip
+    return _laid_out(dq), _sum_groups(dk, heads), _sum_groups(dv, heads), None
+
+
+# PyTorch's fused kernels
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, visible: Tensor | None) -> bool:
+    """Whether PyTorch's fused kernel for this device gives what is promised for this call.
+
+    On the CPU it multiplies hidden keys by a weight of 0, so an inf or NaN among keys or values would reach rows that must
+    not see it; one sum over each finds out. On a CUDA device it wants 16-byte aligned rows, and reading a sum would stop
+    the device, so there keys behind the padding mask are zeroed instead (see `_operands`).
+    """
+    if seed is not None or q.numel() == 0 or k.numel() == 0:
+        return False
+    if q.device.type == "cpu":
+        return visible is None or math.isfinite(float(k.sum()) + float(v.sum()))
+    return q.device.type == "cuda" and q.dtype is not torch.float64 and all(_rows_aligned(x) for x in (q, k, v))
+
+
+def _rows_aligned(x: Tensor) -> bool:
+    sizes = (x.shape[3], x.storage_offset(), *x.stride()[:3])
+    return all(size * x.element_size() % 16 == 0 for size in sizes)
+
+
+def _operands(k: Tensor, v: Tensor, heads: int, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values for each query head."""
+    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    if key_padding_mask is None or k.device.type == "cpu":
+        return k, v
+    padding = ~key_padding_mask[:, None, :, None]
+    return k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+
+
+def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as (B, Hq, Lq, Lk) in the dtype of q with rows that start at 16-byte boundaries."""
+    if mask is None:
+        return None
+    keys = k.shape[2]
+    padded = torch.nn.functional.pad(mask.to(q.dtype).expand(*mask.shape[:3], keys), (0, -keys % 16))
+    return padded[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
+
+
+def _fused_mask(
+    q: Tensor, k: Tensor, visible: Tensor | None, attn_bias: Tensor | None, only_causal: bool
+) -> tuple[Tensor | None, bool]:
+    """The additive mask for the fused kernel, or the word "causal" where that says it all (it aligns top-left)."""
+    if attn_bias is None and only_causal and q.shape[2] == k.shape[2]:
+        return None, True
+    if visible is None:
+        return attn_bias, False
+    bias = torch.zeros((), dtype=q.dtype, device=q.device) if attn_bias is None else attn_bias
+    mask = torch.where(visible, bias, -math.inf)
+    return mask[(None,) * (4 - mask.dim())], False
+
+
+def _mark_blind_rows(lse: Tensor, mask: Tensor) -> Tensor:
+    """lse with -inf in the rows that see no key, where the fused kernel leaves 0."""
+    blind = mask.amax(dim=-1) == -math.inf  # (B or 1, Hq or 1, Lq or 1)
+    return lse.masked_fill(blind, -math.inf)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """lse where exp(score - lse) is 0, not NaN, for a row of hidden scores."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, Hk, Lk, D) -> (B, Hq, Lk, D)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // max(x.shape[1], 1), dim=1)
+
+
+def _sum_groups(x: Tensor, heads: int) -> Tensor:
+    """(B, Hq, Lk, D) -> (B, Hk, Lk, D), summed over the query heads of each key head; memory as (B, Lk, Hk, D)."""
+    if x.shape[1] != heads:
+        x = x.unflatten(1, (heads, -1)).sum(dim=2)
+    return _laid_out(x)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """x with the memory of a contiguous (B, L, H, D)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# Chunks of plain products
+
+
+def _chunks(q: Tensor, keys: int) -> list[slice]:
+    """Slices of the batch whose scores are made at one time."""
+    batch, heads, queries, _ = q.shape
+    scores = max(heads * queries * keys, 1)
+    step = max(1, SCORES_AT_ONCE // scores) if q.device.type == "cpu" else batch
+    return [slice(first, first + step) for first in range(0, batch, max(step, 1))]
+
+
+def _part(x: Tensor | None, chunk: slice) -> Tensor | None:
+    """The chunk of a tensor whose first axis is the batch or 1."""
+    return x if x is None or x.dim() < 4 or x.shape[0] == 1 else x[chunk]
+
+
+def _scores(q: Tensor, k: Tensor, visible: Tensor | None, attn_bias: Tensor | None, scale: float) -> Tensor:
+    """scale * q k^T + bias in float32 or wider, -inf where hidden: (b, Hq, Lq, Lk)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-2, -1)).mul_(scale)
+    if attn_bias is not None:
+        scores = scores + attn_bias
+    return scores if visible is None else scores.masked_fill_(~visible, -math.inf)
+
+
+def _product(weights: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """weights @ v, where a value that is not finite reaches only the rows that see it."""
+    v = v.to(weights.dtype)
+    if visible is None or (v.device.type == "cpu" and math.isfinite(float(v.sum()))):
+        return weights @ v
+    broken = ~torch.isfinite(v)
+    sees_broken = visible.to(weights.dtype) @ broken.any(dim=-1, keepdim=True).to(weights.dtype)  # (b, H, Lq, 1)
+    out = weights @ v.masked_fill(broken, 0.0)
+    return out.masked_fill(sees_broken > 0.0, math.nan)
+
+
+def _forward_in_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, width = q.shape
+    out = q.new_empty(batch, queries, heads, width).transpose(1, 2)
+    lse = q.new_full((batch, heads, queries), -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    drop = None if seed is None else _dropped(seed, q, k, dropout_p)
+    if k.shape[2] == 0:
+        return out.zero_(), lse
+    for chunk in _chunks(q, k.shape[2]):
+        key, value = _repeat_heads(k[chunk], heads), _repeat_heads(v[chunk], heads)
+        seen = _part(visible, chunk)
+        scores = _scores(q[chunk], key, seen, _part(attn_bias, chunk), scale)
+        torch.logsumexp(scores, dim=-1, out=lse[chunk])
+        weights = scores.sub_(_finite(lse[chunk])[..., None]).exp_()
+        if drop is not None:
+            weights.masked_fill_(drop[chunk], 0.0).mul_(keep_scale(dropout_p))
+        out[chunk] = _product(weights, value, seen)
+    return out, lse
+
+
+def _backward_in_chunks(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    visible: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    bias_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    heads = q.shape[1]
+    wide = lse.dtype
+    dq, dk, dv = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v))
+    drop = None if seed is None else _dropped(seed, q, k, dropout_p)
+    dbias = torch.zeros(attn_bias.shape, dtype=wide, device=q.device) if bias_needs_grad else None
+    if k.shape[2] == 0:
+        return dq.zero_(), dk, dv, None if dbias is None else dbias.to(attn_bias.dtype)
+    for chunk in _chunks(q, k.shape[2]):
+        seen = _part(visible, chunk)
+        key, value = (_hide(_repeat_heads(x[chunk], heads), seen).to(wide) for x in (k, v))
+        query, gradient = q[chunk].to(wide), dout[chunk].to(wide)
+        scores = _scores(query, key, seen, _part(attn_bias, chunk), scale)
+        weights = scores.sub_(_finite(lse[chunk])[..., None]).exp_()  # P
+        delta = (gradient * out[chunk]).sum(dim=-1)
+        if dlse is not None:
+            delta = delta - dlse[chunk]
+        dscores = gradient @ value.transpose(-2, -1)
+        kept = weights
+        if drop is not None:
+            kept = weights.masked_fill(drop[chunk], 0.0).mul_(keep_scale(dropout_p))
+            dscores.masked_fill_(drop[chunk], 0.0).mul_(keep_scale(dropout_p))
+        dscores.sub_(delta[..., None]).mul_(weights)  # dS
+        dv[chunk] = (kept.transpose(-2, -1) @ gradient).unflatten(1, (k.shape[1], -1)).sum(dim=2)
+        dk[chunk] = (dscores.transpose(-2, -1) @ query).mul_(scale).unflatten(1, (k.shape[1], -1)).sum(dim=2)
+        dq[chunk] = (dscores @ key).mul_(scale)
+        if dbias is not None:
+            _part(dbias, chunk).add_(dscores.sum_to_size(_part(dbias, chunk).shape))
+    return dq, dk, dv, None if dbias is None else dbias.to(attn_bias.dtype)
+
+
+def _hide(x: Tensor, visible: Tensor | None) -> Tensor:
+    """Keys or values (b, H, Lk, D) with zeros where no query of the batch row sees them."""
+    if visible is None or (x.device.type == "cpu" and math.isfinite(float(x.sum()))):
+        return x
+    seen = visible.any(dim=-2).unsqueeze(-1)  # (b or 1, 1, Lk, 1)
+    return x.masked_fill(~seen, 0.0)
+
+
+def _dropped(seed: Tensor, q: Tensor, k: Tensor, dropout_p: float) -> Tensor:
+    """Where dropout drops a weight, bool (B, Hq, Lq, Lk)."""
+    batch, heads, queries, _ = q.shape
+    return dropped(seed, batch * heads, queries, k.shape[2], dropout_p).view(batch, heads, queries, k.shape[2])

@@ -1,0 +1,35 @@
+"""Softmax through PyTorch's native kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.ops._visible import causal_mask
+
+aten = torch.ops.aten
+
+
+def unsupported(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> str | None:
+    return None
+
+
+def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)  # scaled in float32: a large scale must not overflow float16
+    scores = x if scale == 1.0 else x.to(wide) * scale
+    if mask is None and not causal:
+        return torch.softmax(scores, dim=-1).to(x.dtype)
+    visible = None if mask is None else mask.reshape(x.shape)
+    if causal:
+        triangle = causal_mask(x.shape[-2], x.shape[-1], x.device)
+        visible = triangle if visible is None else visible & triangle
+    scores = scores.masked_fill(~visible, -math.inf)
+    return aten._safe_softmax.default(scores, -1).to(x.dtype)
+
+
+def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """scale * y * (dy - sum(dy * y))."""
+    dx = aten._softmax_backward_data.default(dy, y, -1, y.dtype)
+    return dx if scale == 1.0 else dx.mul_(scale)
