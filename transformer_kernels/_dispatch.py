@@ -115,7 +115,8 @@ def select(op: str, backend: str | None, arguments: tuple[Any, ...]) -> ModuleTy
     if name == "auto":
         name = _automatic(op, arguments)[0]
     elif (reason := unavailable(name, device)) is not None:
-        raise BackendUnavailable(f"{op}: backend {name!r} is not available: {reason}")
+        cause = _extension.cause() if name == "cuda" else None
+        raise BackendUnavailable(f"{op}: backend {name!r} is not available: {reason}") from cause
     elif (reason := _refusal(op, name, arguments)) is not None:
         raise UnsupportedByBackend(f"{op}: backend {name!r} does not support this call: {reason}")
     module = _module(op, name)

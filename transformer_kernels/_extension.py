@@ -1,10 +1,158 @@
-"""The compiled extension: loaded once, and remembered why not."""
+"""The compiled CUDA kernels: loaded once, and if they cannot be, the reason is remembered.
+
+With TRANSFORMER_KERNELS_EMULATE=1 the same kernel sources, built for the CPU, are loaded instead and take CPU tensors.
+TRANSFORMER_KERNELS_EMULATE_SANITIZER=address or thread picks an instrumented build of them.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import os
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
 import torch
+
+from . import _build
+from ._errors import BackendUnavailable
+
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/dtype.h
+HASH_FILE = "_kernels_source_hash.txt"
+
+_lock = threading.Lock()
+_module: Any = None
+_failure: BackendUnavailable | None = None
+_device_reasons: dict[torch.device, str | None] = {}
+
+
+def emulating() -> bool:
+    """Whether this process runs the CUDA kernels on the CPU."""
+    return os.environ.get("TRANSFORMER_KERNELS_EMULATE", "") == "1"
+
+
+def load() -> Any:
+    """The compiled module; raises BackendUnavailable, with the cause chained, each time it is not there."""
+    global _module, _failure
+    if _module is not None:
+        return _module
+    with _lock:
+        if _module is None and _failure is None:
+            try:
+                _module = _load_emulated() if emulating() else _load_built()
+            except BackendUnavailable as error:
+                _failure = error
+    if _failure is not None:
+        raise BackendUnavailable(str(_failure)) from _failure.__cause__
+    return _module
 
 
 def unavailable(device: torch.device) -> str | None:
-    """The reason, with its remedy, why CUDA kernels cannot run on `device`; None where they can."""
-    return "the extension is not built; install with nvcc on the PATH or CUDA_HOME set"
+    """Why the CUDA kernels cannot run on tensors of this device, with the remedy; None when they can."""
+    if device not in _device_reasons:
+        _device_reasons[device] = _why_unavailable(device)
+    return _device_reasons[device]
+
+
+def _why_unavailable(device: torch.device) -> str | None:
+    if device.type == "cpu" and not emulating():
+        return (
+            "the tensors are on the CPU; move them to a GPU, or set TRANSFORMER_KERNELS_EMULATE=1 to run the kernels "
+            "on the CPU (slow, for tests)"
+        )
+    if device.type == "cuda" and emulating():
+        return "TRANSFORMER_KERNELS_EMULATE=1 is set, which runs CPU tensors only; unset it to use the GPU"
+    if device.type not in ("cpu", "cuda"):
+        return f"no kernels for {device.type} tensors; move them to a CUDA device"
+    try:
+        module = load()
+    except BackendUnavailable as error:
+        return str(error)
+    if device.type == "cpu":
+        return None
+    problem = module.device_problem(device.index or 0)
+    if problem:
+        return (
+            f"{problem}; the extension was built for {module.architectures}: reinstall with "
+            "TRANSFORMER_KERNELS_CUDA_ARCHS naming this GPU"
+            if "kernel image" in problem
+            else problem
+        )
+    return None
+
+
+def cause() -> BaseException | None:
+    """What stopped the module from loading, to be chained to the error that reports it."""
+    return None if _failure is None else _failure.__cause__
+
+
+def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The device index and raw stream handle on which a kernel over this tensor must run."""
+    index = tensor.device.index
+    if not tensor.is_cuda:
+        return 0, 0
+    return index, torch._C._cuda_getCurrentRawStream(index)
+
+
+def _load_emulated() -> Any:
+    sanitizer = os.environ.get("TRANSFORMER_KERNELS_EMULATE_SANITIZER", "")
+    try:
+        path = _build.build_emulated(sanitizer)
+        return _import_from(path)
+    except (OSError, ImportError, ValueError, _build.BuildError) as error:
+        raise BackendUnavailable(f"the emulated CUDA kernels could not be built: {error}") from error
+
+
+def _load_built() -> Any:
+    path = _built_file()
+    if path is None:
+        raise BackendUnavailable(
+            "the CUDA extension is not built: install a CUDA toolkit with nvcc (or pip install nvidia-cuda-nvcc "
+            "nvidia-cuda-runtime nvidia-cuda-crt) and run pip install . again, or python setup.py build_ext --inplace"
+        )
+    try:
+        module = _import_from(path)
+    except (OSError, ImportError) as error:
+        raise BackendUnavailable(
+            f"the CUDA extension {path.name} does not load ({error}): it is broken or was built for another Python; "
+            "reinstall with pip install --force-reinstall --no-deps ."
+        ) from error
+    _refuse_stale(module, path)
+    return module
+
+
+def _built_file() -> Path | None:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_kernels{suffix}")
+        if path.is_file():
+            return path
+    return None
+
+
+def _import_from(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{__package__}._kernels", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not an extension module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _refuse_stale(module: Any, path: Path) -> None:
+    """Compares the hash inside the file with that of the sources beside the package, or of those it was installed from."""
+    recorded = path.with_name(HASH_FILE)
+    if _build.CSRC.is_dir():
+        expected = _build.source_hash()
+    elif recorded.is_file():
+        expected = recorded.read_text().strip()
+    else:
+        return
+    found = getattr(module, "source_hash", "none")
+    if found != expected:
+        cause = ImportError(f"{path}: built from sources {found[:16]}, expected {expected[:16]}")
+        raise BackendUnavailable(
+            f"the CUDA extension {path.name} was built from other sources ({found[:16]}, expected {expected[:16]}): "
+            "rebuild it with python setup.py build_ext --inplace, or reinstall with pip install ."
+        ) from cause

@@ -1,0 +1,10 @@
+// What the build system tells the module about itself. In a file of its own, so that a change of any source recompiles
+// one line and not all of bindings.cpp.
+#pragma once
+
+namespace transformer_kernels {
+
+const char* source_hash();     // of csrc, as transformer_kernels/_build.py computes it
+const char* architectures();   // "sm_80 sm_90a compute_90", or "emulated"
+
+}  // namespace transformer_kernels

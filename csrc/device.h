@@ -1,0 +1,11 @@
+// Questions about devices, for bindings.cpp, which is compiled without CUDA's headers.
+#pragma once
+#include <string>
+
+namespace transformer_kernels {
+
+// Why kernels of this build cannot run on the device, or an empty string.
+std::string device_problem(int device);
+int device_multiprocessors(int device);
+
+}  // namespace transformer_kernels

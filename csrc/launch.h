@@ -1,0 +1,145 @@
+// The one way to start a kernel: on the tensors' device and stream, with errors that name kernel, grid and block.
+//
+//   const Stream stream{device, handle};
+//   launch<softmax_forward_kernel<float, 4>>("softmax_forward", {rows}, {128}, shared_bytes, stream, x, y, columns);
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+
+#include "primitives/platform.h"
+
+namespace transformer_kernels {
+
+// Where a launch happens: a device by its index and a raw stream handle (0 is the default stream).
+struct Stream {
+  int device;
+  uintptr_t handle;
+};
+
+#if defined(__CUDACC__)
+
+// Makes a device current for a scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    if (cudaGetDevice(&previous_) != cudaSuccess || previous_ == device) previous_ = -1;
+    if (previous_ >= 0) cudaSetDevice(device);
+  }
+  ~DeviceGuard() {
+    if (previous_ >= 0) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+
+// After one of these every later CUDA call of the process fails too.
+inline bool is_sticky(cudaError_t error) {
+  switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorECCUncorrectable:
+      return true;
+    default:
+      return false;
+  }
+}
+
+[[noreturn]] inline void raise_launch_error(const char* name, dim3 grid, dim3 block, size_t shared_bytes, int device,
+                                            cudaError_t error) {
+  const auto shape = [](dim3 d) {
+    return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+  };
+  std::string text = std::string(name) + " with grid " + shape(grid) + ", block " + shape(block) + " and " +
+                     std::to_string(shared_bytes) + " bytes of shared memory on device " + std::to_string(device) +
+                     ": " + cudaGetErrorString(error);
+  if (is_sticky(error))
+    text += " (raised by an earlier kernel; this process can no longer use CUDA: restart the process)";
+  throw std::runtime_error(text);
+}
+
+template <auto KERNEL, class... Parameters, class... Arguments>
+void launch_typed(void (*)(Parameters...), const char* name, dim3 grid, dim3 block, size_t shared_bytes, Stream stream,
+                  Arguments... arguments) {
+  const DeviceGuard guard(stream.device);
+  const void* kernel = reinterpret_cast<const void*>(KERNEL);
+  if (shared_bytes > 48 * 1024) {  // above this a kernel must be allowed to, once per device
+    static unsigned long long allowed = 0;
+    const unsigned long long bit = 1ull << (stream.device & 63);
+    if (!(allowed & bit)) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+      if (error != cudaSuccess) {
+        cudaGetLastError();
+        raise_launch_error(name, grid, block, shared_bytes, stream.device, error);
+      }
+      allowed |= bit;
+    }
+  }
+  const auto start = [&](Parameters... parameters) {
+    void* pointers[] = {const_cast<void*>(static_cast<const void*>(&parameters))...};
+    return cudaLaunchKernel(kernel, grid, block, pointers, shared_bytes,
+                            reinterpret_cast<cudaStream_t>(stream.handle));
+  };
+  const cudaError_t error = start(static_cast<Parameters>(arguments)...);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // it has been reported; the next launch must not find it again
+    raise_launch_error(name, grid, block, shared_bytes, stream.device, error);
+  }
+}
+
+inline int multiprocessor_count(int device) {
+  static int known[64] = {};
+  int& count = known[device & 63];
+  if (!count) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+// 80 for sm_80, 90 for sm_90, ...
+inline int architecture(int device) {
+  static int known[64] = {};
+  int& value = known[device & 63];
+  if (!value) {
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    value = 10 * major + minor;
+  }
+  return value;
+}
+
+#else
+
+template <auto KERNEL, class... Parameters, class... Arguments>
+void launch_typed(void (*)(Parameters...), const char* name, dim3 grid, dim3 block, size_t shared_bytes, Stream,
+                  Arguments... arguments) {
+  emulation::run({name, grid, block, shared_bytes}, [=] { KERNEL(static_cast<Parameters>(arguments)...); });
+}
+
+// Few, so that persistent kernels loop even over small tensors.
+inline int multiprocessor_count(int) { return 4; }
+inline int architecture(int) { return emulation::emulated_architecture(); }
+
+#endif
+
+// `arguments` are converted to the kernel's parameters. A kernel asks for the same amount of shared memory in every
+// launch, or for less than 48 KiB.
+template <auto KERNEL, class... Arguments>
+void launch(const char* name, dim3 grid, dim3 block, size_t shared_bytes, Stream stream, Arguments... arguments) {
+  launch_typed<KERNEL>(KERNEL, name, grid, block, shared_bytes, stream, arguments...);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace transformer_kernels

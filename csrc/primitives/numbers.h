@@ -1,0 +1,82 @@
+// Conversions between fp32 and the storage types, packed pairs for the tensor cores, and fast exponentials.
+#pragma once
+#include "platform.h"
+
+namespace transformer_kernels {
+
+inline constexpr float LOG2_E = 1.4426950408889634f;
+inline constexpr float LN_2 = 0.6931471805599453f;
+
+TK_DEVICE float to_float(float value) { return value; }
+
+#if defined(__CUDACC__)
+TK_DEVICE float to_float(float16 value) { return __half2float(value); }
+TK_DEVICE float to_float(bfloat16 value) { return __bfloat162float(value); }
+template <class T> TK_DEVICE T from_float(float value);
+template <> TK_DEVICE float from_float<float>(float value) { return value; }
+template <> TK_DEVICE float16 from_float<float16>(float value) { return __float2half_rn(value); }
+template <> TK_DEVICE bfloat16 from_float<bfloat16>(float value) { return __float2bfloat16_rn(value); }
+
+TK_DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
+TK_DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+TK_DEVICE float fast_exp2(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+TK_DEVICE float fast_log2(float value) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+#else
+TK_DEVICE float to_float(float16 value) { return emulation::half_to_float(value.bits); }
+TK_DEVICE float to_float(bfloat16 value) { return emulation::bfloat_to_float(value.bits); }
+template <class T> TK_DEVICE T from_float(float value);
+template <> TK_DEVICE float from_float<float>(float value) { return value; }
+template <> TK_DEVICE float16 from_float<float16>(float value) { return float16{emulation::float_to_half(value)}; }
+template <> TK_DEVICE bfloat16 from_float<bfloat16>(float value) { return bfloat16{emulation::float_to_bfloat(value)}; }
+
+TK_DEVICE uint32_t float_bits(float value) { return emulation::bit_cast<uint32_t>(value); }
+TK_DEVICE float bits_float(uint32_t bits) { return emulation::bit_cast<float>(bits); }
+TK_DEVICE float fast_exp2(float value) { return exp2f(value); }
+TK_DEVICE float fast_log2(float value) { return log2f(value); }
+#endif
+
+// Two 16-bit values in one register, the first in the low half: the operand format of mma.
+template <class T> TK_DEVICE uint32_t pack_pair(float low, float high);
+template <class T> TK_DEVICE float2 unpack_pair(uint32_t pair);
+
+#if defined(__CUDACC__)
+template <> TK_DEVICE uint32_t pack_pair<bfloat16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <> TK_DEVICE uint32_t pack_pair<float16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <> TK_DEVICE float2 unpack_pair<float16>(uint32_t pair) {
+  return make_float2(__half2float(__ushort_as_half(static_cast<unsigned short>(pair & 0xffffu))),
+                     __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16))));
+}
+#else
+template <> TK_DEVICE uint32_t pack_pair<bfloat16>(float low, float high) {
+  return emulation::float_to_bfloat(low) | static_cast<uint32_t>(emulation::float_to_bfloat(high)) << 16;
+}
+template <> TK_DEVICE uint32_t pack_pair<float16>(float low, float high) {
+  return emulation::float_to_half(low) | static_cast<uint32_t>(emulation::float_to_half(high)) << 16;
+}
+template <> TK_DEVICE float2 unpack_pair<float16>(uint32_t pair) {
+  return make_float2(emulation::half_to_float(static_cast<uint16_t>(pair)),
+                     emulation::half_to_float(static_cast<uint16_t>(pair >> 16)));
+}
+#endif
+
+template <> TK_DEVICE float2 unpack_pair<bfloat16>(uint32_t pair) {
+  return make_float2(bits_float(pair << 16), bits_float(pair & 0xffff0000u));
+}
+
+}  // namespace transformer_kernels

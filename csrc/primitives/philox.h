@@ -1,0 +1,52 @@
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011) and the dropout
+// built on it: whether an element is kept is a pure function of the seed and the element's position.
+#pragma once
+#include <cmath>
+
+#include "platform.h"
+
+namespace transformer_kernels {
+
+struct PhiloxWords {
+  uint32_t word[4];
+};
+
+TK_HOST_DEVICE PhiloxWords philox4x32_10(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0;
+    const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+    const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
+    const uint32_t next2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
+    c1 = static_cast<uint32_t>(product1);
+    c3 = static_cast<uint32_t>(product0);
+    c0 = next0;
+    c2 = next2;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return PhiloxWords{{c0, c1, c2, c3}};
+}
+
+// What a kernel needs to drop elements. `seed` points to device memory, so that a captured graph draws anew at each
+// replay; it is null when nothing is dropped.
+struct Dropout {
+  const int64_t* seed;
+  uint32_t threshold;  // an element is kept when the top 24 bits of its word reach this
+  float keep_scale;    // 1 / (1 - p), or 0 when everything is dropped
+
+  // The four words for the columns 4 * column_group .. 4 * column_group + 3.
+  TK_DEVICE PhiloxWords words(uint32_t column_group, uint32_t row, uint32_t head) const {
+    return philox4x32_10(static_cast<uint64_t>(*seed), column_group, row, head, 0u);
+  }
+  TK_DEVICE bool keeps(uint32_t word) const { return (word >> 8) >= threshold; }
+};
+
+inline Dropout make_dropout(const void* seed, double probability) {
+  // nearbyint rounds halves to even, as Python's round does, which the other backends use.
+  return Dropout{static_cast<const int64_t*>(seed), static_cast<uint32_t>(std::nearbyint(probability * 16777216.0)),
+                 probability < 1.0 ? static_cast<float>(1.0 / (1.0 - probability)) : 0.0f};
+}
+
+}  // namespace transformer_kernels

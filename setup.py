@@ -1,0 +1,88 @@
+"""Installs the package, with the CUDA extension when nvcc is there and without it otherwise.
+
+TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for (default 80;90a;90+PTX)
+TRANSFORMER_KERNELS_REQUIRE_CUDA 1: fail instead of installing without the extension
+MAX_JOBS                         how many compilers run at once
+"""
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def load_build_module():
+    """transformer_kernels/_build.py without importing the package, which needs torch."""
+    spec = importlib.util.spec_from_file_location(
+        "_transformer_kernels_build", ROOT / "transformer_kernels" / "_build.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+build = load_build_module()
+
+
+def required() -> bool:
+    return os.environ.get("TRANSFORMER_KERNELS_REQUIRE_CUDA", "") == "1"
+
+
+class BuildKernels(build_ext):
+    """Hands the compiling to _build.py and survives its failure."""
+
+    def build_extension(self, extension):
+        toolkit = build.find_toolkit()
+        architectures = os.environ.get("TRANSFORMER_KERNELS_CUDA_ARCHS") or build.DEFAULT_ARCHITECTURES
+        try:
+            if toolkit is None:
+                raise build.CompilerMissing("no nvcc in CUDA_HOME, PATH or the pip package nvidia-cuda-nvcc")
+            built = build.build_cuda(Path(self.build_temp).resolve() / "kernels", toolkit, architectures)
+        except (build.BuildError, ValueError) as error:
+            if required():
+                raise SystemExit(
+                    f"transformer_kernels: the CUDA extension was required and not built: {error}"
+                ) from error
+            extension.optional = True
+            self.announce_skip(error)
+            return
+        target = Path(self.get_ext_fullpath(extension.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(built, target)
+        target.with_name("_kernels_source_hash.txt").write_text(build.source_hash() + "\n")
+
+    def announce_skip(self, error):
+        print(f"transformer_kernels: installing without the CUDA extension: {error}", file=sys.stderr)
+
+    def get_outputs(self):
+        return [path for path in super().get_outputs() if os.path.exists(path)]
+
+    def copy_extensions_to_source(self):
+        """For --inplace and editable installs: only what was built."""
+        for extension in self.extensions:
+            built = Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(extension.name))
+            if built.is_file():
+                package = ROOT / "transformer_kernels"
+                shutil.copyfile(built, package / built.name)
+                shutil.copyfile(built.with_name("_kernels_source_hash.txt"), package / "_kernels_source_hash.txt")
+
+
+class WithExtension(Distribution):
+    """A wheel with or without the extension belongs to one platform only when it holds one."""
+
+    def has_ext_modules(self):
+        return build.find_toolkit() is not None
+
+
+setup(
+    distclass=WithExtension,
+    ext_modules=[Extension("transformer_kernels._kernels", sources=[])],
+    cmdclass={"build_ext": BuildKernels},
+)
