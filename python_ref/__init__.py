@@ -1,0 +1,52 @@
+"""The readable reference: operations as plain tensor algebra, and the models that are built from them."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from python_ref import ops
+from python_ref.bert import IMDB_BERT, BERTClassifier, BERTConfig
+from python_ref.gpt import CHAR_GPT, GPT, GPT2, GPTConfig
+from python_ref.layers import Transformer
+
+__all__ = ["GPT", "PRESETS", "BERTClassifier", "BERTConfig", "GPTConfig", "build", "ops", "preset"]
+
+PRESETS: dict[str, GPTConfig | BERTConfig] = {"char_gpt": CHAR_GPT, "gpt2": GPT2, "imdb_bert": IMDB_BERT}
+
+
+def preset(name: str, **overrides: Any) -> GPTConfig | BERTConfig:
+    """Return the configuration of a preset with some of its fields replaced.
+
+    Args:
+        name: "char_gpt", "imdb_bert" or "gpt2".
+        overrides: fields of `GPTConfig` or `BERTConfig`.
+
+    Raises:
+        ValueError: no such preset, or a field's value makes no model.
+        TypeError: no such field.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"build: the model must be one of {', '.join(map(repr, PRESETS))}; got {name!r}")
+    names = [field.name for field in fields(PRESETS[name])]
+    unknown = [override for override in overrides if override not in names]
+    if unknown:
+        raise TypeError(f"build: {name} has no field {', '.join(unknown)}; its fields are {', '.join(names)}")
+    return replace(PRESETS[name], **overrides)
+
+
+def build(name: str, *, ops: Any = ops, **overrides: Any) -> Transformer:
+    """Make one of the preset models with fresh weights.
+
+    Args:
+        name: "char_gpt", "imdb_bert" or "gpt2".
+        ops: the operations that its layers call; `python_ref.ops` or a namespace of the same functions.
+        overrides: fields of the preset's configuration, such as `dropout=0.0` or `vocab_size=96`.
+
+    Returns:
+        `GPT`: tokens (B, L) -> logits (B, L, V), or `BERTClassifier`: tokens, padding_mask -> logits (B, classes).
+
+    Raises:
+        ValueError: no such preset, or a field's value makes no model.
+        TypeError: no such field.
+    """
+    config = preset(name, **overrides)
+    return GPT(config, ops) if isinstance(config, GPTConfig) else BERTClassifier(config, ops)

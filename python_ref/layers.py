@@ -1,0 +1,310 @@
+"""The layers that both models are made of, and the stack of them that BERT and GPT share.
+
+Shapes: B sequences, L tokens, E the width of the residual stream, H heads of D = E / H, F the width inside the
+feed-forward network.
+
+A layer holds parameters and says in which order operations run; the operations themselves are given to it: `ops` is
+`python_ref.ops`, or any other namespace of the same functions. No layer knows which one it has.
+"""
+
+import importlib
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from python_ref.config import TransformerConfig
+from python_ref.ops import sinusoidal_positions
+
+GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+class Layer(nn.Module):
+    """A module that calls `self.ops`, can be copied and pickled with it, and drops out only while training."""
+
+    def __init__(self, ops: Any, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.ops = ops
+        self.dropout = dropout
+
+    @property
+    def dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
+        if isinstance(self.ops, ModuleType):  # modules cannot be pickled
+            state["ops"] = self.ops.__name__
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ops = state["ops"]
+        super().__setstate__({**state, "ops": importlib.import_module(ops) if isinstance(ops, str) else ops})
+
+
+class LayerNorm(Layer):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis."""
+
+    def __init__(self, config: TransformerConfig, ops: Any) -> None:
+        super().__init__(ops, config.dropout)
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.width))
+        self.bias = nn.Parameter(torch.zeros(config.width)) if config.norm_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def add(self, branch: Tensor | None, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a branch of the network to the residual stream: norm(sum), and sum = dropout(branch) + stream."""
+        if branch is None:
+            return self(stream), stream
+        return self.ops.add_layer_norm(branch, stream, self.weight, self.bias, eps=self.eps, dropout_p=self.dropout_p)
+
+
+class Attention(Layer):
+    """softmax(Q K^T / sqrt(D)) V in H heads, then a projection (Vaswani et al. 2017, equation 1 and section 3.2.2).
+
+    One packed projection makes queries, keys and values; its rows are [H query heads, kv_heads keys, kv_heads values].
+    The heads are views into its output, so nothing is copied on the way in or out. With fewer kv_heads than heads,
+    groups of query heads share their keys and values (Ainslie et al. 2023).
+    """
+
+    def __init__(self, config: TransformerConfig, ops: Any) -> None:
+        super().__init__(ops, config.dropout)
+        self.heads = config.heads
+        self.kv_heads = config.kv_heads or config.heads
+        self.head_dim = config.width // config.heads
+        packed = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(config.width, packed, bias=config.attention_bias)
+        self.out = nn.Linear(config.width, config.width, bias=config.attention_bias)
+
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, *, key_padding_mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """Let each token of x (B, L, E) look at the tokens of `context` (B, Lk, E), or of x when that is not given."""
+        q, k, v = self._project(x) if context is None else self._project_across(x, context)
+        mixed = self.ops.attention(
+            q, k, v, causal=causal, key_padding_mask=key_padding_mask, dropout_p=self.dropout_p
+        )  # (B, H, L, D), in memory (B, L, H, D)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, L, H, D) -> (B, L, E)
+
+    def _project(self, x: Tensor) -> list[Tensor]:
+        packed = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, L, H + 2 kv_heads, D)
+        return [part.transpose(1, 2) for part in packed.split([self.heads, self.kv_heads, self.kv_heads], dim=2)]
+
+    def _project_across(self, x: Tensor, context: Tensor) -> list[Tensor]:
+        rows = [self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim]
+        biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split(rows)
+        projected = map(F.linear, (x, context), self.qkv.weight.split(rows), biases)
+        q, kv = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)  # (B, L, H, D), (B, Lk, 2 kv_heads, D)
+        return [part.transpose(1, 2) for part in (q, *kv.split(self.kv_heads, dim=2))]
+
+
+class FeedForward(Layer):
+    """activation(x W_up + b_up) W_down + b_down, the same for every token."""
+
+    def __init__(self, config: TransformerConfig, ops: Any) -> None:
+        super().__init__(ops)
+        inner = config.ffn_width or 4 * config.width
+        self.activation = config.activation
+        self.up = nn.Linear(config.width, inner, bias=config.ffn_bias)
+        self.down = nn.Linear(inner, config.width, bias=config.ffn_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self._activated(x))  # (B, L, E) -> (B, L, F) -> (B, L, E)
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.activation == "relu":
+            return F.relu(self.up(x))
+        approximate = GELU_APPROXIMATION[self.activation]
+        if self.up.bias is None:
+            return self.ops.gelu(self.up(x), approximate=approximate)
+        return self.ops.bias_gelu(F.linear(x, self.up.weight), self.up.bias, approximate=approximate)
+
+
+class Block(Layer):
+    """Attention, then a feed-forward network, each a branch beside the residual stream.
+
+    A block takes and hands on (stream, branch): the residual stream, and what was computed but not yet added to it. So
+    each addition happens inside the LayerNorm that reads the sum, even when that LayerNorm belongs to the next block.
+    `visible` says which keys a query may see: key_padding_mask and causal, as in `Attention`.
+    """
+
+    def __init__(self, config: TransformerConfig, ops: Any) -> None:
+        super().__init__(ops)
+        self.attention_norm = LayerNorm(config, ops)
+        self.attention = Attention(config, ops)
+        self.feed_forward_norm = LayerNorm(config, ops)
+        self.feed_forward = FeedForward(config, ops)
+
+
+class PreNormBlock(Block):
+    """x = x + attention(norm(x)), then x = x + feed_forward(norm(x)); the last sum is left to whoever comes next."""
+
+    def forward(self, stream: Tensor, branch: Tensor | None = None, **visible: Any) -> tuple[Tensor, Tensor]:
+        x, stream = self.attention_norm.add(branch, stream)
+        x, stream = self.feed_forward_norm.add(self.attention(x, **visible), stream)
+        return stream, self.feed_forward(x)
+
+
+class PostNormBlock(Block):
+    """x = norm(x + attention(x)), then x = norm(x + feed_forward(x)); no branch is left over."""
+
+    def forward(self, stream: Tensor, branch: None = None, **visible: Any) -> tuple[Tensor, None]:
+        x, _ = self.attention_norm.add(self.attention(stream, **visible), stream)
+        x, _ = self.feed_forward_norm.add(self.feed_forward(x), x)
+        return x, None
+
+
+class Embedding(Layer):
+    """What a token is + where it stands + which segment it belongs to; then LayerNorm if asked, then dropout."""
+
+    def __init__(self, config: TransformerConfig, ops: Any, segments: int = 0) -> None:
+        super().__init__(ops, config.dropout)
+        self.context = config.context
+        self.scale = math.sqrt(config.width) if config.positions == "sinusoidal" else 1.0
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        if config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.context, config.width))
+        else:
+            table = sinusoidal_positions(config.context, config.width, dtype=torch.get_default_dtype())
+            self.register_buffer("positions", table, persistent=False)
+        self.segments = nn.Embedding(segments, config.width) if segments else None
+        self.norm = LayerNorm(config, ops) if config.embedding_norm else None
+
+    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        self._check(tokens)
+        if segments is not None:
+            self._check_segments(tokens, segments)
+        x = self.tokens(tokens)  # (B, L) -> (B, L, E)
+        if self.scale != 1.0:
+            x = x * self.scale
+        x = x + self._place(tokens.shape[1], segments)
+        if self.norm is not None:
+            x = self.norm(x)
+        return F.dropout(x, self.dropout_p)
+
+    def _place(self, length: int, segments: Tensor | None) -> Tensor:
+        """Position + segment: (B, L, E), or (L, E) when no segments are given and every token is in segment 0."""
+        positions = self.positions[:length]
+        if self.segments is None:
+            return positions
+        return positions + (self.segments.weight[0] if segments is None else self.segments(segments))
+
+    def _check(self, tokens: Tensor) -> None:
+        if tokens.dim() != 2:
+            raise ValueError(f"embedding: tokens must have shape (batch, length); got {tuple(tokens.shape)}")
+        if tokens.shape[1] > self.context:
+            raise ValueError(
+                f"embedding: a sequence of {tokens.shape[1]} tokens is longer than the model's {self.context} positions"
+            )
+        check_ids("tokens", tokens, self.tokens.num_embeddings)
+
+    def _check_segments(self, tokens: Tensor, segments: Tensor) -> None:
+        if self.segments is None:
+            raise ValueError("embedding: segments were given to a model that has no segment embeddings")
+        if segments.shape != tokens.shape:
+            raise ValueError(
+                f"embedding: segments must have the shape of tokens {tuple(tokens.shape)}; got {tuple(segments.shape)}"
+            )
+        check_ids("segments", segments, self.segments.num_embeddings)
+
+
+def check_ids(name: str, ids: Tensor, count: int) -> None:
+    """Refuse ids that an embedding of `count` rows lacks; on the CPU only: on a GPU, to look is to wait for it."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"embedding: {name} must be int64 or int32; got {ids.dtype}")
+    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+        lowest, highest = (int(end) for end in ids.aminmax())
+        if lowest < 0 or highest >= count:
+            raise IndexError(f"embedding: {name} must be in [0, {count}); got ids from {lowest} to {highest}")
+
+
+def check_padding_mask(padding_mask: Tensor, tokens: Tensor) -> None:
+    if padding_mask.dtype != torch.bool:
+        raise TypeError(f"padding_mask must be bool, True at real tokens; got {padding_mask.dtype}")
+    if padding_mask.shape != tokens.shape:
+        raise ValueError(
+            f"padding_mask must have the shape of tokens {tuple(tokens.shape)}; got {tuple(padding_mask.shape)}"
+        )
+
+
+class Transformer(Layer):
+    """An embedding and a stack of blocks; GPT and BERT add a head to it.
+
+    Token ids outside the vocabulary are found before any computation when the tokens are on the CPU. On a GPU they are
+    left to PyTorch's embedding (a device-side assert), because looking at them would make every step wait.
+    """
+
+    causal = False
+
+    def __init__(self, config: TransformerConfig, ops: Any, segments: int = 0) -> None:
+        super().__init__(ops, config.dropout)
+        self.config = config
+        self.embedding = Embedding(config, ops, segments)
+        block = PreNormBlock if config.norm == "pre" else PostNormBlock
+        self.blocks = nn.ModuleList(block(config, ops) for _ in range(config.layers))
+        self.final_norm = LayerNorm(config, ops) if config.final_norm else None
+
+    def hidden_states(
+        self, tokens: Tensor, padding_mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """The output of the last block, (B, L) -> (B, L, E), after the final LayerNorm if there is one."""
+        if padding_mask is not None:
+            check_padding_mask(padding_mask, tokens)
+        stream, branch = self.embedding(tokens, segments), None
+        for block in self.blocks:
+            stream, branch = block(stream, branch, key_padding_mask=padding_mask, causal=self.causal)
+        if self.final_norm is not None:
+            return self.final_norm.add(branch, stream)[0]
+        return stream if branch is None else stream + F.dropout(branch, self.dropout_p)
+
+    def num_parameters(self) -> int:
+        """The number of trainable numbers, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, length: int | None = None, *, training: bool = True) -> float:
+        """Count the floating-point operations of the model's matrix products, per token.
+
+        forward = 2 * (weights of the linear layers) + 4 * layers * E * (keys that a query sees on average), where the
+        last is L, or (L + 1) / 2 when causal. The backward pass costs twice the forward. Embeddings, LayerNorm, softmax
+        and recomputation are not counted: tokens/s times this, over a device's peak, is the model FLOP utilisation
+        (Chowdhery et al. 2022, appendix B).
+
+        Args:
+            length: L, tokens in a sequence; the model's context when not given.
+            training: count forward and backward, not just forward.
+        """
+        length = self.config.context if length is None else length
+        linear_weights = sum(layer.weight.numel() for layer in self.blocks.modules() if isinstance(layer, nn.Linear))
+        keys_seen = (length + 1) / 2 if self.causal else length
+        attention = 4 * self.config.layers * self.config.width * keys_seen
+        forward = 2 * linear_weights + attention + 2 * self.head_weights_per_token(length)
+        return 3.0 * forward if training else float(forward)
+
+    def head_weights_per_token(self, length: int) -> float:
+        """How many weights of the head each token of a sequence is multiplied with, on average."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draw all weights from N(0, init_std^2), set biases to 0 and LayerNorms to the identity.
+
+        Sinusoidal positions have amplitude 1; beside them the token embedding, which is scaled by sqrt(E), starts with
+        elements of about that size.
+        """
+        std, config = self.config.init_std, self.config
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            elif name == "embedding.tokens.weight" and config.positions == "sinusoidal":
+                parameter.normal_(std=config.width**-0.5)
+            elif name.endswith(("attention.out.weight", "feed_forward.down.weight")) and config.init_scale_residual:
+                parameter.normal_(std=std / math.sqrt(2 * config.layers))
+            else:
+                parameter.normal_(std=std)

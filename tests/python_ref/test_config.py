@@ -1,0 +1,48 @@
+"""A configuration that makes no model is refused when it is made, in words."""
+
+import math
+
+import pytest
+
+from python_ref import BERTConfig, GPTConfig
+
+SMALL = {"vocab_size": 11, "context": 8, "width": 12, "layers": 1, "heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("heads", 5, "GPTConfig: the hidden size must be divisible by the number of heads; got width=12 with heads=5"),
+        ("kv_heads", 2, "GPTConfig: kv_heads must divide heads; got kv_heads=2 with heads=3"),
+        ("layers", 0, "GPTConfig: layers must be at least 1; got 0"),
+        ("vocab_size", -3, "GPTConfig: vocab_size must be at least 1; got -3"),
+        ("activation", "swish", r"activation must be one of \('relu', 'gelu', 'gelu_tanh'\); got 'swish'"),
+        ("norm", "sandwich", r"norm must be one of \('pre', 'post'\); got 'sandwich'"),
+        ("positions", "rotary", r"positions must be one of \('learned', 'sinusoidal'\); got 'rotary'"),
+        ("dropout", 1.5, r"dropout must be in \[0, 1\]; got 1.5"),
+        ("dropout", math.nan, r"dropout must be in \[0, 1\]; got nan"),
+        ("norm_eps", 0.0, "norm_eps must be positive and finite; got 0.0"),
+        ("init_std", math.inf, "init_std must be positive and finite; got inf"),
+    ],
+)
+def test_bad_value_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**{**SMALL, field: value})
+
+
+@pytest.mark.parametrize("value", [2.0, "4", True])
+def test_size_that_is_no_integer_is_refused(value):
+    with pytest.raises(TypeError, match="GPTConfig: layers must be an integer; got"):
+        GPTConfig(**{**SMALL, "layers": value})
+
+
+@pytest.mark.parametrize("value", ["0.1", None])
+def test_number_that_is_no_number_is_refused(value):
+    with pytest.raises(TypeError, match="GPTConfig: dropout must be a number; got"):
+        GPTConfig(**{**SMALL, "dropout": value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("classes", 0), ("segments", -1)])
+def test_bad_head_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"BERTConfig: {field} must be at least 1; got {value}"):
+        BERTConfig(**{**SMALL, field: value})
