@@ -194,7 +194,7 @@ def attention(
     if dropout_p > 0.0:
         keep = dropout_keep(draw_seed(q.device), batch * heads, queries, k.shape[2], dropout_p)
         weights = _dropout(weights, keep.view_as(weights), dropout_p)
-    out = weights @ v
+    out = weights.to(v.dtype) @ v
     return (out, lse.to(torch.promote_types(lse.dtype, torch.float32))) if return_lse else out
 
 

@@ -31,7 +31,7 @@ def keep_scale(p: float) -> float:
 
 
 def dropped(seed: Tensor, heads: int, rows: int, columns: int, p: float) -> Tensor:
-    """Where dropout drops, bool (heads, rows, columns): word `column % 4` of the counter (column // 4, row, head, 0)."""
+    """Where dropout drops, bool (heads, rows, columns); the counter of an element is (column // 4, row, head, 0)."""
     found = _remembered.get(seed)
     if found is None or found[0] != (heads, rows, columns, p):
         found = ((heads, rows, columns, p), _draw(seed, heads, rows, columns, p))
@@ -54,7 +54,7 @@ def _draw(seed: Tensor, heads: int, rows: int, columns: int, p: float) -> Tensor
         _philox_below(
             keys, group, (index - head * rows)[:, None], head[:, None], threshold, mask[first : first + len(index)]
         )
-    return mask.view(heads, rows, -1)[..., :columns]
+    return mask.view(heads, rows, groups * 4)[..., :columns]
 
 
 def _key_schedule(seed: Tensor) -> list[tuple[int, int]] | list[tuple[Tensor, Tensor]]:
@@ -66,8 +66,8 @@ def _key_schedule(seed: Tensor) -> list[tuple[int, int]] | list[tuple[Tensor, Te
 def _philox_below(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, threshold: int, out: Tensor) -> None:
     """out[..., 4 g + w] = (word w of counter (g, row, head, 0)) < threshold.
 
-    Early rounds depend on one or two of the three coordinates only and stay small by broadcasting. Words are masked to 32
-    bits just before they are multiplied; the high bits that an xor carries along until then do no harm.
+    Early rounds depend on one or two of the three coordinates only and stay small by broadcasting. Words are masked to
+    32 bits just before they are multiplied; the high bits that an xor carries along until then do no harm.
     """
     c3 = 0
     for key0, key1 in keys:

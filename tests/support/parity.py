@@ -21,6 +21,9 @@ from python_ref import ops as reference
 from transformer_kernels import _dispatch
 
 RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+PYTORCH_UNIT = {torch.float32: 2.0**-17}
+"""What the torch backend is held to in float32: PyTorch's fused attention takes exponentials to 20 bits, its LayerNorm
+rounds x * rstd and mean * rstd apart. Those kernels are not ours to sharpen; the RMS limit holds for them too."""
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 
@@ -74,31 +77,43 @@ def _leaf(value: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 
 
 def assert_within_budget(
-    name: str, ours: Tensor, exact: Tensor, eager: Tensor, factor: float, magnitude: float | None = None
+    name: str,
+    ours: Tensor,
+    exact: Tensor,
+    eager: Tensor,
+    factor: float,
+    dtype: torch.dtype,
+    magnitude: float | None = None,
+    unit: float | None = None,
 ) -> None:
     """Check one tensor against the exact one, its budget taken from the eager one.
 
-    The floor is one unit of rounding at `magnitude`, the largest element unless given: a gradient may be the difference of
-    terms far larger than itself (that of q for a single key is 0), and then its terms' rounding is all one can ask for.
+    The floor is one unit of rounding at `magnitude`, the largest element unless given: a gradient may be the difference
+    of terms far larger than itself (that of q for a single key is 0), and then its terms' rounding is all one can ask
+    for; nor can its RMS error be asked to be below eager's then.
     """
     assert ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(exact.shape)}"
-    dtype = ours.dtype
     unusual = ~torch.isfinite(exact)
     torch.testing.assert_close(ours.double()[unusual], exact[unusual], equal_nan=True, msg=lambda m: f"{name}: {m}")
     exact, got, eager = (tensor.double().masked_fill(unusual, 0.0) for tensor in (exact, ours, eager))
     assert torch.isfinite(got).all(), f"{name}: not finite where the exact result is"
     if exact.numel() == 0:
         return
-    floor = torch.finfo(dtype).eps * (exact.abs().max().item() if magnitude is None else magnitude) + 1e-30
+    unit = torch.finfo(dtype).eps if unit is None else unit
+    floor = unit * (exact.abs().max().item() if magnitude is None else magnitude) + 1e-30
     error = (got - exact).abs().max().item()
     eager_error = (eager - exact).abs().max().item()
     budget = factor * eager_error + floor if math.isfinite(eager_error) else math.inf  # then the RMS limit speaks alone
     assert error <= budget, (
         f"{name}: largest error {error:.3e} exceeds its budget {budget:.3e} (eager {eager_error:.3e})"
     )
-    rms = (got - exact).square().mean().sqrt().item()
-    limit = RELATIVE_RMS[dtype] * exact.square().mean().sqrt().item() + floor
+    rms, eager_rms = (_rms(result - exact) for result in (got, eager))
+    limit = max(RELATIVE_RMS[dtype] * _rms(exact), eager_rms if math.isfinite(eager_rms) else 0.0) + floor
     assert rms <= limit, f"{name}: RMS error {rms:.3e} exceeds {limit:.3e}"
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
 
 
 def check_parity(
@@ -130,9 +145,10 @@ def check_parity(
         cotangents.append(values if transform is None else transform(values))
     exact = run(textbook, tensors, options, cotangents, dtype=torch.float64, seed=seed)
     eager = run(textbook, tensors, options, cotangents, seed=seed)
+    unit = PYTORCH_UNIT.get(first.dtype) if backend == "torch" else None
     ours = run(getattr(tk, op), tensors, {**options, "backend": backend}, cotangents, seed=seed)
     for i, (got, want, plain) in enumerate(zip(ours.outputs, exact.outputs, eager.outputs, strict=True)):
-        assert_within_budget(f"{op} output {i}", got, want, plain, OUTPUT_FACTOR)
+        assert_within_budget(f"{op} output {i}", got, want, plain, OUTPUT_FACTOR, first.dtype, unit=unit)
     assert ours.gradients.keys() == exact.gradients.keys()
     sizes = [gradient.abs().max().item() for gradient in exact.gradients.values() if gradient is not None]
     magnitude = max(sizes, default=None)
@@ -140,4 +156,6 @@ def check_parity(
         got, plain = ours.gradients[name], eager.gradients[name]
         assert got is not None and want is not None and plain is not None, f"{op}: no gradient for {name}"
         assert got.dtype == tensors[name].dtype, f"{op}: the gradient of {name} has dtype {got.dtype}"
-        assert_within_budget(f"{op} gradient of {name}", got, want, plain, GRADIENT_FACTOR, magnitude)
+        assert_within_budget(
+            f"{op} gradient of {name}", got, want, plain, GRADIENT_FACTOR, first.dtype, magnitude, unit
+        )

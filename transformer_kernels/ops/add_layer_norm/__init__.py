@@ -142,10 +142,8 @@ def _run_backward(
     has_bias: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if is_empty(summed):
-        module = _torch
-    else:
-        module = select(OP, backend, (summed, summed, weight, None, seed, 0.0, dropout_p))
+    arguments = (summed, summed, weight, None, seed, 0.0, dropout_p)
+    module = _torch if is_empty(summed) else select(OP, backend, arguments)
     dx, dresidual, dweight, dbias = module.backward(
         dy.contiguous(),
         None if dsummed is None else dsummed.contiguous(),

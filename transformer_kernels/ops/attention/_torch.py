@@ -1,7 +1,7 @@
 """Attention through PyTorch's fused kernels, and in chunks of plain products where those cannot say what we promise.
 
 PyTorch's kernels have no philox dropout by position, no gradient of a bias and none of the log-sum-exp; such calls are
-computed head by head in chunks that bound the memory for scores.
+computed in chunks of the batch that bound the memory for scores.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def forward(
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention.default(
             q, k, v, _aligned(mask, q, k), True, 0.0, is_causal, scale=scale
         )
-        out, lse = _laid_out(out), lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
-    lse = lse.contiguous()
+        lse = lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
+    out, lse = _laid_out(out), lse.contiguous()
     return out, lse if mask is None else _mark_blind_rows(lse, mask)
 
 
@@ -111,9 +111,9 @@ def backward(
 def _fused(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, visible: Tensor | None) -> bool:
     """Whether PyTorch's fused kernel for this device gives what is promised for this call.
 
-    On the CPU it multiplies hidden keys by a weight of 0, so an inf or NaN among keys or values would reach rows that must
-    not see it; one sum over each finds out. On a CUDA device it wants 16-byte aligned rows, and reading a sum would stop
-    the device, so there keys behind the padding mask are zeroed instead (see `_operands`).
+    On the CPU it multiplies hidden keys by a weight of 0, so an inf or NaN among keys or values would reach rows that
+    must not see it; one sum over each finds out. On a CUDA device it wants 16-byte aligned rows, and reading a sum
+    would stop the device, so there keys behind the padding mask are zeroed instead (see `_operands`).
     """
     if seed is not None or q.numel() == 0 or k.numel() == 0:
         return False
@@ -236,7 +236,7 @@ def _forward_in_chunks(
     out = q.new_empty(batch, queries, heads, width).transpose(1, 2)
     lse = q.new_full((batch, heads, queries), -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     drop = None if seed is None else _dropped(seed, q, k, dropout_p)
-    if k.shape[2] == 0:
+    if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse
     for chunk in _chunks(q, k.shape[2]):
         key, value = _repeat_heads(k[chunk], heads), _repeat_heads(v[chunk], heads)
@@ -270,8 +270,8 @@ def _backward_in_chunks(
     dq, dk, dv = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v))
     drop = None if seed is None else _dropped(seed, q, k, dropout_p)
     dbias = torch.zeros(attn_bias.shape, dtype=wide, device=q.device) if bias_needs_grad else None
-    if k.shape[2] == 0:
-        return dq.zero_(), dk, dv, None if dbias is None else dbias.to(attn_bias.dtype)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.to(attn_bias.dtype)
     for chunk in _chunks(q, k.shape[2]):
         seen = _part(visible, chunk)
         key, value = (_hide(_repeat_heads(x[chunk], heads), seen).to(wide) for x in (k, v))

@@ -19,8 +19,8 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 def _operands(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
     """Operands in dtypes whose native kernel keeps float32 statistics.
 
-    On the CPU that is a low-precision x with float32 parameters; on a CUDA device, where the kernel takes one dtype only
-    and always keeps float32 statistics, a mixture is computed in float32.
+    On the CPU that is a low-precision x with float32 parameters; on a CUDA device, where the kernel takes one dtype
+    only and always keeps float32 statistics, a mixture is computed in float32.
     """
     wide = _statistics_dtype(x)
     if x.device.type == "cpu":
@@ -41,16 +41,30 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dweight, dbias."""
+    if x.dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu":
+        return _backward_low_precision(dy, x, weight, mean, rstd, has_bias)
     operand, scale = _operands(x, weight)
-    statistics = (*x.shape[:-1], 1)
-    dx, dweight, dbias = aten.native_layer_norm_backward(
-        dy.to(operand.dtype),
-        operand,
-        x.shape[-1:],
-        mean.view(statistics),
-        rstd.view(statistics),
-        scale,
-        scale if has_bias else None,
-        [True, True, has_bias],
-    )
+    dx, dweight, dbias = _native_backward(dy.to(operand.dtype), operand, scale, mean, rstd, has_bias, True)
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype) if has_bias else None
+
+
+def _native_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, has_bias: bool, parameters: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = (*x.shape[:-1], 1)
+    mean, rstd = mean.view(statistics), rstd.view(statistics)
+    bias = weight if has_bias else None
+    wanted = [True, parameters, parameters and has_bias]
+    return aten.native_layer_norm_backward.default(dy, x, x.shape[-1:], mean, rstd, weight, bias, wanted)
+
+
+def _backward_low_precision(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx from the native kernel; the parameters' gradients summed in float32, where its own sums are in x's dtype."""
+    dx, _, _ = _native_backward(dy, x, weight.to(mean.dtype), mean, rstd, has_bias, False)
+    rows = (-1, x.shape[-1])
+    normed = torch.sub(x.reshape(rows), mean[:, None]).mul_(rstd[:, None])
+    dweight = normed.mul_(dy.reshape(rows)).sum(dim=0)
+    dbias = dy.reshape(rows).sum(dim=0, dtype=mean.dtype).to(weight.dtype) if has_bias else None
+    return dx, dweight.to(weight.dtype), dbias

@@ -1,0 +1,24 @@
+"""Each test of an operation runs in every backend and dtype that can run here."""
+
+import pytest
+import torch
+
+from tests.support.arguments import BACKENDS, DTYPES, dtype_id
+from tests.support.parity import require
+
+
+def _operation(request: pytest.FixtureRequest) -> str:
+    """The operation that a test module is about: tests/ops/test_layer_norm.py -> layer_norm."""
+    return request.module.OP
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    require(_operation(request), request.param, device, torch.float32)
+    return request.param
+
+
+@pytest.fixture(params=DTYPES, ids=dtype_id)
+def dtype(request: pytest.FixtureRequest, backend: str, device: torch.device) -> torch.dtype:
+    require(_operation(request), backend, device, request.param)
+    return request.param

@@ -1,0 +1,113 @@
+"""Dropout, residual addition and LayerNorm in every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import transformer_kernels as tk
+from tests.support.arguments import normal
+from tests.support.parity import check_parity
+
+OP = "add_layer_norm"
+
+
+def make(dtype: torch.dtype, device: torch.device, *shape: int, parameters: torch.dtype | None = None) -> dict:
+    parameters = parameters or dtype
+    return {
+        "x": normal(*shape, dtype=dtype, device=device, seed=1),
+        "residual": normal(*shape, dtype=dtype, device=device, seed=2),
+        "weight": normal(shape[-1], dtype=parameters, device=device, seed=3),
+        "bias": normal(shape[-1], dtype=parameters, device=device, seed=4),
+    }
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("width", [1, 3, 127, 128, 256, 768, 1000, 1025, 4097])
+def test_matches_reference_over_widths(
+    backend: str, dtype: torch.dtype, device: torch.device, width: int, dropout_p: float
+) -> None:
+    check_parity(OP, backend, make(dtype, device, 5, width), {"dropout_p": dropout_p}, seed=11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [16384, 65536, 70001])
+def test_matches_reference_over_wide_rows(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+    check_parity(OP, backend, make(dtype, device, 3, width), {"dropout_p": 0.1})
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("shape", [(128,), (37, 96), (3, 2, 5, 64), (300, 34)], ids=str)
+def test_dropout_is_the_reference_mask(
+    backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], dropout_p: float
+) -> None:
+    check_parity(OP, backend, make(dtype, device, *shape), {"dropout_p": dropout_p}, seed=5)
+
+
+def test_without_bias(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 37, 256)
+    tensors["bias"] = None
+    check_parity(OP, backend, tensors, {"dropout_p": 0.1})
+
+
+def test_float32_parameters(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 37, 256, parameters=torch.float32)
+    check_parity(OP, backend, tensors, {"dropout_p": 0.1})
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_gradient_when_one_output_is_used(backend: str, dtype: torch.dtype, device: torch.device, used: int) -> None:
+    gradients = []
+    for function in (tk.add_layer_norm, None):
+        tensors = make(torch.float64 if function is None else dtype, device, 9, 64)
+        if function is None:
+            rounded = make(dtype, device, 9, 64)
+            tensors = {name: value.detach().double().requires_grad_() for name, value in rounded.items()}
+            total = tensors["x"] + tensors["residual"]
+            outputs = torch.nn.functional.layer_norm(total, (64,), tensors["weight"], tensors["bias"]), total
+        else:
+            outputs = function(**tensors, backend=backend)
+        outputs[used].float().square().sum().backward()
+        gradients.append([tensors["x"].grad.double(), tensors["residual"].grad.double()])
+    tolerance = 20 * torch.finfo(dtype).eps
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    def once() -> list[torch.Tensor]:
+        tensors = make(dtype, device, 301, 96)
+        torch.manual_seed(0)
+        y, total = tk.add_layer_norm(**tensors, dropout_p=0.3, backend=backend)
+        (y.sum() + 2 * total.sum()).backward()
+        return [y.detach(), total.detach()] + [tensors[name].grad for name in ("x", "residual", "weight", "bias")]
+
+    assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded"])
+def test_any_layout(backend: str, dtype: torch.dtype, device: torch.device, kind: str) -> None:
+    tensors = make(dtype, device, 12, 64)
+    views = {
+        "transposed": lambda: normal(64, 12, dtype=dtype, device=device).detach().T,
+        "sliced": lambda: normal(12, 100, dtype=dtype, device=device).detach()[:, 7:71],
+        "expanded": lambda: normal(1, 64, dtype=dtype, device=device).detach().expand(12, 64),
+    }
+    tensors["residual"] = views[kind]().requires_grad_()
+    check_parity(OP, backend, tensors, {"dropout_p": 0.1})
+
+
+def test_empty(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 0, 64)
+    y, total = tk.add_layer_norm(**tensors, dropout_p=0.1, backend=backend)
+    assert y.shape == total.shape == (0, 64)
+    y.sum().backward()
+    assert (tensors["weight"].grad == 0).all()
+
+
+def test_gradcheck_in_float64(device: torch.device) -> None:
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(1)
+        return tk.add_layer_norm(*tensors, dropout_p=0.4, backend="torch")
+
+    assert torch.autograd.gradcheck(function, tuple(make(torch.float64, device, 3, 7).values()))

@@ -1,0 +1,128 @@
+"""LayerNorm in every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import transformer_kernels as tk
+from tests.support.arguments import normal
+from tests.support.parity import check_parity
+
+OP = "layer_norm"
+
+
+def make(dtype: torch.dtype, device: torch.device, *shape: int, parameters: torch.dtype | None = None) -> dict:
+    parameters = parameters or dtype
+    return {
+        "x": normal(*shape, dtype=dtype, device=device, seed=1),
+        "weight": normal(shape[-1], dtype=parameters, device=device, seed=2),
+        "bias": normal(shape[-1], dtype=parameters, device=device, seed=3),
+    }
+
+
+@pytest.mark.parametrize("width", [1, 3, 17, 127, 128, 129, 256, 768, 1000, 1024, 1025, 2047, 4097])
+def test_matches_reference_over_widths(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+    check_parity(OP, backend, make(dtype, device, 5, width))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [8192, 16384, 65536, 70001])
+def test_matches_reference_over_wide_rows(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+    check_parity(OP, backend, make(dtype, device, 3, width))
+
+
+@pytest.mark.parametrize("shape", [(128,), (1, 128), (37, 768), (3, 2, 5, 64), (300, 32)], ids=str)
+def test_matches_reference_over_shapes(
+    backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]
+) -> None:
+    check_parity(OP, backend, make(dtype, device, *shape))
+
+
+def test_without_bias(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 37, 256)
+    tensors["bias"] = None
+    check_parity(OP, backend, tensors)
+
+
+def test_float32_parameters(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    check_parity(OP, backend, make(dtype, device, 37, 256, parameters=torch.float32))
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-5, 1.0])
+def test_eps(backend: str, dtype: torch.dtype, device: torch.device, eps: float) -> None:
+    check_parity(OP, backend, make(dtype, device, 9, 64), {"eps": eps})
+
+
+def test_a_constant_row_gives_the_bias(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 4, 96)
+    with torch.no_grad():
+        tensors["x"].fill_(3.0)
+    y = tk.layer_norm(**tensors, backend=backend)
+    torch.testing.assert_close(y, tensors["bias"].expand_as(y), atol=1e-6, rtol=0)
+
+
+def test_a_large_mean(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 16, 512)
+    with torch.no_grad():
+        tensors["x"].add_(1e6)
+    exact = torch.nn.functional.layer_norm(tensors["x"].double(), (512,))
+    y = tk.layer_norm(tensors["x"], torch.ones_like(tensors["weight"]), backend=backend)
+    # The mean is known to half a unit in its last place, 1/32, against a deviation of 1. PyTorch's own kernel rounds
+    # x * rstd and mean * rstd apart, which costs two such units more.
+    torch.testing.assert_close(y.double(), exact, atol=0.2 if backend == "torch" else 0.05, rtol=0)
+
+
+def test_denormals(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 4, 64)
+    with torch.no_grad():
+        tensors["x"].mul_(1e-40)
+    y = tk.layer_norm(**tensors, backend=backend)
+    torch.testing.assert_close(y, tensors["bias"].expand_as(y), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded", "misaligned"])
+def test_any_layout(backend: str, dtype: torch.dtype, device: torch.device, kind: str) -> None:
+    tensors = make(dtype, device, 12, 64)
+    views = {
+        "transposed": lambda: normal(64, 12, dtype=dtype, device=device).detach().T,
+        "sliced": lambda: normal(12, 100, dtype=dtype, device=device).detach()[:, 7:71],
+        "expanded": lambda: normal(1, 64, dtype=dtype, device=device).detach().expand(12, 64),
+        "misaligned": lambda: normal(12 * 64 + 1, dtype=dtype, device=device).detach()[1:].view(12, 64),
+    }
+    tensors["x"] = views[kind]().requires_grad_()
+    check_parity(OP, backend, tensors)
+
+
+def test_gradient_of_any_layout(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    check_parity(OP, backend, make(dtype, device, 12, 64), transform=lambda dy: dy[:1].expand_as(dy))
+
+
+def test_only_the_wanted_gradients(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 12, 64)
+    tensors["x"].requires_grad_(False)
+    check_parity(OP, backend, tensors)
+
+
+def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    def once() -> list[torch.Tensor]:
+        tensors = make(dtype, device, 301, 96)
+        y = tk.layer_norm(**tensors, backend=backend)
+        y.backward(torch.ones_like(y) * 0.37)
+        return [y.detach()] + [tensors[name].grad for name in ("x", "weight", "bias")]
+
+    assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)], ids=str)
+def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> None:
+    tensors = make(dtype, device, *shape)
+    y = tk.layer_norm(**tensors, backend=backend)
+    assert y.shape == shape
+    y.sum().backward()
+    assert (tensors["weight"].grad == 0).all() and (tensors["bias"].grad == 0).all()
+
+
+def test_gradcheck_in_float64(device: torch.device) -> None:
+    tensors = make(torch.float64, device, 3, 7)
+    assert torch.autograd.gradcheck(lambda *t: tk.layer_norm(*t, backend="torch"), tuple(tensors.values()))

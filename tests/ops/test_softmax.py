@@ -1,0 +1,126 @@
+"""Softmax in every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from tests.support.arguments import normal
+from tests.support.parity import check_parity
+
+OP = "softmax"
+
+
+def make(dtype: torch.dtype, device: torch.device, *shape: int) -> dict[str, Tensor | None]:
+    return {"x": normal(*shape, dtype=dtype, device=device, seed=1)}
+
+
+def keep(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
+    return (torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) > 0.4).to(device)
+
+
+@pytest.mark.parametrize("width", [1, 3, 17, 127, 128, 129, 256, 1000, 1024, 1025, 4097])
+def test_matches_reference_over_widths(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+    check_parity(OP, backend, make(dtype, device, 5, width), {"scale": 1.7})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [16384, 65536, 70001, 131072])
+def test_matches_reference_over_wide_rows(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+    tensors = make(dtype, device, 3, width)
+    tensors["mask"] = keep(1, width, device=device)
+    check_parity(OP, backend, tensors)
+
+
+MASKS = [(40,), (30, 1), (30, 40), (3, 1, 1, 40), (1, 2, 30, 40), (3, 1, 30, 1), (3, 2, 30, 40)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_masks(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], causal: bool) -> None:
+    tensors = make(dtype, device, 3, 2, 30, 40)
+    tensors["mask"] = keep(*shape, device=device)
+    check_parity(OP, backend, tensors, {"causal": causal})
+
+
+@pytest.mark.parametrize("shape", [(17, 17), (4, 9, 33), (2, 33, 9), (2, 3, 1, 128), (2, 2, 2, 5, 7)], ids=str)
+def test_causal(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> None:
+    check_parity(OP, backend, make(dtype, device, *shape), {"causal": True, "scale": 0.3})
+
+
+def test_mask_over_more_than_four_axes(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 2, 3, 2, 5, 20)
+    tensors["mask"] = keep(2, 1, 1, 1, 20, device=device)
+    check_parity(OP, backend, tensors)
+
+
+def test_rows_that_see_nothing(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 6, 50)
+    mask = keep(6, 50, device=device)
+    mask[2] = False
+    y = tk.softmax(**tensors, mask=mask, backend=backend)
+    assert (y[2] == 0).all()
+    torch.testing.assert_close(y.float().sum(-1), mask.any(-1).float(), atol=4 * torch.finfo(dtype).eps, rtol=0)
+    y.square().sum().backward()
+    assert (tensors["x"].grad[2] == 0).all() and torch.isfinite(tensors["x"].grad).all()
+
+
+def test_a_row_of_minus_infinity_is_nan_as_in_pytorch(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    x = normal(4, 20, dtype=dtype, device=device).detach()
+    x[1] = -torch.inf
+    y = tk.softmax(x, backend=backend)
+    assert torch.isnan(y[1]).all() and torch.isfinite(y[[0, 2, 3]]).all()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_nothing_behind_the_mask_gets_out(
+    backend: str, dtype: torch.dtype, device: torch.device, poison: float
+) -> None:
+    tensors = make(dtype, device, 6, 50)
+    mask = tensors["mask"] = keep(6, 50, device=device)
+    with torch.no_grad():
+        tensors["x"].masked_fill_(~mask, poison)
+    y = tk.softmax(**tensors, backend=backend)
+    want = torch.softmax(tensors["x"].detach().double().masked_fill(~mask, -torch.inf), -1)
+    torch.testing.assert_close(y.double(), want, atol=2 * torch.finfo(dtype).eps, rtol=0)
+
+
+@pytest.mark.parametrize("shift", [-1e4, 300.0, 6e4])
+def test_adding_a_constant_changes_nothing(backend: str, device: torch.device, shift: float) -> None:
+    x = torch.randint(-8, 8, (5, 100), generator=torch.Generator().manual_seed(0)).float().to(device)
+    want = tk.softmax(x, backend=backend)
+    torch.testing.assert_close(tk.softmax(x + shift, backend=backend), want, atol=1e-6, rtol=1e-5)
+
+
+def test_large_float16_logits_stay_finite(backend: str, device: torch.device) -> None:
+    x = torch.tensor([[6e4, 5.9e4, -6e4, 0.0]], dtype=torch.float16, device=device)
+    y = tk.softmax(x, scale=4.0, backend=backend)
+    torch.testing.assert_close(y, torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float16, device=device))
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded", "misaligned"])
+def test_any_layout(backend: str, dtype: torch.dtype, device: torch.device, kind: str) -> None:
+    views = {
+        "transposed": lambda: normal(64, 12, dtype=dtype, device=device).detach().T,
+        "sliced": lambda: normal(12, 100, dtype=dtype, device=device).detach()[:, 7:71],
+        "expanded": lambda: normal(1, 64, dtype=dtype, device=device).detach().expand(12, 64),
+        "misaligned": lambda: normal(12 * 64 + 1, dtype=dtype, device=device).detach()[1:].view(12, 64),
+    }
+    check_parity(OP, backend, {"x": views[kind]().requires_grad_()})
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
+def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> None:
+    tensors = make(dtype, device, *shape)
+    y = tk.softmax(**tensors, backend=backend)
+    assert y.shape == shape
+    y.sum().backward()
+
+
+def test_gradcheck_in_float64(device: torch.device) -> None:
+    mask = keep(3, 5, device=device)
+    x = normal(2, 3, 5, dtype=torch.float64, device=device)
+    assert torch.autograd.gradcheck(lambda x: tk.softmax(x, mask=mask, causal=True, scale=0.7, backend="torch"), (x,))
+    assert torch.autograd.gradcheck(lambda x: tk.softmax(x, backend="torch"), (x,))
