@@ -1,0 +1,64 @@
+"""The second half of a column sum without atomics: partial sums of each program, added up in a fixed order."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels import _triton
+from transformer_kernels._triton import Configuration, RowTile
+from transformer_kernels._triton_language import from_fp32
+
+NARROW_TILE = RowTile(rows=64, columns=32, num_warps=4)
+"""Up to WIDE columns there are hundreds of partial rows: few columns a program, for enough programs."""
+
+WIDE_TILE = RowTile(rows=16, columns=256, num_warps=4)
+WIDE = 8192
+
+
+@triton.jit(do_not_specialize=["P", "N"])
+def sum_partials_kernel(partials, first, second, P, N, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns BLOCK_N columns of one of the two sums: partials (2, P, N) fp32 -> first (N,), second (N,)."""
+    which = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    partials += which.to(tl.int64) * P * N
+    total = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for start in range(0, P, ROWS):
+        row = start + rows
+        inside = (row < P) & (columns < N)
+        total += tl.load(partials + row.to(tl.int64) * N + columns, mask=inside, other=0.0)  # [ROWS, BLOCK_N]
+    result = tl.sum(total, axis=0, keep_dims=True)  # [1, BLOCK_N]
+    if which == 0:
+        tl.store(first + columns, from_fp32(result, first.dtype.element_ty), mask=columns < N)
+    else:
+        tl.store(second + columns, from_fp32(result, second.dtype.element_ty), mask=columns < N)
+
+
+def sum_partials(partials: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Sum partials (1 or 2, P, N), fp32, over P: one (N,) tensor in `dtype` for each."""
+    count, P, N = partials.shape
+    sums = [torch.empty(N, dtype=dtype, device=partials.device) for _ in range(count)]
+    tile = NARROW_TILE if N <= WIDE else WIDE_TILE
+    grid = (triton.cdiv(N, tile.columns), count)
+    sum_partials_kernel[grid](
+        partials, sums[0], sums[-1], P, N, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
+    )
+    return sums
+
+
+def configurations() -> list[Configuration]:
+    """The compilations of the reduction, for the ahead-of-time report."""
+    return [
+        _triton.configuration(
+            f"sum partials to {_triton.width_label(dtype, width)}",
+            sum_partials_kernel,
+            {"partials": torch.float32, "first": dtype, "second": dtype, "P": "i32", "N": "i32"},
+            tile,
+            capability,
+            frozenset({"no_spills"}),
+        )
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for width, tile in ((WIDE, NARROW_TILE), (None, WIDE_TILE))
+        for capability in ((8, 0), (9, 0))
+    ]

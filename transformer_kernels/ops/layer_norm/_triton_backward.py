@@ -1,0 +1,241 @@
+"""Backward kernels of layer_norm and add_layer_norm: dx and the sums for dweight and dbias in one read, no atomics."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels import _triton
+from transformer_kernels._triton import Capability, Configuration, RowTile
+from transformer_kernels._triton_language import from_fp32, to_fp32
+from transformer_kernels._triton_reduce import sum_partials
+from transformer_kernels.ops.layer_norm._triton_forward import dropout_numbers, dropped_out
+from transformer_kernels.ops.layer_norm._triton_table import BACKWARD, COLUMN_TILE
+
+
+@triton.jit
+def store_gradients(
+    gradient, dsummed, seed, dx, dresidual, offsets, inside, row, group, threshold, keep_scale,
+    HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """dresidual = gradient + dsummed; with dropout also dx = keep * dresidual / (1 - p), from the unrounded sum."""
+    if HAS_DSUMMED:
+        gradient += to_fp32(tl.load(dsummed + offsets, mask=inside, other=0.0))
+    tl.store(dresidual + offsets, from_fp32(gradient, dresidual.dtype.element_ty), mask=inside)
+    if DROPOUT:
+        dropped = dropped_out(gradient, seed, row, group, threshold, keep_scale)
+        tl.store(dx + offsets, from_fp32(dropped, dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "N", "threshold"])
+def layer_norm_backward_kernel(
+    dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual, partials, M, N, threshold, keep_scale,
+    HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns every num_programs-th tile of ROWS rows: their gradients and its sums for dweight and dbias.
+
+    With xhat = (x - mean) * rstd and g = dy * weight: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)).
+    """
+    N = N // VECTOR * VECTOR
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    groups = tl.arange(0, BLOCK_N // 4)[None, :]
+    scale = to_fp32(tl.load(weight + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
+    dweight_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+
+    for tile in tl.range(program, tl.cdiv(M, ROWS), programs, num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * ROWS + rows
+        inside = (row < M) & (columns < N)
+        offsets = row * N + columns
+        gradient = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+        values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
+        row_mean = tl.load(mean + row, mask=row < M, other=0.0)  # [ROWS, 1]
+        row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)
+        normed = tl.where(inside, (values - row_mean) * row_rstd, 0.0)
+        dweight_sum += gradient * normed
+        dbias_sum += gradient
+        scaled = gradient * scale
+        mean_scaled = tl.sum(scaled, axis=1, keep_dims=True) / N  # [ROWS, 1]
+        mean_product = tl.sum(scaled * normed, axis=1, keep_dims=True) / N
+        result = row_rstd * (scaled - mean_scaled - normed * mean_product)
+        store_gradients(
+            result, dsummed, seed, dx, dresidual, offsets, inside, row, groups, threshold, keep_scale,
+            HAS_DSUMMED, DROPOUT,
+        )  # fmt: skip
+
+    partial = partials + program.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, programs, N)
+    tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
+    if HAS_BIAS:
+        partial += programs.to(tl.int64) * N
+        tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+
+
+@triton.jit(do_not_specialize=["M", "N", "threshold"])
+def layer_norm_backward_two_pass_kernel(
+    dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual, M, N, threshold, keep_scale,
+    HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns one row that does not fit in registers: a walk for its two sums, a second one for dx."""
+    N = N // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    groups = tl.arange(0, BLOCK_N // 4)[None, :]
+    row_mean = tl.load(mean + row)
+    row_rstd = tl.load(rstd + row)
+    lane_scaled = tl.zeros([1, BLOCK_N], tl.float32)
+    lane_product = tl.zeros([1, BLOCK_N], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        offsets = row * N + columns
+        scaled = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
+        scaled *= to_fp32(tl.load(weight + columns, mask=inside, other=0.0))
+        values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
+        lane_scaled += scaled
+        lane_product += scaled * ((values - row_mean) * row_rstd)
+    mean_scaled = tl.sum(lane_scaled, axis=1, keep_dims=True) / N  # [1, 1]
+    mean_product = tl.sum(lane_product, axis=1, keep_dims=True) / N
+
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        offsets = row * N + columns
+        scaled = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))
+        scaled *= to_fp32(tl.load(weight + columns, mask=inside, other=0.0))
+        values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
+        normed = (values - row_mean) * row_rstd
+        result = row_rstd * (scaled - mean_scaled - normed * mean_product)
+        store_gradients(
+            result, dsummed, seed, dx, dresidual, offsets, inside, row, start // 4 + groups, threshold, keep_scale,
+            HAS_DSUMMED, DROPOUT,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def layer_norm_backward_columns_kernel(
+    dy, x, mean, rstd, partials, M, N, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: its sums for dweight and dbias."""
+    N = N // VECTOR * VECTOR
+    share = tl.program_id(1)
+    shares = tl.num_programs(1)
+    rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    dweight_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for tile in range(share, tl.cdiv(M, ROWS), shares):
+        row = tl.cast(tile, tl.int64) * ROWS + rows
+        inside = (row < M) & (columns < N)
+        gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+        values = to_fp32(tl.load(x + row * N + columns, mask=inside, other=0.0))
+        row_mean = tl.load(mean + row, mask=row < M, other=0.0)  # [ROWS, 1]
+        row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)
+        dweight_sum += gradient * ((values - row_mean) * row_rstd)
+        dbias_sum += gradient
+    partial = partials + share.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, shares, N)
+    tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
+    if HAS_BIAS:
+        partial += shares.to(tl.int64) * N
+        tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+
+
+def backward_rows(
+    dy: Tensor,
+    dsummed: Tensor | None,
+    x: Tensor,
+    seed: Tensor | None,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    has_bias: bool,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """(dx, dresidual, dweight, dbias), where x is what was normalised; dx is None without dropout (it is dresidual)."""
+    N = x.shape[-1]
+    M = x.numel() // N
+    tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), N)
+    dresidual = torch.empty_like(x)
+    dx = None if seed is None else torch.empty_like(x)
+    vector = _triton.vector_width(x.element_size(), N)
+    pointers = (dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual)
+    numbers = (M, N, *dropout_numbers(dropout_p), dsummed is not None, seed is not None)
+    multiprocessors = _triton.multiprocessors(x.device)
+    one_pass = tile.columns >= N
+    if one_pass:
+        programs = min(triton.cdiv(M, tile.rows), tile.programs * multiprocessors)
+    else:
+        column_blocks = triton.cdiv(N, COLUMN_TILE.columns)
+        shares = triton.cdiv(COLUMN_TILE.programs * multiprocessors, column_blocks)
+        programs = min(triton.cdiv(M, COLUMN_TILE.rows), shares)
+    partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=x.device)
+    with _triton.launching_on(x.device):
+        if one_pass:
+            layer_norm_backward_kernel[(programs,)](
+                *pointers, partials, *numbers, has_bias, vector, tile.num_stages, tile.rows, tile.columns,
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
+            )  # fmt: skip
+        else:
+            layer_norm_backward_two_pass_kernel[(M,)](
+                *pointers, *numbers, vector, tile.columns, num_warps=tile.num_warps, num_stages=1
+            )
+            layer_norm_backward_columns_kernel[(column_blocks, programs)](
+                dy, x, mean, rstd, partials, M, N, has_bias, vector, COLUMN_TILE.rows, COLUMN_TILE.columns,
+                num_warps=COLUMN_TILE.num_warps, num_stages=1,
+            )  # fmt: skip
+        sums = sum_partials(partials, weight.dtype)
+    return dx, dresidual, sums[0], sums[1] if has_bias else None
+
+
+def backward_configurations(add: bool) -> list[Configuration]:
+    """Every compilation that the backward table leads to for aligned rows, with a bias; dropout where it adds."""
+    listed = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for capability in BACKWARD.capabilities(dtype.itemsize):
+            for width, tile in BACKWARD.entries(capability, dtype.itemsize):
+                for dropout in (False, True) if add else (False,):
+                    listed.append(_configuration(dtype, capability, width, tile, add, dropout))
+            if not add:
+                listed.append(_columns_configuration(dtype, capability))
+    return listed
+
+
+def _configuration(
+    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, add: bool, dropout: bool
+) -> Configuration:
+    arguments = {
+        "dy": dtype,
+        "dsummed": dtype if add else None,
+        "x": dtype,
+        "seed": torch.int64 if dropout else None,
+        "weight": dtype,
+        "mean": torch.float32,
+        "rstd": torch.float32,
+        "dx": dtype if dropout else None,
+        "dresidual": dtype,
+        "partials": torch.float32,
+        "M": "i32",
+        "N": "i32",
+        "threshold": "i32",
+        "keep_scale": "fp32",
+        "HAS_DSUMMED": add,
+        "DROPOUT": dropout,
+        "HAS_BIAS": True,
+        "VECTOR": 16 // dtype.itemsize,
+        "STAGES": tile.num_stages,
+    }
+    operation = "add_layer_norm" if add else "layer_norm"
+    name = f"{operation} backward{' dropout' * dropout} {_triton.width_label(dtype, width)}"
+    kernel = layer_norm_backward_two_pass_kernel if width is None else layer_norm_backward_kernel
+    return _triton.configuration(name, kernel, arguments, tile, capability)
+
+
+def _columns_configuration(dtype: torch.dtype, capability: Capability) -> Configuration:
+    arguments = {"dy": dtype, "x": dtype, "mean": torch.float32, "rstd": torch.float32, "partials": torch.float32}
+    arguments |= {"M": "i32", "N": "i32", "HAS_BIAS": True, "VECTOR": 16 // dtype.itemsize}
+    name = f"layer_norm backward columns {_triton.width_label(dtype, None)}"
+    return _triton.configuration(name, layer_norm_backward_columns_kernel, arguments, COLUMN_TILE, capability)

@@ -1,0 +1,195 @@
+"""Forward kernels of layer_norm and add_layer_norm: one read of each input, statistics in fp32."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels import _triton
+from transformer_kernels._triton import Capability, Configuration, RowTile
+from transformer_kernels._triton_language import from_fp32, keep_by_column, round_to, to_fp32
+from transformer_kernels.ops.layer_norm._triton_table import FORWARD
+
+
+@triton.jit
+def dropped_out(values, seed, row, group, threshold, keep_scale):
+    """`values` [R, C] with dropout: kept where the philox word of (column, row) says so, times 1 / (1 - p)."""
+    keep = keep_by_column(tl.load(seed), group, row, row >> 32, threshold)  # [R, C]
+    return tl.where(keep, values * keep_scale, 0.0)
+
+
+@triton.jit
+def added(
+    x, residual, seed, summed, offsets, inside, row, group, threshold, keep_scale, DROPOUT: tl.constexpr
+):  # fmt: skip
+    """dropout(x) + residual, stored to `summed` and rounded to its type: the backward pass sees the same numbers."""
+    values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
+    if DROPOUT:
+        values = dropped_out(values, seed, row, group, threshold, keep_scale)
+    values += to_fp32(tl.load(residual + offsets, mask=inside, other=0.0))
+    tl.store(summed + offsets, from_fp32(values, summed.dtype.element_ty), mask=inside)
+    return round_to(values, summed.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["M", "N", "threshold"])
+def layer_norm_forward_kernel(
+    x, residual, seed, weight, bias, y, summed, mean, rstd, M, N, eps, threshold, keep_scale,
+    ADD: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns ROWS whole rows and keeps them in registers; the variance is that of the centred values."""
+    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    inside = (row < M) & (columns < N)
+    offsets = row * N + columns
+    if ADD:
+        groups = tl.arange(0, BLOCK_N // 4)[None, :]
+        values = added(x, residual, seed, summed, offsets, inside, row, groups, threshold, keep_scale, DROPOUT)
+        pivot = to_fp32(tl.load(residual + row * N, mask=row < M, other=0.0))  # [ROWS, 1]
+    else:
+        values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+        pivot = to_fp32(tl.load(x + row * N, mask=row < M, other=0.0))
+
+    shifted = tl.where(inside, values - pivot, 0.0)  # sums of small numbers: a mean of 1e6 keeps its digits
+    row_shift = tl.sum(shifted, axis=1, keep_dims=True) / N  # [ROWS, 1]
+    centred = tl.where(inside, shifted - row_shift, 0.0)
+    variance = tl.sum(centred * centred, axis=1, keep_dims=True) / N
+    row_rstd = tl.rsqrt(variance + eps)
+    tl.store(mean + row, pivot + row_shift, mask=row < M)
+    tl.store(rstd + row, row_rstd, mask=row < M)
+
+    scale = to_fp32(tl.load(weight + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
+    result = centred * row_rstd * scale
+    if HAS_BIAS:
+        result += to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))
+    tl.store(y + offsets, from_fp32(result, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "N", "threshold"])
+def layer_norm_forward_two_pass_kernel(
+    x, residual, seed, weight, bias, y, summed, mean, rstd, M, N, eps, threshold, keep_scale,
+    ADD: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns one row: Welford's update in each lane and one merge (Chan et al. 1983), then a second walk."""
+    N = N // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    groups = tl.arange(0, BLOCK_N // 4)[None, :]
+    lane_mean = tl.zeros([1, BLOCK_N], tl.float32)
+    lane_square = tl.zeros([1, BLOCK_N], tl.float32)  # sum of squared deviations from lane_mean
+    steps = 0.0
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        offsets = row * N + columns
+        if ADD:
+            values = added(
+                x, residual, seed, summed, offsets, inside, row, start // 4 + groups, threshold, keep_scale, DROPOUT
+            )
+        else:
+            values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
+        steps += 1.0
+        deviation = tl.where(inside, values - lane_mean, 0.0)
+        lane_mean += deviation / steps
+        lane_square += deviation * (values - lane_mean)
+
+    lane_count = ((N - 1 - lanes) // BLOCK_N + 1).to(tl.float32)
+    pivot = tl.sum(lane_mean, axis=1, keep_dims=True) / BLOCK_N  # near the mean; what it misses comes next
+    row_shift = tl.sum((lane_mean - pivot) * lane_count, axis=1, keep_dims=True) / N
+    deviation = lane_mean - pivot - row_shift
+    variance = tl.sum(lane_square + deviation * deviation * lane_count, axis=1, keep_dims=True) / N
+    row_rstd = tl.rsqrt(variance + eps)  # [1, 1]
+    only = row + tl.zeros([1, 1], tl.int64)
+    tl.store(mean + only, pivot + row_shift)
+    tl.store(rstd + only, row_rstd)
+
+    tl.debug_barrier()  # the second walk reads what other threads may have stored to summed
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        offsets = row * N + columns
+        source = summed if ADD else x
+        values = to_fp32(tl.load(source + offsets, mask=inside, other=0.0, eviction_policy="evict_first"))
+        result = (values - pivot - row_shift) * row_rstd
+        result *= to_fp32(tl.load(weight + columns, mask=inside, other=0.0))
+        if HAS_BIAS:
+            result += to_fp32(tl.load(bias + columns, mask=inside, other=0.0))
+        tl.store(y + offsets, from_fp32(result, y.dtype.element_ty), mask=inside)
+
+
+def forward_rows(
+    x: Tensor,
+    residual: Tensor | None,
+    seed: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(y, summed, mean, rstd) of layer_norm(x) or, with a residual, of layer_norm(dropout(x) + residual)."""
+    N = x.shape[-1]
+    M = x.numel() // N
+    tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
+    y = torch.empty_like(x)
+    summed = None if residual is None else torch.empty_like(x)
+    mean, rstd = torch.empty((2, M), dtype=torch.float32, device=x.device)
+    threshold, keep_scale = dropout_numbers(dropout_p)
+    pointers = (x, residual, seed, weight, bias, y, summed, mean, rstd)
+    numbers = (M, N, eps, threshold, keep_scale)
+    kind = (residual is not None, seed is not None, bias is not None, _triton.vector_width(x.element_size(), N))
+    with _triton.launching_on(x.device):
+        if tile.columns >= N:
+            layer_norm_forward_kernel[(triton.cdiv(M, tile.rows),)](
+                *pointers, *numbers, *kind, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
+            )
+        else:
+            layer_norm_forward_two_pass_kernel[(M,)](
+                *pointers, *numbers, *kind, tile.columns, num_warps=tile.num_warps, num_stages=1
+            )
+    return y, summed, mean, rstd
+
+
+def dropout_numbers(dropout_p: float) -> tuple[int, float]:
+    """The threshold of a philox word's upper 24 bits, and 1 / (1 - p) (0 where everything is dropped)."""
+    return round(dropout_p * 2**24), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+
+
+def forward_configurations(add: bool) -> list[Configuration]:
+    """Every compilation that the forward table leads to for aligned rows, with a bias; dropout where it adds."""
+    return [
+        _configuration(dtype, capability, width, tile, add, dropout)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for capability in FORWARD.capabilities(dtype.itemsize)
+        for width, tile in FORWARD.entries(capability, dtype.itemsize)
+        for dropout in ((False, True) if add else (False,))
+    ]
+
+
+def _configuration(
+    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, add: bool, dropout: bool
+) -> Configuration:
+    arguments = {
+        "x": dtype,
+        "residual": dtype if add else None,
+        "seed": torch.int64 if dropout else None,
+        "weight": dtype,
+        "bias": dtype,
+        "y": dtype,
+        "summed": dtype if add else None,
+        "mean": torch.float32,
+        "rstd": torch.float32,
+        "M": "i32",
+        "N": "i32",
+        "eps": "fp32",
+        "threshold": "i32",
+        "keep_scale": "fp32",
+        "ADD": add,
+        "DROPOUT": dropout,
+        "HAS_BIAS": True,
+        "VECTOR": 16 // dtype.itemsize,
+    }
+    operation = "add_layer_norm" if add else "layer_norm"
+    name = f"{operation} forward{' dropout' * dropout} {_triton.width_label(dtype, width)}"
+    kernel = layer_norm_forward_two_pass_kernel if width is None else layer_norm_forward_kernel
+    return _triton.configuration(name, kernel, arguments, tile, capability)

@@ -1,0 +1,267 @@
+"""Softmax over the last axis in Triton: rows in registers where they fit, an online two-pass walk where they do not."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels import _triton
+from transformer_kernels._triton import Capability, Configuration, RowTile
+from transformer_kernels._triton_language import LOG2_E, from_fp32, to_fp32
+from transformer_kernels.ops.softmax._triton_table import BACKWARD, FORWARD
+
+
+@triton.jit
+def mask_offsets(row, d1, d2, stride_0, stride_1, stride_2, VECTOR: tl.constexpr):
+    """Where the mask of each row starts: row = (i0 * d1 + i1) * d2 + i2. Strides are multiples of VECTOR."""
+    i2 = row % d2
+    i1 = (row // d2) % d1
+    i0 = row // d2 // d1
+    return (i0 * stride_0 + i1 * stride_1 + i2 * stride_2) // VECTOR * VECTOR
+
+
+@triton.jit
+def visible_columns(
+    columns, inside, row, mask, mask_start, stride_column, last, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK_CONTIGUOUS: tl.constexpr,
+):  # fmt: skip
+    """Which of the `inside` elements [ROWS, BLOCK_N] the mask and the diagonal (column <= last) leave."""
+    visible = inside
+    if CAUSAL:
+        visible = visible & (columns <= last)
+    if HAS_MASK:
+        if MASK_CONTIGUOUS:
+            keep = tl.load(mask + mask_start + columns, mask=inside, other=0)
+        else:
+            keep = tl.load(mask + mask_start + columns.to(tl.int64) * stride_column, mask=inside, other=0)
+        visible = visible & (keep != 0)
+    return visible
+
+
+@triton.jit(
+    do_not_specialize=["M", "N", "Lq", "d1", "d2", "stride_0", "stride_1", "stride_2", "stride_column"],
+)
+def softmax_forward_kernel(
+    x, mask, y, M, N, Lq, d1, d2, stride_0, stride_1, stride_2, stride_column, scale,
+    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_CONTIGUOUS: tl.constexpr,
+    MASK_VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns ROWS whole rows and keeps them in registers: x is read once."""
+    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    inside = (row < M) & (columns < N)
+    offsets = row * N + columns
+
+    last = row
+    readable = inside
+    if CAUSAL:
+        last = row % Lq + (N - Lq)
+        readable = inside & (columns < (last + VECTOR) // VECTOR * VECTOR)  # whole vectors up to the diagonal
+    mask_start = row
+    if HAS_MASK:
+        mask_start = mask_offsets(row, d1, d2, stride_0, stride_1, stride_2, MASK_VECTOR)
+    visible = visible_columns(
+        columns, readable, row, mask, mask_start, stride_column, last, HAS_MASK, CAUSAL, MASK_CONTIGUOUS
+    )
+
+    scores = to_fp32(tl.load(x + offsets, mask=readable, other=0.0)) * scale
+    scores = tl.where(visible, scores, float("-inf"))  # [ROWS, BLOCK_N]
+    highest = tl.max(scores, axis=1, keep_dims=True)  # [ROWS, 1]
+    if HAS_MASK or CAUSAL:
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+    exponentials = tl.exp2((scores - highest) * LOG2_E)  # the difference first: exact where it matters
+    total = tl.sum(exponentials, axis=1, keep_dims=True)
+    inverse = 1.0 / total
+    if HAS_MASK or CAUSAL:
+        inverse = tl.where(total == 0.0, 0.0, inverse)
+    tl.store(y + offsets, from_fp32(exponentials * inverse, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["M", "N", "Lq", "d1", "d2", "stride_0", "stride_1", "stride_2", "stride_column"],
+)
+def softmax_forward_two_pass_kernel(
+    x, mask, y, M, N, Lq, d1, d2, stride_0, stride_1, stride_2, stride_column, scale,
+    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_CONTIGUOUS: tl.constexpr,
+    MASK_VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns one row: a walk for its maximum and sum (Milakov and Gimelshein 2018), one for the result.
+
+    Each lane keeps its own running maximum and sum; they are joined once, after the walk.
+    """
+    N = N // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)
+    last = row
+    end = N
+    if CAUSAL:
+        last = row % Lq + (N - Lq)
+        end = tl.minimum(N, (last.to(tl.int32) + VECTOR) // VECTOR * VECTOR)
+    mask_start = row
+    if HAS_MASK:
+        mask_start = mask_offsets(row, d1, d2, stride_0, stride_1, stride_2, MASK_VECTOR)
+
+    lane_highest = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    lane_total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, end, BLOCK_N):
+        columns = start + lanes
+        readable = columns < end
+        visible = visible_columns(
+            columns, readable, row, mask, mask_start, stride_column, last, HAS_MASK, CAUSAL, MASK_CONTIGUOUS
+        )
+        scores = to_fp32(tl.load(x + row * N + columns, mask=readable, other=0.0, eviction_policy="evict_last")) * scale
+        scores = tl.where(visible, scores, float("-inf"))
+        new_highest = tl.maximum(lane_highest, scores)
+        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        lane_total = lane_total * tl.exp2((lane_highest - reference) * LOG2_E)
+        lane_total += tl.exp2((scores - reference) * LOG2_E)
+        lane_highest = new_highest
+
+    highest = tl.max(lane_highest, axis=0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(lane_total * tl.exp2((lane_highest - highest) * LOG2_E), axis=0)
+    inverse = 1.0 / total
+    if HAS_MASK or CAUSAL:
+        inverse = tl.where(total == 0.0, 0.0, inverse)
+
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        readable = columns < end
+        visible = visible_columns(
+            columns, readable, row, mask, mask_start, stride_column, last, HAS_MASK, CAUSAL, MASK_CONTIGUOUS
+        )
+        scores = (
+            to_fp32(tl.load(x + row * N + columns, mask=readable, other=0.0, eviction_policy="evict_first")) * scale
+        )
+        scores = tl.where(visible, scores, float("-inf"))
+        result = tl.exp2((scores - highest) * LOG2_E) * inverse
+        tl.store(y + row * N + columns, from_fp32(result, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def softmax_backward_kernel(
+    dy, y, dx, M, N, scale, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One program owns ROWS whole rows: dx = scale * y * (dy - sum(dy * y)), and 0 where y is 0 whatever dy holds."""
+    N = N // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    inside = (row < M) & (columns < N)
+    offsets = row * N + columns
+    weights = to_fp32(tl.load(y + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+    gradient = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))
+    gradient = tl.where(weights == 0.0, 0.0, gradient)
+    inner = tl.sum(weights * gradient, axis=1, keep_dims=True)  # [ROWS, 1]
+    result = tl.where(weights == 0.0, 0.0, scale * weights * (gradient - inner))
+    tl.store(dx + offsets, from_fp32(result, dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def softmax_backward_two_pass_kernel(dy, y, dx, M, N, scale, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns one row: a walk for sum(dy * y), a second one for dx."""
+    N = N // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)
+    lane_inner = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        weights = to_fp32(tl.load(y + row * N + columns, mask=inside, other=0.0, eviction_policy="evict_last"))
+        gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0, eviction_policy="evict_last"))
+        lane_inner += tl.where(weights == 0.0, 0.0, weights * gradient)
+    inner = tl.sum(lane_inner, axis=0)
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        weights = to_fp32(tl.load(y + row * N + columns, mask=inside, other=0.0, eviction_policy="evict_first"))
+        gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0, eviction_policy="evict_first"))
+        result = tl.where(weights == 0.0, 0.0, scale * weights * (gradient - inner))
+        tl.store(dx + row * N + columns, from_fp32(result, dx.dtype.element_ty), mask=inside)
+
+
+def unsupported(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> str | None:
+    """The reason why these kernels do not take the call, or None."""
+    return _triton.unsupported_dtype(x.dtype)
+
+
+def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """softmax(scale * x) over the visible entries of the last axis; x contiguous (..., N)."""
+    N = x.shape[-1]
+    M = x.numel() // N
+    tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
+    vector = _triton.vector_width(x.element_size(), N)
+    y = torch.empty_like(x)
+    if mask is None:
+        mask_sizes, mask_kind = (1, 1, 0, 0, 0, 0), (False, causal, vector, False, 1)
+    else:
+        strides = mask.stride()
+        mask_sizes = (mask.shape[1], mask.shape[2], *strides)
+        contiguous = strides[3] == 1
+        mask_vector = _triton.vector_width(x.element_size(), *strides[:3]) if contiguous else 1
+        mask_kind = (True, causal, vector, contiguous, mask_vector)
+    queries = x.shape[-2] if causal else 1
+    arguments = (x, mask, y, M, N, queries, *mask_sizes, scale, *mask_kind)
+    with _triton.launching_on(x.device):
+        if tile.columns >= N:
+            grid = (triton.cdiv(M, tile.rows),)
+            softmax_forward_kernel[grid](*arguments, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1)
+        else:
+            softmax_forward_two_pass_kernel[(M,)](*arguments, tile.columns, num_warps=tile.num_warps, num_stages=1)
+    return y
+
+
+def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Gradient of x from the saved output y."""
+    N = y.shape[-1]
+    M = y.numel() // N
+    tile = BACKWARD.find(_triton.capability(y.device), y.element_size(), N)
+    vector = _triton.vector_width(y.element_size(), N)
+    dx = torch.empty_like(y)
+    arguments = (dy, y, dx, M, N, scale, vector)
+    with _triton.launching_on(y.device):
+        if tile.columns >= N:
+            grid = (triton.cdiv(M, tile.rows),)
+            softmax_backward_kernel[grid](*arguments, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1)
+        else:
+            softmax_backward_two_pass_kernel[(M,)](*arguments, tile.columns, num_warps=tile.num_warps, num_stages=1)
+    return dx
+
+
+def configurations() -> list[Configuration]:
+    """Every compilation that the tables lead to for aligned rows; mask and diagonal at three widths."""
+    listed = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for capability in FORWARD.capabilities(dtype.itemsize):
+            for width, tile in FORWARD.entries(capability, dtype.itemsize):
+                listed.append(_forward_configuration(dtype, capability, width, tile, False, False))
+                if width in (128, 1024, 8192, None):
+                    listed.append(_forward_configuration(dtype, capability, width, tile, True, False))
+                    listed.append(_forward_configuration(dtype, capability, width, tile, False, True))
+            for width, tile in BACKWARD.entries(capability, dtype.itemsize):
+                listed.append(_backward_configuration(dtype, capability, width, tile))
+    return listed
+
+
+def _forward_configuration(
+    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, masked: bool, causal: bool
+) -> Configuration:
+    vector = 16 // dtype.itemsize
+    sizes = ("M", "N", "Lq", "d1", "d2", "stride_0", "stride_1", "stride_2", "stride_column")
+    arguments = {"x": dtype, "mask": torch.bool if masked else None, "y": dtype, **dict.fromkeys(sizes, "i32")}
+    arguments |= {"scale": "fp32", "HAS_MASK": masked, "CAUSAL": causal, "VECTOR": vector}
+    arguments |= {"MASK_CONTIGUOUS": masked, "MASK_VECTOR": vector if masked else 1}
+    name = f"softmax forward{' mask' * masked}{' causal' * causal} {_triton.width_label(dtype, width)}"
+    kernel = softmax_forward_two_pass_kernel if width is None else softmax_forward_kernel
+    return _triton.configuration(name, kernel, arguments, tile, capability)
+
+
+def _backward_configuration(
+    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile
+) -> Configuration:
+    arguments = {"dy": dtype, "y": dtype, "dx": dtype, "M": "i32", "N": "i32", "scale": "fp32"}
+    arguments["VECTOR"] = 16 // dtype.itemsize
+    name = f"softmax backward {_triton.width_label(dtype, width)}"
+    kernel = softmax_backward_two_pass_kernel if width is None else softmax_backward_kernel
+    return _triton.configuration(name, kernel, arguments, tile, capability)
