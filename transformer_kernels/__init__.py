@@ -10,6 +10,7 @@ print(tk.explain("attention", q, k, v, causal=True))
 from transformer_kernels._bind import bind
 from transformer_kernels._dispatch import BACKENDS, explain, get_backend, set_backend, use_backend
 from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
+from transformer_kernels._models import build
 from transformer_kernels._version import __version__
 from transformer_kernels.ops import add_layer_norm, attention, bias_gelu, gelu, layer_norm, softmax
 
@@ -22,6 +23,7 @@ __all__ = [
     "attention",
     "bias_gelu",
     "bind",
+    "build",
     "explain",
     "gelu",
     "get_backend",
