@@ -6,6 +6,7 @@ TRANSFORMER_KERNELS_EMULATE_SANITIZER=address or thread picks an instrumented bu
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -20,6 +21,8 @@ from . import _build
 from ._errors import BackendUnavailable
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/dtype.h
+BLOCKS_PER_MULTIPROCESSOR = 4
+ROWS_PER_THREAD_GROUP = 4
 HASH_FILE = "_kernels_source_hash.txt"
 
 _lock = threading.Lock()
@@ -96,6 +99,21 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
     return index, torch._C._cuda_getCurrentRawStream(index)
 
 
+def partial_rows(device_index: int, rows: int, rows_per_block: int) -> int:
+    """How many blocks share the rows of a sum over rows; each leaves one partial row.
+
+    At least four rows for each group of threads, so that partial rows stay a small part of the traffic, and no more blocks
+    than run at once. The result depends on the device, so sums are equal bit for bit on equal devices.
+    """
+    wanted = -(-rows // (ROWS_PER_THREAD_GROUP * rows_per_block))
+    return min(wanted, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device_index))
+
+
+@functools.cache
+def _multiprocessors(device_index: int) -> int:
+    return load().multiprocessors(device_index)
+
+
 def _load_emulated() -> Any:
     sanitizer = os.environ.get("TRANSFORMER_KERNELS_EMULATE_SANITIZER", "")
     try:
@@ -141,7 +159,7 @@ def _import_from(path: Path) -> ModuleType:
 
 
 def _refuse_stale(module: Any, path: Path) -> None:
-    """Compares the hash inside the file with that of the sources beside the package, or of those it was installed from."""
+    """Compares the hash inside the file with that of the sources beside the package, or of those it was built from."""
     recorded = path.with_name(HASH_FILE)
     if _build.CSRC.is_dir():
         expected = _build.source_hash()

@@ -1,0 +1,81 @@
+// With x^ = (x - mean) rstd and g = dy weight: dx = rstd (g - mean(g) - x^ mean(g x^)), dweight = sum over rows of
+// dy x^, dbias = sum over rows of dy.
+#pragma once
+#include "column_sums.cuh"
+#include "row.cuh"
+
+namespace transformer_kernels {
+
+// Where the gradient of the normalised rows goes: here to dx. add_layer_norm_backward.cuh has another.
+template <class T_> struct PlainGradient {
+  using T = T_;
+  T* dx;
+  int columns;
+
+  template <int V> TK_DEVICE void store_at(int64_t row, int column, const Vector<float, V>& gradient) const {
+    store_vector(dx + row * columns + column, rounded<T, V>(gradient));
+  }
+};
+
+// The block's row reductions and its column sums never hold shared memory at the same time as anything else.
+template <class Layout> inline constexpr int LAYER_NORM_BACKWARD_SHARED_BYTES =
+    Layout::ROWS_PER_BLOCK > 1 ? ColumnSums<Layout, 2>::SHARED_BYTES : Layout::SHARED_BYTES;
+
+// One group of Layout::THREADS threads owns every (gridDim.x * ROWS_PER_BLOCK)-th row; one block owns one partial row of
+// dweight and one of dbias. partials: (2, gridDim.x, columns).
+template <class Layout, class Gradient>
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+    layer_norm_backward_kernel(const typename Layout::T* __restrict__ dy, const typename Layout::T* __restrict__ x,
+                               RowParameter weight, const float* __restrict__ mean_in,
+                               const float* __restrict__ rstd_in, Gradient output, float* __restrict__ partials,
+                               int64_t rows, int columns) {
+  using T = typename Layout::T;
+  constexpr int V = Layout::VECTOR;
+  SharedMemory memory;
+  float* shared = memory.take<float>(LAYER_NORM_BACKWARD_SHARED_BYTES<Layout> / static_cast<int>(sizeof(float)));
+  const float inverse_columns = 1.0f / static_cast<float>(columns);
+  ColumnSums<Layout, 2> sums(partials, columns);
+
+  const int64_t step = static_cast<int64_t>(gridDim.x) * Layout::ROWS_PER_BLOCK;
+  for (int64_t row = Layout::first_row(); row < rows; row += step) {
+    const float mean = load(mean_in + row), rstd = load(rstd_in + row);
+    Vector<T, V> dy_held[Layout::VECTORS], x_held[Layout::VECTORS];
+    const auto read = [&](int v, int column) {
+      dy_held[v] = load_vector<V>(dy + row * columns + column);
+      x_held[v] = load_vector<V>(x + row * columns + column);
+    };
+    const auto normalised = [&](int v, int i) { return (to_float(x_held[v][i]) - mean) * rstd; };
+
+    float sum_g = 0.0f, sum_gx = 0.0f;
+    Layout::for_each_vector(columns, [&](int v, int column) {
+      read(v, column);
+      const Vector<float, V> scale = weight.load_at<T, V>(column);
+      Vector<float, V> dweight_terms, dbias_terms;
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float gradient = to_float(dy_held[v][i]), g = gradient * scale[i];
+        sum_g += g;
+        sum_gx += g * normalised(v, i);
+        dweight_terms[i] = gradient * normalised(v, i);
+        dbias_terms[i] = gradient;
+      }
+      sums.add(0, v, column, dweight_terms);
+      sums.add(1, v, column, dbias_terms);
+    });
+    const float mean_g = Layout::template reduce<Sum>(sum_g, shared) * inverse_columns;
+    const float mean_gx = Layout::template reduce<Sum>(sum_gx, shared) * inverse_columns;
+
+    Layout::for_each_vector(columns, [&](int v, int column) {
+      if (!Layout::HELD) read(v, column);
+      const Vector<float, V> scale = weight.load_at<T, V>(column);
+      Vector<float, V> gradient;
+#pragma unroll
+      for (int i = 0; i < V; ++i)
+        gradient[i] = rstd * (to_float(dy_held[v][i]) * scale[i] - mean_g - normalised(v, i) * mean_gx);
+      output.template store_at<V>(row, column, gradient);
+    });
+  }
+  sums.finish(shared);
+}
+
+}  // namespace transformer_kernels

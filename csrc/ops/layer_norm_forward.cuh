@@ -1,0 +1,76 @@
+// y = (x - mean) rstd weight + bias over the last axis, with a centred variance in fp32.
+#pragma once
+#include "row.cuh"
+
+namespace transformer_kernels {
+
+// What a LayerNorm normalises: here the rows of x. add_layer_norm_forward.cuh has another.
+template <class T_> struct PlainRows {
+  using T = T_;
+  const T* x;
+  int columns;
+
+  // The rows are asked for once, or, in the layout for any width, once by `load_first` and then by `load_again`.
+  template <int V> TK_DEVICE Vector<T, V> load_first(int64_t row, int column) const {
+    return load_vector<V>(x + row * columns + column);
+  }
+  template <int V> TK_DEVICE Vector<T, V> load_again(int64_t row, int column) const {
+    return load_first<V>(row, column);
+  }
+};
+
+// One group of Layout::THREADS threads owns one row.
+template <class Layout, class Rows>
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+    layer_norm_forward_kernel(Rows input, RowParameter weight, RowParameter bias,
+                              typename Layout::T* __restrict__ y, float* __restrict__ mean_out,
+                              float* __restrict__ rstd_out, int64_t rows, int columns, float eps) {
+  using T = typename Layout::T;
+  constexpr int V = Layout::VECTOR;
+  SharedMemory shared;
+  float* scratch = shared.take<float>(Layout::WARPS);
+  const int64_t row = Layout::first_row();
+  if (row >= rows) return;
+  const float inverse_columns = 1.0f / static_cast<float>(columns);
+
+  Vector<T, V> held[Layout::VECTORS];
+  float sum = 0.0f;
+  Layout::for_each_vector(columns, [&](int v, int column) {
+    held[v] = input.template load_first<V>(row, column);
+#pragma unroll
+    for (int i = 0; i < V; ++i) sum += to_float(held[v][i]);
+  });
+  const float mean = Layout::template reduce<Sum>(sum, scratch) * inverse_columns;
+
+  // Centred: with a mean of 1e6 the squares of x itself would leave no digits for the variance.
+  float squares = 0.0f;
+  Layout::for_each_vector(columns, [&](int v, int column) {
+    if (!Layout::HELD) held[v] = input.template load_again<V>(row, column);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const float centred = to_float(held[v][i]) - mean;
+      squares += centred * centred;
+    }
+  });
+  const float rstd = rsqrtf(Layout::template reduce<Sum>(squares, scratch) * inverse_columns + eps);
+
+  Layout::for_each_vector(columns, [&](int v, int column) {
+    if (!Layout::HELD) held[v] = input.template load_again<V>(row, column);
+    const Vector<float, V> scale = weight.load_at<T, V>(column);
+    Vector<float, V> result;
+#pragma unroll
+    for (int i = 0; i < V; ++i) result[i] = (to_float(held[v][i]) - mean) * rstd * scale[i];
+    if (bias.data) {
+      const Vector<float, V> offset = bias.load_at<T, V>(column);
+#pragma unroll
+      for (int i = 0; i < V; ++i) result[i] += offset[i];
+    }
+    store_vector(y + row * columns + column, rounded<T, V>(result));
+  });
+  if (Layout::thread() == 0) {
+    store(mean_out + row, mean);
+    store(rstd_out + row, rstd);
+  }
+}
+
+}  // namespace transformer_kernels

@@ -1,0 +1,95 @@
+// How the rows of a contiguous (M, N) tensor are laid over threads, shared by the kernels that reduce over rows.
+#pragma once
+#include "../launch.h"
+#include "../primitives/memory.h"
+#include "../primitives/numbers.h"
+#include "../primitives/reductions.h"
+
+namespace transformer_kernels {
+
+// THREADS threads own one row: a warp, or a block. Each holds ITEMS elements of it in registers, in vectors of VECTOR
+// elements; its vector v starts at column (v * THREADS + thread) * VECTOR, so neighbours read neighbouring memory.
+// ITEMS = 0 is the layout for rows of any width, which are read again in each pass.
+template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
+  using T = T_;
+  static constexpr int VECTOR = VECTOR_, ITEMS = ITEMS_, THREADS = THREADS_;
+  static constexpr bool HELD = ITEMS > 0;
+  static constexpr int VECTORS = HELD ? ITEMS / VECTOR : 1;
+  static constexpr int CAPACITY = ITEMS * THREADS;
+  static constexpr int WARPS = THREADS / WARP_SIZE;
+  static constexpr int ROWS_PER_BLOCK = WARPS == 1 ? 4 : 1;
+  static constexpr int BLOCK_THREADS = THREADS * ROWS_PER_BLOCK;
+  static constexpr int SHARED_BYTES = shared_bytes_after<float>(WARPS);
+
+  static TK_DEVICE int thread() { return static_cast<int>(threadIdx.x) % THREADS; }
+  static TK_DEVICE int column(int v) { return (v * THREADS + thread()) * VECTOR; }
+  static TK_DEVICE int64_t first_row() {
+    return static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + static_cast<int>(threadIdx.x) / THREADS;
+  }
+  static int64_t blocks(int64_t rows) { return ceil_div(rows, ROWS_PER_BLOCK); }
+
+  // Calls f(v, column) for each of this thread's vectors. In the layout for any width, v is always 0.
+  template <class F> static TK_DEVICE void for_each_vector(int columns, F f) {
+    if constexpr (HELD) {
+#pragma unroll
+      for (int v = 0; v < VECTORS; ++v)
+        if (column(v) < columns) f(v, column(v));
+    } else {
+      for (int first = column(0); first < columns; first += THREADS * VECTOR) f(0, first);
+    }
+  }
+
+  // Every thread of the row gets the result. `scratch` holds WARPS floats of shared memory.
+  template <class Operation> static TK_DEVICE float reduce(float value, float* scratch) {
+    if constexpr (WARPS == 1) {
+      return warp_reduce<Operation>(value);
+    } else {
+      return block_reduce<Operation, WARPS>(value, scratch);
+    }
+  }
+};
+
+template <class T, int VECTOR, class F> void dispatch_width(int columns, F&& f) {
+  if (columns <= 256) return f(RowLayout<T, VECTOR, 8, 32>{});
+  if (columns <= 512) return f(RowLayout<T, VECTOR, 16, 32>{});
+  if (columns <= 1024) return f(RowLayout<T, VECTOR, 32, 32>{});
+  if (columns <= 4096) return f(RowLayout<T, VECTOR, 16, 256>{});
+  if (columns <= 8192) return f(RowLayout<T, VECTOR, 16, 512>{});
+  return f(RowLayout<T, VECTOR, 0, 512>{});
+}
+
+// Calls f(RowLayout<...>{}) with the layout for this width; 16-byte vectors only where every row allows them.
+template <class T, class F> void dispatch_row_layout(int columns, bool aligned, F&& f) {
+  if (aligned) return dispatch_width<T, ELEMENTS_PER_16_BYTES<T>>(columns, f);
+  return dispatch_width<T, 1>(columns, f);
+}
+
+// Whether all of these contiguous (M, columns) tensors allow 16-byte vectors; null pointers do.
+template <class T, class... Pointers> bool all_aligned(int columns, const Pointers*... pointers) {
+  const uintptr_t addresses = (uintptr_t{0} | ... | reinterpret_cast<uintptr_t>(pointers));
+  return addresses % 16 == 0 && columns % ELEMENTS_PER_16_BYTES<T> == 0;
+}
+
+// A weight or bias of shape (N,), in the dtype of the rows or in fp32.
+struct RowParameter {
+  const void* data;
+  bool is_float32;
+
+  template <class T, int VECTOR> TK_DEVICE Vector<float, VECTOR> load_at(int column) const {
+    if (is_float32) return load_vector<VECTOR>(static_cast<const float*>(data) + column);
+    const Vector<T, VECTOR> stored = load_vector<VECTOR>(static_cast<const T*>(data) + column);
+    Vector<float, VECTOR> values;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) values[i] = to_float(stored[i]);
+    return values;
+  }
+};
+
+template <class T, int VECTOR> TK_DEVICE Vector<T, VECTOR> rounded(const Vector<float, VECTOR>& values) {
+  Vector<T, VECTOR> result;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) result[i] = from_float<T>(values[i]);
+  return result;
+}
+
+}  // namespace transformer_kernels

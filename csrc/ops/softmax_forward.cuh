@@ -1,0 +1,136 @@
+// y = exp(scale x - max) / sum over the last axis, in fp32, with what a mask or causality hides left out.
+#pragma once
+#include "row.cuh"
+
+namespace transformer_kernels {
+
+// Which entries a row sees. `data` is a byte mask of shape (sizes[0], sizes[1], sizes[2], N), any strides, or null.
+struct SoftmaxMask {
+  const uint8_t* data;
+  int64_t sizes[3];
+  int64_t strides[4];
+  bool vectors;  // rows of the mask are contiguous and aligned for vector loads
+  bool causal;
+  int64_t queries;  // rows of one causal matrix; query i sees the columns up to i + N - queries
+
+  TK_DEVICE const uint8_t* row(int64_t row) const {
+    const int64_t i2 = row % sizes[2], i1 = row / sizes[2] % sizes[1], i0 = row / sizes[2] / sizes[1];
+    return data + i0 * strides[0] + i1 * strides[1] + i2 * strides[2];
+  }
+  // The first column that causality hides.
+  TK_DEVICE int end(int64_t row, int columns) const {
+    if (!causal) return columns;
+    const int64_t end = row % queries + columns - queries + 1;
+    return end < 0 ? 0 : end < columns ? static_cast<int>(end) : columns;
+  }
+};
+
+// scale * x at a vector of columns, -inf where hidden.
+template <class T, int VECTOR>
+TK_DEVICE Vector<float, VECTOR> load_scores(const T* x, const uint8_t* mask_row, const SoftmaxMask& mask, int column,
+                                            int end, float scale) {
+  Vector<float, VECTOR> scores;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) scores[i] = -INFINITY;
+  if (column >= end) return scores;
+  const Vector<T, VECTOR> values = load_vector<VECTOR>(x + column);
+  Vector<uint8_t, VECTOR> keep;
+  if (mask_row && mask.vectors) keep = load_vector<VECTOR>(mask_row + column);
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    if (!mask_row) keep[i] = 1;
+    else if (!mask.vectors) keep[i] = load(mask_row + (column + i) * mask.strides[3]);
+    if (column + i < end && keep[i]) scores[i] = to_float(values[i]) * scale;
+  }
+  return scores;
+}
+
+// What is subtracted from the scores: their maximum, or 0 in a masked row of -inf, which then sums to 0.
+TK_DEVICE float softmax_shift(float maximum, bool masked) { return masked && maximum == -INFINITY ? 0.0f : maximum; }
+TK_DEVICE float softmax_factor(float sum, bool masked) { return masked && sum == 0.0f ? 0.0f : 1.0f / sum; }
+
+// One group of Layout::THREADS threads owns one row and holds its exponentials in registers.
+template <class Layout>
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+    softmax_forward_kernel(const typename Layout::T* __restrict__ x, typename Layout::T* __restrict__ y, int64_t rows,
+                           int columns, SoftmaxMask mask, float scale) {
+  using T = typename Layout::T;
+  constexpr int V = Layout::VECTOR;
+  SharedMemory shared;
+  float* scratch = shared.take<float>(Layout::WARPS);
+  const int64_t row = Layout::first_row();
+  if (row >= rows) return;
+  const bool masked = mask.data || mask.causal;
+  const uint8_t* mask_row = mask.data ? mask.row(row) : nullptr;
+  const int end = mask.end(row, columns);
+  x += row * columns;
+  y += row * columns;
+
+  Vector<float, V> values[Layout::VECTORS];  // scores, then exponentials
+  float maximum = -INFINITY;
+  Layout::for_each_vector(columns, [&](int v, int column) {
+    values[v] = load_scores<T, V>(x, mask_row, mask, column, end, scale);
+#pragma unroll
+    for (int i = 0; i < V; ++i) maximum = fmaxf(maximum, values[v][i]);
+  });
+  const float shift = softmax_shift(Layout::template reduce<Max>(maximum, scratch), masked);
+
+  float sum = 0.0f;
+  Layout::for_each_vector(columns, [&](int v, int) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      values[v][i] = fast_exp2((values[v][i] - shift) * LOG2_E);
+      sum += values[v][i];
+    }
+  });
+  const float factor = softmax_factor(Layout::template reduce<Sum>(sum, scratch), masked);
+
+  Layout::for_each_vector(columns, [&](int v, int column) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[v][i] *= factor;
+    store_vector(y + column, rounded<T, V>(values[v]));
+  });
+}
+
+// One block owns one row of any width and reads it twice: for the running maximum and sum, and for the output.
+template <class Layout>
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+    softmax_forward_any_width_kernel(const typename Layout::T* __restrict__ x, typename Layout::T* __restrict__ y,
+                                     int columns, SoftmaxMask mask, float scale) {
+  using T = typename Layout::T;
+  constexpr int V = Layout::VECTOR;
+  SharedMemory shared;
+  float* scratch = shared.take<float>(Layout::WARPS);
+  const int64_t row = Layout::first_row();
+  const bool masked = mask.data || mask.causal;
+  const uint8_t* mask_row = mask.data ? mask.row(row) : nullptr;
+  const int end = mask.end(row, columns);
+  x += row * columns;
+  y += row * columns;
+
+  float maximum = -INFINITY, sum = 0.0f;  // sum is of exp(score - maximum), 0 while maximum is -inf
+  Layout::for_each_vector(columns, [&](int, int column) {
+    const Vector<float, V> scores = load_scores<T, V>(x, mask_row, mask, column, end, scale);
+    float highest = maximum;
+#pragma unroll
+    for (int i = 0; i < V; ++i) highest = fmaxf(highest, scores[i]);
+    const float shift = softmax_shift(highest, true);
+    sum *= fast_exp2((maximum - shift) * LOG2_E);
+#pragma unroll
+    for (int i = 0; i < V; ++i) sum += fast_exp2((scores[i] - shift) * LOG2_E);
+    maximum = highest;
+  });
+  const float highest = Layout::template reduce<Max>(maximum, scratch);
+  const float shift = softmax_shift(highest, masked);
+  sum *= maximum == -INFINITY ? 1.0f : fast_exp2((maximum - shift) * LOG2_E);
+  const float factor = softmax_factor(Layout::template reduce<Sum>(sum, scratch), masked);
+
+  Layout::for_each_vector(columns, [&](int, int column) {
+    Vector<float, V> values = load_scores<T, V>(x, mask_row, mask, column, end, scale);
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[i] = fast_exp2((values[i] - shift) * LOG2_E) * factor;
+    store_vector(y + column, rounded<T, V>(values));
+  });
+}
+
+}  // namespace transformer_kernels

@@ -1,0 +1,59 @@
+"""Bias and GELU in CUDA C++: csrc/ops/bias_gelu_forward.cuh and bias_gelu_backward.cuh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._extension import DTYPE_CODES, load, partial_rows, stream_of
+
+ROWS_PER_BLOCK = 8  # csrc/ops/bias_gelu_forward.cuh: the rows of one tile
+
+
+def unsupported(x: Tensor, bias: Tensor, approximate: str) -> str | None:
+    return None
+
+
+def forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    """gelu(x + bias), the sum in float32."""
+    columns = x.shape[-1]
+    y = torch.empty_like(x)
+    load().bias_gelu_forward(
+        x.data_ptr(),
+        bias.data_ptr(),
+        y.data_ptr(),
+        x.numel() // columns,
+        columns,
+        approximate == "tanh",
+        bias.dtype is torch.float32,
+        DTYPE_CODES[x.dtype],
+        *stream_of(x),
+    )
+    return y
+
+
+def backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """dx, and dbias through float32 partial sums in a fixed order."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    device, stream = stream_of(x)
+    partials = partial_rows(device, rows, ROWS_PER_BLOCK)
+    workspace = x.new_empty((partials, columns), dtype=torch.float32)
+    dx, dbias = torch.empty_like(x), torch.empty_like(bias)
+    load().bias_gelu_backward(
+        dy.data_ptr(),
+        x.data_ptr(),
+        bias.data_ptr(),
+        dx.data_ptr(),
+        dbias.data_ptr(),
+        workspace.data_ptr(),
+        partials,
+        rows,
+        columns,
+        approximate == "tanh",
+        bias.dtype is torch.float32,
+        DTYPE_CODES[x.dtype],
+        device,
+        stream,
+    )
+    return dx, dbias
