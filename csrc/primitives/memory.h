@@ -58,6 +58,12 @@ TK_DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// The same for 4 bytes.
+TK_DEVICE void copy_async_4(void* shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
 TK_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most PENDING of this thread's committed groups are still under way. A barrier must follow before
 // other threads read what was copied.
@@ -89,6 +95,9 @@ class SharedMemory {
 
 TK_DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
   emulation::copy_async(shared, global, 16, valid ? 16 : 0);
+}
+TK_DEVICE void copy_async_4(void* shared, const void* global, bool valid) {
+  emulation::copy_async(shared, global, 4, valid ? 4 : 0);
 }
 TK_DEVICE void copy_async_commit() { emulation::copy_async_commit(); }
 template <int PENDING> TK_DEVICE void copy_async_wait() { emulation::copy_async_wait(PENDING); }

@@ -1,0 +1,114 @@
+// attention: what Python calls. Tensors were checked there; here come the limits of these kernels.
+#include "../dtype.h"
+#include "../registry.h"
+#include "attention_launch.h"
+
+namespace transformer_kernels {
+namespace {
+
+using namespace attention;
+
+constexpr int64_t MAX_LENGTH = 1 << 29;  // so that sums of lengths, tiles and windows stay within int
+
+bool is_aligned(const Strided& tensor, int64_t element_bytes) {
+  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 && tensor.batch * element_bytes % 16 == 0 &&
+         tensor.head * element_bytes % 16 == 0 && tensor.row * element_bytes % 16 == 0;
+}
+
+Strided strided(Address address, int64_t batch, int64_t head, int64_t row) {
+  return {pointer<const void>(address), batch, head, row};
+}
+
+// Ours: contiguous [batch, length, heads, head_dim].
+StridedOutput output(Address address, int64_t length, int64_t heads, int64_t head_dim) {
+  return {pointer<void>(address), length * heads * head_dim, head_dim, heads * head_dim};
+}
+
+Arguments common_arguments(int dtype, int64_t batches, int64_t query_heads, int64_t key_heads, int64_t query_length,
+                           int64_t key_length, int64_t head_dim, Address mask, Address bias, bool bias_is_float,
+                           int64_t bias_batch, int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed,
+                           double dropout_p, double scale, bool causal, int64_t window) {
+  if (query_length > MAX_LENGTH || key_length > MAX_LENGTH)
+    throw std::invalid_argument("attention: the cuda backend takes sequences of up to 536870912");
+  Arguments arguments{};
+  arguments.batches = static_cast<int>(batches);
+  arguments.query_heads = static_cast<int>(query_heads);
+  arguments.key_heads = static_cast<int>(key_heads);
+  arguments.query_length = static_cast<int>(query_length);
+  arguments.key_length = static_cast<int>(key_length);
+  arguments.head_dim = static_cast<int>(head_dim);
+  arguments.key_padding_mask = pointer<const uint8_t>(mask);
+  arguments.bias = {pointer<const void>(bias), bias_batch, bias_head, bias_row, bias_column, bias_is_float};
+  arguments.dropout = make_dropout(pointer<const void>(seed), dropout_p);
+  arguments.scale = static_cast<float>(scale);
+  arguments.causal = causal;
+  arguments.window = static_cast<int>(std::min(window, query_length + key_length));
+  arguments.vectorized_output = head_dim * (static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 2) % 16 == 0;
+  return arguments;
+}
+
+// Rows on 16 bytes let tiles be copied asynchronously; else they are read element by element.
+bool can_vectorize(const Arguments& arguments, int dtype) {
+  const int64_t bytes = static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 2;
+  return arguments.head_dim * bytes % 16 == 0 && is_aligned(arguments.query, bytes) && is_aligned(arguments.key, bytes) &&
+         is_aligned(arguments.value, bytes) && is_aligned(arguments.grad_out, bytes);
+}
+
+void attention_forward(int dtype, Address query, int64_t query_batch, int64_t query_head, int64_t query_row, Address key,
+                       int64_t key_batch, int64_t key_head, int64_t key_row, Address value, int64_t value_batch,
+                       int64_t value_head, int64_t value_row, Address out, Address lse, int64_t batches,
+                       int64_t query_heads, int64_t key_heads, int64_t query_length, int64_t key_length,
+                       int64_t head_dim, Address mask, Address bias, bool bias_is_float, int64_t bias_batch,
+                       int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed, double dropout_p,
+                       double scale, bool causal, int64_t window, int device, Address stream) {
+  Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim, mask,
+                                         bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
+                                         dropout_p, scale, causal, window);
+  arguments.query = strided(query, query_batch, query_head, query_row);
+  arguments.key = strided(key, key_batch, key_head, key_row);
+  arguments.value = strided(value, value_batch, value_head, value_row);
+  arguments.out = output(out, query_length, query_heads, head_dim);
+  arguments.lse = pointer<float>(lse);
+  arguments.vectorized = can_vectorize(arguments, dtype);
+  dispatch_dtype(dtype, [&](auto t) {
+    launch_forward<typename decltype(t)::type>(arguments, Stream{device, static_cast<uintptr_t>(stream)});
+  });
+}
+TK_EXPORT(attention_forward);
+
+void attention_backward(int dtype, Address grad_out, int64_t grad_out_batch, int64_t grad_out_head, int64_t grad_out_row,
+                        Address grad_lse, Address query, int64_t query_batch, int64_t query_head, int64_t query_row,
+                        Address key, int64_t key_batch, int64_t key_head, int64_t key_row, Address value,
+                        int64_t value_batch, int64_t value_head, int64_t value_row, Address out, int64_t out_batch,
+                        int64_t out_head, int64_t out_row, Address lse, Address delta, Address grad_query,
+                        Address grad_key, Address grad_value, Address grad_bias, int64_t bias_batches,
+                        int64_t bias_heads, int64_t bias_rows, int64_t bias_columns, int64_t batches,
+                        int64_t query_heads, int64_t key_heads, int64_t query_length, int64_t key_length,
+                        int64_t head_dim, Address mask, Address bias, bool bias_is_float, int64_t bias_batch,
+                        int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed, double dropout_p,
+                        double scale, bool causal, int64_t window, int device, Address stream) {
+  Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim, mask,
+                                         bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
+                                         dropout_p, scale, causal, window);
+  arguments.query = strided(query, query_batch, query_head, query_row);
+  arguments.key = strided(key, key_batch, key_head, key_row);
+  arguments.value = strided(value, value_batch, value_head, value_row);
+  arguments.grad_out = strided(grad_out, grad_out_batch, grad_out_head, grad_out_row);
+  arguments.out = {pointer<void>(out), out_batch, out_head, out_row};
+  arguments.grad_query = output(grad_query, query_length, query_heads, head_dim);
+  arguments.grad_key = output(grad_key, key_length, key_heads, head_dim);
+  arguments.grad_value = output(grad_value, key_length, key_heads, head_dim);
+  arguments.grad_bias = {pointer<void>(grad_bias), static_cast<int>(bias_batches), static_cast<int>(bias_heads),
+                         static_cast<int>(bias_rows), static_cast<int>(bias_columns)};
+  arguments.lse = pointer<float>(lse);
+  arguments.delta = pointer<float>(delta);
+  arguments.vectorized = can_vectorize(arguments, dtype);
+  dispatch_dtype(dtype, [&](auto t) {
+    launch_backward<typename decltype(t)::type>(arguments, pointer<const float>(grad_lse),
+                                                Stream{device, static_cast<uintptr_t>(stream)});
+  });
+}
+TK_EXPORT(attention_backward);
+
+}  // namespace
+}  // namespace transformer_kernels

@@ -1,0 +1,428 @@
+// Flash attention, backward, deterministic and without atomics: each gradient has one owner. Probabilities are computed
+// again from lse; with delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dP = dO V^T. One kernel computes delta, one
+// walks the queries for dK and dV, one walks the keys for dQ, and one more the heads and batches for the bias's gradient.
+#pragma once
+#include "attention_launch.h"
+#include "attention_tiles.cuh"
+
+namespace transformer_kernels::attention {
+
+template <class T, int HEAD_DIM>
+struct BackwardShape {
+  static constexpr bool WIDE = HEAD_DIM > 128;
+  static constexpr bool FLOAT = sizeof(T) == 4;
+  static constexpr int OWNED = FLOAT && WIDE ? 32 : 64;                                          // rows that a block owns
+  static constexpr int STREAMED = FLOAT ? (WIDE ? 16 : 32) : (HEAD_DIM > 64 ? 32 : 64);          // rows per step
+  static constexpr int COLUMNS = WIDE ? HEAD_DIM / 2 : HEAD_DIM;  // of dK and dV per block: more do not fit registers
+  static constexpr int THREADS = OWNED / 16 * WARP_SIZE;
+  static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; asking for more makes the compiler spill
+  static constexpr int TILE_BYTES = (2 * OWNED + 4 * STREAMED) * HEAD_DIM * static_cast<int>(sizeof(T));
+  static constexpr int SHARED_BYTES = shared_bytes_after<float>(4 * STREAMED, TILE_BYTES);
+};
+
+// One warp owns a query: delta = rowsum(grad_out * out) - grad_lse.
+template <class T>
+__global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments arguments, const float* grad_lse) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / WARP_SIZE;
+  if (row >= static_cast<int64_t>(arguments.batches) * arguments.query_heads * arguments.query_length) return;
+  const int query = row % arguments.query_length, head = row / arguments.query_length % arguments.query_heads;
+  const int batch = row / arguments.query_length / arguments.query_heads;
+  const T* grad_out = rows_of<T>(arguments.grad_out, batch, head) + query * arguments.grad_out.row;
+  const T* out = rows_of<T>(arguments.out, batch, head) + query * arguments.out.row;
+  float sum = 0.f;
+  for (int column = threadIdx.x % WARP_SIZE; column < arguments.head_dim; column += WARP_SIZE)
+    sum = fmaf(to_float(grad_out[column]), to_float(out[column]), sum);
+  sum = warp_sum(sum);
+  if (threadIdx.x % WARP_SIZE == 0) arguments.delta[row] = sum - (grad_lse ? grad_lse[row] : 0.f);
+}
+
+// exp(score - lse). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have hidden every
+// key of a row (lse is -inf). Without a bias only masks hide keys, and those select zeros.
+template <bool SCALED>
+TK_DEVICE float probability(float score, float lse, float factor) {
+  if (SCALED && lse == -INFINITY) return 0.f;
+  return fast_exp2(SCALED ? (score - lse) * factor : fmaf(score, factor, -lse * LOG2_E));
+}
+
+// One block owns OWNED queries of one head and walks the keys, as the forward pass does, for dQ = scale * dS K.
+template <class T, int HEAD_DIM, bool EXTRAS>
+__global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
+    attention_backward_query_kernel(const Arguments arguments) {
+  using Shape = BackwardShape<T, HEAD_DIM>;
+  constexpr int QUERIES = Shape::OWNED, KEYS = Shape::STREAMED, THREADS = Shape::THREADS;
+  SharedMemory shared;
+  const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
+  const Tile<T, HEAD_DIM> grad_outs{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
+  T* const key_stages = shared.take<T, 1024>(2 * KEYS * HEAD_DIM);
+  T* const value_stages = shared.take<T, 1024>(2 * KEYS * HEAD_DIM);
+  uint8_t* const tainted = shared.take<uint8_t>(KEYS);
+
+  const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
+  const int query_tile = query_tiles - 1 - static_cast<int>(blockIdx.x % query_tiles);
+  const int head = blockIdx.x / query_tiles % arguments.query_heads;
+  const int batch = blockIdx.x / query_tiles / arguments.query_heads;
+  const int key_head = head / (arguments.query_heads / arguments.key_heads);
+  const T* key_rows = rows_of<T>(arguments.key, batch, key_head);
+  const T* value_rows = rows_of<T>(arguments.value, batch, key_head);
+  const uint8_t* mask = arguments.key_padding_mask;
+  if (mask) mask += static_cast<int64_t>(batch) * arguments.key_length;
+
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+  const int block_query = query_tile * QUERIES, warp_row = threadIdx.x / WARP_SIZE * 16;
+  const int warp_query = block_query + warp_row;
+  const Interval keys[2] = {keys_seen_by(arguments, warp_query + g), keys_seen_by(arguments, warp_query + g + 8)};
+  const Interval seen_by_warp{keys_seen_by(arguments, warp_query + 15).first, keys_seen_by(arguments, warp_query).last};
+  const Interval seen_by_block{keys_seen_by(arguments, block_query + QUERIES - 1).first,
+                               keys_seen_by(arguments, block_query).last};
+  const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
+  const int tiles = (keys_seen_by(arguments, last_query).last + KEYS) / KEYS;
+
+  uint64_t bits = 0, next_bits = 0;
+  int tile = next_tile<KEYS>(mask, keys_seen_by(arguments, block_query).first / KEYS, tiles, arguments.key_length, bits);
+  const auto load_keys_and_values = [&](int tile, int stage, uint64_t bits) {
+    const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
+    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, arguments.key_length, bits, arguments);
+    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, arguments.key_length, bits, arguments);
+  };
+  load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
+                              arguments.query_length, ~0ull, arguments);
+  load_tile<QUERIES, THREADS>(grad_outs, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
+                              block_query, arguments.query_length, ~0ull, arguments);
+  if (tile < tiles) load_keys_and_values(tile, 0, bits);
+  copy_async_commit();
+
+  const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
+  float lse[2], delta[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = warp_query + g + 8 * half;
+    const bool real = query < arguments.query_length;
+    lse[half] = real ? arguments.lse[statistics + query] : 0.f;
+    delta[half] = real ? arguments.delta[statistics + query] : 0.f;
+  }
+
+  float grad_query[HEAD_DIM / 8][4] = {};
+  const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
+  for (int stage = 0; tile < tiles; stage ^= 1) {
+    const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
+    const int first_key = tile * KEYS, last_key = first_key + KEYS - 1;
+    const int following = next_tile<KEYS>(mask, tile + 1, tiles, arguments.key_length, next_bits);
+    if (following < tiles) load_keys_and_values(following, stage ^ 1, next_bits);
+    copy_async_commit();
+    copy_async_wait<1>();
+    __syncthreads();
+
+    const bool block_edge = first_key < seen_by_block.first || last_key > seen_by_block.last;
+    const bool warp_edge =
+        first_key < seen_by_warp.first || last_key > seen_by_warp.last || bits != ALL_KEYS<KEYS>;
+    if (block_edge) quarantine<KEYS, THREADS>(k, tainted);
+    float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
+    multiply_transposed<KEYS>(scores, queries, warp_row, k);        // [16, KEYS]
+    multiply_transposed<KEYS>(gradients, grad_outs, warp_row, v);   // [16, KEYS]: dP
+    uint32_t kept = ~0u;
+    if constexpr (EXTRAS) {
+      scale_scores(scores, arguments.scale);
+      if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
+      if (arguments.dropout.seed)
+        kept = kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key);
+    }
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (EXTRAS) gradients[n][e] = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
+        gradients[n][e] = probability<EXTRAS>(scores[n][e], lse[e / 2], factor) * (gradients[n][e] - delta[e / 2]);
+      }
+    if (warp_edge) {
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
+          if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1)) {
+            gradients[n][e] = 0.f;
+          } else if (block_edge && tainted[column]) {
+            gradients[n][e] = NAN;
+          }
+        }
+    }
+    multiply<KEYS, HEAD_DIM>(grad_query, gradients, k, 0);  // [16, HEAD_DIM]
+    __syncthreads();
+    tile = following;
+    bits = next_bits;
+  }
+  copy_async_wait<0>();
+  __syncthreads();
+  const float factors[2] = {arguments.scale, arguments.scale};
+  store_fragment<HEAD_DIM>(grad_query, factors, queries, warp_row, rows_of<T>(arguments.grad_query, batch, head),
+                           arguments.grad_query.row, warp_query, arguments.query_length, 0, arguments);
+}
+
+// One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and walks the queries of every query
+// head of its group: dV = P^T dO, dK = scale * dS^T Q. Scores are computed transposed, keys along the rows, so that P^T
+// and dS^T are in registers what the products need.
+template <class T, int HEAD_DIM, bool EXTRAS>
+__global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
+    attention_backward_key_value_kernel(const Arguments arguments) {
+  using Shape = BackwardShape<T, HEAD_DIM>;
+  constexpr int KEYS = Shape::OWNED, QUERIES = Shape::STREAMED, THREADS = Shape::THREADS, COLUMNS = Shape::COLUMNS;
+  constexpr int PARTS = HEAD_DIM / COLUMNS;
+  SharedMemory shared;
+  const Tile<T, HEAD_DIM> keys{shared.take<T, 1024>(KEYS * HEAD_DIM)};
+  const Tile<T, HEAD_DIM> values{shared.take<T, 1024>(KEYS * HEAD_DIM)};
+  T* const query_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
+  T* const grad_out_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
+  float* const lse_stages = shared.take<float>(2 * QUERIES);
+  float* const delta_stages = shared.take<float>(2 * QUERIES);
+
+  const int first_column = static_cast<int>(blockIdx.x % PARTS) * COLUMNS;
+  const int key_tiles = (arguments.key_length + KEYS - 1) / KEYS;
+  const int key_tile = blockIdx.x / PARTS % key_tiles;
+  const int key_head = blockIdx.x / PARTS / key_tiles % arguments.key_heads;
+  const int batch = blockIdx.x / PARTS / key_tiles / arguments.key_heads;
+  const int group = arguments.query_heads / arguments.key_heads;
+  const uint8_t* mask = arguments.key_padding_mask;
+  if (mask) mask += static_cast<int64_t>(batch) * arguments.key_length;
+
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+  const int block_key = key_tile * KEYS, warp_row = threadIdx.x / WARP_SIZE * 16, warp_key = block_key + warp_row;
+  const uint64_t bits = real_keys<KEYS>(mask, block_key, arguments.key_length);
+  const bool warp_has_hidden = (bits >> warp_row & 0xffff) != 0xffff;
+  Interval queries[2];  // that see this lane's keys
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    queries[half] = bits >> (warp_row + g + 8 * half) & 1 ? queries_seeing(arguments, warp_key + g + 8 * half)
+                                                          : Interval{1, 0};
+  const Interval seeing_warp{queries_seeing(arguments, warp_key + 15).first, queries_seeing(arguments, warp_key).last};
+  const int last_key = min(block_key + KEYS, arguments.key_length) - 1;
+  const int first_tile = queries_seeing(arguments, block_key).first / QUERIES;
+  const int tiles = bits ? (queries_seeing(arguments, last_key).last + QUERIES) / QUERIES - first_tile : 0;
+  const int steps = max(tiles, 0) * group;
+
+  const auto load_step = [&](int step) {
+    const int head = key_head * group + step / tiles, first_query = (first_tile + step % tiles) * QUERIES;
+    const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
+    const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
+    load_tile<QUERIES, THREADS>(q, rows_of<T>(arguments.query, batch, head), arguments.query.row, first_query,
+                                arguments.query_length, ~0ull, arguments);
+    load_tile<QUERIES, THREADS>(grad_out, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
+                                first_query, arguments.query_length, ~0ull, arguments);
+    const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
+    for (int row = threadIdx.x; row < QUERIES; row += THREADS) {
+      const int query = first_query + row;
+      const bool real = query < arguments.query_length;
+      copy_async_4(lse_stages + step % 2 * QUERIES + row, arguments.lse + (real ? statistics + query : 0), real);
+      copy_async_4(delta_stages + step % 2 * QUERIES + row, arguments.delta + (real ? statistics + query : 0), real);
+    }
+  };
+  load_tile<KEYS, THREADS>(keys, rows_of<T>(arguments.key, batch, key_head), arguments.key.row, block_key,
+                           arguments.key_length, bits, arguments);
+  load_tile<KEYS, THREADS>(values, rows_of<T>(arguments.value, batch, key_head), arguments.value.row, block_key,
+                           arguments.key_length, bits, arguments);
+  if (steps > 0) load_step(0);
+  copy_async_commit();
+
+  float grad_key[COLUMNS / 8][4] = {}, grad_value[COLUMNS / 8][4] = {};
+  const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
+  for (int step = 0; step < steps; ++step) {
+    const int head = key_head * group + step / tiles, first_query = (first_tile + step % tiles) * QUERIES;
+    const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
+    const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
+    const float* lse = lse_stages + step % 2 * QUERIES;
+    const float* delta = delta_stages + step % 2 * QUERIES;
+    if (step + 1 < steps) load_step(step + 1);
+    copy_async_commit();
+    copy_async_wait<1>();
+    __syncthreads();
+
+    const bool edge = warp_has_hidden || first_query < seeing_warp.first || first_query + QUERIES - 1 > seeing_warp.last;
+    float scores[QUERIES / 8][4] = {}, gradients[QUERIES / 8][4] = {};
+    multiply_transposed<QUERIES>(scores, keys, warp_row, q);              // [16 keys, QUERIES]
+    multiply_transposed<QUERIES>(gradients, values, warp_row, grad_out);  // [16 keys, QUERIES]: dP^T
+    uint32_t kept = ~0u;
+    if constexpr (EXTRAS) {
+      scale_scores(scores, arguments.scale);
+      if (arguments.bias.data) add_bias_transposed<T>(scores, arguments, batch, head, first_query, warp_key);
+      if (arguments.dropout.seed)
+        kept = kept_key_rows<QUERIES>(arguments, batch * arguments.query_heads + head, first_query, warp_key);
+    }
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = 8 * n + 2 * t + e % 2, query = first_query + row;
+        const bool visible = !edge || (query >= queries[e / 2].first && query <= queries[e / 2].last);
+        const bool survives = visible && (!EXTRAS || (kept >> (4 * n + e) & 1));
+        const float p = visible ? probability<EXTRAS>(scores[n][e], lse[row], factor) : 0.f;
+        const float grad_p = survives ? gradients[n][e] * (EXTRAS ? arguments.dropout.keep_scale : 1.f) : 0.f;
+        scores[n][e] = survives ? p : 0.f;
+        gradients[n][e] = visible ? p * (grad_p - delta[row]) : 0.f;
+      }
+    multiply<QUERIES, COLUMNS>(grad_value, scores, grad_out, first_column);  // [16 keys, COLUMNS]
+    multiply<QUERIES, COLUMNS>(grad_key, gradients, q, first_column);        // [16 keys, COLUMNS]
+    __syncthreads();
+  }
+  copy_async_wait<0>();
+  __syncthreads();
+  const float value_factors[2] = {arguments.dropout.keep_scale, arguments.dropout.keep_scale};
+  const float key_factors[2] = {arguments.scale, arguments.scale};
+  store_fragment<COLUMNS>(grad_value, value_factors, values, warp_row, rows_of<T>(arguments.grad_value, batch, key_head),
+                          arguments.grad_value.row, warp_key, arguments.key_length, first_column, arguments);
+  store_fragment<COLUMNS>(grad_key, key_factors, keys, warp_row, rows_of<T>(arguments.grad_key, batch, key_head),
+                          arguments.grad_key.row, warp_key, arguments.key_length, first_column, arguments);
+}
+
+// One block owns up to OWNED queries x STREAMED keys of the bias's gradient, which is dS summed over every axis along
+// which the bias is broadcast: it walks batches, heads and, where the bias has one row for all queries, their tiles, always
+// in the same order. dS is computed anew: two products more, and no other kernel has to know about the bias's shape. A
+// bias broadcast along the keys does not come here: it shifts whole rows, so that only lse depends on it.
+template <class T, int HEAD_DIM>
+__global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
+    attention_backward_bias_kernel(const Arguments arguments) {
+  using Shape = BackwardShape<T, HEAD_DIM>;
+  constexpr int QUERIES = Shape::OWNED, KEYS = Shape::STREAMED, THREADS = Shape::THREADS, WARPS = THREADS / WARP_SIZE;
+  SharedMemory shared;
+  const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
+  const Tile<T, HEAD_DIM> grad_outs{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
+  const Tile<T, HEAD_DIM> k{shared.take<T, 1024>(KEYS * HEAD_DIM)}, v{shared.take<T, 1024>(KEYS * HEAD_DIM)};
+  float* const partial = shared.take<float>(WARPS * KEYS);
+
+  const BiasGradient& out = arguments.grad_bias;
+  const bool over_rows = out.rows == 1;
+  const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
+  const int key_tiles = (arguments.key_length + KEYS - 1) / KEYS;
+  int64_t place = blockIdx.x;
+  const auto own = [&place](int parts) {
+    const int part = static_cast<int>(place % parts);
+    place /= parts;
+    return part;
+  };
+  const int own_key_tile = own(key_tiles), own_query_tile = own(over_rows ? 1 : query_tiles);
+  const int own_head = own(out.heads), own_batch = own(out.batches);
+  const int first_key = own_key_tile * KEYS;
+
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4, warp = threadIdx.x / WARP_SIZE, warp_row = warp * 16;
+  float sum[KEYS / 8][4] = {};
+  const int heads = out.heads == 1 ? arguments.query_heads : 1, batches = out.batches == 1 ? arguments.batches : 1;
+  const int tiles_down = over_rows ? query_tiles : 1;
+  for (int64_t step = 0; step < static_cast<int64_t>(batches) * heads * tiles_down; ++step) {
+    const int query_tile = own_query_tile + step % tiles_down;
+    const int head = own_head + step / tiles_down % heads;
+    const int batch = own_batch + step / tiles_down / heads;
+    const int block_query = query_tile * QUERIES, warp_query = block_query + warp_row;
+    const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
+    if (first_key > keys_seen_by(arguments, last_query).last ||
+        first_key + KEYS <= keys_seen_by(arguments, block_query).first)
+      continue;
+    const uint8_t* mask = arguments.key_padding_mask;
+    if (mask) mask += static_cast<int64_t>(batch) * arguments.key_length;
+    const uint64_t bits = real_keys<KEYS>(mask, first_key, arguments.key_length);
+    const int key_head = head / (arguments.query_heads / arguments.key_heads);
+    load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
+                                arguments.query_length, ~0ull, arguments);
+    load_tile<QUERIES, THREADS>(grad_outs, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
+                                block_query, arguments.query_length, ~0ull, arguments);
+    load_tile<KEYS, THREADS>(k, rows_of<T>(arguments.key, batch, key_head), arguments.key.row, first_key,
+                             arguments.key_length, bits, arguments);
+    load_tile<KEYS, THREADS>(v, rows_of<T>(arguments.value, batch, key_head), arguments.value.row, first_key,
+                             arguments.key_length, bits, arguments);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+
+    float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
+    multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
+    multiply_transposed<KEYS>(gradients, grad_outs, warp_row, v);  // [16, KEYS]: dP
+    scale_scores(scores, arguments.scale);
+    add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
+    const uint32_t kept = arguments.dropout.seed ? kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head,
+                                                                         warp_query, first_key)
+                                                 : ~0u;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = warp_query + g + 8 * half;
+      const Interval seen = query < arguments.query_length ? keys_seen_by(arguments, query) : Interval{1, 0};
+      const int64_t row =
+          (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + min(query, last_query);
+      const float lse = arguments.lse[row], delta = arguments.delta[row];
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
+          if (key < seen.first || key > seen.last || !(bits >> column & 1)) continue;
+          const float grad_p = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
+          sum[n][e] += probability<true>(scores[n][e], lse, LOG2_E) * (grad_p - delta);
+        }
+    }
+    __syncthreads();  // the next step overwrites the tiles
+  }
+
+  const int64_t plane = (static_cast<int64_t>(own_batch) * out.heads + own_head) * out.rows * out.columns;
+  const auto write = [&](int row, int column, float value) {
+    const int64_t offset = plane + static_cast<int64_t>(row) * out.columns + column;
+    if (row >= out.rows || column >= out.columns) return;
+    if (arguments.bias.is_float) {
+      static_cast<float*>(out.data)[offset] = value;
+    } else {
+      static_cast<T*>(out.data)[offset] = from_float<T>(value);
+    }
+  };
+  const int first_row = own_query_tile * QUERIES + warp_row;
+  if (over_rows) {
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float down = sum[n][e] + sum[n][2 + e];
+#pragma unroll
+        for (int distance = 4; distance < WARP_SIZE; distance *= 2)
+          down += __shfl_xor_sync(ALL_LANES, down, distance);
+        if (g == 0) partial[warp * KEYS + 8 * n + 2 * t + e] = down;
+      }
+    __syncthreads();
+    for (int column = threadIdx.x; column < KEYS; column += THREADS) {
+      float total = 0.f;
+      for (int w = 0; w < WARPS; ++w) total += partial[w * KEYS + column];
+      write(0, first_key + column, total);
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) write(first_row + g + 8 * (e / 2), first_key + 8 * n + 2 * t + e % 2, sum[n][e]);
+  }
+}
+
+template <class T, int HEAD_DIM, bool EXTRAS>
+void launch_backward_products(const Arguments& arguments, Stream stream) {
+  using Shape = BackwardShape<T, HEAD_DIM>;
+  const int64_t query_blocks = ceil_div(arguments.query_length, Shape::OWNED) * arguments.query_heads * arguments.batches;
+  const int64_t key_blocks = ceil_div(arguments.key_length, Shape::OWNED) * arguments.key_heads * arguments.batches *
+                             (HEAD_DIM / Shape::COLUMNS);
+  launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_key_value", grid_of(key_blocks),
+                                                                   Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
+  launch<attention_backward_query_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_query", grid_of(query_blocks),
+                                                               Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
+}
+
+template <class T>
+void launch_backward(const Arguments& arguments, const float* grad_lse, Stream stream) {
+  const int64_t rows = static_cast<int64_t>(arguments.batches) * arguments.query_heads * arguments.query_length;
+  launch<attention_delta_kernel<T>>("attention_delta", grid_of(ceil_div(rows, 4)), 128, 0, stream, arguments, grad_lse);
+  dispatch_head_dim<T>(arguments, [&](auto head_dim, auto extras) {
+    launch_backward_products<T, head_dim.value, extras.value>(arguments, stream);
+  });
+  if (!arguments.grad_bias.data) return;
+  dispatch_head_dim<T>(arguments, [&](auto head_dim, auto) {
+    using Shape = BackwardShape<T, head_dim.value>;
+    const BiasGradient& out = arguments.grad_bias;
+    const int64_t tiles = (out.rows == 1 ? 1 : ceil_div(out.rows, Shape::OWNED)) *
+                          ceil_div(out.columns, Shape::STREAMED);
+    launch<attention_backward_bias_kernel<T, head_dim.value>>("attention_backward_bias",
+                                                              grid_of(tiles * out.heads * out.batches), Shape::THREADS,
+                                                              Shape::SHARED_BYTES, stream, arguments);
+  });
+}
+
+}  // namespace transformer_kernels::attention

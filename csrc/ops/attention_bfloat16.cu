@@ -1,0 +1,9 @@
+#include "attention_backward.cuh"
+#include "attention_forward.cuh"
+
+namespace transformer_kernels::attention {
+
+template void launch_forward<bfloat16>(const Arguments&, Stream);
+template void launch_backward<bfloat16>(const Arguments&, const float*, Stream);
+
+}  // namespace transformer_kernels::attention

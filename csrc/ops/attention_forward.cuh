@@ -1,0 +1,179 @@
+// Flash attention, forward: Q stays in shared memory while K and V stream past in tiles (Dao, "FlashAttention-2", 2023,
+// algorithm 1). Matrix products by mma.sync for fp16 and bf16, by FMA for fp32; statistics in fp32.
+#pragma once
+#include "attention_launch.h"
+#include "attention_tiles.cuh"
+
+namespace transformer_kernels::attention {
+
+template <class T, int HEAD_DIM>
+struct ForwardShape {
+  static constexpr bool WIDE = HEAD_DIM > 128;
+  static constexpr int QUERIES = sizeof(T) == 4 && WIDE ? 32 : 64;
+  static constexpr int KEYS = sizeof(T) == 4 ? (WIDE ? 16 : 32) : (WIDE ? 32 : 64);
+  static constexpr int THREADS = QUERIES / 16 * WARP_SIZE;
+  static constexpr int SHARED_BYTES =
+      shared_bytes_after<uint8_t>(KEYS, (QUERIES + 4 * KEYS) * HEAD_DIM * static_cast<int>(sizeof(T)));
+};
+
+// A fragment's running maximum and sum of exponentials per row; this lane's rows are g and g + 8.
+struct OnlineSoftmax {
+  float maximum[2] = {-INFINITY, -INFINITY};
+  float total[2] = {0.f, 0.f};  // of this lane's columns only, until the end
+
+  // Turns scores into exponentials and returns by how much earlier results shrink. With SCALED the scores are final and
+  // the difference to the maximum is taken first, so that a bias near -FLT_MAX stays finite; else `factor` holds the
+  // scale and one FMA does all.
+  template <bool SCALED, int TILES>
+  TK_DEVICE float update(float (&scores)[TILES][4], int half, float factor) {
+    float highest = maximum[half];
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) highest = fmaxf(highest, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+    highest = quad_max(highest);
+    const float base = highest == -INFINITY ? 0.f : highest;
+    const float shrink = fast_exp2((maximum[half] - base) * factor);
+    maximum[half] = highest;
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        scores[n][e] = fast_exp2(SCALED ? (scores[n][e] - base) * factor : fmaf(scores[n][e], factor, -base * factor));
+        sum += scores[n][e];
+      }
+    total[half] = total[half] * shrink + sum;
+    return shrink;
+  }
+};
+
+// One block owns QUERIES queries of one head; each warp owns 16 of them. EXTRAS: a bias, dropout, a scale that is not positive,
+// or fp32. Causality, window, padding and odd lengths touch only the tiles on their edge.
+template <class T, int HEAD_DIM, bool EXTRAS>
+__global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS)
+    attention_forward_kernel(const Arguments arguments) {
+  using Shape = ForwardShape<T, HEAD_DIM>;
+  constexpr int QUERIES = Shape::QUERIES, KEYS = Shape::KEYS, THREADS = Shape::THREADS;
+  SharedMemory shared;
+  const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
+  T* const key_stages = shared.take<T, 1024>(2 * KEYS * HEAD_DIM);
+  T* const value_stages = shared.take<T, 1024>(2 * KEYS * HEAD_DIM);
+  uint8_t* const tainted = shared.take<uint8_t>(KEYS);
+
+  const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
+  const int query_tile = query_tiles - 1 - static_cast<int>(blockIdx.x % query_tiles);  // the longest causal rows first
+  const int head = blockIdx.x / query_tiles % arguments.query_heads;
+  const int batch = blockIdx.x / query_tiles / arguments.query_heads;
+  const int key_head = head / (arguments.query_heads / arguments.key_heads);
+  const T* key_rows = rows_of<T>(arguments.key, batch, key_head);
+  const T* value_rows = rows_of<T>(arguments.value, batch, key_head);
+  const uint8_t* mask = arguments.key_padding_mask;
+  if (mask) mask += static_cast<int64_t>(batch) * arguments.key_length;
+
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+  const int block_query = query_tile * QUERIES, warp_row = threadIdx.x / WARP_SIZE * 16;
+  const int warp_query = block_query + warp_row;
+  const Interval keys[2] = {keys_seen_by(arguments, warp_query + g), keys_seen_by(arguments, warp_query + g + 8)};
+  // Keys in [seen_by_all.first, seen_by_all.last] need no mask in this warp, and in this block respectively.
+  const Interval seen_by_warp{keys_seen_by(arguments, warp_query + 15).first, keys_seen_by(arguments, warp_query).last};
+  const Interval seen_by_block{keys_seen_by(arguments, block_query + QUERIES - 1).first,
+                               keys_seen_by(arguments, block_query).last};
+  const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
+  const int tiles = (keys_seen_by(arguments, last_query).last + KEYS) / KEYS;
+
+  uint64_t bits = 0, next_bits = 0;
+  int tile = next_tile<KEYS>(mask, keys_seen_by(arguments, block_query).first / KEYS, tiles, arguments.key_length, bits);
+  const auto load_keys_and_values = [&](int tile, int stage, uint64_t bits) {
+    const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
+    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, arguments.key_length, bits, arguments);
+    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, arguments.key_length, bits, arguments);
+  };
+  load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
+                              arguments.query_length, ~0ull, arguments);
+  if (tile < tiles) load_keys_and_values(tile, 0, bits);
+  copy_async_commit();
+
+  float out[HEAD_DIM / 8][4] = {};
+  OnlineSoftmax softmax;
+  float poison[2] = {0.f, 0.f};  // NaN for a row that sees a value of inf or NaN in a tile that others may not see
+  const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
+  for (int stage = 0; tile < tiles; stage ^= 1) {
+    const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
+    const int first_key = tile * KEYS, last_key = first_key + KEYS - 1;
+    const int following = next_tile<KEYS>(mask, tile + 1, tiles, arguments.key_length, next_bits);
+    if (following < tiles) load_keys_and_values(following, stage ^ 1, next_bits);
+    copy_async_commit();
+    copy_async_wait<1>();
+    __syncthreads();
+
+    const bool block_edge = first_key < seen_by_block.first || last_key > seen_by_block.last;
+    if (block_edge) quarantine<KEYS, THREADS>(v, tainted);
+    float scores[KEYS / 8][4] = {};
+    multiply_transposed<KEYS>(scores, queries, warp_row, k);  // [16, KEYS]
+    if constexpr (EXTRAS) {
+      scale_scores(scores, arguments.scale);
+      if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
+    }
+    if (first_key < seen_by_warp.first || last_key > seen_by_warp.last || bits != ALL_KEYS<KEYS>) {
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
+          if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1)) {
+            scores[n][e] = -INFINITY;
+          } else if (block_edge && tainted[column]) {
+            poison[e / 2] = NAN;
+          }
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float shrink = softmax.template update<EXTRAS>(scores, half, factor);
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / 8; ++n) {
+        out[n][2 * half] *= shrink;
+        out[n][2 * half + 1] *= shrink;
+      }
+    }
+    if (EXTRAS && arguments.dropout.seed) {
+      const uint32_t kept =
+          kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key);
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[n][e] = kept >> (4 * n + e) & 1 ? scores[n][e] : 0.f;
+    }
+    multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM]
+    __syncthreads();  // the next round copies into the stage read in this one
+    tile = following;
+    bits = next_bits;
+  }
+  copy_async_wait<0>();
+  __syncthreads();  // without any tile, other threads' copies of Q may only have landed now
+
+  float normaliser[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float total = quad_sum(softmax.total[half]), seen = quad_sum(poison[half]);
+    const int query = warp_query + g + 8 * half;
+    normaliser[half] = total == 0.f ? 0.f : arguments.dropout.keep_scale / total + seen;
+    if (t != 0 || query >= arguments.query_length) continue;
+    const float natural = EXTRAS ? softmax.maximum[half] : softmax.maximum[half] * arguments.scale;
+    arguments.lse[(static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + query] =
+        total == 0.f ? -INFINITY : natural + logf(total);
+  }
+  store_fragment<HEAD_DIM>(out, normaliser, queries, warp_row, rows_of<T>(arguments.out, batch, head),
+                           arguments.out.row, warp_query, arguments.query_length, 0, arguments);
+}
+
+template <class T>
+void launch_forward(const Arguments& arguments, Stream stream) {
+  dispatch_head_dim<T>(arguments, [&](auto head_dim, auto extras) {
+    using Shape = ForwardShape<T, head_dim.value>;
+    const int64_t blocks = ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
+    launch<attention_forward_kernel<T, head_dim.value, extras.value>>("attention_forward", grid_of(blocks), Shape::THREADS,
+                                                                      Shape::SHARED_BYTES, stream, arguments);
+  });
+}
+
+}  // namespace transformer_kernels::attention

@@ -1,0 +1,40 @@
+// From a call's arguments to one compiled kernel. Each type is compiled in files of its own (attention_float16.cu, ...).
+#pragma once
+#include <limits>
+#include <type_traits>
+
+#include "../launch.h"
+#include "attention_arguments.h"
+
+namespace transformer_kernels::attention {
+
+template <class T> void launch_forward(const Arguments& arguments, Stream stream);
+template <class T> void launch_backward(const Arguments& arguments, const float* grad_lse, Stream stream);
+
+inline dim3 grid_of(int64_t blocks) {
+  if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("attention: too many tiles for one launch");
+  return dim3(static_cast<unsigned>(blocks));
+}
+
+template <int VALUE> using Constant = std::integral_constant<int, VALUE>;
+
+// Calls f(head dimension, extras) with the smallest compiled head dimension that holds the call's. The variant without
+// extras folds the scale into the exponential, which costs fp32 its last digits; it exists for 16-bit types and the head
+// dimensions of small models. Elsewhere the general one serves every call.
+template <class T, class F>
+void dispatch_head_dim(const Arguments& arguments, F&& f) {
+  const bool extras = arguments.bias.data || arguments.dropout.seed || arguments.scale <= 0.f;
+  const int head_dim = arguments.head_dim;
+  const auto with_extras = [&](auto padded) {
+    if constexpr (sizeof(T) == 2) {
+      if (!extras) return f(padded, std::false_type{});
+    }
+    f(padded, std::true_type{});
+  };
+  if (head_dim <= 32) return with_extras(Constant<32>{});
+  if (head_dim <= 64) return with_extras(Constant<64>{});
+  if (head_dim <= 128) return with_extras(Constant<128>{});
+  f(Constant<256>{}, std::true_type{});
+}
+
+}  // namespace transformer_kernels::attention

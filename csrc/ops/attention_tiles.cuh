@@ -1,0 +1,385 @@
+// What the attention kernels share: arguments, swizzled tiles, matrix products on tiles, and who may see whom.
+//
+// Fragment convention. A warp computes 16 rows at a time. With g = lane / 4 and t = lane % 4, element [n][e] of a result
+// `float c[N / 8][4]` is row g + 8 * (e / 2), column 8 * n + 2 * t + e % 2: the accumulator layout of mma.m16n8k16. The
+// fp32 products below use the same ownership with plain FMA, so that masks and softmax are written once for every type.
+#pragma once
+#include <type_traits>
+
+#include "../primitives/matrix.h"
+#include "../primitives/memory.h"
+#include "../primitives/numbers.h"
+#include "../primitives/philox.h"
+#include "../primitives/reductions.h"
+#include "attention_arguments.h"
+
+namespace transformer_kernels::attention {
+
+template <class T>
+TK_DEVICE const T* rows_of(const Strided& tensor, int batch, int head) {
+  return static_cast<const T*>(tensor.data) + batch * tensor.batch + head * tensor.head;
+}
+
+template <class T>
+TK_DEVICE T* rows_of(const StridedOutput& tensor, int batch, int head) {
+  return static_cast<T*>(tensor.data) + batch * tensor.batch + head * tensor.head;
+}
+
+// ---- who may see whom
+
+struct Interval {
+  int first, last;  // both included; empty when first > last
+};
+
+// The keys that causality and the window let a query see. Both ends grow with the query.
+TK_DEVICE Interval keys_seen_by(const Arguments& arguments, int query) {
+  const int aligned = query + arguments.key_length - arguments.query_length;
+  Interval keys{0, arguments.key_length - 1};
+  if (arguments.window) keys.first = max(keys.first, aligned - arguments.window + 1);
+  if (arguments.causal) {
+    keys.last = min(keys.last, aligned);
+  } else if (arguments.window) {
+    keys.last = min(keys.last, aligned + arguments.window - 1);
+  }
+  return keys;
+}
+
+// The same relation seen from a key. Both ends grow with the key.
+TK_DEVICE Interval queries_seeing(const Arguments& arguments, int key) {
+  const int aligned = key + arguments.query_length - arguments.key_length;
+  Interval queries{0, arguments.query_length - 1};
+  if (arguments.causal) {
+    queries.first = max(queries.first, aligned);
+  } else if (arguments.window) {
+    queries.first = max(queries.first, aligned - arguments.window + 1);
+  }
+  if (arguments.window) queries.last = min(queries.last, aligned + arguments.window - 1);
+  return queries;
+}
+
+template <int KEYS>
+constexpr uint64_t ALL_KEYS = KEYS == 64 ? ~0ull : (1ull << KEYS % 64) - 1;
+
+// Bit k says whether key first + k exists and is not padding. Every lane gets all bits; `mask` is a row of the mask.
+template <int KEYS>
+TK_DEVICE uint64_t real_keys(const uint8_t* mask, int first, int key_length) {
+  static_assert(KEYS <= 64, "one bit per key");
+  if (!mask) return first + KEYS <= key_length ? ALL_KEYS<KEYS> : (1ull << (key_length - first)) - 1;
+  const int lane = threadIdx.x % 32;
+  uint64_t bits = 0;
+#pragma unroll
+  for (int part = 0; part < KEYS; part += 32) {
+    const int key = first + part + lane;
+    const bool real = part + lane < KEYS && key < key_length && mask[key];
+    bits |= static_cast<uint64_t>(__ballot_sync(ALL_LANES, real)) << part;
+  }
+  return bits;
+}
+
+// The first tile of KEYS keys in [tile, tiles) that holds a real key, or `tiles`; `bits` becomes its real keys.
+template <int KEYS>
+TK_DEVICE int next_tile(const uint8_t* mask, int tile, int tiles, int key_length, uint64_t& bits) {
+  for (; tile < tiles; ++tile) {
+    bits = real_keys<KEYS>(mask, tile * KEYS, key_length);
+    if (bits) break;
+  }
+  return tile;
+}
+
+// ---- tiles in shared memory
+
+// ROWS x COLUMNS elements in 16-byte chunks. Chunks are permuted within their row so that the same chunk of eight
+// consecutive rows (one ldmatrix phase) falls into eight different groups of banks.
+template <class T, int COLUMNS_>
+struct Tile {
+  static constexpr int COLUMNS = COLUMNS_;
+  static constexpr int CHUNK = 16 / sizeof(T);
+  static constexpr int CHUNKS = COLUMNS / CHUNK;
+  static_assert(CHUNKS % 4 == 0, "a row is a multiple of 64 bytes");
+  T* data;
+
+  TK_DEVICE T* chunk(int row, int index) const {
+    const int twist = CHUNKS % 8 == 0 ? row % 8 : row / 2 % 4;  // rows of 64 bytes share a line of banks by twos
+    return data + (row * CHUNKS + (index ^ twist)) * CHUNK;
+  }
+  TK_DEVICE T* at(int row, int column) const { return chunk(row, column / CHUNK) + column % CHUNK; }
+};
+
+// Starts copying ROWS rows from first_row on; rows from `row_end` on, rows whose bit is 0 and columns from head_dim on
+// become zeros. Rows that are not on 16 bytes are copied at once, element by element.
+template <int ROWS, int THREADS, class T, int COLUMNS>
+TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, int first_row, int row_end, uint64_t bits,
+                      const Arguments& arguments) {
+  using Shape = Tile<T, COLUMNS>;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < ROWS * Shape::CHUNKS; i += THREADS) {
+    const int row = i / Shape::CHUNKS, column = i % Shape::CHUNKS * Shape::CHUNK;
+    const bool real = first_row + row < row_end && (bits >> row & 1);
+    const T* source = rows + (first_row + row) * stride + column;
+    T* destination = tile.chunk(row, i % Shape::CHUNKS);
+    if (arguments.vectorized) {
+      const bool inside = real && column < arguments.head_dim;
+      copy_async_16(destination, inside ? source : rows, inside);
+    } else {
+#pragma unroll
+      for (int e = 0; e < Shape::CHUNK; ++e)
+        destination[e] = real && column + e < arguments.head_dim ? source[e] : from_float<T>(0.f);
+    }
+  }
+}
+
+TK_DEVICE bool is_finite(float value) { return (float_bits(value) & 0x7f800000u) != 0x7f800000u; }
+
+template <class T>
+TK_DEVICE void store_pair(T* destination, float first, float second) {
+  if constexpr (sizeof(T) == 2) {
+    store(reinterpret_cast<uint32_t*>(destination), pack_pair<T>(first, second));
+  } else {
+    store_vector(destination, Vector<T, 2>{{first, second}});
+  }
+}
+
+// Writes a warp's 16 rows (first_row of the tile on) to global memory.
+template <class T, int COLUMNS>
+TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t stride, int first_row, int row_end,
+                       int first_column, const Arguments& arguments) {
+  using Shape = Tile<T, COLUMNS>;
+  for (int i = threadIdx.x % 32; i < 16 * Shape::CHUNKS; i += 32) {
+    const int row = i / Shape::CHUNKS, column = first_column + i % Shape::CHUNKS * Shape::CHUNK;
+    if (first_row + row >= row_end || column >= arguments.head_dim) continue;
+    const T* source = tile.chunk(tile_row + row, i % Shape::CHUNKS);
+    T* destination = rows + (first_row + row) * stride + column;
+    if (arguments.vectorized_output) {
+      store_vector(destination, load_vector<Shape::CHUNK>(source));
+    } else {
+#pragma unroll
+      for (int e = 0; e < Shape::CHUNK; ++e)
+        if (column + e < arguments.head_dim) destination[e] = source[e];
+    }
+  }
+}
+
+// Puts a warp's fragment, row r times factor[r / 8 of the pair], into its 16 rows of a tile and from there into global
+// memory in 16-byte pieces. No other warp may use those rows of the tile.
+template <int COLUMNS, class T, int TILE_COLUMNS>
+TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const float (&factor)[2], Tile<T, TILE_COLUMNS> tile,
+                           int tile_row, T* rows, int64_t stride, int first_row, int row_end, int first_column,
+                           const Arguments& arguments) {
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+  const Tile<T, COLUMNS> staged{tile.data};
+#pragma unroll
+  for (int n = 0; n < COLUMNS / 8; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      store_pair(staged.at(tile_row + g + 8 * half, 8 * n + 2 * t), fragment[n][2 * half] * factor[half],
+                       fragment[n][2 * half + 1] * factor[half]);
+  __syncwarp();
+  store_rows(staged, tile_row, rows, stride, first_row, row_end, first_column, arguments);
+}
+
+// Replaces inf and NaN in a tile by zeros and notes the rows that held one. A product would carry them to rows that may
+// not see them, since 0 * NaN is NaN. All threads of the block take part; ends with a barrier.
+template <int ROWS, int THREADS, class T, int COLUMNS>
+TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, uint8_t* tainted) {
+  for (int row = threadIdx.x / 4; row < ROWS; row += THREADS / 4) {
+    bool found = false;
+    for (int chunk = threadIdx.x % 4; chunk < Tile<T, COLUMNS>::CHUNKS; chunk += 4) {
+      T* elements = tile.chunk(row, chunk);
+#pragma unroll
+      for (int e = 0; e < Tile<T, COLUMNS>::CHUNK; ++e) {
+        if (is_finite(to_float(elements[e]))) continue;
+        elements[e] = from_float<T>(0.f);
+        found = true;
+      }
+    }
+    found = quad_max(found ? 1.f : 0.f) > 0.f;
+    if (threadIdx.x % 4 == 0) tainted[row] = found;
+  }
+  __syncthreads();
+}
+
+// ---- products; a warp computes 16 rows
+
+// c[16, N] += a[16 rows from a_row, COLUMNS] @ b[N, COLUMNS]^T
+template <int N, class T, int COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
+TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<T, COLUMNS> a, int a_row, Tile<T, COLUMNS> b) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < COLUMNS / 16; ++k) {
+    uint32_t left[4];
+    ldmatrix_x4(left, a.chunk(a_row + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+    for (int n = 0; n < N / 16; ++n) {
+      uint32_t right[4];
+      ldmatrix_x4(right, b.chunk(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+      mma_m16n8k16<T>(c[2 * n], left, right[0], right[1]);
+      mma_m16n8k16<T>(c[2 * n + 1], left, right[2], right[3]);
+    }
+  }
+}
+
+// c[16, COLUMNS] += p[16, N] @ b[N, COLUMNS from first_column], p in registers and rounded to T
+template <int N, int COLUMNS, class T, int TILE_COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
+TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<T, TILE_COLUMNS> b,
+                     int first_column) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < N / 16; ++k) {
+    const uint32_t left[4] = {
+        pack_pair<T>(p[2 * k][0], p[2 * k][1]), pack_pair<T>(p[2 * k][2], p[2 * k][3]),
+        pack_pair<T>(p[2 * k + 1][0], p[2 * k + 1][1]), pack_pair<T>(p[2 * k + 1][2], p[2 * k + 1][3])};
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 16; ++n) {
+      uint32_t right[4];
+      ldmatrix_x4_transposed(right, b.chunk(16 * k + lane % 16, first_column / 8 + 2 * n + lane / 16));
+      mma_m16n8k16<T>(c[2 * n], left, right[0], right[1]);
+      mma_m16n8k16<T>(c[2 * n + 1], left, right[2], right[3]);
+    }
+  }
+}
+
+TK_DEVICE float dot(const Vector<float, 4>& a, const Vector<float, 4>& b, float sum) {
+  return fmaf(a[3], b[3], fmaf(a[2], b[2], fmaf(a[1], b[1], fmaf(a[0], b[0], sum))));
+}
+
+// fp32: both operands from shared memory, 16 bytes at a time; lanes of equal t read the same rows of b.
+template <int N, int COLUMNS>
+TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<float, COLUMNS> a, int a_row, Tile<float, COLUMNS> b) {
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+#pragma unroll 2
+  for (int chunk = 0; chunk < COLUMNS / 4; ++chunk) {
+    const Vector<float, 4> upper = load_vector<4>(a.chunk(a_row + g, chunk));
+    const Vector<float, 4> lower = load_vector<4>(a.chunk(a_row + g + 8, chunk));
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const Vector<float, 4> right = load_vector<4>(b.chunk(8 * n + 2 * t + e, chunk));
+        c[n][e] = dot(upper, right, c[n][e]);
+        c[n][2 + e] = dot(lower, right, c[n][2 + e]);
+      }
+  }
+}
+
+// fp32: the elements of p travel within their quad of lanes.
+template <int N, int COLUMNS, int TILE_COLUMNS>
+TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<float, TILE_COLUMNS> b,
+                     int first_column) {
+  const int lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll
+  for (int k = 0; k < N / 8; ++k)
+#pragma unroll 1
+    for (int owner = 0; owner < 4; ++owner)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float upper = __shfl_sync(ALL_LANES, p[k][e], lane / 4 * 4 + owner);
+        const float lower = __shfl_sync(ALL_LANES, p[k][2 + e], lane / 4 * 4 + owner);
+        const int row = 8 * k + 2 * owner + e;
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; ++n) {
+          const Vector<float, 2> right = load_vector<2>(b.at(row, first_column + 8 * n + 2 * t));
+          c[n][0] = fmaf(upper, right[0], c[n][0]);
+          c[n][1] = fmaf(upper, right[1], c[n][1]);
+          c[n][2] = fmaf(lower, right[0], c[n][2]);
+          c[n][3] = fmaf(lower, right[1], c[n][3]);
+        }
+      }
+}
+
+// ---- bias and dropout
+
+template <class T>
+TK_DEVICE float bias_at(const Arguments& arguments, int batch, int head, int query, int key) {
+  const Bias& bias = arguments.bias;
+  if (query >= arguments.query_length || key >= arguments.key_length) return 0.f;
+  const int64_t offset = batch * bias.batch + head * bias.head + query * bias.row + key * bias.column;
+  if (bias.is_float) return static_cast<const float*>(bias.data)[offset];
+  return to_float(static_cast<const T*>(bias.data)[offset]);
+}
+
+template <int TILES>
+TK_DEVICE void scale_scores(float (&scores)[TILES][4], float scale) {
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
+}
+
+// Adds the bias to a fragment of queries (rows) and keys (columns).
+template <class T, int TILES>
+TK_DEVICE void add_bias(float (&scores)[TILES][4], const Arguments& arguments, int batch, int head, int first_query,
+                        int first_key) {
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      scores[n][e] += bias_at<T>(arguments, batch, head, first_query + g + 8 * (e / 2), first_key + 8 * n + 2 * t + e % 2);
+}
+
+// Adds the bias to a fragment of keys (rows) and queries (columns).
+template <class T, int TILES>
+TK_DEVICE void add_bias_transposed(float (&scores)[TILES][4], const Arguments& arguments, int batch, int head,
+                                   int first_query, int first_key) {
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      scores[n][e] += bias_at<T>(arguments, batch, head, first_query + 8 * n + 2 * t + e % 2, first_key + g + 8 * (e / 2));
+}
+
+// Which elements of a fragment of queries (rows) and keys (columns from first_key on) survive: bit 4 * n + e. One philox
+// draw serves four neighbouring keys of a query, which lie in two lanes: the even lane draws for row g, the odd one for
+// row g + 8, and they exchange the half that the other needs.
+template <int KEYS>
+TK_DEVICE uint32_t kept_query_rows(const Arguments& arguments, int head, int first_query, int first_key) {
+  static_assert(KEYS <= 64, "one bit per element");
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4, odd = t % 2;
+  uint32_t kept = 0;
+#pragma unroll
+  for (int n = 0; n < KEYS / 8; ++n) {
+    const uint32_t column = (first_key + 8 * n) / 4 + t / 2, row = first_query + g + 8 * odd;
+    const PhiloxWords words = arguments.dropout.words(column, row, head);
+    const uint32_t x = __shfl_xor_sync(ALL_LANES, odd ? words.word[0] : words.word[2], 1);
+    const uint32_t y = __shfl_xor_sync(ALL_LANES, odd ? words.word[1] : words.word[3], 1);
+    const uint32_t drawn[4] = {odd ? x : words.word[0], odd ? y : words.word[1], odd ? words.word[2] : x,
+                               odd ? words.word[3] : y};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) kept |= static_cast<uint32_t>(arguments.dropout.keeps(drawn[e])) << (4 * n + e);
+  }
+  return kept;
+}
+
+// The same for a fragment of keys (rows) and queries (columns). The four keys of a draw lie in lanes 4 apart, so four
+// lanes draw for one element each of their common four and transpose the words among them.
+template <int QUERIES>
+TK_DEVICE uint32_t kept_key_rows(const Arguments& arguments, int head, int first_query, int first_key) {
+  static_assert(QUERIES <= 64, "one bit per element");
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4, mine = g % 4;
+  uint32_t kept = 0;
+#pragma unroll
+  for (int n = 0; n < QUERIES / 8; ++n) {
+    const uint32_t column = (first_key + 8 * (mine / 2)) / 4 + g / 4, row = first_query + 8 * n + 2 * t + mine % 2;
+    PhiloxWords words = arguments.dropout.words(column, row, head);
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {  // transpose 2 x 2 blocks of lanes and words, then blocks of blocks
+      const bool upper = mine & step;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & step) continue;
+        const uint32_t received = __shfl_xor_sync(ALL_LANES, upper ? words.word[i] : words.word[i + step], 4 * step);
+        if (upper) {
+          words.word[i] = received;
+        } else {
+          words.word[i + step] = received;
+        }
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) kept |= static_cast<uint32_t>(arguments.dropout.keeps(words.word[e])) << (4 * n + e);
+  }
+  return kept;
+}
+
+}  // namespace transformer_kernels::attention

@@ -1,0 +1,158 @@
+"""Attention by the kernels of csrc/ops/attention*.cu."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._extension import DTYPE_CODES, load, stream_of
+
+MAX_HEAD_DIM = 256
+
+
+def unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+) -> str | None:
+    """Why these kernels cannot take this call, or None."""
+    if q.dtype not in DTYPE_CODES:
+        return f"dtype {q.dtype} is not supported; use float32, float16 or bfloat16"
+    if q.shape[3] > MAX_HEAD_DIM:
+        return f"the head dimension is {q.shape[3]}, above {MAX_HEAD_DIM}; backend='torch' takes it"
+    return None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    out = _empty_like_output(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    load().attention_forward(
+        DTYPE_CODES[q.dtype],
+        *_rows(q),
+        *_rows(k),
+        *_rows(v),
+        out.data_ptr(),
+        lse.data_ptr(),
+        *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
+    )
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+    bias_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dbias), bit for bit the same each time."""
+    dq, dk, dv = _empty_like_output(q), _empty_like_output(k), _empty_like_output(v)
+    dbias, from_kernel = None, False
+    if attn_bias is not None and bias_needs_grad:
+        from_kernel = attn_bias.shape[3] == k.shape[2] > 1
+        dbias = torch.empty(attn_bias.shape, dtype=attn_bias.dtype, device=q.device)
+        if not from_kernel:
+            dbias.copy_(_gradient_of_row_shift(dlse, lse, attn_bias))
+    delta = torch.empty_like(lse)
+    load().attention_backward(
+        DTYPE_CODES[q.dtype],
+        *_rows(dout),
+        0 if dlse is None else dlse.data_ptr(),
+        *_rows(q),
+        *_rows(k),
+        *_rows(v),
+        *_rows(out),
+        lse.data_ptr(),
+        delta.data_ptr(),
+        dq.data_ptr(),
+        dk.data_ptr(),
+        dv.data_ptr(),
+        *((dbias.data_ptr(), *dbias.shape) if from_kernel else (0, 1, 1, 1, 1)),
+        *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
+    )
+    return dq, dk, dv, dbias
+
+
+def _empty_like_output(x: Tensor) -> Tensor:
+    """Of x's shape, laid out in memory as (B, L, H, D)."""
+    batch, heads, length, width = x.shape
+    return torch.empty((batch, length, heads, width), dtype=x.dtype, device=x.device).transpose(1, 2)
+
+
+def _gradient_of_row_shift(dlse: Tensor | None, lse: Tensor, attn_bias: Tensor) -> Tensor:
+    """Of a bias with one value for all keys of a row: softmax does not see it, lse grows with it where a key is seen."""
+    if dlse is None:
+        return torch.zeros_like(lse[:1, :1, :1, None]).expand(attn_bias.shape)
+    broadcast = [axis for axis, size in enumerate(attn_bias.shape[:3]) if size == 1]
+    seen = dlse.masked_fill(lse == -torch.inf, 0.0)
+    return (seen.sum(broadcast, keepdim=True) if broadcast else seen)[..., None]
+
+
+def _rows(x: Tensor) -> tuple[int, int, int, int]:
+    """Address, and the strides of batch, head and row."""
+    batch, head, row, _ = x.stride()
+    return x.data_ptr(), batch, head, row
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+) -> tuple[int | float | bool, ...]:
+    """The arguments that forward and backward share: sizes, masks, dropout, and where to launch."""
+    batch, query_heads, query_length, width = q.shape
+    bias: tuple[int | bool, ...] = (0, False, 0, 0, 0, 0)
+    if attn_bias is not None:
+        strides = [0 if size == 1 else stride for size, stride in zip(attn_bias.shape, attn_bias.stride(), strict=True)]
+        bias = (attn_bias.data_ptr(), attn_bias.dtype is torch.float32, *strides)
+    return (
+        batch,
+        query_heads,
+        k.shape[1],
+        query_length,
+        k.shape[2],
+        width,
+        0 if key_padding_mask is None else key_padding_mask.data_ptr(),
+        *bias,
+        0 if seed is None else seed.data_ptr(),
+        dropout_p,
+        scale,
+        causal,
+        0 if window is None else window,
+        *stream_of(q),
+    )
