@@ -1,6 +1,6 @@
 """Installs the package, with the CUDA extension when nvcc is there and without it otherwise.
 
-TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for (default 80;90a;90+PTX)
+TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for (default 80;90a;90+PTX), or none
 TRANSFORMER_KERNELS_REQUIRE_CUDA 1: fail instead of installing without the extension
 MAX_JOBS                         how many compilers run at once
 """
@@ -42,6 +42,8 @@ class BuildKernels(build_ext):
         toolkit = build.find_toolkit()
         architectures = os.environ.get("TRANSFORMER_KERNELS_CUDA_ARCHS") or build.DEFAULT_ARCHITECTURES
         try:
+            if architectures == "none":
+                raise build.CompilerMissing("TRANSFORMER_KERNELS_CUDA_ARCHS is none")
             if toolkit is None:
                 raise build.CompilerMissing("no nvcc in CUDA_HOME, PATH or the pip package nvidia-cuda-nvcc")
             built = build.build_cuda(Path(self.build_temp).resolve() / "kernels", toolkit, architectures)

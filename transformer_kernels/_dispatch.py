@@ -95,11 +95,11 @@ def unavailable(backend: str, device: torch.device) -> str | None:
 
 def _refusal(op: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
     """Why an available backend does not take this call; None if it does."""
+    if backend != "torch" and arguments[0].dtype is torch.float64:
+        return "float64 is computed by backend='torch' only"
     module = _module(op, backend)
     if module is None:
         return f"it has no {op} kernel"
-    if backend != "torch" and arguments[0].dtype is torch.float64:
-        return "float64 is computed by backend='torch' only"
     return module.unsupported(*arguments)
 
 

@@ -66,6 +66,7 @@ def attention(
         window=window,
         dropout_p=dropout_p,
         scale=scale,
+        return_lse=return_lse,
     )
     if _autograd.is_traced(arguments[0]):
         out, lse = _registered(*arguments, backend)

@@ -1,0 +1,151 @@
+"""Which backend answers: strength of the ways to ask, refusals that never fall back, and explain."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import transformer_kernels as tk
+from python_ref import ops as reference
+from transformer_kernels import _dispatch
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process without the variables that the test suite sets."""
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+
+
+@pytest.fixture(autouse=True)
+def no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRANSFORMER_KERNELS_BACKEND", raising=False)
+    monkeypatch.setattr(_dispatch, "_default", None)
+
+
+def test_strength_of_the_ways_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tk.get_backend() == "auto"
+    monkeypatch.setenv("TRANSFORMER_KERNELS_BACKEND", "cuda")
+    assert tk.get_backend() == "cuda"
+    tk.set_backend("triton")
+    assert tk.get_backend() == "triton"
+    with tk.use_backend("torch"):
+        assert tk.get_backend() == "torch"
+        with tk.use_backend("cuda"):
+            assert tk.get_backend() == "cuda"
+            assert _dispatch.requested("triton") == "triton"
+        assert tk.get_backend() == "torch"
+    tk.set_backend(None)
+    assert tk.get_backend() == "cuda"
+
+
+def test_use_backend_is_left_after_an_error() -> None:
+    with pytest.raises(KeyError), tk.use_backend("torch"):
+        raise KeyError
+    assert tk.get_backend() == "auto"
+
+
+def test_use_backend_belongs_to_its_thread() -> None:
+    seen = []
+    with tk.use_backend("torch"):
+        thread = threading.Thread(target=lambda: seen.append(tk.get_backend()))
+        thread.start()
+        thread.join()
+    assert seen == ["auto"]
+
+
+@pytest.mark.parametrize("ask", [tk.set_backend, tk.bind, lambda name: tk.gelu(torch.ones(3), backend=name)])
+def test_an_unknown_backend_is_named_with_the_known_ones(ask: object) -> None:
+    with pytest.raises(ValueError, match=r"backend must be one of torch, triton, cuda, auto.*; got 'tritn'"):
+        ask("tritn")
+
+
+def test_an_unknown_backend_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFORMER_KERNELS_BACKEND", "rocm")
+    with pytest.raises(ValueError, match="'rocm'"):
+        tk.gelu(torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_a_named_backend_never_falls_back(name: str) -> None:
+    result = python(
+        "import torch, transformer_kernels as tk\n"
+        f"try: tk.gelu(torch.ones(3), backend={name!r})\n"
+        "except tk.BackendUnavailable as error: print('refused:', error)"
+    )
+    assert result.stdout.startswith(f"refused: gelu: backend '{name}' is not available: "), result.stderr
+
+
+def test_auto_on_a_cpu_is_torch_and_quiet() -> None:
+    result = python(
+        "import torch, transformer_kernels as tk; tk.gelu(torch.ones(3)); print(tk.explain('gelu', torch.ones(3)))"
+    )
+    assert result.returncode == 0 and result.stderr == ""
+    assert "asked for auto, answered by torch" in result.stdout
+
+
+def test_float64_is_for_torch_only(device: torch.device) -> None:
+    x = torch.ones(3, dtype=torch.float64, device=device)
+    if _dispatch.unavailable("triton", device) is not None:
+        pytest.skip("needs Triton, at least its interpreter")
+    with pytest.raises(tk.UnsupportedByBackend, match="float64 is computed by backend='torch' only"):
+        tk.gelu(x, backend="triton")
+
+
+def test_explain_tells_who_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "unavailable", lambda name, device: "no such device" if name == "cuda" else None)
+    x = torch.ones(4, 8, dtype=torch.float64)
+    told = tk.explain("layer_norm", x, x[0])
+    assert (told.operation, told.requested, told.chosen) == ("layer_norm", "auto", "torch")
+    assert told.reasons["cuda"] == "no such device" and "float64" in told.reasons["triton"]
+    assert tk.explain(tk.layer_norm, x, x[0], backend="cuda").chosen is None
+    assert "answered by none" in str(tk.explain("layer_norm", x, x[0], backend="cuda"))
+
+
+def test_explain_checks_its_arguments() -> None:
+    with pytest.raises(ValueError, match="operation must be one of attention"):
+        tk.explain("relu", torch.ones(3))
+    with pytest.raises(TypeError, match="gelu: x must be a tensor"):
+        tk.explain("gelu", 3)
+
+
+def test_auto_takes_the_first_that_supports_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "AUTO_ORDER_ELSEWHERE", ("cuda", "triton", "torch"))
+    monkeypatch.setattr(_dispatch, "unavailable", lambda name, device: "none here" if name == "cuda" else None)
+    refused = {"triton": "not this call"}
+    monkeypatch.setattr(_dispatch, "_refusal", lambda op, name, arguments: refused.get(name))
+    name, refusals = _dispatch._automatic("gelu", (torch.ones(3), "none"))
+    assert name == "torch" and refusals == {"cuda": "none here", "triton": "not this call"}
+
+
+def test_bound_operations_have_the_signatures_of_the_reference() -> None:
+    bound = tk.bind("torch")
+    for name in _dispatch.OPERATIONS:
+        ours, textbook = (inspect.signature(getattr(each, name)).parameters for each in (bound, reference))
+        assert list(ours) == list(textbook)
+        for mine, theirs in zip(ours.values(), textbook.values(), strict=True):
+            assert (mine.kind, mine.default) == (theirs.kind, theirs.default), name
+        public = inspect.signature(getattr(tk, name))
+        assert [*ours, "backend"] == list(public.parameters)
+
+
+def test_bound_operations_use_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    import copy
+    import pickle
+
+    bound = tk.bind("cuda")
+    for each in (bound, copy.deepcopy(bound), pickle.loads(pickle.dumps(bound))):
+        assert each == bound and repr(each) == "transformer_kernels.bind('cuda')"
+    monkeypatch.setattr(_dispatch, "unavailable", lambda name, device: "switched off" if name == "cuda" else None)
+    with pytest.raises(tk.BackendUnavailable, match="switched off"), tk.use_backend("torch"):
+        bound.gelu(torch.ones(3))
+    with tk.use_backend("torch"):
+        assert tk.bind().gelu(torch.zeros(3)).eq(0).all()
+    assert tk.bind("reference") is reference

@@ -1,0 +1,133 @@
+"""Bad arguments get the same exception and text in every backend, before anything is launched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import transformer_kernels as tk
+
+q = torch.randn(2, 4, 5, 8)
+k = torch.randn(2, 2, 7, 8)
+x = torch.randn(3, 6)
+w = torch.ones(6)
+sparse = torch.eye(6).to_sparse()
+nested = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)])
+quantised = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+complex_x = torch.ones(3, 6, dtype=torch.complex64)
+mask = torch.ones(2, 7, dtype=torch.bool)
+
+TYPE_ERRORS = [
+    (tk.gelu, (3,), {}, "gelu: x must be a tensor; got int"),
+    (
+        tk.gelu,
+        (x.int(),),
+        {},
+        "gelu: x must have one of the dtypes float32, float16, bfloat16, float64; got torch.int32",
+    ),
+    (tk.gelu, (x > 0,), {}, "got torch.bool"),
+    (tk.gelu, (complex_x,), {}, "got torch.complex64"),
+    (tk.gelu, (sparse,), {}, "x must be a dense strided tensor; got layout torch.sparse_coo"),
+    (tk.gelu, (nested,), {}, "x must be a dense strided tensor; got layout nested"),
+    (tk.gelu, (quantised,), {}, "got torch.qint8"),
+    (tk.bias_gelu, (x, None), {}, "bias_gelu: bias must be a tensor; got NoneType"),
+    (tk.softmax, (x,), {"mask": x}, "softmax: mask must be bool, True = keep; got torch.float32"),
+    (tk.softmax, (x,), {"mask": (x > 0).int()}, "got torch.int32: use mask.bool()"),
+    (tk.softmax, (x,), {"mask": [True]}, "mask must be a bool tensor; got list"),
+    (tk.softmax, (x,), {"scale": "1"}, "softmax: scale must be a number; got str"),
+    (tk.softmax, (x,), {"causal": 1}, "softmax: causal must be True or False; got int"),
+    (tk.layer_norm, (x, w), {"eps": "small"}, "layer_norm: eps must be a number; got str"),
+    (tk.layer_norm, (x, w), {"eps": True}, "layer_norm: eps must be a number; got bool"),
+    (
+        tk.add_layer_norm,
+        (x, x.half(), w),
+        {},
+        "x and residual must have one dtype; got torch.float32 and torch.float16",
+    ),
+    (tk.add_layer_norm, (x, x, w), {"dropout_p": None}, "dropout_p must be a number; got NoneType"),
+    (
+        tk.attention,
+        (q, k.half(), k),
+        {},
+        "q, k and v must have one dtype; got torch.float32, torch.float16 and torch.float32",
+    ),
+    (
+        tk.attention,
+        (q, k, k),
+        {"key_padding_mask": mask.int()},
+        "key_padding_mask must be bool, True = keep; got torch.int32",
+    ),
+    (tk.attention, (q, k, k), {"attn_bias": torch.ones(5, 7).bool()}, "attn_bias is added to the scores"),
+    (tk.attention, (q, k, k), {"window": 1.5}, "attention: window must be an int or None; got float"),
+    (tk.attention, (q, k, k), {"scale": 1j}, "attention: scale must be a number; got complex"),
+    (tk.attention, (q, k, k), {"return_lse": 1}, "attention: return_lse must be True or False; got int"),
+]
+
+VALUE_ERRORS = [
+    (tk.attention, (q[0], k, k), {}, "attention: q must have 4 dimensions (B, H, L, D); got (4, 5, 8)"),
+    (tk.attention, (q, k[..., :4], k), {}, "attention: k must have the head dimension of q (8); got k (2, 2, 7, 4)"),
+    (tk.attention, (q, k, k[:, :, :3]), {}, "attention: v must have the shape of k (2, 2, 7, 8); got v (2, 2, 3, 8)"),
+    (tk.attention, (q, k[:1], k[:1]), {}, "attention: k must have the batch size of q (2); got k (1, 2, 7, 8)"),
+    (tk.attention, (q, torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)), {}, "the heads of k (3) must divide the heads of q (4)"),
+    (tk.attention, (q[..., :0], k[..., :0], k[..., :0]), {}, "the head dimension must be positive"),
+    (tk.attention, (q, k, k), {"key_padding_mask": mask[:, :3]}, "key_padding_mask must have shape (B, Lk) (2, 7); got (2, 3)"),
+    (tk.attention, (q, k, k), {"attn_bias": torch.ones(3, 7)}, "attn_bias must broadcast to (2, 4, 5, 7); got (3, 7)"),
+    (tk.attention, (q, k, k), {"attn_bias": torch.ones(1, 1, 1, 5, 7)}, "attn_bias must broadcast to (2, 4, 5, 7); got (1, 1, 1, 5, 7)"),
+    (tk.attention, (q, k, k), {"attn_bias": torch.ones(5, 7).half()}, "attn_bias must have the dtype of q (torch.float32) or torch.float32; got torch.float16"),
+    (tk.attention, (q, k, k), {"dropout_p": 1.5}, "attention: dropout_p must be in [0, 1]; got 1.5"),
+    (tk.attention, (q, k, k), {"dropout_p": math.nan}, "attention: dropout_p must be in [0, 1]; got nan"),
+    (tk.attention, (q, k, k), {"scale": math.inf}, "attention: scale must be finite; got inf"),
+    (tk.attention, (q, k, k), {"window": 0}, "attention: window must be positive; got 0"),
+    (tk.softmax, (torch.tensor(1.0),), {}, "softmax: x must have at least one dimension; got shape ()"),
+    (tk.softmax, (torch.ones(3),), {"causal": True}, "softmax: causal needs x of shape (..., Lq, Lk); got (3,)"),
+    (tk.softmax, (x,), {"mask": torch.ones(5, dtype=torch.bool)}, "softmax: mask must broadcast to (3, 6); got (5,)"),
+    (tk.softmax, (x,), {"scale": math.nan}, "softmax: scale must be finite; got nan"),
+    (tk.layer_norm, (x, torch.ones(5)), {}, "layer_norm: weight must have shape (6,); got (5,)"),
+    (tk.layer_norm, (x, w, torch.ones(1)), {}, "layer_norm: bias must have shape (6,); got (1,)"),
+    (tk.layer_norm, (x, w.half()), {}, "weight must have the dtype of x (torch.float32) or torch.float32; got torch.float16"),
+    (tk.layer_norm, (x, w), {"eps": 0.0}, "layer_norm: eps must be positive; got 0.0"),
+    (tk.layer_norm, (x, w), {"eps": math.nan}, "layer_norm: eps must be positive; got nan"),
+    (tk.add_layer_norm, (x, x[:2], w), {}, "add_layer_norm: residual must have the shape of x (3, 6); got (2, 6)"),
+    (tk.add_layer_norm, (x, x, w), {"dropout_p": -0.1}, "add_layer_norm: dropout_p must be in [0, 1]; got -0.1"),
+    (tk.gelu, (x,), {"approximate": "sigmoid"}, "gelu: approximate must be \"none\" or \"tanh\"; got 'sigmoid'"),
+    (tk.bias_gelu, (x, torch.ones(3)), {}, "bias_gelu: bias must have shape (6,); got (3,)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "cuda"])
+@pytest.mark.parametrize(
+    ("function", "arguments", "options", "text"), TYPE_ERRORS, ids=lambda v: v if isinstance(v, str) else None
+)
+def test_type_errors(function: Any, arguments: Any, options: Any, text: str, backend: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        function(*arguments, **options, backend=backend)
+    assert text in str(caught.value) and str(caught.value).startswith(function.__name__)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "cuda"])
+@pytest.mark.parametrize(
+    ("function", "arguments", "options", "text"), VALUE_ERRORS, ids=lambda v: v if isinstance(v, str) else None
+)
+def test_value_errors(function: Any, arguments: Any, options: Any, text: str, backend: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        function(*arguments, **options, backend=backend)
+    assert text in str(caught.value) and str(caught.value).startswith(function.__name__)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: tk.attention(q, k, k.to("meta")),
+        lambda: tk.layer_norm(x, w.to("meta")),
+        lambda: tk.add_layer_norm(x, x.to("meta"), w),
+        lambda: tk.bias_gelu(x, w.to("meta")),
+        lambda: tk.softmax(x, mask=torch.ones(3, 6, dtype=torch.bool, device="meta")),
+    ],
+    ids=["attention", "layer_norm", "add_layer_norm", "bias_gelu", "softmax"],
+)
+def test_tensors_on_different_devices_are_listed(call: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"all tensors must be on one device; got .* on cpu.* on meta"):
+        call()

@@ -1,0 +1,92 @@
+"""The public names, the one-way imports, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import transformer_kernels as tk
+
+ROOT = Path(__file__).parents[1]
+
+
+def imports(path: Path) -> set[str]:
+    """The absolute names of the modules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def test_public_names() -> None:
+    assert tk.__all__ == sorted(tk.__all__)
+    assert set(tk.__all__) == {
+        "BACKENDS",
+        "BackendUnavailable",
+        "UnsupportedByBackend",
+        "__version__",
+        "add_layer_norm",
+        "attention",
+        "bias_gelu",
+        "bind",
+        "build",
+        "explain",
+        "gelu",
+        "get_backend",
+        "layer_norm",
+        "set_backend",
+        "softmax",
+        "use_backend",
+    }
+    assert all(hasattr(tk, name) for name in tk.__all__)
+
+
+def test_the_reference_imports_nothing_of_the_package() -> None:
+    for path in (ROOT / "python_ref").rglob("*.py"):
+        assert not any(name.startswith("transformer_kernels") for name in imports(path)), path
+
+
+def test_the_operations_import_nothing_of_the_reference() -> None:
+    for path in (ROOT / "transformer_kernels" / "ops").rglob("*.py"):
+        assert not any(name.startswith("python_ref") for name in imports(path)), path
+
+
+def test_backends_never_import_each_other() -> None:
+    for path in (ROOT / "transformer_kernels" / "ops").rglob("_*.py"):
+        backend = next((name for name in tk.BACKENDS if path.stem.startswith(f"_{name}")), None)
+        others = [f"_{name}" for name in tk.BACKENDS if backend and name != backend]
+        modules = {part for name in imports(path) if ".ops." in name for part in name.split(".")}
+        assert not modules & set(others), path
+
+
+@pytest.mark.parametrize(
+    "module", ["triton", "tiktoken", "sklearn", "yaml", "matplotlib", "transformer_kernels._kernels"]
+)
+def test_an_import_brings_nothing_that_is_not_needed(module: str) -> None:
+    code = (
+        f"import torch, sys; before = {module!r} in sys.modules\n"
+        f"import transformer_kernels; print(before or {module!r} not in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert result.stdout.strip() == "True", result.stderr
+
+
+def test_the_package_imports_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, transformer_kernels as tk\n"
+        "x = torch.randn(3, 8)\n"
+        "tk.layer_norm(x, torch.ones(8))\n"
+        "try: tk.gelu(x, backend='triton')\n"
+        "except tk.BackendUnavailable as error: print(error)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert "gelu: backend 'triton' is not available" in result.stdout, result.stderr
