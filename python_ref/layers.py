@@ -217,7 +217,8 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
     """Refuse ids that an embedding of `count` rows lacks; on the CPU only: on a GPU, to look is to wait for it."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding: {name} must be int64 or int32; got {ids.dtype}")
-    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+    readable = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and ids.numel():
         lowest, highest = (int(end) for end in ids.aminmax())
         if lowest < 0 or highest >= count:
             raise IndexError(f"embedding: {name} must be in [0, {count}); got ids from {lowest} to {highest}")

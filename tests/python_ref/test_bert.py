@@ -1,0 +1,124 @@
+"""The BERT classifier against torch.nn's encoder, and the properties of padding and segments."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import python_ref
+from python_ref import BERTClassifier, BERTConfig
+
+SMALL = {"vocab_size": 13, "context": 8, "width": 12, "layers": 2, "heads": 3, "dropout": 0.0}
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 0, 0], [6, 7, 8, 9, 10, 11, 12]])
+REAL = torch.tensor([[True] * 5 + [False] * 2, [True] * 7])
+
+
+def make(**fields):
+    torch.manual_seed(0)
+    model = BERTClassifier(BERTConfig(**{**SMALL, **fields})).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def test_logits_are_those_of_torch_encoder():
+    model = make(final_norm=False, embedding_norm=True)
+    segments = TOKENS % 2
+    embedding = model.embedding
+    x = embedding.tokens.weight[TOKENS] + embedding.positions[:7] + embedding.segments.weight[segments]
+    x = F.layer_norm(x, (12,), embedding.norm.weight, embedding.norm.bias)
+    for block in model.blocks:
+        layer = torch.nn.TransformerEncoderLayer(
+            12, 3, 48, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        ).double()
+        weights = {}
+        for theirs, ours in (
+            ("self_attn.in_proj_", block.attention.qkv),
+            ("self_attn.out_proj.", block.attention.out),
+            ("linear1.", block.feed_forward.up),
+            ("linear2.", block.feed_forward.down),
+            ("norm1.", block.attention_norm),
+            ("norm2.", block.feed_forward_norm),
+        ):
+            weights[f"{theirs}weight"], weights[f"{theirs}bias"] = ours.weight, ours.bias
+        layer.load_state_dict(weights)
+        x = layer(x, src_key_padding_mask=~REAL)
+    torch.testing.assert_close(model.hidden_states(TOKENS, REAL, segments)[REAL], x[REAL])
+    torch.testing.assert_close(model(TOKENS, REAL, segments), model.classifier(x[:, 0]))
+
+
+def test_what_stands_behind_the_mask_does_not_matter():
+    model = make()
+    expected = model(TOKENS, REAL)
+    garbage = TOKENS.clone()
+    garbage[~REAL] = 12
+    assert torch.equal(model(garbage, REAL), expected)
+    assert not torch.equal(model(garbage), expected)
+
+
+def test_nan_behind_the_mask_reaches_no_logit():
+    model = make()
+    expected = model(TOKENS, REAL)
+    with torch.no_grad():
+        model.embedding.tokens.weight[0] = torch.nan
+    torch.testing.assert_close(model(TOKENS, REAL), expected)
+
+
+def test_longer_padding_gives_the_same_logits():
+    model = make()
+    short = model(TOKENS[:1, :5])
+    torch.testing.assert_close(model(TOKENS[:1], REAL[:1]), short)
+
+
+def test_gradients_do_not_reach_padding():
+    model = make()
+    model(TOKENS[:1], REAL[:1]).sum().backward()
+    assert not model.embedding.tokens.weight.grad[0].any()
+    assert not model.embedding.positions.grad[5:].any()
+
+
+def test_no_segments_means_segment_0():
+    model = make()
+    torch.testing.assert_close(model(TOKENS, REAL), model(TOKENS, REAL, torch.zeros_like(TOKENS)))
+    assert not torch.allclose(model(TOKENS, REAL), model(TOKENS, REAL, torch.ones_like(TOKENS)))
+
+
+def test_every_token_sees_every_other():
+    model = make()
+    expected = model.hidden_states(TOKENS)
+    changed = TOKENS.clone()
+    changed[:, -1] = 2
+    assert (model.hidden_states(changed) != expected).any(dim=-1).all()
+
+
+def test_classes_and_segments_are_configured():
+    model = make(classes=5, segments=0)
+    assert model(TOKENS, REAL).shape == (2, 5)
+    assert model.embedding.segments is None
+    with pytest.raises(ValueError, match="segments were given to a model that has no segment embeddings"):
+        model(TOKENS, REAL, TOKENS % 2)
+
+
+def test_bad_masks_and_segments_are_refused():
+    model = make()
+    with pytest.raises(TypeError, match=r"padding_mask must be bool, True at real tokens; got torch\.int64"):
+        model(TOKENS, REAL.long())
+    with pytest.raises(ValueError, match=r"padding_mask must have the shape of tokens \(2, 7\); got \(2, 6\)"):
+        model(TOKENS, REAL[:, 1:])
+    with pytest.raises(ValueError, match=r"segments must have the shape of tokens \(2, 7\); got \(2, 6\)"):
+        model(TOKENS, REAL, TOKENS[:, 1:] % 2)
+    with pytest.raises(IndexError, match=r"segments must be in \[0, 2\); got ids from 0 to 2"):
+        model(TOKENS, REAL, TOKENS % 3)
+
+
+def test_learns_to_classify():
+    torch.manual_seed(0)
+    model = python_ref.build("imdb_bert", vocab_size=50, context=12, width=24, heads=3, layers=2, dropout=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens, labels = torch.randint(50, (16, 12)), torch.arange(16) % 2
+    real = torch.arange(12) < torch.randint(6, 13, (16, 1))
+    for _ in range(60):
+        loss = F.cross_entropy(model(tokens, real), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert (model.eval()(tokens, real).argmax(-1) == labels).all()
