@@ -1,0 +1,157 @@
+"""The preset models compute the same with every set of operations, and move between them."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import transformer_kernels as tk
+from python_ref import ops as reference
+from tests.support import parity
+
+SMALL = {"width": 16, "heads": 2, "layers": 2, "vocab_size": 23, "context": 12}
+OPERATIONS = {
+    "char_gpt": ("attention", "add_layer_norm"),
+    "imdb_bert": ("attention", "layer_norm", "add_layer_norm", "bias_gelu"),
+    "gpt2": ("attention", "layer_norm", "add_layer_norm", "bias_gelu"),
+}
+TOKENS = torch.arange(24).view(2, 12) % 23
+REAL = torch.arange(12) < torch.tensor([[12], [7]])
+
+
+def require(name, backend):
+    for op in OPERATIONS[name]:
+        parity.require(op, backend, torch.device("cpu"), torch.float32)
+
+
+def build(name, backend, **overrides):
+    torch.manual_seed(0)
+    return tk.build(name, backend, **{**SMALL, **overrides})
+
+
+def loss_of(model, name):
+    if name == "imdb_bert":
+        return F.cross_entropy(model(TOKENS, REAL), torch.tensor([0, 1]))
+    return F.cross_entropy(model(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def train(model, name, steps):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, name)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("backend", [None, "auto", "torch", "triton", "cuda", "reference"])
+def test_build_takes_every_backend(backend):
+    model = tk.build("char_gpt", backend)
+    assert model.num_parameters() == 807_745
+    assert model.ops == tk.bind(backend)
+
+
+def test_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="backend must be one of torch, triton, cuda, auto"):
+        tk.build("char_gpt", "numpy")
+
+
+def test_unknown_field_is_refused():
+    with pytest.raises(TypeError, match="char_gpt has no field depth; its fields are vocab_size"):
+        tk.build("char_gpt", "torch", depth=3)
+
+
+@pytest.mark.parametrize("backend", tk.BACKENDS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_training_with_dropout_gives_the_losses_of_the_reference(name, backend):
+    require(name, backend)
+    expected = train(build(name, "reference"), name, steps=3)
+    assert train(build(name, backend), name, steps=3) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_fifty_steps_stay_together(name):
+    expected = train(build(name, "reference"), name, steps=50)
+    assert train(build(name, "torch"), name, steps=50) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gradients_are_those_of_the_reference(name):
+    gradients = []
+    for backend in ("torch", "reference"):
+        model = build(name, backend, dropout=0.0).double()
+        loss_of(model, name).backward()
+        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][key], rtol=1e-8, atol=1e-10, msg=key)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_state_dict_moves_between_operations(name):
+    ours, theirs = build(name, "torch").eval(), tk.build(name, "reference", **SMALL).eval()
+    theirs.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(loss_of(ours, name), loss_of(theirs, name))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_copy_keeps_its_operations(duplicate, backend):
+    model = build("imdb_bert", backend).eval()
+    twin = duplicate(model)
+    assert twin.ops == model.ops == tk.bind(backend)
+    assert torch.equal(twin(TOKENS, REAL), model(TOKENS, REAL))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_compiles_without_a_break_in_the_graph(name, backend):
+    model = build(name, backend, dropout=0.0)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(loss_of(compiled, name), loss_of(model, name))
+    loss_of(compiled, name).backward()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_trains_under_autocast(name):
+    model = build(name, "torch")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, name)
+    loss.backward()
+    exact = loss_of(model, name)
+    assert loss.item() == pytest.approx(exact.item(), rel=0.05)
+    assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_bound_model_asks_its_backend_only():
+    model = build("gpt2", "torch")
+    with tk.use_backend("cuda"):
+        assert model(TOKENS).shape == (2, 12, 23)
+
+
+def test_reference_imports_nothing_of_the_package():
+    program = "import sys, python_ref; sys.exit(any(name.startswith('transformer_kernels') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_package_imports_the_reference_only_when_a_model_is_built():
+    program = "import sys, transformer_kernels.ops, transformer_kernels.nn; sys.exit('python_ref' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_reference_operations_have_the_bound_signatures():
+    import inspect
+
+    for op in ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu"):
+        bound = inspect.signature(getattr(tk.bind("torch"), op)).parameters.values()
+        plain = inspect.signature(getattr(reference, op)).parameters.values()
+        assert [(p.name, p.kind, p.default) for p in bound] == [(p.name, p.kind, p.default) for p in plain]
