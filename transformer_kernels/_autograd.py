@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_is_active = torch._C._are_functorch_transforms_active
 
 LIBRARY = torch.library.Library("transformer_kernels", "FRAGMENT")
 
@@ -24,17 +29,12 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 def is_traced(x: Tensor) -> bool:
     """Whether this call must be seen by a tracer: then it goes through the registered operator."""
-    return (
-        torch.compiler.is_compiling()
-        or x.device.type == "meta"
-        or torch._C._len_torch_dispatch_stack() > 0
-        or isinstance(x, torch._subclasses.FakeTensor)
-    )
+    return is_compiling() or x.is_meta or _dispatch_modes() > 0 or isinstance(x, FakeTensor)
 
 
 def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
     """Raise under vmap, functorch's grad and forward-mode AD, which these operations do not have."""
-    if torch._C._are_functorch_transforms_active():
+    if _functorch_is_active():
         raise RuntimeError(f"{op}: vmap and the transforms of torch.func are not supported; use python_ref.ops.{op}")
     if forward_ad._current_level >= 0 and any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors

@@ -38,16 +38,21 @@ def boolean_mask(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be bool, True = keep; got {value.dtype}: use {name}.bool()")
 
 
-def same_device(op: str, **tensors: Tensor | None) -> None:
-    """All the tensors that are given live on one device."""
-    given = {name: value.device for name, value in tensors.items() if value is not None}
-    if len(set(given.values())) > 1:
-        listed = ", ".join(f"{name} on {device}" for name, device in given.items())
-        raise RuntimeError(f"{op}: all tensors must be on one device; got {listed}")
+def same_device(op: str, first: Tensor, **others: Tensor | None) -> None:
+    """All the tensors that are given live on the device of the first, which is named x or q."""
+    device = first.device
+    for value in others.values():
+        if value is not None and value.device != device:
+            name = "q" if op == "attention" else "x"
+            given = {name: device, **{key: each.device for key, each in others.items() if each is not None}}
+            listed = ", ".join(f"{key} on {place}" for key, place in given.items())
+            raise RuntimeError(f"{op}: all tensors must be on one device; got {listed}")
 
 
 def real(op: str, name: str, value: Any) -> None:
     """A number that is no bool."""
+    if type(value) is float:
+        return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{op}: {name} must be a number; got {type(value).__name__}")
 

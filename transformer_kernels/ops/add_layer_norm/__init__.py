@@ -77,7 +77,7 @@ def prepare(
     _checks.row_parameter(OP, "weight", weight, x)
     if bias is not None:
         _checks.row_parameter(OP, "bias", bias, x)
-    _checks.same_device(OP, x=x, residual=residual, weight=weight, bias=bias)
+    _checks.same_device(OP, x, residual=residual, weight=weight, bias=bias)
     _checks.positive(OP, "eps", eps)
     _checks.probability(OP, "dropout_p", dropout_p)
     _autograd.refuse_transforms(OP, x, residual, weight, bias)
@@ -127,7 +127,8 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     arguments = (x, residual, weight, bias, seed, eps, dropout_p)
     module = select(OP, backend, arguments)
-    return (_torch if is_empty(x) else module).forward(*arguments)
+    y, summed, mean, rstd = (_torch if is_empty(x) else module).forward(*arguments)
+    return y, summed, mean.view(-1), rstd.view(-1)
 
 
 def _run_backward(

@@ -117,7 +117,7 @@ def prepare(
         key_padding_mask = _checked_padding(key_padding_mask, k)
     if attn_bias is not None:
         attn_bias = _checked_bias(attn_bias, q, k)
-    _checks.same_device(OP, q=q, k=k, v=v, key_padding_mask=key_padding_mask, attn_bias=attn_bias)
+    _checks.same_device(OP, q, k=k, v=v, key_padding_mask=key_padding_mask, attn_bias=attn_bias)
     _autograd.refuse_transforms(OP, q, k, v, attn_bias)
     seed = draw_seed(q.device) if dropout_p > 0.0 else None
     q, k, v = _last_axis_contiguous(q), _last_axis_contiguous(k), _last_axis_contiguous(v)

@@ -47,10 +47,10 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
-    visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
-    if not _fused(q, k, v, seed, visible):
+    if not _fused(q, k, v, seed, causal or window is not None or key_padding_mask is not None):
+        visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
         return _forward_in_chunks(q, k, v, visible, attn_bias, seed, dropout_p, scale)
-    mask, is_causal = _fused_mask(q, k, visible, attn_bias, causal and window is None and key_padding_mask is None)
+    mask, is_causal = _fused_mask(q, k, key_padding_mask, attn_bias, causal, window)
     k, v = _operands(k, v, q.shape[1], key_padding_mask)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
@@ -83,13 +83,14 @@ def backward(
     bias_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv, dbias."""
-    visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
-    if dlse is not None or bias_needs_grad or not _fused(q, k, v, seed, visible):
+    restricted = causal or window is not None or key_padding_mask is not None
+    if dlse is not None or bias_needs_grad or not _fused(q, k, v, seed, restricted):
+        visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
         return _backward_in_chunks(
             dout, dlse, q, k, v, out, lse, visible, attn_bias, seed, dropout_p, scale, bias_needs_grad
         )
     heads = k.shape[1]
-    mask, is_causal = _fused_mask(q, k, visible, attn_bias, causal and window is None and key_padding_mask is None)
+    mask, is_causal = _fused_mask(q, k, key_padding_mask, attn_bias, causal, window)
     k, v = _operands(k, v, q.shape[1], key_padding_mask)
     if q.device.type == "cpu":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
@@ -108,7 +109,7 @@ def backward(
 # PyTorch's fused kernels
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, visible: Tensor | None) -> bool:
+def _fused(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, restricted: bool) -> bool:
     """Whether PyTorch's fused kernel for this device gives what is promised for this call.
 
     On the CPU it multiplies hidden keys by a weight of 0, so an inf or NaN among keys or values would reach rows that
@@ -118,7 +119,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, visible: Tensor
     if seed is not None or q.numel() == 0 or k.numel() == 0:
         return False
     if q.device.type == "cpu":
-        return visible is None or math.isfinite(float(k.sum()) + float(v.sum()))
+        return not restricted or math.isfinite(float(k.sum() + v.sum()))
     return q.device.type == "cuda" and q.dtype is not torch.float64 and all(_rows_aligned(x) for x in (q, k, v))
 
 
@@ -146,11 +147,17 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _fused_mask(
-    q: Tensor, k: Tensor, visible: Tensor | None, attn_bias: Tensor | None, only_causal: bool
+    q: Tensor,
+    k: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Tensor | None, bool]:
     """The additive mask for the fused kernel, or the word "causal" where that says it all (it aligns top-left)."""
-    if attn_bias is None and only_causal and q.shape[2] == k.shape[2]:
+    if causal and window is None and key_padding_mask is None and attn_bias is None and q.shape[2] == k.shape[2]:
         return None, True
+    visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
     if visible is None:
         return attn_bias, False
     bias = torch.zeros((), dtype=q.dtype, device=q.device) if attn_bias is None else attn_bias

@@ -48,7 +48,7 @@ def prepare(x: Tensor, bias: Tensor, *, approximate: str = "none") -> tuple[Any,
     if _autograd.autocast_dtype(x) is not None and isinstance(bias, Tensor) and bias.dtype is not torch.float32:
         x, bias = _autograd.promoted(x, bias)
     _checks.row_parameter(OP, "bias", bias, x)
-    _checks.same_device(OP, x=x, bias=bias)
+    _checks.same_device(OP, x, bias=bias)
     _checks.approximation(OP, approximate)
     _autograd.refuse_transforms(OP, x, bias)
     return x.contiguous(), bias.contiguous(), approximate

@@ -52,7 +52,7 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float
     _checks.row_parameter(OP, "weight", weight, x)
     if bias is not None:
         _checks.row_parameter(OP, "bias", bias, x)
-    _checks.same_device(OP, x=x, weight=weight, bias=bias)
+    _checks.same_device(OP, x, weight=weight, bias=bias)
     _checks.positive(OP, "eps", eps)
     _autograd.refuse_transforms(OP, x, weight, bias)
     return x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), eps
@@ -77,7 +77,8 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     arguments = (x, weight, bias, eps)
     module = select(OP, backend, arguments)
-    return (_torch if is_empty(x) else module).forward(*arguments)
+    y, mean, rstd = (_torch if is_empty(x) else module).forward(*arguments)
+    return y, mean.view(-1), rstd.view(-1)
 
 
 def _run_backward(

@@ -7,6 +7,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
+_ONE_DTYPE = (torch.float32,)
+
 
 def unsupported(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> str | None:
     return None
@@ -31,10 +33,12 @@ def _operands(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and per row the mean and 1 / sqrt(var + eps)."""
+    """y, and per row the mean and 1 / sqrt(var + eps), with a last axis of size 1."""
+    if x.dtype in _ONE_DTYPE:  # then every operand has it: the common call pays for no conversion
+        return torch.native_layer_norm(x, weight.shape, weight, bias, eps)
     operand, scale, shift = _operands(x, weight, bias)
-    y, mean, rstd = torch.native_layer_norm(operand, x.shape[-1:], scale, shift, eps)
-    return y.to(x.dtype), mean.view(-1), rstd.view(-1)
+    y, mean, rstd = torch.native_layer_norm(operand, weight.shape, scale, shift, eps)
+    return y.to(x.dtype), mean, rstd
 
 
 def backward(
@@ -64,7 +68,7 @@ def _backward_low_precision(
     """dx from the native kernel; the parameters' gradients summed in float32, where its own sums are in x's dtype."""
     dx, _, _ = _native_backward(dy, x, weight.to(mean.dtype), mean, rstd, has_bias, False)
     rows = (-1, x.shape[-1])
-    normed = torch.sub(x.reshape(rows), mean[:, None]).mul_(rstd[:, None])
+    normed = torch.sub(x.reshape(rows), mean.view(-1, 1)).mul_(rstd.view(-1, 1))
     dweight = normed.mul_(dy.reshape(rows)).sum(dim=0)
     dbias = dy.reshape(rows).sum(dim=0, dtype=mean.dtype).to(weight.dtype) if has_bias else None
     return dx, dweight.to(weight.dtype), dbias

@@ -56,7 +56,7 @@ def prepare(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scal
     if mask is not None:
         _checks.boolean_mask(OP, "mask", mask)
         _checks.broadcasts_to(OP, "mask", mask, tuple(x.shape))
-        _checks.same_device(OP, x=x, mask=mask)
+        _checks.same_device(OP, x, mask=mask)
         mask = _over_rows(mask, x)
     _autograd.refuse_transforms(OP, x)
     return x.contiguous(), mask, causal, float(scale)
