@@ -102,8 +102,8 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
 def partial_rows(device_index: int, rows: int, rows_per_block: int) -> int:
     """How many blocks share the rows of a sum over rows; each leaves one partial row.
 
-    At least four rows for each group of threads, so that partial rows stay a small part of the traffic, and no more blocks
-    than run at once. The result depends on the device, so sums are equal bit for bit on equal devices.
+    At least four rows for each group of threads, so that partial rows stay a small part of the traffic, and no more
+    blocks than run at once. The result depends on the device, so sums are equal bit for bit on equal devices.
     """
     wanted = -(-rows // (ROWS_PER_THREAD_GROUP * rows_per_block))
     return min(wanted, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device_index))

@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS)
       sums.add(0, v, column, dweight_terms);
       sums.add(1, v, column, dbias_terms);
     });
-    const float mean_g = Layout::template reduce<Sum>(sum_g, shared) * inverse_columns;
-    const float mean_gx = Layout::template reduce<Sum>(sum_gx, shared) * inverse_columns;
+    const float2 row_sums = Layout::sum_pair(sum_g, sum_gx, shared);
+    const float mean_g = row_sums.x * inverse_columns, mean_gx = row_sums.y * inverse_columns;
 
     Layout::for_each_vector(columns, [&](int v, int column) {
       if (!Layout::HELD) read(v, column);

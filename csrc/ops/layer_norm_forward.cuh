@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS)
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
   SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::WARPS);
+  float* scratch = shared.take<float>(Layout::SCRATCH);
   const int64_t row = Layout::first_row();
   if (row >= rows) return;
   const float inverse_columns = 1.0f / static_cast<float>(columns);
@@ -40,19 +40,25 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS)
 #pragma unroll
     for (int i = 0; i < V; ++i) sum += to_float(held[v][i]);
   });
-  const float mean = Layout::template reduce<Sum>(sum, scratch) * inverse_columns;
+  const float rough_mean = Layout::template reduce<Sum>(sum, scratch) * inverse_columns;
 
-  // Centred: with a mean of 1e6 the squares of x itself would leave no digits for the variance.
-  float squares = 0.0f;
+  // Centred: with a mean of 1e6 the squares of x itself would leave no digits for the variance. The sum of what is left
+  // after centring is the rounding error of the mean, times N; it corrects both.
+  float squares = 0.0f, rest = 0.0f;
   Layout::for_each_vector(columns, [&](int v, int column) {
     if (!Layout::HELD) held[v] = input.template load_again<V>(row, column);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const float centred = to_float(held[v][i]) - mean;
+      const float centred = to_float(held[v][i]) - rough_mean;
+      rest += centred;
       squares += centred * centred;
     }
   });
-  const float rstd = rsqrtf(Layout::template reduce<Sum>(squares, scratch) * inverse_columns + eps);
+  const float2 sums = Layout::sum_pair(squares, rest, scratch);
+  const float correction = sums.y * inverse_columns;
+  const float mean = rough_mean + correction;
+  const float variance = fmaxf(sums.x * inverse_columns - correction * correction, 0.0f);
+  const float rstd = rsqrtf(variance + eps);
 
   Layout::for_each_vector(columns, [&](int v, int column) {
     if (!Layout::HELD) held[v] = input.template load_again<V>(row, column);

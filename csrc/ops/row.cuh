@@ -19,7 +19,8 @@ template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
   static constexpr int WARPS = THREADS / WARP_SIZE;
   static constexpr int ROWS_PER_BLOCK = WARPS == 1 ? 4 : 1;
   static constexpr int BLOCK_THREADS = THREADS * ROWS_PER_BLOCK;
-  static constexpr int SHARED_BYTES = shared_bytes_after<float>(WARPS);
+  static constexpr int SCRATCH = 2 * WARPS;  // floats of shared memory for the reductions
+  static constexpr int SHARED_BYTES = shared_bytes_after<float>(SCRATCH);
 
   static TK_DEVICE int thread() { return static_cast<int>(threadIdx.x) % THREADS; }
   static TK_DEVICE int column(int v) { return (v * THREADS + thread()) * VECTOR; }
@@ -39,7 +40,7 @@ template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
     }
   }
 
-  // Every thread of the row gets the result. `scratch` holds WARPS floats of shared memory.
+  // Every thread of the row gets the result. `scratch` holds SCRATCH floats of shared memory.
   template <class Operation> static TK_DEVICE float reduce(float value, float* scratch) {
     if constexpr (WARPS == 1) {
       return warp_reduce<Operation>(value);
@@ -47,21 +48,31 @@ template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
       return block_reduce<Operation, WARPS>(value, scratch);
     }
   }
+  static TK_DEVICE float2 sum_pair(float first, float second, float* scratch) {
+    if constexpr (WARPS == 1) {
+      return warp_sum_pair(make_float2(first, second));
+    } else {
+      return block_sum_pair<WARPS>(make_float2(first, second), scratch);
+    }
+  }
 };
 
-template <class T, int VECTOR, class F> void dispatch_width(int columns, F&& f) {
-  if (columns <= 256) return f(RowLayout<T, VECTOR, 8, 32>{});
-  if (columns <= 512) return f(RowLayout<T, VECTOR, 16, 32>{});
-  if (columns <= 1024) return f(RowLayout<T, VECTOR, 32, 32>{});
-  if (columns <= 4096) return f(RowLayout<T, VECTOR, 16, 256>{});
-  if (columns <= 8192) return f(RowLayout<T, VECTOR, 16, 512>{});
-  return f(RowLayout<T, VECTOR, 0, 512>{});
-}
-
-// Calls f(RowLayout<...>{}) with the layout for this width; 16-byte vectors only where every row allows them.
+// Calls f(RowLayout<...>{}) with the layout for this width; 16-byte vectors only where every row allows them. Single
+// elements need an instruction each, so their layouts give a thread fewer of them.
 template <class T, class F> void dispatch_row_layout(int columns, bool aligned, F&& f) {
-  if (aligned) return dispatch_width<T, ELEMENTS_PER_16_BYTES<T>>(columns, f);
-  return dispatch_width<T, 1>(columns, f);
+  constexpr int V = ELEMENTS_PER_16_BYTES<T>;
+  if (aligned) {
+    if (columns <= 256) return f(RowLayout<T, V, 8, 32>{});
+    if (columns <= 512) return f(RowLayout<T, V, 16, 32>{});
+    if (columns <= 1024) return f(RowLayout<T, V, 32, 32>{});
+    if (columns <= 4096) return f(RowLayout<T, V, 16, 256>{});
+    if (columns <= 8192) return f(RowLayout<T, V, 16, 512>{});
+    return f(RowLayout<T, V, 0, 512>{});
+  }
+  if (columns <= 256) return f(RowLayout<T, 1, 8, 32>{});
+  if (columns <= 1024) return f(RowLayout<T, 1, 8, 128>{});
+  if (columns <= 4096) return f(RowLayout<T, 1, 8, 512>{});
+  return f(RowLayout<T, 1, 0, 512>{});
 }
 
 // Whether all of these contiguous (M, columns) tensors allow 16-byte vectors; null pointers do.

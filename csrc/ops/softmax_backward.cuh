@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS)
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
   SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::WARPS);
+  float* scratch = shared.take<float>(Layout::SCRATCH);
   const int64_t row = Layout::first_row();
   if (row >= rows) return;
   dy += row * columns;

@@ -37,6 +37,33 @@ template <class Operation, int WARPS> TK_DEVICE float block_reduce(float value, 
   return result;
 }
 
+TK_DEVICE float2 warp_sum_pair(float2 values) {
+#pragma unroll
+  for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2) {
+    values.x += __shfl_xor_sync(ALL_LANES, values.x, distance);
+    values.y += __shfl_xor_sync(ALL_LANES, values.y, distance);
+  }
+  return values;
+}
+
+// Two sums for the barriers of one. `scratch` holds 2 * WARPS floats.
+template <int WARPS> TK_DEVICE float2 block_sum_pair(float2 values, float* scratch) {
+  values = warp_sum_pair(values);
+  __syncthreads();  // the previous reduction may still be reading scratch
+  if (threadIdx.x % WARP_SIZE == 0) {
+    scratch[threadIdx.x / WARP_SIZE] = values.x;
+    scratch[WARPS + threadIdx.x / WARP_SIZE] = values.y;
+  }
+  __syncthreads();
+  float2 result = make_float2(scratch[0], scratch[WARPS]);
+#pragma unroll
+  for (int warp = 1; warp < WARPS; ++warp) {
+    result.x += scratch[warp];
+    result.y += scratch[WARPS + warp];
+  }
+  return result;
+}
+
 #if defined(__CUDACC__)
 // Barriers 1 to 15 among `threads` threads of a block (a multiple of 32): sync waits, arrive only announces.
 TK_DEVICE void named_barrier_sync(int barrier, int threads) {
