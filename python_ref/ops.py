@@ -59,8 +59,8 @@ def dropout_keep(seed: Tensor, heads: int, rows: int, columns: int, p: float) ->
     group = torch.arange(math.ceil(columns / 4), device=seed.device).view(1, 1, -1)
     row = torch.arange(rows, device=seed.device).view(1, -1, 1)
     head = torch.arange(heads, device=seed.device).view(-1, 1, 1)
-    words = philox4x32(seed, (group, row, head, torch.zeros_like(group)))
-    words = torch.stack(words, dim=-1).reshape(heads, rows, -1)[..., :columns]  # (heads, rows, columns)
+    four = philox4x32(seed, (group, row, head, torch.zeros_like(group)))
+    words = torch.stack(four, dim=-1).reshape(heads, rows, -1)[..., :columns]  # (heads, rows, columns)
     return (words >> 8) >= round(p * 2**24)
 
 

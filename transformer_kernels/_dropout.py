@@ -69,15 +69,15 @@ def _philox_below(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, threshold: int
     Early rounds depend on one or two of the three coordinates only and stay small by broadcasting. Words are masked to
     32 bits just before they are multiplied; the high bits that an xor carries along until then do no harm.
     """
-    c3 = 0
+    c3: Tensor | int = 0
     for key0, key1 in keys:
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0 = _mixed(product1 >> 32, c1, key0)
         c2 = _mixed(product0 >> 32, c3, key1)
         c1, c3 = product1, product0
     words = out.view(*out.shape[:-1], -1, 4)
-    for i, word in enumerate((c0, c1, c2, c3)):
-        torch.lt(word if i in (0, 2) else word & WORD, threshold, out=words[..., i])
+    for i, word in enumerate((c0, c1 & WORD, c2, c3 & WORD)):
+        torch.lt(torch.as_tensor(word), threshold, out=words[..., i])
 
 
 def _mixed(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:

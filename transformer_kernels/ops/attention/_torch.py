@@ -276,9 +276,10 @@ def _backward_in_chunks(
     wide = lse.dtype
     dq, dk, dv = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v))
     drop = None if seed is None else _dropped(seed, q, k, dropout_p)
-    dbias = torch.zeros(attn_bias.shape, dtype=wide, device=q.device) if bias_needs_grad else None
+    wanted = attn_bias if bias_needs_grad else None
+    dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide, memory_format=torch.contiguous_format)
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), None if dbias is None else dbias.to(attn_bias.dtype)
+        return dq.zero_(), dk.zero_(), dv.zero_(), _as(dbias, wanted)
     for chunk in _chunks(q, k.shape[2]):
         seen = _part(visible, chunk)
         key, value = (_hide(_repeat_heads(x[chunk], heads), seen).to(wide) for x in (k, v))
@@ -297,9 +298,14 @@ def _backward_in_chunks(
         dv[chunk] = (kept.transpose(-2, -1) @ gradient).unflatten(1, (k.shape[1], -1)).sum(dim=2)
         dk[chunk] = (dscores.transpose(-2, -1) @ query).mul_(scale).unflatten(1, (k.shape[1], -1)).sum(dim=2)
         dq[chunk] = (dscores @ key).mul_(scale)
-        if dbias is not None:
-            _part(dbias, chunk).add_(dscores.sum_to_size(_part(dbias, chunk).shape))
-    return dq, dk, dv, None if dbias is None else dbias.to(attn_bias.dtype)
+        if (part := _part(dbias, chunk)) is not None:
+            part.add_(dscores.sum_to_size(part.shape))
+    return dq, dk, dv, _as(dbias, wanted)
+
+
+def _as(x: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """x in the dtype of `like`; neither is there without the other."""
+    return None if x is None or like is None else x.to(like.dtype)
 
 
 def _hide(x: Tensor, visible: Tensor | None) -> Tensor:

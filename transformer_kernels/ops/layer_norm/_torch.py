@@ -18,7 +18,7 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _operands(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+def _operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Operands in dtypes whose native kernel keeps float32 statistics.
 
     On the CPU that is a low-precision x with float32 parameters; on a CUDA device, where the kernel takes one dtype
@@ -26,10 +26,10 @@ def _operands(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...
     """
     wide = _statistics_dtype(x)
     if x.device.type == "cpu":
-        return x, *(None if parameter is None else parameter.to(wide) for parameter in parameters)
-    if any(parameter is not None and parameter.dtype is not x.dtype for parameter in parameters):
-        return x.to(wide), *(None if parameter is None else parameter.to(wide) for parameter in parameters)
-    return x, *parameters
+        return x, weight.to(wide), None if bias is None else bias.to(wide)
+    if weight.dtype is not x.dtype or (bias is not None and bias.dtype is not x.dtype):
+        return x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
+    return x, weight, bias
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,7 +47,7 @@ def backward(
     """dx, dweight, dbias."""
     if x.dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu":
         return _backward_low_precision(dy, x, weight, mean, rstd, has_bias)
-    operand, scale = _operands(x, weight)
+    operand, scale, _ = _operands(x, weight, None)
     dx, dweight, dbias = _native_backward(dy.to(operand.dtype), operand, scale, mean, rstd, has_bias, True)
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype) if has_bias else None
 

@@ -21,11 +21,10 @@ def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tenso
     scores = x if scale == 1.0 else x.to(wide) * scale
     if mask is None and not causal:
         return torch.softmax(scores, dim=-1).to(x.dtype)
-    visible = None if mask is None else mask.reshape(x.shape)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.reshape(x.shape), -math.inf)
     if causal:
-        triangle = causal_mask(x.shape[-2], x.shape[-1], x.device)
-        visible = triangle if visible is None else visible & triangle
-    scores = scores.masked_fill(~visible, -math.inf)
+        scores = scores.masked_fill(~causal_mask(x.shape[-2], x.shape[-1], x.device), -math.inf)
     return aten._safe_softmax.default(scores, -1).to(x.dtype)
 
 
