@@ -12,6 +12,12 @@ INTERPRET = tl.constexpr(_triton.interpreting())
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+ONE_OVER_SQRT_2_PI = tl.constexpr(0.3989422804014327)
+TANH_CUBIC = tl.constexpr(0.044715)
+
+TAIL_SLOPE = tl.constexpr(0.375 * 0.7071067811865476)
+"""erfc(z) exp(z^2) is smooth in t = 1 / (1 + 0.375 z); here z = |x| / sqrt(2)."""
 
 
 @triton.jit
@@ -76,3 +82,64 @@ def keep_by_column(seed, group, row, head, threshold):
     pairs = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))  # [R, G, 2, 2]: word 2 i + j at [i, j]
     words = tl.reshape(pairs, (word_0.shape[0], 4 * word_0.shape[1]))  # [R, 4 G]
     return (words >> 8).to(tl.int32) >= threshold
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x within 1 ulp by one instruction, for x whose reciprocal is not denormal; infinity gives 0."""
+    if INTERPRET:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def normal_cdf_and_gaussian(x):
+    """Phi(x), the normal distribution function, and exp(-x^2 / 2), in fp32.
+
+    Phi(-|x|) = erfc(z) / 2 = P(t) exp(-z^2) / 2 with z = |x| / sqrt(2), t = 1 / (1 + 0.375 z) and a polynomial P of
+    degree 9, fitted for the least relative error on 0 <= z <= 10 (1.2e-8). One exponential serves the function, its
+    tail (which keeps its relative precision, where 1 + erf(x) cancels) and, in the backward pass, its derivative.
+    """
+    gaussian = tl.exp2(x * x * (-0.5 * LOG2_E))
+    t = reciprocal(1.0 + TAIL_SLOPE * tl.abs(x))
+    tail = 0.061538394540548325
+    tail = tail * t - 0.2873292565345764
+    tail = tail * t + 0.4323970675468445
+    tail = tail * t - 0.22941170632839203
+    tail = tail * t + 0.27372366189956665
+    tail = tail * t + 0.12150534987449646
+    tail = tail * t + 0.20531339943408966
+    tail = tail * t + 0.21064965426921844
+    tail = tail * t + 0.2116134762763977
+    lower = 0.5 * tail * t * gaussian
+    return tl.where(x > 0.0, 1.0 - lower, lower), gaussian
+
+
+@triton.jit
+def gelu_value(x, TANH: tl.constexpr):
+    """x Phi(x), or with TANH its approximation x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): fp32 in and out."""
+    if TANH:
+        return x * tanh_gate(x)[0]
+    return x * normal_cdf_and_gaussian(x)[0]
+
+
+@triton.jit
+def gelu_slope(x, TANH: tl.constexpr):
+    """The derivative of `gelu_value`: Phi(x) + x phi(x), or s + 2 x s (1 - s) u' with the approximation's sigmoid s."""
+    if TANH:
+        gate, gate_slope = tanh_gate(x)
+        return gate + x * gate_slope
+    cdf, gaussian = normal_cdf_and_gaussian(x)
+    return cdf + x * gaussian * ONE_OVER_SQRT_2_PI
+
+
+@triton.jit
+def tanh_gate(x):
+    """(1 + tanh(u)) / 2 = sigmoid(2 u) and its derivative, from exp(-2 |u|), which neither overflows nor cancels."""
+    square = x * x
+    u = SQRT_2_OVER_PI * x * (1.0 + TANH_CUBIC * square)
+    decay = tl.exp2(tl.abs(u) * (-2.0 * LOG2_E))
+    inverse = reciprocal(1.0 + decay)
+    gate = tl.where(x > 0.0, inverse, decay * inverse)
+    u_slope = SQRT_2_OVER_PI * (1.0 + 3.0 * TANH_CUBIC * square)
+    return gate, 2.0 * decay * inverse * inverse * u_slope

@@ -9,7 +9,7 @@ from transformer_kernels import _triton
 from transformer_kernels._triton import Configuration, RowTile
 from transformer_kernels._triton_language import from_fp32
 
-NARROW_TILE = RowTile(rows=64, columns=32, num_warps=4)
+NARROW_TILE = RowTile(rows=128, columns=32, num_warps=8)
 """Up to WIDE columns there are hundreds of partial rows: few columns a program, for enough programs."""
 
 WIDE_TILE = RowTile(rows=16, columns=256, num_warps=4)

@@ -1,0 +1,96 @@
+"""GELU in Triton: flat tensors, 16-byte accesses, fp32 arithmetic."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels import _triton
+from transformer_kernels._triton import Configuration
+from transformer_kernels._triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
+from transformer_kernels.ops.gelu._triton_table import BACKWARD, FORWARD
+
+
+@triton.jit(do_not_specialize=["count"])
+def gelu_forward_kernel(x, y, count, TANH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns BLOCK_N elements; only the last one pays for a mask, so any count is read in 16-byte vectors."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK_N
+    lanes = tl.arange(0, BLOCK_N)
+    x += start
+    y += start
+    if start + BLOCK_N <= count:
+        values = to_fp32(tl.load(x + lanes))  # [BLOCK_N]
+        tl.store(y + lanes, from_fp32(gelu_value(values, TANH), y.dtype.element_ty))
+    else:
+        inside = lanes < count - start
+        values = to_fp32(tl.load(x + lanes, mask=inside, other=0.0))
+        tl.store(y + lanes, from_fp32(gelu_value(values, TANH), y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gelu_backward_kernel(dy, x, dx, count, TANH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns BLOCK_N elements: dx = dy * gelu'(x)."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK_N
+    lanes = tl.arange(0, BLOCK_N)
+    dy += start
+    x += start
+    dx += start
+    if start + BLOCK_N <= count:
+        gradient = to_fp32(tl.load(dy + lanes))  # [BLOCK_N]
+        values = to_fp32(tl.load(x + lanes))
+        tl.store(dx + lanes, from_fp32(gradient * gelu_slope(values, TANH), dx.dtype.element_ty))
+    else:
+        inside = lanes < count - start
+        gradient = to_fp32(tl.load(dy + lanes, mask=inside, other=0.0))
+        values = to_fp32(tl.load(x + lanes, mask=inside, other=0.0))
+        tl.store(dx + lanes, from_fp32(gradient * gelu_slope(values, TANH), dx.dtype.element_ty), mask=inside)
+
+
+def unsupported(x: Tensor, approximate: str) -> str | None:
+    """The reason why these kernels do not take the call, or None."""
+    return _triton.unsupported_dtype(x.dtype)
+
+
+def forward(x: Tensor, approximate: str) -> Tensor:
+    """y = gelu(x)."""
+    count = x.numel()
+    tile = FORWARD.find(_triton.capability(x.device), x.element_size(), count)
+    y = torch.empty_like(x)
+    with _triton.launching_on(x.device):
+        gelu_forward_kernel[(triton.cdiv(count, tile.columns),)](
+            x, y, count, approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
+        )
+    return y
+
+
+def backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
+    """dx = dy * gelu'(x)."""
+    count = x.numel()
+    tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), count)
+    dx = torch.empty_like(x)
+    with _triton.launching_on(x.device):
+        gelu_backward_kernel[(triton.cdiv(count, tile.columns),)](
+            dy, x, dx, count, approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
+        )
+    return dx
+
+
+def configurations() -> list[Configuration]:
+    """Every compilation that the tables lead to, for the ahead-of-time report."""
+    return [
+        _triton.configuration(
+            f"gelu {direction} {approximate} {_triton.TYPE_NAMES[dtype]}",
+            kernel,
+            {**dict.fromkeys(("dy", "x", "y", "dx"), dtype), "count": "i32", "TANH": approximate == "tanh"},
+            tile,
+            capability,
+        )
+        for direction, kernel, table in (
+            ("forward", gelu_forward_kernel, FORWARD),
+            ("backward", gelu_backward_kernel, BACKWARD),
+        )
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for capability in table.capabilities(dtype.itemsize)
+        for _, tile in table.entries(capability, dtype.itemsize)
+        for approximate in ("none", "tanh")
+    ]
