@@ -215,8 +215,10 @@ def test_padding_mask_of_one_sequence():
 def test_causal_needs_no_mask():
     ours, theirs = attention_pair()
     x = torch.randn(2, 5, 12)
-    expected = theirs(x, x, x, attn_mask=CAUSAL)[0]
-    torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], expected, rtol=1e-5, atol=1e-6)
+    expected = theirs(x, x, x, attn_mask=CAUSAL)
+    results = ours(x, x, x, is_causal=True, need_weights=True)
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_come_only_when_asked_for():
@@ -229,10 +231,11 @@ def test_weights_come_only_when_asked_for():
     torch.testing.assert_close(single, weights[0], rtol=1e-5, atol=1e-6)
 
 
-def test_query_that_sees_no_key_gets_the_output_bias():
+@pytest.mark.parametrize(("name", "shape"), [("key_padding_mask", (2, 5)), ("attn_mask", (5, 5))])
+def test_query_that_sees_no_key_gets_the_output_bias(name, shape):
     ours, _ = attention_pair()
     x = torch.randn(2, 5, 12, requires_grad=True)
-    out, weights = ours(x, x, x, key_padding_mask=torch.ones(2, 5, dtype=torch.bool), need_weights=True)
+    out, weights = ours(x, x, x, need_weights=True, **{name: torch.ones(shape, dtype=torch.bool)})
     assert torch.equal(out, ours.out_proj.bias.expand_as(out))
     assert not weights.any()
     out.sum().backward()

@@ -97,6 +97,8 @@ class Softmax(_WithBackend, torch.nn.Softmax):
         backend: see the module's docstring.
     """
 
+    dim: int
+
     def __init__(self, dim: int, *, backend: str | None = None) -> None:
         if not isinstance(dim, int):
             raise TypeError(f"Softmax: dim must be an integer; got {dim!r}")
@@ -202,6 +204,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
             dropout_p=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
+        assert isinstance(mixed, Tensor)  # a pair only with return_lse
         out = self.out_proj(self._join_heads(mixed, batched))
         weights = self._weights(q, k, real, bias, is_causal) if need_weights else None
         if weights is not None:

@@ -98,6 +98,12 @@ def test_classes_and_segments_are_configured():
         model(TOKENS, REAL, TOKENS % 2)
 
 
+def test_classifier_drops_out():
+    model = make(dropout=1.0)
+    assert model.hidden_states(TOKENS, REAL)[:, 0].all()  # the bias of the final LayerNorm
+    assert torch.equal(model(TOKENS, REAL), model.classifier.bias.expand(2, 2))
+
+
 def test_bad_masks_and_segments_are_refused():
     model = make()
     with pytest.raises(TypeError, match=r"padding_mask must be bool, True at real tokens; got torch\.int64"):
