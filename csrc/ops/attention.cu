@@ -47,6 +47,17 @@ Arguments common_arguments(int dtype, int64_t batches, int64_t query_heads, int6
   return arguments;
 }
 
+// Which kernels: the fastest that take the call, or for tests and benchmarks one family by name.
+enum class Path { AUTOMATIC = 0, GENERAL = 1, SHORT = 2 };
+
+bool takes_short(const Arguments& arguments, int path) {
+  const bool fits = arguments.head_dim <= 64 && arguments.key_length <= 256 && arguments.query_length <= 256 &&
+                    !arguments.grad_bias.data;
+  if (static_cast<Path>(path) == Path::SHORT && !fits)
+    throw std::invalid_argument("attention: the short kernels take up to 256 queries and keys and head dimensions up to 64");
+  return fits && static_cast<Path>(path) != Path::GENERAL;
+}
+
 // Rows on 16 bytes let tiles be copied asynchronously; else they are read element by element.
 bool can_vectorize(const Arguments& arguments, int dtype) {
   const int64_t bytes = static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 2;
@@ -60,7 +71,8 @@ void attention_forward(int dtype, Address query, int64_t query_batch, int64_t qu
                        int64_t query_heads, int64_t key_heads, int64_t query_length, int64_t key_length,
                        int64_t head_dim, Address mask, Address bias, bool bias_is_float, int64_t bias_batch,
                        int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed, double dropout_p,
-                       double scale, bool causal, int64_t window, int device, Address stream) {
+                       double scale, bool causal, int64_t window, int device, Address stream,
+                       int path) {
   Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim, mask,
                                          bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
                                          dropout_p, scale, causal, window);
@@ -70,8 +82,13 @@ void attention_forward(int dtype, Address query, int64_t query_batch, int64_t qu
   arguments.out = output(out, query_length, query_heads, head_dim);
   arguments.lse = pointer<float>(lse);
   arguments.vectorized = can_vectorize(arguments, dtype);
+  const Stream place{device, static_cast<uintptr_t>(stream)};
   dispatch_dtype(dtype, [&](auto t) {
-    launch_forward<typename decltype(t)::type>(arguments, Stream{device, static_cast<uintptr_t>(stream)});
+    using T = typename decltype(t)::type;
+    if constexpr (sizeof(T) == 2) {
+      if (takes_short(arguments, path)) return launch_short_forward<T>(arguments, place);
+    }
+    launch_forward<T>(arguments, place);
   });
 }
 TK_EXPORT(attention_forward);
@@ -86,7 +103,8 @@ void attention_backward(int dtype, Address grad_out, int64_t grad_out_batch, int
                         int64_t query_heads, int64_t key_heads, int64_t query_length, int64_t key_length,
                         int64_t head_dim, Address mask, Address bias, bool bias_is_float, int64_t bias_batch,
                         int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed, double dropout_p,
-                        double scale, bool causal, int64_t window, int device, Address stream) {
+                        double scale, bool causal, int64_t window, int device, Address stream,
+                       int path) {
   Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim, mask,
                                          bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
                                          dropout_p, scale, causal, window);
@@ -103,9 +121,14 @@ void attention_backward(int dtype, Address grad_out, int64_t grad_out_batch, int
   arguments.lse = pointer<float>(lse);
   arguments.delta = pointer<float>(delta);
   arguments.vectorized = can_vectorize(arguments, dtype);
+  const Stream place{device, static_cast<uintptr_t>(stream)};
+  const float* lse_gradient = pointer<const float>(grad_lse);
   dispatch_dtype(dtype, [&](auto t) {
-    launch_backward<typename decltype(t)::type>(arguments, pointer<const float>(grad_lse),
-                                                Stream{device, static_cast<uintptr_t>(stream)});
+    using T = typename decltype(t)::type;
+    if constexpr (sizeof(T) == 2) {
+      if (takes_short(arguments, path)) return launch_short_backward<T>(arguments, lse_gradient, place);
+    }
+    launch_backward<T>(arguments, lse_gradient, place);
   });
 }
 TK_EXPORT(attention_backward);

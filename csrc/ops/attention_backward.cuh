@@ -12,7 +12,7 @@ struct BackwardShape {
   static constexpr bool WIDE = HEAD_DIM > 128;
   static constexpr bool FLOAT = sizeof(T) == 4;
   static constexpr int OWNED = FLOAT && WIDE ? 32 : 64;                                          // rows that a block owns
-  static constexpr int STREAMED = FLOAT ? (WIDE ? 16 : 32) : (HEAD_DIM > 64 ? 32 : 64);          // rows per step
+  static constexpr int STREAMED = FLOAT ? (HEAD_DIM > 64 ? 16 : 32) : (HEAD_DIM > 64 ? 32 : 64);  // rows per step
   static constexpr int COLUMNS = WIDE ? HEAD_DIM / 2 : HEAD_DIM;  // of dK and dV per block: more do not fit registers
   static constexpr int THREADS = OWNED / 16 * WARP_SIZE;
   static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; asking for more makes the compiler spill
@@ -64,14 +64,12 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const int key_head = head / (arguments.query_heads / arguments.key_heads);
   const T* key_rows = rows_of<T>(arguments.key, batch, key_head);
   const T* value_rows = rows_of<T>(arguments.value, batch, key_head);
-  const uint8_t* mask = arguments.key_padding_mask;
-  if (mask) mask += static_cast<int64_t>(batch) * arguments.key_length;
+  const uint8_t* mask = padding_of(arguments, batch);
 
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
   const int block_query = query_tile * QUERIES, warp_row = threadIdx.x / WARP_SIZE * 16;
   const int warp_query = block_query + warp_row;
   const Interval keys[2] = {keys_seen_by(arguments, warp_query + g), keys_seen_by(arguments, warp_query + g + 8)};
-  const Interval seen_by_warp{keys_seen_by(arguments, warp_query + 15).first, keys_seen_by(arguments, warp_query).last};
   const Interval seen_by_block{keys_seen_by(arguments, block_query + QUERIES - 1).first,
                                keys_seen_by(arguments, block_query).last};
   const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
@@ -113,8 +111,6 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     __syncthreads();
 
     const bool block_edge = first_key < seen_by_block.first || last_key > seen_by_block.last;
-    const bool warp_edge =
-        first_key < seen_by_warp.first || last_key > seen_by_warp.last || bits != ALL_KEYS<KEYS>;
     if (block_edge) quarantine<KEYS, THREADS>(k, tainted);
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
     multiply_transposed<KEYS>(scores, queries, warp_row, k);        // [16, KEYS]
@@ -133,7 +129,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
         if (EXTRAS) gradients[n][e] = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
         gradients[n][e] = probability<EXTRAS>(scores[n][e], lse[e / 2], factor) * (gradients[n][e] - delta[e / 2]);
       }
-    if (warp_edge) {
+    if (block_edge || bits != ALL_KEYS<KEYS>) {
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
@@ -181,8 +177,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const int key_head = blockIdx.x / PARTS / key_tiles % arguments.key_heads;
   const int batch = blockIdx.x / PARTS / key_tiles / arguments.key_heads;
   const int group = arguments.query_heads / arguments.key_heads;
-  const uint8_t* mask = arguments.key_padding_mask;
-  if (mask) mask += static_cast<int64_t>(batch) * arguments.key_length;
+  const uint8_t* mask = padding_of(arguments, batch);
 
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
   const int block_key = key_tile * KEYS, warp_row = threadIdx.x / WARP_SIZE * 16, warp_key = block_key + warp_row;
@@ -314,8 +309,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     if (first_key > keys_seen_by(arguments, last_query).last ||
         first_key + KEYS <= keys_seen_by(arguments, block_query).first)
       continue;
-    const uint8_t* mask = arguments.key_padding_mask;
-    if (mask) mask += static_cast<int64_t>(batch) * arguments.key_length;
+    const uint8_t* mask = padding_of(arguments, batch);
     const uint64_t bits = real_keys<KEYS>(mask, first_key, arguments.key_length);
     const int key_head = head / (arguments.query_heads / arguments.key_heads);
     load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,

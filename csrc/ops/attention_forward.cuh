@@ -12,6 +12,7 @@ struct ForwardShape {
   static constexpr int QUERIES = sizeof(T) == 4 && WIDE ? 32 : 64;
   static constexpr int KEYS = sizeof(T) == 4 ? (WIDE ? 16 : 32) : (WIDE ? 32 : 64);
   static constexpr int THREADS = QUERIES / 16 * WARP_SIZE;
+  static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; asking for more makes the compiler spill
   static constexpr int SHARED_BYTES =
       shared_bytes_after<uint8_t>(KEYS, (QUERIES + 4 * KEYS) * HEAD_DIM * static_cast<int>(sizeof(T)));
 };
@@ -46,10 +47,96 @@ struct OnlineSoftmax {
   }
 };
 
-// One block owns QUERIES queries of one head; each warp owns 16 of them. EXTRAS: a bias, dropout, a scale that is not positive,
-// or fp32. Causality, window, padding and odd lengths touch only the tiles on their edge.
+// What a warp computes for its 16 queries of one head.
+template <class T, int HEAD_DIM, bool SCALED>
+struct AttendedRows {
+  const Arguments& arguments;
+  int batch, head, first_query;
+  Interval keys[2];       // that this lane's rows see
+  Interval seen_by_warp;  // keys in here need no mask
+  float out[HEAD_DIM / 8][4] = {};
+  OnlineSoftmax softmax;
+  float poison[2] = {0.f, 0.f};  // NaN for a row that sees a value of inf or NaN which others may not see
+
+  TK_DEVICE AttendedRows(const Arguments& arguments_, int batch_, int head_, int first_query_)
+      : arguments(arguments_), batch(batch_), head(head_), first_query(first_query_) {
+    const int g = threadIdx.x % WARP_SIZE / 4;
+    for (int half = 0; half < 2; ++half) keys[half] = keys_seen_by(arguments, first_query + g + 8 * half);
+    seen_by_warp = {keys_seen_by(arguments, first_query + 15).first, keys_seen_by(arguments, first_query).last};
+  }
+
+  // Takes in KEYS keys. `queries` holds the rows from tile_row on; `tainted` comes from quarantine(v), or is null.
+  template <int KEYS>
+  TK_DEVICE void add(Tile<T, HEAD_DIM> queries, int tile_row, Tile<T, HEAD_DIM> k, Tile<T, HEAD_DIM> v, int first_key,
+                     uint64_t bits, const uint8_t* tainted) {
+    float scores[KEYS / 8][4] = {};
+    multiply_transposed<KEYS>(scores, queries, tile_row, k);  // [16, KEYS]
+    if constexpr (SCALED) {
+      scale_scores(scores, arguments.scale);
+      if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
+    }
+    if (tainted || first_key < seen_by_warp.first || first_key + KEYS - 1 > seen_by_warp.last || bits != ALL_KEYS<KEYS>)
+      hide(scores, first_key, bits, tainted);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor = SCALED ? LOG2_E : arguments.scale * LOG2_E;
+      const float shrink = softmax.template update<SCALED>(scores, half, factor);
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / 8; ++n) {
+        out[n][2 * half] *= shrink;
+        out[n][2 * half + 1] *= shrink;
+      }
+    }
+    if (SCALED && arguments.dropout.seed) {
+      const uint32_t kept =
+          kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, first_query, first_key);
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[n][e] = kept >> (4 * n + e) & 1 ? scores[n][e] : 0.f;
+    }
+    multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM]
+  }
+
+  template <int TILES>
+  TK_DEVICE void hide(float (&scores)[TILES][4], int first_key, uint64_t bits, const uint8_t* tainted) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
+        if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1)) {
+          scores[n][e] = -INFINITY;
+        } else if (tainted && tainted[column]) {
+          poison[e / 2] = NAN;
+        }
+      }
+  }
+
+  // Divides by the sums and writes out and lse. The warp's rows of `staging` are overwritten.
+  TK_DEVICE void finish(Tile<T, HEAD_DIM> staging, int tile_row) {
+    const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+    float normaliser[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = quad_sum(softmax.total[half]), seen = quad_sum(poison[half]);
+      const int query = first_query + g + 8 * half;
+      normaliser[half] = total == 0.f ? 0.f : arguments.dropout.keep_scale / total + seen;
+      if (t != 0 || query >= arguments.query_length) continue;
+      const float natural = SCALED ? softmax.maximum[half] : softmax.maximum[half] * arguments.scale;
+      arguments.lse[(static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + query] =
+          total == 0.f ? -INFINITY : natural + logf(total);
+    }
+    store_fragment<HEAD_DIM>(out, normaliser, staging, tile_row, rows_of<T>(arguments.out, batch, head),
+                             arguments.out.row, first_query, arguments.query_length, 0, arguments);
+  }
+};
+
+// One block owns QUERIES queries of one head; each warp owns 16 of them. EXTRAS: a bias, dropout, a scale that is not
+// positive, or fp32. Causality, window, padding and odd lengths touch only the tiles on their edge.
 template <class T, int HEAD_DIM, bool EXTRAS>
-__global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS)
+__global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, ForwardShape<T, HEAD_DIM>::BLOCKS)
     attention_forward_kernel(const Arguments arguments) {
   using Shape = ForwardShape<T, HEAD_DIM>;
   constexpr int QUERIES = Shape::QUERIES, KEYS = Shape::KEYS, THREADS = Shape::THREADS;
@@ -66,18 +153,12 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS)
   const int key_head = head / (arguments.query_heads / arguments.key_heads);
   const T* key_rows = rows_of<T>(arguments.key, batch, key_head);
   const T* value_rows = rows_of<T>(arguments.value, batch, key_head);
-  const uint8_t* mask = arguments.key_padding_mask;
-  if (mask) mask += static_cast<int64_t>(batch) * arguments.key_length;
+  const uint8_t* mask = padding_of(arguments, batch);
 
-  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
   const int block_query = query_tile * QUERIES, warp_row = threadIdx.x / WARP_SIZE * 16;
-  const int warp_query = block_query + warp_row;
-  const Interval keys[2] = {keys_seen_by(arguments, warp_query + g), keys_seen_by(arguments, warp_query + g + 8)};
-  // Keys in [seen_by_all.first, seen_by_all.last] need no mask in this warp, and in this block respectively.
-  const Interval seen_by_warp{keys_seen_by(arguments, warp_query + 15).first, keys_seen_by(arguments, warp_query).last};
-  const Interval seen_by_block{keys_seen_by(arguments, block_query + QUERIES - 1).first,
-                               keys_seen_by(arguments, block_query).last};
+  AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row);
   const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
+  const Interval seen_by_block{keys_seen_by(arguments, last_query).first, keys_seen_by(arguments, block_query).last};
   const int tiles = (keys_seen_by(arguments, last_query).last + KEYS) / KEYS;
 
   uint64_t bits = 0, next_bits = 0;
@@ -92,78 +173,24 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS)
   if (tile < tiles) load_keys_and_values(tile, 0, bits);
   copy_async_commit();
 
-  float out[HEAD_DIM / 8][4] = {};
-  OnlineSoftmax softmax;
-  float poison[2] = {0.f, 0.f};  // NaN for a row that sees a value of inf or NaN in a tile that others may not see
-  const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
   for (int stage = 0; tile < tiles; stage ^= 1) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
-    const int first_key = tile * KEYS, last_key = first_key + KEYS - 1;
+    const int first_key = tile * KEYS;
     const int following = next_tile<KEYS>(mask, tile + 1, tiles, arguments.key_length, next_bits);
     if (following < tiles) load_keys_and_values(following, stage ^ 1, next_bits);
     copy_async_commit();
     copy_async_wait<1>();
     __syncthreads();
-
-    const bool block_edge = first_key < seen_by_block.first || last_key > seen_by_block.last;
-    if (block_edge) quarantine<KEYS, THREADS>(v, tainted);
-    float scores[KEYS / 8][4] = {};
-    multiply_transposed<KEYS>(scores, queries, warp_row, k);  // [16, KEYS]
-    if constexpr (EXTRAS) {
-      scale_scores(scores, arguments.scale);
-      if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
-    }
-    if (first_key < seen_by_warp.first || last_key > seen_by_warp.last || bits != ALL_KEYS<KEYS>) {
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
-          if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1)) {
-            scores[n][e] = -INFINITY;
-          } else if (block_edge && tainted[column]) {
-            poison[e / 2] = NAN;
-          }
-        }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float shrink = softmax.template update<EXTRAS>(scores, half, factor);
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n) {
-        out[n][2 * half] *= shrink;
-        out[n][2 * half + 1] *= shrink;
-      }
-    }
-    if (EXTRAS && arguments.dropout.seed) {
-      const uint32_t kept =
-          kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key);
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scores[n][e] = kept >> (4 * n + e) & 1 ? scores[n][e] : 0.f;
-    }
-    multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM]
+    const bool edge = first_key < seen_by_block.first || first_key + KEYS - 1 > seen_by_block.last;
+    if (edge) quarantine<KEYS, THREADS>(v, tainted);
+    rows.template add<KEYS>(queries, warp_row, k, v, first_key, bits, edge ? tainted : nullptr);
     __syncthreads();  // the next round copies into the stage read in this one
     tile = following;
     bits = next_bits;
   }
   copy_async_wait<0>();
   __syncthreads();  // without any tile, other threads' copies of Q may only have landed now
-
-  float normaliser[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float total = quad_sum(softmax.total[half]), seen = quad_sum(poison[half]);
-    const int query = warp_query + g + 8 * half;
-    normaliser[half] = total == 0.f ? 0.f : arguments.dropout.keep_scale / total + seen;
-    if (t != 0 || query >= arguments.query_length) continue;
-    const float natural = EXTRAS ? softmax.maximum[half] : softmax.maximum[half] * arguments.scale;
-    arguments.lse[(static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + query] =
-        total == 0.f ? -INFINITY : natural + logf(total);
-  }
-  store_fragment<HEAD_DIM>(out, normaliser, queries, warp_row, rows_of<T>(arguments.out, batch, head),
-                           arguments.out.row, warp_query, arguments.query_length, 0, arguments);
+  rows.finish(queries, warp_row);
 }
 
 template <class T>

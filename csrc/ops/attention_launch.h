@@ -10,6 +10,8 @@ namespace transformer_kernels::attention {
 
 template <class T> void launch_forward(const Arguments& arguments, Stream stream);
 template <class T> void launch_backward(const Arguments& arguments, const float* grad_lse, Stream stream);
+template <class T> void launch_short_forward(const Arguments& arguments, Stream stream);
+template <class T> void launch_short_backward(const Arguments& arguments, const float* grad_lse, Stream stream);
 
 inline dim3 grid_of(int64_t blocks) {
   if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("attention: too many tiles for one launch");

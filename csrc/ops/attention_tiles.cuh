@@ -25,6 +25,12 @@ TK_DEVICE T* rows_of(const StridedOutput& tensor, int batch, int head) {
   return static_cast<T*>(tensor.data) + batch * tensor.batch + head * tensor.head;
 }
 
+// This batch's row of the key padding mask, or null.
+TK_DEVICE const uint8_t* padding_of(const Arguments& arguments, int batch) {
+  const uint8_t* mask = arguments.key_padding_mask;
+  return mask ? mask + static_cast<int64_t>(batch) * arguments.key_length : nullptr;
+}
+
 // ---- who may see whom
 
 struct Interval {
@@ -65,7 +71,7 @@ template <int KEYS>
 TK_DEVICE uint64_t real_keys(const uint8_t* mask, int first, int key_length) {
   static_assert(KEYS <= 64, "one bit per key");
   if (!mask) return first + KEYS <= key_length ? ALL_KEYS<KEYS> : (1ull << (key_length - first)) - 1;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % WARP_SIZE;
   uint64_t bits = 0;
 #pragma unroll
   for (int part = 0; part < KEYS; part += 32) {
@@ -106,13 +112,14 @@ struct Tile {
 };
 
 // Starts copying ROWS rows from first_row on; rows from `row_end` on, rows whose bit is 0 and columns from head_dim on
-// become zeros. Rows that are not on 16 bytes are copied at once, element by element.
+// become zeros. Rows that are not on 16 bytes are copied at once, element by element. `thread` counts the threads that
+// take part.
 template <int ROWS, int THREADS, class T, int COLUMNS>
 TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, int first_row, int row_end, uint64_t bits,
-                      const Arguments& arguments) {
+                      const Arguments& arguments, int thread) {
   using Shape = Tile<T, COLUMNS>;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < ROWS * Shape::CHUNKS; i += THREADS) {
+  for (int i = thread; i < ROWS * Shape::CHUNKS; i += THREADS) {
     const int row = i / Shape::CHUNKS, column = i % Shape::CHUNKS * Shape::CHUNK;
     const bool real = first_row + row < row_end && (bits >> row & 1);
     const T* source = rows + (first_row + row) * stride + column;
@@ -137,6 +144,12 @@ TK_DEVICE void store_pair(T* destination, float first, float second) {
   } else {
     store_vector(destination, Vector<T, 2>{{first, second}});
   }
+}
+
+template <int ROWS, int THREADS, class T, int COLUMNS>
+TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, int first_row, int row_end, uint64_t bits,
+                         const Arguments& arguments) {
+  load_tile<ROWS, THREADS>(tile, rows, stride, first_row, row_end, bits, arguments, threadIdx.x);
 }
 
 // Writes a warp's 16 rows (first_row of the tile on) to global memory.
@@ -177,6 +190,30 @@ TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const flo
   store_rows(staged, tile_row, rows, stride, first_row, row_end, first_column, arguments);
 }
 
+// Writes a warp's fragment times `factor` straight to global memory, for parts too narrow to gather in shared memory.
+template <class T, int COLUMNS>
+TK_DEVICE void store_scaled(const float (&fragment)[COLUMNS / 8][4], float factor, T* rows, int64_t stride,
+                            int first_row, int row_end, int first_column, const Arguments& arguments) {
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + g + 8 * half;
+    if (row >= row_end) continue;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; ++n) {
+      const int column = first_column + 8 * n + 2 * t;
+      T* destination = rows + row * stride + column;
+      const float first = fragment[n][2 * half] * factor, second = fragment[n][2 * half + 1] * factor;
+      if (arguments.vectorized_output) {
+        if (column < arguments.head_dim) store_pair(destination, first, second);
+      } else {
+        if (column < arguments.head_dim) destination[0] = from_float<T>(first);
+        if (column + 1 < arguments.head_dim) destination[1] = from_float<T>(second);
+      }
+    }
+  }
+}
+
 // Replaces inf and NaN in a tile by zeros and notes the rows that held one. A product would carry them to rows that may
 // not see them, since 0 * NaN is NaN. All threads of the block take part; ends with a barrier.
 template <int ROWS, int THREADS, class T, int COLUMNS>
@@ -203,7 +240,7 @@ TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, uint8_t* tainted) {
 // c[16, N] += a[16 rows from a_row, COLUMNS] @ b[N, COLUMNS]^T
 template <int N, class T, int COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
 TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<T, COLUMNS> a, int a_row, Tile<T, COLUMNS> b) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int k = 0; k < COLUMNS / 16; ++k) {
     uint32_t left[4];
@@ -222,7 +259,7 @@ TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<T, COLUMNS> a, int
 template <int N, int COLUMNS, class T, int TILE_COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
 TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<T, TILE_COLUMNS> b,
                      int first_column) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int k = 0; k < N / 16; ++k) {
     const uint32_t left[4] = {
@@ -238,6 +275,43 @@ TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], 
   }
 }
 
+// c[16, COLUMNS] += a[16 rows from a_row, N] @ b[N, COLUMNS from first_column], both from shared memory
+template <int N, int COLUMNS, class T, int TILE_COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
+TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], Tile<T, N> a, int a_row, Tile<T, TILE_COLUMNS> b, int first_column) {
+  const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+  for (int k = 0; k < N / 16; ++k) {
+    uint32_t left[4];
+    ldmatrix_x4(left, a.chunk(a_row + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 16; ++n) {
+      uint32_t right[4];
+      ldmatrix_x4_transposed(right, b.chunk(16 * k + lane % 16, first_column / 8 + 2 * n + lane / 16));
+      mma_m16n8k16<T>(c[2 * n], left, right[0], right[1]);
+      mma_m16n8k16<T>(c[2 * n + 1], left, right[2], right[3]);
+    }
+  }
+}
+
+// c[16, COLUMNS] += a[N, 16 columns from a_column]^T @ b[N, COLUMNS]
+template <int N, class T, int A_COLUMNS, int COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
+TK_DEVICE void multiply_left_transposed(float (&c)[COLUMNS / 8][4], Tile<T, A_COLUMNS> a, int a_column,
+                                        Tile<T, COLUMNS> b) {
+  const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+  for (int k = 0; k < N / 16; ++k) {
+    uint32_t left[4];
+    ldmatrix_x4_transposed(left, a.chunk(16 * k + lane % 8 + lane / 16 * 8, a_column / 8 + lane / 8 % 2));
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 16; ++n) {
+      uint32_t right[4];
+      ldmatrix_x4_transposed(right, b.chunk(16 * k + lane % 16, 2 * n + lane / 16));
+      mma_m16n8k16<T>(c[2 * n], left, right[0], right[1]);
+      mma_m16n8k16<T>(c[2 * n + 1], left, right[2], right[3]);
+    }
+  }
+}
+
 TK_DEVICE float dot(const Vector<float, 4>& a, const Vector<float, 4>& b, float sum) {
   return fmaf(a[3], b[3], fmaf(a[2], b[2], fmaf(a[1], b[1], fmaf(a[0], b[0], sum))));
 }
@@ -246,7 +320,7 @@ TK_DEVICE float dot(const Vector<float, 4>& a, const Vector<float, 4>& b, float 
 template <int N, int COLUMNS>
 TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<float, COLUMNS> a, int a_row, Tile<float, COLUMNS> b) {
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
-#pragma unroll 2
+#pragma unroll(COLUMNS > 64 ? 1 : 2)
   for (int chunk = 0; chunk < COLUMNS / 4; ++chunk) {
     const Vector<float, 4> upper = load_vector<4>(a.chunk(a_row + g, chunk));
     const Vector<float, 4> lower = load_vector<4>(a.chunk(a_row + g + 8, chunk));
@@ -265,7 +339,7 @@ TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<float, COLUMNS> a,
 template <int N, int COLUMNS, int TILE_COLUMNS>
 TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<float, TILE_COLUMNS> b,
                      int first_column) {
-  const int lane = threadIdx.x % 32, t = lane % 4;
+  const int lane = threadIdx.x % WARP_SIZE, t = lane % 4;
 #pragma unroll
   for (int k = 0; k < N / 8; ++k)
 #pragma unroll 1

@@ -8,6 +8,9 @@ from torch import Tensor
 from transformer_kernels._extension import DTYPE_CODES, load, stream_of
 
 MAX_HEAD_DIM = 256
+PATHS = {"auto": 0, "general": 1, "short": 2}  # csrc/ops/attention.cu
+
+path = "auto"  # tests and benchmarks name the kernels that they mean
 
 
 def unsupported(
@@ -53,6 +56,7 @@ def forward(
         out.data_ptr(),
         lse.data_ptr(),
         *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
+        PATHS[path],
     )
     return out, lse
 
@@ -98,6 +102,7 @@ def backward(
         dv.data_ptr(),
         *((dbias.data_ptr(), *dbias.shape) if from_kernel else (0, 1, 1, 1, 1)),
         *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
+        PATHS[path],
     )
     return dq, dk, dv, dbias
 
@@ -109,7 +114,7 @@ def _empty_like_output(x: Tensor) -> Tensor:
 
 
 def _gradient_of_row_shift(dlse: Tensor | None, lse: Tensor, attn_bias: Tensor) -> Tensor:
-    """Of a bias with one value for all keys of a row: softmax does not see it, lse grows with it where a key is seen."""
+    """Of a bias with one value for all keys of a row: softmax ignores it, lse grows with it where a key is seen."""
     if dlse is None:
         return torch.zeros_like(lse[:1, :1, :1, None]).expand(attn_bias.shape)
     broadcast = [axis for axis, size in enumerate(attn_bias.shape[:3]) if size == 1]

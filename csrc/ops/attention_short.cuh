@@ -1,0 +1,284 @@
+// Short sequences (up to 256 keys and queries, head dimensions up to 64, 16-bit types): one block holds all keys and values
+// of a head in shared memory. The forward pass then needs no barrier between tiles; the backward pass computes the scores
+// once for all three gradients (five products instead of seven) and delta on the way: one launch instead of three.
+#pragma once
+#include "attention_backward.cuh"
+#include "attention_forward.cuh"
+
+namespace transformer_kernels::attention {
+
+template <class T, int HEAD_DIM, int KEYS_>
+struct ShortShape {
+  static constexpr int KEYS = KEYS_;  // all of them; padded
+  static constexpr int QUERIES = 64;  // per step of the backward pass
+  static constexpr int SCORE_KEYS = KEYS * HEAD_DIM > 128 * 64 ? 32 : 64;  // per block of scores there: registers decide
+  static constexpr int WARPS = KEYS < 128 ? 4 : 8;
+  static constexpr int THREADS = WARPS * WARP_SIZE;
+  static constexpr int ELEMENT = sizeof(T);
+  static constexpr int KEY_BYTES = shared_bytes_after<uint8_t>(KEYS, 2 * KEYS * HEAD_DIM * ELEMENT + KEYS / 8);
+  static constexpr int FORWARD_BYTES = shared_bytes_after<T, 1024>(16 * WARPS * HEAD_DIM, KEY_BYTES);
+  static constexpr int BACKWARD_BYTES = shared_bytes_after<float>(
+      QUERIES, shared_bytes_after<T, 1024>(4 * QUERIES * HEAD_DIM + 2 * QUERIES * KEYS, KEY_BYTES));
+};
+
+// The keys of one head, and what is known about them.
+template <class T, int HEAD_DIM, int KEYS>
+struct ResidentKeys {
+  Tile<T, HEAD_DIM> k, v;
+  uint64_t* bits;  // in shared memory; bit i of word w: key 64 * w + i is real
+
+  template <int THREADS>
+  TK_DEVICE void load(const Arguments& arguments, int batch, int key_head) {
+    const T* key_rows = rows_of<T>(arguments.key, batch, key_head);
+    const T* value_rows = rows_of<T>(arguments.value, batch, key_head);
+#pragma unroll
+    for (int block = 0; block < KEYS / 64; ++block) {
+      const int first_key = 64 * block;
+      const uint64_t real = first_key < arguments.key_length
+                                ? real_keys<64>(padding_of(arguments, batch), first_key, arguments.key_length)
+                                : 0;
+      if (threadIdx.x == 0) bits[block] = real;
+      load_tile<64, THREADS>(from(k, first_key), key_rows, arguments.key.row, first_key, arguments.key_length,
+                             real, arguments);
+      load_tile<64, THREADS>(from(v, first_key), value_rows, arguments.value.row, first_key, arguments.key_length,
+                             real, arguments);
+    }
+  }
+
+  static TK_DEVICE Tile<T, HEAD_DIM> from(Tile<T, HEAD_DIM> tile, int first_key) {
+    return {tile.data + first_key * HEAD_DIM};
+  }
+  TK_DEVICE uint64_t bits_from(int first_key) const { return bits[first_key / 64] >> first_key % 64; }
+};
+
+// One block owns one query head; each warp takes every WARPS-th slab of 16 queries.
+template <class T, int HEAD_DIM, int KEYS>
+__global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
+    attention_short_forward_kernel(const Arguments arguments) {
+  using Shape = ShortShape<T, HEAD_DIM, KEYS>;
+  constexpr int THREADS = Shape::THREADS;
+  SharedMemory shared;
+  ResidentKeys<T, HEAD_DIM, KEYS> keys;
+  keys.k.data = shared.take<T, 1024>(KEYS * HEAD_DIM);
+  keys.v.data = shared.take<T, 1024>(KEYS * HEAD_DIM);
+  keys.bits = shared.take<uint64_t>(KEYS / 64);
+  uint8_t* const tainted = shared.take<uint8_t>(KEYS);
+  const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(16 * Shape::WARPS * HEAD_DIM)};
+
+  const int head = blockIdx.x % arguments.query_heads, batch = blockIdx.x / arguments.query_heads;
+  const int warp_row = threadIdx.x / WARP_SIZE * 16;
+  keys.template load<THREADS>(arguments, batch, head / (arguments.query_heads / arguments.key_heads));
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();
+  const bool hides = arguments.causal || arguments.window;
+  if (hides) quarantine<KEYS, THREADS>(keys.v, tainted);
+
+  const Tile<T, HEAD_DIM> slab{queries.data + warp_row * HEAD_DIM};
+  for (int query = warp_row; query < arguments.query_length; query += 16 * Shape::WARPS) {
+    load_tile<16, WARP_SIZE>(slab, rows_of<T>(arguments.query, batch, head), arguments.query.row, query,
+                             arguments.query_length, ~0ull, arguments, threadIdx.x % WARP_SIZE);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncwarp();
+    AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query);
+    const Interval seen{keys_seen_by(arguments, query).first, keys_seen_by(arguments, query + 15).last};
+#pragma unroll 1
+    for (int first_key = 0; first_key < KEYS; first_key += 64) {
+      const uint64_t bits = keys.bits_from(first_key);
+      if (!bits || first_key > seen.last || first_key + 63 < seen.first) continue;
+      rows.template add<64>(slab, 0, keys.from(keys.k, first_key), keys.from(keys.v, first_key), first_key, bits,
+                            hides ? tainted + first_key : nullptr);
+    }
+    __syncwarp();
+    rows.finish(slab, 0);
+    __syncwarp();  // the next slab is copied over this one
+  }
+}
+
+// delta = rowsum(grad_out * out) - grad_lse of ROWS queries; grad_out is in shared memory.
+template <int ROWS, int THREADS, class T, int HEAD_DIM>
+TK_DEVICE void row_deltas(const Arguments& arguments, const float* grad_lse, int batch, int head, int first_query,
+                          Tile<T, HEAD_DIM> grad_out, float* delta) {
+  constexpr int LANES = THREADS / ROWS;
+  const int row = threadIdx.x / LANES, query = first_query + row;
+  float sum = 0.f;
+  if (query < arguments.query_length) {
+    const T* out = rows_of<T>(arguments.out, batch, head) + query * arguments.out.row;
+    for (int column = threadIdx.x % LANES; column < arguments.head_dim; column += LANES)
+      sum = fmaf(to_float(*grad_out.at(row, column)), to_float(out[column]), sum);
+    if (grad_lse && threadIdx.x % LANES == 0)
+      sum -= grad_lse[(static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + query];
+  }
+  sum = warp_reduce<Sum, LANES>(sum);
+  if (threadIdx.x % LANES == 0) delta[row] = sum;
+}
+
+// P (as dropped, without 1 / (1 - p)) and dS of 16 queries (tile rows from `row` on) and WIDTH keys.
+template <int WIDTH, class T, int HEAD_DIM, int KEYS>
+TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int head, int tile_query, int row,
+                                     int first_key, const ResidentKeys<T, HEAD_DIM, KEYS>& keys, Tile<T, HEAD_DIM> q,
+                                     Tile<T, HEAD_DIM> grad_out, const float* delta, const uint8_t* tainted,
+                                     Tile<T, KEYS> probabilities, Tile<T, KEYS> gradients) {
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+  const int first_query = tile_query + row;
+  const uint64_t bits = keys.bits_from(first_key) & ALL_KEYS<WIDTH>;
+  const bool hides = arguments.causal || arguments.window;
+  const bool any = bits && first_key <= keys_seen_by(arguments, first_query + 15).last &&
+                   first_key + WIDTH > keys_seen_by(arguments, first_query).first;
+  float scores[WIDTH / 8][4] = {}, grad_scores[WIDTH / 8][4] = {};
+  uint32_t kept = ~0u;
+  if (any) {
+    multiply_transposed<WIDTH>(scores, q, row, keys.from(keys.k, first_key));              // [16, WIDTH]
+    multiply_transposed<WIDTH>(grad_scores, grad_out, row, keys.from(keys.v, first_key));  // [16, WIDTH]: dP
+    scale_scores(scores, arguments.scale);
+    if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
+    if (arguments.dropout.seed)
+      kept = kept_query_rows<WIDTH>(arguments, batch * arguments.query_heads + head, first_query, first_key);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = first_query + g + 8 * half;
+    const bool real = any && query < arguments.query_length;
+    const Interval seen = real ? keys_seen_by(arguments, query) : Interval{1, 0};
+    const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
+    const float lse = real ? arguments.lse[statistics + query] : 0.f, row_delta = delta[row + g + 8 * half];
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; ++n) {
+      float p[2], ds[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = 8 * n + 2 * t + i, key = first_key + column, e = 2 * half + i;
+        const bool visible = key >= seen.first && key <= seen.last && (bits >> column & 1);
+        const bool survives = visible && (kept >> (4 * n + e) & 1);
+        const float probability_ = visible ? probability<true>(scores[n][e], lse, LOG2_E) : 0.f;
+        const float grad_p = survives ? grad_scores[n][e] * arguments.dropout.keep_scale : 0.f;
+        p[i] = survives ? probability_ : 0.f;
+        ds[i] = visible ? probability_ * (grad_p - row_delta) : 0.f;
+        if (hides && visible && tainted[key]) ds[i] = NAN;
+      }
+      store_pair(probabilities.at(row + g + 8 * half, first_key + 8 * n + 2 * t), p[0], p[1]);
+      store_pair(gradients.at(row + g + 8 * half, first_key + 8 * n + 2 * t), ds[0], ds[1]);
+    }
+  }
+}
+
+// One block owns one key head: its dK and dV, and dQ of every query head of its group. Per 64 queries, first each warp
+// computes blocks of 16 queries x SCORE_KEYS keys of P and dS into shared memory; then each warp adds to dK and dV of the keys
+// that it owns, and finishes a part of dQ.
+template <class T, int HEAD_DIM, int KEYS>
+__global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
+    attention_short_backward_kernel(const Arguments arguments, const float* grad_lse) {
+  using Shape = ShortShape<T, HEAD_DIM, KEYS>;
+  constexpr int QUERIES = Shape::QUERIES, SCORE_KEYS = Shape::SCORE_KEYS;
+  constexpr int WARPS = Shape::WARPS, THREADS = Shape::THREADS;
+  constexpr int OWNED = KEYS / 16 / WARPS;                  // slabs of 16 keys per warp
+  constexpr int COLUMNS = HEAD_DIM / (WARPS / (QUERIES / 16));  // of dQ per warp
+  SharedMemory shared;
+  ResidentKeys<T, HEAD_DIM, KEYS> keys;
+  keys.k.data = shared.take<T, 1024>(KEYS * HEAD_DIM);
+  keys.v.data = shared.take<T, 1024>(KEYS * HEAD_DIM);
+  keys.bits = shared.take<uint64_t>(KEYS / 64);
+  uint8_t* const tainted = shared.take<uint8_t>(KEYS);
+  T* const query_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
+  T* const grad_out_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
+  const Tile<T, KEYS> probabilities{shared.take<T, 1024>(QUERIES * KEYS)};
+  const Tile<T, KEYS> gradients{shared.take<T, 1024>(QUERIES * KEYS)};
+  float* const delta = shared.take<float>(QUERIES);
+
+  const int key_head = blockIdx.x % arguments.key_heads, batch = blockIdx.x / arguments.key_heads;
+  const int group = arguments.query_heads / arguments.key_heads;
+  const int tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
+  const int warp = threadIdx.x / WARP_SIZE;
+  const auto load_step = [&](int step) {
+    const int head = key_head * group + step / tiles, first_query = step % tiles * QUERIES;
+    const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
+    const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
+    load_tile<QUERIES, THREADS>(q, rows_of<T>(arguments.query, batch, head), arguments.query.row, first_query,
+                                arguments.query_length, ~0ull, arguments);
+    load_tile<QUERIES, THREADS>(grad_out, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
+                                first_query, arguments.query_length, ~0ull, arguments);
+    copy_async_commit();
+  };
+  keys.template load<THREADS>(arguments, batch, key_head);
+  load_step(0);
+
+  float grad_key[OWNED][HEAD_DIM / 8][4] = {}, grad_value[OWNED][HEAD_DIM / 8][4] = {};
+  for (int step = 0; step < tiles * group; ++step) {
+    const int head = key_head * group + step / tiles, first_query = step % tiles * QUERIES;
+    const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
+    const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
+    copy_async_wait<0>();
+    __syncthreads();  // also: the last step has been read, so its stage, P and dS may be overwritten
+    if (step + 1 < tiles * group) load_step(step + 1);
+    if (step == 0 && (arguments.causal || arguments.window)) quarantine<KEYS, THREADS>(keys.k, tainted);
+    row_deltas<QUERIES, THREADS>(arguments, grad_lse, batch, head, first_query, grad_out, delta);
+    __syncthreads();
+
+#pragma unroll 1
+    for (int block = warp; block < QUERIES / 16 * (KEYS / SCORE_KEYS); block += WARPS)
+      short_score_gradients<SCORE_KEYS>(arguments, batch, head, first_query, block % (QUERIES / 16) * 16,
+                                        block / (QUERIES / 16) * SCORE_KEYS, keys, q, grad_out, delta, tainted,
+                                        probabilities, gradients);
+    __syncthreads();
+
+#pragma unroll
+    for (int slab = 0; slab < OWNED; ++slab) {
+      const int own_key = (warp * OWNED + slab) * 16;
+      multiply_left_transposed<QUERIES>(grad_value[slab], probabilities, own_key, grad_out);  // [16 keys, HEAD_DIM]
+      multiply_left_transposed<QUERIES>(grad_key[slab], gradients, own_key, q);               // [16 keys, HEAD_DIM]
+    }
+    const int row = warp % (QUERIES / 16) * 16, column = warp / (QUERIES / 16) * COLUMNS;
+    float grad_query[COLUMNS / 8][4] = {};
+    multiply<KEYS, COLUMNS>(grad_query, gradients, row, keys.k, column);  // [16 queries, COLUMNS]
+    store_scaled<T, COLUMNS>(grad_query, arguments.scale, rows_of<T>(arguments.grad_query, batch, head),
+                             arguments.grad_query.row, first_query + row, arguments.query_length, column, arguments);
+  }
+  copy_async_wait<0>();
+  __syncthreads();
+  const float value_factors[2] = {arguments.dropout.keep_scale, arguments.dropout.keep_scale};
+  const float key_factors[2] = {arguments.scale, arguments.scale};
+#pragma unroll
+  for (int slab = 0; slab < OWNED; ++slab) {
+    const int own_key = (warp * OWNED + slab) * 16;
+    store_fragment<HEAD_DIM>(grad_value[slab], value_factors, keys.v, own_key,
+                             rows_of<T>(arguments.grad_value, batch, key_head), arguments.grad_value.row, own_key,
+                             arguments.key_length, 0, arguments);
+    store_fragment<HEAD_DIM>(grad_key[slab], key_factors, keys.k, own_key,
+                             rows_of<T>(arguments.grad_key, batch, key_head), arguments.grad_key.row, own_key,
+                             arguments.key_length, 0, arguments);
+  }
+}
+
+// Calls f(head dimension, keys) with the smallest compiled shape.
+template <class F>
+void dispatch_short(const Arguments& arguments, F&& f) {
+  const auto with_keys = [&](auto head_dim) {
+    if (arguments.key_length <= 64) return f(head_dim, Constant<64>{});
+    if (arguments.key_length <= 128) return f(head_dim, Constant<128>{});
+    f(head_dim, Constant<256>{});
+  };
+  arguments.head_dim <= 32 ? with_keys(Constant<32>{}) : with_keys(Constant<64>{});
+}
+
+template <class T>
+void launch_short_forward(const Arguments& arguments, Stream stream) {
+  dispatch_short(arguments, [&](auto head_dim, auto keys) {
+    using Shape = ShortShape<T, head_dim.value, keys.value>;
+    launch<attention_short_forward_kernel<T, head_dim.value, keys.value>>(
+        "attention_short_forward", grid_of(static_cast<int64_t>(arguments.batches) * arguments.query_heads),
+        Shape::THREADS, Shape::FORWARD_BYTES, stream, arguments);
+  });
+}
+
+template <class T>
+void launch_short_backward(const Arguments& arguments, const float* grad_lse, Stream stream) {
+  dispatch_short(arguments, [&](auto head_dim, auto keys) {
+    using Shape = ShortShape<T, head_dim.value, keys.value>;
+    launch<attention_short_backward_kernel<T, head_dim.value, keys.value>>(
+        "attention_short_backward", grid_of(static_cast<int64_t>(arguments.batches) * arguments.key_heads),
+        Shape::THREADS, Shape::BACKWARD_BYTES, stream, arguments, grad_lse);
+  });
+}
+
+}  // namespace transformer_kernels::attention

@@ -1,0 +1,210 @@
+"""What is particular to the CUDA attention kernels: each family of them, their schedules, and values nobody may see.
+
+The grid that every backend passes is in test_attention.py; it takes the kernels that suit each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from tests.support.arguments import dtype_id, normal
+from tests.support.parity import check_parity, require
+from transformer_kernels import _extension
+from transformer_kernels.ops.attention import _cuda
+
+HALF = (torch.float16, torch.bfloat16)
+SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("one_warp_ahead", 2), ("random", 1), ("random", 2)]
+
+
+@pytest.fixture(autouse=True)
+def _cuda_backend(device: torch.device) -> None:
+    require("attention", "cuda", device, torch.float32)
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(_cuda, "path", request.param)
+    return request.param
+
+
+@pytest.fixture
+def schedule(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Threads of a block run in another order."""
+    if not _extension.emulating():
+        pytest.skip("the device schedules its threads itself")
+    _extension.load().set_schedule(*request.param)
+    yield
+    _extension.load().set_schedule("lowest_first", 0)
+
+
+def make(
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: tuple[int, int],
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (2, 2),
+    width: int = 32,
+) -> dict[str, Any]:
+    return {
+        name: normal(batch, count, length, width, dtype=dtype, device=device, seed=seed)
+        for seed, (name, count, length) in enumerate(
+            [("q", heads[0], lengths[0]), ("k", heads[1], lengths[1]), ("v", heads[1], lengths[1])]
+        )
+    }
+
+
+def padding(batch: int, keys: int, device: torch.device) -> Tensor:
+    """The first row keeps all, the others keep fewer, the last one has holes and whole tiles of padding."""
+    kept = torch.arange(keys) < torch.linspace(keys, max(1, keys // 3), batch).long()[:, None]
+    kept[-1, 2::7] = False
+    return kept.to(device)
+
+
+both_paths = pytest.mark.parametrize("path", ["general", "short"], indirect=True)
+half = pytest.mark.parametrize("dtype", HALF, ids=dtype_id)
+
+
+@both_paths
+@half
+@pytest.mark.parametrize("width", [24, 64])
+@pytest.mark.parametrize("lengths", [(1, 1), (64, 64), (130, 70), (70, 200)], ids=str)
+def test_each_family_matches_reference(
+    path: str, dtype: torch.dtype, width: int, lengths: tuple[int, int], device: torch.device
+) -> None:
+    tensors = make(dtype, device, lengths, batch=1, width=width)
+    check_parity("attention", "cuda", tensors, {"causal": True, "return_lse": True})
+
+
+@both_paths
+@half
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_each_family_with_everything_together(
+    path: str, dtype: torch.dtype, causal: bool, device: torch.device
+) -> None:
+    tensors = make(dtype, device, (75, 150), heads=(4, 2), width=40)
+    tensors["key_padding_mask"] = padding(2, 150, device)
+    tensors["attn_bias"] = torch.randn(2, 1, 75, 150, device=device)
+    options = {"causal": causal, "window": 50, "dropout_p": 0.3, "return_lse": True}
+    check_parity("attention", "cuda", tensors, options, seed=5)
+
+
+@both_paths
+@half
+def test_each_family_reads_misaligned_rows(path: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = {
+        name: torch.randn(1, 2, 70, 59).to(dtype).to(device)[..., 3:36].requires_grad_() for name in ("q", "k", "v")
+    }
+    check_parity("attention", "cuda", tensors, {"causal": True})
+
+
+@half
+@pytest.mark.parametrize("width", [96, 128, 192])
+def test_wide_heads_with_everything_together(dtype: torch.dtype, width: int, device: torch.device) -> None:
+    tensors = make(dtype, device, (70, 100), heads=(2, 1), width=width)
+    tensors["key_padding_mask"] = padding(2, 100, device)
+    tensors["attn_bias"] = torch.randn(1, 2, 70, 100).to(dtype).to(device).requires_grad_()
+    check_parity("attention", "cuda", tensors, {"causal": True, "dropout_p": 0.2, "return_lse": True})
+
+
+@pytest.mark.parametrize("path", ["general", "short"], indirect=True)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": 20}], ids=["causal", "window"])
+def test_values_hidden_by_position_reach_nobody(
+    path: str, poison: float, options: dict[str, Any], device: torch.device
+) -> None:
+    """Inside one tile some rows see the poisoned key and others do not: 0 * NaN must not reach the latter."""
+    clean = make(torch.bfloat16, device, (70, 70), batch=1)
+    dirty = {name: value.detach().clone() for name, value in clean.items()}
+    for name in "kv":
+        dirty[name][:, :, 45, 3] = poison
+    dirty = {name: value.requires_grad_() for name, value in dirty.items()}
+    cotangent = torch.ones(1, 2, 70, 32, device=device).to(torch.bfloat16)
+    position = torch.arange(70, device=device)
+    sees = position >= 45 if "causal" in options else (position - 45).abs() < 20
+    cotangent[:, :, sees] = 0  # so that only rows that do not see key 45 have gradients
+    results = []
+    for tensors in (clean, dirty):
+        out = tk.attention(**tensors, **options, backend="cuda")
+        out.backward(cotangent)
+        results.append((out.detach()[:, :, ~sees], tensors["q"].grad[:, :, ~sees]))
+    assert all(torch.equal(want, got) for want, got in zip(*results, strict=True))
+    out = tk.attention(**dirty, **options, backend="cuda").detach()
+    assert not torch.isfinite(out[:, :, sees]).all(dim=-1).any()
+
+
+@both_paths
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str, indirect=True)
+def test_every_schedule_gives_the_same_bits(path: str, schedule: None, device: torch.device) -> None:
+    tensors = make(torch.bfloat16, device, (100, 140), heads=(2, 1))
+    tensors["key_padding_mask"] = padding(2, 140, device)
+
+    def once() -> list[Tensor]:
+        out = tk.attention(**tensors, causal=True, dropout_p=0.2, backend="cuda")
+        return [out, *torch.autograd.grad(out.sum(), [tensors[name] for name in "qkv"])]
+
+    torch.manual_seed(0)
+    got = once()
+    _extension.load().set_schedule("lowest_first", 0)
+    torch.manual_seed(0)
+    assert all(torch.equal(want, value) for want, value in zip(once(), got, strict=True))
+    check_parity("attention", "cuda", tensors, {"causal": True, "dropout_p": 0.2})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:4:2], ids=str, indirect=True)
+def test_float32_under_other_schedules(schedule: None, device: torch.device) -> None:
+    tensors = make(torch.float32, device, (70, 90), heads=(2, 1), batch=1)
+    tensors["attn_bias"] = torch.randn(1, 1, 1, 90, device=device).requires_grad_()
+    check_parity("attention", "cuda", tensors, {"causal": True})
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 128, 256])
+def test_shared_memory_has_no_bank_conflicts(width: int, device: torch.device) -> None:
+    if not _extension.emulating():
+        pytest.skip("counted by the emulation")
+    tensors = make(torch.bfloat16, device, (64, 130), batch=1, width=width)
+    _extension.load().reset_counters()
+    tk.attention(**tensors, backend="cuda").sum().backward()
+    counters = _extension.load().counters()
+    assert counters["matrix_loads"] > 0
+    assert counters["bank_conflicts"] == 0
+
+
+def test_padding_is_not_computed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of nothing but padding are skipped in every pass."""
+    if not _extension.emulating():
+        pytest.skip("counted by the emulation")
+    monkeypatch.setattr(_cuda, "path", "general")
+    multiplies = []
+    for length in (128, 512):
+        tensors = make(torch.bfloat16, device, (64, length), batch=1, heads=(1, 1))
+        tensors["key_padding_mask"] = (torch.arange(length) < 100)[None].to(device)
+        _extension.load().reset_counters()
+        tk.attention(**tensors, backend="cuda").sum().backward()
+        multiplies.append(_extension.load().counters()["matrix_multiplies"])
+    assert multiplies[0] == multiplies[1]
+
+
+def test_a_scale_of_zero_or_below(device: torch.device) -> None:
+    for scale in (0.0, -0.2):
+        tensors = make(torch.float16, device, (40, 70), batch=1, width=80)
+        check_parity("attention", "cuda", tensors, {"scale": scale, "causal": True})
+
+
+def test_short_kernels_refuse_what_they_cannot_hold(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda, "path", "short")
+    tensors = make(torch.float16, device, (1, 257), batch=1)
+    with pytest.raises(ValueError, match="up to 256 queries and keys"):
+        tk.attention(**tensors, backend="cuda")
+
+
+def test_unsupported_says_why(device: torch.device) -> None:
+    tensors = make(torch.float16, device, (2, 2), width=257)
+    with pytest.raises(tk.UnsupportedByBackend, match="head dimension is 257, above 256"):
+        tk.attention(**tensors, backend="cuda")
