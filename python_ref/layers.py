@@ -225,11 +225,13 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
 
 
 def check_padding_mask(padding_mask: Tensor, tokens: Tensor) -> None:
+    """Refuse a mask that is not one bool for each token, before an integer mask inverts its meaning."""
     if padding_mask.dtype != torch.bool:
-        raise TypeError(f"padding_mask must be bool, True at real tokens; got {padding_mask.dtype}")
+        raise TypeError(f"hidden_states: padding_mask must be bool, True at real tokens; got {padding_mask.dtype}")
     if padding_mask.shape != tokens.shape:
         raise ValueError(
-            f"padding_mask must have the shape of tokens {tuple(tokens.shape)}; got {tuple(padding_mask.shape)}"
+            f"hidden_states: padding_mask must have the shape of tokens {tuple(tokens.shape)}; "
+            f"got {tuple(padding_mask.shape)}"
         )
 
 

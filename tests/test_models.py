@@ -132,6 +132,20 @@ def test_trains_under_autocast(name):
     assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_forward_never_waits_for_the_device(name, backend):
+    model = build(name, backend).cuda()
+    inputs = [TOKENS.cuda(), REAL.cuda()] if name == "imdb_bert" else [TOKENS.cuda()]
+    model(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_bound_model_asks_its_backend_only():
     model = build("gpt2", "torch")
     with tk.use_backend("cuda"):
