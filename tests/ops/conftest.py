@@ -1,8 +1,12 @@
 """Each test of an operation runs in every backend and dtype that can run here."""
 
+import zlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from tests.support import interpreter
 from tests.support.arguments import BACKENDS, DTYPES, dtype_id
 from tests.support.parity import require
 
@@ -22,3 +26,15 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 def dtype(request: pytest.FixtureRequest, backend: str, device: torch.device) -> torch.dtype:
     require(_operation(request), backend, device, request.param)
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _hardened_interpreter(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
+    """Guard bands, poisoned outputs and shuffled programs around every interpreted Triton kernel."""
+    parameters = getattr(request.node, "callspec", None)
+    if device.type != "cpu" or parameters is None or parameters.params.get("backend") != "triton":
+        yield
+        return
+    interpreter.quicken()
+    with interpreter.hardened(seed=zlib.crc32(request.node.nodeid.encode())):
+        yield

@@ -34,8 +34,8 @@ def require(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
         pytest.skip(f"{backend}: {reason}")
     if importlib.util.find_spec(f"transformer_kernels.ops.{op}._{backend}") is None:
         pytest.skip(f"{backend} has no {op} kernel")
-    if backend == "triton" and device.type == "cpu" and dtype is torch.bfloat16:
-        pytest.skip("Triton's interpreter computes bfloat16 wrongly; it is tested on a GPU")
+    if backend == "triton" and op == "attention" and device.type == "cpu" and dtype is torch.bfloat16:
+        pytest.skip("Triton's interpreter computes bfloat16 products wrongly; they are tested on a GPU")
 
 
 @dataclass

@@ -21,14 +21,14 @@ _FORWARD_32_BIT = (
 )
 
 _BACKWARD_16_BIT = (
-    (64, RowTile(rows=32, columns=64, num_warps=4, num_stages=3, programs=2)),
+    (64, RowTile(rows=16, columns=64, num_warps=4, num_stages=3, programs=2)),
     (128, RowTile(rows=16, columns=128, num_warps=4, num_stages=3, programs=2)),
     (256, RowTile(rows=8, columns=256, num_warps=4, num_stages=3, programs=2)),
     (None, RowTile(rows=4, columns=512, num_warps=4, num_stages=3, programs=4)),
 )
 
 _BACKWARD_32_BIT = (
-    (64, RowTile(rows=32, columns=64, num_warps=4, num_stages=3, programs=2)),
+    (64, RowTile(rows=16, columns=64, num_warps=4, num_stages=3, programs=2)),
     (128, RowTile(rows=16, columns=128, num_warps=4, num_stages=3, programs=2)),
     (256, RowTile(rows=8, columns=256, num_warps=4, num_stages=3, programs=2)),
     (None, RowTile(rows=4, columns=512, num_warps=4, num_stages=3, programs=4)),

@@ -1,0 +1,155 @@
+"""What Triton's interpreter lets pass unseen, made visible: stray accesses, unwritten outputs, dependence on order.
+
+Under `hardened(seed)` every tensor that `torch.empty` and `torch.empty_like` make on the CPU is NaN until it is written
+and stands between two guard bands of that NaN, which has a recognisable payload: a stray read poisons the result, a
+stray write is found at the end. The programs of every launch run in a random order.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+GUARD_ELEMENTS = 256
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SENTINEL = {
+    torch.float16: 0x7EAD,
+    torch.bfloat16: 0x7FAD,
+    torch.float32: 0x7FC0DEAD,
+    torch.float64: 0x7FF8DEADDEADDEAD,
+}
+"""A quiet NaN that no arithmetic makes; other types get 0x5A in each byte."""
+
+
+@dataclass
+class GuardedBuffer:
+    """A tensor's storage with its two bands."""
+
+    storage: Tensor
+    span: int
+
+    def check(self) -> None:
+        """Fail when a band was written to."""
+        sentinel = _sentinel(self.storage.dtype)
+        bits = self.storage.view(BITS[self.storage.element_size()])
+        for name, band in (("before", bits[:GUARD_ELEMENTS]), ("after", bits[GUARD_ELEMENTS + self.span :])):
+            touched = (band != sentinel).nonzero().flatten().tolist()
+            assert not touched, (
+                f"a kernel wrote {name} a buffer of {self.span} {self.storage.dtype} elements, at {touched[:8]}"
+            )
+
+
+def guarded(template: Tensor, buffers: list[GuardedBuffer], fill: bool = False) -> Tensor:
+    """A tensor of the template's size and strides between guard bands; with its values if `fill`, else poisoned."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(template.size(), template.stride(), strict=True))
+    bits = BITS[template.element_size()]
+    storage = _empty(span + 2 * GUARD_ELEMENTS, dtype=bits).fill_(_sentinel(template.dtype)).view(template.dtype)
+    buffers.append(GuardedBuffer(storage, span))
+    tensor = _empty(0, dtype=template.dtype)
+    tensor.set_(storage.untyped_storage(), GUARD_ELEMENTS, template.size(), template.stride())
+    return tensor.copy_(template.detach()) if fill else tensor
+
+
+@contextmanager
+def hardened(seed: int) -> Iterator[list[GuardedBuffer]]:
+    """Guard, poison and shuffle within the block; check the bands at its end."""
+    buffers: list[GuardedBuffer] = []
+    with (
+        mock.patch("torch.empty", functools.partial(_allocate, _empty, buffers)),
+        mock.patch("torch.empty_like", functools.partial(_allocate, _empty_like, buffers)),
+        shuffled_programs(seed),
+    ):
+        yield buffers
+    for buffer in buffers:
+        buffer.check()
+
+
+@contextmanager
+def shuffled_programs(seed: int) -> Iterator[None]:
+    """Run the programs of every interpreted launch in an order drawn from `seed`."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    set_dimensions, set_index = builder.set_grid_dim, builder.set_grid_idx
+    generator = random.Random(seed)
+    order: list[tuple[int, int, int]] = []
+
+    def shuffle(x: int, y: int, z: int) -> None:
+        set_dimensions(x, y, z)
+        order[:] = [(i, j, k) for i in range(x) for j in range(y) for k in range(z)]
+        generator.shuffle(order)
+
+    with (
+        mock.patch.object(builder, "set_grid_dim", shuffle),
+        mock.patch.object(builder, "set_grid_idx", lambda x, y, z: set_index(*order.pop())),
+    ):
+        yield
+
+
+def quicken() -> None:
+    """Let a call of a device function reuse the language that its launch has patched already (a third of the time).
+
+    The interpreter patches all of triton.language anew at every such call. Once a launch is under way only the modules
+    that it has not yet patched need that.
+    """
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter._patch_lang, "quickened"):
+        return
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+    nothing = interpreter._LangPatchScope()
+
+    def patch_once(function: Callable[..., Any]) -> Any:
+        modules = {id(language) for language in _languages() if _knows(function, language)}
+        if patched and modules <= patched:
+            return nothing
+        scope = patch(function)
+        patched.update(modules)
+        return scope
+
+    def launch_anew(*args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        try:
+            return launch(*args, **kwargs)
+        finally:
+            patched.clear()
+
+    patch_once.quickened = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = launch_anew
+
+
+def _knows(function: Callable[..., Any], module: Any) -> bool:
+    return any(value is module for value in function.__globals__.values())
+
+
+@functools.cache
+def _languages() -> list[Any]:
+    import triton.language
+
+    return [triton.language, triton.language.core]
+
+
+_empty, _empty_like = torch.empty, torch.empty_like
+
+
+def _allocate(original: Callable[..., Tensor], buffers: list[GuardedBuffer], *args: Any, **kwargs: Any) -> Tensor:
+    template = original(*args, **kwargs)
+    if type(template) is not torch.Tensor or template.device.type != "cpu" or not template.numel():
+        return template
+    if template.dtype not in SENTINEL or template.layout != torch.strided or template.requires_grad:
+        return template
+    return guarded(template, buffers)
+
+
+def _sentinel(dtype: torch.dtype) -> int:
+    return SENTINEL.get(dtype) or int.from_bytes(b"\x5a" * dtype.itemsize, "little")
