@@ -183,9 +183,7 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def _sum_groups(x: Tensor, heads: int) -> Tensor:
     """(B, Hq, Lk, D) -> (B, Hk, Lk, D), summed over the query heads of each key head; memory as (B, Lk, Hk, D)."""
-    if x.shape[1] != heads:
-        x = x.unflatten(1, (heads, -1)).sum(dim=2)
-    return _laid_out(x)
+    return _laid_out(_sum_heads(x, heads))
 
 
 def _laid_out(x: Tensor) -> Tensor:
@@ -209,24 +207,40 @@ def _part(x: Tensor | None, chunk: slice) -> Tensor | None:
     return x if x is None or x.dim() < 4 or x.shape[0] == 1 else x[chunk]
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor | None, attn_bias: Tensor | None, scale: float) -> Tensor:
-    """scale * q k^T + bias in float32 or wider, -inf where hidden: (b, Hq, Lq, Lk)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-2, -1)).mul_(scale)
-    if attn_bias is not None:
-        scores = scores + attn_bias
-    return scores if visible is None else scores.masked_fill_(~visible, -math.inf)
+def _scores(
+    q: Tensor, k: Tensor, visible: Tensor | None, attn_bias: Tensor | None, scale: float, clean: bool
+) -> Tensor:
+    """scale * q k^T + bias, -inf where hidden: (b, Hq, Lq, Lk), in the dtype of q.
+
+    Clean operands let the product start from the mask instead of 0, which saves a pass; otherwise hidden scores are
+    overwritten, since NaN - inf is NaN.
+    """
+    shape = (*q.shape[:3], k.shape[2])
+    start = attn_bias
+    if visible is not None and clean:
+        bias = torch.zeros((), dtype=q.dtype, device=q.device) if attn_bias is None else attn_bias
+        start = torch.where(visible, bias, -math.inf)
+    if start is None:
+        scores = torch.matmul(q * scale, k.transpose(-2, -1))
+    else:
+        start = start.to(q.dtype).expand(shape).reshape(-1, *shape[2:])
+        scores = torch.baddbmm(start, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale).view(shape)
+    return scores if visible is None or clean else scores.masked_fill_(~visible, -math.inf)
 
 
-def _product(weights: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
     """weights @ v, where a value that is not finite reaches only the rows that see it."""
-    v = v.to(weights.dtype)
-    if visible is None or (v.device.type == "cpu" and math.isfinite(float(v.sum()))):
+    if visible is None or clean:
         return weights @ v
     broken = ~torch.isfinite(v)
     sees_broken = visible.to(weights.dtype) @ broken.any(dim=-1, keepdim=True).to(weights.dtype)  # (b, H, Lq, 1)
     out = weights @ v.masked_fill(broken, 0.0)
     return out.masked_fill(sees_broken > 0.0, math.nan)
+
+
+def _clean(k: Tensor, v: Tensor, visible: Tensor | None) -> bool:
+    """Whether no key or value can spoil a row that must not see it; found out on the CPU, assumed nowhere else."""
+    return visible is None or (k.device.type == "cpu" and math.isfinite(float(k.sum() + v.sum())))
 
 
 def _forward_in_chunks(
@@ -240,20 +254,27 @@ def _forward_in_chunks(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, queries, width = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(batch, queries, heads, width).transpose(1, 2)
-    lse = q.new_full((batch, heads, queries), -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    drop = None if seed is None else _dropped(seed, q, k, dropout_p)
+    lse = q.new_full((batch, heads, queries), -math.inf, dtype=wide)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse
+    drop = None if seed is None else _dropped(seed, q, k, dropout_p)
+    kept = 1.0 if seed is None else keep_scale(dropout_p)
+    clean = _clean(k, v, visible)
     for chunk in _chunks(q, k.shape[2]):
-        key, value = _repeat_heads(k[chunk], heads), _repeat_heads(v[chunk], heads)
+        key, value = (_repeat_heads(x[chunk], heads).to(wide) for x in (k, v))
         seen = _part(visible, chunk)
-        scores = _scores(q[chunk], key, seen, _part(attn_bias, chunk), scale)
-        torch.logsumexp(scores, dim=-1, out=lse[chunk])
-        weights = scores.sub_(_finite(lse[chunk])[..., None]).exp_()
+        scores = _scores(q[chunk].to(wide), key, seen, _part(attn_bias, chunk), scale, clean)
+        highest = scores.amax(dim=-1, keepdim=True)
+        highest.masked_fill_(highest == -math.inf, 0.0)
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(dim=-1, keepdim=True)
+        lse[chunk] = (total.log() + highest).squeeze(-1)
         if drop is not None:
-            weights.masked_fill_(drop[chunk], 0.0).mul_(keep_scale(dropout_p))
-        out[chunk] = _product(weights, value, seen)
+            weights.masked_fill_(drop[chunk], 0.0)
+        total.masked_fill_(total == 0.0, 1.0)
+        out[chunk] = _weighted(weights, value, seen, clean).mul_(kept / total)
     return out, lse
 
 
@@ -275,32 +296,40 @@ def _backward_in_chunks(
     heads = q.shape[1]
     wide = lse.dtype
     dq, dk, dv = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v))
-    drop = None if seed is None else _dropped(seed, q, k, dropout_p)
     wanted = attn_bias if bias_needs_grad else None
     dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide, memory_format=torch.contiguous_format)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), _as(dbias, wanted)
+    drop = None if seed is None else _dropped(seed, q, k, dropout_p)
+    kept = 1.0 if seed is None else keep_scale(dropout_p)
+    clean = _clean(k, v, visible)
     for chunk in _chunks(q, k.shape[2]):
         seen = _part(visible, chunk)
-        key, value = (_hide(_repeat_heads(x[chunk], heads), seen).to(wide) for x in (k, v))
+        key, value = (_hide(_repeat_heads(x[chunk], heads), seen, clean).to(wide) for x in (k, v))
         query, gradient = q[chunk].to(wide), dout[chunk].to(wide)
-        scores = _scores(query, key, seen, _part(attn_bias, chunk), scale)
-        weights = scores.sub_(_finite(lse[chunk])[..., None]).exp_()  # P
         delta = (gradient * out[chunk]).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse[chunk]
+        gradient = gradient * kept if drop is not None else gradient
+        scores = _scores(query, key, seen, _part(attn_bias, chunk), scale, clean)
+        weights = scores.sub_(_finite(lse[chunk])[..., None]).exp_()  # P
         dscores = gradient @ value.transpose(-2, -1)
-        kept = weights
+        used = weights
         if drop is not None:
-            kept = weights.masked_fill(drop[chunk], 0.0).mul_(keep_scale(dropout_p))
-            dscores.masked_fill_(drop[chunk], 0.0).mul_(keep_scale(dropout_p))
+            used = weights.masked_fill(drop[chunk], 0.0)
+            dscores.masked_fill_(drop[chunk], 0.0)
         dscores.sub_(delta[..., None]).mul_(weights)  # dS
-        dv[chunk] = (kept.transpose(-2, -1) @ gradient).unflatten(1, (k.shape[1], -1)).sum(dim=2)
-        dk[chunk] = (dscores.transpose(-2, -1) @ query).mul_(scale).unflatten(1, (k.shape[1], -1)).sum(dim=2)
+        dv[chunk] = _sum_heads(used.transpose(-2, -1) @ gradient, k.shape[1])
+        dk[chunk] = _sum_heads(dscores.transpose(-2, -1) @ (query * scale), k.shape[1])
         dq[chunk] = (dscores @ key).mul_(scale)
         if (part := _part(dbias, chunk)) is not None:
             part.add_(dscores.sum_to_size(part.shape))
     return dq, dk, dv, _as(dbias, wanted)
+
+
+def _sum_heads(x: Tensor, heads: int) -> Tensor:
+    """(b, Hq, Lk, D) -> (b, Hk, Lk, D), summed over the query heads of each key head."""
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(dim=2)
 
 
 def _as(x: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -308,9 +337,9 @@ def _as(x: Tensor | None, like: Tensor | None) -> Tensor | None:
     return None if x is None or like is None else x.to(like.dtype)
 
 
-def _hide(x: Tensor, visible: Tensor | None) -> Tensor:
+def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
     """Keys or values (b, H, Lk, D) with zeros where no query of the batch row sees them."""
-    if visible is None or (x.device.type == "cpu" and math.isfinite(float(x.sum()))):
+    if visible is None or clean:
         return x
     seen = visible.any(dim=-2).unsqueeze(-1)  # (b or 1, 1, Lk, 1)
     return x.masked_fill(~seen, 0.0)
