@@ -96,22 +96,22 @@ def reciprocal(x):
 def normal_cdf_and_gaussian(x):
     """Phi(x), the normal distribution function, and exp(-x^2 / 2), in fp32.
 
-    Phi(-|x|) = erfc(z) / 2 = P(t) exp(-z^2) / 2 with z = |x| / sqrt(2), t = 1 / (1 + 0.375 z) and a polynomial P of
-    degree 9, fitted for the least relative error on 0 <= z <= 10 (1.2e-8). One exponential serves the function, its
-    tail (which keeps its relative precision, where 1 + erf(x) cancels) and, in the backward pass, its derivative.
+    Phi(-|x|) = erfc(z) / 2 = P(t) exp(-z^2) with z = |x| / sqrt(2), t = 1 / (1 + 0.375 z) and a polynomial P of degree
+    9, fitted for the least relative error on 0 <= z <= 10 (1.2e-8). One exponential serves the function, its tail
+    (which keeps its relative precision, where 1 + erf(x) cancels) and, in the backward pass, its derivative.
     """
     gaussian = tl.exp2(x * x * (-0.5 * LOG2_E))
     t = reciprocal(1.0 + TAIL_SLOPE * tl.abs(x))
-    tail = 0.061538394540548325
-    tail = tail * t - 0.2873292565345764
-    tail = tail * t + 0.4323970675468445
-    tail = tail * t - 0.22941170632839203
-    tail = tail * t + 0.27372366189956665
-    tail = tail * t + 0.12150534987449646
-    tail = tail * t + 0.20531339943408966
-    tail = tail * t + 0.21064965426921844
-    tail = tail * t + 0.2116134762763977
-    lower = 0.5 * tail * t * gaussian
+    lower = 0.030769197270274162
+    lower = lower * t - 0.1436646282672882
+    lower = lower * t + 0.21619853377342224
+    lower = lower * t - 0.11470585316419601
+    lower = lower * t + 0.13686183094978333
+    lower = lower * t + 0.06075267493724823
+    lower = lower * t + 0.10265669971704483
+    lower = lower * t + 0.10532482713460922
+    lower = lower * t + 0.10580673813819885
+    lower = lower * t * gaussian
     return tl.where(x > 0.0, 1.0 - lower, lower), gaussian
 
 

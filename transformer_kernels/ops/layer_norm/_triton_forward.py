@@ -133,7 +133,10 @@ def forward_rows(
     tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
     y = torch.empty_like(x)
     summed = None if residual is None else torch.empty_like(x)
-    mean, rstd = torch.empty((2, M), dtype=torch.float32, device=x.device)
+    mean = torch.empty(M, dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(
+        mean
+    )  # of its own: the alignment of half a buffer would follow M, and so would compilations
     threshold, keep_scale = dropout_numbers(dropout_p)
     pointers = (x, residual, seed, weight, bias, y, summed, mean, rstd)
     numbers = (M, N, eps, threshold, keep_scale)

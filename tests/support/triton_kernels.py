@@ -1,0 +1,40 @@
+"""Kernels that only tests launch; imported where Triton is known to be there."""
+
+import triton
+import triton.language as tl
+
+from transformer_kernels._triton_language import from_fp32, philox_words, to_fp32
+
+
+@triton.jit
+def round_trip_kernel(x, rounded, read, BLOCK: tl.constexpr):
+    """fp32 -> bf16 -> fp32 through the conversions that all kernels use."""
+    lanes = tl.arange(0, BLOCK)
+    tl.store(rounded + lanes, from_fp32(tl.load(x + lanes), tl.bfloat16))
+    tl.store(read + lanes, to_fp32(tl.load(rounded + lanes)))
+
+
+@triton.jit
+def philox_kernel(seed, counter, words):
+    """The four words of the counter (counter[0], counter[1], counter[2], 0) as int64."""
+    group, row, head = tl.load(counter), tl.load(counter + 1), tl.load(counter + 2)
+    word_0, word_1, word_2, word_3 = philox_words(tl.load(seed), group, row, head)
+    tl.store(words, word_0.to(tl.int64))
+    tl.store(words + 1, word_1.to(tl.int64))
+    tl.store(words + 2, word_2.to(tl.int64))
+    tl.store(words + 3, word_3.to(tl.int64))
+
+
+@triton.jit
+def overrun_kernel(y, BLOCK: tl.constexpr):
+    """A kernel with a bug: it writes one element too many."""
+    lanes = tl.arange(0, BLOCK)
+    tl.store(y + lanes, lanes.to(tl.float32), mask=lanes < BLOCK - 1)
+
+
+@triton.jit
+def running_total_kernel(total, order):
+    """A kernel with a bug: its result depends on the order of programs."""
+    program = tl.program_id(0)
+    tl.store(order + program, tl.load(total))
+    tl.store(total, tl.load(total) + 1.0)

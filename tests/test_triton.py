@@ -1,0 +1,156 @@
+"""The Triton foundation: lazy import with a reason, tables, conversions, dropout words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from python_ref import ops as reference
+from tests.support.interpreter import hardened
+from transformer_kernels import _triton
+from transformer_kernels._triton import RowTile, Table
+
+requires_interpreter = pytest.mark.skipif(
+    _triton.unavailable(torch.device("cpu")) is not None, reason="needs TRITON_INTERPRET=1 before the process starts"
+)
+
+
+def run_python(source: str, **environment: str | None) -> str:
+    merged = {**os.environ, **{name: value for name, value in environment.items() if value is not None}}
+    for name, value in environment.items():
+        if value is None:
+            merged.pop(name, None)
+    finished = subprocess.run([sys.executable, "-c", source], env=merged, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    return finished.stdout.strip()
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    assert run_python("import sys, transformer_kernels; print('triton' in sys.modules)") == "False"
+
+
+def test_a_missing_triton_is_a_reason_not_an_error() -> None:
+    source = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from transformer_kernels import _triton\n"
+        "print(_triton.unavailable(torch.device('cpu')))"
+    )
+    found = run_python(source)
+    assert "cannot be imported" in found and "pip install triton" in found
+
+
+@pytest.mark.parametrize("version", ["3.1.0", "4.0.0"])
+def test_an_unsupported_version_states_the_range(version: str) -> None:
+    source = (
+        f"import torch, triton; triton.__version__ = '{version}'\n"
+        "from transformer_kernels import _triton\n"
+        "print(_triton.unavailable(torch.device('cpu')))"
+    )
+    found = run_python(source)
+    assert version in found and _triton.SUPPORTED_VERSIONS in found
+
+
+def test_cpu_tensors_need_the_interpreter() -> None:
+    source = "import torch; from transformer_kernels import _triton; print(_triton.unavailable(torch.device('cpu')))"
+    assert "TRITON_INTERPRET=1" in run_python(source, TRITON_INTERPRET=None)
+    assert run_python(source, TRITON_INTERPRET="1") == "None"
+
+
+def test_the_variable_set_after_triton_was_imported_is_refused() -> None:
+    source = (
+        "import os, torch, triton.language; os.environ['TRITON_INTERPRET'] = '1'\n"
+        "from transformer_kernels import _triton\n"
+        "print(_triton.unavailable(torch.device('cpu')))"
+    )
+    assert "before the process starts" in run_python(source, TRITON_INTERPRET=None)
+
+
+def test_a_table_takes_the_newest_capability_that_is_not_newer() -> None:
+    old, new, wide = (RowTile(rows=1, columns=columns, num_warps=4) for columns in (64, 128, 256))
+    table = Table("sample", {((8, 0), 2): ((64, old), (None, wide)), ((9, 0), 2): ((64, new), (None, wide))})
+    assert table.find((8, 9), 2, 64) is old
+    assert table.find((9, 0), 2, 1) is new
+    assert table.find((12, 0), 2, 65) is wide
+
+
+def test_a_vector_needs_every_size_to_be_a_multiple() -> None:
+    assert _triton.vector_width(2, 768, 16) == 8
+    assert _triton.vector_width(4, 768, 20) == 4
+    assert _triton.vector_width(2, 768, 20) == 1
+
+
+@requires_interpreter
+def test_dropout_keeps_what_the_reference_keeps() -> None:
+    from transformer_kernels.ops.add_layer_norm import _triton as add_layer_norm
+
+    seed = torch.tensor([2**63 - 12345678901])
+    x, weight = torch.ones(6, 37), torch.ones(37)
+    summed = add_layer_norm.forward(x, torch.zeros_like(x), weight, None, seed, 1e-5, 0.3)[1]
+    assert torch.equal(summed != 0, reference.dropout_keep(seed, 1, 6, 37, 0.3)[0])
+
+
+@requires_interpreter
+def test_philox_matches_random123() -> None:
+    """The known answers of Random123's kat_vectors, for counters whose last word is 0, and the reference beyond them."""
+    from tests.support.triton_kernels import philox_kernel
+
+    for seed, counter in ((0, (0, 0, 0)), (2**63 - 1, (2**32 - 1, 7, 2**31)), (1, (5, 2**32 - 1, 3))):
+        words = torch.zeros(4, dtype=torch.int64)
+        philox_kernel[(1,)](torch.tensor([seed]), torch.tensor(counter), words)
+        group, row, head = torch.tensor(counter)
+        wanted = reference.philox4x32(torch.tensor([seed]), (group, row, head, torch.tensor(0)))
+        assert words.tolist() == torch.cat(wanted).tolist()
+        if seed == 0:
+            assert words.tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+SPECIAL = [0.0, -0.0, 1e-40, -1e-45, 3.4e38, torch.inf, -torch.inf, torch.nan, 1.00390625, 1.01171875]
+
+
+@requires_interpreter
+def test_bfloat16_is_rounded_to_nearest_even_and_read_exactly() -> None:
+    from tests.support.triton_kernels import round_trip_kernel
+
+    x = torch.randn(512, generator=torch.Generator().manual_seed(0))
+    x[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    rounded, read = torch.empty(512, dtype=torch.bfloat16), torch.empty(512)
+    round_trip_kernel[(1,)](x, rounded, read, 512)
+    torch.testing.assert_close(rounded, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(read, rounded.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@requires_interpreter
+def test_a_write_past_the_end_is_found() -> None:
+    from tests.support.triton_kernels import overrun_kernel
+
+    with (
+        pytest.raises(AssertionError, match=r"wrote after a buffer of 6 torch.float32 elements, at \[0\]"),
+        hardened(0),
+    ):
+        overrun_kernel[(1,)](torch.empty(6), 8)
+
+
+@requires_interpreter
+def test_what_is_not_written_is_nan_and_what_is_read_beyond_too() -> None:
+    with hardened(0) as buffers:
+        y = torch.empty(2, 3).add_(1.0)
+        assert torch.isnan(y).all()
+        assert torch.isnan(buffers[0].storage).all()
+
+
+@requires_interpreter
+def test_programs_run_in_the_order_of_the_seed() -> None:
+    from tests.support.triton_kernels import running_total_kernel
+
+    def order(seed: int) -> list[float]:
+        found = torch.zeros(16)
+        with hardened(seed):
+            running_total_kernel[(16,)](torch.zeros(1), found)
+        return found.tolist()
+
+    assert order(1) == order(1) != order(2)
+    assert sorted(order(1)) == sorted(order(2)) == list(range(16))
