@@ -47,22 +47,13 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
-    if not _fused(q, k, v, seed, causal or window is not None or key_padding_mask is not None):
-        visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
-        return _forward_in_chunks(q, k, v, visible, attn_bias, seed, dropout_p, scale)
-    mask, is_causal = _fused_mask(q, k, key_padding_mask, attn_bias, causal, window)
-    k, v = _operands(k, v, q.shape[1], key_padding_mask)
-    if q.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
-            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
-    else:
-        out, lse, _, _ = aten._scaled_dot_product_efficient_attention.default(
-            q, k, v, _aligned(mask, q, k), True, 0.0, is_causal, scale=scale
-        )
-        lse = lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
-    out, lse = _laid_out(out), lse.contiguous()
-    return out, lse if mask is None else _mark_blind_rows(lse, mask)
+    if _fused(q, k, v, seed):
+        out, lse = _fused_forward(q, k, v, key_padding_mask, attn_bias, causal, window, scale)
+        restricted = causal or window is not None or key_padding_mask is not None
+        if not restricted or q.device.type != "cpu" or math.isfinite(float(out.sum())):
+            return out, lse
+    visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
+    return _forward_in_chunks(q, k, v, visible, attn_bias, seed, dropout_p, scale)
 
 
 def backward(
@@ -84,7 +75,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv, dbias."""
     restricted = causal or window is not None or key_padding_mask is not None
-    if dlse is not None or bias_needs_grad or not _fused(q, k, v, seed, restricted):
+    fused = dlse is None and not bias_needs_grad and _fused(q, k, v, seed)
+    if fused and restricted and q.device.type == "cpu":
+        fused = math.isfinite(float(k.sum() + v.sum()))
+    if not fused:
         visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
         return _backward_in_chunks(
             dout, dlse, q, k, v, out, lse, visible, attn_bias, seed, dropout_p, scale, bias_needs_grad
@@ -109,18 +103,43 @@ def backward(
 # PyTorch's fused kernels
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, restricted: bool) -> bool:
-    """Whether PyTorch's fused kernel for this device gives what is promised for this call.
+def _fused(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None) -> bool:
+    """Whether PyTorch has a fused kernel for this call on this device.
 
-    On the CPU it multiplies hidden keys by a weight of 0, so an inf or NaN among keys or values would reach rows that
-    must not see it; one sum over each finds out. On a CUDA device it wants 16-byte aligned rows, and reading a sum
-    would stop the device, so there keys behind the padding mask are zeroed instead (see `_operands`).
+    It multiplies hidden keys by a weight of 0, so an inf or NaN among keys or values reaches rows that must not see it.
+    On the CPU one sum finds that out, and the call is computed in chunks. On a CUDA device reading a sum would stop the
+    device, so there keys behind the padding mask are zeroed instead (see `_operands`); it wants 16-byte aligned rows.
     """
     if seed is not None or q.numel() == 0 or k.numel() == 0:
         return False
     if q.device.type == "cpu":
-        return not restricted or math.isfinite(float(k.sum() + v.sum()))
+        return True
     return q.device.type == "cuda" and q.dtype is not torch.float64 and all(_rows_aligned(x) for x in (q, k, v))
+
+
+def _fused_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    mask, is_causal = _fused_mask(q, k, key_padding_mask, attn_bias, causal, window)
+    k, v = _operands(k, v, q.shape[1], key_padding_mask)
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    else:
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention.default(
+            q, k, v, _aligned(mask, q, k), True, 0.0, is_causal, scale=scale
+        )
+        lse = lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
+    out, lse = _laid_out(out), lse.contiguous()
+    return out, lse if mask is None else _mark_blind_rows(lse, mask)
 
 
 def _rows_aligned(x: Tensor) -> bool:

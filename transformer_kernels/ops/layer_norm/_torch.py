@@ -45,6 +45,9 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dweight, dbias."""
+    if x.dtype in _ONE_DTYPE:
+        dx, dweight, dbias = _native_backward(dy, x, weight, mean, rstd, has_bias, True)
+        return dx, dweight, dbias if has_bias else None
     if x.dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu":
         return _backward_low_precision(dy, x, weight, mean, rstd, has_bias)
     operand, scale, _ = _operands(x, weight, None)
