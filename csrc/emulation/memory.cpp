@@ -60,6 +60,7 @@ uint32_t shared_address(const void* pointer) {
 }
 
 void open_shared_memory(Block& block) {
+  const IgnoreAccesses ignore;
 #if defined(EMULATION_THREAD_SANITIZER)
   free_shared_memory(block);  // blocks must not seem to share memory
 #endif
@@ -74,6 +75,7 @@ void open_shared_memory(Block& block) {
 
 // Finds writes between the pieces, which only AddressSanitizer sees at once.
 void close_shared_memory(Block& block) {
+  const IgnoreAccesses ignore;
   unpoison(block.shared, SHARED_ARENA_BYTES);
   if (!block.error.empty()) return;
   for (const SharedPiece& piece : block.pieces) {
@@ -90,6 +92,7 @@ void close_shared_memory(Block& block) {
 }
 
 void free_shared_memory(Block& block) {
+  const IgnoreAccesses ignore;
   if (!block.shared) return;
   unpoison(block.shared, SHARED_ARENA_BYTES);
   std::free(block.shared);

@@ -1,0 +1,250 @@
+// Every primitive against its definition: the fragment tables of the PTX ISA, written out once more and independently of
+// csrc/emulation. Compiles under g++ (the emulation) and under nvcc (the device must agree). Exit status 1 on a mismatch.
+#include <cmath>
+#include <string>
+
+#include "device_memory.h"
+#include "primitives/matrix.h"
+#include "primitives/memory.h"
+#include "primitives/numbers.h"
+#include "primitives/philox.h"
+#include "primitives/reductions.h"
+
+using namespace transformer_kernels;
+
+static int failures = 0;
+
+static void expect(bool right, const char* what) {
+  std::printf("%-44s %s\n", what, right ? "ok" : "WRONG");
+  failures += !right;
+}
+
+static float small(int i) { return static_cast<float>(i * 37 % 17 - 8); }
+
+// ---- mma: each lane fills its fragments by the PTX tables from matrices in global memory
+
+template <class T> __global__ void mma_kernel(const float* a, const float* b, float* d) {
+  const int lane = static_cast<int>(threadIdx.x), group = lane / 4, in_group = lane % 4;
+  float a_values[8], b_values[4], c[4];
+  for (int i = 0; i < 8; ++i) {
+    const int row = i < 2 || (i >= 4 && i < 6) ? group : group + 8;
+    const int column = i < 4 ? in_group * 2 + (i & 1) : in_group * 2 + (i & 1) + 8;
+    a_values[i] = a[row * 16 + column];
+  }
+  for (int i = 0; i < 4; ++i) {
+    const int row = i < 2 ? in_group * 2 + (i & 1) : in_group * 2 + (i & 1) + 8;
+    b_values[i] = b[row * 8 + group];
+  }
+  for (int i = 0; i < 4; ++i) c[i] = static_cast<float>(i);
+  const uint32_t a_fragment[4] = {pack_pair<T>(a_values[0], a_values[1]), pack_pair<T>(a_values[2], a_values[3]),
+                                  pack_pair<T>(a_values[4], a_values[5]), pack_pair<T>(a_values[6], a_values[7])};
+  mma_m16n8k16<T>(c, a_fragment, pack_pair<T>(b_values[0], b_values[1]), pack_pair<T>(b_values[2], b_values[3]));
+  for (int i = 0; i < 4; ++i) d[(i < 2 ? group : group + 8) * 8 + in_group * 2 + (i & 1)] = c[i] - static_cast<float>(i);
+}
+
+__global__ void mma_tf32_kernel(const float* a, const float* b, float* d) {
+  const int lane = static_cast<int>(threadIdx.x), group = lane / 4, in_group = lane % 4;
+  uint32_t a_fragment[4], b_fragment[2];
+  float c[4] = {};
+  for (int i = 0; i < 4; ++i) {
+    const int row = i == 0 || i == 2 ? group : group + 8, column = i < 2 ? in_group : in_group + 4;
+    a_fragment[i] = round_to_tf32(a[row * 16 + column]);
+  }
+  for (int i = 0; i < 2; ++i) b_fragment[i] = round_to_tf32(b[(i == 0 ? in_group : in_group + 4) * 8 + group]);
+  mma_m16n8k8_tf32(c, a_fragment, b_fragment[0], b_fragment[1]);
+  for (int i = 0; i < 4; ++i) d[(i < 2 ? group : group + 8) * 8 + in_group * 2 + (i & 1)] = c[i];
+}
+
+template <auto KERNEL> static void check_mma(int depth, const char* what) {
+  std::vector<float> a(16 * 16), b(16 * 8);
+  for (size_t i = 0; i < a.size(); ++i) a[i] = small(static_cast<int>(i));
+  for (size_t i = 0; i < b.size(); ++i) b[i] = small(static_cast<int>(5 * i + 3));
+  const Buffer<float> a_buffer(a), b_buffer(b), d(std::vector<float>(16 * 8, -1.0f));
+  launch<KERNEL>(what, dim3(1), dim3(32), 0, Stream{0, 0}, a_buffer.data(), b_buffer.data(), d.data());
+  const std::vector<float> got = d.read();
+  bool right = true;
+  for (int row = 0; row < 16; ++row)
+    for (int column = 0; column < 8; ++column) {
+      float want = 0.0f;
+      for (int k = 0; k < depth; ++k) want += a[row * 16 + k] * b[k * 8 + column];
+      right = right && got[row * 8 + column] == want;
+    }
+  expect(right, what);
+}
+
+// ---- ldmatrix: four 8 x 8 tiles side by side, elements numbered; a 64-element row pitch
+
+__global__ void ldmatrix_kernel(const uint16_t* source, uint32_t* plain, uint32_t* transposed) {
+  SharedMemory shared;
+  uint16_t* tile = shared.take<uint16_t>(8 * 32);
+  const int lane = static_cast<int>(threadIdx.x);
+  for (int i = lane; i < 8 * 32; i += 32) tile[i] = source[i];
+  __syncthreads();
+  uint32_t registers[4];
+  const uint16_t* row = tile + lane % 8 * 32 + lane / 8 * 8;
+  ldmatrix_x4(registers, row);
+  for (int i = 0; i < 4; ++i) plain[lane * 4 + i] = registers[i];
+  ldmatrix_x4_transposed(registers, row);
+  for (int i = 0; i < 4; ++i) transposed[lane * 4 + i] = registers[i];
+}
+
+static void check_ldmatrix() {
+  std::vector<uint16_t> tile(8 * 32);
+  for (size_t i = 0; i < tile.size(); ++i) tile[i] = static_cast<uint16_t>(i);
+  const Buffer<uint16_t> source(tile);
+  const Buffer<uint32_t> plain(std::vector<uint32_t>(128, 0)), transposed(std::vector<uint32_t>(128, 0));
+  launch<ldmatrix_kernel>("ldmatrix", dim3(1), dim3(32), shared_bytes_after<uint16_t>(8 * 32), Stream{0, 0},
+                          source.data(), plain.data(), transposed.data());
+  const std::vector<uint32_t> got = plain.read(), got_transposed = transposed.read();
+  bool right = true, right_transposed = true;
+  const auto at = [](int matrix, int row, int column) { return static_cast<uint32_t>(row * 32 + matrix * 8 + column); };
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4, column = lane % 4 * 2;  // PTX ISA, figure "ldmatrix fragment layout"
+      right = right && got[lane * 4 + i] == (at(i, row, column) | at(i, row, column + 1) << 16);
+      right_transposed =
+          right_transposed && got_transposed[lane * 4 + i] == (at(i, column, row) | at(i, column + 1, row) << 16);
+    }
+  expect(right, "ldmatrix.x4");
+  expect(right_transposed, "ldmatrix.x4.trans");
+}
+
+// ---- copies, reductions, shuffles, named barriers
+
+__global__ void copy_kernel(const uint32_t* source, uint32_t* destination) {
+  SharedMemory shared;
+  uint32_t* tile = shared.take<uint32_t>(4 * 64);
+  const int t = static_cast<int>(threadIdx.x);
+  copy_async_16(tile + 4 * t, source + 4 * t, t % 3 != 0);
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();
+  for (int i = t; i < 4 * 64; i += 64) destination[i] = tile[4 * 64 - 1 - i];
+}
+
+static void check_copies() {
+  std::vector<uint32_t> values(4 * 64);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<uint32_t>(i) + 1;
+  const Buffer<uint32_t> source(values), destination(std::vector<uint32_t>(values.size(), 0));
+  launch<copy_kernel>("copy", dim3(1), dim3(64), shared_bytes_after<uint32_t>(4 * 64), Stream{0, 0}, source.data(),
+                      destination.data());
+  const std::vector<uint32_t> got = destination.read();
+  bool right = true;
+  for (int i = 0; i < 4 * 64; ++i) {
+    const int from = 4 * 64 - 1 - i;
+    right = right && got[i] == (from / 4 % 3 == 0 ? 0u : values[from]);
+  }
+  expect(right, "cp.async with zero fill");
+}
+
+__global__ void reduction_kernel(float* out) {
+  SharedMemory shared;
+  float* scratch = shared.take<float>(8);
+  const int t = static_cast<int>(threadIdx.x);
+  const float value = static_cast<float>(t);
+  const float2 pair = block_sum_pair<4>(make_float2(value, 2.0f * value), scratch);
+  const float results[8] = {warp_sum(value), warp_max(-value), quad_sum(value), quad_max(value),
+                            block_reduce<Sum, 4>(value, scratch), block_reduce<Max, 4>(value, scratch), pair.x, pair.y};
+  for (int i = 0; i < 8; ++i) out[t * 8 + i] = results[i];
+}
+
+static void check_reductions() {
+  const Buffer<float> out(std::vector<float>(128 * 8, 0.0f));
+  launch<reduction_kernel>("reduction", dim3(1), dim3(128), shared_bytes_after<float>(8), Stream{0, 0}, out.data());
+  const std::vector<float> got = out.read();
+  bool right = true;
+  for (int t = 0; t < 128; ++t) {
+    const int warp = t / 32, quad = t / 4;
+    const float want[8] = {static_cast<float>(32 * 32 * warp + 496), static_cast<float>(-32 * warp),
+                           static_cast<float>(16 * quad + 6), static_cast<float>(4 * quad + 3), 8128.0f, 127.0f, 8128.0f,
+                           16256.0f};
+    for (int i = 0; i < 8; ++i) right = right && got[t * 8 + i] == want[i];
+  }
+  expect(right, "warp, quad and block reductions");
+}
+
+__global__ void barrier_kernel(float* out) {
+  SharedMemory shared;
+  float* cell = shared.take<float>(32);
+  const int t = static_cast<int>(threadIdx.x);
+  if (t < 32) {  // the producing warp announces and goes on; the other waits
+    cell[t] = static_cast<float>(t);
+    named_barrier_arrive(1, 64);
+  } else {
+    named_barrier_sync(1, 64);
+    out[t - 32] = cell[63 - t];
+  }
+}
+
+static void check_named_barriers() {
+  const Buffer<float> out(std::vector<float>(32, -1.0f));
+  launch<barrier_kernel>("barrier", dim3(1), dim3(64), shared_bytes_after<float>(32), Stream{0, 0}, out.data());
+  const std::vector<float> got = out.read();
+  bool right = true;
+  for (int i = 0; i < 32; ++i) right = right && got[i] == static_cast<float>(31 - i);
+  expect(right, "named barriers, arrive and sync");
+}
+
+// ---- philox: the known answers of Random123 (kat_vectors, philox4x32 10)
+
+__global__ void philox_kernel(uint32_t* out) {
+  const PhiloxWords zeros = philox4x32_10(0, 0, 0, 0, 0);
+  const PhiloxWords ones = philox4x32_10(~0ull, ~0u, ~0u, ~0u, ~0u);
+  const PhiloxWords pi =
+      philox4x32_10(0x299f31d0a4093822ull, 0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u);
+  for (int i = 0; i < 4; ++i) {
+    out[i] = zeros.word[i];
+    out[4 + i] = ones.word[i];
+    out[8 + i] = pi.word[i];
+  }
+}
+
+static void check_philox() {
+  const Buffer<uint32_t> out(std::vector<uint32_t>(12, 0));
+  launch<philox_kernel>("philox", dim3(1), dim3(1), 0, Stream{0, 0}, out.data());
+  expect(out.read() == std::vector<uint32_t>{0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u, 0x408f276du, 0x41c83b0eu,
+                                             0xa20bc7c6u, 0x6d5451fdu, 0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u},
+         "philox4x32-10, known answers");
+}
+
+// ---- conversions: every bf16 and fp16, there and back, and the rounding of values between neighbours
+
+template <class T> __global__ void conversion_kernel(const uint16_t* bits, uint16_t* back, uint16_t* halfway) {
+  const int i = static_cast<int>(blockIdx.x * 256 + threadIdx.x);
+  const float value = unpack_pair<T>(bits[i]).x, next = unpack_pair<T>(bits[i] ^ 1u).x;
+  back[i] = static_cast<uint16_t>(pack_pair<T>(value, 0.0f));
+  halfway[i] = static_cast<uint16_t>(pack_pair<T>(0.5f * value + 0.5f * next, 0.0f));  // bits i and i ^ 1 are neighbours
+}
+
+template <class T> static void check_conversions(uint16_t infinity, const char* what) {
+  std::vector<uint16_t> bits(65536);
+  for (size_t i = 0; i < bits.size(); ++i) bits[i] = static_cast<uint16_t>(i);
+  const Buffer<uint16_t> source(bits), back(bits), halfway(bits);
+  launch<conversion_kernel<T>>(what, dim3(256), dim3(256), 0, Stream{0, 0}, source.data(), back.data(), halfway.data());
+  const std::vector<uint16_t> got = back.read(), rounded = halfway.read();
+  bool right = true;
+  for (int i = 0; i < 65536; ++i) {
+    const int magnitude = i & 0x7fff;
+    if (magnitude > infinity) {
+      right = right && (got[i] & 0x7fff) > infinity;  // NaN stays NaN
+      continue;
+    }
+    right = right && got[i] == i;
+    if ((magnitude | 1) < infinity) right = right && rounded[i] == (i & ~1);  // ties go to the even neighbour
+  }
+  expect(right, what);
+}
+
+int main() {
+  check_mma<mma_kernel<bfloat16>>(16, "mma.m16n8k16 bf16");
+  check_mma<mma_kernel<float16>>(16, "mma.m16n8k16 fp16");
+  check_mma<mma_tf32_kernel>(8, "mma.m16n8k8 tf32");
+  check_ldmatrix();
+  check_copies();
+  check_reductions();
+  check_named_barriers();
+  check_philox();
+  check_conversions<bfloat16>(0x7f80, "bf16 conversions");
+  check_conversions<float16>(0x7c00, "fp16 conversions");
+  return failures != 0;
+}
