@@ -141,7 +141,10 @@ def _build_info_flags(digest: str, architectures: str) -> str:
 
 def _run_ninja(folder: Path, jobs: int | None) -> None:
     command = [_find_ninja(), "-C", str(folder), *(["-j", str(jobs)] if jobs else [])]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer is ours alone
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, check=False
+    )
     if result.returncode:
         last_lines = "\n".join(result.stdout.strip().splitlines()[-30:])
         raise BuildError(f"{' '.join(command)} failed:\n{last_lines}")

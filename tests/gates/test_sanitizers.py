@@ -1,0 +1,52 @@
+"""The emulated kernels under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transformer_kernels import _build
+
+ROOT = Path(__file__).resolve().parents[2]
+# Only code compiled with the sanitizer is judged: torch's own is not.
+OPTIONS = {
+    "address": {"ASAN_OPTIONS": "detect_leaks=0:exitcode=66", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"},
+    "thread": {"TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0:ignore_noninstrumented_modules=1"},
+}
+LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}
+
+
+def run_sanitized(module: str, sanitizer: str) -> subprocess.CompletedProcess[str]:
+    """Runs a Python module with the kernels instrumented and the sanitizer's run-time library loaded first."""
+    compiler = _build.find_host_compiler().split()[0]
+    library = subprocess.run(
+        [compiler, f"-print-file-name={LIBRARY[sanitizer]}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not os.path.isabs(library):
+        pytest.skip(f"{compiler} has no {LIBRARY[sanitizer]}")
+    environment = {
+        **os.environ,
+        **OPTIONS[sanitizer],
+        "LD_PRELOAD": library,
+        "OMP_NUM_THREADS": "1",
+        "TRANSFORMER_KERNELS_EMULATE": "1",
+        "TRANSFORMER_KERNELS_EMULATE_SANITIZER": sanitizer,
+    }
+    command = [sys.executable, "-m", module]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if "unexpected memory mapping" in result.stderr:  # an older ThreadSanitizer under a kernel with wider randomisation
+        command = ["setarch", "--addr-no-randomize", *command]
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", OPTIONS)
+def test_row_kernels(sanitizer: str) -> None:
+    _build.build_emulated(sanitizer)  # outside the sanitizer's library, which slows compilers down
+    result = run_sanitized("tests.gates.sanitized_row_kernels", sanitizer)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
