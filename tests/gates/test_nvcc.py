@@ -1,0 +1,42 @@
+"""Every CUDA kernel compiles for sm_80 and sm_90a, without spills and with the instructions it is written for."""
+
+from __future__ import annotations
+
+import pytest
+
+from transformer_kernels import _build, cuda_report
+
+pytestmark = pytest.mark.slow
+
+ROW_OPERATIONS = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu")
+# Kernels that read rows by 16-byte vectors where the rows allow it. sum_partials reads single floats, 128 bytes a warp.
+VECTOR_KERNELS = (
+    "softmax_forward_kernel",
+    "softmax_backward_kernel",
+    "layer_norm_forward_kernel",
+    "layer_norm_backward_kernel",
+    "gelu_forward_kernel",
+    "gelu_backward_kernel",
+    "bias_gelu_forward_kernel",
+    "bias_gelu_backward_kernel",
+)
+
+
+@pytest.fixture(autouse=True)
+def needs_nvcc() -> None:
+    if _build.find_toolkit() is None:
+        pytest.skip("no nvcc in CUDA_HOME, PATH or the pip package nvidia-cuda-nvcc")
+
+
+@pytest.mark.parametrize("architecture", cuda_report.DEFAULT_ARCHITECTURES)
+@pytest.mark.parametrize("operation", ROW_OPERATIONS)
+def test_row_kernels(operation: str, architecture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = cuda_report.compile_reports(operation, architecture)
+    with capsys.disabled():
+        print("\n" + cuda_report.table(kernels))
+    assert kernels
+    spilling = [kernel for kernel in kernels if kernel.spill_stores or kernel.spill_loads or kernel.stack]
+    assert not spilling, spilling
+    by_vectors = {kernel.name for kernel in kernels if kernel.loads_16_bytes}
+    expected = {kernel.name for kernel in kernels} & set(VECTOR_KERNELS)
+    assert expected <= by_vectors, f"no 16-byte loads in {expected - by_vectors}"
