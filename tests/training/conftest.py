@@ -1,0 +1,100 @@
+"""Models and texts so small that a run takes a moment, and the real data where it is at hand."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from transformer_kernels.training import CharGPTConfig, ImdbConfig
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+torch.set_num_threads(1)  # tensors of these sizes only lose by more
+
+TINY_MODEL = {"layers": 1, "width": 16, "heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def data_folder() -> Path:
+    """The folder with tinyshakespeare, imdb and gpt2_bpe."""
+    folder = Path(os.environ.get("TRANSFORMER_KERNELS_DATA") or CHECKOUT.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip("no real data: set TRANSFORMER_KERNELS_DATA to a folder with tinyshakespeare, imdb and gpt2_bpe")
+    return folder
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 40, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def char_config(tmp_path: Path, text_file: Path) -> Callable[..., CharGPTConfig]:
+    """Makes configs of a character GPT that trains in a blink."""
+
+    def make(**changes: Any) -> CharGPTConfig:
+        usual = {
+            "corpus": str(text_file),
+            "out": str(tmp_path / "run"),
+            "model": TINY_MODEL,
+            "context": 8,
+            "batch_size": 4,
+            "warmup_steps": 2,
+            "steps": 6,
+            "log_every": 2,
+            "eval_every": 3,
+            "save_every": 100,
+            "progress": False,
+        }
+        return CharGPTConfig(**{**usual, **changes})
+
+    return make
+
+
+@pytest.fixture
+def reviews_file(tmp_path: Path) -> Path:
+    path = tmp_path / "reviews.csv"
+    good = [f"a great film number {n}, wonderful and moving,positive" for n in range(24)]
+    bad = [f"a dull film number {n}, terrible and boring,negative" for n in range(24)]
+    rows = [
+        f'"{line.rpartition(",")[0]}",{line.rpartition(",")[2]}'
+        for pair in zip(good, bad, strict=True)
+        for line in pair
+    ]
+    path.write_text("\n".join(["review,sentiment", *rows]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def imdb_config(tmp_path: Path, reviews_file: Path) -> Callable[..., ImdbConfig]:
+    """Makes configs of a tiny classifier on bytes."""
+
+    def make(**changes: Any) -> ImdbConfig:
+        usual = {
+            "data": str(reviews_file),
+            "test_data": str(reviews_file),
+            "out": str(tmp_path / "run"),
+            "tokenizer": "bytes",
+            "model": TINY_MODEL,
+            "max_length": 64,
+            "batch_size": 8,
+            "warmup_steps": 2,
+            "steps": 4,
+            "log_every": 2,
+            "eval_every": 2,
+            "progress": False,
+        }
+        return ImdbConfig(**{**usual, **changes})
+
+    return make

@@ -1,0 +1,86 @@
+import dataclasses
+
+import pytest
+
+from transformer_kernels.training.config import (
+    CharGPTConfig,
+    ImdbConfig,
+    make_config,
+    read_config_file,
+    resumed_config,
+)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("run.yaml", "lr: 3e-4\nbatch-size: 8\ncompile: true\nmodel: {layers: 2}\n"),
+        ("run.toml", "lr = 3e-4\nbatch_size = 8\ncompile = true\nmodel = {layers = 2}\n"),
+        ("run.json", '{"lr": 3e-4, "batch_size": 8, "compile": true, "model": {"layers": 2}}'),
+    ],
+)
+def test_a_file_means_the_same_in_every_format(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    config = make_config("imdb", read_config_file(tmp_path / name))
+    assert (config.lr, config.batch_size, config.compile, config.model) == (3e-4, 8, True, {"layers": 2})
+
+
+def test_an_unknown_key_names_the_closest_one():
+    with pytest.raises(ValueError, match=r"run\.yaml: unknown key 'bacth_size' for imdb; did you mean 'batch_size'\?"):
+        make_config("imdb", {"bacth_size": 3}, "run.yaml")
+
+
+def test_a_key_of_the_other_recipe_is_unknown():
+    with pytest.raises(ValueError, match="unknown key 'vocab_dir' for char-gpt"):
+        make_config("char-gpt", {"vocab_dir": "x"})
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"steps": 1.5}, "steps must be of type int; got 1.5"),
+        ({"lr": "fast"}, "lr must be of type float; got 'fast'"),
+        ({"compile": 1}, "compile must be of type bool; got 1"),
+        ({"out": 3}, "out must be of type str; got 3"),
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"lr": float("nan")}, "lr must be finite and not negative; got nan"),
+        ({"seed": -1}, "seed must be finite and not negative; got -1"),
+        ({"dtype": "float8"}, "dtype must be one of float32, bfloat16, float16; got 'float8'"),
+        ({"steps": 3, "epochs": 2}, "steps and epochs exclude each other; got steps 3 and epochs 2"),
+    ],
+)
+def test_bad_values_are_told(values, message):
+    with pytest.raises(ValueError) as error:
+        make_config("char-gpt", values)
+    assert str(error.value) == message
+
+
+def test_review_options_are_checked():
+    with pytest.raises(ValueError, match=r"validation must be in \[0, 1\); got 1.0"):
+        ImdbConfig(validation=1)
+    with pytest.raises(ValueError, match="at least 3; got 2"):
+        ImdbConfig(max_length=2)
+
+
+@pytest.mark.parametrize("name, text", [("run.yaml", "- 1\n"), ("run.yaml", "a: [\n"), ("run.ini", "a=1")])
+def test_a_file_that_is_no_table_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"run\."):
+        read_config_file(tmp_path / name)
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    (tmp_path / "run.yaml").write_text("")
+    assert make_config("char-gpt", read_config_file(tmp_path / "run.yaml")) == CharGPTConfig()
+
+
+def test_every_option_has_help():
+    for spec in dataclasses.fields(CharGPTConfig) + dataclasses.fields(ImdbConfig):
+        assert spec.metadata["help"]
+
+
+def test_resuming_may_change_the_length_but_not_what_exactness_needs():
+    saved = CharGPTConfig(epochs=2)
+    assert resumed_config(saved, {"steps": 9}).steps == 9
+    with pytest.raises(ValueError, match="--resume: batch_size cannot change: 64 in the checkpoint, 32 asked for"):
+        resumed_config(saved, {"batch_size": 32})

@@ -1,0 +1,108 @@
+import csv
+import gzip
+import json
+import lzma
+
+import pytest
+import torch
+
+from transformer_kernels.training.imdb import load_part, pad_batch, truncate
+from transformer_kernels.training.reviews import find_reviews, read_reviews
+from transformer_kernels.training.tokenizers import ByteTokenizer
+
+ROWS = [("good, really\ngood<br /><br />film", 1), ("bad", 0), ("mögen", 1)]
+EXPECTED = (["good, really\ngood\n\nfilm", "bad", "mögen"], [1, 0, 1])
+PACKERS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+
+
+def written(folder, ending, packed):
+    path = folder / f"train{ending}{packed}"
+    if ending == ".jsonl":
+        data = "\n".join(json.dumps({"text": text, "label": label, "id": 1}) for text, label in ROWS).encode()
+    elif ending == ".csv":
+        with open(folder / "plain", "w", newline="", encoding="utf-8") as file:
+            names = {1: "positive", 0: "negative"}
+            csv.writer(file).writerows([("review", "sentiment"), *((text, names[label]) for text, label in ROWS)])
+        data = (folder / "plain").read_bytes()
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = pyarrow.table({"text": [text for text, _ in ROWS], "label": [label for _, label in ROWS]})
+        parquet.write_table(table, folder / "plain")
+        data = (folder / "plain").read_bytes()
+    path.write_bytes(PACKERS[packed](data))
+    return path
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
+def test_every_format_reads_the_same(tmp_path, ending, packed):
+    path = written(tmp_path, ending, packed)
+    assert read_reviews(path) == EXPECTED
+    assert find_reviews(str(tmp_path), "train") == path
+
+
+def test_the_folder_of_the_data_set_is_read(tmp_path):
+    for label, text in (("neg", "bad"), ("pos", "good"), ("unsup", "whatever")):
+        (tmp_path / "train" / label).mkdir(parents=True)
+        (tmp_path / "train" / label / "0_1.txt").write_text(text)
+    assert read_reviews(find_reviews(str(tmp_path), "train")) == (["bad", "good"], [0, 1])
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("a.jsonl", b'{"text": "x", "label": 2}', r"row 1: expected a text and a label of 0, 1, neg.*; got 2"),
+        ("a.jsonl", b'{"text": "x", "label": 1}\n{"text"', "line 2: not JSON"),
+        ("a.jsonl", b"[1]", "line 1: expected an object; got a list"),
+        ("a.csv", b"a,b\n1,2\n", r"expected columns text and label .*; got \['a', 'b'\]"),
+        ("a.csv", b"", "no reviews in it; at least one is needed"),
+        ("a.txt", b"x", r"a data file ends in \.csv, \.jsonl, \.parquet"),
+        ("a.jsonl.xz", lzma.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "damaged or incomplete .xz file"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "damaged or incomplete .gz file"),
+    ],
+)
+def test_bad_files_are_told(tmp_path, name, content, told):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=told):
+        read_reviews(tmp_path / name)
+
+
+def test_missing_data_tells_where_it_is_from(tmp_path):
+    with pytest.raises(ValueError, match=r"aclImdb folder \(from https://.*; got ''"):
+        find_reviews("", "train")
+    with pytest.raises(ValueError, match="neither train/pos and train/neg nor a file train with"):
+        find_reviews(str(tmp_path), "train")
+
+
+def test_a_file_needs_a_test_file_beside_it(imdb_config):
+    with pytest.raises(ValueError, match="test_data is needed where data is a file"):
+        load_part(imdb_config(test_data=""), "test")
+
+
+def test_the_real_reviews_are_read(data_folder):
+    reviews = read_reviews(data_folder / "imdb" / "small_test.jsonl.xz")
+    assert (len(reviews.texts), sum(reviews.labels)) == (1000, 500)
+    assert not any("<br />" in text for text in reviews.texts)
+
+
+@pytest.mark.parametrize("truncation, expected", [("head", [0, 1, 2, 3, 4]), ("head+tail", [0, 1, 2, 8, 9])])
+def test_long_reviews_are_cut(truncation, expected):
+    assert truncate(torch.arange(10), 5, truncation).tolist() == expected
+    assert truncate(torch.arange(5), 5, truncation).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("padding, width", [("longest", 6), ("max", 8)])
+def test_a_batch_has_cls_sep_and_padding(imdb_config, padding, width):
+    tokenizer = ByteTokenizer()
+    reviews = [torch.tensor([7]), torch.tensor([1, 2, 3, 4])]
+    ids, mask = pad_batch(reviews, tokenizer, imdb_config(max_length=8, padding=padding))
+    pad, cls, sep = 256, 257, 258
+    expected = [[cls, 7, sep, pad, pad, pad], [cls, 1, 2, 3, 4, sep]]
+    assert ids.tolist() == [row + [pad] * (width - 6) for row in expected]
+    assert torch.equal(mask, ids != pad)
+
+
+def test_an_empty_review_is_cls_and_sep(imdb_config):
+    ids, _ = pad_batch([torch.tensor([], dtype=torch.int32)], ByteTokenizer(), imdb_config())
+    assert ids.tolist() == [[257, 258]]

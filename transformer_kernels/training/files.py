@@ -1,0 +1,84 @@
+"""Files that are whole or absent: checked downloads, atomic writes, the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+
+CHUNK = 1 << 16
+
+
+class DataFileError(RuntimeError):
+    """A data or vocabulary file could not be had, or is not the file it should be."""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock beside `path`, so that of several processes one fills it and the others find it full."""
+    from filelock import FileLock  # a dependency of torch
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        yield
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `data` under a temporary name, flush it to the disk, then rename it to `path`."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def check_hash(path: str | Path, data: bytes, sha256: str, remedy: str) -> None:
+    """Raise DataFileError unless `data`, which came from `path`, has the hash."""
+    actual = hashlib.sha256(data).hexdigest()
+    if actual != sha256:
+        raise DataFileError(f"{path}: expected SHA-256 {sha256}, got {actual} ({len(data)} bytes); {remedy}")
+
+
+def fetch(url: str, path: Path, sha256: str, *, max_bytes: int, remedy: str, timeout: float = 60.0) -> bytes:
+    """The bytes of `path`, downloaded from `url` first where they are missing or wrong.
+
+    `timeout` seconds bound both a silent connection and the download as a whole.
+    """
+    with locked(path):
+        if path.exists() and hashlib.sha256(data := path.read_bytes()).hexdigest() == sha256:
+            return data
+        path.unlink(missing_ok=True)
+        data = _download(url, path, max_bytes, remedy, timeout)
+        check_hash(url, data, sha256, f"nothing was kept; {remedy}")
+        write_atomically(path, data)
+        return data
+
+
+def _download(url: str, path: Path, max_bytes: int, remedy: str, timeout: float) -> bytes:
+    deadline = time.monotonic() + timeout
+    received = bytearray()
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as response:
+            while chunk := response.read1(CHUNK):
+                received += chunk
+                if len(received) > max_bytes:
+                    raise DataFileError(f"{url}: more than the {max_bytes} bytes expected; nothing was kept; {remedy}")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not complete after {timeout:g} s")
+            announced = response.headers.get("Content-Length")
+            if announced is not None and len(received) != int(announced):
+                raise TimeoutError(f"the connection ended after {len(received)} of {announced} bytes")
+    except (OSError, HTTPException) as error:
+        raise DataFileError(f"cannot download {url} to {path}: {error}; {remedy}") from error
+    return bytes(received)

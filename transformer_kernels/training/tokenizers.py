@@ -1,0 +1,155 @@
+"""Text to token ids and back: characters, GPT-2 byte pairs, plain bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformer_kernels._build import cache_folder
+from transformer_kernels.training._optional import require
+from transformer_kernels.training.files import DataFileError, check_hash, fetch
+
+VOCAB_BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+VOCAB_BPE_BYTES = 456318
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+GPT2_END_OF_TEXT = 50256
+
+
+class Tokenizer(Protocol):
+    """What the recipes need of a tokenizer; `describe` is what a checkpoint keeps of it."""
+
+    vocabulary_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class CharacterTokenizer:
+    """One id for each character that the training text has, in code point order."""
+
+    def __init__(self, characters: Iterable[str]) -> None:
+        self.characters = "".join(sorted(set(characters)))
+        self.vocabulary_size = len(self.characters)
+        self._ids = {character: index for index, character in enumerate(self.characters)}
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError:
+            unknown = sorted(set(text) - set(self._ids))
+            raise ValueError(
+                f"characters that the model has never seen: {unknown}; it knows {self.characters!r}"
+            ) from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.characters[index] for index in ids)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "characters", "characters": self.characters}
+
+
+class ReviewTokenizer:
+    """A tokenizer of whole texts with three ids of its own: PAD, CLS and SEP, the last of the vocabulary."""
+
+    pad: int
+    cls: int
+    sep: int
+    vocabulary_size: int
+
+    def _add_special_ids(self, first: int) -> None:
+        self.pad, self.cls, self.sep = first, first + 1, first + 2
+        self.vocabulary_size = first + 3
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        """The ids of each text, without PAD, CLS and SEP."""
+        raise NotImplementedError
+
+
+class Gpt2Tokenizer(ReviewTokenizer):
+    """GPT-2's byte pairs through tiktoken, with PAD, CLS, SEP = 50257, 50258, 50259."""
+
+    def __init__(self, vocab_dir: str = "") -> None:
+        tiktoken = require("tiktoken")
+        self._encoding = tiktoken.Encoding(
+            name="gpt2",
+            pat_str=GPT2_PATTERN,
+            mergeable_ranks=_byte_pair_ranks(_vocab_bpe(vocab_dir)),
+            special_tokens={"<|endoftext|>": GPT2_END_OF_TEXT},
+        )
+        self._add_special_ids(GPT2_END_OF_TEXT + 1)
+
+    def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        return self._encoding.encode_ordinary_batch(texts, num_threads=threads)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode([index for index in ids if index <= GPT2_END_OF_TEXT])
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "gpt2", "sha256": VOCAB_BPE_SHA256}
+
+
+class ByteTokenizer(ReviewTokenizer):
+    """The UTF-8 bytes of a text, with PAD, CLS, SEP = 256, 257, 258."""
+
+    def __init__(self) -> None:
+        self._add_special_ids(256)
+
+    def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(index for index in ids if index < 256).decode(errors="replace")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+
+REVIEW_TOKENIZERS: dict[str, Callable[[str], ReviewTokenizer]] = {
+    "gpt2": Gpt2Tokenizer,
+    "bytes": lambda vocab_dir: ByteTokenizer(),
+}
+
+
+def from_description(description: dict[str, Any], vocab_dir: str = "") -> Any:
+    """The tokenizer that `describe` was called on."""
+    kind = description.get("kind")
+    if kind == "characters" and isinstance(description.get("characters"), str):
+        return CharacterTokenizer(description["characters"])
+    if kind in REVIEW_TOKENIZERS:
+        return REVIEW_TOKENIZERS[kind](vocab_dir)
+    raise ValueError(f"unknown tokenizer {description!r:.200}")
+
+
+def _vocab_bpe(vocab_dir: str) -> str:
+    remedy = "get vocab.bpe of GPT-2 elsewhere and give its folder as --vocab-dir, or choose --tokenizer bytes"
+    if not vocab_dir:
+        path = cache_folder() / "gpt2_bpe" / "vocab.bpe"
+        return fetch(VOCAB_BPE_URL, path, VOCAB_BPE_SHA256, max_bytes=VOCAB_BPE_BYTES, remedy=remedy).decode()
+    path = Path(vocab_dir) / "vocab.bpe"
+    if not path.is_file():
+        raise DataFileError(f"no vocab.bpe in {vocab_dir}: fetch it from {VOCAB_BPE_URL}")
+    data = path.read_bytes()
+    check_hash(path, data, VOCAB_BPE_SHA256, f"fetch it again from {VOCAB_BPE_URL}")
+    return data.decode()
+
+
+def _byte_pair_ranks(vocab_bpe: str) -> dict[bytes, int]:
+    """The rank of each byte string: single bytes first, then the merges in the order of the file.
+
+    The file writes printable bytes as themselves and the others as characters from U+0100 on.
+    """
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    ranks = {bytes([byte]): rank for rank, byte in enumerate(printable + others)}
+    for merge in vocab_bpe.split("\n")[1:-1]:
+        ranks[bytes(byte_of[character] for character in merge.replace(" ", ""))] = len(ranks)
+    return ranks
