@@ -1,0 +1,177 @@
+import dataclasses
+import hashlib
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from transformer_kernels import training
+from transformer_kernels.training import CharGPTConfig, Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from transformer_kernels.training.checkpoint import FILES, load_weights
+
+
+def checkpoint(step=1):
+    return Checkpoint(
+        weights={"weight": torch.full((3, 2), float(step)), "bias": torch.zeros(3)},
+        optimizer={"0.exp_avg": torch.ones(3, 2)},
+        config=CharGPTConfig(steps=7),
+        tokenizer={"kind": "characters", "characters": "ab"},
+        trainer={"step": step},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_checkpoint(tmp_path / "last", checkpoint())
+    return tmp_path / "last"
+
+
+def test_what_was_saved_is_loaded(folder):
+    loaded = load_checkpoint(folder)
+    assert torch.equal(loaded.weights["weight"], torch.ones(3, 2))
+    assert torch.equal(loaded.optimizer["0.exp_avg"], torch.ones(3, 2))
+    assert loaded.config == CharGPTConfig(steps=7)
+    assert (loaded.tokenizer, loaded.trainer) == (checkpoint().tokenizer, {"step": 1})
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "manifest.json"])
+
+
+def test_the_next_one_replaces_it_and_leaves_nothing_else(folder):
+    save_checkpoint(folder, checkpoint(step=2))
+    assert load_checkpoint(folder).trainer == {"step": 2}
+    assert [path.name for path in folder.parent.iterdir()] == ["last"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_tells_both_sizes(folder, name):
+    path = folder / name
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match=rf"{path}: expected {len(data)} bytes, found {len(data) - 1}"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_tells_both_hashes(folder, name):
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{path}: expected SHA-256 \w{{64}}, found \w{{64}}"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_missing_file_is_told(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda manifest: manifest.update(format=2), "expected format 1, found 2"),
+        (lambda manifest: manifest["files"].update({"../../etc/passwd": {}}), "expected the files model.safetensors"),
+        (lambda manifest: manifest["files"].pop("config.json"), "expected the files model.safetensors"),
+        (lambda manifest: manifest["files"].update({"config.json": 1}), "expected bytes and sha256 of each file"),
+        (lambda manifest: manifest.update(files=[]), "expected the files"),
+    ],
+)
+def test_a_hostile_manifest_is_refused(folder, change, told):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("model.safetensors", b"\x80\x04pickled", "not a safetensors file"),
+        ("model.safetensors", (2**62).to_bytes(8, "little") + b"{}", "not a safetensors file"),
+        ("config.json", b'{"recipe": "char-gpt", "exec": 1}', "unknown key 'exec'"),
+        ("config.json", b'{"recipe": "os.system"}', "recipe must be one of char-gpt, imdb"),
+        ("config.json", b"{}", "config.json does not describe a run"),
+        ("trainer.json", b"[]", "expected an object, found a list"),
+        ("tokenizer.json", b"{", "not JSON"),
+    ],
+)
+def test_hostile_contents_with_a_correct_hash_are_refused(folder, name, content, told):
+    (folder / name).write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(folder)
+
+
+def test_a_pickle_is_never_loaded(tmp_path):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"found a file; pickles .* are never loaded"):
+        load_checkpoint(tmp_path / "model.pt")
+
+
+def test_a_missing_checkpoint_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing: no such checkpoint"):
+        load_checkpoint(tmp_path / "nothing")
+
+
+def test_weights_of_another_model_are_listed():
+    model = torch.nn.Linear(2, 4)
+    weights = {"weight": torch.zeros(3, 2), "gain": torch.zeros(1)}
+    with pytest.raises(CheckpointError) as error:
+        load_weights(model, weights, "here")
+    assert str(error.value) == (
+        "here: the weights belong to another model or vocabulary: missing: bias; unexpected: gain; "
+        "mismatched: weight (model (4, 2), checkpoint (3, 2))"
+    )
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(folder, monkeypatch):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = dataclasses.replace(checkpoint(step=2), weights={"weight": torch.zeros(100_000)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_checkpoint(folder, large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert load_checkpoint(folder).trainer == {"step": 1}
+    assert [path.name for path in folder.parent.iterdir()] == ["last"]
+
+
+@pytest.mark.parametrize("fatal_call", range(1, 9))
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(folder, fatal_call):
+    """The child is killed at its n-th flush or rename: six files, two renames."""
+    child = os.fork()
+    if child == 0:
+        calls = 0
+
+        def deadly(function):
+            def wrapped(*arguments):
+                nonlocal calls
+                calls += 1
+                if calls == fatal_call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments)
+
+            return wrapped
+
+        os.fsync, os.rename = deadly(os.fsync), deadly(os.rename)
+        save_checkpoint(folder, checkpoint(step=2))
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert load_checkpoint(folder).trainer == {"step": 1}
+    save_checkpoint(folder, checkpoint(step=3))
+    assert load_checkpoint(folder).trainer == {"step": 3}
+    assert [path.name for path in folder.parent.iterdir()] == ["last"]
+
+
+def test_no_source_file_unpickles():
+    for path in Path(training.__file__).parent.glob("*.py"):
+        assert not {"torch.load", "pickle.load"} & set(path.read_text().replace("(", " ").split()), path

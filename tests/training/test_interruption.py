@@ -1,0 +1,79 @@
+"""Signals, as a shell or a batch system sends them, to a real process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from transformer_kernels.training import load_checkpoint
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+# Trains for ever; with "slow" as its last argument each save takes a minute, once it has begun.
+PROGRAM = """
+import sys, time, torch
+torch.set_num_threads(1)
+from transformer_kernels import cli
+from transformer_kernels.training import trainer
+if sys.argv[-1] == "slow":
+    sys.argv.pop()
+    def slow_save(folder, checkpoint):
+        print("saving", flush=True)
+        time.sleep(60)
+    trainer.save_checkpoint = slow_save
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def start(text_file, tmp_path):
+    """Starts the program and waits until it has trained for some steps; ends it with the test."""
+    processes = []
+
+    def start(*extra):
+        model = [part for pair in ("layers=1", "width=16", "heads=2") for part in ("--model", pair)]
+        options = ["--corpus", text_file, "--context", "8", "--steps", "10000000", "--out", tmp_path / "run"]
+        rarely = ["--eval-every", "10000000", "--save-every", "10000000", "--log-every", "5", "--no-progress"]
+        command = [sys.executable, "-c", PROGRAM, "train", "char-gpt", *options, *rarely, *model, *extra]
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        processes.append(process)
+        log, deadline = tmp_path / "run" / "log.jsonl", time.monotonic() + 60
+        while not (log.exists() and '"train"' in log.read_text()):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline, "the program did not start to train"
+            time.sleep(0.05)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_makes_one_checkpoint_and_sets_the_status(start, tmp_path, signum, status):
+    process = start()
+    process.send_signal(signum)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == status
+    step = load_checkpoint(tmp_path / "run" / "last").trainer["step"]
+    assert f"stopped by {signum.name} after step {step}" in told
+    assert "Traceback" not in told
+    assert sorted(os.listdir(tmp_path / "run")) == ["last", "log.jsonl"]
+
+
+def test_a_second_interrupt_ends_at_once(start):
+    process = start("slow")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "saving\n"
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert time.monotonic() - begun < 20

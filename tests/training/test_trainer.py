@@ -1,0 +1,311 @@
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from transformer_kernels.training import (
+    CharGPT,
+    CheckpointError,
+    Trainer,
+    TrainingDiverged,
+    load_checkpoint,
+    random_state,
+)
+from transformer_kernels.training.optimisation import learning_rate
+
+
+def log_of(config, event):
+    lines = [json.loads(line) for line in Path(config.out, "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+def weights_of(folder):
+    return load_checkpoint(folder).weights
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
+
+
+def losses_of(config, steps):
+    trainer = Trainer(CharGPT(config))
+    return [trainer.step().item() for _ in range(steps)]
+
+
+def test_training_learns(char_config):
+    result = Trainer(CharGPT(char_config(steps=120, lr=1e-2, eval_every=60))).fit()
+    assert result.ended_by == "steps"
+    assert result.train_loss < 1.5 < math.log(28)
+    assert result.validation["loss"] < 1.5
+    assert result.tokens_per_second > 0
+    assert result.peak_memory_bytes > 2**20
+    assert result.model_flop_utilisation is None
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(char_config):
+    assert losses_of(char_config(), 4) == losses_of(char_config(), 4)
+    assert losses_of(char_config(), 4) != losses_of(char_config(seed=1), 4)
+
+
+def test_the_torch_backend_follows_the_reference_with_dropout_on(char_config):
+    config = {"lr": 1e-3, "steps": 50, "model": {"layers": 2, "width": 32, "heads": 4, "dropout": 0.1}}
+    reference = losses_of(char_config(backend="reference", **config), 50)
+    torch_backend = losses_of(char_config(backend="torch", **config), 50)
+    assert torch_backend == pytest.approx(reference, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_trains(char_config, dtype):
+    result = Trainer(CharGPT(char_config(steps=60, lr=1e-2, dtype=dtype))).fit()
+    assert result.train_loss < 2.2
+
+
+def test_compiling_keeps_the_losses(char_config, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    assert losses_of(char_config(compile=True), 3) == pytest.approx(losses_of(char_config(), 3), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_compiling_with_the_default_compiler_keeps_the_losses_without_dropout(char_config):
+    model = {"layers": 1, "width": 16, "heads": 2, "dropout": 0.0}
+    expected = losses_of(char_config(model=model), 3)
+    assert losses_of(char_config(model=model, compile=True), 3) == pytest.approx(expected, abs=1e-5)
+
+
+def test_deterministic_training_runs(char_config):
+    try:
+        assert len(losses_of(char_config(deterministic=True), 2)) == 2
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_epochs_are_counted_in_steps(char_config):
+    trainer = Trainer(CharGPT(char_config(steps=None, epochs=2)))
+    assert trainer.total_steps == 2 * trainer.sampler.batches_per_epoch == 2 * (trainer.recipe.train_length // 4)
+
+
+def test_best_and_last_are_kept(char_config):
+    config = char_config()
+    trainer = Trainer(CharGPT(config))
+    losses = iter([{"loss": 2.0, "accuracy": 0.0}, {"loss": 3.0, "accuracy": 0.0}])
+    trainer.evaluate = lambda stop=None: next(losses)
+    result = trainer.fit()
+    assert load_checkpoint(Path(config.out, "best")).trainer["step"] == 3
+    assert load_checkpoint(Path(config.out, "last")).trainer["step"] == 6
+    assert result.best_loss == 2.0
+    assert_same(weights_of(Path(config.out, "last")), trainer.model.state_dict())
+
+
+def test_patience_ends_a_run_that_no_longer_improves(char_config):
+    trainer = Trainer(CharGPT(char_config(steps=100, eval_every=2, patience=2)))
+    trainer.evaluate = lambda stop=None: {"loss": 1.0 + trainer.step_number, "accuracy": 0.0}
+    assert trainer.fit().ended_by == "patience"
+    assert trainer.step_number == 6
+
+
+def test_a_time_limit_ends_a_run(char_config):
+    result = Trainer(CharGPT(char_config(steps=100_000, time_limit=0.2, eval_every=100_000))).fit()
+    assert result.ended_by == "time limit"
+    assert 0 < result.step < 100_000
+    assert result.validation
+
+
+def test_without_a_split_there_is_no_validation(char_config):
+    config = char_config(split="none")
+    result = Trainer(CharGPT(config)).fit()
+    assert result.validation == {}
+    assert not Path(config.out, "best").exists()
+
+
+@pytest.mark.parametrize("stop_at", [2, 3, 5])
+def test_resuming_is_bit_exact(char_config, tmp_path, stop_at):
+    straight, parted = char_config(out=str(tmp_path / "a")), char_config(out=str(tmp_path / "b"), save_every=stop_at)
+    Trainer(CharGPT(straight)).fit()
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(InterruptedCharGPT(parted, stop_at)).fit()
+    torch.manual_seed(999)
+    resumed = Trainer(CharGPT(parted))
+    resumed.restore(tmp_path / "b" / "last")
+    assert resumed.step_number == stop_at
+    resumed.fit()
+    first, second = load_checkpoint(tmp_path / "a" / "last"), load_checkpoint(tmp_path / "b" / "last")
+    assert_same(second.weights, first.weights)
+    assert_same(second.optimizer, first.optimizer)
+    assert second.trainer == first.trainer
+    assert by_step(log_of(parted, "validation")) == by_step(log_of(straight, "validation"))
+
+
+def by_step(lines):
+    return {line["step"]: line for line in lines}
+
+
+class InterruptedCharGPT(CharGPT):
+    """Fails when the step after `steps` asks for its batch."""
+
+    def __init__(self, config, steps):
+        super().__init__(config)
+        self.steps = steps
+
+    def batch(self, indices, device):
+        if self.steps == 0:
+            raise KeyboardInterrupt
+        self.steps -= 1
+        return super().batch(indices, device)
+
+
+def test_every_random_state_comes_back():
+    import random
+
+    import numpy
+
+    def draw():
+        return random.random(), random.gauss(0, 1), numpy.random.standard_normal(), torch.rand(1).item()
+
+    draw()
+    state = json.loads(json.dumps(random_state.capture(torch.device("cpu"))))
+    expected = [draw() for _ in range(3)]
+    random_state.restore(state, torch.device("cpu"))
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_resuming_with_another_vocabulary_is_refused(char_config, tmp_path):
+    config = char_config()
+    Trainer(CharGPT(config)).fit()
+    (tmp_path / "other.txt").write_text("other characters: äöü\n" * 20, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"another vocabulary; 14 characters here, 28 in the checkpoint"):
+        Trainer(CharGPT(char_config(corpus=str(tmp_path / "other.txt")))).restore(Path(config.out, "last"))
+
+
+def test_resuming_with_another_model_is_refused(char_config):
+    config = char_config()
+    Trainer(CharGPT(config)).fit()
+    with pytest.raises(CheckpointError, match=r"mismatched: .*model \(28, 32\), checkpoint \(28, 16\)"):
+        Trainer(CharGPT(char_config(model={"layers": 1, "width": 32, "heads": 2}))).restore(Path(config.out, "last"))
+
+
+def test_resuming_with_other_data_is_refused(char_config, text_file):
+    config = char_config()
+    Trainer(CharGPT(config)).fit()
+    text_file.write_text(text_file.read_text()[::-1])
+    with pytest.raises(CheckpointError, match="written with other data"):
+        Trainer(CharGPT(config)).restore(Path(config.out, "last"))
+
+
+class DivergingCharGPT(CharGPT):
+    """A model whose logits become NaN at the given step."""
+
+    def __init__(self, config, bad_step):
+        super().__init__(config)
+        self.bad_step = bad_step
+
+    def batch(self, indices, device):
+        self.bad_step -= 1
+        if self.bad_step == 0:
+            self.trainer.model.head_bias.data.fill_(float("nan"))
+        return super().batch(indices, device)
+
+
+def test_a_nan_loss_stops_with_step_rate_and_batch_and_is_never_saved(char_config):
+    config = char_config(schedule="constant", eval_every=1, save_every=1)
+    recipe = DivergingCharGPT(config, bad_step=4)
+    recipe.trainer = Trainer(recipe)
+    indices = ", ".join(map(str, upcoming_batch(config, 4)))
+    told = rf"the loss is nan at step 4 \(learning rate 0\.003, batch of items {indices}\)"
+    with pytest.raises(TrainingDiverged, match=told):
+        recipe.trainer.fit()
+    for name in ("best", "last"):
+        assert all(weight.isfinite().all() for weight in weights_of(Path(config.out, name)).values())
+        assert load_checkpoint(Path(config.out, name)).trainer["step"] <= 3
+    assert log_of(config, "diverged")[0]["at_step"] == 4
+
+
+def upcoming_batch(config, step):
+    sampler = Trainer(CharGPT(config)).sampler
+    for _ in range(step - 1):
+        sampler.advance()
+    return sampler.peek().tolist()
+
+
+def test_an_infinite_gradient_stops_before_the_weights_change(char_config):
+    trainer = Trainer(CharGPT(char_config()))
+    trainer.model.head_bias.register_hook(lambda gradient: gradient * math.inf)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(TrainingDiverged, match="the gradient norm is"):
+        trainer.step()
+    assert_same(trainer.model.state_dict(), before)
+
+
+def test_out_of_memory_leaves_the_optimizer_unstepped_and_the_next_step_works(char_config):
+    trainer, twin = Trainer(CharGPT(char_config())), Trainer(CharGPT(char_config()))
+    for each in (trainer, twin):
+        torch.manual_seed(1)
+        each.step()
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    def exhausted(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    hook = trainer.model.head_bias.register_hook(exhausted)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        trainer.step()
+    assert_same(trainer.model.state_dict(), before)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert trainer.step_number == 1
+    hook.remove()
+    for each in (trainer, twin):
+        torch.manual_seed(2)
+        each.step()
+    assert_same(trainer.model.state_dict(), twin.model.state_dict())
+
+
+def test_clipping_bounds_the_gradient(char_config):
+    norms = []
+    trainer = Trainer(CharGPT(char_config(clip=0.01)))
+    step = trainer.scaler.step
+
+    def watched(optimizer):
+        norms.append(torch.nn.utils.get_total_norm(p.grad for p in trainer.model.parameters()).item())
+        return step(optimizer)
+
+    trainer.scaler.step = watched
+    trainer.step()
+    assert norms[0] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_learning_rate_rises_and_falls(char_config):
+    config = char_config(lr=1.0, warmup_steps=4, schedule="cosine")
+    rates = [learning_rate(step, 14, config) for step in range(16)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[9] == pytest.approx(0.55)
+    assert rates[14] == rates[15] == pytest.approx(0.1)
+    constant = char_config(lr=1.0, warmup_steps=4, schedule="constant")
+    assert [learning_rate(step, 14, constant) for step in (3, 4, 13)] == [1.0, 1.0, 1.0]
+
+
+def test_the_log_tells_what_happened(char_config):
+    config = char_config()
+    Trainer(CharGPT(config)).fit()
+    assert [line["step"] for line in log_of(config, "train")] == [2, 3, 4, 6]
+    assert [line["step"] for line in log_of(config, "validation")] == [3, 6]
+    assert {"loss", "learning_rate", "tokens_per_second", "epoch"} < log_of(config, "train")[0].keys()
+    assert {"compile_seconds", "peak_memory_bytes"} < log_of(config, "end")[0].keys()
+
+
+def test_tensorboard_gets_the_same_numbers(char_config):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    config = char_config(tensorboard=True)
+    Trainer(CharGPT(config)).fit()
+    assert list(Path(config.out, "tensorboard").glob("events.*"))
+
+
+def test_an_absent_gpu_is_told(char_config):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(ValueError, match="device 'cuda': this PyTorch sees no GPU; use --device cpu"):
+        Trainer(CharGPT(char_config(device="cuda")))

@@ -1,0 +1,138 @@
+"""What a run reports about itself: speed, memory, and the log that it goes to."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformer_kernels.training._optional import require
+
+# Dense peak of the matrix units in FLOP/s, from the makers' data sheets: (float32, TF32 off; bfloat16 and float16).
+PEAK_FLOPS = {
+    "H200": (67e12, 989e12),
+    "H100 PCIe": (51e12, 756e12),
+    "H100": (67e12, 989e12),
+    "A100": (19.5e12, 312e12),
+    "L40S": (91.6e12, 362e12),
+    "L4": (30.3e12, 121e12),
+    "A10": (31.2e12, 125e12),
+    "RTX 4090": (82.6e12, 165e12),
+    "RTX 3090": (35.6e12, 71e12),
+}
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """The device's peak for that precision, None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    for key, (float32, half) in PEAK_FLOPS.items():
+        if key in name.split("NVIDIA ")[-1]:
+            return half if dtype != "float32" else None if tf32 else float32
+    return None
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes in use so far: on the GPU as PyTorch counts them, else of the whole process; 0 if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows has no such module
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Stopwatch:
+    """Tokens and seconds of the steps alone, the first one (which compiles) apart from the others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._running_since = 0.0
+        self._unread_tokens = self._unread_steps = 0
+        self.first_step_seconds: float | None = None
+        self.tokens = self.steps = 0
+        self.seconds = 0.0
+
+    def start(self) -> None:
+        """Count time from here on."""
+        self._synchronise()
+        self._running_since = time.perf_counter()
+
+    def add_step(self, tokens: int) -> None:
+        """Note that a step over `tokens` was issued."""
+        if self.first_step_seconds is None:
+            self._synchronise()
+            self.first_step_seconds = time.perf_counter() - self._running_since
+            self.start()
+        else:
+            self._unread_tokens += tokens
+            self._unread_steps += 1
+
+    def pause(self) -> float:
+        """Stop counting; returns the tokens per second since the start."""
+        self._synchronise()
+        seconds, tokens = time.perf_counter() - self._running_since, self._unread_tokens
+        if self._unread_steps:
+            self.tokens, self.steps, self.seconds = (
+                self.tokens + tokens,
+                self.steps + self._unread_steps,
+                self.seconds + seconds,
+            )
+        self._unread_tokens = self._unread_steps = 0
+        return tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def total_seconds(self) -> float:
+        """Of all steps up to now."""
+        running = time.perf_counter() - self._running_since if self._unread_steps or not self.steps else 0.0
+        return (self.first_step_seconds or 0.0) + self.seconds + running
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all steps after the first."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def compile_seconds(self) -> float:
+        """What the first step took longer than the later ones did."""
+        usual = self.seconds / self.steps if self.steps else 0.0
+        return max(0.0, (self.first_step_seconds or 0.0) - usual)
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class RunLog:
+    """One JSON object a line in log.jsonl, and TensorBoard events where they are wanted."""
+
+    def __init__(self, folder: Path, tensorboard: bool = False) -> None:
+        self._writer = None
+        if tensorboard:
+            require("tensorboard", "tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder / "tensorboard"))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """Add a line; numbers also become TensorBoard scalars named <event>/<name>."""
+        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._writer.add_scalar(f"{event}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()

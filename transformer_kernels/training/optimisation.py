@@ -1,0 +1,52 @@
+"""The optimizer, its learning rate, and its state as named tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from transformer_kernels.training.config import TrainingConfig
+
+FINAL_FRACTION = 0.1
+
+
+def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
+    """The rate of step number `step` (from 0): a linear rise, then constant or half a cosine down to a tenth."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    return config.lr * (FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(model: nn.Module, config: TrainingConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW that decays matrices and leaves biases and LayerNorms alone."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, fused=device.type in ("cpu", "cuda"))
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as `<parameter number>.<name>`; its options come from the config."""
+    state = optimizer.state_dict()["state"]
+    return {f"{number}.{name}": value for number, entry in state.items() for name, value in entry.items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` took."""
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in tensors.items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = value
+    for group in optimizer.state_dict()["param_groups"]:
+        for number in group["params"]:
+            if state and number not in state:
+                raise KeyError(f"{number}.exp_avg")
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

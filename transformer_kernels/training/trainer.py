@@ -1,0 +1,374 @@
+"""The training loop, the same for every recipe."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from transformer_kernels.training import random_state
+from transformer_kernels.training._optional import require
+from transformer_kernels.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
+from transformer_kernels.training.config import TrainingConfig
+from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.evaluation import Batch, batch_loss, evaluation_totals
+from transformer_kernels.training.measures import RunLog, Stopwatch, peak_flops, peak_memory
+from transformer_kernels.training.optimisation import (
+    learning_rate,
+    make_optimizer,
+    optimizer_tensors,
+    restore_optimizer,
+)
+from transformer_kernels.training.sampler import ShuffledSampler
+from transformer_kernels.training.stopping import Interrupted, StopRequest, TrainingDiverged
+
+
+class Recipe(Protocol):
+    """A model with its data."""
+
+    config: TrainingConfig
+    tokenizer: Any
+    train_length: int
+    fingerprint: str
+
+    def build_model(self) -> nn.Module: ...
+
+    def batch(self, indices: Tensor, device: torch.device) -> Batch: ...
+
+    def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]: ...
+
+
+@dataclass
+class Result:
+    """How a run ended."""
+
+    step: int
+    train_loss: float
+    validation: dict[str, float]
+    best_loss: float | None
+    tokens_per_second: float
+    compile_seconds: float
+    peak_memory_bytes: int
+    model_flop_utilisation: float | None
+    ended_by: str
+
+
+def choose_device(name: str, processes: Processes) -> torch.device:
+    """The device called `name`; "auto" is this process's GPU where there is one, else the CPU."""
+    if name != "auto":
+        device = torch.device(name)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {name!r}: this PyTorch sees no GPU; use --device cpu")
+        return device
+    return torch.device("cuda", processes.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def seed_everything(seed: int) -> None:
+    """Start every generator from `seed`."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class Trainer:
+    """Trains the model of a recipe: `Trainer(CharGPT(CharGPTConfig(steps=200))).fit()`.
+
+    The weights start from the config's seed, the same in every process; dropout then draws from seed + 1 + rank.
+    """
+
+    def __init__(self, recipe: Recipe, processes: Processes | None = None) -> None:
+        self.recipe, self.config = recipe, recipe.config
+        self.processes = processes or Processes()
+        self.device = choose_device(self.config.device, self.processes)
+        if self.config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        seed_everything(self.config.seed)
+        self.model = recipe.build_model().to(self.device)
+        self._callable = self._wrapped_model()
+        seed_everything(self.config.seed + 1 + self.processes.rank)
+        self.optimizer = make_optimizer(self.model, self.config, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.dtype == "float16")
+        self.sampler = ShuffledSampler(
+            recipe.train_length, self.config.batch_size, self.config.seed, self.processes.rank, self.processes.count
+        )
+        self.total_steps = self.config.steps or (self.config.epochs or 1) * self.sampler.batches_per_epoch
+        self.step_number = 0
+        self.evaluated_at = 0
+        self.validation: dict[str, float] = {}
+        self.best_loss: float | None = None
+        self.stale_evaluations = 0
+        self.stopwatch = Stopwatch(self.device)
+        self._pending: list[tuple[int, float, Tensor, Tensor]] = []
+        self._train_loss = float("nan")
+        self._padded_length = 0
+
+    def fit(self) -> Result:
+        """Train to the end, or until time, patience or a signal ends it; the last checkpoint is written in every case
+        but divergence.
+
+        Raises:
+            TrainingDiverged: a loss or gradient is not finite; the checkpoints are those from before.
+            Interrupted: SIGINT or SIGTERM came; the last checkpoint is of the step that was just complete.
+        """
+        out = Path(self.config.out)
+        self._log = RunLog(out, self.config.tensorboard) if self.processes.first else None
+        self._write_log("start", device=str(self.device), backend=self.config.backend, torch=torch.__version__)
+        try:
+            with StopRequest() as stop, self._progress_bar() as bar:
+                ended_by = self._loop(stop, bar)
+            result = self._result(ended_by)
+            self._write_log("end", **{name: value for name, value in vars(result).items() if name != "step"})
+            return result
+        finally:
+            if self._log is not None:
+                self._log.close()
+
+    def _loop(self, stop: StopRequest, bar: Any) -> str:
+        config = self.config
+        self.model.train()
+        self.stopwatch.start()
+        while True:
+            if self._validation_is_due():
+                self._validate(stop, bar)
+            if (ended_by := self._reason_to_end(stop)) is not None:
+                break
+            self.step()
+            bar.update()
+            if self.step_number % config.log_every == 0:
+                self._report(bar)
+            if self.step_number % config.save_every == 0:
+                self._report(bar)
+                self.save("last")
+        self._report(bar)
+        if ended_by != "signal" and self.evaluated_at != self.step_number:
+            self._validate(stop, bar)
+        self.save("last")
+        if ended_by == "signal":
+            raise Interrupted(stop.signum, self.step_number)
+        return ended_by
+
+    def _validation_is_due(self) -> bool:
+        """Asked before a step rather than after one, so that a resumed run makes up for an interrupted validation."""
+        at_end = self.step_number >= self.total_steps
+        regular = self.step_number > 0 and self.step_number % self.config.eval_every == 0
+        return (at_end or regular) and self.evaluated_at != self.step_number
+
+    def _reason_to_end(self, stop: StopRequest) -> str | None:
+        """The same answer in every process."""
+        late = self.config.time_limit and self.stopwatch.total_seconds >= self.config.time_limit
+        signalled, late = self.processes.sum([float(stop.signum > 0), float(late)])
+        if signalled:
+            return "signal"
+        if self.step_number >= self.total_steps:
+            return "steps"
+        if late:
+            return "time limit"
+        if self.config.patience and self.stale_evaluations >= self.config.patience:
+            return "patience"
+        return None
+
+    def step(self) -> Tensor:
+        """One optimizer step; if it fails, for want of memory say, weights, optimizer and data position stay."""
+        rate = learning_rate(self.step_number, self.total_steps, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        indices = self.sampler.peek()
+        batch = self.recipe.batch(indices, self.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            loss, _ = batch_loss(self._callable, batch, self.config.dtype)
+            self._check_on_cpu("loss", loss, rate, indices)
+            self.scaler.scale(loss).backward()
+            self._clip_gradients(rate, indices)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.sampler.advance()
+        self.step_number += 1
+        self.stopwatch.add_step(batch.tokens * self.processes.count)
+        self._padded_length = batch.inputs[0].shape[1]
+        self._pending.append((self.step_number, rate, indices, loss.detach()))
+        return loss.detach()
+
+    def _clip_gradients(self, rate: float, indices: Tensor) -> None:
+        if not self.config.clip:
+            return
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        if not self.scaler.is_enabled():
+            self._check_on_cpu("gradient norm", norm, rate, indices)
+
+    def _check_on_cpu(self, what: str, value: Tensor, rate: float, indices: Tensor) -> None:
+        """On a GPU looking at each value would make it wait; there `_report` looks at all of them."""
+        if self.device.type == "cpu" and not torch.isfinite(value):
+            self._diverged(what, value.item(), self.step_number + 1, rate, indices)
+
+    def _diverged(self, what: str, value: float, step: int, rate: float, indices: Tensor) -> None:
+        self._write_log("diverged", what=what, value=str(value), at_step=step, learning_rate=rate)
+        shown = ", ".join(map(str, indices[:8].tolist())) + (", ..." if len(indices) > 8 else "")
+        raise TrainingDiverged(
+            f"the {what} is {value} at step {step} (learning rate {rate:.3g}, batch of items {shown}); "
+            f"try a lower --lr, a smaller --clip or more --warmup-steps"
+        )
+
+    def evaluate(self, stop: StopRequest | None = None) -> dict[str, float]:
+        """Mean loss and accuracy over the validation data; empty if there is none or `stop` came."""
+        batches = self.recipe.validation_batches(self.device, self.processes)
+        totals = evaluation_totals(self.model, batches, self.config.dtype, lambda: stop is not None and stop.signum > 0)
+        stopped = float(stop is not None and stop.signum > 0)
+        loss, correct, count, stopped = self.processes.sum([*totals, stopped])
+        return {} if stopped or not count else {"loss": loss / count, "accuracy": correct / count}
+
+    def _validate(self, stop: StopRequest, bar: Any) -> None:
+        """Evaluate, keep the best, and count how long there was no better."""
+        self._report(bar)
+        self.stopwatch.pause()
+        self.validation = self.evaluate(stop)
+        if self.validation:
+            self.evaluated_at = self.step_number
+            self._write_log("validation", **self.validation)
+            loss = self.validation["loss"]
+            if self.best_loss is None or loss < self.best_loss:
+                self.best_loss, self.stale_evaluations = loss, 0
+                self.save("best")
+            else:
+                self.stale_evaluations += 1
+        self.stopwatch.start()
+
+    def _report(self, bar: Any) -> None:
+        """Look at the losses since the last time, log their mean, and stop at the first that is not finite."""
+        if not self._pending:
+            return
+        losses = torch.stack([loss for *_, loss in self._pending]).tolist()
+        speed = self.stopwatch.pause()
+        for (step, rate, indices, _), loss in zip(self._pending, losses, strict=True):
+            if loss != loss or abs(loss) == float("inf"):
+                self._diverged("loss", loss, step, rate, indices)
+        (total,) = self.processes.sum([sum(losses) / len(losses)])
+        self._train_loss = total / self.processes.count
+        rate, self._pending = self._pending[-1][1], []
+        values = {"loss": self._train_loss, "learning_rate": rate, "tokens_per_second": speed}
+        self._write_log("train", **values, epoch=self.sampler.epoch)
+        shown = {"loss": f"{self._train_loss:.4f}", "tokens/s": f"{speed:,.0f}"}
+        if self.validation:
+            shown["validation"] = f"{self.validation['loss']:.4f}"
+        bar.set_postfix(shown)
+        self.stopwatch.start()
+
+    def _write_log(self, event: str, **values: Any) -> None:
+        log = getattr(self, "_log", None)
+        if log is not None:
+            log.write(event, self.step_number, **values)
+
+    def _progress_bar(self) -> Any:
+        hidden = not (self.config.progress and self.processes.first)
+        bar = require("tqdm").tqdm
+        return bar(total=self.total_steps, initial=self.step_number, desc="training", unit="step", disable=hidden)
+
+    def _result(self, ended_by: str) -> Result:
+        speed = self.stopwatch.tokens_per_second
+        peak = peak_flops(self.device, self.config.dtype)
+        flops = self.model.flops_per_token(self._padded_length) if peak and self._padded_length else 0.0
+        return Result(
+            step=self.step_number,
+            train_loss=self._train_loss,
+            validation=self.validation,
+            best_loss=self.best_loss,
+            tokens_per_second=speed,
+            compile_seconds=self.stopwatch.compile_seconds,
+            peak_memory_bytes=peak_memory(self.device),
+            model_flop_utilisation=flops * speed / peak / self.processes.count if peak else None,
+            ended_by=ended_by,
+        )
+
+    def save(self, name: str) -> None:
+        """Write the whole state to the folder `name` of the run; one process writes, all take part."""
+        generators = self.processes.gather(random_state.capture(self.device))
+        if self.processes.first:
+            trainer = {
+                "step": self.step_number,
+                "sampler": self.sampler.state(),
+                "random": generators,
+                "scaler": self.scaler.state_dict(),
+                "best_loss": self.best_loss,
+                "stale_evaluations": self.stale_evaluations,
+                "evaluated_at": self.evaluated_at,
+                "validation": self.validation,
+                "data": self.recipe.fingerprint,
+            }
+            tensors = optimizer_tensors(self.optimizer)
+            checkpoint = Checkpoint(
+                self.model.state_dict(), tensors, self.config, self.recipe.tokenizer.describe(), trainer
+            )
+            save_checkpoint(Path(self.config.out) / name, checkpoint)
+        self.processes.wait()
+
+    def restore(self, folder: str | Path) -> None:
+        """Go on exactly where the checkpoint in `folder` was written.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model, vocabulary, data or number of processes.
+        """
+        checkpoint = load_checkpoint(folder)
+        state = checkpoint.trainer
+        if checkpoint.tokenizer != self.recipe.tokenizer.describe():
+            raise CheckpointError(f"{folder}: written with another vocabulary; {_difference(checkpoint, self.recipe)}")
+        load_weights(self.model, checkpoint.weights, folder)
+        try:
+            self._restore_state(folder, checkpoint.optimizer, state)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{folder}: the trainer state cannot be restored: {error!r}") from error
+
+    def _restore_state(self, folder: str | Path, optimizer: dict[str, Tensor], state: Mapping[str, Any]) -> None:
+        if state["data"] != self.recipe.fingerprint:
+            raise CheckpointError(
+                f"{folder}: written with other data; expected {self.recipe.fingerprint}, found {state['data']}"
+            )
+        if len(state["random"]) != self.processes.count:
+            raise CheckpointError(f"{folder}: written by {len(state['random'])} processes, not {self.processes.count}")
+        restore_optimizer(self.optimizer, optimizer)
+        self.scaler.load_state_dict(state["scaler"])
+        self.sampler.restore(state["sampler"])
+        self.step_number, self.evaluated_at = int(state["step"]), int(state["evaluated_at"])
+        self.best_loss, self.stale_evaluations = state["best_loss"], int(state["stale_evaluations"])
+        self.validation = dict(state["validation"])
+        random_state.restore(state["random"][self.processes.rank], self.device)
+
+    def _wrapped_model(self) -> nn.Module:
+        """The model as the training step calls it: compiled, and sharing gradients between processes."""
+        model: Any = self.model
+        if self.processes.count > 1:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+        return torch.compile(model) if self.config.compile else model
+
+
+def _difference(checkpoint: Checkpoint, recipe: Recipe) -> str:
+    theirs, ours = checkpoint.tokenizer, recipe.tokenizer.describe()
+    if theirs.get("kind") != ours["kind"] or "characters" not in ours:
+        return f"expected {ours}, found {theirs}"
+    missing, extra = (
+        set(theirs["characters"]) - set(ours["characters"]),
+        set(ours["characters"]) - set(theirs["characters"]),
+    )
+    return (
+        f"{len(ours['characters'])} characters here, {len(theirs['characters'])} in the checkpoint; "
+        f"only there: {sorted(missing)}, only here: {sorted(extra)}"
+    )
