@@ -1,0 +1,286 @@
+"""Every command, as a user types it."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from transformer_kernels import cli
+from transformer_kernels.training import DataFileError
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+TINY = ["--model", "layers=1", "--model", "width=16", "--model", "heads=2", "--batch-size", "4", "--no-progress"]
+REVIEWS = 'review,sentiment\n"a great film",positive\n"a dull film",negative\n'
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds the data, and a run of each recipe."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    (folder / "train.csv").write_text(REVIEWS + REVIEWS.partition("\n")[2] * 9)
+    (folder / "test.csv").write_text(REVIEWS)
+    before = os.environ.get("TRANSFORMER_KERNELS_CACHE")
+    os.environ["TRANSFORMER_KERNELS_CACHE"] = str(folder / "cache")
+    gpt = ["--corpus", folder / "text.txt", "--context", "8", "--steps", "4", "--out", folder / "gpt"]
+    imdb = ["--data", folder, "--tokenizer", "bytes", "--max-length", "32", "--epochs", "1", "--out", folder / "imdb"]
+    assert run("train", "char-gpt", *gpt, *TINY) == run("train", "imdb", *imdb, *TINY) == 0
+    os.environ.pop("TRANSFORMER_KERNELS_CACHE") if before is None else os.environ.update(
+        TRANSFORMER_KERNELS_CACHE=before
+    )
+    return folder
+
+
+def run(*arguments):
+    return cli.main([str(argument) for argument in arguments])
+
+
+def refused(capsys, *arguments):
+    """What the command says when it fails with status 1."""
+    assert run(*arguments) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("transformer-kernels: error: ")
+    assert "Traceback" not in told
+    return told
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["train"],
+        ["train", "char-gpt"],
+        ["train", "imdb"],
+        ["generate"],
+        ["classify"],
+        ["evaluate"],
+        ["demo"],
+        ["info"],
+    ],
+)
+def test_help_is_worth_reading(capsys, command):
+    with pytest.raises(SystemExit) as end:
+        run(*command, "--help")
+    assert end.value.code == 0
+    assert len(capsys.readouterr().out) > 150
+
+
+def test_help_of_training_names_every_option_and_its_default(capsys):
+    with pytest.raises(SystemExit):
+        run("train", "imdb", "--help")
+    told = " ".join(capsys.readouterr().out.split())
+    for part in ("--warmup-steps", "--vocab-dir", "peak learning rate of AdamW (default: 0.0003)", "(default: 16)"):
+        assert part in told
+
+
+def test_no_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as end:
+        run()
+    assert end.value.code == 2
+
+
+def test_training_tells_how_it_ended(folder, capsys):
+    out = folder / "told"
+    assert (
+        run("train", "char-gpt", "--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", out, *TINY)
+        == 0
+    )
+    told = capsys.readouterr().out
+    for part in ("ended by steps after step 2 of 2", "validation", "tokens/s", "peak memory", str(out)):
+        assert part in told
+    assert {"best", "last", "log.jsonl"} <= set(os.listdir(out))
+
+
+def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path):
+    lines = [f"corpus: {folder / 'text.txt'}", "context: 8", "steps: 9", f"out: {tmp_path / 'run'}", "lr: 1e-2"]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    assert run("train", "char-gpt", "--config", tmp_path / "run.yaml", "--steps", 2, *TINY) == 0
+    saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert (saved["steps"], saved["lr"], saved["model"]) == (2, 0.01, {"layers": 1, "width": 16, "heads": 2})
+
+
+def test_an_unknown_key_in_a_config_file_is_an_error(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text("stepz = 3")
+    told = refused(capsys, "train", "char-gpt", "--config", tmp_path / "run.toml")
+    assert "run.toml: unknown key 'stepz' for char-gpt; did you mean 'steps'?" in told
+
+
+def test_resuming_goes_on_from_the_last_checkpoint(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    first = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", out, *TINY]
+    assert run("train", "char-gpt", *first) == 0
+    assert run("train", "char-gpt", "--resume", out, "--steps", 4) == 0
+    assert "after step 4 of 4" in capsys.readouterr().out
+    assert "batch_size cannot change: 4 in the checkpoint, 8 asked for" in refused(
+        capsys, "train", "char-gpt", "--resume", out, "--batch-size", 8
+    )
+    assert "written by the recipe char-gpt" in refused(capsys, "train", "imdb", "--resume", out)
+
+
+def test_generate_streams_the_prompt_and_as_many_characters_as_asked(folder, capsys):
+    for extra in (["--greedy"], ["--temperature", "1.2", "--top-k", "5", "--top-p", "0.9", "--seed", "3"]):
+        assert run("generate", "--checkpoint", folder / "gpt", "--prompt", "the ", "--length", 20, *extra) == 0
+        told = capsys.readouterr().out
+        assert told.startswith("the ")
+        assert len(told) == 4 + 20 + 1
+
+
+def test_generate_stops_before_the_stop_text(folder, capsys):
+    run("generate", "--checkpoint", folder / "gpt", "--prompt", "the ", "--length", 30, "--seed", 1)
+    whole = capsys.readouterr().out[4:-1]
+    run(
+        "generate",
+        "--checkpoint",
+        folder / "gpt",
+        "--prompt",
+        "the ",
+        "--length",
+        30,
+        "--seed",
+        1,
+        "--stop",
+        whole[10:13],
+    )
+    assert capsys.readouterr().out == "the " + whole[: whole.index(whole[10:13])] + "\n"
+
+
+def test_generate_lists_the_most_likely_characters(folder, capsys):
+    assert run("generate", "--checkpoint", folder / "gpt", "--prompt", "q", "--length", 2, "--top", 10, "--greedy") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    chosen, _, listed = lines[0].partition(" | ")
+    probabilities = [float(part) for part in listed.split() if part.startswith("0.")]
+    assert len(probabilities) == 10
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert listed.startswith(chosen.strip())
+
+
+def test_generate_refuses_what_it_cannot_read(folder, capsys):
+    assert "never seen: ['Ä']" in refused(capsys, "generate", "--checkpoint", folder / "gpt", "--prompt", "Ä")
+    assert "the prompt must have" in refused(capsys, "generate", "--checkpoint", folder / "gpt", "--prompt", "")
+    assert "no such checkpoint" in refused(capsys, "generate", "--checkpoint", folder / "nothing")
+    told = refused(capsys, "generate", "--checkpoint", folder / "imdb")
+    assert "expected a model of char-gpt, found one of imdb" in told
+
+
+def test_classify_takes_arguments_or_lines(folder, capsys, monkeypatch):
+    assert run("classify", "--checkpoint", folder / "imdb", "a great film", "x" * 200) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] in ("positive", "negative") for line in lines] == [True, True]
+    assert all("%" in line and len(line) < 100 for line in lines)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+    assert run("classify", "--checkpoint", folder / "imdb") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "nothing to classify" in refused(capsys, "classify", "--checkpoint", folder / "imdb")
+
+
+def test_evaluate_reports_on_the_test_reviews(folder, capsys):
+    assert run("evaluate", "--checkpoint", folder / "imdb", "--baseline") == 0
+    told = capsys.readouterr().out
+    for part in ("precision", "negative", "accuracy", "on 2 test reviews", "TF-IDF with logistic regression: 100.00%"):
+        assert part in told
+
+
+def test_evaluate_reports_on_the_validation_text(folder, capsys):
+    assert run("evaluate", "--checkpoint", folder / "gpt") == 0
+    told = capsys.readouterr().out
+    assert "bits per character" in told and "on 168 characters" in told
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_model_runs_with_another_backend(folder, capsys, backend):
+    assert run("evaluate", "--checkpoint", folder / "gpt", "--backend", backend) == 0
+    assert "loss 3." in capsys.readouterr().out
+
+
+def test_info_tells_versions_backends_and_reasons(capsys, monkeypatch):
+    monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)
+    assert run("info") == 0
+    told = capsys.readouterr().out
+    for part in ("transformer_kernels 0", "torch ", "supported: 3.2 or newer", "backends on", "triton", "cuda", "auto"):
+        assert part in told
+
+
+def test_info_of_a_machine_without_a_gpu_says_so_once():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    switches = ("TRITON_INTERPRET", "TRANSFORMER_KERNELS_EMULATE")
+    environment = {name: value for name, value in os.environ.items() if name not in switches}
+    command = [sys.executable, "-m", "transformer_kernels", "info"]
+    told = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert told.count("backend='auto' means torch here") == 1
+    assert "triton     needs a CUDA device" in told
+
+
+def test_demo_trains_writes_and_compares(capsys, monkeypatch, tmp_path):
+    from transformer_kernels.training import demo
+
+    monkeypatch.setattr("transformer_kernels.BACKENDS", ("torch",))
+    monkeypatch.setattr(demo, "TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(demo, "SAMPLE_LENGTH", 20)
+    monkeypatch.setattr(demo, "MODEL", {"layers": 1, "width": 16, "heads": 2})
+    assert run("demo", "--seconds", "0.5", "--out", tmp_path / "demo") == 0
+    told = capsys.readouterr().out
+    for part in ("training loss", "ended by time limit", "It writes:\n\ndef ", "reference ", "1.00x", "torch "):
+        assert part in told
+
+
+@pytest.mark.parametrize("command", ["bench", "kernels"])
+def test_commands_of_other_modules_are_forwarded_or_told(command, capsys, monkeypatch):
+    calls = []
+    module = SimpleNamespace(main=calls.append)
+    found = SimpleNamespace(find_spec=lambda name: module)
+    monkeypatch.setattr(cli, "importlib", SimpleNamespace(util=found, import_module=lambda name: module))
+    assert run(command, "--quick", "x") == 0
+    assert calls == [["--quick", "x"]]
+    found.find_spec = lambda name: None
+    assert "needs the source checkout" in refused(capsys, command)
+
+
+@pytest.mark.parametrize(
+    "raised, status, told",
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), 1, "--batch-size"),
+        (DataFileError("no file"), 1, "error: no file"),
+        (ImportError("tqdm is needed"), 1, "error: tqdm is needed"),
+    ],
+)
+def test_failures_set_the_status_and_print_no_traceback(raised, status, told, capsys, monkeypatch):
+    def fail():
+        raise raised
+
+    monkeypatch.setattr("transformer_kernels.training.info.describe_installation", fail)
+    assert run("info") == status
+    assert told in capsys.readouterr().err
+
+
+def test_a_missing_extra_tells_how_to_install_it(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    told = refused(capsys, "train", "char-gpt", "--corpus", folder / "text.txt", "--context", 8, "--steps", 1, *TINY)
+    assert "tqdm is needed for this: pip install 'transformer_kernels[train]'" in told
+
+
+def test_a_full_disk_is_a_nonzero_exit(folder, capsys, monkeypatch, tmp_path):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    out = tmp_path / "run"
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, "--out", out, *TINY]
+    assert "No space left on device" in refused(capsys, "train", "char-gpt", *options)
+    assert os.listdir(out) == ["log.jsonl"]

@@ -1,0 +1,302 @@
+"""The command line: `transformer-kernels train|generate|classify|evaluate|demo|info|bench|kernels`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformer_kernels._version import __version__
+from transformer_kernels.training import config as options
+
+DESCRIPTION = """\
+Train small transformers on fused kernels, and look at what they learned.
+
+first steps:
+  transformer-kernels demo                              two minutes of training, and the speed of each backend
+  transformer-kernels train char-gpt --steps 500        learn to write Python from the standard library's source
+  transformer-kernels generate --checkpoint runs/char-gpt --prompt "def "
+  transformer-kernels train imdb --data aclImdb         learn to tell good film reviews from bad ones
+  transformer-kernels classify --checkpoint runs/imdb "What a waste of two hours."
+  transformer-kernels info                              what runs on this machine, and why the rest does not
+"""
+
+TRAIN_NOTE = """\
+Every option can also stand in a --config file under its name (batch_size: 32); the command line wins.
+Ctrl-C or SIGTERM writes the last checkpoint and ends with status 130 or 143; go on with --resume FOLDER.
+Several processes: torchrun --nproc-per-node 2 -m transformer_kernels train ...
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] in (["bench"], ["kernels"]):
+        return _forwarded(arguments[0], arguments[1:])
+    chosen = _parser().parse_args(arguments)
+    try:
+        return chosen.run(chosen) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except _expected_errors() as error:
+        if os.environ.get("TRANSFORMER_KERNELS_TRACEBACK") == "1":
+            raise
+        remedy = "; try a smaller --batch-size" if type(error).__name__ == "OutOfMemoryError" else ""
+        print(f"transformer-kernels: error: {error}{remedy}", file=sys.stderr)
+        return 128 + error.signum if hasattr(error, "signum") else 1
+
+
+def _expected_errors() -> tuple[type[BaseException], ...]:
+    """What a user can put right: printed without a traceback, unless TRANSFORMER_KERNELS_TRACEBACK=1."""
+    import torch
+
+    from transformer_kernels import BackendUnavailable, UnsupportedByBackend, training
+
+    ours = (training.CheckpointError, training.DataFileError, training.Interrupted, training.TrainingDiverged)
+    return (*ours, BackendUnavailable, UnsupportedByBackend, torch.OutOfMemoryError, ImportError, OSError, ValueError)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "transformer-kernels", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"transformer_kernels {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_generate(commands)
+    _add_classify(commands)
+    _add_evaluate(commands)
+    demo = _command(commands, "demo", "train the character GPT for two minutes, then time each backend", _demo)
+    demo.add_argument("--seconds", type=float, default=120.0, help="how long to train (default: %(default)g)")
+    demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="for training (default: auto)")
+    demo.add_argument("--out", default="runs/demo", help="folder for checkpoints and the log (default: %(default)s)")
+    _command(commands, "info", "versions, devices, backends and why some are missing, state of the kernels", _info)
+    commands.add_parser("bench", help="run the benchmarks (from a source checkout)", add_help=False)
+    commands.add_parser("kernels", help="compile the kernels ahead of time and report on them", add_help=False)
+    return parser
+
+
+def _command(commands: Any, name: str, help: str, run: Callable[[Any], int | None]) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser("train", help="train a model", description="Train a model.")
+    recipes = train.add_subparsers(metavar="RECIPE", dest="recipe", required=True)
+    for recipe, config in options.CONFIGS.items():
+        about = (config.__doc__ or "").strip()
+        formatter = argparse.RawDescriptionHelpFormatter
+        parser = recipes.add_parser(recipe, help=about, description=about, epilog=TRAIN_NOTE, formatter_class=formatter)
+        parser.set_defaults(run=_train)
+        parser.add_argument("--config", metavar="FILE", help="YAML, TOML or JSON file with options")
+        parser.add_argument("--resume", metavar="FOLDER", help="go on exactly from this run or checkpoint")
+        for spec, kind in options.typed_fields(config):
+            _add_option(parser, spec, kind)
+
+
+def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any) -> None:
+    """One flag for one field of a config; what is not given stays absent, so that a config file can say it."""
+    flag = "--" + spec.name.replace("_", "-")
+    told = spec.metadata["help"]
+    if isinstance(spec.default, int | float | str) and not isinstance(spec.default, bool) and spec.default != "":
+        told += f" (default: {spec.default})"
+    told = told.replace("%", "%%")
+    if kind is bool:
+        action: Any = argparse.BooleanOptionalAction
+        parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=told)
+        return
+    if kind is dict:
+        parser.add_argument(flag, action="append", metavar="NAME=VALUE", default=argparse.SUPPRESS, help=told)
+        return
+    base = (typing.get_args(kind) or (kind,))[0]
+    metavar = None if spec.metadata["choices"] else {int: "N", float: "X", str: "TEXT"}[base]
+    choices = spec.metadata["choices"]
+    parser.add_argument(flag, type=base, choices=choices, metavar=metavar, default=argparse.SUPPRESS, help=told)
+
+
+def _add_model_options(parser: argparse.ArgumentParser, example: str) -> None:
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="FOLDER", help=f"a run or a checkpoint, such as {example}"
+    )
+    parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="whose kernels run the model")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
+
+
+def _add_generate(commands: Any) -> None:
+    parser = _command(commands, "generate", "write text with a trained character GPT", _generate)
+    _add_model_options(parser, "runs/char-gpt")
+    parser.add_argument("--prompt", default="\n", help="the text to go on from (default: a line break)")
+    parser.add_argument(
+        "--length", type=int, default=500, metavar="N", help="characters to write (default: %(default)s)"
+    )
+    parser.add_argument("--greedy", action="store_true", help="always take the most likely character")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="below 1 is safer, above 1 wilder (default: 0.8)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most likely; 0 means all")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest that have mass P")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--stop", default="", metavar="TEXT", help="end before this text would appear")
+    parser.add_argument(
+        "--top", type=int, default=0, metavar="N", help="list the N most likely characters at each step"
+    )
+
+
+def _add_classify(commands: Any) -> None:
+    parser = _command(commands, "classify", "tell whether texts are good or bad film reviews", _classify)
+    _add_model_options(parser, "runs/imdb")
+    parser.add_argument("--vocab-dir", default="", help="folder with GPT-2's vocab.bpe")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="reviews; without any, each line of the input is one")
+
+
+def _add_evaluate(commands: Any) -> None:
+    help = "measure a trained model on its validation or test data"
+    parser = _command(commands, "evaluate", help, _evaluate)
+    _add_model_options(parser, "runs/imdb")
+    parser.add_argument(
+        "--data", default="", help="imdb: the data, as in training; char-gpt: a corpus (default: as trained)"
+    )
+    parser.add_argument("--data-dir", default="", help="char-gpt: folder with tinyshakespeare's input.txt")
+    parser.add_argument("--test-data", default="", help="imdb: the test file, when --data is a file")
+    parser.add_argument("--vocab-dir", default="", help="imdb: folder with GPT-2's vocab.bpe")
+    parser.add_argument("--baseline", action="store_true", help="imdb: also TF-IDF with logistic regression")
+
+
+def _train(chosen: argparse.Namespace) -> int:
+    from transformer_kernels.training.distributed import joined_processes
+    from transformer_kernels.training.recipes import checkpoint_folder, train
+    from transformer_kernels.training.report import describe_result
+
+    given = {key: value for key, value in vars(chosen).items() if key not in ("run", "recipe", "config", "resume")}
+    if "model" in given:
+        given["model"] = dict(_named_value(text) for text in given["model"])
+    from_file = options.read_config_file(chosen.config) if chosen.config else {}
+    if from_file:
+        options.make_config(chosen.recipe, from_file, chosen.config)
+    with joined_processes() as processes:
+        start = None
+        if chosen.resume:
+            from transformer_kernels.training.checkpoint import load_checkpoint
+
+            start = checkpoint_folder(chosen.resume, ("last", "best"))
+            saved = load_checkpoint(start).config
+            if saved.recipe != chosen.recipe:
+                raise ValueError(f"--resume: {start} was written by the recipe {saved.recipe}, not {chosen.recipe}")
+            config = options.resumed_config(saved, {**from_file, **given})
+        else:
+            config = options.make_config(chosen.recipe, {**from_file, **given}, chosen.config or "command line")
+        trainer = train(config, resume_from=start, processes=processes)
+        result = trainer.fit()
+        if processes.first:
+            print(describe_result(trainer, result))
+    return 0
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--model takes NAME=VALUE; got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _generate(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.training.generation import Sampling, generate, text_until
+    from transformer_kernels.training.recipes import load_trained
+    from transformer_kernels.training.report import most_likely
+
+    temperature = 0.0 if chosen.greedy else chosen.temperature
+    sampling = Sampling(temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p, seed=chosen.seed)
+    trained = load_trained(chosen.checkpoint, backend=chosen.backend, device=chosen.device, recipe="char-gpt")
+    tokenizer, context = trained.tokenizer, trained.config.context
+    prompt = tokenizer.encode(chosen.prompt)
+    choices = generate(trained.model, prompt, chosen.length, sampling, context=context, device=trained.device)
+    if chosen.top:
+        for choice in choices:
+            print(most_likely(choice, tokenizer, chosen.top), flush=True)
+        return
+    print(chosen.prompt, end="", flush=True)
+    for piece in text_until((tokenizer.decode([choice.token]) for choice in choices), chosen.stop):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _classify(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.training.imdb import CLASSES, predict
+    from transformer_kernels.training.recipes import load_trained
+    from transformer_kernels.training.token_cache import tokenise_uncached
+
+    trained = load_trained(
+        chosen.checkpoint, backend=chosen.backend, device=chosen.device, recipe="imdb", vocab_dir=chosen.vocab_dir
+    )
+    texts = chosen.texts or [line for line in sys.stdin.read().splitlines() if line.strip()]
+    if not texts:
+        raise ValueError("there is nothing to classify: give texts, or lines on the standard input")
+    reviews = tokenise_uncached(texts, trained.tokenizer)
+    probabilities = predict(trained.model, reviews, trained.tokenizer, trained.config, trained.device)
+    for text, row in zip(texts, probabilities.tolist(), strict=True):
+        best = max(range(len(CLASSES)), key=row.__getitem__)
+        print(f"{CLASSES[best]:<8} {row[best]:7.2%}  {text if len(text) <= 80 else text[:77] + '...'}")
+
+
+def _evaluate(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.training.recipes import load_trained
+    from transformer_kernels.training.report import evaluate_char_gpt, evaluate_imdb
+
+    trained = load_trained(chosen.checkpoint, backend=chosen.backend, device=chosen.device, vocab_dir=chosen.vocab_dir)
+    if trained.config.recipe == "char-gpt":
+        data = {"corpus": chosen.data, "data_dir": chosen.data_dir}
+        print(evaluate_char_gpt(trained, **{name: value for name, value in data.items() if value}))
+    else:
+        data = {"data": chosen.data, "test_data": chosen.test_data}
+        chosen_data = {name: value for name, value in data.items() if value}
+        print(evaluate_imdb(trained, baseline=chosen.baseline, **chosen_data))
+
+
+def _demo(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.training.demo import demo
+
+    demo(seconds=chosen.seconds, backend=chosen.backend, out=chosen.out)
+
+
+def _info(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.training.info import describe_installation
+
+    print(describe_installation())
+
+
+def _forwarded(command: str, arguments: list[str]) -> int:
+    """The benchmarks and the kernel report have command lines of their own."""
+    module = {"bench": "benchmarks.cli", "kernels": "transformer_kernels.kernel_report"}[command]
+    checkout = Path(__file__).resolve().parents[1]
+    if command == "bench" and (checkout / "benchmarks" / "cli.py").is_file():
+        sys.path.insert(0, str(checkout))
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ImportError:
+        found = False
+    if not found:
+        where = "the source checkout (git clone, then pip install -e .)"
+        print(f"transformer-kernels: error: {command} needs {where}; {module} is not here", file=sys.stderr)
+        return 1
+    return importlib.import_module(module).main(arguments) or 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""The film review classifier: a BERT on GPT-2's byte pairs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import transformer_kernels
+from transformer_kernels.training._optional import require
+from transformer_kernels.training.config import ImdbConfig
+from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.evaluation import Batch
+from transformer_kernels.training.reviews import Reviews, find_reviews, read_reviews
+from transformer_kernels.training.token_cache import TokenisedReviews, tokenise
+from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
+
+CLASSES = ("negative", "positive")
+
+
+def build_imdb_bert(config: ImdbConfig, vocabulary_size: int) -> nn.Module:
+    """A fresh classifier for that many token ids."""
+    sizes = {"vocab_size": vocabulary_size, "context": config.max_length, **config.model}
+    return transformer_kernels.build("imdb_bert", backend=config.backend, **sizes)
+
+
+def truncate(review: Tensor, length: int, truncation: str) -> Tensor:
+    """At most `length` ids: the first ones, or as many from the end as from the beginning."""
+    if len(review) <= length:
+        return review
+    tail = length // 2 if truncation == "head+tail" else 0
+    return torch.cat([review[: length - tail], review[len(review) - tail :]])
+
+
+def pad_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: ImdbConfig) -> tuple[Tensor, Tensor]:
+    """CLS, the truncated review, SEP and padding: ids (B, L), and a mask (B, L) that is True at real tokens."""
+    parts = [truncate(review, config.max_length - 2, config.truncation) for review in reviews]
+    longest = max(len(part) for part in parts) + 2 if config.padding == "longest" else config.max_length
+    ids = torch.full((len(parts), longest), tokenizer.pad)
+    ids[:, 0] = tokenizer.cls
+    for row, part in zip(ids, parts, strict=True):
+        row[1 : 1 + len(part)] = part
+        row[1 + len(part)] = tokenizer.sep
+    return ids, ids != tokenizer.pad
+
+
+def load_part(config: ImdbConfig, part: str) -> Reviews:
+    """The "train" or "test" reviews that the config names."""
+    if part == "test" and config.test_data:
+        return read_reviews(config.test_data)
+    is_file = Path(config.data).is_file()
+    if part == "test" and is_file:
+        raise ValueError("test_data is needed where data is a file")
+    return read_reviews(config.data if is_file else find_reviews(config.data, part))
+
+
+class Imdb:
+    """The recipe: reviews, tokens, batches, and the model."""
+
+    def __init__(self, config: ImdbConfig) -> None:
+        self.config = config
+        reviews = load_part(config, "train")
+        self.tokenizer = REVIEW_TOKENIZERS[config.tokenizer](config.vocab_dir)
+        self.reviews = tokenise(reviews, self.tokenizer, progress=config.progress)
+        self.fingerprint = hashlib.sha256(self.reviews.ids.numpy().tobytes()).hexdigest()
+        generator = torch.Generator().manual_seed(config.seed)
+        order = torch.randperm(len(self.reviews), generator=generator)
+        kept = len(order) - int(config.validation * len(order))
+        self.training, self.held_out = order[:kept], order[kept:].sort().values
+        self.train_length = kept
+
+    def build_model(self) -> nn.Module:
+        return build_imdb_bert(self.config, self.tokenizer.vocabulary_size)
+
+    def batch(self, indices: Tensor, device: torch.device) -> Batch:
+        """Reviews number `indices` of the training part."""
+        return review_batch(self.reviews, self.training[indices], self.tokenizer, self.config, device)
+
+    def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
+        """The reviews held out from training, this process's share of them."""
+        for part in self.held_out[processes.rank :: processes.count].split(2 * self.config.batch_size):
+            if len(part):
+                yield review_batch(self.reviews, part, self.tokenizer, self.config, device)
+
+
+def review_batch(
+    reviews: TokenisedReviews, indices: Tensor, tokenizer: ReviewTokenizer, config: ImdbConfig, device: torch.device
+) -> Batch:
+    """The reviews of those numbers, padded, with their labels."""
+    ids, mask = pad_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config)
+    labels = reviews.labels[indices]
+    tokens = int(mask.sum())
+    return Batch((ids.to(device), mask.to(device)), labels.to(device), tokens)
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module, reviews: TokenisedReviews, tokenizer: ReviewTokenizer, config: ImdbConfig, device: torch.device
+) -> Tensor:
+    """The probabilities of both classes, (len(reviews), 2)."""
+    model.eval()
+    order = reviews.offsets.diff().argsort()  # texts of a length together, so that little is padded
+    probabilities = torch.empty(len(reviews), len(CLASSES))
+    for part in order.split(2 * config.batch_size):
+        batch = review_batch(reviews, part, tokenizer, config, device)
+        probabilities[part] = model(*batch.inputs).float().softmax(-1).cpu()
+    return probabilities
+
+
+def classification_report(labels: list[int], probabilities: Tensor) -> tuple[float, str]:
+    """The accuracy, and scikit-learn's report with the confusion matrix as text."""
+    metrics = require("sklearn.metrics")
+    predicted = probabilities.argmax(-1).tolist()
+    report = metrics.classification_report(
+        labels, predicted, labels=[0, 1], target_names=CLASSES, digits=4, zero_division=0
+    )
+    matrix = metrics.confusion_matrix(labels, predicted, labels=[0, 1])
+    lines = [f"{name:>12} {row[0]:>10} {row[1]:>10}" for name, row in zip(CLASSES, matrix.tolist(), strict=True)]
+    header = f"{'true':>12} {CLASSES[0]:>10} {CLASSES[1]:>10}"
+    return metrics.accuracy_score(labels, predicted), "\n".join([report, header, *lines])
+
+
+def baseline_accuracy(train: Reviews, test: Reviews) -> float:
+    """The test accuracy of logistic regression on TF-IDF of words and word pairs: what no transformer is needed for."""
+    text: Any = require("sklearn.feature_extraction.text")
+    linear: Any = require("sklearn.linear_model")
+    vectorizer = text.TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True)
+    classifier = linear.LogisticRegression(C=10.0, max_iter=1000)
+    classifier.fit(vectorizer.fit_transform(train.texts), train.labels)
+    return float(classifier.score(vectorizer.transform(test.texts), test.labels))
