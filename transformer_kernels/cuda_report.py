@@ -111,7 +111,18 @@ def table(kernels: Iterable[Kernel]) -> str:
     groups: dict[tuple[str, str], list[Kernel]] = {}
     for kernel in kernels:
         groups.setdefault((kernel.name, kernel.architecture), []).append(kernel)
-    head = ("kernel", "arch", "instances", "registers", "spills", "stack", "static smem", "mma", "wgmma", "16-byte loads")
+    head = (
+        "kernel",
+        "arch",
+        "instances",
+        "registers",
+        "spills",
+        "stack",
+        "static smem",
+        "mma",
+        "wgmma",
+        "16-byte loads",
+    )
     rows = [head]
     for (name, architecture), group in sorted(groups.items()):
         registers = sorted(kernel.registers for kernel in group)

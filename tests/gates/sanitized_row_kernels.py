@@ -61,9 +61,7 @@ def check_shape(rows: int, columns: int, dtype: torch.dtype) -> None:
         check("gelu", gelu.forward(x, approximate), gelu_torch.forward(x, approximate))
         check("gelu backward", gelu.backward(dy, x, approximate), gelu_torch.backward(dy, x, approximate))
         rounded = bias.to(dtype)
-        check(
-            "bias_gelu", bias_gelu.forward(x, rounded, approximate), bias_gelu_torch.forward(x, rounded, approximate)
-        )
+        check("bias_gelu", bias_gelu.forward(x, rounded, approximate), bias_gelu_torch.forward(x, rounded, approximate))
         arguments = (dy, x, rounded, approximate)
         check("bias_gelu backward", bias_gelu.backward(*arguments), bias_gelu_torch.backward(*arguments))
 

@@ -1,0 +1,145 @@
+"""What is particular to the CUDA row kernels: how often memory is read, alignment, schedules, the edges of layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.arguments import DTYPES, dtype_id, normal
+from transformer_kernels import _extension
+from transformer_kernels.ops.add_layer_norm import _cuda as add_layer_norm
+from transformer_kernels.ops.bias_gelu import _cuda as bias_gelu
+from transformer_kernels.ops.gelu import _cuda as gelu
+from transformer_kernels.ops.layer_norm import _cuda as layer_norm
+from transformer_kernels.ops.softmax import _cuda as softmax
+
+CPU = torch.device("cpu")
+SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("random", 2), ("random", 3)]
+
+
+@pytest.fixture
+def emulation() -> Iterator[Any]:
+    if not _extension.emulating():
+        pytest.skip("counts and schedules belong to the emulation")
+    if (reason := _extension.unavailable(CPU)) is not None:
+        pytest.skip(reason)
+    module = _extension.load()
+    yield module
+    module.set_schedule("lowest_first")
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return normal(*shape, dtype=dtype, device=CPU, seed=seed).detach()
+
+
+def counted(module: Any, function: Any, *arguments: Any) -> dict[str, int]:
+    module.reset_counters()
+    function(*arguments)
+    return module.counters()
+
+
+# One entry for each layout that holds rows: a row per warp of 256, 512 and 1024 columns, and per block of 4096 and 8192.
+@pytest.mark.parametrize("columns", [256, 512, 768, 1024, 4096, 8192])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) -> None:
+    rows = 8
+    x, dy = random(rows, columns, dtype=dtype), random(rows, columns, dtype=dtype, seed=2)
+    weight = torch.ones(columns)
+    row_bytes = rows * columns * x.element_size()
+    assert counted(emulation, softmax.forward, x, None, False, 1.0)["global_load_bytes"] == row_bytes
+    assert counted(emulation, softmax.backward, dy, x, 1.0)["global_load_bytes"] == 2 * row_bytes
+    parameters = 2 * rows * columns * 4  # weight and bias, which stay in the L2 cache
+    forward = counted(emulation, layer_norm.forward, x, weight, weight, 1e-5)
+    assert forward["global_load_bytes"] == row_bytes + parameters
+    assert forward["global_store_bytes"] == row_bytes + 2 * 4 * rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
+    x = random(4, 768, dtype=dtype)
+    for function, arguments in ((softmax.forward, (x, None, False, 1.0)), (gelu.forward, (x, "none"))):
+        counters = counted(emulation, function, *arguments)
+        assert counters["global_load_bytes"] == 16 * counters["global_loads"]
+        assert counters["global_store_bytes"] == 16 * counters["global_stores"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("columns", [64, 1032])
+def test_a_misaligned_address_takes_the_scalar_path(emulation: Any, dtype: torch.dtype, columns: int) -> None:
+    storage = random(1 + 5 * columns, dtype=dtype)
+    shifted, aligned = storage[1:].view(5, columns), storage[1:].clone().view(5, columns)
+    weight = torch.ones(columns)
+    for function, arguments in (
+        (softmax.forward, (None, False, 1.0)),
+        (layer_norm.forward, (weight, None, 1e-5)),
+        (gelu.forward, ("tanh",)),
+        (bias_gelu.forward, (weight, "tanh")),
+    ):
+        ours, expected = function(shifted, *arguments), function(aligned, *arguments)
+        if isinstance(ours, tuple):
+            ours, expected = ours[0], expected[0]
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
+
+
+def all_results(x: Tensor, dy: Tensor) -> list[Tensor]:
+    weight = torch.linspace(0.5, 1.5, x.shape[-1])
+    seed = torch.tensor([77])
+    y, summed, mean, rstd = add_layer_norm.forward(x, dy, weight, weight, seed, 1e-5, 0.3)
+    probabilities = softmax.forward(x, None, True, 0.7)
+    results = [y, summed, mean, rstd, probabilities, softmax.backward(dy, probabilities, 0.7)]
+    results += [*add_layer_norm.backward(dy, x, summed, weight, mean, rstd, seed, 0.3, True)]
+    results += [*layer_norm.backward(dy, summed, weight, mean, rstd, True), *bias_gelu.backward(dy, x, weight, "none")]
+    return [result for result in results if result is not None]
+
+
+@pytest.mark.parametrize("columns", [40, 45, 1000, 1100, 4100, 8300, 8301])
+def test_every_schedule_gives_the_same_bits(emulation: Any, columns: int) -> None:
+    x, dy = random(11, columns, dtype=torch.bfloat16), random(11, columns, dtype=torch.bfloat16, seed=2)
+    expected = all_results(x, dy)
+    for kind, seed in SCHEDULES[1:]:
+        emulation.set_schedule(kind, seed)
+        for ours, first in zip(all_results(x, dy), expected, strict=True):
+            assert torch.equal(ours, first), f"{kind} {seed}"
+
+
+@pytest.mark.parametrize("columns", [30, 129, 1030])
+def test_a_mask_of_any_strides_equals_its_copy(emulation: Any, columns: int) -> None:
+    x = random(2, 3, 4, columns, dtype=torch.float16)
+    wide = torch.rand(2, 1, 4, 2 * columns, generator=torch.Generator().manual_seed(3)) > 0.3
+    views = [wide[..., ::2], wide[..., 1 : columns + 1], wide[:, :, :1, :columns], wide[..., :1]]
+    for view in views:
+        mask = view.expand(2, 3, 4, columns)
+        assert torch.equal(softmax.forward(x, mask, False, 1.0), softmax.forward(x, mask.contiguous(), False, 1.0)), (
+            mask.stride()
+        )
+
+
+def test_partial_sums_do_not_depend_on_their_number_of_rows(emulation: Any) -> None:
+    """dweight of all-equal rows is the row count times one term, whatever blocks the rows fell into."""
+    x = random(1, 96, dtype=torch.float32).expand(67, 96).contiguous()
+    weight = torch.ones(96)
+    _, mean, rstd = layer_norm.forward(x, weight, None, 1e-5)
+    ones = torch.ones_like(x)
+    _, dweight, dbias = layer_norm.backward(ones, x, weight, mean, rstd, True)
+    normalised = (x[0] - x[0].mean()) / (x[0].var(unbiased=False) + 1e-5).sqrt()
+    torch.testing.assert_close(dweight, 67 * normalised, atol=1e-4, rtol=1e-5)
+    assert dbias is not None and torch.equal(dbias, torch.full_like(dbias, 67.0))
+
+
+def test_launch_limits_are_those_of_the_device(emulation: Any) -> None:
+    x = random(4, 8, dtype=torch.float32)
+    workspace = torch.empty(8)
+    with pytest.raises(RuntimeError, match=r"bias_gelu_backward with grid \(1, 65536, 1\), block \(256, 1, 1\).*65535"):
+        emulation.bias_gelu_backward(
+            *(x.data_ptr(),) * 2, workspace.data_ptr(), *(x.data_ptr(),) * 2, workspace.data_ptr(), 65536, 4, 8,
+            False, True, 0, 0, 0,
+        )  # fmt: skip
+
+
+def test_a_wrong_number_of_arguments_is_a_type_error(emulation: Any) -> None:
+    with pytest.raises(TypeError, match="gelu_forward takes 7 arguments, got 1"):
+        emulation.gelu_forward(0)
