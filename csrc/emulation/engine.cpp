@@ -330,6 +330,7 @@ void BlockRunner::run_block(uint64_t block_number) {
   block.live = block.thread_count;
   block.exited = 0;
   block.cancelled = false;
+  block.hopper.reset();
   std::memset(block.ready, 0, sizeof block.ready);
   for (auto& warp : block.rendezvous)
     for (Rendezvous& meeting : warp) meeting.arrived = 0;

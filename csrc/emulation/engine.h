@@ -107,6 +107,7 @@ struct Block {
   std::vector<SharedPiece> pieces;
   const std::function<void()>* kernel = nullptr;
   char start_order = 0, end_order = 0;  // ThreadSanitizer's handles
+  std::shared_ptr<void> hopper;  // hopper.cpp's state
   bool cancelled = false;
   std::string error;
   Counters counters{};

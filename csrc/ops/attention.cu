@@ -1,4 +1,5 @@
 // attention: what Python calls. Tensors were checked there; here come the limits of these kernels.
+#include "../build_info.h"
 #include "../dtype.h"
 #include "../registry.h"
 #include "attention_launch.h"
@@ -48,14 +49,29 @@ Arguments common_arguments(int dtype, int64_t batches, int64_t query_heads, int6
 }
 
 // Which kernels: the fastest that take the call, or for tests and benchmarks one family by name.
-enum class Path { AUTOMATIC = 0, GENERAL = 1, SHORT = 2 };
+enum class Path { AUTOMATIC = 0, GENERAL = 1, SHORT = 2, SM90 = 3 };
 
 bool takes_short(const Arguments& arguments, int path) {
   const bool fits = arguments.head_dim <= 64 && arguments.key_length <= 256 && arguments.query_length <= 256 &&
                     !arguments.grad_bias.data;
   if (static_cast<Path>(path) == Path::SHORT && !fits)
     throw std::invalid_argument("attention: the short kernels take up to 256 queries and keys and head dimensions up to 64");
-  return fits && static_cast<Path>(path) != Path::GENERAL;
+  return fits && (static_cast<Path>(path) == Path::AUTOMATIC || static_cast<Path>(path) == Path::SHORT);
+}
+
+// The copy engine wants addresses and strides on 16 bytes and, to be safe, no axis that overlaps itself.
+bool takes_sm90(const Arguments& arguments, int path, int device) {
+  const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
+  const bool fits = arguments.vectorized && (arguments.head_dim == 64 || arguments.head_dim == 128) &&
+                    !arguments.bias.data && !arguments.dropout.seed && !arguments.window && arguments.scale > 0.f &&
+                    is_plain(arguments.query) && is_plain(arguments.key) && is_plain(arguments.value);
+  if (static_cast<Path>(path) == Path::SM90) {
+    if (!fits) throw std::invalid_argument("attention: the sm90 kernels do not take this call");
+    return true;
+  }
+  if (!fits || static_cast<Path>(path) != Path::AUTOMATIC || architecture(device) != 90) return false;
+  static const bool built = std::string(architectures()).find("sm_90a") != std::string::npos;
+  return built || std::string(architectures()) == "emulated";
 }
 
 // Rows on 16 bytes let tiles be copied asynchronously; else they are read element by element.
@@ -87,6 +103,7 @@ void attention_forward(int dtype, Address query, int64_t query_batch, int64_t qu
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
       if (takes_short(arguments, path)) return launch_short_forward<T>(arguments, place);
+      if (takes_sm90(arguments, path, device)) return launch_forward_sm90<T>(arguments, place);
     }
     launch_forward<T>(arguments, place);
   });

@@ -114,6 +114,28 @@ struct AttendedRows {
       }
   }
 
+  // hide() for the 64 keys that begin at the n-th 8 columns of a wider fragment, of whose values nothing is known yet.
+  template <int TILES>
+  TK_DEVICE void hide_half(float (&scores)[TILES][4], int first_tile, int first_key, uint64_t bits) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
+        if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1))
+          scores[first_tile + n][e] = -INFINITY;
+      }
+  }
+
+  // Marks this lane's rows that see a key noted in `tainted`; padding is never noted.
+  TK_DEVICE void note_poison(int first_key, int count, const uint8_t* tainted) {
+    for (int column = threadIdx.x % 4; column < count; column += 4)
+      for (int half = 0; half < 2; ++half)
+        if (tainted[column] && first_key + column >= keys[half].first && first_key + column <= keys[half].last)
+          poison[half] = NAN;
+  }
+
   // Divides by the sums and writes out and lse. The warp's rows of `staging` are overwritten.
   TK_DEVICE void finish(Tile<T, HEAD_DIM> staging, int tile_row) {
     const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;

@@ -10,6 +10,7 @@ namespace transformer_kernels::attention {
 
 template <class T> void launch_forward(const Arguments& arguments, Stream stream);
 template <class T> void launch_backward(const Arguments& arguments, const float* grad_lse, Stream stream);
+template <class T> void launch_forward_sm90(const Arguments& arguments, Stream stream);
 template <class T> void launch_short_forward(const Arguments& arguments, Stream stream);
 template <class T> void launch_short_backward(const Arguments& arguments, const float* grad_lse, Stream stream);
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformer_kernels._extension import DTYPE_CODES, load, stream_of
 
 MAX_HEAD_DIM = 256
-PATHS = {"auto": 0, "general": 1, "short": 2}  # csrc/ops/attention.cu
+PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.cu
 
 path = "auto"  # tests and benchmarks name the kernels that they mean
 

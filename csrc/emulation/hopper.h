@@ -1,0 +1,40 @@
+// What primitives/hopper.h calls on the CPU: mbarrier, bulk tensor copies and wgmma. Copies land, and products happen, no
+// earlier than somebody waits for them (or, in random schedules, at once): who does not wait sees poison or old values.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace emulation {
+
+struct TensorMap {
+  char* data;
+  std::array<int64_t, 4> sizes;    // innermost first
+  std::array<int64_t, 4> strides;  // in bytes
+  unsigned box_rows;
+};
+// Refuses what cuTensorMapEncodeTiled would refuse.
+TensorMap encode_tensor_map(const void* data, std::array<int64_t, 4> sizes, std::array<int64_t, 4> strides,
+                            unsigned box_rows);
+
+void mbarrier_init(uint64_t* barrier, int arrivals);
+void mbarrier_arrive(uint64_t* barrier, int expected_bytes);
+void mbarrier_wait(uint64_t* barrier, int parity);
+void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> place, uint64_t* barrier);
+
+// One thread's view of a product of 64 x N x 16.
+struct WgmmaOperands {
+  float* d;
+  const uint32_t* a;  // registers, or null: then `a_descriptor`
+  uint64_t a_descriptor, b_descriptor;
+  int n;
+  bool accumulate;
+  bool b_summed_along_rows;  // b is 16 x N as it lies in memory, else N x 16
+  bool is_float16;           // else bfloat16
+};
+void wgmma_fence();
+void wgmma(const WgmmaOperands& operands);
+void wgmma_commit();
+void wgmma_wait(int pending);
+
+}  // namespace emulation

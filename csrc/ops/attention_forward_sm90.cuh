@@ -1,0 +1,244 @@
+// Flash attention, forward, for Hopper: a producer warp keeps the copy engine busy, two warp groups of consumers compute
+// 64 queries each by wgmma (Shah et al., "FlashAttention-3", 2024, algorithm 1). The scores of the next tile are computed
+// while the values of the current one are taken in. For head dimensions 64 and 128, without bias, window and dropout.
+#pragma once
+#include "../primitives/hopper.h"
+#include "attention_forward.cuh"
+
+namespace transformer_kernels::attention {
+
+struct TensorMaps {
+  TensorMap query, key, value;
+};
+
+template <int HEAD_DIM>
+struct HopperShape {
+  static constexpr int QUERIES = 128, KEYS = 128, STAGES = 2;
+  static constexpr int CONSUMERS = 2 * WARP_GROUP_SIZE, THREADS = CONSUMERS + WARP_GROUP_SIZE;
+  static constexpr int PANELS = HEAD_DIM / PANEL_COLUMNS;
+  static constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;  // of a key or a value tile
+  static constexpr int SHARED_BYTES = shared_bytes_after<uint8_t>(
+      STAGES * KEYS, shared_bytes_after<uint64_t>(1 + 4 * STAGES, (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2));
+};
+
+// Tiles of keys that hold a real key, in order: producer and consumers walk the same list.
+template <int KEYS>
+struct TileWalk {
+  const uint8_t* mask;
+  int key_length, tiles;
+  int tile = 0, step = 0;  // `step` counts the tiles walked: stages and parities follow it
+  uint64_t low = 0, high = 0;  // bits of the real keys among the tile's first and last 64
+
+  TK_DEVICE void find(int from) {
+    for (tile = from; tile < tiles; ++tile) {
+      const int first = tile * KEYS;
+      low = real_keys<64>(mask, first, key_length);
+      high = first + 64 < key_length ? real_keys<64>(mask, first + 64, key_length) : 0;
+      if (low | high) return;
+    }
+  }
+  TK_DEVICE void advance() {
+    find(tile + 1);
+    ++step;
+  }
+  TK_DEVICE bool has_hidden() const { return (low & high) != ~0ull; }
+};
+
+// Zeroes the rows of a value tile that nobody may see or that hold inf or NaN, noting the latter. All consumers take part.
+template <class T, int HEAD_DIM, int KEYS, int THREADS>
+TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, uint8_t* tainted, int thread) {
+  for (int row = thread / 4; row < KEYS; row += THREADS / 4) {
+    const bool hidden = !((row < 64 ? walk.low : walk.high) >> row % 64 & 1);
+    bool found = false;
+    for (int panel = 0; panel < HEAD_DIM / PANEL_COLUMNS; ++panel) {
+      const Tile<T, PANEL_COLUMNS> tile{values + panel * KEYS * PANEL_COLUMNS};
+      for (int chunk = thread % 4; chunk < 8; chunk += 4) {
+        T* elements = tile.chunk(row, chunk);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const bool finite = is_finite(to_float(elements[e]));
+          found = found || !finite;
+          if (hidden || !finite) elements[e] = from_float<T>(0.f);
+        }
+      }
+    }
+    found = quad_max(found ? 1.f : 0.f) > 0.f;
+    if (thread % 4 == 0) tainted[row] = found && !hidden;
+  }
+  fence_for_async();
+  named_barrier_sync(1, THREADS);
+}
+
+// One block owns 128 queries of one head.
+template <class T, int HEAD_DIM>
+__global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
+    attention_forward_sm90_kernel(const __grid_constant__ TensorMaps maps, const Arguments arguments) {
+#if defined(TK_HOPPER)
+  using Shape = HopperShape<HEAD_DIM>;
+  constexpr int QUERIES = Shape::QUERIES, KEYS = Shape::KEYS, STAGES = Shape::STAGES, PANELS = Shape::PANELS;
+  SharedMemory shared;
+  T* const queries = shared.take<T, 1024>(QUERIES * HEAD_DIM);
+  T* const key_stages = shared.take<T, 1024>(STAGES * KEYS * HEAD_DIM);
+  T* const value_stages = shared.take<T, 1024>(STAGES * KEYS * HEAD_DIM);
+  uint64_t* const barriers = shared.take<uint64_t>(1 + 4 * STAGES);
+  uint64_t *const queries_full = barriers, *const keys_full = barriers + 1, *const values_full = keys_full + STAGES;
+  uint64_t *const keys_empty = values_full + STAGES, *const values_empty = keys_empty + STAGES;
+  uint8_t* const tainted_stages = shared.take<uint8_t>(STAGES * KEYS);
+
+  const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
+  const int block_query = (query_tiles - 1 - static_cast<int>(blockIdx.x % query_tiles)) * QUERIES;
+  const int head = blockIdx.x / query_tiles % arguments.query_heads;
+  const int batch = blockIdx.x / query_tiles / arguments.query_heads;
+  const int key_head = head / (arguments.query_heads / arguments.key_heads);
+  const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
+  TileWalk<KEYS> walk{padding_of(arguments, batch), arguments.key_length,
+                      (keys_seen_by(arguments, last_query).last + KEYS) / KEYS};
+  if (threadIdx.x == 0) {
+    constexpr int CONSUMER_WARPS = Shape::CONSUMERS / WARP_SIZE;
+    barrier_init(queries_full, 1);
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(keys_full + stage, 1);
+      barrier_init(values_full + stage, 1);
+      barrier_init(keys_empty + stage, CONSUMER_WARPS);
+      barrier_init(values_empty + stage, CONSUMER_WARPS);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < WARP_GROUP_SIZE) {
+    give_registers<24>();
+    if (threadIdx.x >= WARP_SIZE) return;
+    const auto copy_tile = [&](T* tile, const TensorMap& map, int rows, int row, int from_head, uint64_t* full) {
+      barrier_arrive_expecting(full, rows * HEAD_DIM * 2);
+      for (int panel = 0; panel < PANELS; ++panel)
+        copy_tensor_box(tile + panel * rows * PANEL_COLUMNS, map, panel * PANEL_COLUMNS, row, from_head, batch, full);
+    };
+    if (threadIdx.x == 0) copy_tile(queries, maps.query, QUERIES, block_query, head, queries_full);
+    for (walk.find(0); walk.tile < walk.tiles; walk.advance()) {
+      const int stage = walk.step % STAGES, parity = walk.step / STAGES % 2, row = walk.tile * KEYS;
+      if (threadIdx.x == 0) {
+        barrier_wait(keys_empty + stage, parity ^ 1);
+        copy_tile(key_stages + stage * KEYS * HEAD_DIM, maps.key, KEYS, row, key_head, keys_full + stage);
+        barrier_wait(values_empty + stage, parity ^ 1);
+        copy_tile(value_stages + stage * KEYS * HEAD_DIM, maps.value, KEYS, row, key_head, values_full + stage);
+      }
+      __syncwarp();
+    }
+    return;
+  }
+
+  take_registers<240>();
+  const int thread = threadIdx.x - WARP_GROUP_SIZE, group = thread / WARP_GROUP_SIZE, lane = threadIdx.x % WARP_SIZE;
+  const int group_row = group * 64, warp_row = thread / WARP_SIZE * 16;
+  AttendedRows<T, HEAD_DIM, false> rows(arguments, batch, head, block_query + warp_row);
+  const int last_key_seen_by_all = keys_seen_by(arguments, block_query).last;
+  float scores[KEYS / 8][4];
+  uint32_t probabilities[KEYS / 16][4];
+  const auto release = [&](uint64_t* empty) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty);
+  };
+  const auto start_scores = [&](const TileWalk<KEYS>& at) {  // scores = Q K^T
+    const int stage = at.step % STAGES;
+    const T* k = key_stages + stage * KEYS * HEAD_DIM;
+    barrier_wait(keys_full + stage, at.step / STAGES % 2);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const int panel = step / 4, column = step % 4 * 16;
+      Wgmma<T, KEYS>::from_shared(
+          scores, swizzled_descriptor(queries + (panel * QUERIES + group_row) * PANEL_COLUMNS + column, 16),
+          swizzled_descriptor(k + panel * KEYS * PANEL_COLUMNS + column, 16), step > 0);
+    }
+    wgmma_commit();
+  };
+  const auto needs_mask = [&](const TileWalk<KEYS>& at) {
+    return at.has_hidden() || at.tile * KEYS + KEYS - 1 > last_key_seen_by_all;
+  };
+  const auto start_values = [&](const TileWalk<KEYS>& at) {  // out += P V
+    const int stage = at.step % STAGES;
+    T* v = value_stages + stage * KEYS * HEAD_DIM;
+    uint8_t* tainted = tainted_stages + stage * KEYS;
+    barrier_wait(values_full + stage, at.step / STAGES % 2);
+    if (needs_mask(at)) {
+      quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, tainted, thread);
+      rows.note_poison(at.tile * KEYS, KEYS, tainted);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; ++step)
+      Wgmma<T, HEAD_DIM>::from_registers(
+          rows.out, probabilities[step], swizzled_descriptor(v + step * 16 * PANEL_COLUMNS, KEYS * PANEL_COLUMNS * 2));
+    wgmma_commit();
+  };
+  float shrink[2];
+  const auto take_scores = [&](const TileWalk<KEYS>& at) {  // scores become exponentials
+    if (needs_mask(at)) {
+      rows.hide_half(scores, 0, at.tile * KEYS, at.low);
+      rows.hide_half(scores, 8, at.tile * KEYS + 64, at.high);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      shrink[half] = rows.softmax.template update<false>(scores, half, arguments.scale * LOG2_E);
+  };
+  const auto pack_probabilities = [&] {
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; ++step)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        probabilities[step][e] =
+            pack_pair<T>(scores[2 * step + e / 2][e % 2 * 2], scores[2 * step + e / 2][e % 2 * 2 + 1]);
+  };
+
+  barrier_wait(queries_full, 0);
+  walk.find(0);
+  if (walk.tile < walk.tiles) {
+    start_scores(walk);
+    wgmma_wait<0>();
+    release(keys_empty + walk.step % STAGES);
+    take_scores(walk);
+    pack_probabilities();
+    TileWalk<KEYS> previous = walk;
+    for (walk.advance(); walk.tile < walk.tiles; walk.advance()) {
+      start_scores(walk);
+      start_values(previous);
+      wgmma_wait<1>();
+      release(keys_empty + walk.step % STAGES);
+      take_scores(walk);
+      wgmma_wait<0>();
+      release(values_empty + previous.step % STAGES);
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rows.out[n][e] *= shrink[e / 2];
+      pack_probabilities();
+      previous = walk;
+    }
+    start_values(previous);
+    wgmma_wait<0>();
+  }
+  named_barrier_sync(1, Shape::CONSUMERS);  // Q has been read by both groups and may hold the output now
+  rows.finish(Tile<T, HEAD_DIM>{queries}, warp_row);
+#endif
+}
+
+template <class T>
+void launch_forward_sm90(const Arguments& arguments, Stream stream) {
+  const auto map_of = [&](const Strided& tensor, int64_t length, int64_t heads) {
+    return tensor_map<T>(tensor.data, arguments.head_dim, length, heads, arguments.batches, tensor.row, tensor.head,
+                         tensor.batch, 128);
+  };
+  const auto with_head_dim = [&](auto head_dim) {
+    using Shape = HopperShape<head_dim.value>;
+    const TensorMaps maps{map_of(arguments.query, arguments.query_length, arguments.query_heads),
+                          map_of(arguments.key, arguments.key_length, arguments.key_heads),
+                          map_of(arguments.value, arguments.key_length, arguments.key_heads)};
+    const int64_t blocks = ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
+    launch<attention_forward_sm90_kernel<T, head_dim.value>>("attention_forward_sm90", grid_of(blocks), Shape::THREADS,
+                                                             Shape::SHARED_BYTES, stream, maps, arguments);
+  };
+  arguments.head_dim == 64 ? with_head_dim(Constant<64>{}) : with_head_dim(Constant<128>{});
+}
+
+}  // namespace transformer_kernels::attention
