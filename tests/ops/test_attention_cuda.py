@@ -104,6 +104,63 @@ def test_each_family_reads_misaligned_rows(path: str, dtype: torch.dtype, device
     check_parity("attention", "cuda", tensors, {"causal": True})
 
 
+def needs_sm90(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+sm90 = pytest.mark.parametrize("path", ["sm90"], indirect=True)
+
+
+@sm90
+@half
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [(1, 1), (128, 128), (130, 300), (300, 140)], ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+def test_sm90_matches_reference(
+    path: str, dtype: torch.dtype, causal: bool, lengths: tuple[int, int], width: int, device: torch.device
+) -> None:
+    needs_sm90(device)
+    tensors = make(dtype, device, lengths, batch=1, heads=(2, 1), width=width)
+    tensors = {name: value.detach() for name, value in tensors.items()}
+    check_parity("attention", "cuda", tensors, {"causal": causal, "return_lse": True})
+
+
+@sm90
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str, indirect=True)
+def test_sm90_with_padding_under_every_schedule(path: str, schedule: None, device: torch.device) -> None:
+    tensors = {name: value.detach() for name, value in make(torch.bfloat16, device, (140, 420), width=64).items()}
+    mask = tensors["key_padding_mask"] = padding(2, 420, device)
+    mask[0, 100:260] = False  # a whole tile of padding between real keys
+    for name in "kv":
+        tensors[name].masked_fill_(~mask[:, None, :, None], float("nan"))
+    check_parity("attention", "cuda", tensors, {"causal": True, "return_lse": True})
+
+
+@sm90
+def test_sm90_reads_a_packed_projection_and_writes_what_backward_needs(path: str, device: torch.device) -> None:
+    projection = torch.randn(2, 200, 3, 2, 64, device=device).to(torch.bfloat16)
+    tensors = {name: projection[:, :, i].transpose(1, 2).requires_grad_() for i, name in enumerate("qkv")}
+    check_parity("attention", "cuda", tensors, {"causal": True})
+
+
+@sm90
+def test_sm90_hides_values_by_position(path: str, device: torch.device) -> None:
+    tensors = {name: t.detach() for name, t in make(torch.float16, device, (200, 200), batch=1, width=64).items()}
+    want = tk.attention(**tensors, causal=True, backend="cuda")
+    tensors["v"][0, 0, 150, 7] = float("inf")
+    got = tk.attention(**tensors, causal=True, backend="cuda")
+    assert torch.equal(got[0, 0, :150], want[0, 0, :150])
+    assert torch.equal(got[0, 1], want[0, 1])
+    assert not torch.isfinite(got[0, 0, 150:]).all(dim=-1).any()
+
+
+@sm90
+def test_sm90_refuses_what_it_does_not_do(path: str, device: torch.device) -> None:
+    with pytest.raises(ValueError, match="the sm90 kernels do not take this call"):
+        tk.attention(**make(torch.float16, device, (8, 8), width=32), backend="cuda")
+
+
 @half
 @pytest.mark.parametrize("width", [96, 128, 192])
 def test_wide_heads_with_everything_together(dtype: torch.dtype, width: int, device: torch.device) -> None:
