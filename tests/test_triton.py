@@ -95,7 +95,7 @@ def test_dropout_keeps_what_the_reference_keeps() -> None:
 
 @requires_interpreter
 def test_philox_matches_random123() -> None:
-    """The known answers of Random123's kat_vectors, for counters whose last word is 0, and the reference beyond them."""
+    """Random123's known answer for the zero counter and key, and the reference beyond it."""
     from tests.support.triton_kernels import philox_kernel
 
     for seed, counter in ((0, (0, 0, 0)), (2**63 - 1, (2**32 - 1, 7, 2**31)), (1, (5, 2**32 - 1, 3))):
@@ -128,7 +128,7 @@ def test_a_write_past_the_end_is_found() -> None:
     from tests.support.triton_kernels import overrun_kernel
 
     with (
-        pytest.raises(AssertionError, match=r"wrote after a buffer of 6 torch.float32 elements, at \[0\]"),
+        pytest.raises(AssertionError, match=r"wrote after a buffer of 6 .* at \[0\]"),
         hardened(0),
     ):
         overrun_kernel[(1,)](torch.empty(6), 8)

@@ -1,0 +1,57 @@
+"""add_layer_norm in Triton: dropout along a walk over blocks, and what the backward pass gives and leaves out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.arguments import normal
+from tests.support.parity import check_parity, require
+from tests.support.triton_tables import every_width
+from transformer_kernels._triton import RowTile
+
+OP = "add_layer_norm"
+
+
+@pytest.fixture(params=["triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    require(OP, request.param, device, torch.float32)
+    return request.param
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("width", [65, 129, 200])
+def test_two_passes_match_the_reference(
+    backend: str, dtype: torch.dtype, device: torch.device, width: int, dropout_p: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from transformer_kernels.ops.layer_norm import _triton_backward, _triton_forward
+
+    table = every_width(RowTile(rows=1, columns=64, num_warps=4))
+    monkeypatch.setattr(_triton_forward, "FORWARD", table)
+    monkeypatch.setattr(_triton_backward, "BACKWARD", table)
+    names = ("x", "residual"), ("weight", "bias")
+    tensors = {name: normal(7, width, dtype=dtype, device=device, seed=i) for i, name in enumerate(names[0])}
+    tensors |= {name: normal(width, dtype=dtype, device=device, seed=i) for i, name in enumerate(names[1], 2)}
+    check_parity(OP, backend, tensors, {"dropout_p": dropout_p}, seed=3)
+
+
+def test_without_dropout_dx_is_left_to_the_caller(backend: str, device: torch.device) -> None:
+    from transformer_kernels.ops.add_layer_norm import _triton as add_layer_norm
+
+    x, weight = torch.randn(4, 40, device=device), torch.ones(40, device=device)
+    y, summed, mean, rstd = add_layer_norm.forward(x, x, weight, None, None, 1e-5, 0.0)
+    dx, dresidual, _, dbias = add_layer_norm.backward(y, None, summed, weight, mean, rstd, None, 0.0, False)
+    assert dx is None and dbias is None and dresidual.shape == x.shape
+
+
+def test_dropped_elements_have_no_gradient(backend: str, device: torch.device) -> None:
+    from transformer_kernels.ops.add_layer_norm import _triton as add_layer_norm
+
+    x, weight = torch.ones(30, 70, device=device), torch.ones(70, device=device)
+    seed = torch.tensor([11], device=device)
+    zero = torch.zeros_like(x)
+    y, summed, mean, rstd = add_layer_norm.forward(x, zero, weight, None, seed, 1e-5, 0.5)
+    dx, dresidual, *_ = add_layer_norm.backward(y, x, summed, weight, mean, rstd, seed, 0.5, True)
+    assert torch.equal(dx != 0, summed != 0)
+    assert torch.equal(dx, torch.where(summed != 0, 2 * dresidual, 0.0))

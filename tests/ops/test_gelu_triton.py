@@ -1,0 +1,56 @@
+"""GELU in Triton: the fitted tail of the normal distribution, next to what eager PyTorch makes of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.support.parity import require
+
+OP = "gelu"
+
+
+@pytest.fixture(params=["triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    require(OP, request.param, device, torch.float32)
+    return request.param
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x.double() * torch.erfc(-x.double() / math.sqrt(2.0))
+
+
+def test_exact_gelu_is_closer_than_eager(backend: str, device: torch.device) -> None:
+    from transformer_kernels.ops.gelu import _triton as gelu
+
+    x = torch.linspace(-14.0, 14.0, 60001, device=device)
+    y = gelu.forward(x, "none")
+    error = (y.double() - exact(x)).abs()
+    eager = (torch.nn.functional.gelu(x).double() - exact(x)).abs()
+    assert error.max() <= eager.max() and error.square().mean() <= eager.square().mean()
+    tail = (x < -1.0) & (x > -9.0)
+    assert (error[tail] / exact(x[tail]).abs()).max() < 5e-6
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_extremes(backend: str, device: torch.device, approximate: str) -> None:
+    from transformer_kernels.ops.gelu import _triton as gelu
+
+    x = torch.tensor([0.0, -0.0, 100.0, -100.0, 6e4, -6e4, 1e-30, torch.nan], device=device)
+    y = gelu.forward(x, approximate)
+    torch.testing.assert_close(y, torch.nn.functional.gelu(x, approximate=approximate), equal_nan=True)
+    dx = gelu.backward(torch.ones_like(x), x, approximate)
+    torch.testing.assert_close(dx[:7], torch.tensor([0.5, 0.5, 1, 0, 1, 0, 0.5], device=device))
+    assert torch.isnan(dx[7])
+    assert gelu.forward(torch.full((1,), torch.inf, device=device), approximate).item() == torch.inf
+
+
+@pytest.mark.parametrize("count", [1, 2047, 2048, 2049, 4096])
+def test_counts_around_a_program(backend: str, dtype: torch.dtype, device: torch.device, count: int) -> None:
+    from transformer_kernels.ops.gelu import _triton as gelu
+
+    x = torch.linspace(-4.0, 4.0, count, device=device).to(dtype)
+    y = gelu.forward(x, "none")
+    torch.testing.assert_close(y.double(), exact(x), atol=2 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)

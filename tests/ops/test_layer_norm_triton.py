@@ -1,0 +1,79 @@
+"""LayerNorm kernels in Triton: the walk over wide rows at narrow widths, the persistent loop, a mean of a million."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.arguments import normal
+from tests.support.parity import check_parity, require
+from tests.support.triton_tables import every_width
+from transformer_kernels._triton import RowTile
+
+OP = "layer_norm"
+
+
+@pytest.fixture(params=["triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    require(OP, request.param, device, torch.float32)
+    return request.param
+
+
+@pytest.fixture
+def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more than 64 columns are walked in blocks of 64, and their columns summed in blocks of 32."""
+    from transformer_kernels.ops.layer_norm import _triton_backward, _triton_forward
+
+    table = every_width(RowTile(rows=1, columns=64, num_warps=4))
+    monkeypatch.setattr(_triton_forward, "FORWARD", table)
+    monkeypatch.setattr(_triton_backward, "BACKWARD", table)
+    monkeypatch.setattr(_triton_backward, "COLUMN_TILE", RowTile(rows=4, columns=32, num_warps=4, programs=5))
+
+
+def make(rows: int, width: int, dtype: torch.dtype, device: torch.device, shift: float = 0.0) -> dict:
+    x = (normal(rows, width, dtype=torch.float32, device=device).detach() + shift).to(dtype).requires_grad_()
+    parameters = {name: normal(width, dtype=dtype, device=device, seed=i) for i, name in enumerate(("weight", "bias"))}
+    return {"x": x, **parameters}
+
+
+@pytest.mark.usefixtures("_walked")
+@pytest.mark.parametrize("shift", [0.0, 1000.0])
+@pytest.mark.parametrize("width", [65, 128, 129, 200])
+def test_two_passes_match_the_reference(
+    backend: str, dtype: torch.dtype, device: torch.device, width: int, shift: float
+) -> None:
+    check_parity(OP, backend, make(29, width, dtype, device, shift))
+
+
+@pytest.mark.usefixtures("_walked")
+def test_two_passes_without_a_bias(backend: str, device: torch.device) -> None:
+    tensors = make(9, 150, torch.float32, device)
+    del tensors["bias"]
+    check_parity(OP, backend, tensors)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(700, 17), (301, 128), (50, 600)])
+def test_each_program_walks_over_several_tiles(
+    backend: str, dtype: torch.dtype, device: torch.device, rows: int, width: int
+) -> None:
+    check_parity(OP, backend, make(rows, width, dtype, device))
+
+
+@pytest.mark.parametrize("width", [200, 9000])
+def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device, width: int) -> None:
+    """A row's first element is taken off before anything is summed, so only the rounding of x itself remains."""
+    from transformer_kernels.ops.layer_norm import _triton as layer_norm
+
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).add(1e6).to(device)
+    y, mean, _ = layer_norm.forward(x, torch.ones(width, device=device), None, 1e-5)
+    want = torch.nn.functional.layer_norm(x.double(), (width,))
+    torch.testing.assert_close(y.double(), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mean.double(), x.double().mean(-1), atol=0.04, rtol=0)
+
+
+@pytest.mark.parametrize("outlier", [0, 130])
+def test_an_outlier_in_the_first_column_costs_nothing(backend: str, device: torch.device, outlier: int) -> None:
+    tensors = make(5, 131, torch.float32, device)
+    with torch.no_grad():
+        tensors["x"][:, outlier] = 3e4
+    check_parity(OP, backend, tensors)

@@ -1,0 +1,88 @@
+"""Softmax kernels in Triton: the two-pass walk at widths where every mask can be tried, and offsets beyond 2^31."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.arguments import DTYPES, dtype_id, normal
+from tests.support.parity import check_parity, require
+from tests.support.triton_tables import every_width
+from transformer_kernels._triton import RowTile
+
+OP = "softmax"
+
+
+@pytest.fixture(params=["triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    require(OP, request.param, device, torch.float32)
+    return request.param
+
+
+@pytest.fixture
+def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more than 64 columns are walked in blocks of 64."""
+    from transformer_kernels.ops.softmax import _triton as softmax
+
+    table = every_width(RowTile(rows=1, columns=64, num_warps=4))
+    monkeypatch.setattr(softmax, "FORWARD", table)
+    monkeypatch.setattr(softmax, "BACKWARD", table)
+
+
+@pytest.mark.usefixtures("_walked")
+@pytest.mark.parametrize("width", [65, 128, 129, 200])
+def test_two_passes_match_the_reference(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+    check_parity(OP, backend, {"x": normal(7, width, dtype=dtype, device=device)}, {"scale": -1.3})
+
+
+@pytest.mark.usefixtures("_walked")
+@pytest.mark.parametrize("mask", [None, (3, 1, 1, 200), (1, 2, 5, 200), (3, 2, 1, 1)], ids=str)
+def test_two_passes_with_mask_and_diagonal(backend: str, device: torch.device, mask: tuple[int, ...] | None) -> None:
+    tensors = {"x": normal(3, 2, 5, 200, dtype=torch.float32, device=device)}
+    if mask is not None:
+        tensors["mask"] = torch.rand(mask, generator=torch.Generator().manual_seed(0)).to(device) > 0.3
+    check_parity(OP, backend, tensors, {"causal": True})
+
+
+@pytest.mark.usefixtures("_walked")
+def test_two_passes_where_the_first_queries_see_nothing(backend: str, device: torch.device) -> None:
+    check_parity(OP, backend, {"x": normal(80, 70, dtype=torch.float32, device=device)}, {"causal": True})
+
+
+@pytest.mark.usefixtures("_walked")
+def test_two_passes_hide_what_is_masked(backend: str, device: torch.device) -> None:
+    import transformer_kernels as tk
+
+    x = normal(4, 200, dtype=torch.float32, device=device).detach()
+    mask = torch.ones(4, 200, dtype=torch.bool, device=device)
+    mask[0], mask[1, 64:128] = False, False
+    x.masked_fill_(~mask, torch.nan)
+    y = tk.softmax(x, mask=mask, backend=backend)
+    assert (y[~mask] == 0).all()
+    torch.testing.assert_close(y.sum(-1), torch.tensor([0.0, 1, 1, 1], device=device))
+    assert torch.isnan(tk.softmax(torch.full((1, 200), -torch.inf, device=device), backend=backend)).all()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_the_table_of_every_capability(
+    backend: str, device: torch.device, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformer_kernels._triton.INTERPRETED_CAPABILITY", capability)
+    for width in (20, 300, 2500):
+        check_parity(OP, backend, {"x": normal(5, width, dtype=torch.float16, device=device)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=dtype_id)
+def test_more_than_two_to_the_31_elements(device: torch.device, dtype: torch.dtype) -> None:
+    from transformer_kernels.ops.softmax import _triton as softmax
+
+    width = 1000
+    rows = 2**31 // width + 7
+    x = torch.zeros(rows, width, dtype=dtype, device=device)
+    x[-1] = torch.linspace(-3, 3, width).to(x)
+    y = softmax.forward(x, None, False, 1.0)
+    torch.testing.assert_close(y[-1], torch.softmax(x[-1].float(), -1).to(dtype))
+    dx = softmax.backward(x, y, 1.0)
+    want = torch.ops.aten._softmax_backward_data(x[-1:].float(), y[-1:].float(), -1, torch.float32)
+    torch.testing.assert_close(dx[-1:], want.to(dtype), atol=1e-4, rtol=2e-2)
