@@ -141,7 +141,7 @@ def _build_info_flags(digest: str, architectures: str) -> str:
 
 def _run_ninja(folder: Path, jobs: int | None) -> None:
     command = [_find_ninja(), "-C", str(folder), *(["-j", str(jobs)] if jobs else [])]
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer is ours alone
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     result = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, check=False
     )

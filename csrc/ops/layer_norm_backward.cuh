@@ -24,7 +24,7 @@ template <class Layout> inline constexpr int LAYER_NORM_BACKWARD_SHARED_BYTES =
 // One group of Layout::THREADS threads owns every (gridDim.x * ROWS_PER_BLOCK)-th row; one block owns one partial row of
 // dweight and one of dbias. partials: (2, gridDim.x, columns).
 template <class Layout, class Gradient>
-__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     layer_norm_backward_kernel(const typename Layout::T* __restrict__ dy, const typename Layout::T* __restrict__ x,
                                RowParameter weight, const float* __restrict__ mean_in,
                                const float* __restrict__ rstd_in, Gradient output, float* __restrict__ partials,

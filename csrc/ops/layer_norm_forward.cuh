@@ -21,7 +21,7 @@ template <class T_> struct PlainRows {
 
 // One group of Layout::THREADS threads owns one row.
 template <class Layout, class Rows>
-__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     layer_norm_forward_kernel(Rows input, RowParameter weight, RowParameter bias,
                               typename Layout::T* __restrict__ y, float* __restrict__ mean_out,
                               float* __restrict__ rstd_out, int64_t rows, int columns, float eps) {

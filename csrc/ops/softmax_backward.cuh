@@ -6,7 +6,7 @@ namespace transformer_kernels {
 
 // One group of Layout::THREADS threads owns one row.
 template <class Layout>
-__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     softmax_backward_kernel(const typename Layout::T* __restrict__ dy, const typename Layout::T* __restrict__ y,
                             typename Layout::T* __restrict__ dx, int64_t rows, int columns, float scale) {
   using T = typename Layout::T;

@@ -51,7 +51,7 @@ TK_DEVICE float softmax_factor(float sum, bool masked) { return masked && sum ==
 
 // One group of Layout::THREADS threads owns one row and holds its exponentials in registers.
 template <class Layout>
-__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     softmax_forward_kernel(const typename Layout::T* __restrict__ x, typename Layout::T* __restrict__ y, int64_t rows,
                            int columns, SoftmaxMask mask, float scale) {
   using T = typename Layout::T;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS)
 
 // One block owns one row of any width and reads it twice: for the running maximum and sum, and for the output.
 template <class Layout>
-__global__ void __launch_bounds__(Layout::BLOCK_THREADS)
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     softmax_forward_any_width_kernel(const typename Layout::T* __restrict__ x, typename Layout::T* __restrict__ y,
                                      int columns, SoftmaxMask mask, float scale) {
   using T = typename Layout::T;

@@ -1,6 +1,6 @@
 """Every row kernel in every layout, small, in the emulation; run under a sanitizer by test_sanitizers.py.
 
-Numbers are compared loosely with the torch backend: here it is the sanitizer that judges, the parity suite has the budgets.
+Numbers are compared loosely with the torch backend: the sanitizer judges here, the parity suite has the budgets.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def counted(module: Any, function: Any, *arguments: Any) -> dict[str, int]:
     return module.counters()
 
 
-# One entry for each layout that holds rows: a row per warp of 256, 512 and 1024 columns, and per block of 4096 and 8192.
+# Each layout that holds rows: a row per warp of up to 256, 512 and 1024 columns, a row per block of 4096 and 8192.
 @pytest.mark.parametrize("columns", [256, 512, 768, 1024, 4096, 8192])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) -> None:

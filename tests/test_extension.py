@@ -1,0 +1,236 @@
+"""The faults around the compiled extension: each leaves the package importable and names its cause and remedy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from transformer_kernels import _build, _extension
+from transformer_kernels._errors import BackendUnavailable
+
+ROOT = Path(__file__).resolve().parents[1]
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The extension as before its first use, and not emulated."""
+    monkeypatch.setattr(_extension, "_module", None)
+    monkeypatch.setattr(_extension, "_failure", None)
+    monkeypatch.setattr(_extension, "_device_reasons", {})
+    monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)
+    return monkeypatch
+
+
+def test_not_built(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(_extension, "_built_file", lambda: None)
+    reason = _extension.unavailable(CUDA)
+    assert reason is not None and "not built" in reason and "pip install" in reason
+    with pytest.raises(BackendUnavailable, match="not built"):
+        _extension.load()
+
+
+def test_cpu_tensors_without_emulation(fresh: pytest.MonkeyPatch) -> None:
+    reason = _extension.unavailable(CPU)
+    assert reason is not None and "TRANSFORMER_KERNELS_EMULATE=1" in reason
+
+
+def test_gpu_tensors_with_emulation(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("TRANSFORMER_KERNELS_EMULATE", "1")
+    reason = _extension.unavailable(CUDA)
+    assert reason is not None and "unset it" in reason
+
+
+def test_other_devices(fresh: pytest.MonkeyPatch) -> None:
+    assert "meta" in (_extension.unavailable(torch.device("meta")) or "")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF truncated", b"not a library at all"], ids=["empty", "cut", "text"])
+def test_a_broken_file(fresh: pytest.MonkeyPatch, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "_kernels.so"
+    path.write_bytes(content)
+    fresh.setattr(_extension, "_built_file", lambda: path)
+    with pytest.raises(BackendUnavailable, match="does not load") as caught:
+        _extension.load()
+    assert isinstance(caught.value.__cause__, ImportError)
+    with pytest.raises(BackendUnavailable) as again:  # remembered, with its cause
+        _extension.load()
+    assert again.value.__cause__ is caught.value.__cause__
+    assert _extension.cause() is caught.value.__cause__
+
+
+def test_a_foreign_file(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A valid library that is not this module: it has no initialiser of the expected name."""
+    import _struct
+
+    path = tmp_path / "_kernels.so"
+    if not getattr(_struct, "__file__", None):
+        pytest.skip("this Python has its extension modules built in")
+    shutil.copy(_struct.__file__, path)
+    fresh.setattr(_extension, "_built_file", lambda: path)
+    with pytest.raises(BackendUnavailable, match="does not load"):
+        _extension.load()
+
+
+class _Built:
+    source_hash = "0123456789abcdef0123"
+
+
+def test_a_stale_file(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.setattr(_extension, "_built_file", lambda: tmp_path / "_kernels.so")
+    fresh.setattr(_extension, "_import_from", lambda path: _Built())
+    with pytest.raises(BackendUnavailable, match=r"other sources \(0123456789abcdef, expected") as caught:
+        _extension.load()
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_an_installed_file_is_compared_with_the_recorded_hash(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.setattr(_extension, "_built_file", lambda: tmp_path / "_kernels.so")
+    fresh.setattr(_extension, "_import_from", lambda path: _Built())
+    fresh.setattr(_build, "CSRC", tmp_path / "absent")
+    (tmp_path / _extension.HASH_FILE).write_text(_Built.source_hash + "\n")
+    assert _extension.load().source_hash == _Built.source_hash
+    fresh.setattr(_extension, "_module", None)
+    (tmp_path / _extension.HASH_FILE).write_text("something else\n")
+    with pytest.raises(BackendUnavailable, match="other sources"):
+        _extension.load()
+
+
+def test_a_gpu_without_kernel_image(fresh: pytest.MonkeyPatch) -> None:
+    class Module:
+        architectures = "sm_80 sm_90a compute_90"
+
+        @staticmethod
+        def device_problem(index: int) -> str:
+            return "no kernel image for sm_75"
+
+    fresh.setattr(_extension, "_module", Module)
+    reason = _extension.unavailable(CUDA)
+    assert reason is not None
+    assert "sm_75" in reason and "sm_80 sm_90a compute_90" in reason and "TRANSFORMER_KERNELS_CUDA_ARCHS" in reason
+
+
+def test_emulation_without_sources(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(_build.CompilerMissing, match="checkout or the sdist"):
+        _build.build_emulated(csrc=tmp_path / "absent")
+
+
+def test_an_unknown_sanitizer(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("TRANSFORMER_KERNELS_EMULATE", "1")
+    fresh.setenv("TRANSFORMER_KERNELS_EMULATE_SANITIZER", "memory")
+    with pytest.raises(BackendUnavailable, match="address or thread"):
+        _extension.load()
+
+
+def test_the_hash_sees_names_and_contents(tmp_path: Path) -> None:
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "emulation").mkdir()
+    source = tmp_path / "ops" / "a.cu"
+    source.write_text("one")
+    first = _build.source_hash(tmp_path)
+    (tmp_path / "README.md").write_text("prose")
+    (tmp_path / "emulation" / "engine.cpp").write_text("of the CPU only")
+    assert _build.source_hash(tmp_path) == first
+    assert _build.source_hash(tmp_path, emulated=True) != first
+    source.write_text("two")
+    changed = _build.source_hash(tmp_path)
+    source.rename(tmp_path / "ops" / "b.cu")
+    assert len({first, changed, _build.source_hash(tmp_path)}) == 3
+
+
+def test_architectures_are_read() -> None:
+    flags, names = _build.gencode_flags("8.0; sm_90a,90+PTX")
+    assert names == "sm_80 sm_90a compute_90"
+    assert flags[0] == "-gencode=arch=compute_80,code=sm_80" and flags[2].endswith("code=compute_90")
+    for bad in ("", "hopper", "90+SASS"):
+        with pytest.raises(ValueError, match="TRANSFORMER_KERNELS_CUDA_ARCHS"):
+            _build.gencode_flags(bad)
+
+
+def test_threads_that_come_together_build_and_load_once(fresh: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def load_slowly() -> object:
+        calls.append(1)
+        return object()
+
+    fresh.setattr(_extension, "_load_built", load_slowly)
+    with ThreadPoolExecutor(8) as pool:
+        modules = list(pool.map(lambda _: _extension.load(), range(32)))
+    assert len(calls) == 1 and len(set(map(id, modules))) == 1
+
+
+FAKE_SOURCES = {
+    "bindings.cpp": """
+#include <pybind11/pybind11.h>
+const char* source_hash();
+PYBIND11_MODULE(_kernels, m) { m.attr("source_hash") = source_hash(); }
+""",
+    "build_info.cpp": "const char* source_hash() { return TK_SOURCE_HASH; }\n",
+}
+
+
+@pytest.mark.slow
+def test_processes_that_come_together_both_get_the_file(tmp_path: Path) -> None:
+    csrc = tmp_path / "csrc"
+    csrc.mkdir()
+    for name, text in FAKE_SOURCES.items():
+        (csrc / name).write_text(text)
+    program = (
+        "import sys; from pathlib import Path; from transformer_kernels import _build;"
+        "print(_build.build_emulated(csrc=Path(sys.argv[1])))"
+    )
+    environment = {**os.environ, "TRANSFORMER_KERNELS_CACHE": str(tmp_path / "cache")}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, str(csrc)], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    paths = {process.communicate()[0].decode().strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(paths) == 1 and Path(paths.pop()).is_file()
+
+
+@pytest.mark.slow
+def test_setup_without_nvcc_goes_on_and_says_so_in_one_line(tmp_path: Path) -> None:
+    result = run_setup(tmp_path, CUDA_HOME=str(tmp_path / "none"), PATH=path_without_nvcc())
+    said = [line for line in result.stderr.splitlines() if "without the CUDA extension" in line]
+    assert result.returncode == 0 and len(said) == 1 and "no nvcc" in said[0], result.stderr
+
+
+@pytest.mark.slow
+def test_setup_with_a_failing_nvcc_shows_its_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libcudart_static.a").touch()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'unsupported host compiler' >&2\nexit 1\n")
+    nvcc.chmod(0o755)
+    result = run_setup(tmp_path, CUDA_HOME=str(tmp_path))
+    assert result.returncode == 0
+    assert "without the CUDA extension" in result.stderr and "unsupported host compiler" in result.stderr
+    result = run_setup(tmp_path, CUDA_HOME=str(tmp_path), TRANSFORMER_KERNELS_REQUIRE_CUDA="1")
+    assert result.returncode != 0 and "unsupported host compiler" in result.stderr
+
+
+def path_without_nvcc() -> str:
+    return os.pathsep.join(
+        folder for folder in os.environ["PATH"].split(os.pathsep) if not os.path.exists(os.path.join(folder, "nvcc"))
+    )
+
+
+def run_setup(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`setup.py build_ext` into a folder of its own, with these environment variables."""
+    for name in ("CUDA_PATH", "TRANSFORMER_KERNELS_REQUIRE_CUDA"):
+        variables.setdefault(name, "")
+    command = [sys.executable, "setup.py", "build_ext", f"--build-lib={folder}/lib", f"--build-temp={folder}/temp"]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
