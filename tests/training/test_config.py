@@ -79,6 +79,12 @@ def test_every_option_has_help():
         assert spec.metadata["help"]
 
 
+def test_a_run_has_a_length_of_its_own():
+    assert (CharGPTConfig().steps, CharGPTConfig().epochs) == (2000, None)
+    assert (ImdbConfig().steps, ImdbConfig().epochs) == (None, 3)
+    assert (CharGPTConfig(epochs=1).steps, ImdbConfig(steps=9).epochs) == (None, None)
+
+
 def test_resuming_may_change_the_length_but_not_what_exactness_needs():
     saved = CharGPTConfig(epochs=2)
     assert resumed_config(saved, {"steps": 9}).steps == 9

@@ -280,12 +280,17 @@ def test_clipping_bounds_the_gradient(char_config):
 
 def test_the_learning_rate_rises_and_falls(char_config):
     config = char_config(lr=1.0, warmup_steps=4, schedule="cosine")
-    rates = [learning_rate(step, 14, config) for step in range(16)]
+    rates = [learning_rate(step, 44, config) for step in range(46)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert rates[9] == pytest.approx(0.55)
-    assert rates[14] == rates[15] == pytest.approx(0.1)
+    assert rates[24] == pytest.approx(0.55)
+    assert rates[44] == rates[45] == pytest.approx(0.1)
     constant = char_config(lr=1.0, warmup_steps=4, schedule="constant")
-    assert [learning_rate(step, 14, constant) for step in (3, 4, 13)] == [1.0, 1.0, 1.0]
+    assert [learning_rate(step, 44, constant) for step in (3, 4, 43)] == [1.0, 1.0, 1.0]
+
+
+def test_the_warm_up_is_at_most_a_tenth_of_the_run(char_config):
+    config = char_config(lr=1.0, warmup_steps=100, schedule="constant")
+    assert [learning_rate(step, 20, config) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_the_log_tells_what_happened(char_config):

@@ -40,12 +40,12 @@ class TrainingConfig:
     compile: bool = option(False, "compile the model with torch.compile")
     seed: int = option(0, "of the initial weights, the order of the data and dropout", fixed=True)
     deterministic: bool = option(False, "use only PyTorch operators that give the same bits every time")
-    steps: int | None = option(None, "optimizer steps in all")
-    epochs: int | None = option(None, "passes over the data, in place of --steps")
+    steps: int | None = option(None, "optimizer steps in all (default: char-gpt 2000)")
+    epochs: int | None = option(None, "passes over the data, in place of --steps (default: imdb 3)")
     time_limit: float = option(0.0, "stop after so many seconds of training; 0 means never")
     batch_size: int = option(64, "items a step, in each process", fixed=True)
     lr: float = option(3e-3, "peak learning rate of AdamW")
-    warmup_steps: int = option(100, "steps in which the learning rate rises from zero")
+    warmup_steps: int = option(100, "steps in which the learning rate rises from zero, a tenth of all steps at most")
     schedule: str = option("cosine", "what follows the warm-up; cosine ends at a tenth", choices=("constant", "cosine"))
     weight_decay: float = option(0.01, "of AdamW, on matrices only")
     clip: float = option(1.0, "largest norm of all gradients together; 0 means no clipping")
@@ -94,6 +94,11 @@ class CharGPTConfig(TrainingConfig):
     )
     context: int = option(64, "characters that the model sees", fixed=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is None and self.epochs is None:
+            self.steps = 2000
+
 
 @dataclass(kw_only=True)
 class ImdbConfig(TrainingConfig):
@@ -123,6 +128,8 @@ class ImdbConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.steps is None and self.epochs is None:
+            self.epochs = 3
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation must be in [0, 1); got {self.validation}")
         if self.max_length < 3:

@@ -10,7 +10,7 @@ import time
 import torch
 
 import transformer_kernels
-from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
+from transformer_kernels._dispatch import unavailable
 from transformer_kernels.training.char_gpt import CharGPT
 from transformer_kernels.training.config import CharGPTConfig
 from transformer_kernels.training.generation import Sampling, generate
@@ -52,30 +52,41 @@ def _sample(trainer: Trainer, recipe: CharGPT) -> str:
 
 def speed_table(recipe: CharGPT, device: torch.device) -> str:
     """Tokens per second of a training step with each backend, against the reference; or why it does not run here."""
-    reference = training_speed(recipe, "reference", device)
-    lines = [f"{'backend':<10} {'tokens/s':>10}   against reference", f"{'reference':<10} {reference:>10,.0f}   1.00x"]
-    for backend in transformer_kernels.BACKENDS:
-        try:
-            speed = training_speed(recipe, backend, device)
-        except (BackendUnavailable, UnsupportedByBackend) as error:
-            lines.append(f"{backend:<10} {'-':>10}   {error}")
-        else:
-            lines.append(f"{backend:<10} {speed:>10,.0f}   {speed / reference:.2f}x")
+    reasons = {backend: unavailable(backend, device) for backend in transformer_kernels.BACKENDS}
+    working = ["reference", *(backend for backend, reason in reasons.items() if reason is None)]
+    speeds = training_speeds(recipe, working, device)
+    lines = [f"{'backend':<10} {'tokens/s':>10}   against reference"]
+    for backend, speed in speeds.items():
+        lines.append(f"{backend:<10} {speed:>10,.0f}   {speed / speeds['reference']:.2f}x")
+    lines += [f"{backend:<10} {'-':>10}   {reason}" for backend, reason in reasons.items() if reason is not None]
     return "\n".join(lines)
 
 
-def training_speed(recipe: CharGPT, backend: str, device: torch.device) -> float:
-    """Tokens per second in the median of the whole training steps of a few seconds, three at least."""
-    same_data = copy.copy(recipe)
-    same_data.config = dataclasses.replace(recipe.config, backend=backend, device=str(device))
-    trainer = Trainer(same_data)
-    durations: list[float] = []
-    for _ in range(UNTIMED_STEPS):
-        trainer.step()
-    while len(durations) < 3 or sum(durations) < TIMED_SECONDS:
-        start = time.perf_counter()
-        trainer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        durations.append(time.perf_counter() - start)
-    return trainer.sampler.batch_size * recipe.config.context / statistics.median(durations)
+def training_speeds(recipe: CharGPT, backends: list[str], device: torch.device) -> dict[str, float]:
+    """Tokens per second in the median of whole training steps; backends take turns, to meet the same load."""
+    trainers = {backend: Trainer(_with_backend(recipe, backend, device)) for backend in backends}
+    for trainer in trainers.values():
+        for _ in range(UNTIMED_STEPS):
+            _timed_step(trainer)
+    durations: dict[str, list[float]] = {backend: [] for backend in backends}
+    start = time.perf_counter()
+    while len(durations[backends[0]]) < 3 or time.perf_counter() - start < TIMED_SECONDS * len(backends):
+        for backend, trainer in trainers.items():
+            durations[backend].append(_timed_step(trainer))
+    tokens = trainers[backends[0]].sampler.batch_size * recipe.config.context
+    return {backend: tokens / statistics.median(times) for backend, times in durations.items()}
+
+
+def _with_backend(recipe: CharGPT, backend: str, device: torch.device) -> CharGPT:
+    """The same recipe, sharing its data."""
+    twin = copy.copy(recipe)
+    twin.config = dataclasses.replace(recipe.config, backend=backend, device=str(device))
+    return twin
+
+
+def _timed_step(trainer: Trainer) -> float:
+    start = time.perf_counter()
+    trainer.step()
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
+    return time.perf_counter() - start

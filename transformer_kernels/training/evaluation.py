@@ -24,7 +24,7 @@ class Totals(NamedTuple):
 
     loss: float
     correct: float
-    count: float
+    targets: float
 
 
 def batch_loss(model: nn.Module, batch: Batch, dtype: str = "float32") -> tuple[Tensor, Tensor]:

@@ -15,11 +15,12 @@ FINAL_FRACTION = 0.1
 
 def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
     """The rate of step number `step` (from 0): a linear rise, then constant or half a cosine down to a tenth."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    warmup_steps = min(config.warmup_steps, total_steps // 10)
+    if step < warmup_steps:
+        return config.lr * (step + 1) / warmup_steps
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return config.lr * (FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 def capture(device: torch.device) -> dict[str, Any]:
     """The states of Python's, NumPy's and PyTorch's generators, and of the device's own."""
     version, words, gauss = random.getstate()
-    _, numpy_words, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    numpy_state: Any = numpy.random.get_state(legacy=True)
+    _, numpy_words, position, has_gauss, cached = numpy_state
     state = {
         "python": [version, list(words), gauss],
         "numpy": [numpy_words.tolist(), position, has_gauss, cached],

@@ -45,10 +45,10 @@ def evaluate_char_gpt(trained: Trained, **data: str) -> str:
     """Loss, perplexity, bits per character and accuracy on the validation part, or on all where there is none."""
     recipe = CharGPT(dataclasses.replace(trained.config, **data), trained.tokenizer)
     totals = evaluation_totals(trained.model, recipe.evaluation_batches(trained.device))
-    loss = totals.loss / totals.count
+    loss = totals.loss / totals.targets
     return (
         f"loss {loss:.4f}, perplexity {math.exp(loss):.3f}, {loss / math.log(2):.4f} bits per character, "
-        f"accuracy {totals.correct / totals.count:.2%} on {totals.count:.0f} characters"
+        f"accuracy {totals.correct / totals.targets:.2%} on {totals.targets:.0f} characters"
     )
 
 

@@ -72,6 +72,10 @@ class ReviewTokenizer:
         """The ids of each text, without PAD, CLS and SEP."""
         raise NotImplementedError
 
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint keeps, and what the cache of tokens is keyed by."""
+        raise NotImplementedError
+
 
 class Gpt2Tokenizer(ReviewTokenizer):
     """GPT-2's byte pairs through tiktoken, with PAD, CLS, SEP = 50257, 50258, 50259."""

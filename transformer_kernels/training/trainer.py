@@ -39,10 +39,12 @@ from transformer_kernels.training.stopping import Interrupted, StopRequest, Trai
 class Recipe(Protocol):
     """A model with its data."""
 
-    config: TrainingConfig
     tokenizer: Any
     train_length: int
     fingerprint: str
+
+    @property
+    def config(self) -> TrainingConfig: ...
 
     def build_model(self) -> nn.Module: ...
 
@@ -283,7 +285,8 @@ class Trainer:
     def _result(self, ended_by: str) -> Result:
         speed = self.stopwatch.tokens_per_second
         peak = peak_flops(self.device, self.config.dtype)
-        flops = self.model.flops_per_token(self._padded_length) if peak and self._padded_length else 0.0
+        model: Any = self.model
+        flops = model.flops_per_token(self._padded_length) if peak and self._padded_length else 0.0
         return Result(
             step=self.step_number,
             train_loss=self._train_loss,
@@ -357,7 +360,9 @@ class Trainer:
         if self.processes.count > 1:
             ids = [self.device.index] if self.device.type == "cuda" else None
             model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
-        return torch.compile(model) if self.config.compile else model
+        if self.config.compile:
+            model = torch.compile(model)
+        return model
 
 
 def _difference(checkpoint: Checkpoint, recipe: Recipe) -> str:
