@@ -34,7 +34,6 @@ _BACKWARD_32_BIT = (
     (None, RowTile(rows=4, columns=512, num_warps=4, num_stages=3, programs=4)),
 )
 
-
 FORWARD = Table(
     "bias_gelu forward",
     {

@@ -13,7 +13,6 @@ _BACKWARD_16_BIT = ((None, RowTile(rows=1, columns=2048, num_warps=4)),)
 
 _BACKWARD_32_BIT = ((None, RowTile(rows=1, columns=1024, num_warps=4)),)
 
-
 FORWARD = Table(
     "gelu forward",
     {
