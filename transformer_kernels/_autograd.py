@@ -76,6 +76,20 @@ def register_backward(name: str, setup_context: Callable[..., None], backward: C
     torch.library.register_autograd(f"transformer_kernels::{name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 
+def unaliased(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, with a copy in place of one that shares its memory with an earlier one: operators must not return such.
+
+    Kernels may allocate two small results at once; only the traced route pays for taking them apart.
+    """
+    seen: set[int] = set()
+    apart = []
+    for tensor in tensors:
+        address = tensor.untyped_storage().data_ptr()
+        apart.append(tensor.clone() if address in seen and tensor.numel() else tensor)
+        seen.add(address)
+    return tuple(apart)
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast asks for on x's device, None where it is off."""
     device = x.device.type

@@ -124,11 +124,11 @@ def _run(
     eps: float,
     dropout_p: float,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     arguments = (x, residual, weight, bias, seed, eps, dropout_p)
     module = select(OP, backend, arguments)
     y, summed, mean, rstd = (_torch if is_empty(x) else module).forward(*arguments)
-    return y, summed, mean.view(-1), rstd.view(-1)
+    return _autograd.unaliased(y, summed, mean.view(-1), rstd.view(-1))
 
 
 def _run_backward(
@@ -142,7 +142,7 @@ def _run_backward(
     dropout_p: float,
     has_bias: bool,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     arguments = (summed, summed, weight, None, seed, 0.0, dropout_p)
     module = _torch if is_empty(summed) else select(OP, backend, arguments)
     dx, dresidual, dweight, dbias = module.backward(
@@ -156,8 +156,8 @@ def _run_backward(
         dropout_p,
         has_bias,
     )
-    absent = weight.new_empty(0)
-    return absent if dx is None else dx, dresidual, dweight, absent.clone() if dbias is None else dbias
+    dx, dbias = (weight.new_empty(0) if each is None else each for each in (dx, dbias))
+    return _autograd.unaliased(dx, dresidual, dweight, dbias)
 
 
 def _fake(

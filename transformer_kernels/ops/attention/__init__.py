@@ -207,10 +207,10 @@ def _run(
     dropout_p: float,
     scale: float,
     backend: str | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     arguments = (q, k, v, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale)
     module = select(OP, backend, arguments)
-    return (_torch if is_empty(q, k) else module).forward(*arguments)
+    return _autograd.unaliased(*(_torch if is_empty(q, k) else module).forward(*arguments))
 
 
 def _run_backward(
@@ -230,14 +230,14 @@ def _run_backward(
     scale: float,
     bias_needs_grad: bool,
     backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     options = (causal, window, dropout_p, scale)
     masks = (key_padding_mask, attn_bias, seed)
     module = _torch if is_empty(q, k) else select(OP, backend, (q, k, v, *masks, *options))
     dlse = None if dlse is None else dlse.contiguous()
     dout = _last_axis_contiguous(dout)
     dq, dk, dv, dbias = module.backward(dout, dlse, q, k, v, out, lse, *masks, *options, bias_needs_grad)
-    return dq, dk, dv, q.new_empty(0) if dbias is None else dbias
+    return _autograd.unaliased(dq, dk, dv, q.new_empty(0) if dbias is None else dbias)
 
 
 def _like_output(x: Tensor) -> Tensor:

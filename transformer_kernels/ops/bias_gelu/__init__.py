@@ -72,9 +72,9 @@ def _run(x: Tensor, bias: Tensor, approximate: str, backend: str | None) -> Tens
     return (_torch if is_empty(x) else module).forward(x, bias, approximate)
 
 
-def _run_backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str, backend: str | None) -> tuple[Tensor, Tensor]:
+def _run_backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str, backend: str | None) -> tuple[Tensor, ...]:
     module = _torch if is_empty(x) else select(OP, backend, (x, bias, approximate))
-    return module.backward(dy.contiguous(), x, bias, approximate)
+    return _autograd.unaliased(*module.backward(dy.contiguous(), x, bias, approximate))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

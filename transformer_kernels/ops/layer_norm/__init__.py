@@ -72,21 +72,19 @@ class _LayerNorm(torch.autograd.Function):
         return None, *_autograd.first_order_only(OP, grads), None
 
 
-def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str | None) -> tuple[Tensor, ...]:
     arguments = (x, weight, bias, eps)
     module = select(OP, backend, arguments)
     y, mean, rstd = (_torch if is_empty(x) else module).forward(*arguments)
-    return y, mean.view(-1), rstd.view(-1)
+    return _autograd.unaliased(y, mean.view(-1), rstd.view(-1))
 
 
 def _run_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool, backend: str | None
+) -> tuple[Tensor, ...]:
     module = _torch if is_empty(x) else select(OP, backend, (x, weight, None, 0.0))
     dx, dweight, dbias = module.backward(dy.contiguous(), x, weight, mean, rstd, has_bias)
-    return dx, dweight, weight.new_empty(0) if dbias is None else dbias
+    return _autograd.unaliased(dx, dweight, weight.new_empty(0) if dbias is None else dbias)
 
 
 def _fake(
@@ -97,7 +95,7 @@ def _fake(
 
 
 def _fake_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool, backend: str
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight) if has_bias else weight.new_empty(0)
 
