@@ -77,7 +77,7 @@ def register_backward(name: str, setup_context: Callable[..., None], backward: C
 
 
 def unaliased(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, with a copy in place of one that shares its memory with an earlier one: operators must not return such.
+    """The tensors, with a copy in place of one that shares memory with an earlier one: operators must not return such.
 
     Kernels may allocate two small results at once; only the traced route pays for taking them apart.
     """
