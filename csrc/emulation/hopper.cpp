@@ -88,6 +88,7 @@ uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; 
 char* at_address(uint32_t address) { return current_block().shared + address; }
 
 void land(const TensorCopy& copy) {
+  order_after(copy.barrier);  // whoever lands the copy acts after the thread that started it
   const uint32_t base = shared_address(copy.destination);
   for (unsigned row = 0; row < copy.map.box_rows; ++row) {
     const int64_t place[4] = {copy.place[0], copy.place[1] + static_cast<int64_t>(row), copy.place[2], copy.place[3]};
@@ -129,7 +130,8 @@ template <class F> void meet(const char* name, const WgmmaOperands* operands, F 
   WarpGroup& group = my_group();
   const unsigned first_warp = current_thread().warp / 4 * 4;
   if (first_warp + 4 > current_block().warp_count) fail("%s: the warp group is incomplete", name);
-  if (group.arrived && std::strcmp(group.meeting_for, name)) fail("divergent warp group: %s and %s", group.meeting_for, name);
+  if (group.arrived && std::strcmp(group.meeting_for, name))
+    fail("divergent warp group: %s and %s", group.meeting_for, name);
   group.meeting_for = name;
   group.operands[current_thread().linear % GROUP] = operands;
   if (++group.arrived < GROUP) {
@@ -144,14 +146,15 @@ template <class F> void meet(const char* name, const WgmmaOperands* operands, F 
   }
 }
 
-// Where element (row, column) of an operand lies: `row` counts the 128-byte rows, `column` 16-bit elements across panels.
+// Where element (row, column) of an operand lies: `row` counts the 128-byte rows, `column` 16-bit elements across
+// panels.
 const char* element_address(uint64_t descriptor, int row, int column) {
   if (descriptor >> 62 != 1) fail("wgmma: only the 128-byte swizzle is emulated");
   const auto field = [descriptor](int shift) { return static_cast<uint32_t>(descriptor >> shift & 0x3fff) << 4; };
   const uint32_t start = field(0), between_panels = field(16), between_groups = field(32);
   const auto r = static_cast<uint32_t>(row), c = static_cast<uint32_t>(column);
-  return at_address(swizzled(start + r / 8 * between_groups + r % 8 * 128 + c / BOX_COLUMNS * between_panels +
-                             c % BOX_COLUMNS * 2));
+  return at_address(
+      swizzled(start + r / 8 * between_groups + r % 8 * 128 + c / BOX_COLUMNS * between_panels + c % BOX_COLUMNS * 2));
 }
 
 uint16_t element(uint64_t descriptor, int row, int column) {
@@ -166,7 +169,8 @@ void note_operands_read(const Product& product) {
     for (int row = 0; row < 64 && !common.a; ++row) note_read(element_address(common.a_descriptor, row, k), 2);
     for (int n = 0; n < common.n; ++n)
       note_read(common.b_summed_along_rows ? element_address(common.b_descriptor, k, n)
-                                           : element_address(common.b_descriptor, n, k), 2);
+                                           : element_address(common.b_descriptor, n, k),
+                2);
   }
 }
 
@@ -249,6 +253,7 @@ void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> plac
   checked(barrier);
   const size_t bytes = map.box_rows * BOX_COLUMNS * 2;
   note_write(shared, bytes);
+  order_before(barrier);
   const IgnoreAccesses ignore;
   std::memset(shared, 0xff, bytes);  // NaN until it lands
   Hopper& hopper = state();

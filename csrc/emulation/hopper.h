@@ -1,5 +1,6 @@
-// What primitives/hopper.h calls on the CPU: mbarrier, bulk tensor copies and wgmma. Copies land, and products happen, no
-// earlier than somebody waits for them (or, in random schedules, at once): who does not wait sees poison or old values.
+// What primitives/hopper.h calls on the CPU: mbarrier, bulk tensor copies and wgmma. Copies land and products happen no
+// earlier than somebody waits for them, copies in random order under random schedules: who does not wait sees poison or
+// old values.
 #pragma once
 #include <array>
 #include <cstddef>

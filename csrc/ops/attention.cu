@@ -55,7 +55,8 @@ bool takes_short(const Arguments& arguments, int path) {
   const bool fits = arguments.head_dim <= 64 && arguments.key_length <= 256 && arguments.query_length <= 256 &&
                     !arguments.grad_bias.data;
   if (static_cast<Path>(path) == Path::SHORT && !fits)
-    throw std::invalid_argument("attention: the short kernels take up to 256 queries and keys and head dimensions up to 64");
+    throw std::invalid_argument(
+        "attention: the short kernels take up to 256 queries and keys and head dimensions up to 64");
   return fits && (static_cast<Path>(path) == Path::AUTOMATIC || static_cast<Path>(path) == Path::SHORT);
 }
 
@@ -77,20 +78,21 @@ bool takes_sm90(const Arguments& arguments, int path, int device) {
 // Rows on 16 bytes let tiles be copied asynchronously; else they are read element by element.
 bool can_vectorize(const Arguments& arguments, int dtype) {
   const int64_t bytes = static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 2;
-  return arguments.head_dim * bytes % 16 == 0 && is_aligned(arguments.query, bytes) && is_aligned(arguments.key, bytes) &&
-         is_aligned(arguments.value, bytes) && is_aligned(arguments.grad_out, bytes);
+  return arguments.head_dim * bytes % 16 == 0 && is_aligned(arguments.query, bytes) &&
+         is_aligned(arguments.key, bytes) && is_aligned(arguments.value, bytes) &&
+         is_aligned(arguments.grad_out, bytes);
 }
 
-void attention_forward(int dtype, Address query, int64_t query_batch, int64_t query_head, int64_t query_row, Address key,
-                       int64_t key_batch, int64_t key_head, int64_t key_row, Address value, int64_t value_batch,
-                       int64_t value_head, int64_t value_row, Address out, Address lse, int64_t batches,
-                       int64_t query_heads, int64_t key_heads, int64_t query_length, int64_t key_length,
-                       int64_t head_dim, Address mask, Address bias, bool bias_is_float, int64_t bias_batch,
-                       int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed, double dropout_p,
-                       double scale, bool causal, int64_t window, int device, Address stream,
+void attention_forward(int dtype, Address query, int64_t query_batch, int64_t query_head, int64_t query_row,
+                       Address key, int64_t key_batch, int64_t key_head, int64_t key_row, Address value,
+                       int64_t value_batch, int64_t value_head, int64_t value_row, Address out, Address lse,
+                       int64_t batches, int64_t query_heads, int64_t key_heads, int64_t query_length,
+                       int64_t key_length, int64_t head_dim, Address mask, Address bias, bool bias_is_float,
+                       int64_t bias_batch, int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed,
+                       double dropout_p, double scale, bool causal, int64_t window, int device, Address stream,
                        int path) {
-  Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim, mask,
-                                         bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
+  Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim,
+                                         mask, bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
                                          dropout_p, scale, causal, window);
   arguments.query = strided(query, query_batch, query_head, query_row);
   arguments.key = strided(key, key_batch, key_head, key_row);
@@ -110,20 +112,20 @@ void attention_forward(int dtype, Address query, int64_t query_batch, int64_t qu
 }
 TK_EXPORT(attention_forward);
 
-void attention_backward(int dtype, Address grad_out, int64_t grad_out_batch, int64_t grad_out_head, int64_t grad_out_row,
-                        Address grad_lse, Address query, int64_t query_batch, int64_t query_head, int64_t query_row,
-                        Address key, int64_t key_batch, int64_t key_head, int64_t key_row, Address value,
-                        int64_t value_batch, int64_t value_head, int64_t value_row, Address out, int64_t out_batch,
-                        int64_t out_head, int64_t out_row, Address lse, Address delta, Address grad_query,
-                        Address grad_key, Address grad_value, Address grad_bias, int64_t bias_batches,
-                        int64_t bias_heads, int64_t bias_rows, int64_t bias_columns, int64_t batches,
-                        int64_t query_heads, int64_t key_heads, int64_t query_length, int64_t key_length,
-                        int64_t head_dim, Address mask, Address bias, bool bias_is_float, int64_t bias_batch,
-                        int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed, double dropout_p,
-                        double scale, bool causal, int64_t window, int device, Address stream,
-                       int path) {
-  Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim, mask,
-                                         bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
+void attention_backward(int dtype, Address grad_out, int64_t grad_out_batch, int64_t grad_out_head,
+                        int64_t grad_out_row, Address grad_lse, Address query, int64_t query_batch, int64_t query_head,
+                        int64_t query_row, Address key, int64_t key_batch, int64_t key_head, int64_t key_row,
+                        Address value, int64_t value_batch, int64_t value_head, int64_t value_row, Address out,
+                        int64_t out_batch, int64_t out_head, int64_t out_row, Address lse, Address delta,
+                        Address grad_query, Address grad_key, Address grad_value, Address grad_bias,
+                        int64_t bias_batches, int64_t bias_heads, int64_t bias_rows, int64_t bias_columns,
+                        int64_t batches, int64_t query_heads, int64_t key_heads, int64_t query_length,
+                        int64_t key_length, int64_t head_dim, Address mask, Address bias, bool bias_is_float,
+                        int64_t bias_batch, int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed,
+                        double dropout_p, double scale, bool causal, int64_t window, int device, Address stream,
+                        int path) {
+  Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim,
+                                         mask, bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
                                          dropout_p, scale, causal, window);
   arguments.query = strided(query, query_batch, query_head, query_row);
   arguments.key = strided(key, key_batch, key_head, key_row);

@@ -21,7 +21,7 @@ struct Bias {
 };
 
 struct BiasGradient {
-  void* data;                       // contiguous, of the bias's own type
+  void* data;                         // contiguous, of the bias's own type
   int batches, heads, rows, columns;  // its shape: each that of the scores, or 1
 };
 

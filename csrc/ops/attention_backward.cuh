@@ -1,17 +1,17 @@
 // Flash attention, backward, deterministic and without atomics: each gradient has one owner. Probabilities are computed
-// again from lse; with delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dP = dO V^T. One kernel computes delta, one
-// walks the queries for dK and dV, one walks the keys for dQ, and one more the heads and batches for the bias's gradient.
+// again from lse; with delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dP = dO V^T. One kernel computes delta,
+// one walks the queries for dK and dV, one walks the keys for dQ, and one more the heads and batches for the bias's
+// gradient.
 #pragma once
 #include "attention_launch.h"
 #include "attention_tiles.cuh"
 
 namespace transformer_kernels::attention {
 
-template <class T, int HEAD_DIM>
-struct BackwardShape {
+template <class T, int HEAD_DIM> struct BackwardShape {
   static constexpr bool WIDE = HEAD_DIM > 128;
   static constexpr bool FLOAT = sizeof(T) == 4;
-  static constexpr int OWNED = FLOAT && WIDE ? 32 : 64;                                          // rows that a block owns
+  static constexpr int OWNED = FLOAT && WIDE ? 32 : 64;  // rows that a block owns
   static constexpr int STREAMED = FLOAT ? (HEAD_DIM > 64 ? 16 : 32) : (HEAD_DIM > 64 ? 32 : 64);  // rows per step
   static constexpr int COLUMNS = WIDE ? HEAD_DIM / 2 : HEAD_DIM;  // of dK and dV per block: more do not fit registers
   static constexpr int THREADS = OWNED / 16 * WARP_SIZE;
@@ -36,10 +36,9 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
   if (threadIdx.x % WARP_SIZE == 0) arguments.delta[row] = sum - (grad_lse ? grad_lse[row] : 0.f);
 }
 
-// exp(score - lse). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have hidden every
-// key of a row (lse is -inf). Without a bias only masks hide keys, and those select zeros.
-template <bool SCALED>
-TK_DEVICE float probability(float score, float lse, float factor) {
+// exp(score - lse). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have hidden
+// every key of a row (lse is -inf). Without a bias only masks hide keys, and those select zeros.
+template <bool SCALED> TK_DEVICE float probability(float score, float lse, float factor) {
   if (SCALED && lse == -INFINITY) return 0.f;
   return fast_exp2(SCALED ? (score - lse) * factor : fmaf(score, factor, -lse * LOG2_E));
 }
@@ -76,7 +75,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const int tiles = (keys_seen_by(arguments, last_query).last + KEYS) / KEYS;
 
   uint64_t bits = 0, next_bits = 0;
-  int tile = next_tile<KEYS>(mask, keys_seen_by(arguments, block_query).first / KEYS, tiles, arguments.key_length, bits);
+  int tile =
+      next_tile<KEYS>(mask, keys_seen_by(arguments, block_query).first / KEYS, tiles, arguments.key_length, bits);
   const auto load_keys_and_values = [&](int tile, int stage, uint64_t bits) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
     load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, arguments.key_length, bits, arguments);
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     const bool block_edge = first_key < seen_by_block.first || last_key > seen_by_block.last;
     if (block_edge) quarantine<KEYS, THREADS>(k, tainted);
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
-    multiply_transposed<KEYS>(scores, queries, warp_row, k);        // [16, KEYS]
-    multiply_transposed<KEYS>(gradients, grad_outs, warp_row, v);   // [16, KEYS]: dP
+    multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
+    multiply_transposed<KEYS>(gradients, grad_outs, warp_row, v);  // [16, KEYS]: dP
     uint32_t kept = ~0u;
     if constexpr (EXTRAS) {
       scale_scores(scores, arguments.scale);
@@ -154,9 +154,9 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
                            arguments.grad_query.row, warp_query, arguments.query_length, 0, arguments);
 }
 
-// One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and walks the queries of every query
-// head of its group: dV = P^T dO, dK = scale * dS^T Q. Scores are computed transposed, keys along the rows, so that P^T
-// and dS^T are in registers what the products need.
+// One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and walks the queries of every
+// query head of its group: dV = P^T dO, dK = scale * dS^T Q. Scores are computed transposed, keys along the rows, so
+// that P^T and dS^T are in registers what the products need.
 template <class T, int HEAD_DIM, bool EXTRAS>
 __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
     attention_backward_key_value_kernel(const Arguments arguments) {
@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   Interval queries[2];  // that see this lane's keys
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    queries[half] = bits >> (warp_row + g + 8 * half) & 1 ? queries_seeing(arguments, warp_key + g + 8 * half)
-                                                          : Interval{1, 0};
+    queries[half] =
+        bits >> (warp_row + g + 8 * half) & 1 ? queries_seeing(arguments, warp_key + g + 8 * half) : Interval{1, 0};
   const Interval seeing_warp{queries_seeing(arguments, warp_key + 15).first, queries_seeing(arguments, warp_key).last};
   const int last_key = min(block_key + KEYS, arguments.key_length) - 1;
   const int first_tile = queries_seeing(arguments, block_key).first / QUERIES;
@@ -230,7 +230,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     copy_async_wait<1>();
     __syncthreads();
 
-    const bool edge = warp_has_hidden || first_query < seeing_warp.first || first_query + QUERIES - 1 > seeing_warp.last;
+    const bool edge =
+        warp_has_hidden || first_query < seeing_warp.first || first_query + QUERIES - 1 > seeing_warp.last;
     float scores[QUERIES / 8][4] = {}, gradients[QUERIES / 8][4] = {};
     multiply_transposed<QUERIES>(scores, keys, warp_row, q);              // [16 keys, QUERIES]
     multiply_transposed<QUERIES>(gradients, values, warp_row, grad_out);  // [16 keys, QUERIES]: dP^T
@@ -261,16 +262,17 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   __syncthreads();
   const float value_factors[2] = {arguments.dropout.keep_scale, arguments.dropout.keep_scale};
   const float key_factors[2] = {arguments.scale, arguments.scale};
-  store_fragment<COLUMNS>(grad_value, value_factors, values, warp_row, rows_of<T>(arguments.grad_value, batch, key_head),
-                          arguments.grad_value.row, warp_key, arguments.key_length, first_column, arguments);
+  store_fragment<COLUMNS>(grad_value, value_factors, values, warp_row,
+                          rows_of<T>(arguments.grad_value, batch, key_head), arguments.grad_value.row, warp_key,
+                          arguments.key_length, first_column, arguments);
   store_fragment<COLUMNS>(grad_key, key_factors, keys, warp_row, rows_of<T>(arguments.grad_key, batch, key_head),
                           arguments.grad_key.row, warp_key, arguments.key_length, first_column, arguments);
 }
 
 // One block owns up to OWNED queries x STREAMED keys of the bias's gradient, which is dS summed over every axis along
-// which the bias is broadcast: it walks batches, heads and, where the bias has one row for all queries, their tiles, always
-// in the same order. dS is computed anew: two products more, and no other kernel has to know about the bias's shape. A
-// bias broadcast along the keys does not come here: it shifts whole rows, so that only lse depends on it.
+// which the bias is broadcast: it walks batches, heads and, where the bias has one row for all queries, their tiles,
+// always in the same order. dS is computed anew: two products more, and no other kernel has to know about the bias's
+// shape. A bias broadcast along the keys does not come here: it shifts whole rows, so that only lse depends on it.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
     attention_backward_bias_kernel(const Arguments arguments) {
@@ -329,15 +331,16 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     multiply_transposed<KEYS>(gradients, grad_outs, warp_row, v);  // [16, KEYS]: dP
     scale_scores(scores, arguments.scale);
     add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
-    const uint32_t kept = arguments.dropout.seed ? kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head,
-                                                                         warp_query, first_key)
-                                                 : ~0u;
+    const uint32_t kept =
+        arguments.dropout.seed
+            ? kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key)
+            : ~0u;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = warp_query + g + 8 * half;
       const Interval seen = query < arguments.query_length ? keys_seen_by(arguments, query) : Interval{1, 0};
-      const int64_t row =
-          (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + min(query, last_query);
+      const int64_t row = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length +
+                          min(query, last_query);
       const float lse = arguments.lse[row], delta = arguments.delta[row];
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
@@ -370,8 +373,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       for (int e = 0; e < 2; ++e) {
         float down = sum[n][e] + sum[n][2 + e];
 #pragma unroll
-        for (int distance = 4; distance < WARP_SIZE; distance *= 2)
-          down += __shfl_xor_sync(ALL_LANES, down, distance);
+        for (int distance = 4; distance < WARP_SIZE; distance *= 2) down += __shfl_xor_sync(ALL_LANES, down, distance);
         if (g == 0) partial[warp * KEYS + 8 * n + 2 * t + e] = down;
       }
     __syncthreads();
@@ -388,20 +390,19 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   }
 }
 
-template <class T, int HEAD_DIM, bool EXTRAS>
-void launch_backward_products(const Arguments& arguments, Stream stream) {
+template <class T, int HEAD_DIM, bool EXTRAS> void launch_backward_products(const Arguments& arguments, Stream stream) {
   using Shape = BackwardShape<T, HEAD_DIM>;
-  const int64_t query_blocks = ceil_div(arguments.query_length, Shape::OWNED) * arguments.query_heads * arguments.batches;
+  const int64_t query_blocks =
+      ceil_div(arguments.query_length, Shape::OWNED) * arguments.query_heads * arguments.batches;
   const int64_t key_blocks = ceil_div(arguments.key_length, Shape::OWNED) * arguments.key_heads * arguments.batches *
                              (HEAD_DIM / Shape::COLUMNS);
-  launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_key_value", grid_of(key_blocks),
-                                                                   Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
+  launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS>>(
+      "attention_backward_key_value", grid_of(key_blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
   launch<attention_backward_query_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_query", grid_of(query_blocks),
                                                                Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
 }
 
-template <class T>
-void launch_backward(const Arguments& arguments, const float* grad_lse, Stream stream) {
+template <class T> void launch_backward(const Arguments& arguments, const float* grad_lse, Stream stream) {
   const int64_t rows = static_cast<int64_t>(arguments.batches) * arguments.query_heads * arguments.query_length;
   launch<attention_delta_kernel<T>>("attention_delta", grid_of(ceil_div(rows, 4)), 128, 0, stream, arguments, grad_lse);
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto extras) {
@@ -411,8 +412,8 @@ void launch_backward(const Arguments& arguments, const float* grad_lse, Stream s
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto) {
     using Shape = BackwardShape<T, head_dim.value>;
     const BiasGradient& out = arguments.grad_bias;
-    const int64_t tiles = (out.rows == 1 ? 1 : ceil_div(out.rows, Shape::OWNED)) *
-                          ceil_div(out.columns, Shape::STREAMED);
+    const int64_t tiles =
+        (out.rows == 1 ? 1 : ceil_div(out.rows, Shape::OWNED)) * ceil_div(out.columns, Shape::STREAMED);
     launch<attention_backward_bias_kernel<T, head_dim.value>>("attention_backward_bias",
                                                               grid_of(tiles * out.heads * out.batches), Shape::THREADS,
                                                               Shape::SHARED_BYTES, stream, arguments);

@@ -6,8 +6,7 @@
 
 namespace transformer_kernels::attention {
 
-template <class T, int HEAD_DIM>
-struct ForwardShape {
+template <class T, int HEAD_DIM> struct ForwardShape {
   static constexpr bool WIDE = HEAD_DIM > 128;
   static constexpr int QUERIES = sizeof(T) == 4 && WIDE ? 32 : 64;
   static constexpr int KEYS = sizeof(T) == 4 ? (WIDE ? 16 : 32) : (WIDE ? 32 : 64);
@@ -25,8 +24,7 @@ struct OnlineSoftmax {
   // Turns scores into exponentials and returns by how much earlier results shrink. With SCALED the scores are final and
   // the difference to the maximum is taken first, so that a bias near -FLT_MAX stays finite; else `factor` holds the
   // scale and one FMA does all.
-  template <bool SCALED, int TILES>
-  TK_DEVICE float update(float (&scores)[TILES][4], int half, float factor) {
+  template <bool SCALED, int TILES> TK_DEVICE float update(float (&scores)[TILES][4], int half, float factor) {
     float highest = maximum[half];
 #pragma unroll
     for (int n = 0; n < TILES; ++n) highest = fmaxf(highest, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
@@ -48,8 +46,7 @@ struct OnlineSoftmax {
 };
 
 // What a warp computes for its 16 queries of one head.
-template <class T, int HEAD_DIM, bool SCALED>
-struct AttendedRows {
+template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
   const Arguments& arguments;
   int batch, head, first_query;
   Interval keys[2];       // that this lane's rows see
@@ -184,7 +181,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, ForwardSha
   const int tiles = (keys_seen_by(arguments, last_query).last + KEYS) / KEYS;
 
   uint64_t bits = 0, next_bits = 0;
-  int tile = next_tile<KEYS>(mask, keys_seen_by(arguments, block_query).first / KEYS, tiles, arguments.key_length, bits);
+  int tile =
+      next_tile<KEYS>(mask, keys_seen_by(arguments, block_query).first / KEYS, tiles, arguments.key_length, bits);
   const auto load_keys_and_values = [&](int tile, int stage, uint64_t bits) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
     load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, arguments.key_length, bits, arguments);
@@ -215,13 +213,12 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, ForwardSha
   rows.finish(queries, warp_row);
 }
 
-template <class T>
-void launch_forward(const Arguments& arguments, Stream stream) {
+template <class T> void launch_forward(const Arguments& arguments, Stream stream) {
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto extras) {
     using Shape = ForwardShape<T, head_dim.value>;
     const int64_t blocks = ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
-    launch<attention_forward_kernel<T, head_dim.value, extras.value>>("attention_forward", grid_of(blocks), Shape::THREADS,
-                                                                      Shape::SHARED_BYTES, stream, arguments);
+    launch<attention_forward_kernel<T, head_dim.value, extras.value>>(
+        "attention_forward", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
   });
 }
 

@@ -1,6 +1,7 @@
-// Flash attention, forward, for Hopper: a producer warp keeps the copy engine busy, two warp groups of consumers compute
-// 64 queries each by wgmma (Shah et al., "FlashAttention-3", 2024, algorithm 1). The scores of the next tile are computed
-// while the values of the current one are taken in. For head dimensions 64 and 128, without bias, window and dropout.
+// Flash attention, forward, for Hopper: a producer warp keeps the copy engine busy, two warp groups of consumers
+// compute 64 queries each by wgmma (Shah et al., "FlashAttention-3", 2024, algorithm 1). The scores of the next tile
+// are computed while the values of the current one are taken in. For head dimensions 64 and 128, without bias, window
+// and dropout.
 #pragma once
 #include "../primitives/hopper.h"
 #include "attention_forward.cuh"
@@ -11,8 +12,7 @@ struct TensorMaps {
   TensorMap query, key, value;
 };
 
-template <int HEAD_DIM>
-struct HopperShape {
+template <int HEAD_DIM> struct HopperShape {
   static constexpr int QUERIES = 128, KEYS = 128, STAGES = 2;
   static constexpr int CONSUMERS = 2 * WARP_GROUP_SIZE, THREADS = CONSUMERS + WARP_GROUP_SIZE;
   static constexpr int PANELS = HEAD_DIM / PANEL_COLUMNS;
@@ -22,11 +22,10 @@ struct HopperShape {
 };
 
 // Tiles of keys that hold a real key, in order: producer and consumers walk the same list.
-template <int KEYS>
-struct TileWalk {
+template <int KEYS> struct TileWalk {
   const uint8_t* mask;
   int key_length, tiles;
-  int tile = 0, step = 0;  // `step` counts the tiles walked: stages and parities follow it
+  int tile = 0, step = 0;      // `step` counts the tiles walked: stages and parities follow it
   uint64_t low = 0, high = 0;  // bits of the real keys among the tile's first and last 64
 
   TK_DEVICE void find(int from) {
@@ -44,7 +43,8 @@ struct TileWalk {
   TK_DEVICE bool has_hidden() const { return (low & high) != ~0ull; }
 };
 
-// Zeroes the rows of a value tile that nobody may see or that hold inf or NaN, noting the latter. All consumers take part.
+// Zeroes the rows of a value tile that nobody may see or that hold inf or NaN, noting the latter. All consumers take
+// part.
 template <class T, int HEAD_DIM, int KEYS, int THREADS>
 TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, uint8_t* tainted, int thread) {
   for (int row = thread / 4; row < KEYS; row += THREADS / 4) {
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step)
-      Wgmma<T, HEAD_DIM>::from_registers(
-          rows.out, probabilities[step], swizzled_descriptor(v + step * 16 * PANEL_COLUMNS, KEYS * PANEL_COLUMNS * 2));
+      Wgmma<T, HEAD_DIM>::from_registers(rows.out, probabilities[step],
+                                         swizzled_descriptor(v + step * 16 * PANEL_COLUMNS, KEYS * PANEL_COLUMNS * 2));
     wgmma_commit();
   };
   float shrink[2];
@@ -223,8 +223,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
 #endif
 }
 
-template <class T>
-void launch_forward_sm90(const Arguments& arguments, Stream stream) {
+template <class T> void launch_forward_sm90(const Arguments& arguments, Stream stream) {
   const auto map_of = [&](const Strided& tensor, int64_t length, int64_t heads) {
     return tensor_map<T>(tensor.data, arguments.head_dim, length, heads, arguments.batches, tensor.row, tensor.head,
                          tensor.batch, 128);

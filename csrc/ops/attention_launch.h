@@ -1,4 +1,5 @@
-// From a call's arguments to one compiled kernel. Each type is compiled in files of its own (attention_float16.cu, ...).
+// From a call's arguments to one compiled kernel. Each type is compiled in files of its own (attention_float16.cu,
+// ...).
 #pragma once
 #include <limits>
 #include <type_traits>
@@ -22,10 +23,9 @@ inline dim3 grid_of(int64_t blocks) {
 template <int VALUE> using Constant = std::integral_constant<int, VALUE>;
 
 // Calls f(head dimension, extras) with the smallest compiled head dimension that holds the call's. The variant without
-// extras folds the scale into the exponential, which costs fp32 its last digits; it exists for 16-bit types and the head
-// dimensions of small models. Elsewhere the general one serves every call.
-template <class T, class F>
-void dispatch_head_dim(const Arguments& arguments, F&& f) {
+// extras folds the scale into the exponential, which costs fp32 its last digits; it exists for 16-bit types and the
+// head dimensions of small models. Elsewhere the general one serves every call.
+template <class T, class F> void dispatch_head_dim(const Arguments& arguments, F&& f) {
   const bool extras = arguments.bias.data || arguments.dropout.seed || arguments.scale <= 0.f;
   const int head_dim = arguments.head_dim;
   const auto with_extras = [&](auto padded) {

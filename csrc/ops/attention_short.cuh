@@ -1,17 +1,18 @@
-// Short sequences (up to 256 keys and queries, head dimensions up to 64, 16-bit types): one block holds all keys and values
-// of a head in shared memory. The forward pass then needs no barrier between tiles; the backward pass computes the scores
-// once for all three gradients (five products instead of seven) and delta on the way: one launch instead of three.
+// Short sequences (up to 256 keys and queries, head dimensions up to 64, 16-bit types): one block holds all keys and
+// values of a head in shared memory. The forward pass then needs no barrier between tiles; the backward pass computes
+// the scores once for all three gradients (five products instead of seven) and delta on the way: one launch instead of
+// three.
 #pragma once
 #include "attention_backward.cuh"
 #include "attention_forward.cuh"
 
 namespace transformer_kernels::attention {
 
-template <class T, int HEAD_DIM, int KEYS_>
-struct ShortShape {
+template <class T, int HEAD_DIM, int KEYS_> struct ShortShape {
   static constexpr int KEYS = KEYS_;  // all of them; padded
   static constexpr int QUERIES = 64;  // per step of the backward pass
-  static constexpr int SCORE_KEYS = KEYS * HEAD_DIM > 128 * 64 ? 32 : 64;  // per block of scores there: registers decide
+  static constexpr int SCORE_KEYS =
+      KEYS * HEAD_DIM > 128 * 64 ? 32 : 64;  // per block of scores there: registers decide
   static constexpr int WARPS = KEYS < 128 ? 4 : 8;
   static constexpr int THREADS = WARPS * WARP_SIZE;
   static constexpr int ELEMENT = sizeof(T);
@@ -22,13 +23,11 @@ struct ShortShape {
 };
 
 // The keys of one head, and what is known about them.
-template <class T, int HEAD_DIM, int KEYS>
-struct ResidentKeys {
+template <class T, int HEAD_DIM, int KEYS> struct ResidentKeys {
   Tile<T, HEAD_DIM> k, v;
   uint64_t* bits;  // in shared memory; bit i of word w: key 64 * w + i is real
 
-  template <int THREADS>
-  TK_DEVICE void load(const Arguments& arguments, int batch, int key_head) {
+  template <int THREADS> TK_DEVICE void load(const Arguments& arguments, int batch, int key_head) {
     const T* key_rows = rows_of<T>(arguments.key, batch, key_head);
     const T* value_rows = rows_of<T>(arguments.value, batch, key_head);
 #pragma unroll
@@ -38,10 +37,10 @@ struct ResidentKeys {
                                 ? real_keys<64>(padding_of(arguments, batch), first_key, arguments.key_length)
                                 : 0;
       if (threadIdx.x == 0) bits[block] = real;
-      load_tile<64, THREADS>(from(k, first_key), key_rows, arguments.key.row, first_key, arguments.key_length,
-                             real, arguments);
-      load_tile<64, THREADS>(from(v, first_key), value_rows, arguments.value.row, first_key, arguments.key_length,
-                             real, arguments);
+      load_tile<64, THREADS>(from(k, first_key), key_rows, arguments.key.row, first_key, arguments.key_length, real,
+                             arguments);
+      load_tile<64, THREADS>(from(v, first_key), value_rows, arguments.value.row, first_key, arguments.key_length, real,
+                             arguments);
     }
   }
 
@@ -164,15 +163,15 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
 }
 
 // One block owns one key head: its dK and dV, and dQ of every query head of its group. Per 64 queries, first each warp
-// computes blocks of 16 queries x SCORE_KEYS keys of P and dS into shared memory; then each warp adds to dK and dV of the keys
-// that it owns, and finishes a part of dQ.
+// computes blocks of 16 queries x SCORE_KEYS keys of P and dS into shared memory; then each warp adds to dK and dV of
+// the keys that it owns, and finishes a part of dQ.
 template <class T, int HEAD_DIM, int KEYS>
 __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     attention_short_backward_kernel(const Arguments arguments, const float* grad_lse) {
   using Shape = ShortShape<T, HEAD_DIM, KEYS>;
   constexpr int QUERIES = Shape::QUERIES, SCORE_KEYS = Shape::SCORE_KEYS;
   constexpr int WARPS = Shape::WARPS, THREADS = Shape::THREADS;
-  constexpr int OWNED = KEYS / 16 / WARPS;                  // slabs of 16 keys per warp
+  constexpr int OWNED = KEYS / 16 / WARPS;                      // slabs of 16 keys per warp
   constexpr int COLUMNS = HEAD_DIM / (WARPS / (QUERIES / 16));  // of dQ per warp
   SharedMemory shared;
   ResidentKeys<T, HEAD_DIM, KEYS> keys;
@@ -251,8 +250,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
 }
 
 // Calls f(head dimension, keys) with the smallest compiled shape.
-template <class F>
-void dispatch_short(const Arguments& arguments, F&& f) {
+template <class F> void dispatch_short(const Arguments& arguments, F&& f) {
   const auto with_keys = [&](auto head_dim) {
     if (arguments.key_length <= 64) return f(head_dim, Constant<64>{});
     if (arguments.key_length <= 128) return f(head_dim, Constant<128>{});
@@ -261,8 +259,7 @@ void dispatch_short(const Arguments& arguments, F&& f) {
   arguments.head_dim <= 32 ? with_keys(Constant<32>{}) : with_keys(Constant<64>{});
 }
 
-template <class T>
-void launch_short_forward(const Arguments& arguments, Stream stream) {
+template <class T> void launch_short_forward(const Arguments& arguments, Stream stream) {
   dispatch_short(arguments, [&](auto head_dim, auto keys) {
     using Shape = ShortShape<T, head_dim.value, keys.value>;
     launch<attention_short_forward_kernel<T, head_dim.value, keys.value>>(
@@ -271,8 +268,7 @@ void launch_short_forward(const Arguments& arguments, Stream stream) {
   });
 }
 
-template <class T>
-void launch_short_backward(const Arguments& arguments, const float* grad_lse, Stream stream) {
+template <class T> void launch_short_backward(const Arguments& arguments, const float* grad_lse, Stream stream) {
   dispatch_short(arguments, [&](auto head_dim, auto keys) {
     using Shape = ShortShape<T, head_dim.value, keys.value>;
     launch<attention_short_backward_kernel<T, head_dim.value, keys.value>>(

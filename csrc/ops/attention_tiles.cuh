@@ -1,8 +1,9 @@
 // What the attention kernels share: arguments, swizzled tiles, matrix products on tiles, and who may see whom.
 //
-// Fragment convention. A warp computes 16 rows at a time. With g = lane / 4 and t = lane % 4, element [n][e] of a result
-// `float c[N / 8][4]` is row g + 8 * (e / 2), column 8 * n + 2 * t + e % 2: the accumulator layout of mma.m16n8k16. The
-// fp32 products below use the same ownership with plain FMA, so that masks and softmax are written once for every type.
+// Fragment convention. A warp computes 16 rows at a time. With g = lane / 4 and t = lane % 4, element [n][e] of a
+// result `float c[N / 8][4]` is row g + 8 * (e / 2), column 8 * n + 2 * t + e % 2: the accumulator layout of
+// mma.m16n8k16. The fp32 products below use the same ownership with plain FMA, so that masks and softmax are written
+// once for every type.
 #pragma once
 #include <type_traits>
 
@@ -15,13 +16,11 @@
 
 namespace transformer_kernels::attention {
 
-template <class T>
-TK_DEVICE const T* rows_of(const Strided& tensor, int batch, int head) {
+template <class T> TK_DEVICE const T* rows_of(const Strided& tensor, int batch, int head) {
   return static_cast<const T*>(tensor.data) + batch * tensor.batch + head * tensor.head;
 }
 
-template <class T>
-TK_DEVICE T* rows_of(const StridedOutput& tensor, int batch, int head) {
+template <class T> TK_DEVICE T* rows_of(const StridedOutput& tensor, int batch, int head) {
   return static_cast<T*>(tensor.data) + batch * tensor.batch + head * tensor.head;
 }
 
@@ -63,12 +62,10 @@ TK_DEVICE Interval queries_seeing(const Arguments& arguments, int key) {
   return queries;
 }
 
-template <int KEYS>
-constexpr uint64_t ALL_KEYS = KEYS == 64 ? ~0ull : (1ull << KEYS % 64) - 1;
+template <int KEYS> constexpr uint64_t ALL_KEYS = KEYS == 64 ? ~0ull : (1ull << KEYS % 64) - 1;
 
 // Bit k says whether key first + k exists and is not padding. Every lane gets all bits; `mask` is a row of the mask.
-template <int KEYS>
-TK_DEVICE uint64_t real_keys(const uint8_t* mask, int first, int key_length) {
+template <int KEYS> TK_DEVICE uint64_t real_keys(const uint8_t* mask, int first, int key_length) {
   static_assert(KEYS <= 64, "one bit per key");
   if (!mask) return first + KEYS <= key_length ? ALL_KEYS<KEYS> : (1ull << (key_length - first)) - 1;
   const int lane = threadIdx.x % WARP_SIZE;
@@ -83,8 +80,7 @@ TK_DEVICE uint64_t real_keys(const uint8_t* mask, int first, int key_length) {
 }
 
 // The first tile of KEYS keys in [tile, tiles) that holds a real key, or `tiles`; `bits` becomes its real keys.
-template <int KEYS>
-TK_DEVICE int next_tile(const uint8_t* mask, int tile, int tiles, int key_length, uint64_t& bits) {
+template <int KEYS> TK_DEVICE int next_tile(const uint8_t* mask, int tile, int tiles, int key_length, uint64_t& bits) {
   for (; tile < tiles; ++tile) {
     bits = real_keys<KEYS>(mask, tile * KEYS, key_length);
     if (bits) break;
@@ -96,8 +92,7 @@ TK_DEVICE int next_tile(const uint8_t* mask, int tile, int tiles, int key_length
 
 // ROWS x COLUMNS elements in 16-byte chunks. Chunks are permuted within their row so that the same chunk of eight
 // consecutive rows (one ldmatrix phase) falls into eight different groups of banks.
-template <class T, int COLUMNS_>
-struct Tile {
+template <class T, int COLUMNS_> struct Tile {
   static constexpr int COLUMNS = COLUMNS_;
   static constexpr int CHUNK = 16 / sizeof(T);
   static constexpr int CHUNKS = COLUMNS / CHUNK;
@@ -115,8 +110,8 @@ struct Tile {
 // become zeros. Rows that are not on 16 bytes are copied at once, element by element. `thread` counts the threads that
 // take part.
 template <int ROWS, int THREADS, class T, int COLUMNS>
-TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, int first_row, int row_end, uint64_t bits,
-                      const Arguments& arguments, int thread) {
+TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, int first_row, int row_end,
+                         uint64_t bits, const Arguments& arguments, int thread) {
   using Shape = Tile<T, COLUMNS>;
 #pragma unroll 4
   for (int i = thread; i < ROWS * Shape::CHUNKS; i += THREADS) {
@@ -137,8 +132,7 @@ TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, i
 
 TK_DEVICE bool is_finite(float value) { return (float_bits(value) & 0x7f800000u) != 0x7f800000u; }
 
-template <class T>
-TK_DEVICE void store_pair(T* destination, float first, float second) {
+template <class T> TK_DEVICE void store_pair(T* destination, float first, float second) {
   if constexpr (sizeof(T) == 2) {
     store(reinterpret_cast<uint32_t*>(destination), pack_pair<T>(first, second));
   } else {
@@ -147,15 +141,15 @@ TK_DEVICE void store_pair(T* destination, float first, float second) {
 }
 
 template <int ROWS, int THREADS, class T, int COLUMNS>
-TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, int first_row, int row_end, uint64_t bits,
-                         const Arguments& arguments) {
+TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, int first_row, int row_end,
+                         uint64_t bits, const Arguments& arguments) {
   load_tile<ROWS, THREADS>(tile, rows, stride, first_row, row_end, bits, arguments, threadIdx.x);
 }
 
 // Writes a warp's 16 rows (first_row of the tile on) to global memory.
 template <class T, int COLUMNS>
 TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t stride, int first_row, int row_end,
-                       int first_column, const Arguments& arguments) {
+                          int first_column, const Arguments& arguments) {
   using Shape = Tile<T, COLUMNS>;
   for (int i = threadIdx.x % 32; i < 16 * Shape::CHUNKS; i += 32) {
     const int row = i / Shape::CHUNKS, column = first_column + i % Shape::CHUNKS * Shape::CHUNK;
@@ -175,9 +169,9 @@ TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t 
 // Puts a warp's fragment, row r times factor[r / 8 of the pair], into its 16 rows of a tile and from there into global
 // memory in 16-byte pieces. No other warp may use those rows of the tile.
 template <int COLUMNS, class T, int TILE_COLUMNS>
-TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const float (&factor)[2], Tile<T, TILE_COLUMNS> tile,
-                           int tile_row, T* rows, int64_t stride, int first_row, int row_end, int first_column,
-                           const Arguments& arguments) {
+TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const float (&factor)[2],
+                              Tile<T, TILE_COLUMNS> tile, int tile_row, T* rows, int64_t stride, int first_row,
+                              int row_end, int first_column, const Arguments& arguments) {
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
   const Tile<T, COLUMNS> staged{tile.data};
 #pragma unroll
@@ -185,7 +179,7 @@ TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const flo
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       store_pair(staged.at(tile_row + g + 8 * half, 8 * n + 2 * t), fragment[n][2 * half] * factor[half],
-                       fragment[n][2 * half + 1] * factor[half]);
+                 fragment[n][2 * half + 1] * factor[half]);
   __syncwarp();
   store_rows(staged, tile_row, rows, stride, first_row, row_end, first_column, arguments);
 }
@@ -258,13 +252,13 @@ TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<T, COLUMNS> a, int
 // c[16, COLUMNS] += p[16, N] @ b[N, COLUMNS from first_column], p in registers and rounded to T
 template <int N, int COLUMNS, class T, int TILE_COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
 TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<T, TILE_COLUMNS> b,
-                     int first_column) {
+                        int first_column) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int k = 0; k < N / 16; ++k) {
-    const uint32_t left[4] = {
-        pack_pair<T>(p[2 * k][0], p[2 * k][1]), pack_pair<T>(p[2 * k][2], p[2 * k][3]),
-        pack_pair<T>(p[2 * k + 1][0], p[2 * k + 1][1]), pack_pair<T>(p[2 * k + 1][2], p[2 * k + 1][3])};
+    const uint32_t left[4] = {pack_pair<T>(p[2 * k][0], p[2 * k][1]), pack_pair<T>(p[2 * k][2], p[2 * k][3]),
+                              pack_pair<T>(p[2 * k + 1][0], p[2 * k + 1][1]),
+                              pack_pair<T>(p[2 * k + 1][2], p[2 * k + 1][3])};
 #pragma unroll
     for (int n = 0; n < COLUMNS / 16; ++n) {
       uint32_t right[4];
@@ -277,9 +271,10 @@ TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], 
 
 // c[16, COLUMNS] += a[16 rows from a_row, N] @ b[N, COLUMNS from first_column], both from shared memory
 template <int N, int COLUMNS, class T, int TILE_COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
-TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], Tile<T, N> a, int a_row, Tile<T, TILE_COLUMNS> b, int first_column) {
+TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], Tile<T, N> a, int a_row, Tile<T, TILE_COLUMNS> b,
+                        int first_column) {
   const int lane = threadIdx.x % WARP_SIZE;
-#pragma unroll
+#pragma unroll 2
   for (int k = 0; k < N / 16; ++k) {
     uint32_t left[4];
     ldmatrix_x4(left, a.chunk(a_row + lane % 16, 2 * k + lane / 16));
@@ -298,7 +293,7 @@ template <int N, class T, int A_COLUMNS, int COLUMNS, class = std::enable_if_t<s
 TK_DEVICE void multiply_left_transposed(float (&c)[COLUMNS / 8][4], Tile<T, A_COLUMNS> a, int a_column,
                                         Tile<T, COLUMNS> b) {
   const int lane = threadIdx.x % WARP_SIZE;
-#pragma unroll
+#pragma unroll 2
   for (int k = 0; k < N / 16; ++k) {
     uint32_t left[4];
     ldmatrix_x4_transposed(left, a.chunk(16 * k + lane % 8 + lane / 16 * 8, a_column / 8 + lane / 8 % 2));
@@ -338,7 +333,7 @@ TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<float, COLUMNS> a,
 // fp32: the elements of p travel within their quad of lanes.
 template <int N, int COLUMNS, int TILE_COLUMNS>
 TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<float, TILE_COLUMNS> b,
-                     int first_column) {
+                        int first_column) {
   const int lane = threadIdx.x % WARP_SIZE, t = lane % 4;
 #pragma unroll
   for (int k = 0; k < N / 8; ++k)
@@ -362,8 +357,7 @@ TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], 
 
 // ---- bias and dropout
 
-template <class T>
-TK_DEVICE float bias_at(const Arguments& arguments, int batch, int head, int query, int key) {
+template <class T> TK_DEVICE float bias_at(const Arguments& arguments, int batch, int head, int query, int key) {
   const Bias& bias = arguments.bias;
   if (query >= arguments.query_length || key >= arguments.key_length) return 0.f;
   const int64_t offset = batch * bias.batch + head * bias.head + query * bias.row + key * bias.column;
@@ -371,8 +365,7 @@ TK_DEVICE float bias_at(const Arguments& arguments, int batch, int head, int que
   return to_float(static_cast<const T*>(bias.data)[offset]);
 }
 
-template <int TILES>
-TK_DEVICE void scale_scores(float (&scores)[TILES][4], float scale) {
+template <int TILES> TK_DEVICE void scale_scores(float (&scores)[TILES][4], float scale) {
 #pragma unroll
   for (int n = 0; n < TILES; ++n)
 #pragma unroll
@@ -388,7 +381,8 @@ TK_DEVICE void add_bias(float (&scores)[TILES][4], const Arguments& arguments, i
   for (int n = 0; n < TILES; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      scores[n][e] += bias_at<T>(arguments, batch, head, first_query + g + 8 * (e / 2), first_key + 8 * n + 2 * t + e % 2);
+      scores[n][e] +=
+          bias_at<T>(arguments, batch, head, first_query + g + 8 * (e / 2), first_key + 8 * n + 2 * t + e % 2);
 }
 
 // Adds the bias to a fragment of keys (rows) and queries (columns).
@@ -400,12 +394,13 @@ TK_DEVICE void add_bias_transposed(float (&scores)[TILES][4], const Arguments& a
   for (int n = 0; n < TILES; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      scores[n][e] += bias_at<T>(arguments, batch, head, first_query + 8 * n + 2 * t + e % 2, first_key + g + 8 * (e / 2));
+      scores[n][e] +=
+          bias_at<T>(arguments, batch, head, first_query + 8 * n + 2 * t + e % 2, first_key + g + 8 * (e / 2));
 }
 
-// Which elements of a fragment of queries (rows) and keys (columns from first_key on) survive: bit 4 * n + e. One philox
-// draw serves four neighbouring keys of a query, which lie in two lanes: the even lane draws for row g, the odd one for
-// row g + 8, and they exchange the half that the other needs.
+// Which elements of a fragment of queries (rows) and keys (columns from first_key on) survive: bit 4 * n + e. One
+// philox draw serves four neighbouring keys of a query, which lie in two lanes: the even lane draws for row g, the odd
+// one for row g + 8, and they exchange the half that the other needs.
 template <int KEYS>
 TK_DEVICE uint32_t kept_query_rows(const Arguments& arguments, int head, int first_query, int first_key) {
   static_assert(KEYS <= 64, "one bit per element");

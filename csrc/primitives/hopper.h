@@ -25,7 +25,7 @@ inline constexpr int PANEL_COLUMNS = 64;  // of 16 bits: the 128 bytes that a sw
 
 // The descriptor of an operand of wgmma: panels of 64 columns, each with rows of 128 bytes, 1024-byte aligned, in the
 // 128-byte swizzle (16-byte chunk c of row r lies at chunk c ^ r % 8). Groups of 8 rows are 1024 bytes apart;
-// `panel_bytes` apart are the panels of an operand whose columns are not the summed axis (see wgmma_from_registers).
+// `panel_bytes` apart are the panels of an operand whose columns are not the summed axis (b of Wgmma::from_registers).
 TK_DEVICE uint64_t swizzled_descriptor(const void* shared, int panel_bytes) {
   return static_cast<uint64_t>((shared_address(shared) & 0x3ffffu) >> 4) |
          static_cast<uint64_t>(panel_bytes >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | uint64_t{1} << 62;
@@ -35,14 +35,14 @@ TK_DEVICE uint64_t swizzled_descriptor(const void* shared, int panel_bytes) {
 
 using TensorMap = CUtensorMap;
 
-// Describes a tensor [batches, heads, rows, columns] of 16-bit elements (strides in elements; the address and all strides
-// on 16 bytes) to the copy engine, which will fetch boxes of `box_rows` rows and 64 columns, zeros outside.
+// Describes a tensor [batches, heads, rows, columns] of 16-bit elements (strides in elements; the address and all
+// strides on 16 bytes) to the copy engine, which will fetch boxes of `box_rows` rows and 64 columns, zeros outside.
 template <class T>
 inline TensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int64_t heads, int64_t batches,
                             int64_t row_stride, int64_t head_stride, int64_t batch_stride, unsigned box_rows) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   static const Encode encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -54,8 +54,7 @@ inline TensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int
   const cuuint64_t strides[3] = {static_cast<cuuint64_t>(row_stride) * 2, static_cast<cuuint64_t>(head_stride) * 2,
                                  static_cast<cuuint64_t>(batch_stride) * 2};
   const cuuint32_t box[4] = {PANEL_COLUMNS, box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
-  constexpr auto TYPE =
-      std::is_same_v<T, float16> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  constexpr auto TYPE = std::is_same_v<T, float16> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   TensorMap map;
   if (!encode || encode(&map, TYPE, 4, const_cast<void*>(data), sizes, strides, box, steps,
                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -100,50 +99,53 @@ TK_DEVICE void copy_tensor_box(void* shared, const TensorMap& map, int column, i
 // Shared memory written by ordinary stores becomes visible to wgmma; each writing thread calls it before a barrier.
 TK_DEVICE void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A warp group calls these together. Accumulators and register operands belong to wgmma from the fence before their first
-// use until the wait.
+// A warp group calls these together. Accumulators and register operands belong to wgmma from the fence before their
+// first use until the wait.
 TK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 TK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> TK_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-template <int COUNT> TK_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int COUNT> TK_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> TK_DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> TK_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // The products. d [N / 8][4] is laid out per warp as the accumulators of mma.m16n8k16 (matrix.h); warp w of the group
 // holds rows 16 w to 16 w + 15 of 64.
-//   wgmma_from_shared:    d (64 x N) = a (64 x 16) b (N x 16)^T, added to d if `accumulate`; both summed along their columns
-//   wgmma_from_registers: d (64 x N) += a (64 x 16, registers as of mma) b (16 x N), b summed along its rows
+//   from_shared:    d (64 x N) = a (64 x 16) b (N x 16)^T, added to d if `accumulate`
+//   from_registers: d (64 x N) += a (64 x 16, registers as of mma) b (16 x N)
 template <class T, int N> struct Wgmma;
 
 #define TK_D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define TK_D32 TK_D4(0), TK_D4(1), TK_D4(2), TK_D4(3), TK_D4(4), TK_D4(5), TK_D4(6), TK_D4(7)
-#define TK_D64 \
-  TK_D32, TK_D4(8), TK_D4(9), TK_D4(10), TK_D4(11), TK_D4(12), TK_D4(13), TK_D4(14), TK_D4(15)
-#define TK_REGISTERS32                                                                                              \
+#define TK_D64 TK_D32, TK_D4(8), TK_D4(9), TK_D4(10), TK_D4(11), TK_D4(12), TK_D4(13), TK_D4(14), TK_D4(15)
+#define TK_REGISTERS32                                                                                             \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
-#define TK_REGISTERS64                                                                                                 \
-  TK_REGISTERS32                                                                                                       \
+#define TK_REGISTERS64                                                                                               \
+  TK_REGISTERS32                                                                                                     \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // P0 to P5 are the numbers of the operands after the accumulators.
-#define TK_WGMMA(TYPE, PTX, N, D, REGISTERS, P0, P1, P2, P3, P4, P5)                                                  \
-  template <> struct Wgmma<TYPE, N> {                                                                                 \
-    static TK_DEVICE void from_shared(float (&d)[N / 8][4], uint64_t a, uint64_t b, int accumulate) {                 \
+#define TK_WGMMA(TYPE, PTX, N, D, REGISTERS, P0, P1, P2, P3, P4, P5)                                                   \
+  template <> struct Wgmma<TYPE, N> {                                                                                  \
+    static TK_DEVICE void from_shared(float (&d)[N / 8][4], uint64_t a, uint64_t b, int accumulate) {                  \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX \
-                   "." PTX " {" REGISTERS "}, %" P0 ", %" P1 ", p, 1, 1, 0, 0;\n}"                                    \
-                   : D                                                                                                \
-                   : "l"(a), "l"(b), "r"(accumulate));                                                                \
-    }                                                                                                                 \
-    static TK_DEVICE void from_registers(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {                  \
+                   "." PTX " {" REGISTERS "}, %" P0 ", %" P1 ", p, 1, 1, 0, 0;\n}"                                     \
+                   : D                                                                                                 \
+                   : "l"(a), "l"(b), "r"(accumulate));                                                                 \
+    }                                                                                                                  \
+    static TK_DEVICE void from_registers(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {                   \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX \
-                   "." PTX " {" REGISTERS "}, {%" P0 ", %" P1 ", %" P2 ", %" P3 "}, %" P4 ", p, 1, 1, 1;\n}"          \
-                   : D                                                                                                \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                                     \
-    }                                                                                                                 \
+                   "." PTX " {" REGISTERS "}, {%" P0 ", %" P1 ", %" P2 ", %" P3 "}, %" P4 ", p, 1, 1, 1;\n}"           \
+                   : D                                                                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                                      \
+    }                                                                                                                  \
   }
 
 TK_WGMMA(float16, "f16", 64, TK_D32, TK_REGISTERS32, "32", "33", "34", "35", "36", "37");
