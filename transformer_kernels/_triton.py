@@ -207,6 +207,11 @@ def vector_width(itemsize: int, *sizes: int) -> int:
     return width if all(size % width == 0 for size in sizes) else 1
 
 
+def ceil_div(dividend: int, divisor: int) -> int:
+    """The quotient rounded up; Triton's own costs several microseconds on the host."""
+    return -(-dividend // divisor)
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n (n >= 1)."""
     return 1 << (n - 1).bit_length()

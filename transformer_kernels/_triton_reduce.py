@@ -40,7 +40,7 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> list[Tensor]:
     count, P, N = partials.shape
     sums = [torch.empty(N, dtype=dtype, device=partials.device) for _ in range(count)]
     tile = NARROW_TILE if N <= WIDE else WIDE_TILE
-    grid = (triton.cdiv(N, tile.columns), count)
+    grid = (_triton.ceil_div(N, tile.columns), count)
     sum_partials_kernel[grid](
         partials, sums[0], sums[-1], P, N, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
     )

@@ -102,8 +102,8 @@ def quicken() -> None:
     """
     from triton.runtime import interpreter
 
-    if hasattr(interpreter._patch_lang, "quickened"):
-        return
+    if hasattr(interpreter._patch_lang, "quickened") or not hasattr(interpreter, "_LangPatchScope"):
+        return  # done already, or a Triton whose interpreter patches in another way
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: set[int] = set()
     nothing = interpreter._LangPatchScope()

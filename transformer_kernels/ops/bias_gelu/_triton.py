@@ -65,7 +65,7 @@ def forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
     vector = _triton.vector_width(x.element_size(), N)
     y = torch.empty_like(x)
-    grid = (triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns),)
+    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
     with _triton.launching_on(x.device):
         bias_gelu_forward_kernel[grid](
             x, bias, y, M, N, approximate == "tanh", vector, tile.rows, tile.columns,
@@ -80,9 +80,9 @@ def backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str) -> tuple[Ten
     M = x.numel() // N
     tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), N)
     vector = _triton.vector_width(x.element_size(), N)
-    column_blocks = triton.cdiv(N, tile.columns)
+    column_blocks = _triton.ceil_div(N, tile.columns)
     programs = tile.programs * _triton.multiprocessors(x.device)
-    shares = min(triton.cdiv(M, tile.rows), triton.cdiv(programs, column_blocks))
+    shares = min(_triton.ceil_div(M, tile.rows), _triton.ceil_div(programs, column_blocks))
     dx = torch.empty_like(x)
     partials = torch.empty((1, shares, N), dtype=torch.float32, device=x.device)
     with _triton.launching_on(x.device):

@@ -57,7 +57,7 @@ def forward(x: Tensor, approximate: str) -> Tensor:
     tile = FORWARD.find(_triton.capability(x.device), x.element_size(), count)
     y = torch.empty_like(x)
     with _triton.launching_on(x.device):
-        gelu_forward_kernel[(triton.cdiv(count, tile.columns),)](
+        gelu_forward_kernel[(_triton.ceil_div(count, tile.columns),)](
             x, y, count, approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
         )
     return y
@@ -69,7 +69,7 @@ def backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
     tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), count)
     dx = torch.empty_like(x)
     with _triton.launching_on(x.device):
-        gelu_backward_kernel[(triton.cdiv(count, tile.columns),)](
+        gelu_backward_kernel[(_triton.ceil_div(count, tile.columns),)](
             dy, x, dx, count, approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
         )
     return dx

@@ -167,11 +167,11 @@ def backward_rows(
     multiprocessors = _triton.multiprocessors(x.device)
     one_pass = tile.columns >= N
     if one_pass:
-        programs = min(triton.cdiv(M, tile.rows), tile.programs * multiprocessors)
+        programs = min(_triton.ceil_div(M, tile.rows), tile.programs * multiprocessors)
     else:
-        column_blocks = triton.cdiv(N, COLUMN_TILE.columns)
-        shares = triton.cdiv(COLUMN_TILE.programs * multiprocessors, column_blocks)
-        programs = min(triton.cdiv(M, COLUMN_TILE.rows), shares)
+        column_blocks = _triton.ceil_div(N, COLUMN_TILE.columns)
+        shares = _triton.ceil_div(COLUMN_TILE.programs * multiprocessors, column_blocks)
+        programs = min(_triton.ceil_div(M, COLUMN_TILE.rows), shares)
     partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=x.device)
     with _triton.launching_on(x.device):
         if one_pass:

@@ -143,7 +143,7 @@ def forward_rows(
     kind = (residual is not None, seed is not None, bias is not None, _triton.vector_width(x.element_size(), N))
     with _triton.launching_on(x.device):
         if tile.columns >= N:
-            layer_norm_forward_kernel[(triton.cdiv(M, tile.rows),)](
+            layer_norm_forward_kernel[(_triton.ceil_div(M, tile.rows),)](
                 *pointers, *numbers, *kind, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
             )
         else:

@@ -205,7 +205,7 @@ def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tenso
     arguments = (x, mask, y, M, N, queries, *mask_sizes, scale, *mask_kind)
     with _triton.launching_on(x.device):
         if tile.columns >= N:
-            grid = (triton.cdiv(M, tile.rows),)
+            grid = (_triton.ceil_div(M, tile.rows),)
             softmax_forward_kernel[grid](*arguments, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1)
         else:
             softmax_forward_two_pass_kernel[(M,)](*arguments, tile.columns, num_warps=tile.num_warps, num_stages=1)
@@ -222,7 +222,7 @@ def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     arguments = (dy, y, dx, M, N, scale, vector)
     with _triton.launching_on(y.device):
         if tile.columns >= N:
-            grid = (triton.cdiv(M, tile.rows),)
+            grid = (_triton.ceil_div(M, tile.rows),)
             softmax_backward_kernel[grid](*arguments, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1)
         else:
             softmax_backward_two_pass_kernel[(M,)](*arguments, tile.columns, num_warps=tile.num_warps, num_stages=1)
