@@ -5,8 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,14 @@ def test_training_tells_how_it_ended(folder, capsys):
     for part in ("ended by steps after step 2 of 2", "validation", "tokens/s", "peak memory", str(out)):
         assert part in told
     assert {"best", "last", "log.jsonl"} <= set(os.listdir(out))
+
+
+def test_training_on_reviews_reports_on_those_held_out(folder, capsys, tmp_path):
+    options = ["--data", folder, "--tokenizer", "bytes", "--max-length", 32, "--steps", 1, "--out", tmp_path / "run"]
+    assert run("train", "imdb", *options, "--validation", 0.5, "--baseline", *TINY) == 0
+    told = capsys.readouterr().out
+    for part in ("precision", "on the 10 reviews held out", "TF-IDF with logistic regression: 100.00%"):
+        assert part in told
 
 
 def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path):
@@ -215,6 +224,16 @@ def test_info_tells_versions_backends_and_reasons(capsys, monkeypatch):
         assert part in told
 
 
+def test_info_tells_the_state_of_each_kernel(capsys, monkeypatch):
+    monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)
+    status = ModuleType("transformer_kernels.kernel_status")
+    status.__spec__ = ModuleSpec(status.__name__, None)
+    status.verification = lambda: ["softmax/triton verified on a GPU"]
+    monkeypatch.setitem(sys.modules, status.__name__, status)
+    assert run("info") == 0
+    assert "kernels\n  softmax/triton verified on a GPU" in capsys.readouterr().out
+
+
 def test_info_of_a_machine_without_a_gpu_says_so_once():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
@@ -231,11 +250,10 @@ def test_demo_trains_writes_and_compares(capsys, monkeypatch, tmp_path):
 
     monkeypatch.setattr("transformer_kernels.BACKENDS", ("torch",))
     monkeypatch.setattr(demo, "TIMED_SECONDS", 0.0)
-    monkeypatch.setattr(demo, "SAMPLE_LENGTH", 20)
     monkeypatch.setattr(demo, "MODEL", {"layers": 1, "width": 16, "heads": 2})
     assert run("demo", "--seconds", "0.5", "--out", tmp_path / "demo") == 0
     told = capsys.readouterr().out
-    for part in ("training loss", "ended by time limit", "It writes:\n\ndef ", "reference ", "1.00x", "torch "):
+    for part in ("training loss", "ended by time limit", "It writes:\n\n", "reference ", "1.00x", "torch "):
         assert part in told
 
 

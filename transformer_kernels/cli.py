@@ -178,7 +178,7 @@ def _add_evaluate(commands: Any) -> None:
 
 def _train(chosen: argparse.Namespace) -> int:
     from transformer_kernels.training.distributed import joined_processes
-    from transformer_kernels.training.recipes import checkpoint_folder, train
+    from transformer_kernels.training.recipes import checkpoint_folder, make_trainer
     from transformer_kernels.training.report import describe_result
 
     given = {key: value for key, value in vars(chosen).items() if key not in ("run", "recipe", "config", "resume")}
@@ -199,10 +199,11 @@ def _train(chosen: argparse.Namespace) -> int:
             config = options.resumed_config(saved, {**from_file, **given})
         else:
             config = options.make_config(chosen.recipe, {**from_file, **given}, chosen.config or "command line")
-        trainer = train(config, resume_from=start, processes=processes)
+        trainer = make_trainer(config, resume_from=start, processes=processes)
         result = trainer.fit()
         if processes.first:
             print(describe_result(trainer, result))
+            print(trainer.recipe.report(trainer.model, trainer.device))
     return 0
 
 

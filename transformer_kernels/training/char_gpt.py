@@ -13,10 +13,12 @@ from transformer_kernels.training.config import CharGPTConfig
 from transformer_kernels.training.corpus import Windows, read_corpus
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.evaluation import Batch
+from transformer_kernels.training.generation import Sampling, generate
 from transformer_kernels.training.tokenizers import CharacterTokenizer
 
 VALIDATION_WINDOWS = 2048
 TRAINING_PART = 0.9
+SAMPLE_LENGTH = 400
 
 
 def build_char_gpt(config: CharGPTConfig, vocabulary_size: int) -> nn.Module:
@@ -67,6 +69,20 @@ class CharGPT:
         windows = self.validation or self.training
         for part in windows.spread(len(windows)).split(self.config.batch_size):
             yield self._batch(windows, part, device)
+
+    def report(self, model: nn.Module, device: torch.device) -> str:
+        """A sample of what the model writes."""
+        prompt = self.tokenizer.decode([int(self.training.tokens[0])])
+        sampling = Sampling(temperature=0.7)
+        choices = generate(
+            model,
+            self.tokenizer.encode(prompt),
+            SAMPLE_LENGTH,
+            sampling,
+            context=self.config.context,
+            device=device,
+        )
+        return "It writes:\n\n" + prompt + self.tokenizer.decode([choice.token for choice in choices])
 
     def _batch(self, windows: Windows, starts: Tensor, device: torch.device) -> Batch:
         windows.tokens = windows.tokens.to(device)

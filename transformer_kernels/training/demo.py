@@ -13,12 +13,9 @@ import transformer_kernels
 from transformer_kernels._dispatch import unavailable
 from transformer_kernels.training.char_gpt import CharGPT
 from transformer_kernels.training.config import CharGPTConfig
-from transformer_kernels.training.generation import Sampling, generate
 from transformer_kernels.training.report import describe_result
 from transformer_kernels.training.trainer import Trainer
 
-PROMPT = "def "
-SAMPLE_LENGTH = 400
 TIMED_SECONDS = 4.0
 UNTIMED_STEPS = 2
 MODEL: dict[str, int] = {}
@@ -33,21 +30,8 @@ def demo(*, seconds: float = 120.0, backend: str = "auto", out: str = "runs/demo
     recipe = CharGPT(config)
     trainer = Trainer(recipe)
     result = trainer.fit()
-    print(f"\n{describe_result(trainer, result)}\n\nIt writes:\n\n{_sample(trainer, recipe)}\n")
+    print(f"\n{describe_result(trainer, result)}\n\n{recipe.report(trainer.model, trainer.device)}\n")
     print(speed_table(recipe, trainer.device))
-
-
-def _sample(trainer: Trainer, recipe: CharGPT) -> str:
-    prompt = recipe.tokenizer.encode(PROMPT)
-    choices = generate(
-        trainer.model,
-        prompt,
-        SAMPLE_LENGTH,
-        Sampling(temperature=0.7),
-        context=recipe.config.context,
-        device=trainer.device,
-    )
-    return PROMPT + recipe.tokenizer.decode([choice.token for choice in choices])
 
 
 def speed_table(recipe: CharGPT, device: torch.device) -> str:

@@ -63,9 +63,9 @@ class Imdb:
 
     def __init__(self, config: ImdbConfig) -> None:
         self.config = config
-        reviews = load_part(config, "train")
+        self.texts = load_part(config, "train")
         self.tokenizer = REVIEW_TOKENIZERS[config.tokenizer](config.vocab_dir)
-        self.reviews = tokenise(reviews, self.tokenizer, progress=config.progress)
+        self.reviews = tokenise(self.texts, self.tokenizer, progress=config.progress)
         self.fingerprint = hashlib.sha256(self.reviews.ids.numpy().tobytes()).hexdigest()
         generator = torch.Generator().manual_seed(config.seed)
         order = torch.randperm(len(self.reviews), generator=generator)
@@ -85,6 +85,23 @@ class Imdb:
         for part in self.held_out[processes.rank :: processes.count].split(2 * self.config.batch_size):
             if len(part):
                 yield review_batch(self.reviews, part, self.tokenizer, self.config, device)
+
+    def report(self, model: nn.Module, device: torch.device) -> str:
+        """scikit-learn's report on the reviews held out from training, and what TF-IDF reaches on them."""
+        if not len(self.held_out):
+            return ""
+        held_out = self.reviews.part(self.held_out)
+        probabilities = predict(model, held_out, self.tokenizer, self.config, device)
+        accuracy, report = classification_report(held_out.labels.tolist(), probabilities)
+        lines = ["", report, f"accuracy {accuracy:.2%} on the {len(held_out)} reviews held out from training"]
+        if self.config.baseline:
+            parts = (self._chosen(self.training), self._chosen(self.held_out))
+            lines.append(f"TF-IDF with logistic regression: {baseline_accuracy(*parts):.2%}")
+        return "\n".join(lines)
+
+    def _chosen(self, indices: Tensor) -> Reviews:
+        numbers = indices.tolist()
+        return Reviews([self.texts.texts[n] for n in numbers], [self.texts.labels[n] for n in numbers])
 
 
 def review_batch(

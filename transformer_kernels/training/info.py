@@ -71,8 +71,7 @@ def _backends() -> tuple[str, list[str]]:
 
 
 def _kernels() -> tuple[str, list[str]]:
-    """What `transformer_kernels.kernel_report.verification()` says of each kernel, where it is installed."""
-    if importlib.util.find_spec("transformer_kernels.kernel_report") is None:
+    """What `transformer_kernels.kernel_status.verification()` says of each kernel, where it is installed."""
+    if importlib.util.find_spec("transformer_kernels.kernel_status") is None:
         return "kernels", []
-    report = importlib.import_module("transformer_kernels.kernel_report")
-    return "kernels", list(report.verification()) if hasattr(report, "verification") else []
+    return "kernels", importlib.import_module("transformer_kernels.kernel_status").verification()

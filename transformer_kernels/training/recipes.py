@@ -66,10 +66,10 @@ def checkpoint_folder(folder: str | Path, order: Sequence[str] = ("best", "last"
     return folder
 
 
-def train(
+def make_trainer(
     config: TrainingConfig, *, resume_from: str | Path | None = None, processes: Processes | None = None
 ) -> Trainer:
-    """Make the recipe's trainer, at the checkpoint `resume_from` if one is given; call `fit` on it."""
+    """The trainer of the config's recipe, at the checkpoint `resume_from` if one is given."""
     trainer = Trainer(make_recipe(config), processes)
     if resume_from is not None:
         trainer.restore(resume_from)

@@ -28,6 +28,12 @@ class TokenisedReviews:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def part(self, indices: Tensor) -> TokenisedReviews:
+        """The reviews of those numbers alone."""
+        lengths = torch.cat([torch.zeros(1, dtype=torch.int64), self.offsets.diff()[indices]])
+        ids = torch.cat([self.review(index) for index in indices.tolist()])
+        return TokenisedReviews(ids, lengths.cumsum(0), self.labels[indices])
+
     def review(self, index: int) -> Tensor:
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 

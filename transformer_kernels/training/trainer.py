@@ -52,6 +52,8 @@ class Recipe(Protocol):
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]: ...
 
+    def report(self, model: nn.Module, device: torch.device) -> str: ...
+
 
 @dataclass
 class Result:
