@@ -26,6 +26,7 @@ from pathlib import Path
 from transformer_kernels._triton import Configuration, load
 
 MODULE = "transformer_kernels.kernel_report"
+MINIMUM_VERSION = (3, 3)
 OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu")
 
 SHARED_MEMORY_LIMIT = {(8, 0): 163 * 1024, (9, 0): 227 * 1024}
@@ -70,6 +71,10 @@ def configurations(operations: Iterable[str] = OPERATIONS) -> list[Configuration
 def compile_configuration(configuration: Configuration, capability: tuple[int, int]) -> tuple[bytes, int]:
     """Compile ahead of time; return the cubin and the bytes of shared memory that a block needs."""
     triton = load()
+    if tuple(map(int, triton.__version__.split(".")[:2])) < MINIMUM_VERSION:
+        raise RuntimeError(
+            f"kernel report: needs Triton 3.3 or newer, its compiler's interface; got {triton.__version__}"
+        )
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
