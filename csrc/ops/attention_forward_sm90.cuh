@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   const int group_row = group * 64, warp_row = thread / WARP_SIZE * 16;
   AttendedRows<T, HEAD_DIM, false> rows(arguments, batch, head, block_query + warp_row);
   const int last_key_seen_by_all = keys_seen_by(arguments, block_query).last;
-  float scores[KEYS / 8][4];
-  uint32_t probabilities[KEYS / 16][4];
+  float scores[KEYS / 8][4] = {};
+  uint32_t probabilities[KEYS / 16][4] = {};
   const auto release = [&](uint64_t* empty) {
     __syncwarp();
     if (lane == 0) barrier_arrive(empty);
@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     const int stage = at.step % STAGES;
     const T* k = key_stages + stage * KEYS * HEAD_DIM;
     barrier_wait(keys_full + stage, at.step / STAGES % 2);
+    wgmma_pin(scores);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
@@ -165,6 +166,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
       quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, tainted, thread);
       rows.note_poison(at.tile * KEYS, KEYS, tainted);
     }
+    wgmma_pin(rows.out);
+    wgmma_pin(probabilities);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step)
@@ -196,6 +199,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   if (walk.tile < walk.tiles) {
     start_scores(walk);
     wgmma_wait<0>();
+    wgmma_pin(scores);
     release(keys_empty + walk.step % STAGES);
     take_scores(walk);
     pack_probabilities();
@@ -204,9 +208,11 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
       start_scores(walk);
       start_values(previous);
       wgmma_wait<1>();
+      wgmma_pin(scores);
       release(keys_empty + walk.step % STAGES);
       take_scores(walk);
       wgmma_wait<0>();
+      wgmma_pin(rows.out);
       release(values_empty + previous.step % STAGES);
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; ++n)
@@ -217,6 +223,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     }
     start_values(previous);
     wgmma_wait<0>();
+    wgmma_pin(rows.out);
   }
   named_barrier_sync(1, Shape::CONSUMERS);  // Q has been read by both groups and may hold the output now
   rows.finish(Tile<T, HEAD_DIM>{queries}, warp_row);

@@ -107,6 +107,23 @@ template <int PENDING> TK_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Pins registers that wgmma reads or writes: the compiler moves none of their ordinary uses across this point, which
+// the fence and the wait alone, knowing nothing of registers, do not promise.
+template <int COUNT> TK_DEVICE void wgmma_pin(float (&registers)[COUNT][4]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    asm volatile(""
+                 : "+f"(registers[i][0]), "+f"(registers[i][1]), "+f"(registers[i][2]),
+                   "+f"(registers[i][3])::"memory");
+}
+template <int COUNT> TK_DEVICE void wgmma_pin(uint32_t (&registers)[COUNT][4]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    asm volatile(""
+                 : "+r"(registers[i][0]), "+r"(registers[i][1]), "+r"(registers[i][2]),
+                   "+r"(registers[i][3])::"memory");
+}
+
 template <int COUNT> TK_DEVICE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
@@ -189,6 +206,7 @@ TK_DEVICE void fence_for_async() {}  // the emulation has one view of memory: on
 TK_DEVICE void wgmma_fence() { emulation::wgmma_fence(); }
 TK_DEVICE void wgmma_commit() { emulation::wgmma_commit(); }
 template <int PENDING> TK_DEVICE void wgmma_wait() { emulation::wgmma_wait(PENDING); }
+template <class T, int COUNT> TK_DEVICE void wgmma_pin(T (&)[COUNT][4]) {}
 template <int COUNT> TK_DEVICE void give_registers() {}
 template <int COUNT> TK_DEVICE void take_registers() {}
 
