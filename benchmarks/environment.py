@@ -1,0 +1,101 @@
+"""Where and with what a row was measured."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformer_kernels import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("benchmarks/*.py", "csrc/**/*", "python_ref/**/*.py", "transformer_kernels/**/*.py")
+PEER_PACKAGES = ("liger_kernel", "quack-kernels")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What every row carries, and a little more that the record keeps once."""
+    return {
+        "device": device_name(device),
+        "device_type": device.type,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "cuda": torch.version.cuda,
+        "driver": driver_version() if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "transformer_kernels": __version__,
+        "peers": {package: installed(package) for package in PEER_PACKAGES},
+        "commit": commit(),
+        "sources": source_hash(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+STAMP = ("device", "torch", "triton", "driver", "commit", "date")
+"""The part of the environment that stands in each row."""
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).name
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return f"{found.group(1).strip() if found else platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
+
+
+def folder_name(environment: dict[str, Any]) -> str:
+    """The folder of benchmarks/results that a device's record lives in."""
+    if environment["device_type"] == "cpu":
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-")
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def driver_version() -> str | None:
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+
+
+def commit() -> str | None:
+    """The commit of the checkout, with a + where sources differ from it; None without git."""
+    head = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return None
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return head + "+" if changed else head
+
+
+def source_hash() -> str:
+    """SHA-256 over all that computes or measures: says whether two checkouts are alike where git cannot."""
+    digest = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(ROOT.glob(pattern)):
+            if path.suffix in (".py", ".h", ".cuh", ".cu", ".cpp"):
+                digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _output(*command: str) -> str | None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip().splitlines()[0] if result.returncode == 0 and result.stdout.strip() else None

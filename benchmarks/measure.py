@@ -1,0 +1,142 @@
+"""One row: a workload by a candidate on this device, checked, then timed; or the reason why there is no time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.correctness import WrongResult, as_list, check
+from benchmarks.environment import STAMP, environment
+from benchmarks.peers import Candidate, Skipped
+from benchmarks.workloads import Workload
+from transformer_kernels import BackendUnavailable, UnsupportedByBackend
+
+Row = dict[str, Any]
+
+IDENTITY = ("kind", "op", "case", "direction", "candidate", "dtype", "shape")
+"""What makes two rows measurements of the same thing."""
+
+
+def identity(row: Row) -> str:
+    shape = ",".join(f"{name}={size}" for name, size in row["shape"].items())
+    return "|".join([*(str(row[name]) for name in IDENTITY[:-1]), shape])
+
+
+@dataclass
+class Bench:
+    """A device, the seconds that a row may be timed for, and what was found out about the device in this run."""
+
+    device: torch.device
+    seconds: float = 0.3
+    limits: timing.Limits | None = None
+    stamp: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.stamp:
+            described = environment(self.device)
+            self.stamp = {name: described[name] for name in STAMP}
+
+    def row(self, kind: str, op: str, case: str, direction: str, candidate: str, dtype: str, **more: Any) -> Row:
+        """A row without a result yet."""
+        named = {"kind": kind, "op": op, "case": case, "direction": direction, "candidate": candidate, "dtype": dtype}
+        return {**named, "shape": {}, **more, **self.stamp}
+
+    def judged(self, row: Row, measured: timing.Timing, bytes: int, flops: float) -> Row:
+        """The row with its time, its rates and its fraction of what this device can do."""
+        low, high = measured.quartiles
+        seconds = measured.median
+        row |= {"status": "ok", "seconds": seconds, "low": low, "high": high, "spread": measured.spread}
+        row |= {"samples": len(measured.samples), "method": measured.method, "bytes": bytes, "flops": flops}
+        row |= {"gbps": bytes / seconds / 1e9, "tflops": flops / seconds / 1e12}
+        if self.limits is not None:
+            shortest, row["bound"] = self.limits.shortest(bytes, flops, row["dtype"])
+            row["fraction"] = shortest / seconds
+        return row
+
+    def attempt(self, row: Row, work: Callable[[], Row]) -> Row:
+        """What `work` gives, or the row with the reason why there is none. A broken device is not survived."""
+        try:
+            return work()
+        except Skipped as error:
+            return row | {"status": "skipped", "reason": str(error)}
+        except (BackendUnavailable, UnsupportedByBackend) as error:
+            return row | {"status": "skipped", "reason": str(error)}
+        except WrongResult as error:
+            return row | {"status": "wrong", "reason": str(error)}
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            return row | {"status": "out of memory", "reason": _first_line(error)}
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            return row | {"status": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+        finally:
+            if self.device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether a CUDA error has made this process useless; then a new one goes on."""
+    text = str(error).lower()
+    return any(sign in text for sign in ("illegal memory access", "device-side assert", "unspecified launch failure"))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]
+
+
+def measure(workload: Workload, candidate: Candidate, bench: Bench) -> Row:
+    """The row of one workload and one candidate."""
+    row = bench.row(
+        "operation",
+        workload.op,
+        workload.case,
+        workload.direction,
+        candidate.name,
+        workload.dtype_name,
+        shape=dict(workload.shape),
+        axis=workload.axis,
+    )
+
+    def work() -> Row:
+        function = candidate.make(workload, bench.device)
+        with timing.work_stream(bench.device):
+            row["error"] = check(workload, function, bench.device)
+            return _timed(row, workload, function, bench)
+
+    return bench.attempt(row, work)
+
+
+def _timed(row: Row, workload: Workload, function: Callable[..., Any], bench: Bench) -> Row:
+    sets = timing.input_sets(bench.device, workload.bytes)
+    calls = [prepared(workload, function, workload.inputs(bench.device, seed)) for seed in range(sets)]
+    row["input_sets"] = sets
+    measured = timing.time_calls(bench.device, calls, bench.seconds)
+    row["peak_memory"] = timing.peak_memory(bench.device, calls[0])
+    return bench.judged(row, measured, workload.bytes, workload.flops)
+
+
+def prepared(workload: Workload, function: Callable[..., Any], tensors: dict[str, Tensor]) -> timing.Call:
+    """The call that is timed: the operation without gradients, its backward pass alone, or both."""
+    if workload.direction == "forward":
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return function(**tensors)
+
+        return forward
+    leaves = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
+    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    if workload.direction == "backward":
+        outputs = as_list(function(**leaves))
+        dout = [torch.randn_like(output) for output in outputs]
+        return lambda: torch.autograd.grad(outputs, wanted, dout, retain_graph=True)
+    with torch.no_grad():
+        cotangents = [torch.randn_like(output) for output in as_list(function(**leaves))]
+    return lambda: torch.autograd.grad(as_list(function(**leaves)), wanted, cotangents)

@@ -1,0 +1,215 @@
+"""What is measured, in order of value: when the time ends, what matters most is on disk."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import calls, steps, workloads
+from benchmarks.measure import Bench, Row, identity, measure
+from benchmarks.peers import Candidate, candidates
+from benchmarks.steps import Recipe
+from benchmarks.workloads import OPERATIONS, Sizes, Workload
+
+ROW_OPERATIONS = OPERATIONS[1:]
+HEADLINE_LENGTHS = (512, 2048, 8192, 16384)
+HEADLINE_WIDTHS = (256, 768, 1024, 4096, 16384)
+COMPILED_WIDTHS = (768, 4096)
+COMPILED_LENGTHS = (1024, 4096)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row to be: its identity, who does it, and the function that measures it."""
+
+    key: str
+    op: str
+    candidate: str
+    run: Callable[[Bench], Row]
+
+
+def operation_tasks(workloads: Iterable[Workload], names: Iterable[str] | None = None) -> Iterator[Task]:
+    """Each workload by each candidate, or by those named."""
+    for workload in workloads:
+        for candidate in candidates(workload.op):
+            if names is None or candidate.name in names:
+                yield operation_task(workload, candidate)
+
+
+def operation_task(workload: Workload, candidate: Candidate) -> Task:
+    key = _key(
+        "operation",
+        workload.op,
+        workload.case,
+        workload.direction,
+        candidate.name,
+        workload.dtype_name,
+        workload.shape,
+    )
+    return Task(key, workload.op, candidate.name, functools.partial(measure, workload, candidate))
+
+
+def step_tasks(device: torch.device, recipe: Recipe, names: Iterable[str] | None = None) -> Iterator[Task]:
+    """The ladder of one model and batch."""
+    for rung in steps.rungs(device):
+        if names is None or rung.name in names:
+            dtype = "bfloat16" if rung.precision == "bfloat16" else "float32"
+            shape = {"B": recipe.batch, "L": recipe.length}
+            key = _key("step", recipe.model, "training step", "step", rung.name, dtype, shape)
+            yield Task(key, "step", rung.name, functools.partial(steps.measure_step, recipe, rung))
+
+
+def call_tasks() -> Iterator[Task]:
+    """What the host pays for each call, and for each way of registering an operation."""
+    for route in calls.ROUTES:
+        for op in OPERATIONS:
+            workload = calls.tiny(op)
+            for candidate in calls.call_candidates(op):
+                key = _key("call", op, "host", route, candidate.name, workload.dtype_name, workload.shape)
+                yield Task(key, op, candidate.name, functools.partial(calls.measure_call, op, candidate, route))
+        for name in calls.REGISTRATIONS:
+            key = _key("call", "registration", "host", route, name, "float32", {"N": 32})
+            yield Task(key, "registration", name, functools.partial(calls.measure_registration, name, route))
+
+
+def _key(kind: str, op: str, case: str, direction: str, candidate: str, dtype: str, shape: dict[str, int]) -> str:
+    return identity(
+        {
+            "kind": kind,
+            "op": op,
+            "case": case,
+            "direction": direction,
+            "candidate": candidate,
+            "dtype": dtype,
+            "shape": shape,
+        }
+    )
+
+
+def plan(device: torch.device, quick: bool = False) -> list[Task]:
+    """All tasks for a device, each once, the most valuable first."""
+    if quick:
+        ordered = _quick()
+    elif device.type == "cuda":
+        ordered = _on_gpu(device)
+    else:
+        ordered = _on_cpu(device)
+    return list({task.key: task for task in ordered}.values())
+
+
+def _quick() -> Iterator[Task]:
+    sizes = workloads.QUICK
+    for direction in ("forward", "both"):
+        yield from operation_tasks(
+            workloads.attention_sweep(sizes, torch.float32, 64, direction, "causal"),
+            ("ours torch", "ours triton", "ours cuda", "eager", "sdpa flash"),
+        )
+        for op in ROW_OPERATIONS:
+            yield from operation_tasks(
+                workloads.row_sweep(sizes, op, torch.float32, direction),
+                ("ours torch", "ours triton", "ours cuda", "eager"),
+            )
+
+
+def _attention(
+    sizes: Sizes, dtype: torch.dtype, kinds: Iterable[tuple[str, int]], directions: Iterable[str], names: Iterable[str]
+) -> Iterator[Task]:
+    for kind, width in kinds:
+        for direction in directions:
+            yield from operation_tasks(workloads.attention_sweep(sizes, dtype, width, direction, kind), names)
+
+
+def _rows(
+    sizes: Sizes, dtype: torch.dtype, directions: Iterable[str], names: Iterable[str], approximate: str = "none"
+) -> Iterator[Task]:
+    operations = ROW_OPERATIONS if approximate == "none" else ("gelu", "bias_gelu")
+    for op in operations:
+        for direction in directions:
+            yield from operation_tasks(workloads.row_sweep(sizes, op, dtype, direction, approximate), names)
+
+
+def _narrowed(sizes: Sizes, lengths: tuple[int, ...] = (), widths: tuple[int, ...] = ()) -> Sizes:
+    """The same sizes with fewer points."""
+    kept_lengths = tuple(each for each in sizes.lengths if not lengths or each in lengths)
+    kept_widths = tuple(each for each in sizes.widths if not widths or each in widths)
+    return Sizes(sizes.tokens, sizes.heads, kept_lengths, sizes.elements, kept_widths, sizes.decode, sizes.dtypes)
+
+
+KERNELS = ("ours triton", "ours cuda")
+EVERY_KIND = (("causal", 64), ("full", 128), ("full", 64), ("causal", 128))
+
+
+def _on_gpu(device: torch.device) -> Iterator[Task]:
+    sizes, bf16 = workloads.GPU, torch.bfloat16
+    headline = _narrowed(sizes, HEADLINE_LENGTHS, HEADLINE_WIDTHS)
+    fused = (*KERNELS, "sdpa flash", "sdpa cudnn")
+    yield from _attention(headline, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
+    yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager"))
+    for recipe in (Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)):
+        yield from step_tasks(device, recipe)
+    yield from call_tasks()
+    yield from _rows(_narrowed(sizes, widths=COMPILED_WIDTHS), bf16, ("forward", "backward"), ("compile", "liger"))
+    yield from _attention(sizes, bf16, EVERY_KIND, ("forward", "backward", "both"), fused)
+    yield from step_tasks(device, Recipe("gpt2", 8, 1024))
+    yield from operation_tasks(workloads.decode_sweep(sizes, bf16), (*fused, "ours torch", "eager", "flex"))
+    yield from _attention(headline, bf16, (("padded", 64),), ("forward", "both"), (*KERNELS, "sdpa efficient", "flex"))
+    yield from _attention(headline, bf16, EVERY_KIND[:2], ("forward", "both"), ("sdpa efficient", "flex", "ours torch"))
+    yield from _rows(sizes, bf16, ("forward", "backward", "both"), (*KERNELS, "eager", "ours torch", "liger", "quack"))
+    yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager", "liger"), approximate="tanh")
+    for dtype in (torch.float16, torch.float32):
+        yield from _attention(headline, dtype, EVERY_KIND[:2], ("forward", "both"), (*fused, "sdpa efficient"))
+        yield from _rows(headline, dtype, ("forward", "backward"), (*KERNELS, "eager"))
+    yield from _attention(headline, bf16, EVERY_KIND[:2], ("both",), ("eager", "sdpa math"))
+    swept = ("SDPA + compile", "SDPA + one graph", "ours triton + one graph", "ours cuda + one graph", "reference bf16")
+    for recipe in _step_sweep():
+        yield from step_tasks(device, recipe, swept)
+    compiled = ("compile", "compile max-autotune")
+    yield from _attention(_narrowed(sizes, COMPILED_LENGTHS), bf16, EVERY_KIND[:1], ("forward", "both"), compiled)
+    yield from _rows(_narrowed(sizes, widths=COMPILED_WIDTHS), bf16, ("forward", "both"), compiled)
+
+
+def _step_sweep() -> Iterator[Recipe]:
+    """Longer sequences and larger batches of each model."""
+    for length in (128, 256, 512):
+        yield Recipe("char_gpt", 64, length)
+        yield Recipe("imdb_bert", 16, length)
+    for batch in (16, 256, 1024):
+        yield Recipe("char_gpt", batch, 64)
+    for batch, length in ((32, 256), (16, 512), (4, 2048)):
+        yield Recipe("gpt2", batch, length)
+
+
+def _on_cpu(device: torch.device) -> Iterator[Task]:
+    sizes, fp32 = workloads.CPU, torch.float32
+    fused = ("ours torch", "sdpa flash", "sdpa math", "eager")
+    yield from _attention(sizes, fp32, EVERY_KIND[:1], ("forward", "both"), fused)
+    yield from _rows(sizes, fp32, ("forward", "backward"), ("ours torch", "eager"))
+    for recipe in (Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)):
+        yield from step_tasks(device, recipe)
+    yield from call_tasks()
+    yield from _attention(sizes, fp32, EVERY_KIND[1:2], ("forward", "both"), fused)
+    yield from operation_tasks(workloads.decode_sweep(sizes, fp32), fused)
+    yield from _attention(sizes, fp32, (("padded", 64),), ("forward", "both"), fused)
+    yield from _rows(_narrowed(sizes, widths=(768,)), fp32, ("forward", "both"), ("compile",))
+    yield from _attention(_narrowed(sizes, (512,)), fp32, EVERY_KIND[:1], ("forward", "both"), ("compile",))
+    yield from step_tasks(device, Recipe("gpt2", 1, 128))
+    for recipe in (Recipe("char_gpt", 16, 64), Recipe("char_gpt", 16, 256), Recipe("imdb_bert", 4, 256)):
+        yield from step_tasks(device, recipe, ("reference fp32", "SDPA + fused AdamW, fp32", "ours torch, fp32"))
+    everyone = _narrowed(sizes, (512,), (768,))  # one point with every candidate, so that each is timed or explained
+    yield from operation_tasks(workloads.attention_sweep(everyone, fp32, 64, "forward", "causal"))
+    for op in ROW_OPERATIONS:
+        yield from operation_tasks(workloads.row_sweep(everyone, op, fp32, "forward"))
+
+
+def chosen(tasks: Iterable[Task], operations: Iterable[str] = (), backends: Iterable[str] = ()) -> list[Task]:
+    """The tasks of the named operations (or "step", "registration") and of our named backends; peers stay."""
+    operations, backends = set(operations), set(backends)
+
+    def wanted(task: Task) -> bool:
+        ours = task.candidate.split()[1].strip(",") if task.candidate.startswith("ours ") else None
+        return (not operations or task.op in operations) and (not backends or ours is None or ours in backends)
+
+    return [task for task in tasks if wanted(task)]

@@ -1,0 +1,311 @@
+"""The pictures of a record, as SVG and PNG; readable in black and white: markers, line styles and hatches differ."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.measure import Row
+from benchmarks.results import growth, timed
+
+STYLES: dict[str, dict[str, Any]] = {
+    "ours triton": {"color": "#000000", "linestyle": "-", "marker": "o", "linewidth": 2.2},
+    "ours cuda": {"color": "#b03030", "linestyle": "-", "marker": "s", "linewidth": 2.2},
+    "ours torch": {"color": "#1f5fa8", "linestyle": "-", "marker": "^", "linewidth": 2.2},
+    "eager": {"color": "#777777", "linestyle": ":", "marker": "x"},
+    "sdpa flash": {"color": "#2a8a5f", "linestyle": "--", "marker": "D", "markerfacecolor": "white"},
+    "sdpa cudnn": {"color": "#c07000", "linestyle": "-.", "marker": "v", "markerfacecolor": "white"},
+    "sdpa efficient": {"color": "#7a4fa3", "linestyle": "--", "marker": "P", "markerfacecolor": "white"},
+    "sdpa math": {"color": "#999999", "linestyle": ":", "marker": "+"},
+    "flex": {"color": "#008b9a", "linestyle": "-.", "marker": "*"},
+    "compile": {"color": "#555555", "linestyle": "--", "marker": "p", "markerfacecolor": "white"},
+    "compile max-autotune": {"color": "#333333", "linestyle": "-.", "marker": "h", "markerfacecolor": "white"},
+    "liger": {"color": "#a0508f", "linestyle": ":", "marker": "<"},
+    "quack": {"color": "#6b6b00", "linestyle": ":", "marker": ">"},
+}
+DIRECTION_NAMES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+
+plt.rcParams.update(
+    {
+        "font.size": 9,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "grid.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9.5,
+        "legend.frameon": False,
+        "legend.fontsize": 8,
+        "lines.markersize": 5,
+        "svg.hashsalt": "transformer_kernels",
+    }
+)
+
+
+def caption(rows: Sequence[Row]) -> str:
+    """Device, versions, commit and date of what is shown."""
+    newest = max(rows, key=lambda row: row["date"])
+    versions = [f"torch {newest['torch']}"]
+    if newest["driver"]:
+        versions += [f"Triton {newest['triton']}", f"driver {newest['driver']}"]
+    return f"{newest['device']}, {', '.join(versions)}, commit {newest['commit'] or 'unknown'}, {newest['date'][:10]}"
+
+
+def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write every figure that the rows have something for; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    figures: dict[str, Callable[[Sequence[Row]], Figure | None]] = {
+        "attention_throughput": throughput,
+        "bandwidth": bandwidth,
+        "training_ladder": ladder,
+        "roofline": roofline,
+        "growth": growth_curves,
+    }
+    for name, draw in figures.items():
+        figure = draw(rows)
+        if figure is None:
+            continue
+        figure.text(0.5, 0.002, caption(timed(rows)), ha="center", va="bottom", fontsize=7.5, color="#333333")
+        for suffix in ("svg", "png"):
+            path = folder / f"{name}.{suffix}"
+            metadata = {"Date": None} if suffix == "svg" else None
+            figure.savefig(path, dpi=130, metadata=metadata)
+            written.append(path)
+        plt.close(figure)
+    return written
+
+
+def main_dtype(rows: Sequence[Row]) -> str | None:
+    """The dtype that most operations of the record were measured in."""
+    counts = Counter(row["dtype"] for row in timed(rows, "operation"))
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _order(candidate: str) -> int:
+    return list(STYLES).index(candidate) if candidate in STYLES else len(STYLES)
+
+
+def _curves(axes: Axes, rows: Iterable[Row], x: str, y: Callable[[Row], float]) -> None:
+    """One line with its quartiles for each candidate."""
+    by_candidate: dict[str, list[Row]] = {}
+    for row in rows:
+        by_candidate.setdefault(row["candidate"], []).append(row)
+    for candidate in sorted(by_candidate, key=_order):
+        points = sorted(by_candidate[candidate], key=lambda row: row["shape"][x])
+        sizes = [row["shape"][x] for row in points]
+        axes.plot(sizes, [y(row) for row in points], label=candidate, **STYLES.get(candidate, {"marker": "."}))
+        low = [y(row) * row["seconds"] / row["high"] for row in points]
+        high = [y(row) * row["seconds"] / row["low"] for row in points]
+        axes.fill_between(sizes, low, high, color=STYLES.get(candidate, {}).get("color"), alpha=0.12, linewidth=0)
+    ticks = sorted({row["shape"][x] for points in by_candidate.values() for row in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [_short(tick) for tick in ticks], rotation=45 if len(ticks) > 6 else 0)
+    axes.set_ylim(bottom=0)
+
+
+def _short(number: int) -> str:
+    return f"{number // 1024}k" if number >= 1024 and number % 1024 == 0 else str(number)
+
+
+def _legend(figure: Figure, axes: Iterable[Axes], height: float) -> None:
+    """One legend for all panels, under them."""
+    found: dict[str, Any] = {}
+    for each in axes:
+        found |= {label: handle for handle, label in zip(*each.get_legend_handles_labels(), strict=True)}
+    names = sorted(found, key=_order)
+    columns = min(len(names), 6) or 1
+    lines = math.ceil(len(names) / columns)
+    figure.legend([found[name] for name in names], names, loc="lower center", ncol=columns, bbox_to_anchor=(0.5, 0.028))
+    figure.tight_layout(rect=(0, (0.32 + 0.2 * lines) / height, 1, 0.97))
+
+
+def throughput(rows: Sequence[Row]) -> Figure | None:
+    """Attention: FLOP/s against sequence length, a panel for each case and direction."""
+    dtype = main_dtype(rows)
+    attention = [
+        row
+        for row in timed(rows, "operation")
+        if row["op"] == "attention" and row["dtype"] == dtype and not row["case"].startswith("decode")
+    ]
+    if not attention:
+        return None
+    cases = _present(attention, "case", ("causal D64", "full D64", "causal D128", "full D128", "padded D64"))
+    directions = _present(attention, "direction", tuple(DIRECTION_NAMES))
+    height = 2.5 * len(directions) + 1.0
+    figure, grid = plt.subplots(
+        len(directions), len(cases), figsize=(max(6.5, 3.3 * len(cases)), height), squeeze=False
+    )
+    scale, unit = (1.0, "TFLOP/s") if max(row["tflops"] for row in attention) >= 2.0 else (1e3, "GFLOP/s")
+    for (i, direction), (j, case) in itertools.product(enumerate(directions), enumerate(cases)):
+        axes = grid[i][j]
+        shown = [row for row in attention if row["direction"] == direction and row["case"] == case]
+        if not shown:
+            axes.set_axis_off()
+            continue
+        _curves(axes, shown, "L", lambda row: row["tflops"] * scale)
+        axes.set_title(f"{case}, {DIRECTION_NAMES[direction]}")
+        axes.set_ylabel(unit if j == 0 else "")
+        axes.set_xlabel("sequence length" if i == len(directions) - 1 else "")
+    tokens = max(row["shape"]["B"] * row["shape"]["L"] for row in attention)
+    figure.suptitle(f"Attention, {dtype}: throughput against sequence length ({_short(tokens)} tokens in each batch)")
+    _legend(figure, grid.flat, height)
+    return figure
+
+
+def _present(rows: Sequence[Row], name: str, order: Sequence[str]) -> list[str]:
+    """The values of a column, those of `order` first."""
+    values = list(dict.fromkeys(row[name] for row in rows))
+    return [value for value in order if value in values] + [value for value in values if value not in order]
+
+
+def bandwidth(rows: Sequence[Row]) -> Figure | None:
+    """The row operations: fraction of the copy's bandwidth against width, a panel for each operation and direction."""
+    dtype = main_dtype(rows)
+    shown = [
+        row
+        for row in timed(rows, "operation")
+        if row["op"] != "attention" and row["dtype"] == dtype and row["direction"] != "both" and row["case"] != "tanh"
+    ]
+    if not shown:
+        return None
+    operations = _present(shown, "op", ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu"))
+    directions = _present(shown, "direction", ("forward", "backward"))
+    height = 2.4 * len(directions) + 1.0
+    figure, grid = plt.subplots(
+        len(directions), len(operations), figsize=(2.6 * len(operations), height), squeeze=False, sharey="row"
+    )
+    for (i, direction), (j, op) in itertools.product(enumerate(directions), enumerate(operations)):
+        axes = grid[i][j]
+        panel = [row for row in shown if row["direction"] == direction and row["op"] == op and "fraction" in row]
+        if not panel:
+            axes.set_axis_off()
+            continue
+        _curves(axes, panel, "N", lambda row: 100.0 * row["fraction"])
+        axes.axhline(100.0, color="#000000", linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.set_title(f"{op}, {direction}")
+        axes.set_ylabel("% of the measured copy" if j == 0 else "")
+        axes.set_xlabel("columns" if i == len(directions) - 1 else "")
+    figure.suptitle(f"Row operations, {dtype}: fraction of the bandwidth that a large copy reached in the same run")
+    _legend(figure, grid.flat, height)
+    return figure
+
+
+def ladder(rows: Sequence[Row]) -> Figure | None:
+    """Training steps: tokens a second, rung by rung."""
+    found = timed(rows, "step")
+    if not found:
+        return None
+    largest: dict[str, tuple[int, int]] = {}  # of each model, the batch with the most rungs
+    counts = Counter((row["op"], row["shape"]["B"], row["shape"]["L"]) for row in found)
+    for (model, batch, length), _ in sorted(counts.items(), key=lambda item: item[1]):
+        largest[model] = (batch, length)
+    heights = [sum(_in_panel(row, model, largest[model]) for row in found) for model in largest]
+    height = 0.27 * sum(heights) + 0.7 * len(heights) + 0.6
+    figure, grid = plt.subplots(
+        len(largest), 1, figsize=(7.2, height), squeeze=False, gridspec_kw={"height_ratios": [n + 1 for n in heights]}
+    )
+    for axes, (model, (batch, length)) in zip(grid.flat, largest.items(), strict=True):
+        panel = [row for row in found if _in_panel(row, model, (batch, length))]
+        first = panel[0]["tokens_per_second"]
+        for i, row in enumerate(panel):
+            ours = row["candidate"].startswith("ours")
+            speed = row["tokens_per_second"]
+            axes.barh(i, speed, color="#4a4a4a" if ours else "#ffffff", edgecolor="#000000", hatch="" if ours else "//")
+            axes.text(speed, i, f" {speed:,.0f} ({speed / first:.2f}x)", va="center", fontsize=7.5)
+        axes.set_yticks(range(len(panel)), [row["candidate"] for row in panel])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlim(0, 1.25 * max(row["tokens_per_second"] for row in panel))
+        axes.set_title(f"{model}: training step of {batch} x {length} tokens")
+    grid.flat[-1].set_xlabel("tokens a second (solid: ours)")
+    figure.tight_layout(rect=(0, 0.22 / height, 1, 1))
+    return figure
+
+
+def _in_panel(row: Row, model: str, size: tuple[int, int]) -> bool:
+    return row["op"] == model and (row["shape"]["B"], row["shape"]["L"]) == size
+
+
+MARKERS = {"attention": "o", "softmax": "s", "layer_norm": "^", "add_layer_norm": "v", "gelu": "D", "bias_gelu": "P"}
+
+
+def roofline(rows: Sequence[Row]) -> Figure | None:
+    """FLOP/s against FLOPs for each byte, under the two limits measured in the same run."""
+    dtype = main_dtype(rows)
+    limits = [row for row in rows if row["kind"] == "limit"]
+    points = [row for row in timed(rows, "operation") if row["dtype"] == dtype]
+    if not points or not limits or dtype not in limits[-1]["compute"]:
+        return None
+    memory, compute = limits[-1]["memory"] / 1e12, limits[-1]["compute"][dtype] / 1e12
+    figure, axes = plt.subplots(figsize=(7.2, 4.8))
+    intensities = [row["flops"] / row["bytes"] for row in points]
+    left, right = min(intensities) / 2, max(*intensities, 4 * compute / memory)
+    axes.plot([left, compute / memory, right], [left * memory, compute, compute], color="#000000", linewidth=1.4)
+    axes.annotate(f"copy: {memory * 1e3:,.0f} GB/s", (left, left * memory), (4, 10), textcoords="offset points")
+    axes.annotate(
+        f"matrix product: {compute:,.3g} TFLOP/s", (right, compute), (0, 5), textcoords="offset points", ha="right"
+    )
+    for op, ours in itertools.product(MARKERS, (False, True)):
+        shown = [row for row in points if row["op"] == op and row["candidate"].startswith("ours") == ours]
+        if shown:
+            axes.scatter(
+                [row["flops"] / row["bytes"] for row in shown],
+                [row["tflops"] for row in shown],
+                marker=MARKERS[op],
+                s=26 if ours else 16,
+                facecolor="#222222" if ours else "none",
+                edgecolor="#000000" if ours else "#999999",
+                linewidth=0.8,
+                zorder=3 if ours else 2,
+                label=f"{op}, {'ours' if ours else 'others'}",
+            )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOPs for each byte that must move")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"Roofline, {dtype}")
+    axes.legend(loc="lower right", ncol=2)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    return figure
+
+
+def growth_curves(rows: Sequence[Row]) -> Figure | None:
+    """Attention there and back: time and memory of one sequence against its length, with the fitted exponents."""
+    dtype = main_dtype(rows)
+    fits = [fit for fit in growth(rows) if fit.dtype == dtype and fit.direction == "both"]
+    if not fits:
+        return None
+    case = Counter(fit.case for fit in fits).most_common(1)[0][0]
+    fits = sorted((fit for fit in fits if fit.case == case), key=lambda fit: _order(fit.candidate))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4.0))
+    for fit in fits:
+        style = STYLES.get(fit.candidate, {"marker": "."})
+        time = [1e3 * each for each in fit.seconds]
+        left.plot(fit.lengths, time, label=f"{fit.candidate}: length^{fit.time_exponent:.2f}", **style)
+        if fit.memory_exponent is not None:
+            memory = [each / 2**20 for each in fit.memory]
+            right.plot(fit.lengths, memory, label=f"{fit.candidate}: length^{fit.memory_exponent:.2f}", **style)
+    for axes, title in ((left, "milliseconds a sequence"), (right, "MiB a sequence, beside inputs")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        lengths = sorted({length for fit in fits for length in fit.lengths})
+        axes.set_xticks(lengths, [_short(length) for length in lengths])
+        axes.set_xlabel("sequence length")
+        axes.set_title(title)
+        axes.legend()
+    figure.suptitle(f"Growth of attention, {case}, {dtype}, forward + backward (fitted over the longer half)")
+    figure.tight_layout(rect=(0, 0.05, 1, 0.98))
+    return figure

@@ -1,0 +1,140 @@
+"""One command: build, test on the device, benchmark in order of value, all inside a time budget and all on disk.
+
+It runs straight from a checkout, installs nothing and needs no network. The folder it leaves holds environment.json,
+rows.jsonl, tests.jsonl, kernels.json and record.log; `merge` in results.py takes it from there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from benchmarks import environment, evidence
+from benchmarks.runner import ENVIRONMENT, Budget, read_lines, supervise
+
+LOG = "record.log"
+KERNELS = "kernels.json"
+STEPS = {"cuda": ("build", "test", "bench"), "cpu": ("bench",)}
+ALL_STEPS = ("build", "test", "bench", "sanitize")
+DEFAULT_BUDGET = {"cuda": 540.0, "cpu": 330.0}
+BUILD_SHARE, TEST_SHARE, SANITIZE_SHARE = 0.35, 0.45, 0.9
+SESSIONS = (
+    ("tests", "-m", "gpu"),
+    ("tests/ops", "tests/test_autograd.py", "tests/test_models.py", "-m", "not slow and not gpu"),
+)
+"""What pytest runs on a GPU: the tests marked gpu, then the parity suite."""
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+
+
+def record(device: torch.device, out: Path, seconds: float, steps: Sequence[str], options: Sequence[str]) -> int:
+    """Do the steps that are asked for; returns 1 where a test failed, a tool found something, or nothing was built."""
+    budget = Budget(seconds)
+    out.mkdir(parents=True, exist_ok=True)
+    described = environment.environment(device) | {"budget": seconds, "steps": list(steps)}
+    (out / ENVIRONMENT).write_text(json.dumps(described, indent=2) + "\n")
+    worst = 0
+    with open(out / LOG, "a") as log:
+        for step in steps:
+            if budget.left() <= 0.0:
+                print(f"the time is over before {step}")
+                break
+            print(f"== {step} ({budget.left():.0f} s left)", flush=True)
+            if step == "build":
+                worst |= build(device, log, budget.share(BUILD_SHARE))
+            elif step == "test":
+                later = "bench" in steps[steps.index(step) :]
+                worst |= test(out, log, budget.share(TEST_SHARE if later else 1.0), described)
+            elif step == "sanitize":
+                worst |= sanitize(log, budget.share(SANITIZE_SHARE))
+            else:
+                supervise(device, out, budget.left() - 3.0, options, log)
+    print(f"recorded in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    return worst
+
+
+def build(device: torch.device, log: IO[str], seconds: float) -> int:
+    """Compile the CUDA kernels into the checkout, for the GPU that is here unless told otherwise."""
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = f"{major}{minor}" + ("a" if major >= 9 else "")
+    variables = {"TRANSFORMER_KERNELS_CUDA_ARCHS": architecture, "TRANSFORMER_KERNELS_REQUIRE_CUDA": "1", **os.environ}
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    status = _run(command, log, seconds, variables)
+    print("built the CUDA extension" if status == 0 else f"the CUDA extension was not built ({status}); see {LOG}")
+    return int(status != 0)
+
+
+def test(out: Path, log: IO[str], seconds: float, described: dict[str, object]) -> int:
+    """The suite on the device; each result is on disk as it comes, and the verdict on each kernel at the end."""
+    budget = Budget(seconds)
+    path = out / evidence.TESTS
+    path.unlink(missing_ok=True)
+    variables = {**os.environ, evidence.VARIABLE: str(path.resolve())}
+    parallel = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
+    for session in SESSIONS:
+        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.evidence", "-q", "--tb=short", *parallel, *session]
+        _run(command, log, budget.left(), variables)
+    tests = read_lines(path)
+    (out / KERNELS).write_text(json.dumps(evidence.verdicts(tests, described, len(SESSIONS)), indent=2) + "\n")
+    summed = evidence.summary(tests)
+    print(", ".join(f"{summed.get(outcome, 0)} {outcome}" for outcome in evidence.RAN))
+    for name, why in summed["failures"][:20]:
+        print(f"  failed: {name}: {why.splitlines()[-1] if why else ''}")
+    return int(summed.get("failed", 0) > 0)
+
+
+def sanitize(log: IO[str], seconds: float) -> int:
+    """compute-sanitizer over every kernel on small inputs."""
+    tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if tool is None:
+        print("compute-sanitizer was not found")
+        return 0
+    budget, worst = Budget(seconds), 0
+    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an overrun stays inside a cached block
+    for number, kind in enumerate(SANITIZERS):
+        command = [tool, "--tool", kind, "--error-exitcode", "9", "--target-processes", "all", "--print-limit", "20"]
+        command += [sys.executable, "-m", "benchmarks.sanitize"]
+        status = _run(command, log, budget.left() / (len(SANITIZERS) - number), variables)
+        print(
+            f"{kind}: {'clean' if status == 0 else 'out of time' if status is None else f'found something, see {LOG}'}"
+        )
+        worst |= int(status not in (0, None))
+    return worst
+
+
+def _run(command: Sequence[str], log: IO[str], seconds: float, variables: dict[str, str]) -> int | None:
+    """Run a command with its output in the log; its exit status, or None where the time ended first."""
+    log.write(f"$ {' '.join(command)}\n")
+    log.flush()
+    process = subprocess.Popen(
+        command, cwd=environment.ROOT, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+    )
+    try:
+        return process.wait(max(seconds, 0.1))
+    except subprocess.TimeoutExpired:
+        _end_group(process)
+        log.write(f"ended after {seconds:.0f} s\n")
+        return None
+    except BaseException:
+        _end_group(process)
+        raise
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a command with what it started, such as compilers and pytest's workers."""
+    import signal
+
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(3)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue

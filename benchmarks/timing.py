@@ -1,0 +1,245 @@
+"""The harness: how long a call takes, what memory it takes beside its inputs, and what this device can do at most.
+
+On a GPU the calls are captured in a CUDA graph and its replays timed by events, so that launch gaps do not count; a
+call that cannot be captured is timed by events alone, and the row says so. On a CPU the clock is `perf_counter`.
+Several input sets take turns, so that none is found in the cache. What the host does in a call is in calls.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+SHORTEST_SAMPLE = 1e-3
+"""Seconds; faster calls are timed several at a time."""
+FEWEST_SAMPLES, MOST_SAMPLES = 5, 101
+MOST_INPUT_SETS = 32
+CPU_CACHE_BYTES = 32 * 2**20
+"""A last-level cache to stay out of, where the system does not tell."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call, sample by sample, and how they were measured: by "graph", "events" or "clock"."""
+
+    samples: tuple[float, ...]
+    method: str
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        if len(self.samples) < 2:
+            return self.samples[0], self.samples[0]
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range as a fraction of the median."""
+        low, high = self.quartiles
+        return (high - low) / self.median
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The size of the cache that data must not be found in."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    return CPU_CACHE_BYTES
+
+
+def input_sets(device: torch.device, bytes_per_call: int) -> int:
+    """How many input sets take turns so that twice the cache lies between two uses of one."""
+    return max(1, min(MOST_INPUT_SETS, math.ceil(2 * cache_bytes(device) / max(bytes_per_call, 1))))
+
+
+def work_stream(device: torch.device) -> AbstractContextManager[object]:
+    """The stream that calls are prepared, warmed up and captured on: autograd goes back on the stream it came."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def time_calls(device: torch.device, calls: Sequence[Call], seconds: float) -> Timing:
+    """Time the calls, which take turns, for about `seconds` after a warm-up; run it inside `work_stream`."""
+    for call in [*calls, calls[0]]:
+        call()
+    synchronize(device)
+    if device.type != "cuda":
+        return _time_by_clock(calls, seconds)
+    estimate = _by_events(lambda: _turn(calls), 1, len(calls))[0]
+    try:
+        return _time_by_graph(calls, seconds, estimate)
+    except RuntimeError as error:
+        if not _refused_capture(error):
+            raise
+        torch.cuda.synchronize(device)
+    repeats = max(1, math.ceil(SHORTEST_SAMPLE / (estimate * len(calls))))
+
+    def turns() -> None:
+        for _ in range(repeats):
+            _turn(calls)
+
+    samples = _by_events(
+        turns,
+        _sample_count(seconds, estimate * len(calls) * repeats),
+        len(calls) * repeats,
+    )
+    return Timing(tuple(samples), "events")
+
+
+def _time_by_clock(calls: Sequence[Call], seconds: float) -> Timing:
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    estimate = (time.perf_counter() - start) / len(calls)
+    batch = max(1, math.ceil(SHORTEST_SAMPLE / estimate))
+    samples, turn = [], 0
+    for _ in range(_sample_count(seconds, estimate * batch)):
+        chosen = [calls[(turn + i) % len(calls)] for i in range(batch)]
+        turn += batch
+        start = time.perf_counter()
+        for call in chosen:
+            call()
+        samples.append((time.perf_counter() - start) / batch)
+    return Timing(tuple(samples), "clock")
+
+
+def time_steps(device: torch.device, step: Call, seconds: float) -> Timing:
+    """Time whole steps on the wall clock, one by one, each to its end: what a user waits for."""
+    synchronize(device)
+    samples: list[float] = []
+    while len(samples) < 3 or (sum(samples) < seconds and len(samples) < MOST_SAMPLES):
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return Timing(tuple(samples), "wall clock")
+
+
+def _sample_count(seconds: float, one: float) -> int:
+    return max(FEWEST_SAMPLES if one < 1.0 else 3, min(MOST_SAMPLES, int(seconds / one)))
+
+
+def _time_by_graph(calls: Sequence[Call], seconds: float, estimate: float) -> Timing:
+    turns = max(1, math.ceil(SHORTEST_SAMPLE / (estimate * len(calls))))
+    turns = min(turns, max(1, 256 // len(calls)))  # a graph of more nodes takes longer to make than to time
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for _ in range(turns):
+            _turn(calls)
+    graph.replay()
+    count = turns * len(calls)
+    samples = _by_events(graph.replay, _sample_count(seconds, estimate * count), count)
+    return Timing(tuple(samples), "graph")
+
+
+def _turn(calls: Sequence[Call]) -> None:
+    """Each call once, their results kept until the end: so the outputs take turns in memory as the inputs do."""
+    kept = [call() for call in calls]
+    del kept
+
+
+def _refused_capture(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return "captur" in text or "graph" in text
+
+
+def _by_events(work: Call, samples: int, calls: int) -> list[float]:
+    """Seconds of each of `calls` calls that `work` makes, `samples` times."""
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
+    for start, end in events:
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e-3 / calls for start, end in events]
+
+
+def peak_memory(device: torch.device, call: Call) -> int:
+    """The most bytes that PyTorch has allocated at one time during a call, beyond what was there before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        del result
+        return torch.cuda.max_memory_allocated(device) - before
+    return _peak_memory_on_cpu(call)
+
+
+def _peak_memory_on_cpu(call: Call) -> int:
+    """From the profiler's record of each allocation and release."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _standard_error_silenced(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = call()
+        del result
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@contextmanager
+def _standard_error_silenced() -> Iterator[None]:
+    """The profiler announces itself there, from C++."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this device reached in this run: bytes a second of a large copy, FLOP/s of a large product by dtype."""
+
+    memory: float
+    compute: dict[str, float]
+
+    def shortest(self, bytes: int, flops: float, dtype: str) -> tuple[float, str]:
+        """The least time that the work can take, and what bounds it."""
+        moving, computing = bytes / self.memory, flops / self.compute.get(dtype, math.inf)
+        return (moving, "memory") if moving >= computing else (computing, "compute")
+
+
+def _copy_rate(device: torch.device, elements: int, seconds: float) -> float:
+    """Bytes a second, read and written, of a copy between two tensors."""
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / time_calls(device, [lambda: target.copy_(source)], seconds).median
+
+
+def measure_limits(device: torch.device, dtypes: Sequence[torch.dtype], seconds: float, quick: bool = False) -> Limits:
+    """Measure them on random data: the numbers that every fraction in this run refers to."""
+    big = device.type == "cuda" and not quick
+    elements = 2**29 if big else 2**22 if quick else 2**26
+    side = 8192 if big else 256 if quick else 2048
+    with work_stream(device):
+        memory = _copy_rate(device, elements, seconds)
+        compute = {}
+        for dtype in dtypes:
+            left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            product = time_calls(device, [lambda a=left, b=right: a @ b], seconds)
+            compute[str(dtype).removeprefix("torch.")] = 2.0 * side**3 / product.median
+    return Limits(memory, compute)

@@ -1,0 +1,242 @@
+"""What is measured: for each operation its inputs, the fewest bytes it must move, and the FLOPs it must do.
+
+Bytes: each input read once, each output written once, nothing between. FLOPs: a matrix product of (m, k) and (k, n) is
+2 m k n; every elementwise operation, exp and erf included, is one. Shapes: B H L D for attention (Lq queries, Hk key
+heads), rows M and columns N for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu")
+DIRECTIONS = ("forward", "backward", "both")
+
+BACKWARD_PRODUCTS = 2.5
+"""Attention's backward pass does five matrix products where the forward pass does two."""
+
+ROW_FLOPS = {
+    "softmax": (5, 4),  # scale, - max, exp, sum, / sum | dy * y, sum, -, * y
+    "layer_norm": (7, 13),  # sum, centre, square, sum, * rstd, * weight, + bias | xhat 2, dx 8, dweight 2, dbias 1
+    "add_layer_norm": (8, 14),  # one addition more each way
+    "gelu": (5, 11),  # / sqrt(2), erf, + 1, * x, / 2 | Phi 4, density 4 (square, scale, exp, scale), * x, +, * dy
+    "bias_gelu": (6, 13),  # + bias | + bias, sum for dbias
+}
+"""FLOPs for each element, (forward, backward)."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One thing to time, whoever does it.
+
+    Args:
+        op: the operation.
+        case: which sweep it belongs to, such as "causal D64".
+        direction: "forward", "backward", or "both" (forward, then backward).
+        dtype: of the inputs.
+        shape: sizes by name. axis: the name of the size that its sweep varies.
+        options: keyword arguments of the operation.
+        bytes, flops: the least that any implementation moves and does.
+        key_lengths: for padded attention, the number of real tokens in each sequence.
+    """
+
+    op: str
+    case: str
+    direction: str
+    dtype: torch.dtype
+    shape: dict[str, int]
+    axis: str
+    options: dict[str, Any]
+    bytes: int
+    flops: float
+    key_lengths: tuple[int, ...] = field(default=())
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def name(self) -> str:
+        sizes = " ".join(f"{name}={size}" for name, size in self.shape.items())
+        return f"{self.op} {self.case} {self.direction} {self.dtype_name} {sizes}"
+
+    def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+        """Standard normal tensors, named as the operation names its arguments."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(self.dtype)
+
+        size = self.shape
+        if self.op == "attention":
+            # Views of (B, L, H, D) tensors, as a model's projections give them.
+            queries = normal(size["B"], size["Lq"], size["H"], size["D"])
+            keys, values = (normal(size["B"], size["L"], size["Hk"], size["D"]) for _ in range(2))
+            tensors = {"q": queries.transpose(1, 2), "k": keys.transpose(1, 2), "v": values.transpose(1, 2)}
+            if self.key_lengths:
+                lengths = torch.tensor(self.key_lengths, device=device)
+                tensors["key_padding_mask"] = torch.arange(size["L"], device=device) < lengths[:, None]
+            return tensors
+        rows, columns = size["M"], size["N"]
+        tensors = {"x": normal(rows, columns)}
+        if self.op == "add_layer_norm":
+            tensors["residual"] = normal(rows, columns)
+        if self.op in ("layer_norm", "add_layer_norm"):
+            tensors |= {"weight": normal(columns), "bias": normal(columns)}
+        if self.op == "bias_gelu":
+            tensors["bias"] = normal(columns)
+        return tensors
+
+
+def attention(
+    dtype: torch.dtype,
+    direction: str,
+    *,
+    B: int,
+    H: int,
+    L: int,
+    D: int,
+    Hk: int | None = None,
+    Lq: int | None = None,
+    causal: bool = False,
+    padded: bool = False,
+    case: str = "",
+) -> Workload:
+    """Attention of Lq queries (L unless given) over L keys; a quarter of each padded batch is padding, on average."""
+    Hk, Lq = Hk or H, Lq or L
+    lengths = tuple(max(1, L - (L * b // max(2 * (B - 1), 1))) for b in range(B)) if padded else ()
+    pairs = Lq * (sum(lengths) if padded else B * L) * H
+    if causal and Lq > 1:
+        pairs //= 2
+    products = {"forward": 1.0, "backward": BACKWARD_PRODUCTS, "both": 1.0 + BACKWARD_PRODUCTS}
+    return Workload(
+        op="attention",
+        case=case or f"{'causal' if causal else 'padded' if padded else 'full'} D{D}",
+        direction=direction,
+        dtype=dtype,
+        shape={"B": B, "H": H, "Hk": Hk, "Lq": Lq, "L": L, "D": D},
+        axis="L",
+        options={"causal": causal},
+        bytes=attention_bytes(dtype.itemsize, direction, B, H, Hk, Lq, L, D) + (B * L if padded else 0),
+        flops=4.0 * pairs * D * products[direction],
+        key_lengths=lengths,
+    )
+
+
+def attention_bytes(itemsize: int, direction: str, B: int, H: int, Hk: int, Lq: int, L: int, D: int) -> int:
+    """q, k, v in, out and the float32 log-sum-exp out; going backward those and dout in, dq, dk, dv out."""
+    queries, keys, lse = B * H * Lq * D * itemsize, B * Hk * L * D * itemsize, B * H * Lq * 4
+    forward = 2 * queries + 2 * keys + lse
+    backward = 4 * queries + 4 * keys + lse
+    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+
+
+def rows(op: str, dtype: torch.dtype, direction: str, *, M: int, N: int, approximate: str = "none") -> Workload:
+    """An operation on M rows of N columns."""
+    forward, backward = ROW_FLOPS[op]
+    options = {"approximate": approximate} if "gelu" in op else {}
+    return Workload(
+        op=op,
+        case=approximate if "gelu" in op else "rows",
+        direction=direction,
+        dtype=dtype,
+        shape={"M": M, "N": N},
+        axis="N",
+        options=options,
+        bytes=row_bytes(op, dtype.itemsize, direction, M, N),
+        flops=float(M * N * {"forward": forward, "backward": backward, "both": forward + backward}[direction]),
+    )
+
+
+def row_bytes(op: str, itemsize: int, direction: str, M: int, N: int) -> int:
+    """Bytes of a row operation; statistics are float32, parameters have the dtype of x."""
+    matrix, vector, statistics = M * N * itemsize, N * itemsize, 2 * M * 4
+    forward, backward = {
+        "softmax": (2 * matrix, 3 * matrix),  # x -> y | y, dy -> dx
+        "layer_norm": (2 * matrix + 2 * vector + statistics, 3 * matrix + 3 * vector + statistics),
+        # x, residual -> y, sum | dy, dsum, sum -> dx, which is also the gradient of the residual
+        "add_layer_norm": (4 * matrix + 2 * vector + statistics, 4 * matrix + 3 * vector + statistics),
+        "gelu": (2 * matrix, 3 * matrix),  # x -> y | x, dy -> dx
+        "bias_gelu": (2 * matrix + vector, 3 * matrix + 2 * vector),
+    }[op]
+    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a device's sweeps are."""
+
+    tokens: int
+    heads: dict[int, int]  # by head dimension
+    lengths: tuple[int, ...]
+    elements: int
+    widths: tuple[int, ...]
+    decode: tuple[int, int]  # batch, longest cache
+    dtypes: tuple[torch.dtype, ...]
+
+
+GPU = Sizes(
+    tokens=16384,
+    heads={64: 32, 128: 16},
+    lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+    elements=2**26,
+    widths=(128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    decode=(16, 65536),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+)
+CPU = Sizes(
+    tokens=2048,
+    heads={64: 4, 128: 2},
+    lengths=(128, 256, 512, 1024, 2048),
+    elements=2**22,
+    widths=(128, 768, 4096, 65536),
+    decode=(4, 8192),
+    dtypes=(torch.float32,),
+)
+QUICK = Sizes(
+    tokens=256,
+    heads={64: 2, 128: 1},
+    lengths=(64, 128, 256),
+    elements=2**14,
+    widths=(128, 1024),
+    decode=(2, 256),
+    dtypes=(torch.float32,),
+)
+
+
+def attention_sweep(sizes: Sizes, dtype: torch.dtype, D: int, direction: str, kind: str) -> Iterator[Workload]:
+    """The same number of tokens in ever longer sequences; `kind` is full, causal or padded."""
+    for length in sizes.lengths:
+        yield attention(
+            dtype,
+            direction,
+            B=max(1, sizes.tokens // length),
+            H=sizes.heads[D],
+            L=length,
+            D=D,
+            causal=kind == "causal",
+            padded=kind == "padded",
+        )
+
+
+def decode_sweep(sizes: Sizes, dtype: torch.dtype) -> Iterator[Workload]:
+    """One new token per sequence over an ever longer cache, four query heads to a key head."""
+    batch, longest = sizes.decode
+    heads = sizes.heads[128]
+    for length in (longest // 64, longest // 16, longest // 4, longest):
+        yield attention(
+            dtype, "forward", B=batch, H=heads, Hk=max(1, heads // 4), Lq=1, L=length, D=128, case="decode D128"
+        )
+
+
+def row_sweep(
+    sizes: Sizes, op: str, dtype: torch.dtype, direction: str, approximate: str = "none"
+) -> Iterator[Workload]:
+    """The same number of elements in ever wider rows."""
+    for width in sizes.widths:
+        yield rows(op, dtype, direction, M=max(1, sizes.elements // width), N=width, approximate=approximate)

@@ -1,0 +1,120 @@
+"""For each kernel: on which GPU its present sources were verified, or that they changed since.
+
+The record is `benchmarks/results/<gpu>/kernels.json`, written from the tests that ran on that GPU. A kernel is known by
+the hash of the sources it is made of: its own files and all of this repository that they include or import.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu")
+BACKENDS = ("triton", "cuda")
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+def kernel_sources(op: str, backend: str, checkout: Path = CHECKOUT) -> list[Path]:
+    """The files that decide what a kernel computes; none where the backend has no such kernel."""
+    package = checkout / "transformer_kernels"
+    files = sorted((package / "ops" / op).glob(f"_{backend}*.py"))
+    if backend == "triton":
+        return sorted(_closure(files, lambda path: _imported(path, checkout)))
+    csrc = checkout / "csrc"
+    own = [path for path in sorted((csrc / "ops").glob(f"{op}*")) if path.suffix in (".cu", ".cuh", ".h")]
+    if not files or not own:
+        return []
+    return sorted({*files, *_closure(own, lambda path: _included(path, csrc))})
+
+
+def _closure(files: list[Path], following: Any) -> set[Path]:
+    found: set[Path] = set()
+    waiting = list(files)
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += following(path)
+    return found
+
+
+def _included(path: Path, csrc: Path) -> Iterator[Path]:
+    """Files that a CUDA source includes; the emulation is not part of a kernel on a GPU."""
+    for name in INCLUDE.findall(path.read_bytes()):
+        for candidate in (path.parent / name.decode(), csrc / name.decode()):
+            if candidate.is_file() and "emulation" not in candidate.parts:
+                yield candidate.resolve()
+                break
+
+
+def _imported(path: Path, checkout: Path) -> Iterator[Path]:
+    """Files about Triton that a Python source imports from this package."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("transformer_kernels"):
+            continue
+        assert node.module is not None
+        for module in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]:
+            file = checkout.joinpath(*module.split(".")).with_suffix(".py")
+            if file.name.startswith("_triton") and file.is_file():
+                yield file
+
+
+def kernel_hash(op: str, backend: str, checkout: Path = CHECKOUT) -> str | None:
+    """SHA-256 over the names and contents of a kernel's sources; None where there is no such kernel."""
+    sources = kernel_sources(op, backend, checkout)
+    if not sources:
+        return None
+    digest = hashlib.sha256()
+    for path in sources:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(checkout).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def recorded(checkout: Path = CHECKOUT) -> list[dict[str, Any]]:
+    """Every verification on record: kernel, hash, device, date, tests passed and failed, whether all of them ran."""
+    files = sorted((checkout / "benchmarks" / "results").glob("*/kernels.json"))
+    return [entry for file in files for entry in json.loads(file.read_text())]
+
+
+def verification(checkout: Path = CHECKOUT) -> list[str]:
+    """One line for each kernel: where and when its present sources were verified, or that they were not."""
+    if not (checkout / "benchmarks").is_dir():
+        return ["the record of verified kernels is in the source checkout, in benchmarks/results"]
+    records = recorded(checkout)
+    lines = []
+    for op in OPERATIONS:
+        for backend in BACKENDS:
+            digest = kernel_hash(op, backend, checkout)
+            if digest is not None:
+                known = [entry for entry in records if entry["kernel"] == f"{op}/{backend}"]
+                lines.append(f"{op + '/' + backend:<22} {_state(digest, known)}")
+    return lines
+
+
+def _state(digest: str, known: list[dict[str, Any]]) -> str:
+    if not known:
+        return "never ran on a GPU that is on record; checked interpreted or emulated on the CPU"
+    newest_first = sorted(known, key=lambda entry: entry["date"], reverse=True)
+    for entry in newest_first:
+        if entry["hash"] == digest:
+            return _judged(entry)
+    entry = newest_first[0]
+    return f"changed since {entry['date'][:10]}, when on {entry['device']} it was {_judged(entry).split(' on ')[0]}"
+
+
+def _judged(entry: dict[str, Any]) -> str:
+    where = f"on {entry['device']}, {entry['date'][:10]}"
+    if entry["failed"]:
+        return f"FAILED on {where.removeprefix('on ')}: {entry['failed']} of {entry['failed'] + entry['passed']} tests"
+    if not entry["passed"]:
+        return f"not run {where}: its tests were skipped"
+    unfinished = "" if entry["complete"] else ", in part: the time ended before the tests did"
+    return f"verified {where} ({entry['passed']} tests{unfinished})"
