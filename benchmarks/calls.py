@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.correctness import as_list
-from benchmarks.measure import Bench, Row
+from benchmarks.measure import Bench, Row, measured_columns
 from benchmarks.peers import Candidate, candidates
 from benchmarks.workloads import Workload, attention, rows
 
@@ -55,7 +55,7 @@ def host_time(call: timing.Call, device: torch.device) -> timing.Timing:
             call()
         samples.append((time.perf_counter() - start) / CALLS_PER_SAMPLE)
     timing.synchronize(device)
-    return timing.Timing(tuple(samples), "clock")
+    return timing.Timing(tuple(samples), "host clock")
 
 
 def measure_call(op: str, candidate: Candidate, route: str, bench: Bench) -> Row:
@@ -78,9 +78,7 @@ def call_candidates(op: str) -> list[Candidate]:
 
 
 def _with_time(row: Row, measured: timing.Timing) -> Row:
-    low, high = measured.quartiles
-    row |= {"status": "ok", "seconds": measured.median, "low": low, "high": high, "spread": measured.spread}
-    return row | {"samples": len(measured.samples), "method": "host clock"}
+    return row | measured_columns(measured)
 
 
 # The ways to register an operation, each around the same kernel

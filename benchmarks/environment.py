@@ -53,7 +53,8 @@ def device_name(device: torch.device) -> str:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
         found = None
-    return f"{found.group(1).strip() if found else platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
+    name = found.group(1).strip() if found else platform.processor() or "CPU"
+    return f"{name}, threads: {torch.get_num_threads()}"
 
 
 def folder_name(environment: dict[str, Any]) -> str:

@@ -70,7 +70,7 @@ def verdicts(tests: Iterable[dict[str, Any]], environment: dict[str, Any], sessi
     return [
         {
             "kernel": kernel,
-            "hash": kernel_hash(*kernel.split("/")),
+            "hash": kernel_hash(kernel.split("/")[0], kernel.split("/")[1]),
             **{outcome: counted[outcome] for outcome in RAN},
             "complete": complete,
             **{name: environment[name] for name in ("device", "torch", "triton", "driver", "commit", "date")},

@@ -19,6 +19,8 @@ from transformer_kernels import BackendUnavailable, UnsupportedByBackend
 
 Row = dict[str, Any]
 
+SAMPLES = "all_samples"
+"""Where a fresh row has its samples; what is written down has their quartiles."""
 IDENTITY = ("kind", "op", "case", "direction", "candidate", "dtype", "shape")
 """What makes two rows measurements of the same thing."""
 
@@ -49,10 +51,8 @@ class Bench:
 
     def judged(self, row: Row, measured: timing.Timing, bytes: int, flops: float) -> Row:
         """The row with its time, its rates and its fraction of what this device can do."""
-        low, high = measured.quartiles
         seconds = measured.median
-        row |= {"status": "ok", "seconds": seconds, "low": low, "high": high, "spread": measured.spread}
-        row |= {"samples": len(measured.samples), "method": measured.method, "bytes": bytes, "flops": flops}
+        row |= measured_columns(measured) | {"bytes": bytes, "flops": flops}
         row |= {"gbps": bytes / seconds / 1e9, "tflops": flops / seconds / 1e12}
         if self.limits is not None:
             shortest, row["bound"] = self.limits.shortest(bytes, flops, row["dtype"])
@@ -79,6 +79,17 @@ class Bench:
             if self.device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
+
+
+def measured_columns(measured: timing.Timing) -> Row:
+    """What a row says about its time."""
+    low, high = measured.quartiles
+    columns = {"status": "ok", "seconds": measured.median, "low": low, "high": high, "spread": measured.spread}
+    return columns | {
+        SAMPLES: list(measured.samples),
+        "samples": len(measured.samples),
+        "method": measured.method,
+    }
 
 
 def is_device_lost(error: BaseException) -> bool:

@@ -101,7 +101,7 @@ def _bias_gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     return F.gelu(x + bias, approximate=approximate)
 
 
-EAGER = {
+EAGER: dict[str, Function] = {
     "attention": _attention,
     "softmax": _softmax,
     "layer_norm": _layer_norm,

@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks.measure import Row
 from benchmarks.results import growth, timed
@@ -113,7 +114,11 @@ def _curves(axes: Axes, rows: Iterable[Row], x: str, y: Callable[[Row], float]) 
     ticks = sorted({row["shape"][x] for points in by_candidate.values() for row in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [_short(tick) for tick in ticks], rotation=45 if len(ticks) > 6 else 0)
-    axes.set_ylim(bottom=0)
+
+
+def _from_zero(panels: Iterable[Axes]) -> None:
+    for axes in panels:
+        axes.set_ylim(bottom=0)
 
 
 def _short(number: int) -> str:
@@ -128,8 +133,10 @@ def _legend(figure: Figure, axes: Iterable[Axes], height: float) -> None:
     names = sorted(found, key=_order)
     columns = min(len(names), 6) or 1
     lines = math.ceil(len(names) / columns)
-    figure.legend([found[name] for name in names], names, loc="lower center", ncol=columns, bbox_to_anchor=(0.5, 0.028))
-    figure.tight_layout(rect=(0, (0.32 + 0.2 * lines) / height, 1, 0.97))
+    figure.legend(
+        [found[name] for name in names], names, loc="lower center", ncol=columns, bbox_to_anchor=(0.5, 0.17 / height)
+    )
+    figure.tight_layout(rect=(0, (0.25 + 0.18 * lines) / height, 1, 0.98))
 
 
 def throughput(rows: Sequence[Row]) -> Figure | None:
@@ -159,6 +166,7 @@ def throughput(rows: Sequence[Row]) -> Figure | None:
         axes.set_title(f"{case}, {DIRECTION_NAMES[direction]}")
         axes.set_ylabel(unit if j == 0 else "")
         axes.set_xlabel("sequence length" if i == len(directions) - 1 else "")
+    _from_zero(grid.flat)
     tokens = max(row["shape"]["B"] * row["shape"]["L"] for row in attention)
     figure.suptitle(f"Attention, {dtype}: throughput against sequence length ({_short(tokens)} tokens in each batch)")
     _legend(figure, grid.flat, height)
@@ -198,6 +206,7 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
         axes.set_title(f"{op}, {direction}")
         axes.set_ylabel("% of the measured copy" if j == 0 else "")
         axes.set_xlabel("columns" if i == len(directions) - 1 else "")
+    _from_zero(grid.flat)
     figure.suptitle(f"Row operations, {dtype}: fraction of the bandwidth that a large copy reached in the same run")
     _legend(figure, grid.flat, height)
     return figure
@@ -254,7 +263,7 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
     intensities = [row["flops"] / row["bytes"] for row in points]
     left, right = min(intensities) / 2, max(*intensities, 4 * compute / memory)
     axes.plot([left, compute / memory, right], [left * memory, compute, compute], color="#000000", linewidth=1.4)
-    axes.annotate(f"copy: {memory * 1e3:,.0f} GB/s", (left, left * memory), (4, 10), textcoords="offset points")
+    axes.annotate(f"copy: {memory * 1e3:,.0f} GB/s", (left, 1.2 * left * memory), (-2, 24), textcoords="offset points")
     axes.annotate(
         f"matrix product: {compute:,.3g} TFLOP/s", (right, compute), (0, 5), textcoords="offset points", ha="right"
     )
@@ -303,6 +312,8 @@ def growth_curves(rows: Sequence[Row]) -> Figure | None:
         axes.set_yscale("log")
         lengths = sorted({length for fit in fits for length in fit.lengths})
         axes.set_xticks(lengths, [_short(length) for length in lengths])
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("sequence length")
         axes.set_title(title)
         axes.legend()

@@ -103,9 +103,8 @@ def sanitize(log: IO[str], seconds: float) -> int:
         command = [tool, "--tool", kind, "--error-exitcode", "9", "--target-processes", "all", "--print-limit", "20"]
         command += [sys.executable, "-m", "benchmarks.sanitize"]
         status = _run(command, log, budget.left() / (len(SANITIZERS) - number), variables)
-        print(
-            f"{kind}: {'clean' if status == 0 else 'out of time' if status is None else f'found something, see {LOG}'}"
-        )
+        verdict = {0: "clean", None: "the time ended"}.get(status, f"found something, see {LOG}")
+        print(f"{kind}: {verdict}")
         worst |= int(status not in (0, None))
     return worst
 

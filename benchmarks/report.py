@@ -42,8 +42,8 @@ def _how(rows: Sequence[Row]) -> str:
     limits = [row for row in rows if row["kind"] == "limit"]
     text = (
         "Medians; the spread is the interquartile range. Every candidate gave the result of `python_ref` in float64 "
-        "before it was timed. Input sets take turns, so that none is found in the cache. The fraction is the least time "
-        "that the bytes and FLOPs can take on this device, over the measured time."
+        "before it was timed. Input sets take turns, so that none is found in the cache. The fraction is the least "
+        "time that the bytes and FLOPs can take on this device, over the measured time."
     )
     if limits:
         newest = max(limits, key=lambda row: row["date"])

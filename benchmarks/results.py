@@ -47,10 +47,10 @@ KINDS = ("operation", "step", "call")
 # Merging
 
 
-def merge(source: Path, results: Path = RESULTS) -> Path:
+def merge(source: Path, results: Path | None = None) -> Path:
     """Put a run's folder into `results/<device>/`; where both measured the same thing, the newer row stays."""
     described = json.loads((source / ENVIRONMENT).read_text())
-    folder = results / environment.folder_name(described)
+    folder = (results or RESULTS) / environment.folder_name(described)
     folder.mkdir(parents=True, exist_ok=True)
     commit = described["commit"]
     if commit is None and described["sources"] == environment.source_hash():
@@ -168,7 +168,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
 
 def growth(rows: Iterable[Row]) -> list[Growth]:
     """The fits of all attention sweeps with at least three lengths."""
-    sweeps: dict[tuple[str, ...], list[Row]] = {}
+    sweeps: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in timed(rows, "operation"):
         if row["op"] == "attention" and not row["case"].startswith("decode"):
             key = (row["case"], row["direction"], row["dtype"], row["candidate"])

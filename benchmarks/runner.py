@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import environment, timing
-from benchmarks.measure import Bench, Row, identity, is_device_lost
+from benchmarks.measure import SAMPLES, Bench, Row, identity, is_device_lost
 from benchmarks.plan import Task, chosen, plan
 
 ROWS = "rows.jsonl"
@@ -88,6 +88,7 @@ def work(
         if row["status"] == "skipped" and reason in told:
             continue
         told.add(reason)
+        row.pop(SAMPLES, None)
         append(path, row)
         print(describe(row), flush=True)
     return 0
@@ -136,8 +137,12 @@ def worker(arguments: argparse.Namespace) -> int:
     bench.limits = find_or_measure_limits(bench, path, arguments.quick)
     tasks = chosen(plan(device, arguments.quick), arguments.op, arguments.backend)
     budget = Budget(arguments.deadline - time.time())
+
+    def started(task: Task) -> None:
+        current.write_text(task.key)
+
     try:
-        missed = work(tasks, bench, budget, path, lambda task: current.write_text(task.key))
+        missed = work(tasks, bench, budget, path, started)
     except Exception as error:
         if not is_device_lost(error):
             raise

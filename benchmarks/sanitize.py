@@ -18,8 +18,11 @@ def grid() -> list[Workload]:
     listed = []
     for dtype in DTYPES:
         for length, width in ((17, 32), (130, 64), (65, 128)):
-            for options in ({}, {"causal": True}, {"padded": True}):
-                listed.append(workloads.attention(dtype, "both", B=2, H=4, Hk=2, L=length, D=width, **options))
+            for kind in ("full", "causal", "padded"):
+                causal, padded = kind == "causal", kind == "padded"
+                listed.append(
+                    workloads.attention(dtype, "both", B=2, H=4, Hk=2, L=length, D=width, causal=causal, padded=padded)
+                )
         for op in workloads.OPERATIONS[1:]:
             for rows, columns in ((3, 33), (70, 256), (5, 1030), (2, 9000)):
                 listed.append(workloads.rows(op, dtype, "both", M=rows, N=columns))

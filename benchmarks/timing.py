@@ -7,6 +7,7 @@ Several input sets take turns, so that none is found in the cache. What the host
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
@@ -240,6 +241,6 @@ def measure_limits(device: torch.device, dtypes: Sequence[torch.dtype], seconds:
         compute = {}
         for dtype in dtypes:
             left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-            product = time_calls(device, [lambda a=left, b=right: a @ b], seconds)
+            product = time_calls(device, [functools.partial(torch.matmul, left, right)], seconds)
             compute[str(dtype).removeprefix("torch.")] = 2.0 * side**3 / product.median
     return Limits(memory, compute)

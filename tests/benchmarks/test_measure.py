@@ -1,0 +1,212 @@
+"""Correct first: a wrong kernel gets no time; a right one gets a row that adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import python_ref.ops as reference
+from benchmarks import calls, timing, workloads
+from benchmarks.correctness import WrongResult, check
+from benchmarks.measure import Bench, measure
+from benchmarks.peers import Candidate, candidates
+from benchmarks.steps import LADDER, Recipe, check_step, measure_step, rungs
+
+CPU = torch.device("cpu")
+STAMP = dict.fromkeys(("device", "torch", "triton", "driver", "commit", "date"))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(CPU, seconds=0.005, limits=timing.Limits(1e10, {"float32": 1e11}), stamp=dict(STAMP))
+
+
+def attention_work(direction: str, **options: Any) -> workloads.Workload:
+    return workloads.attention(torch.float32, direction, B=2, H=4, Hk=2, L=40, D=16, **options)
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 1.01 * dy
+
+
+WRONG: dict[str, tuple[workloads.Workload, Callable[..., Tensor]]] = {
+    "scale": (
+        attention_work("forward", causal=True),
+        lambda **given: reference.attention(**given, causal=True, scale=0.26),
+    ),
+    "off by one": (
+        attention_work("forward", causal=True),
+        lambda q, k, v: reference.attention(q, k[:, :, :-1], v[:, :, :-1], causal=True),
+    ),
+    "one head": (
+        attention_work("forward"),
+        lambda **given: reference.attention(**given).index_fill(1, torch.tensor([3]), 0.0),
+    ),
+    "ignored padding": (
+        attention_work("forward", padded=True),
+        lambda q, k, v, key_padding_mask: reference.attention(q, k, v),
+    ),
+    "gradient": (
+        workloads.rows("gelu", torch.float32, "backward", M=8, N=16),
+        lambda x: reference.gelu(_WrongGradient.apply(x)),
+    ),
+    "one element": (
+        workloads.rows("softmax", torch.float32, "forward", M=8, N=1000),
+        lambda x: torch.softmax(x, -1).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(0.5)),
+    ),
+    "not a number": (
+        workloads.rows("softmax", torch.float32, "forward", M=8, N=16),
+        lambda x: torch.softmax(x, -1).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(float("nan"))),
+    ),
+    "shape": (
+        workloads.rows("softmax", torch.float32, "forward", M=8, N=16),
+        lambda x: torch.softmax(x, -1)[:4],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_kernel_is_refused_a_time(bench: Bench, fault: str) -> None:
+    workload, function = WRONG[fault]
+    row = measure(workload, Candidate("wrong", lambda *_: function), bench)
+    assert row["status"] == "wrong" and row["reason"], row
+    assert "seconds" not in row
+
+
+def test_exact_results_pass_where_the_reference_sees_only_the_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.correctness.MOST_SCORES", 2 * 40 * 10)
+    workload = attention_work("both", causal=True)
+    assert check(workload, lambda **given: reference.attention(**given, causal=True), CPU) < 1e-5
+    with pytest.raises(WrongResult, match="gradient of v"):
+        check(
+            workload,
+            lambda q, k, v: reference.attention(q, k, _WrongGradient.apply(v), causal=True),
+            CPU,
+        )
+
+
+@pytest.mark.parametrize("direction", workloads.DIRECTIONS)
+@pytest.mark.parametrize("op", workloads.OPERATIONS)
+def test_each_operation_is_measured_in_each_direction(bench: Bench, op: str, direction: str) -> None:
+    if op == "attention":
+        workload = attention_work(direction, causal=True) if direction == "both" else attention_work(direction)
+    else:
+        workload = workloads.rows(op, torch.float32, direction, M=16, N=32)
+    named = {candidate.name: candidate for candidate in candidates(op)}
+    for name in ("ours torch", "eager"):
+        row = measure(workload, named[name], bench)
+        assert row["status"] == "ok", row
+        assert row["low"] <= row["seconds"] <= row["high"] and row["error"] < 2e-5
+        assert row["gbps"] == pytest.approx(workload.bytes / row["seconds"] / 1e9)
+        assert row["fraction"] == pytest.approx(max(workload.bytes / 1e10, workload.flops / 1e11) / row["seconds"])
+        assert row["peak_memory"] > 0 and row["method"] == "clock"
+
+
+def test_what_is_missing_is_skipped_with_a_reason(bench: Bench) -> None:
+    workload = workloads.rows("softmax", torch.float32, "forward", M=4, N=8)
+    rows = {candidate.name: measure(workload, candidate, bench) for candidate in candidates("softmax")[1:3]}
+    for candidate in candidates("softmax"):
+        if candidate.name in ("liger", "quack", "ours triton", "ours cuda", "compile max-autotune"):
+            rows[candidate.name] = measure(workload, candidate, bench)
+            assert rows[candidate.name]["status"] == "skipped" and rows[candidate.name]["reason"]
+    assert "GPU" in rows["ours triton"]["reason"]
+
+
+def test_a_failure_is_a_row_and_a_lost_device_is_not(bench: Bench) -> None:
+    workload = workloads.rows("softmax", torch.float32, "forward", M=4, N=8)
+
+    def fails(x: Tensor) -> Tensor:
+        raise RuntimeError("no such thing")
+
+    def loses(x: Tensor) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    row = measure(workload, Candidate("fails", lambda *_: fails), bench)
+    assert (row["status"], row["reason"]) == ("failed", "RuntimeError: no such thing")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        measure(workload, Candidate("loses", lambda *_: loses), bench)
+
+
+def test_timing_counts_calls_not_samples() -> None:
+    count = [0, 0]
+
+    def call(which: int) -> Callable[[], None]:
+        def add() -> None:
+            count[which] += 1
+
+        return add
+
+    measured = timing.time_calls(CPU, [call(0), call(1)], 0.005)
+    assert measured.median < 1e-5 and abs(count[0] - count[1]) <= 2 and len(measured.samples) >= 5
+    assert timing.Timing((1.0, 2.0, 3.0, 4.0, 5.0), "clock").quartiles == (2.0, 4.0)
+    assert timing.Timing((1.0, 2.0, 3.0, 4.0, 5.0), "clock").spread == pytest.approx(2 / 3)
+
+
+def test_limits_tell_what_bounds() -> None:
+    limits = timing.Limits(100.0, {"float32": 1000.0})
+    assert limits.shortest(50, 100.0, "float32") == (0.5, "memory")
+    assert limits.shortest(50, 5000.0, "float32") == (5.0, "compute")
+
+
+def test_peak_memory_is_the_most_at_one_time() -> None:
+    x = torch.randn(1000, 250)  # 1 MB
+
+    def call() -> Tensor:
+        y = x + 1.0
+        z = y * 2.0
+        del y
+        return z + 1.0  # z and the result
+
+    assert 2_000_000 <= timing.peak_memory(CPU, call) < 2_010_000
+
+
+def test_input_sets_reach_past_the_cache() -> None:
+    assert timing.input_sets(CPU, 100 * timing.CPU_CACHE_BYTES) == 1
+    assert timing.input_sets(CPU, timing.CPU_CACHE_BYTES) == 2
+    assert timing.input_sets(CPU, 8) == timing.MOST_INPUT_SETS
+
+
+SMALL = Recipe("char_gpt", 2, 8)
+
+
+def test_a_training_step_is_checked_and_timed(bench: Bench) -> None:
+    rows = {rung.name: measure_step(SMALL, rung, bench) for rung in rungs(CPU) if rung.compile is None}
+    assert rows["reference fp32"]["status"] == rows["SDPA + fused AdamW, fp32"]["status"] == "ok"
+    assert rows["ours torch, fp32"]["tokens_per_second"] > 0
+    assert rows["ours auto + one graph"]["reason"] == "CUDA graphs need a GPU"
+    assert rows["reference TF32"]["status"] == "skipped"
+
+
+def test_a_step_that_learns_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.steps.PYTORCH_OPERATIONS.attention", lambda q, k, v, **options: v)
+    rung = next(rung for rung in LADDER if rung.operations == "pytorch")
+    with pytest.raises(WrongResult, match=r"loss|gradient norm"):
+        check_step(SMALL, rung, CPU)
+
+
+@pytest.mark.parametrize("name", calls.REGISTRATIONS)
+def test_every_registration_route_computes_its_gradient(name: str) -> None:
+    x = torch.randn(8, requires_grad=True)
+    y = calls.registrations()[name](x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert y.shape == dx.shape == x.shape
+
+
+def test_the_cost_of_a_call_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "CALLS_PER_SAMPLE", 5)
+    monkeypatch.setattr(calls, "SAMPLES", 3)
+    named = {candidate.name: candidate for candidate in calls.call_candidates("attention")}
+    for route in calls.ROUTES:
+        row = calls.measure_call("attention", named["ours torch"], route, bench)
+        assert row["status"] == "ok" and 0 < row["seconds"] < 0.1
+        assert calls.measure_registration("split route", route, bench)["status"] == "ok"

@@ -1,0 +1,241 @@
+"""Merging, comparing, growth, pictures, the report, and the verdict on each kernel."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+
+from benchmarks import cli, evidence, results
+from benchmarks.plots import STYLES, draw_all
+from benchmarks.report import report
+from tests.benchmarks.rows import STAMP, operation_row, sweep, whole_record
+from transformer_kernels import kernel_status
+
+LATER = "2026-02-02T00:00:00+00:00"
+ENVIRONMENT = {**STAMP, "device_type": "cuda", "sources": "x"}
+
+
+def write(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | changes))
+    return folder
+
+
+# Merging
+
+
+def test_merging_keeps_the_newer_of_two_and_adds_the_rest() -> None:
+    old = [operation_row(1.0), operation_row(2.0, candidate="eager")]
+    new = [operation_row(0.5, date=LATER), operation_row(3.0, candidate="flex", date=LATER)]
+    merged = results.merged_rows(old, new)
+    assert [(row["candidate"], row["seconds"]) for row in merged] == [
+        ("ours triton", 0.5),
+        ("eager", 2.0),
+        ("flex", 3.0),
+    ]
+    assert results.merged_rows(new, old)[0]["seconds"] == 0.5, "an older record must not replace a newer one"
+
+
+def test_a_time_is_not_replaced_by_a_skip_but_is_by_a_wrong_result() -> None:
+    timed = operation_row(1.0)
+    skipped = operation_row(1.0, date=LATER) | {"status": "skipped", "reason": "not installed"}
+    wrong = operation_row(1.0, date=LATER) | {"status": "wrong", "reason": "loss"}
+    assert results.merged_rows([timed], [skipped]) == [timed]
+    assert results.merged_rows([timed], [wrong]) == [wrong]
+
+
+def test_merge_writes_a_record_for_the_device(tmp_path: Path) -> None:
+    source = write(tmp_path / "out", [operation_row(1.0)])
+    tests = [
+        {"test": "tests/ops/test_softmax.py::test_a[triton]", "outcome": "passed", "seconds": 0.1, "why": ""},
+        {"test": "tests/ops/test_softmax.py::test_b[triton]", "outcome": "failed", "seconds": 0.1, "why": "E off"},
+    ]
+    (source / "tests.jsonl").write_text("".join(json.dumps(test) + "\n" for test in tests))
+    (source / "kernels.json").write_text(json.dumps(evidence.verdicts(tests, ENVIRONMENT)))
+    for _ in range(2):  # merging the same folder again changes nothing
+        folder = results.merge(source, tmp_path / "results")
+        assert folder.name == "nvidia-test"
+        assert len(results.load_rows(folder)) == 1
+        assert json.loads((folder / "kernels.json").read_text())[0]["failed"] == 1
+        assert json.loads((folder / "tests.json").read_text())["failures"] == [[tests[1]["test"], "E off"]]
+
+
+def test_merge_fills_in_the_commit_where_there_was_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.environment.source_hash", lambda: "same")
+    monkeypatch.setattr("benchmarks.environment.commit", lambda: "feedfacefeed")
+    source = write(tmp_path / "a", [operation_row(1.0, commit=None)], commit=None, sources="same")
+    assert results.load_rows(results.merge(source, tmp_path / "r"))[0]["commit"] == "feedfacefeed"
+    source = write(tmp_path / "b", [operation_row(1.0, commit=None)], commit=None, sources="other")
+    assert results.load_rows(results.merge(source, tmp_path / "s"))[0]["commit"] is None
+
+
+# Comparing
+
+
+def test_compare_flags_what_is_slower_beyond_its_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = [{"L": length} for length in (1, 2, 3, 4)]
+    before = [operation_row(1.0, shape=shape) for shape in shapes]
+    after = [
+        operation_row(1.2, shape=shapes[0]),
+        operation_row(1.2, shape=shapes[1], spread=0.5),  # noise could be all of it
+        operation_row(1.02, shape=shapes[2]),
+        operation_row(0.5, shape=shapes[3]),
+    ]
+    verdicts = {each.name.split()[5]: each.verdict for each in results.compare(before, after)}
+    assert verdicts == {"L1": "SLOWER", "L2": "same", "L3": "same", "L4": "faster"}
+    old, new = write(tmp_path / "old", before), write(tmp_path / "new", after)
+    assert cli.main(["--compare", str(old), str(new / "rows.jsonl")]) == 1
+    printed = capsys.readouterr().out
+    assert "1.20x" in printed and "SLOWER" in printed and "1 slower, 1 faster" in printed
+    assert cli.main(["--compare", str(new), str(new)]) == 0
+
+
+def test_rows_without_a_time_are_not_compared() -> None:
+    wrong = operation_row(1.0) | {"status": "wrong", "reason": "off"}
+    assert results.compare([operation_row(1.0)], [wrong]) == []
+
+
+def test_rows_are_read_from_pytest_benchmark_too(tmp_path: Path) -> None:
+    path = tmp_path / "saved.json"
+    path.write_text(json.dumps({"benchmarks": [{"extra_info": {"row": operation_row(1.0)}}, {"extra_info": {}}]}))
+    assert results.load_rows(path) == [operation_row(1.0)]
+
+
+# Growth
+
+
+def test_growth_finds_the_exponents() -> None:
+    fits = {fit.candidate: fit for fit in results.growth(sweep("ours triton", 2.0, 1.0) + sweep("eager", 1.5, 2.0))}
+    assert fits["ours triton"].time_exponent == pytest.approx(2.0, abs=1e-6)
+    assert fits["ours triton"].memory_exponent == pytest.approx(1.0, abs=1e-3)
+    assert fits["eager"].time_exponent == pytest.approx(1.5, abs=1e-6)
+    assert fits["eager"].memory_exponent == pytest.approx(2.0, abs=1e-3)
+
+
+def test_the_report_says_whether_our_memory_is_linear() -> None:
+    page = report(sweep("ours triton", 2.0, 1.0) + sweep("ours cuda", 2.0, 2.0))
+    assert "1.00 linear" in page and "2.00 NOT LINEAR" in page
+
+
+# Pictures and report
+
+
+def test_every_picture_is_drawn_and_is_not_empty(tmp_path: Path) -> None:
+    files = draw_all(whole_record(), tmp_path)
+    names = {"attention_throughput", "bandwidth", "training_ladder", "roofline", "growth"}
+    assert {path.name for path in files} == {f"{name}.{suffix}" for name in names for suffix in ("svg", "png")}
+    for path in files:
+        if path.suffix == ".png":
+            pixels = matplotlib.image.imread(path)[..., :3]
+            inked = (pixels.min(axis=-1) < 0.5).mean()
+            assert pixels.shape[0] > 200 and 0.005 < inked < 0.5, (path.name, inked)
+        else:
+            text = path.read_text()
+            assert text.startswith("<?xml") and len(text) > 10_000
+
+
+def test_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:
+    assert draw_all([operation_row(1.0) | {"status": "skipped", "reason": "no"}], tmp_path) == []
+
+
+def test_lines_differ_without_colour() -> None:
+    told = [(style["linestyle"], style["marker"]) for style in STYLES.values()]
+    assert len(set(told)) == len(told)
+
+
+def test_the_report_gathers_everything() -> None:
+    page = report(whole_record(), [Path("plots/roofline.png")], {"passed": 3, "failures": []})
+    for text in (
+        "NVIDIA Test, torch 2.11.0, Triton 3.6.0, driver 580.0, commit 0123456789ab, 2026-01-02",
+        "![roofline](plots/roofline.png)",
+        "copy 4,000 GB/s; matrix product bfloat16 700 TFLOP/s",
+        "3 passed",
+        "quack is not installed",
+        "| char_gpt B64 L64 | ours triton + one graph | 0.50 |",
+    ):
+        assert text in page, text
+
+
+# Verdicts on kernels
+
+
+@pytest.mark.parametrize(
+    ("test", "kernel"),
+    [
+        ("tests/ops/test_softmax.py::test_masks[triton-float32-full-(40,)]", "softmax/triton"),
+        ("tests/ops/test_add_layer_norm.py::test_x[cuda]", "add_layer_norm/cuda"),
+        ("tests/ops/test_attention_triton.py::test_x[triton-float16]", "attention/triton"),
+        ("tests/ops/test_softmax.py::test_masks[torch-float32]", None),
+        ("tests/test_nn.py::test_module[cuda]", None),
+    ],
+)
+def test_which_kernel_a_test_is_about(test: str, kernel: str | None) -> None:
+    assert evidence.kernel_of(test) == kernel
+
+
+def test_a_verdict_is_complete_only_when_all_sessions_ended() -> None:
+    passed = {"test": "tests/ops/test_gelu.py::test_a[cuda]", "outcome": "passed"}
+    end = {"test": evidence.FINISHED, "outcome": "0"}
+    interrupted = {"test": evidence.FINISHED, "outcome": "2"}
+    for tests, complete in (([passed, end, end], True), ([passed, end], False), ([passed, end, interrupted], False)):
+        (verdict,) = evidence.verdicts(tests, ENVIRONMENT, sessions=2)
+        assert (verdict["kernel"], verdict["passed"], verdict["complete"]) == ("gelu/cuda", 1, complete)
+        assert verdict["hash"] == kernel_status.kernel_hash("gelu", "cuda")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the sources, to change."""
+    for folder in ("csrc", "transformer_kernels"):
+        shutil.copytree(kernel_status.CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
+    (tmp_path / "benchmarks" / "results" / "nvidia-test").mkdir(parents=True)
+    return tmp_path
+
+
+def state(checkout: Path, kernel: str) -> str:
+    return next(line for line in kernel_status.verification(checkout) if line.startswith(kernel))
+
+
+def note(checkout: Path, **changes: Any) -> None:
+    """Record that all kernels passed their tests in their present state."""
+    entries = []
+    for op in kernel_status.OPERATIONS:
+        for backend in kernel_status.BACKENDS:
+            digest = kernel_status.kernel_hash(op, backend, checkout)
+            entry = {"kernel": f"{op}/{backend}", "hash": digest, "passed": 5, "failed": 0, "complete": True}
+            entries.append({**entry, "device": "NVIDIA Test", "date": LATER, **changes})
+    (checkout / "benchmarks" / "results" / "nvidia-test" / "kernels.json").write_text(json.dumps(entries))
+
+
+def test_a_kernel_is_verified_until_something_it_is_made_of_changes(checkout: Path) -> None:
+    assert "never ran" in state(checkout, "layer_norm/cuda")
+    note(checkout)
+    assert "verified on NVIDIA Test, 2026-02-02 (5 tests)" in state(checkout, "layer_norm/cuda")
+    with open(checkout / "csrc" / "primitives" / "reductions.h", "a") as file:
+        file.write("\n")
+    assert "changed since 2026-02-02" in state(checkout, "layer_norm/cuda")
+    assert "changed since 2026-02-02, when on NVIDIA Test it was verified" in state(checkout, "add_layer_norm/cuda")
+    assert "verified on" in state(checkout, "layer_norm/triton")
+    with open(checkout / "transformer_kernels" / "_triton_reduce.py", "a") as file:
+        file.write("\n")
+    assert "changed since" in state(checkout, "layer_norm/triton")
+    assert "verified on" in state(checkout, "softmax/triton")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"failed": 2}, "FAILED on NVIDIA Test, 2026-02-02: 2 of 7 tests"),
+        ({"complete": False}, "in part"),
+        ({"passed": 0}, "its tests were skipped"),
+    ],
+)
+def test_a_verdict_is_told_as_it_was(checkout: Path, changes: dict[str, Any], words: str) -> None:
+    note(checkout, **changes)
+    assert words in state(checkout, "softmax/cuda")

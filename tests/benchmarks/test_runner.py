@@ -1,0 +1,160 @@
+"""The time budget, resuming, and workers that die."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cli, record, runner
+from benchmarks.measure import Bench, identity
+from benchmarks.plan import Task, chosen, plan
+from tests.benchmarks.rows import STAMP, operation_row
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def task(number: int, clock: Clock, takes: float, **changes: Any) -> Task:
+    row = operation_row(1e-3, shape={"L": number}) | changes
+
+    def run(bench: Bench) -> dict[str, Any]:
+        clock.now += takes
+        return dict(row)
+
+    return Task(identity(row), row["op"], row["candidate"], run)
+
+
+def bench() -> Bench:
+    return Bench(CPU, stamp=dict(STAMP))
+
+
+def test_budget_counts_down_and_shares() -> None:
+    clock = Clock()
+    budget = runner.Budget(10.0, clock)
+    clock.now += 4.0
+    assert budget.left() == 6.0 and budget.share(0.5) == 3.0 and budget.share(0.5, at_most=1.0) == 1.0
+    clock.now += 60.0
+    assert budget.left() == 0.0
+
+
+def test_work_stops_when_the_time_is_over_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "rows.jsonl"
+    tasks = [task(number, clock, takes=3.0) for number in range(5)]
+    assert runner.work(tasks, bench(), runner.Budget(7.0, clock), path) == 2
+    assert [row["shape"]["L"] for row in runner.read_lines(path)] == [0, 1, 2]
+    assert runner.work(tasks, bench(), runner.Budget(100.0, clock), path) == 0
+    assert [row["shape"]["L"] for row in runner.read_lines(path)] == [0, 1, 2, 3, 4]
+
+
+def test_each_row_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:
+    clock, path, seen = Clock(), tmp_path / "rows.jsonl", []
+    tasks = [task(number, clock, takes=1.0) for number in range(3)]
+    runner.work(tasks, bench(), runner.Budget(9.0, clock), path, lambda _: seen.append(len(runner.read_lines(path))))
+    assert seen == [0, 1, 2]
+
+
+def test_a_reason_to_skip_is_told_once(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "rows.jsonl"
+    tasks = [task(number, clock, 0.0, status="skipped", reason="not installed") for number in range(3)]
+    tasks.append(task(3, clock, 0.0, status="skipped", reason="another"))
+    runner.work(tasks, bench(), runner.Budget(9.0, clock), path)
+    assert [row["reason"] for row in runner.read_lines(path)] == ["not installed", "another"]
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    runner.append(path, operation_row(1.0))
+    path.write_text(path.read_text() + '{"kind": "oper')
+    assert len(runner.read_lines(path)) == 1
+
+
+def test_the_task_that_took_its_worker_down_gets_a_row() -> None:
+    row = operation_row(1.0)
+    died = runner.died_row(identity(row), "ended its process (-11)", STAMP)
+    assert identity(died) == identity(row)
+    assert (died["status"], died["device"]) == ("failed", "NVIDIA Test")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise SystemExit(0)", None),
+        ("raise SystemExit(3)", "lost the device"),
+        ("import os; os.abort()", "ended its process (-6)"),
+    ],
+)
+def test_how_a_worker_ended(tmp_path: Path, code: str, reason: str | None) -> None:
+    process = subprocess.Popen([sys.executable, "-c", code])
+    assert runner._watch(process, tmp_path / "current", runner.Budget(30.0)) == reason
+
+
+def test_a_hanging_worker_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "LONGEST_TASK", -1.0)
+    (tmp_path / "current").write_text("a task")
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert "took more than" in (runner._watch(process, tmp_path / "current", runner.Budget(30.0)) or "")
+    assert process.poll() is not None
+
+
+def test_selection_keeps_the_peers() -> None:
+    tasks = chosen(plan(torch.device("cuda")), ["softmax"], ["triton"])
+    assert {task.op for task in tasks} == {"softmax"}
+    names = {task.candidate for task in tasks}
+    assert "ours triton" in names and "eager" in names and "ours cuda" not in names
+
+
+def test_record_merge_plot_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, recorded = tmp_path / "out", tmp_path / "results"
+    monkeypatch.setattr("benchmarks.results.RESULTS", recorded)
+    monkeypatch.setenv("TIME_BUDGET", "50")
+    select = ["--quick", "--op", "attention", "--op", "gelu", "--seconds", "0.002"]
+    assert cli.main(["--record", "--device", "cpu", "--out", str(out), *select]) == 0
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert len(files) <= 8 and all(len(path.relative_to(out).parts) <= 3 for path in files)
+    assert json.loads((out / "environment.json").read_text())["budget"] == 50
+    rows = runner.read_lines(out / "rows.jsonl")
+    assert {row["op"] for row in rows} == {"device", "attention", "gelu"}
+    assert all(row["device"] and row["torch"] and row["date"] for row in rows)
+
+    assert cli.main(["--merge", str(out)]) == 0
+    assert "Growth of attention" in capsys.readouterr().out
+    assert (recorded / "cpu" / "report.md").read_text().count("| ours torch |") > 4
+    assert (recorded / "cpu" / "plots" / "attention_throughput.png").stat().st_size > 10_000
+    assert cli.main(["--compare", str(out), str(recorded / "cpu")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--record"], "--record needs --out"),
+        (["--device", "mps"], "must be cpu or cuda"),
+        (["--record", "--out", "x", "--steps", "dance", "--device", "cpu"], "dance is none of"),
+        (["--record", "--out", "x", "--steps", "test", "--device", "cpu"], "on a CPU there is only bench"),
+        (["--compare", "nowhere.json", "nowhere.json"], "no benchmark rows at"),
+    ],
+)
+def test_wrong_use_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_step_that_outlives_its_time_is_ended(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as log:
+        command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
+        assert record._run(command, log, 1.0, {}) is None
+    assert "begun" in (tmp_path / "log").read_text()
