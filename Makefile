@@ -1,6 +1,7 @@
 # Each target does all its own set-up in .venv. CUDA kernels are compiled into it only where a GPU is seen; elsewhere the
 # tests build the same sources for the CPU.
 PYTHON ?= python3
+OUT ?= runs/benchmarks
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -10,14 +11,15 @@ export TRANSFORMER_KERNELS_CUDA_ARCHS ?= none
 endif
 SOURCES := pyproject.toml setup.py constraints.txt
 
-.PHONY: help demo test gates lint gpu clean
+.PHONY: help demo test gates lint gpu bench clean
 
 help:
 	@echo "make demo   train a character GPT on this machine and compare the backends (a few minutes)"
 	@echo "make test   the test suite (about ten minutes on two cores)"
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
 	@echo "make lint   ruff and mypy"
-	@echo "make gpu    on a GPU: build, test, benchmark and record"
+	@echo "make gpu    on a GPU: build, test, benchmark and record in OUT=runs/benchmarks"
+	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results/cpu (six minutes)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +49,15 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Straight from the checkout with the python3 that is there: nothing is installed. TIME_BUDGET=540 seconds.
+gpu:
+	PYTHON=$(PYTHON) benchmarks/gpu.sh --device cuda --out $(OUT)
+
+# The smaller record of a machine without a GPU, merged into benchmarks/results/cpu. Six minutes; leave the machine alone.
+bench: $(VENV)/.test
+	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu.sh --device cpu --out $(OUT)
+	$(BIN)/python -m benchmarks.cli --merge $(OUT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

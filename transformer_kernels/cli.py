@@ -82,7 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seconds", type=float, default=120.0, help="how long to train (default: %(default)g)")
     demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="for training (default: auto)")
     demo.add_argument("--out", default="runs/demo", help="folder for checkpoints and the log (default: %(default)s)")
-    _command(commands, "info", "versions, devices, backends and why some are missing, state of the kernels", _info)
+    info = _command(
+        commands, "info", "versions, devices, backends and why some are missing, state of the kernels", _info
+    )
+    info.add_argument(
+        "--kernels", action="store_true", help="only the kernels: verified on which GPU, or changed since"
+    )
     commands.add_parser("bench", help="run the benchmarks (from a source checkout)", add_help=False)
     commands.add_parser("kernels", help="compile the kernels ahead of time and report on them", add_help=False)
     return parser
@@ -277,6 +282,11 @@ def _demo(chosen: argparse.Namespace) -> None:
 
 
 def _info(chosen: argparse.Namespace) -> None:
+    if chosen.kernels:
+        from transformer_kernels.kernel_status import verification
+
+        print("\n".join(verification()))
+        return
     from transformer_kernels.training.info import describe_installation
 
     print(describe_installation())
