@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from benchmarks.measure import Row
 from benchmarks.results import growth, timed
@@ -113,12 +113,23 @@ def _curves(axes: Axes, rows: Iterable[Row], x: str, y: Callable[[Row], float]) 
         axes.fill_between(sizes, low, high, color=STYLES.get(candidate, {}).get("color"), alpha=0.12, linewidth=0)
     ticks = sorted({row["shape"][x] for points in by_candidate.values() for row in points})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [_short(tick) for tick in ticks], rotation=45 if len(ticks) > 6 else 0)
+    labels = [_short(tick) for tick in _spaced(ticks)]
+    axes.set_xticks(_spaced(ticks), labels, rotation=45 if len(labels) > 6 else 0)
+    axes.minorticks_off()
 
 
 def _from_zero(panels: Iterable[Axes]) -> None:
     for axes in panels:
         axes.set_ylim(bottom=0)
+
+
+def _spaced(ticks: Sequence[int]) -> list[int]:
+    """Those far enough from the one before to be labelled."""
+    kept = list(ticks[:1])
+    for tick in ticks[1:]:
+        if tick >= 1.8 * kept[-1]:
+            kept.append(tick)
+    return kept
 
 
 def _short(number: int) -> str:
@@ -167,7 +178,7 @@ def throughput(rows: Sequence[Row]) -> Figure | None:
         axes.set_ylabel(unit if j == 0 else "")
         axes.set_xlabel("sequence length" if i == len(directions) - 1 else "")
     _from_zero(grid.flat)
-    tokens = max(row["shape"]["B"] * row["shape"]["L"] for row in attention)
+    tokens = Counter(row["shape"]["B"] * row["shape"]["L"] for row in attention).most_common(1)[0][0]
     figure.suptitle(f"Attention, {dtype}: throughput against sequence length ({_short(tokens)} tokens in each batch)")
     _legend(figure, grid.flat, height)
     return figure
@@ -237,6 +248,9 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
         axes.set_yticks(range(len(panel)), [row["candidate"] for row in panel])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
+        axes.set_axisbelow(True)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlim(0, 1.25 * max(row["tokens_per_second"] for row in panel))
         axes.set_title(f"{model}: training step of {batch} x {length} tokens")
     grid.flat[-1].set_xlabel("tokens a second (solid: ours)")
@@ -263,7 +277,9 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
     intensities = [row["flops"] / row["bytes"] for row in points]
     left, right = min(intensities) / 2, max(*intensities, 4 * compute / memory)
     axes.plot([left, compute / memory, right], [left * memory, compute, compute], color="#000000", linewidth=1.4)
-    axes.annotate(f"copy: {memory * 1e3:,.0f} GB/s", (left, 1.2 * left * memory), (-2, 24), textcoords="offset points")
+    middle = math.sqrt(left * compute / memory)
+    place = {"textcoords": "offset points", "ha": "right"}
+    axes.annotate(f"copy: {memory * 1e3:,.0f} GB/s", (middle, middle * memory), (-8, 4), **place)
     axes.annotate(
         f"matrix product: {compute:,.3g} TFLOP/s", (right, compute), (0, 5), textcoords="offset points", ha="right"
     )
