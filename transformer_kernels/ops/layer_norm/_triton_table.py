@@ -56,7 +56,7 @@ _BACKWARD_32_BIT = (
     (1024, RowTile(rows=2, columns=1024, num_warps=4, num_stages=3, programs=2)),
     (2048, RowTile(rows=1, columns=2048, num_warps=4, num_stages=3, programs=2)),
     (4096, RowTile(rows=1, columns=4096, num_warps=8, num_stages=3, programs=2)),
-    (8192, RowTile(rows=1, columns=8192, num_warps=16, num_stages=2)),
+    (8192, RowTile(rows=1, columns=8192, num_warps=32)),
     (None, RowTile(rows=1, columns=4096, num_warps=16)),
 )
 
