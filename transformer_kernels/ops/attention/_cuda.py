@@ -80,11 +80,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dbias), bit for bit the same each time."""
     dq, dk, dv = _empty_like_output(q), _empty_like_output(k), _empty_like_output(v)
-    dbias, from_kernel = None, False
+    dbias: Tensor | None = None
+    computed_dbias: tuple[int, ...] = (0, 1, 1, 1, 1)  # address and shape of what the kernels compute
     if attn_bias is not None and bias_needs_grad:
-        from_kernel = attn_bias.shape[3] == k.shape[2] > 1
         dbias = torch.empty(attn_bias.shape, dtype=attn_bias.dtype, device=q.device)
-        if not from_kernel:
+        if attn_bias.shape[3] == k.shape[2] > 1:
+            computed_dbias = (dbias.data_ptr(), *dbias.shape)
+        else:
             dbias.copy_(_gradient_of_row_shift(dlse, lse, attn_bias))
     delta = torch.empty_like(lse)
     load().attention_backward(
@@ -100,7 +102,7 @@ def backward(
         dq.data_ptr(),
         dk.data_ptr(),
         dv.data_ptr(),
-        *((dbias.data_ptr(), *dbias.shape) if from_kernel else (0, 1, 1, 1, 1)),
+        *computed_dbias,
         *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
         PATHS[path],
     )
