@@ -201,7 +201,7 @@ def _train(chosen: argparse.Namespace) -> int:
             saved = load_checkpoint(start).config
             if saved.recipe != chosen.recipe:
                 raise ValueError(f"--resume: {start} was written by the recipe {saved.recipe}, not {chosen.recipe}")
-            config = options.resumed_config(saved, {**from_file, **given})
+            config = options.resumed_config(saved, {"out": str(start.parent), **from_file, **given})
         else:
             config = options.make_config(chosen.recipe, {**from_file, **given}, chosen.config or "command line")
         trainer = make_trainer(config, resume_from=start, processes=processes)

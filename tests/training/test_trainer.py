@@ -13,6 +13,7 @@ from transformer_kernels.training import (
     TrainingDiverged,
     load_checkpoint,
     random_state,
+    save_checkpoint,
 )
 from transformer_kernels.training.optimisation import learning_rate
 
@@ -195,6 +196,39 @@ def test_resuming_with_other_data_is_refused(char_config, text_file):
     text_file.write_text(text_file.read_text()[::-1])
     with pytest.raises(CheckpointError, match="written with other data"):
         Trainer(CharGPT(config)).restore(Path(config.out, "last"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": "many"}, {"random": [{}]}, {"random": None}, {"sampler": []}, {"best_loss": 1, "stale_evaluations": {}}],
+)
+def test_a_hostile_trainer_state_is_refused(char_config, change):
+    config = char_config()
+    trainer = Trainer(CharGPT(config))
+    trainer.fit()
+    checkpoint = load_checkpoint(Path(config.out, "last"))
+    checkpoint.trainer.update(change)
+    save_checkpoint(Path(config.out, "last"), checkpoint)
+    with pytest.raises(CheckpointError, match="the trainer state cannot be restored"):
+        Trainer(CharGPT(config)).restore(Path(config.out, "last"))
+
+
+def test_weights_that_are_not_finite_are_never_saved(char_config):
+    trainer = Trainer(CharGPT(char_config()))
+    trainer.save("last")
+    trainer.model.head_bias.data[3] = float("nan")
+    with pytest.raises(TrainingDiverged, match="weights are not finite after step 0"):
+        trainer.save("last")
+    assert load_checkpoint(Path(trainer.config.out, "last")).weights["head_bias"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "model, told",
+    [({"depth": 3}, "model: .*depth"), ({"context": 9}, "model: context cannot be set"), ({"heads": 3}, "3")],
+)
+def test_an_impossible_model_is_told(char_config, model, told):
+    with pytest.raises(ValueError, match=told):
+        Trainer(CharGPT(char_config(model=model)))
 
 
 class DivergingCharGPT(CharGPT):

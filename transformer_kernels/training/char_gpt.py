@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-import transformer_kernels
 from transformer_kernels.training.config import CharGPTConfig
 from transformer_kernels.training.corpus import Windows, read_corpus
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.evaluation import Batch
 from transformer_kernels.training.generation import Sampling, generate
+from transformer_kernels.training.presets import build_preset
 from transformer_kernels.training.tokenizers import CharacterTokenizer
 
 VALIDATION_WINDOWS = 2048
@@ -23,8 +23,7 @@ SAMPLE_LENGTH = 400
 
 def build_char_gpt(config: CharGPTConfig, vocabulary_size: int) -> nn.Module:
     """A fresh model for that many characters."""
-    sizes = {"vocab_size": vocabulary_size, "context": config.context, **config.model}
-    return transformer_kernels.build("char_gpt", backend=config.backend, **sizes)
+    return build_preset("char_gpt", config, vocab_size=vocabulary_size, context=config.context)
 
 
 class CharGPT:

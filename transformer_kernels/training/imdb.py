@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import transformer_kernels
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import ImdbConfig
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.evaluation import Batch
+from transformer_kernels.training.presets import build_preset
 from transformer_kernels.training.reviews import Reviews, find_reviews, read_reviews
 from transformer_kernels.training.token_cache import TokenisedReviews, tokenise
 from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
@@ -24,8 +24,7 @@ CLASSES = ("negative", "positive")
 
 def build_imdb_bert(config: ImdbConfig, vocabulary_size: int) -> nn.Module:
     """A fresh classifier for that many token ids."""
-    sizes = {"vocab_size": vocabulary_size, "context": config.max_length, **config.model}
-    return transformer_kernels.build("imdb_bert", backend=config.backend, **sizes)
+    return build_preset("imdb_bert", config, vocab_size=vocabulary_size, context=config.max_length)
 
 
 def truncate(review: Tensor, length: int, truncation: str) -> Tensor:

@@ -80,11 +80,9 @@ class Stopwatch:
         self._synchronise()
         seconds, tokens = time.perf_counter() - self._running_since, self._unread_tokens
         if self._unread_steps:
-            self.tokens, self.steps, self.seconds = (
-                self.tokens + tokens,
-                self.steps + self._unread_steps,
-                self.seconds + seconds,
-            )
+            self.tokens += tokens
+            self.steps += self._unread_steps
+            self.seconds += seconds
         self._unread_tokens = self._unread_steps = 0
         return tokens / seconds if seconds > 0 else 0.0
 

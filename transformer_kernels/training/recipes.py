@@ -48,9 +48,9 @@ def load_trained(
     config.backend = backend
     try:
         tokenizer = from_description(checkpoint.tokenizer, vocab_dir or getattr(config, "vocab_dir", ""))
+        model = BUILDERS[config.recipe](config, tokenizer.vocabulary_size)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    model = BUILDERS[config.recipe](config, tokenizer.vocabulary_size)
     load_weights(model, checkpoint.weights, folder)
     where = choose_device(device, Processes())
     return Trained(model.to(where).eval(), tokenizer, config, where, int(checkpoint.trainer.get("step", 0)))

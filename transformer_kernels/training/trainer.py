@@ -116,7 +116,9 @@ class Trainer:
         self.best_loss: float | None = None
         self.stale_evaluations = 0
         self.stopwatch = Stopwatch(self.device)
-        self._pending: list[tuple[int, float, Tensor, Tensor]] = []
+        self._latest: tuple[int, float, Tensor, Tensor]
+        self._pending: list[tuple[int, float, Tensor, Tensor]] = []  # step, learning rate, items, loss
+        self._log: RunLog | None = None
         self._train_loss = float("nan")
         self._padded_length = 0
 
@@ -151,6 +153,7 @@ class Trainer:
             if (ended_by := self._reason_to_end(stop)) is not None:
                 break
             self.step()
+            self._pending.append(self._latest)
             bar.update()
             if self.step_number % config.log_every == 0:
                 self._report(bar)
@@ -206,7 +209,7 @@ class Trainer:
         self.step_number += 1
         self.stopwatch.add_step(batch.tokens * self.processes.count)
         self._padded_length = batch.inputs[0].shape[1]
-        self._pending.append((self.step_number, rate, indices, loss.detach()))
+        self._latest = (self.step_number, rate, indices, loss.detach())
         return loss.detach()
 
     def _clip_gradients(self, rate: float, indices: Tensor) -> None:
@@ -275,9 +278,8 @@ class Trainer:
         self.stopwatch.start()
 
     def _write_log(self, event: str, **values: Any) -> None:
-        log = getattr(self, "_log", None)
-        if log is not None:
-            log.write(event, self.step_number, **values)
+        if self._log is not None:
+            self._log.write(event, self.step_number, **values)
 
     def _progress_bar(self) -> Any:
         hidden = not (self.config.progress and self.processes.first)
@@ -302,7 +304,13 @@ class Trainer:
         )
 
     def save(self, name: str) -> None:
-        """Write the whole state to the folder `name` of the run; one process writes, all take part."""
+        """Write the whole state to the folder `name` of the run; one process writes, all take part.
+
+        Raises:
+            TrainingDiverged: a weight is not finite; what was saved before stays.
+        """
+        if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
+            raise TrainingDiverged(f"weights are not finite after step {self.step_number}; try a lower --lr")
         generators = self.processes.gather(random_state.capture(self.device))
         if self.processes.first:
             trainer = {
@@ -336,7 +344,7 @@ class Trainer:
         load_weights(self.model, checkpoint.weights, folder)
         try:
             self._restore_state(folder, checkpoint.optimizer, state)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder}: the trainer state cannot be restored: {error!r}") from error
@@ -371,10 +379,8 @@ def _difference(checkpoint: Checkpoint, recipe: Recipe) -> str:
     theirs, ours = checkpoint.tokenizer, recipe.tokenizer.describe()
     if theirs.get("kind") != ours["kind"] or "characters" not in ours:
         return f"expected {ours}, found {theirs}"
-    missing, extra = (
-        set(theirs["characters"]) - set(ours["characters"]),
-        set(ours["characters"]) - set(theirs["characters"]),
-    )
+    missing = set(theirs["characters"]) - set(ours["characters"])
+    extra = set(ours["characters"]) - set(theirs["characters"])
     return (
         f"{len(ours['characters'])} characters here, {len(theirs['characters'])} in the checkpoint; "
         f"only there: {sorted(missing)}, only here: {sorted(extra)}"
