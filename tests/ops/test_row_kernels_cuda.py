@@ -68,10 +68,15 @@ def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("shift_bytes", [4, 8])
 @pytest.mark.parametrize("columns", [64, 1032])
-def test_a_misaligned_address_takes_the_scalar_path(emulation: Any, dtype: torch.dtype, columns: int) -> None:
-    storage = random(1 + 5 * columns, dtype=dtype)
-    shifted, aligned = storage[1:].view(5, columns), storage[1:].clone().view(5, columns)
+def test_a_misaligned_address_takes_the_scalar_path(
+    emulation: Any, dtype: torch.dtype, columns: int, shift_bytes: int
+) -> None:
+    shift = shift_bytes // dtype.itemsize
+    storage = random(shift + 5 * columns, dtype=dtype)
+    shifted, aligned = storage[shift:].view(5, columns), storage[shift:].clone().view(5, columns)
+    assert shifted.data_ptr() % 16 == shift_bytes
     weight = torch.ones(columns)
     for function, arguments in (
         (softmax.forward, (None, False, 1.0)),
