@@ -224,7 +224,11 @@ def test_weights_that_are_not_finite_are_never_saved(char_config):
 
 @pytest.mark.parametrize(
     "model, told",
-    [({"depth": 3}, "model: .*depth"), ({"context": 9}, "model: context cannot be set"), ({"heads": 3}, "3")],
+    [
+        ({"depth": 3}, "model: .*depth"),
+        ({"context": 9}, "model: context cannot be set"),
+        ({"width": 256, "heads": 6}, "divisible"),
+    ],
 )
 def test_an_impossible_model_is_told(char_config, model, told):
     with pytest.raises(ValueError, match=told):
