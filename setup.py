@@ -1,6 +1,6 @@
 """Installs the package, with the CUDA extension when nvcc is there and without it otherwise.
 
-TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for (default 80;90a;90+PTX), or none
+TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for (default 80;90a;80+PTX), or none
 TRANSFORMER_KERNELS_REQUIRE_CUDA 1: fail instead of installing without the extension
 MAX_JOBS                         how many compilers run at once
 """

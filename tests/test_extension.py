@@ -106,7 +106,7 @@ def test_an_installed_file_is_compared_with_the_recorded_hash(fresh: pytest.Monk
 
 def test_a_gpu_without_kernel_image(fresh: pytest.MonkeyPatch) -> None:
     class Module:
-        architectures = "sm_80 sm_90a compute_90"
+        architectures = "sm_80 sm_90a compute_80"
 
         @staticmethod
         def device_problem(index: int) -> str:
@@ -115,7 +115,7 @@ def test_a_gpu_without_kernel_image(fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(_extension, "_module", Module)
     reason = _extension.unavailable(CUDA)
     assert reason is not None
-    assert "sm_75" in reason and "sm_80 sm_90a compute_90" in reason and "TRANSFORMER_KERNELS_CUDA_ARCHS" in reason
+    assert "sm_75" in reason and "sm_80 sm_90a compute_80" in reason and "TRANSFORMER_KERNELS_CUDA_ARCHS" in reason
 
 
 def test_emulation_without_sources(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_the_hash_sees_names_and_contents(tmp_path: Path) -> None:
 
 
 def test_architectures_are_read() -> None:
-    flags, names = _build.gencode_flags("8.0; sm_90a,90+PTX")
-    assert names == "sm_80 sm_90a compute_90"
-    assert flags[0] == "-gencode=arch=compute_80,code=sm_80" and flags[2].endswith("code=compute_90")
+    flags, names = _build.gencode_flags("8.0; sm_90a,80+PTX")
+    assert names == "sm_80 sm_90a compute_80"
+    assert flags[0] == "-gencode=arch=compute_80,code=sm_80" and flags[2].endswith("code=compute_80")
     for bad in ("", "hopper", "90+SASS"):
         with pytest.raises(ValueError, match="TRANSFORMER_KERNELS_CUDA_ARCHS"):
             _build.gencode_flags(bad)

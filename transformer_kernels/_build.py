@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-DEFAULT_ARCHITECTURES = "80;90a;90+PTX"
+DEFAULT_ARCHITECTURES = "80;90a;80+PTX"
 SANITIZERS = ("address", "thread")
 SOURCE_SUFFIXES = (".h", ".cuh", ".cu", ".cpp")
 
@@ -84,7 +84,7 @@ def _same_release(include: Path, nvcc: Path) -> bool:
 
 
 def gencode_flags(architectures: str) -> tuple[list[str], str]:
-    """nvcc's flags for "80;90a;90+PTX", and the list as the module will show it."""
+    """nvcc's flags for "80;90a;80+PTX", and the list as the module will show it."""
     flags, names = [], []
     for entry in architectures.replace(",", ";").replace(" ", ";").split(";"):
         number = entry.strip().lower().removeprefix("sm_").replace(".", "")
@@ -92,7 +92,7 @@ def gencode_flags(architectures: str) -> tuple[list[str], str]:
             continue
         number, _, ptx = number.partition("+")
         if not number.rstrip("af").isdigit() or ptx not in ("", "ptx"):
-            raise ValueError(f"TRANSFORMER_KERNELS_CUDA_ARCHS: cannot read {entry!r}; write for example 80;90a;90+PTX")
+            raise ValueError(f"TRANSFORMER_KERNELS_CUDA_ARCHS: cannot read {entry!r}; write for example 80;90a;80+PTX")
         kind = "compute" if ptx else "sm"
         flags.append(f"-gencode=arch=compute_{number},code={kind}_{number}")
         names.append(f"{kind}_{number}")
