@@ -51,7 +51,7 @@ class Toolkit:
 
 
 def find_toolkit() -> Toolkit | None:
-    """nvcc from CUDA_HOME, else from PATH, else from the pip packages nvidia-cuda-nvcc and nvidia-cuda-runtime."""
+    """nvcc from CUDA_HOME, else from PATH, else from the pip packages (nvidia-cuda-nvcc, -crt, -cccl and -runtime)."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     on_path = shutil.which("nvcc")
     for nvcc in ([Path(home) / "bin" / "nvcc"] if home else []) + ([Path(on_path)] if on_path else []):

@@ -128,7 +128,8 @@ def _load_built() -> Any:
     if path is None:
         raise BackendUnavailable(
             "the CUDA extension is not built: install a CUDA toolkit with nvcc (or pip install nvidia-cuda-nvcc "
-            "nvidia-cuda-runtime nvidia-cuda-crt) and run pip install . again, or python setup.py build_ext --inplace"
+            "nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, all of one release) and run pip install . again, or "
+            "python setup.py build_ext --inplace"
         )
     try:
         module = _import_from(path)
