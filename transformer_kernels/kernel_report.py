@@ -99,7 +99,7 @@ def compile_configuration(configuration: Configuration, capability: tuple[int, i
 
 def disassemble(cubin: bytes) -> tuple[dict[str, int], str]:
     """Resource usage (REG, STACK, LOCAL, ...) and SASS of a cubin, by the tools in Triton's wheel."""
-    tools = Path(load().__file__).parent / "backends" / "nvidia" / "bin"
+    tools = Path(str(load().__file__)).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
