@@ -11,10 +11,13 @@ template <class T, int HEAD_DIM> struct ForwardShape {
   static constexpr int QUERIES = sizeof(T) == 4 && WIDE ? 32 : 64;
   static constexpr int KEYS = sizeof(T) == 4 ? (WIDE ? 16 : 32) : (WIDE ? 32 : 64);
   static constexpr int THREADS = QUERIES / 16 * WARP_SIZE;
-  static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; asking for more makes the compiler spill
   static constexpr int SHARED_BYTES =
       shared_bytes_after<uint8_t>(KEYS, (QUERIES + 4 * KEYS) * HEAD_DIM * static_cast<int>(sizeof(T)));
 };
+
+// Blocks per multiprocessor that the registers allow: more would spill, and without a demand the compiler takes fewer.
+template <class T, int HEAD_DIM>
+constexpr int FORWARD_BLOCKS = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : HEAD_DIM > 32 || sizeof(T) == 4 ? 3 : 4;
 
 // A fragment's running maximum and sum of exponentials per row; this lane's rows are g and g + 8.
 struct OnlineSoftmax {
@@ -155,7 +158,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
 // One block owns QUERIES queries of one head; each warp owns 16 of them. EXTRAS: a bias, dropout, a scale that is not
 // positive, or fp32. Causality, window, padding and odd lengths touch only the tiles on their edge.
 template <class T, int HEAD_DIM, bool EXTRAS>
-__global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, ForwardShape<T, HEAD_DIM>::BLOCKS)
+__global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BLOCKS<T, HEAD_DIM>)
     attention_forward_kernel(const Arguments arguments) {
   using Shape = ForwardShape<T, HEAD_DIM>;
   constexpr int QUERIES = Shape::QUERIES, KEYS = Shape::KEYS, THREADS = Shape::THREADS;
