@@ -101,7 +101,7 @@ def verification(checkout: Path = CHECKOUT) -> list[str]:
 
 def _state(digest: str, known: list[dict[str, Any]]) -> str:
     if not known:
-        return "never ran on a GPU that is on record; checked interpreted or emulated on the CPU"
+        return "on no GPU yet: its tests ran interpreted or emulated on the CPU"
     newest_first = sorted(known, key=lambda entry: entry["date"], reverse=True)
     for entry in newest_first:
         if entry["hash"] == digest:

@@ -64,6 +64,12 @@ WRONG: dict[str, tuple[workloads.Workload, Callable[..., Tensor]]] = {
         workloads.rows("softmax", torch.float32, "forward", M=8, N=1000),
         lambda x: torch.softmax(x, -1).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(0.5)),
     ),
+    "one element, a little": (  # too little to show in the RMS error of 400,000
+        workloads.rows("gelu", torch.float32, "forward", M=400, N=1000),
+        lambda x: torch.nn.functional.gelu(x).index_put(
+            (torch.tensor(3), torch.tensor(7)), torch.tensor(2e-3), accumulate=True
+        ),
+    ),
     "not a number": (
         workloads.rows("softmax", torch.float32, "forward", M=8, N=16),
         lambda x: torch.softmax(x, -1).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(float("nan"))),
