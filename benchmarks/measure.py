@@ -116,8 +116,8 @@ def measure(workload: Workload, candidate: Candidate, bench: Bench) -> Row:
     )
 
     def work() -> Row:
-        function = candidate.make(workload, bench.device)
         with timing.work_stream(bench.device):
+            function = candidate.make(workload, bench.device)
             row["error"] = check(workload, function, bench.device)
             return _timed(row, workload, function, bench)
 

@@ -138,6 +138,7 @@ def _narrowed(sizes: Sizes, lengths: tuple[int, ...] = (), widths: tuple[int, ..
     return Sizes(sizes.tokens, sizes.heads, kept_lengths, sizes.elements, kept_widths, sizes.decode, sizes.dtypes)
 
 
+UNCOMPILED = tuple(rung.name for rung in steps.LADDER if rung.compile is None)
 KERNELS = ("ours triton", "ours cuda")
 EVERY_KIND = (("causal", 64), ("full", 128), ("full", 64), ("causal", 128))
 
@@ -148,9 +149,13 @@ def _on_gpu(device: torch.device) -> Iterator[Task]:
     fused = (*KERNELS, "sdpa flash", "sdpa cudnn")
     yield from _attention(headline, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
     yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager"))
-    for recipe in (Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)):
-        yield from step_tasks(device, recipe)
+    recipes = Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)
+    for recipe in recipes:
+        yield from step_tasks(device, recipe, UNCOMPILED)
     yield from call_tasks()
+    for recipe in recipes:
+        yield from step_tasks(device, recipe)
+    yield from step_tasks(device, Recipe("gpt2", 8, 1024), UNCOMPILED)
     yield from _rows(_narrowed(sizes, widths=COMPILED_WIDTHS), bf16, ("forward", "backward"), ("compile", "liger"))
     yield from _attention(sizes, bf16, EVERY_KIND, ("forward", "backward", "both"), fused)
     yield from step_tasks(device, Recipe("gpt2", 8, 1024))
@@ -187,21 +192,24 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
     fused = ("ours torch", "sdpa flash", "sdpa math", "eager")
     yield from _attention(sizes, fp32, EVERY_KIND[:1], ("forward", "both"), fused)
     yield from _rows(sizes, fp32, ("forward", "backward"), ("ours torch", "eager"))
-    for recipe in (Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)):
-        yield from step_tasks(device, recipe)
+    recipes = Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)
+    for recipe in recipes:
+        yield from step_tasks(device, recipe, UNCOMPILED)
     yield from call_tasks()
     yield from _attention(sizes, fp32, EVERY_KIND[1:2], ("forward", "both"), fused)
     yield from operation_tasks(workloads.decode_sweep(sizes, fp32), fused)
     yield from _attention(sizes, fp32, (("padded", 64),), ("forward", "both"), fused)
     yield from _rows(_narrowed(sizes, widths=(768,)), fp32, ("forward", "both"), ("compile",))
     yield from _attention(_narrowed(sizes, (512,)), fp32, EVERY_KIND[:1], ("forward", "both"), ("compile",))
-    yield from step_tasks(device, Recipe("gpt2", 1, 128))
+    yield from step_tasks(device, Recipe("gpt2", 1, 128), UNCOMPILED)
     for recipe in (Recipe("char_gpt", 16, 64), Recipe("char_gpt", 16, 256), Recipe("imdb_bert", 4, 256)):
         yield from step_tasks(device, recipe, ("reference fp32", "SDPA + fused AdamW, fp32", "ours torch, fp32"))
     everyone = _narrowed(sizes, (512,), (768,))  # one point with every candidate, so that each is timed or explained
     yield from operation_tasks(workloads.attention_sweep(everyone, fp32, 64, "forward", "causal"))
     for op in ROW_OPERATIONS:
         yield from operation_tasks(workloads.row_sweep(everyone, op, fp32, "forward"))
+    for recipe in recipes:
+        yield from step_tasks(device, recipe)
 
 
 def chosen(tasks: Iterable[Task], operations: Iterable[str] = (), backends: Iterable[str] = ()) -> list[Task]:

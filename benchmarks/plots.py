@@ -278,7 +278,7 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
     left, right = min(intensities) / 2, max(*intensities, 4 * compute / memory)
     axes.plot([left, compute / memory, right], [left * memory, compute, compute], color="#000000", linewidth=1.4)
     middle = math.sqrt(left * compute / memory)
-    place = {"textcoords": "offset points", "ha": "right"}
+    place: dict[str, Any] = {"textcoords": "offset points", "ha": "right"}
     axes.annotate(f"copy: {memory * 1e3:,.0f} GB/s", (middle, middle * memory), (-8, 4), **place)
     axes.annotate(
         f"matrix product: {compute:,.3g} TFLOP/s", (right, compute), (0, 5), textcoords="offset points", ha="right"

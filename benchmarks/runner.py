@@ -26,7 +26,7 @@ from benchmarks.plan import Task, chosen, plan
 
 ROWS = "rows.jsonl"
 ENVIRONMENT = "environment.json"
-LONGEST_TASK = 90.0
+LONGEST_TASK = 150.0
 """Seconds after which a task counts as hung."""
 DEVICE_LOST = 3
 """Exit status of a worker whose device is of no more use to it."""
@@ -68,14 +68,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def work(
-    tasks: Iterable[Task], bench: Bench, budget: Budget, path: Path, started: Callable[[Task], None] = lambda task: None
+    tasks: Iterable[Task],
+    bench: Bench,
+    budget: Budget,
+    path: Path,
+    started: Callable[[Task], None] = lambda task: None,
+    known: Iterable[Row] = (),
 ) -> int:
     """Measure the tasks that have no row yet until the budget is spent; returns how many were not reached.
+
+    Rows in `path` count, and `known` ones that have a time.
 
     A candidate that was skipped for one reason is asked for it once, not in each row.
     """
     rows = read_lines(path)
-    done = {identity(row) for row in rows}
+    done = {identity(row) for row in rows} | {identity(row) for row in known if row["status"] == "ok"}
     told = {(row["op"], row["candidate"], row.get("reason")) for row in rows if row["status"] == "skipped"}
     remaining = [task for task in tasks if task.key not in done]
     for count, task in enumerate(remaining):
@@ -142,7 +149,7 @@ def worker(arguments: argparse.Namespace) -> int:
         current.write_text(task.key)
 
     try:
-        missed = work(tasks, bench, budget, path, started)
+        missed = work(tasks, bench, budget, path, started, recorded_rows(device) if arguments.missing else ())
     except Exception as error:
         if not is_device_lost(error):
             raise
@@ -152,6 +159,12 @@ def worker(arguments: argparse.Namespace) -> int:
         print(f"the time is over: {missed} rows were not reached")
     current.unlink(missing_ok=True)
     return 0
+
+
+def recorded_rows(device: torch.device) -> list[Row]:
+    """What benchmarks/results has of this device."""
+    folder = environment.folder_name({"device_type": device.type, "device": environment.device_name(device)})
+    return read_lines(environment.ROOT / "benchmarks" / "results" / folder / ROWS)
 
 
 def supervise(
@@ -209,6 +222,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
         "--backend", action="append", default=[], metavar="NAME", help="of ours, only this backend; peers stay"
     )
     parser.add_argument("--quick", action="store_true", help="small sizes and few rows: does it work at all?")
+    parser.add_argument("--missing", action="store_true", help="only what benchmarks/results does not have yet")
     parser.add_argument("--seconds", type=float, default=0.0, help="how long a row is timed (default: 0.1 or 0.2)")
 
 
@@ -216,7 +230,9 @@ def selection(arguments: argparse.Namespace) -> list[str]:
     """The same options again, for a worker."""
     options = [text for name in arguments.op for text in ("--op", name)]
     options += [text for name in arguments.backend for text in ("--backend", name)]
-    return [*options, *(["--quick"] if arguments.quick else []), "--seconds", str(arguments.seconds)]
+    options += ["--quick"] if arguments.quick else []
+    options += ["--missing"] if arguments.missing else []
+    return [*options, "--seconds", str(arguments.seconds)]
 
 
 def main() -> int:

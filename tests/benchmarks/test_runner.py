@@ -59,6 +59,14 @@ def test_work_stops_when_the_time_is_over_and_goes_on_where_it_was(tmp_path: Pat
     assert [row["shape"]["L"] for row in runner.read_lines(path)] == [0, 1, 2, 3, 4]
 
 
+def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "rows.jsonl"
+    tasks = [task(number, clock, takes=1.0) for number in range(3)]
+    known = [tasks[0].run(bench()), tasks[1].run(bench()) | {"status": "failed"}]
+    runner.work(tasks, bench(), runner.Budget(9.0, clock), path, known=known)
+    assert [row["shape"]["L"] for row in runner.read_lines(path)] == [1, 2]
+
+
 def test_each_row_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:
     clock, path, seen = Clock(), tmp_path / "rows.jsonl", []
     tasks = [task(number, clock, takes=1.0) for number in range(3)]
