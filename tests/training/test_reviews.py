@@ -61,6 +61,7 @@ def test_the_folder_of_the_data_set_is_read(tmp_path):
         ("a.jsonl.xz", lzma.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "damaged or incomplete .xz file"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "damaged or incomplete .gz file"),
     ],
+    ids=["label", "json", "object", "columns", "empty", "ending", "xz", "gz"],
 )
 def test_bad_files_are_told(tmp_path, name, content, told):
     (tmp_path / name).write_bytes(content)
