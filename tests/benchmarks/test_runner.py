@@ -166,3 +166,32 @@ def test_a_step_that_outlives_its_time_is_ended(tmp_path: Path) -> None:
         command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
         assert record._run(command, log, 1.0, {}) is None
     assert "begun" in (tmp_path / "log").read_text()
+
+
+SUITE = """
+import pytest
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_values(backend):
+    assert backend == "triton"
+
+def test_elsewhere():
+    pytest.skip("needs something")
+"""
+
+
+def test_the_suite_leaves_each_result_and_a_verdict_on_each_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "test_gelu.py"
+    file.write_text(SUITE)
+    monkeypatch.setattr(record, "SESSIONS", ((str(file),),))
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    with open(tmp_path / "log", "w") as log:
+        assert record.test(tmp_path, log, 60.0, STAMP) == 1
+    tests = runner.read_lines(tmp_path / "tests.jsonl")
+    assert sorted(test["outcome"] for test in tests) == ["1", "failed", "passed", "skipped"]
+    verdicts = {entry["kernel"]: entry for entry in json.loads((tmp_path / "kernels.json").read_text())}
+    assert (verdicts["gelu/triton"]["passed"], verdicts["gelu/triton"]["failed"]) == (1, 0)
+    assert verdicts["gelu/cuda"]["failed"] == 1 and verdicts["gelu/cuda"]["complete"]
+    assert "1 passed, 1 failed, 1 skipped" in capsys.readouterr().out
