@@ -1,0 +1,493 @@
+"""Attention in Triton: which kernel takes a call, and the launches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from transformer_kernels import _triton
+from transformer_kernels._triton import Configuration
+from transformer_kernels.ops.attention import _triton_config as config
+from transformer_kernels.ops.attention._triton_backward import (
+    attention_backward_bias_kernel,
+    attention_backward_key_kernel,
+    attention_backward_query_kernel,
+)
+from transformer_kernels.ops.attention._triton_config import Tile
+from transformer_kernels.ops.attention._triton_decode import attention_combine_kernel, attention_decode_kernel
+from transformer_kernels.ops.attention._triton_forward import attention_forward_kernel
+from transformer_kernels.ops.attention._triton_short import (
+    attention_short_backward_kernel,
+    attention_short_forward_kernel,
+)
+
+MAXIMUM_HEAD_DIM = 256
+
+
+def unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+) -> str | None:
+    """The reason why these kernels do not take the call, or None."""
+    if q.shape[3] > MAXIMUM_HEAD_DIM:
+        return f"supports head dimensions up to {MAXIMUM_HEAD_DIM}, not {q.shape[3]}; use backend='torch'"
+    return _triton.unsupported_dtype(q.dtype)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, by the path that suits the lengths."""
+    call = _Call(q, k, v, None, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale)
+    out = _empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with _triton.launching_on(q.device):
+        if call.is_decode():
+            _launch_decode(call, out, lse)
+        elif (tile := call.short_tile("forward")) is not None:
+            _launch_short_forward(call, tile, out, lse)
+        else:
+            _launch_forward(call, out, lse)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+    bias_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and, if it needs one, of the bias."""
+    call = _Call(q, k, v, dout, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale)
+    out = out if out.transpose(1, 2).is_contiguous() else out.transpose(1, 2).contiguous().transpose(1, 2)
+    dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+    tile = call.short_tile("backward")
+    delta = torch.empty_like(lse) if bias_needs_grad or tile is None else None
+    with _triton.launching_on(q.device):
+        if tile is not None:
+            _launch_short_backward(call, tile, lse, dlse, delta, dq, dk, dv)
+        else:
+            _launch_backward(call, out, lse, dlse, delta, dq, dk, dv)
+        dbias = _bias_gradient(call, lse, dlse, delta) if bias_needs_grad else None
+    return dq, dk, dv, dbias
+
+
+class _Call:
+    """One call as kernels are told of it: tensors, sizes, strides and numbers, and the compile-time constants."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor | None,
+        key_padding_mask: Tensor | None,
+        attn_bias: Tensor | None,
+        seed: Tensor | None,
+        causal: bool,
+        window: int | None,
+        dropout_p: float,
+        scale: float,
+    ) -> None:
+        self.q, self.k, self.v, self.dout = q, k, v, dout
+        self.batch, self.query_heads, self.queries, self.head_dim = q.shape
+        self.key_heads, self.keys = k.shape[1], k.shape[2]
+        self.group = self.query_heads // self.key_heads
+        self.itemsize = q.element_size()
+        self.capability = _triton.capability(q.device)
+        self.block_d = max(16, _triton.next_power_of_2(self.head_dim))
+        if window is not None and window >= self.queries + self.keys:
+            window = None  # it hides nothing
+        self.padding, self.bias, self.seed = key_padding_mask, attn_bias, seed
+        self.sizes = (self.query_heads, self.queries, self.keys)
+        self.strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        if dout is not None:
+            self.strides += dout.stride()[:3]
+        self.bias_strides = _broadcast_strides(attn_bias)
+        keep_scale = 1.0 if seed is None else 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
+        self.scale = scale
+        self.heavy = "" if attn_bias is None and seed is None and window is None else " heavy"
+        self.numbers = (scale, window or 0, round(dropout_p * 2**24), keep_scale)
+        self.constants = {
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": self.block_d,
+            "CAUSAL": causal,
+            "WINDOW": window is not None,
+            "PADDING": key_padding_mask is not None,
+            "BIAS": _bias_kind(attn_bias),
+            "BIAS_ALIGNMENT": 1 if attn_bias is None else _alignment(attn_bias.element_size(), self.bias_strides[:3]),
+            "DROPOUT": seed is not None,
+            "ALIGNMENT": _alignment(self.itemsize, self.strides),
+            "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        }
+        if self.itemsize == config.HALF:
+            self.constants["PRECISION"] = "tf32"  # of no account for 16-bit operands, so never a second compilation
+
+    def is_decode(self) -> bool:
+        """Whether there are few queries and many keys: then keys are split among programs."""
+        return (
+            self.queries <= config.DECODE_QUERIES
+            and self.keys >= config.DECODE_MINIMUM_KEYS
+            and self.queries * self.group <= config.DECODE_MAXIMUM_ROWS
+        )
+
+    def short_tile(self, direction: str) -> Tile | None:
+        """The tile of the short-sequence path, None where not all keys of a head fit into one."""
+        if self.block_d not in config.SHORT_HEAD_DIMS or self.queries > config.SHORT_QUERIES:
+            return None
+        table = f"short {direction} {self.block_d}{self.heavy}"
+        return _find_within(table, self.capability, self.itemsize, self.keys)
+
+    def section(self, rows: int) -> int:
+        """How many heads, of which each program walks over `rows` rows of two tensors, fit into the L2 cache."""
+        return max(1, config.L2_BYTES // (2 * rows * self.head_dim * self.itemsize))
+
+    def tile(self, table: str) -> Tile:
+        """The tile of this call in a table of `_triton_config`."""
+        return _find(table, self.capability, self.itemsize, self.block_d)
+
+
+@functools.cache
+def _find(table: str, capability: _triton.Capability, itemsize: int, width: int) -> Tile:
+    return config.TABLES[table].find(capability, itemsize, width)
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_within(table: str, capability: _triton.Capability, itemsize: int, width: int) -> Tile | None:
+    rows = config.TABLES[table]
+    newest = max(known for known in rows.capabilities(itemsize) if known <= capability)
+    return next((tile for largest, tile in rows.entries(newest, itemsize) if largest and width <= largest), None)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """An empty tensor of x's shape, laid out in memory as (B, L, H, D)."""
+    batch, heads, length, head_dim = x.shape
+    return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
+
+
+def _alignment(itemsize: int, strides: tuple[int, ...]) -> int:
+    """Elements of 16 bytes if every stride is a multiple of them, else 1; 0 if a tile's offsets overflow 32 bits."""
+    elements = 16 // itemsize
+    if max(strides) >= 1 << 23:
+        return 0
+    return elements if all(stride % elements == 0 for stride in strides) else 1
+
+
+def _bias_kind(bias: Tensor | None) -> str:
+    """What varies within a head: see `load_bias`."""
+    if bias is None:
+        return "none"
+    if bias.shape[3] > 1:
+        return "full" if bias.shape[2] > 1 else "row"
+    return "column" if bias.shape[2] > 1 else "scalar"
+
+
+def _broadcast_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
+    if bias is None:
+        return (0, 0, 0, 0)
+    first, second, third, fourth = (
+        stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)
+    )
+    return first, second, third, fourth
+
+
+def _launch_forward(call: _Call, out: Tensor, lse: Tensor) -> None:
+    descriptors = _takes_descriptors(call)
+    tile = call.tile("forward descriptors" if descriptors else f"forward{call.heavy}")
+    sources: tuple[Any, ...] = (call.q, call.k, call.v)
+    if descriptors:
+        rows = (tile.queries, tile.keys, tile.keys)
+        sources = tuple(_descriptor(x, size, call.block_d) for x, size in zip(sources, rows, strict=True))
+    grid = (triton.cdiv(call.queries, tile.queries) * call.batch * call.query_heads,)
+    attention_forward_kernel[grid](
+        *sources, out, lse, call.padding, call.bias, call.seed, *call.sizes, *call.strides, *call.bias_strides[:3],
+        *call.numbers, call.section(call.keys) * call.group,
+        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED_N=tile.masked, NEGATE=call.scale < 0.0,
+        DESCRIPTOR=descriptors, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _takes_descriptors(call: _Call) -> bool:
+    """Whether q, k and v are read through tensor descriptors: where that pays, and the layout allows it."""
+    return (
+        _descriptors_pay(call)
+        and call.constants["ALIGNMENT"] > 1
+        and all(x.data_ptr() % 16 == 0 for x in (call.q, call.k, call.v))
+        and all(stride > 0 for stride in call.strides)
+    )
+
+
+def _descriptors_pay(call: _Call) -> bool:
+    return (
+        call.q.is_cuda
+        and call.capability >= config.HOPPER
+        and call.itemsize == config.HALF
+        and call.block_d in config.DESCRIPTOR_HEAD_DIMS
+        and not call.heavy
+        and call.queries >= config.DESCRIPTOR_MINIMUM_QUERIES
+    )
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+
+
+def _launch_short_forward(call: _Call, tile: Tile, out: Tensor, lse: Tensor) -> None:
+    grid = (triton.cdiv(call.queries, tile.queries) * call.batch * call.query_heads,)
+    attention_short_forward_kernel[grid](
+        call.q, call.k, call.v, out, lse, call.padding, call.bias, call.seed, *call.sizes, *call.strides,
+        *call.bias_strides[:3], *call.numbers,
+        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _launch_decode(call: _Call, out: Tensor, lse: Tensor) -> None:
+    tile = call.tile("decode")
+    programs = call.batch * call.key_heads
+    blocks = triton.cdiv(call.keys, tile.keys)
+    split_blocks = triton.cdiv(blocks, _splits(programs, blocks, _triton.multiprocessors(call.q.device)))
+    splits = triton.cdiv(blocks, split_blocks)
+    partial = partial_max = partial_sum = None
+    if splits > 1:
+        rows = (splits, *call.q.shape[:3])
+        partial = torch.empty((*rows, call.head_dim), dtype=torch.float32, device=call.q.device)
+        partial_max, partial_sum = (torch.empty(rows, dtype=torch.float32, device=call.q.device) for _ in range(2))
+    constants = {name: value for name, value in call.constants.items() if name != "BIAS_ALIGNMENT"}
+    constants["BIAS"] = call.bias is not None
+    attention_decode_kernel[(programs, splits)](
+        call.q, call.k, call.v, out, lse, partial, partial_max, partial_sum, call.padding, call.bias, call.seed,
+        *call.sizes, split_blocks * tile.keys, *call.strides, *call.bias_strides, *call.numbers,
+        **constants, BLOCK_M=max(16, _triton.next_power_of_2(call.queries * call.group)), BLOCK_N=tile.keys,
+        NEGATE=call.scale < 0.0, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        attention_combine_kernel[(call.batch * call.query_heads * call.queries,)](
+            partial, partial_max, partial_sum, out, lse, call.query_heads, call.queries, splits, call.numbers[3],
+            HEAD_DIM=call.head_dim, BLOCK_D=call.block_d, BLOCK_SPLITS=config.COMBINED_SPLITS, num_warps=1,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
+    """Into how many parts the keys are split: one where the device is busy anyway or the keys are few, else the fewest
+    that fill the waves of programs to 85 % of what the best number does."""
+    if programs >= 0.8 * multiprocessors or blocks <= 4:
+        return 1
+    candidates = range(1, min(blocks, config.MAXIMUM_SPLITS) + 1)
+    waves = [programs * count / multiprocessors for count in candidates]
+    efficiency = [wave / -(-wave // 1) for wave in waves]
+    return next(count for count, value in zip(candidates, efficiency, strict=True) if value >= 0.85 * max(efficiency))
+
+
+def _launch_backward(
+    call: _Call,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    tile = call.tile(f"query gradient{call.heavy}")
+    grid = (triton.cdiv(call.queries, tile.queries) * call.batch * call.query_heads,)
+    attention_backward_query_kernel[grid](
+        call.q, call.k, call.v, out, lse, call.dout, dlse, delta, dq, call.padding, call.bias, call.seed, *call.sizes,
+        *call.strides, *call.bias_strides[:3], *call.numbers, call.section(call.keys) * call.group,
+        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED_N=tile.masked, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )  # fmt: skip
+    tile = call.tile(f"key gradient{call.heavy}")
+    grid = (triton.cdiv(call.keys, tile.keys) * call.batch * call.key_heads,)
+    attention_backward_key_kernel[grid](
+        call.q, call.k, call.v, lse, call.dout, delta, dk, dv, call.padding, call.bias, call.seed, *call.sizes,
+        *call.strides, *call.bias_strides[:3], *call.numbers, call.section(call.queries * call.group),
+        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED_M=tile.masked, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _launch_short_backward(
+    call: _Call,
+    tile: Tile,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    attention_short_backward_kernel[(call.batch * call.key_heads,)](
+        call.q, call.k, call.v, lse, call.dout, dlse, delta, dq, dk, dv, call.padding, call.bias, call.seed,
+        *call.sizes, *call.strides, *call.bias_strides[:3], *call.numbers,
+        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _bias_gradient(call: _Call, lse: Tensor, dlse: Tensor | None, delta: Tensor | None) -> Tensor:
+    """dbias, summed over the axes on which the bias is broadcast."""
+    bias = call.bias
+    assert bias is not None
+    if bias.shape[3] > 1:
+        return _launch_bias_gradient(call, bias, lse, delta)
+    if dlse is None:  # over all keys of a query dS sums to dlse: softmax does not feel a shift
+        return torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    return dlse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
+
+
+def _launch_bias_gradient(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor:
+    """Each program sums dS over a share of what the bias is broadcast over; the shares are added up at the end."""
+    tile = call.tile("bias gradient")
+    blocks = (triton.cdiv(call.queries, tile.queries), triton.cdiv(call.keys, tile.keys))
+    own = bias.shape[0] * bias.shape[1] * (blocks[0] if bias.shape[2] > 1 else 1) * blocks[1]
+    shared = call.batch * call.query_heads * blocks[0] * blocks[1] // own
+    splits = max(1, min(shared, config.MAXIMUM_SPLITS, 2 * _triton.multiprocessors(bias.device) // own))
+    partial = torch.empty((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32, device=bias.device)
+    attention_backward_bias_kernel[(own * splits,)](
+        call.q, call.k, call.v, lse, call.dout, delta, partial, call.padding, bias, call.seed, call.batch, *call.sizes,
+        bias.shape[0], bias.shape[1], splits, *call.strides, *call.bias_strides[:3], *call.numbers,
+        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"CAUSAL": True},
+    "causal padded": {"CAUSAL": True, "PADDING": True},
+}
+HEAVY_VARIANTS: dict[str, dict[str, Any]] = {
+    "biased": {"BIAS": "full"},
+    "causal padded windowed": {"CAUSAL": True, "PADDING": True, "WINDOW": True},
+    "causal padded dropout": {"CAUSAL": True, "PADDING": True, "DROPOUT": True},
+}
+KERNELS = {
+    "forward": attention_forward_kernel,
+    "query": attention_backward_query_kernel,
+    "key": attention_backward_key_kernel,
+    "bias": attention_backward_bias_kernel,
+    "decode": attention_decode_kernel,
+}
+
+
+def configurations() -> list[Configuration]:
+    """Every row of the tables for aligned tensors: bf16 in the variants that differ most, fp16 and fp32 in one."""
+    listed = []
+    for name, table in config.TABLES.items():
+        heavy = name.endswith("heavy") or name.startswith("bias")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            variants = HEAVY_VARIANTS if heavy else VARIANTS
+            if dtype is not torch.bfloat16:
+                variants = dict([list(variants.items())[-1]])
+            precisions = ("ieee", "tf32") if dtype is torch.float32 else ("tf32",)
+            for capability, itemsize in table.rows:
+                if itemsize != dtype.itemsize:
+                    continue
+                for width, tile in table.rows[capability, itemsize]:
+                    for label, constants in variants.items():
+                        for precision in precisions:
+                            if name.startswith("bias") and "BIAS" not in constants:
+                                constants = {**constants, "BIAS": "full"}
+                            chosen = {**constants, "PRECISION": precision}
+                            listed.append(_configuration(name, label, dtype, capability, width, tile, chosen))
+    return listed
+
+
+def _configuration(
+    name: str,
+    label: str,
+    dtype: torch.dtype,
+    capability: _triton.Capability,
+    width: int | None,
+    tile: Tile,
+    chosen: dict[str, Any],
+) -> Configuration:
+    """One entry of a table as `kernel_report` compiles it."""
+    first, *rest = name.split()
+    if first == "short":
+        kernel = attention_short_forward_kernel if rest[0] == "forward" else attention_short_backward_kernel
+        head_dim = int(rest[1])
+        where = f"keys <= {width}"
+    else:
+        kernel = KERNELS[first]
+        head_dim = width or MAXIMUM_HEAD_DIM
+        where = f"D <= {width}"
+    biased, dropout = chosen.get("BIAS", "none") != "none", chosen.get("DROPOUT", False)
+    elements = 16 // dtype.itemsize
+    constants: dict[str, Any] = {
+        "GROUP": 1, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys,
+        "MASKED_M": tile.masked, "MASKED_N": tile.masked, "CAUSAL": False, "WINDOW": False, "PADDING": False,
+        "BIAS": "none", "BIAS_ALIGNMENT": elements, "DROPOUT": False, "NEGATE": False, "ALIGNMENT": elements,
+        "DESCRIPTOR": name == "forward descriptors", **chosen,
+    }  # fmt: skip
+    if first == "decode":
+        constants["BIAS"] = biased
+    absent = {
+        "padding_pointer": not constants["PADDING"],
+        "bias_pointer": not biased,
+        "seed_pointer": not dropout,
+        "dlse_pointer": True,
+    }
+    constants |= {pointer: None for pointer, missing in absent.items() if missing}
+    element = _triton.TYPE_NAMES[dtype]
+    statistics = ("lse", "delta", "partial", "partial_max", "partial_sum")
+    types = {f"{statistic}_pointer": "*fp32" for statistic in statistics}
+    types |= {"padding_pointer": "*i1", "seed_pointer": "*i64", "scale": "fp32", "keep_scale": "fp32"}
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.endswith("_source") and constants["DESCRIPTOR"]:
+            rows = tile.queries if argument == "q_source" else tile.keys
+            signature[argument] = f"tensordesc<{element}[1, 1, {rows}, {head_dim}]>"
+        elif argument.endswith(("_pointer", "_source")):
+            signature[argument] = types.get(argument, f"*{element}")
+        else:
+            signature[argument] = types.get(argument, "i32")
+    gates = {"wide_loads"} | (set() if chosen["PRECISION"] == "ieee" else {"matrix"})
+    if chosen["PRECISION"] != "ieee" or head_dim <= 64:  # products without matrix units hold whole rows in registers
+        gates.add("no_spills")
+    return Configuration(
+        f"attention {name} {label} {element} {where} {chosen['PRECISION'] if element == 'fp32' else ''}".strip(),
+        kernel,
+        signature,
+        {argument: value for argument, value in constants.items() if argument in kernel.arg_names},
+        tile.num_warps,
+        tile.num_stages,
+        (capability,),
+        frozenset(gates),
+    )
