@@ -1,0 +1,225 @@
+"""Attention kernels in Triton: each path where lengths would not choose it, and what only this backend promises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from python_ref import ops as reference
+from tests.ops.test_attention import make, padding
+from tests.support.parity import check_parity, require
+from transformer_kernels import _triton
+
+OP = "attention"
+
+
+@pytest.fixture(params=["triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    require(OP, request.param, device, torch.float32)
+    return request.param
+
+
+@pytest.fixture
+def attention(backend: str) -> Any:
+    """The backend module, imported once it is known to run here."""
+    from transformer_kernels.ops.attention import _triton as module
+
+    return module
+
+
+@pytest.fixture
+def long_path(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences go through the kernels for any length, in small tiles so that every loop runs."""
+    config = attention.config
+    monkeypatch.setattr(config, "SHORT_QUERIES", 0)
+    tile = config.Tile(queries=32, keys=32, masked=16, num_warps=4, num_stages=1)
+    monkeypatch.setattr(attention, "_find", lambda *_: tile)
+
+
+@pytest.mark.usefixtures("long_path")
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [(70, 100), (100, 70), (64, 64)], ids=str)
+def test_masked_and_full_blocks_meet(
+    backend: str, device: torch.device, lengths: tuple[int, int], causal: bool, window: int | None
+) -> None:
+    tensors = make(torch.float16, device, lengths, batch=1, heads=(2, 1))
+    check_parity(OP, backend, tensors, {"causal": causal, "window": window, "return_lse": True})
+
+
+@pytest.mark.usefixtures("long_path")
+@pytest.mark.parametrize("kept", [(10, 90), (0, 40), (96, 100), (33, 64)], ids=str)
+def test_padding_on_either_side_is_not_visited(backend: str, device: torch.device, kept: tuple[int, int]) -> None:
+    tensors = make(torch.float32, device, (70, 100), batch=2)
+    positions = torch.arange(100, device=device)
+    tensors["key_padding_mask"] = torch.stack([(positions >= kept[0]) & (positions < kept[1]), positions % 3 > 0])
+    with torch.no_grad():
+        for name in "kv":
+            tensors[name].masked_fill_(~tensors["key_padding_mask"][:, None, :, None], torch.nan)
+    check_parity(OP, backend, tensors)
+
+
+@pytest.mark.usefixtures("long_path")
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": 5}, {"causal": True, "window": 5}], ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
+def test_nothing_hidden_by_position_gets_out(
+    backend: str, device: torch.device, options: dict[str, Any], poison: float
+) -> None:
+    tensors = make(torch.float32, device, (50, 50), batch=1)
+    clean = _gradient_of_first_rows(backend, tensors, options)
+    with torch.no_grad():
+        for name in "kv":
+            tensors[name][:, :, 40:] = poison
+    for got, want in zip(_gradient_of_first_rows(backend, tensors, options), clean, strict=True):
+        torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+def _gradient_of_first_rows(backend: str, tensors: dict[str, Any], options: dict[str, Any]) -> list[Tensor]:
+    """Output and q's gradient at queries that see no key from 40 on."""
+    q, k, v = (tensors[name].detach().requires_grad_() for name in "qkv")
+    out = tk.attention(q, k, v, **options, backend=backend)
+    out.backward(torch.ones_like(out))
+    return [out[:, :, :30].detach(), q.grad[:, :, :30]]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "dropout_p": 0.3}, {"window": 300}], ids=str
+)
+@pytest.mark.parametrize("queries", [1, 5, 16])
+def test_decode_splits_the_keys(
+    backend: str, attention: Any, device: torch.device, queries: int, options: dict[str, Any]
+) -> None:
+    assert attention._splits(1, 16, 3) > 1
+    tensors = make(torch.float16, device, (queries, 700), batch=1, heads=(4, 2), width=40)
+    tensors["key_padding_mask"] = padding(1, 700, device)
+    tensors["attn_bias"] = torch.randn(1, 4, 1, 700, device=device)
+    check_parity(OP, backend, {name: t.detach() for name, t in tensors.items()}, {**options, "return_lse": True})
+
+
+def test_splits_fill_the_device(attention: Any) -> None:
+    assert attention._splits(120, 64, 132) == 1  # busy anyway
+    assert attention._splits(8, 4, 132) == 1  # four blocks are not worth a second kernel
+    assert attention._splits(8, 64, 132) == 15  # 120 of 132 multiprocessors, in one wave
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_tensor_descriptors_read_what_pointers_read(
+    backend: str, attention: Any, device: torch.device, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {name: t.detach() for name, t in make(torch.float16, device, (150, 200), batch=1, width=72).items()}
+    monkeypatch.setattr(attention, "_descriptors_pay", lambda call: True)
+    check_parity(OP, backend, tensors, {"causal": causal, "return_lse": True})
+    described = tk.attention(**tensors, causal=causal, backend=backend)
+    monkeypatch.setattr(attention, "_descriptors_pay", lambda call: False)
+    torch.testing.assert_close(described, tk.attention(**tensors, causal=causal, backend=backend), atol=1e-3, rtol=1e-3)
+
+
+def test_tensor_descriptors_need_alignment(
+    backend: str, attention: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = torch.randn(1, 64, 3, 2, 64, device=device).half()
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    options = (None, None, None, False, None, 0.0, 0.1)
+    monkeypatch.setattr(attention, "_descriptors_pay", lambda call: True)
+    assert attention._takes_descriptors(attention._Call(q, k, v, None, *options))
+    expanded = k[:, :1].expand(1, 2, 64, 64)
+    assert not attention._takes_descriptors(attention._Call(q, expanded, v, None, *options))
+    shifted = torch.randn(1, 2, 64, 72, device=device).half()[..., 3:67]
+    assert not attention._takes_descriptors(attention._Call(shifted, k, v, None, *options))
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+@pytest.mark.parametrize("lengths", [(20, 30), (80, 300), (2, 600)], ids=["short", "long", "decode"])
+def test_any_sign_of_scale(backend: str, device: torch.device, lengths: tuple[int, int], scale: float) -> None:
+    tensors = make(torch.float32, device, lengths, batch=1, heads=(1, 1))
+    check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
+
+
+def test_row_strides_beyond_32_bits_within_a_tile(attention: Any) -> None:
+    assert attention._alignment(2, (1 << 24, 64, 64)) == 0
+    assert attention._alignment(2, (1 << 20, 64, 64)) == 8
+    assert attention._alignment(2, (1 << 20, 63, 64)) == 1
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_keeps_the_bits_of_the_reference(backend: str, device: torch.device, p: float) -> None:
+    queries, keys = 21, 100
+    q, k = torch.zeros(1, 2, queries, 64, device=device), torch.zeros(1, 2, keys, 64, device=device)
+    kept = []
+    for start in range(0, keys, 64):  # with equal weights, v picks out sixty-four columns of the mask
+        v = torch.zeros(1, 2, keys, 64, device=device)
+        v[:, :, start : start + 64] = torch.eye(64, device=device)[: min(64, keys - start)]
+        torch.manual_seed(5)
+        kept.append(tk.attention(q, k, v, dropout_p=p, backend=backend) > 0)
+    torch.manual_seed(5)
+    want = reference.dropout_keep(reference.draw_seed(device), 2, queries, keys, p)
+    assert torch.equal(torch.cat(kept, dim=3)[0, :, :, :keys], want.view(2, queries, keys))
+
+
+@pytest.mark.usefixtures("long_path")
+def test_rows_biased_by_the_lowest_number_have_the_gradient_of_uniform_weights(
+    backend: str, device: torch.device
+) -> None:
+    tensors = make(torch.float32, device, (20, 40), batch=1)
+    tensors["attn_bias"] = torch.full((1, 1, 1, 40), torch.finfo(torch.float32).min, device=device)
+    out = tk.attention(**tensors, backend=backend)
+    out.sum().backward()
+    torch.testing.assert_close(tensors["v"].grad, torch.full_like(tensors["v"], 0.5), rtol=0.02, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["ampere", "hopper"])
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
+def test_every_table_computes_the_same(
+    backend: str, device: torch.device, capability: tuple[int, int], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED_CAPABILITY", capability)
+    for lengths in ((60, 60), (100, 257)):
+        tensors = make(torch.float16, device, lengths, batch=1, heads=(2, 1), width=width)
+        check_parity(OP, backend, tensors, {"causal": True})
+        tensors["attn_bias"] = torch.randn(1, 2, *lengths, device=device, requires_grad=True)
+        check_parity(OP, backend, tensors, {"dropout_p": 0.2})
+
+
+@pytest.mark.slow
+def test_lengths_compile_nothing_anew(device: torch.device) -> None:
+    """Triton's key of a compilation, taken from its own binder, over twenty lengths."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = subprocess.run([sys.executable, "-c", KEYS], env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == ["1", "1"]
+
+
+KEYS = """
+import torch
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import create_function_from_signature
+from transformer_kernels.ops.attention import _triton as attention
+
+backend = CUDABackend(GPUTarget("cuda", 90, 32))
+kernel = attention.attention_forward_kernel
+bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+for layout in ("BHLD", "BLHD"):
+    keys = set()
+    for batch, length in zip(range(1, 21), range(300, 4300, 200)):
+        length += batch % 7
+        if layout == "BHLD":
+            q, k, v = (torch.empty(batch, 4, length, 64, dtype=torch.float16) for _ in range(3))
+        else:
+            q, k, v = (x.transpose(1, 2) for x in torch.empty(batch, length, 3, 4, 64, dtype=torch.float16).unbind(2))
+        call = attention._Call(q, k, v, None, None, None, None, True, None, 0.0, 0.125)
+        out, lse = torch.empty_like(q), torch.empty(batch, 4, length)
+        numbers = (*call.sizes, *call.strides, *call.bias_strides[:3], *call.numbers, call.section(length))
+        constants = dict(call.constants, BLOCK_M=64, BLOCK_N=64, MASKED_N=32, NEGATE=False, DESCRIPTOR=False)
+        _, specialization, _ = bind(q, k, v, out, lse, None, None, None, *numbers, **constants)
+        keys.add(str(specialization))
+    print(len(keys))
+"""
