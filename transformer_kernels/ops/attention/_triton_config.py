@@ -93,12 +93,12 @@ FORWARD_DESCRIPTORS = {
 QUERY_GRADIENT = {
     (HOPPER, HALF): (
         (128, Tile(128, 64, 32, 8, 3)),
-        (256, Tile(64, 32, 16, 8, 2)),
+        (256, Tile(32, 32, 16, 8, 2)),
     ),
     (AMPERE, HALF): (
         (64, Tile(64, 64, 32, 4, 2)),
         (128, Tile(64, 64, 32, 8, 2)),
-        (256, Tile(32, 32, 16, 8, 2)),
+        (256, Tile(32, 32, 16, 4, 2)),
     ),
     (AMPERE, SINGLE): (
         (64, Tile(32, 32, 16, 4, 2)),
@@ -158,7 +158,7 @@ KEY_GRADIENT_HEAVY = {
 }
 
 BIAS_GRADIENT = {
-    (HOPPER, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(32, 64, 32, 8, 1)), (256, Tile(16, 32, 16, 8, 1))),
+    (HOPPER, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(32, 64, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
     (AMPERE, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(16, 64, 16, 8, 1)), (256, Tile(16, 32, 16, 8, 1))),
     (AMPERE, SINGLE): ((128, Tile(32, 32, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
 }
@@ -171,7 +171,7 @@ DECODE = {
 
 SHORT_FORWARD_32 = {
     (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 4, 1)), (256, Tile(64, 256, 256, 8, 1))),
-    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 4, 1))),
+    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)),),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 """Here the width is the number of keys, and the head dimension stands in the name."""
@@ -202,13 +202,13 @@ SHORT_BACKWARD_32 = {
 
 SHORT_BACKWARD_64 = {
     (HOPPER, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1)), (256, Tile(16, 256, 256, 8, 1))),
-    (AMPERE, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1))),
+    (AMPERE, HALF): ((64, Tile(32, 64, 64, 4, 1)),),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
 SHORT_BACKWARD_64_HEAVY = {
     (HOPPER, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1))),
-    (AMPERE, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1))),
+    (AMPERE, HALF): (),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
