@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRANSFORMER_KERNELS_EMULATE", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
+    os.environ.setdefault("TRANSFORMER_KERNELS_EMULATE_THREADS", "1")
     torch.set_num_threads(1)
 
 import pytest

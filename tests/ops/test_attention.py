@@ -261,9 +261,8 @@ def test_prefix_of_a_causal_result_ignores_what_follows(backend: str, dtype: tor
     tensors = make(dtype, device, (70, 70))
     whole = tk.attention(**tensors, causal=True, backend=backend)
     prefix = tk.attention(**{name: t[:, :, :41] for name, t in tensors.items()}, causal=True, backend=backend)
-    torch.testing.assert_close(
-        whole[:, :, :41], prefix, atol=2 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps
-    )
+    unit = 8 * torch.finfo(dtype).eps  # tiles are cut differently, so sums are added in another order
+    torch.testing.assert_close(whole[:, :, :41], prefix, atol=unit, rtol=unit)
 
 
 def test_weights_sum_to_one(backend: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -50,7 +50,7 @@ def forward(
     if _fused(q, k, v, seed):
         out, lse = _fused_forward(q, k, v, key_padding_mask, attn_bias, causal, window, scale)
         restricted = causal or window is not None or key_padding_mask is not None
-        if not restricted or q.device.type != "cpu" or math.isfinite(float(out.sum())):
+        if not restricted or q.device.type != "cpu" or math.isfinite(float(out.detach().sum())):
             return out, lse
     visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
     return _forward_in_chunks(q, k, v, visible, attn_bias, seed, dropout_p, scale)
@@ -77,7 +77,7 @@ def backward(
     restricted = causal or window is not None or key_padding_mask is not None
     fused = dlse is None and not bias_needs_grad and _fused(q, k, v, seed)
     if fused and restricted and q.device.type == "cpu":
-        fused = math.isfinite(float(k.sum() + v.sum()))
+        fused = math.isfinite(float(k.detach().sum() + v.detach().sum()))
     if not fused:
         visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
         return _backward_in_chunks(
@@ -259,7 +259,7 @@ def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -
 
 def _clean(k: Tensor, v: Tensor, visible: Tensor | None) -> bool:
     """Whether no key or value can spoil a row that must not see it; found out on the CPU, assumed nowhere else."""
-    return visible is None or (k.device.type == "cpu" and math.isfinite(float(k.sum() + v.sum())))
+    return visible is None or (k.device.type == "cpu" and math.isfinite(float(k.detach().sum() + v.detach().sum())))
 
 
 def _forward_in_chunks(
