@@ -479,7 +479,7 @@ def _configuration(
         else:
             signature[argument] = types.get(argument, "i32")
     gates = {"wide_loads"} | (set() if chosen["PRECISION"] == "ieee" else {"matrix"})
-    if chosen["PRECISION"] != "ieee" or head_dim <= 64:  # products without matrix units hold whole rows in registers
+    if dtype is not torch.float32 or head_dim <= 64:  # products of fp32 hold whole rows in registers
         gates.add("no_spills")
     return Configuration(
         f"attention {name} {label} {element} {where} {chosen['PRECISION'] if element == 'fp32' else ''}".strip(),

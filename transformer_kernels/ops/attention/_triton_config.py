@@ -101,7 +101,7 @@ QUERY_GRADIENT = {
         (256, Tile(32, 32, 16, 4, 2)),
     ),
     (AMPERE, SINGLE): (
-        (64, Tile(32, 32, 16, 4, 2)),
+        (64, Tile(32, 32, 16, 8, 2)),
         (128, Tile(32, 32, 16, 8, 2)),
         (256, Tile(16, 16, 16, 8, 1)),
     ),
@@ -135,7 +135,7 @@ KEY_GRADIENT = {
         (256, Tile(32, 32, 16, 8, 1)),
     ),
     (AMPERE, SINGLE): (
-        (64, Tile(32, 32, 16, 4, 2)),
+        (64, Tile(16, 32, 16, 8, 2)),
         (128, Tile(16, 32, 16, 8, 2)),
         (256, Tile(16, 16, 16, 8, 1)),
     ),
@@ -160,11 +160,11 @@ KEY_GRADIENT_HEAVY = {
 BIAS_GRADIENT = {
     (HOPPER, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(32, 64, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
     (AMPERE, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(16, 64, 16, 8, 1)), (256, Tile(16, 32, 16, 8, 1))),
-    (AMPERE, SINGLE): ((128, Tile(32, 32, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
+    (AMPERE, SINGLE): ((64, Tile(32, 32, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
 }
 
 DECODE = {
-    (AMPERE, HALF): ((128, Tile(16, 64, 64, 4, 2)), (256, Tile(16, 32, 32, 8, 2))),
+    (AMPERE, HALF): ((128, Tile(16, 64, 64, 8, 2)), (256, Tile(16, 32, 32, 8, 2))),
     (AMPERE, SINGLE): ((64, Tile(16, 32, 32, 4, 2)), (256, Tile(16, 16, 16, 8, 1))),
 }
 """The number of queries is that of the call: 16, 32 or 64 rows."""
@@ -200,6 +200,8 @@ SHORT_BACKWARD_32 = {
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
+SHORT_BACKWARD_32_HEAVY = {**SHORT_BACKWARD_32, (AMPERE, SINGLE): ()}
+
 SHORT_BACKWARD_64 = {
     (HOPPER, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1)), (256, Tile(16, 256, 256, 8, 1))),
     (AMPERE, HALF): ((64, Tile(32, 64, 64, 4, 1)),),
@@ -229,7 +231,7 @@ TABLES = {
         "short forward 64": SHORT_FORWARD_64,
         "short forward 64 heavy": SHORT_FORWARD_64_HEAVY,
         "short backward 32": SHORT_BACKWARD_32,
-        "short backward 32 heavy": SHORT_BACKWARD_32,
+        "short backward 32 heavy": SHORT_BACKWARD_32_HEAVY,
         "short backward 64": SHORT_BACKWARD_64,
         "short backward 64 heavy": SHORT_BACKWARD_64_HEAVY,
     }.items()
