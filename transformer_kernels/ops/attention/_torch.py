@@ -16,7 +16,7 @@ from transformer_kernels.ops._visible import visible_mask
 
 aten = torch.ops.aten
 
-SCORES_AT_ONCE = 1 << 18  # on the CPU: a chunk of scores and its gradient stay in a second-level cache
+SCORES_AT_ONCE = 1 << 19  # on the CPU: a chunk of scores and its gradient stay in a second-level cache
 
 
 def unsupported(
