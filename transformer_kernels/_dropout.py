@@ -15,7 +15,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 WORD = 0xFFFFFFFF
 
-GROUPS_AT_ONCE = 1 << 17  # large enough for all cores to share an operation, small enough for the buffers to stay cached
+GROUPS_AT_ONCE = 1 << 17  # enough for all cores to share an operation, and few enough to stay in the cache
 
 _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 

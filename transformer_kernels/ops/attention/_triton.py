@@ -141,7 +141,7 @@ class _Call:
         self.scale = scale
         self.heavy = "" if attn_bias is None and seed is None and window is None else " heavy"
         self.numbers = (scale, window or 0, round(dropout_p * 2**24), keep_scale)
-        self.constants = {
+        self.constants: dict[str, Any] = {
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,

@@ -50,7 +50,9 @@ class Tile:
     num_stages: int
 
 
-FORWARD = {
+Rows = dict[tuple[tuple[int, int], int], tuple[tuple[int | None, Tile], ...]]
+
+FORWARD: Rows = {
     (HOPPER, HALF): (
         (64, Tile(128, 128, 32, 8, 3)),
         (128, Tile(128, 64, 32, 8, 3)),
@@ -68,7 +70,7 @@ FORWARD = {
     ),
 }
 
-FORWARD_HEAVY = {
+FORWARD_HEAVY: Rows = {
     (HOPPER, HALF): (
         (128, Tile(128, 64, 32, 8, 3)),
         (256, Tile(64, 32, 16, 8, 2)),
@@ -82,7 +84,7 @@ FORWARD_HEAVY = {
     (AMPERE, SINGLE): FORWARD[AMPERE, SINGLE],
 }
 
-FORWARD_DESCRIPTORS = {
+FORWARD_DESCRIPTORS: Rows = {
     (HOPPER, HALF): (
         (64, Tile(128, 64, 64, 8, 3)),
         (128, Tile(128, 64, 64, 8, 3)),
@@ -90,7 +92,7 @@ FORWARD_DESCRIPTORS = {
 }
 """K and V have one descriptor each, so both loops cut them alike."""
 
-QUERY_GRADIENT = {
+QUERY_GRADIENT: Rows = {
     (HOPPER, HALF): (
         (128, Tile(128, 64, 32, 8, 3)),
         (256, Tile(32, 32, 16, 8, 2)),
@@ -107,11 +109,11 @@ QUERY_GRADIENT = {
     ),
 }
 
-QUERY_GRADIENT_HEAVY = {
+QUERY_GRADIENT_HEAVY: Rows = {
     (HOPPER, HALF): (
         (64, Tile(128, 64, 32, 8, 3)),
         (128, Tile(128, 32, 16, 8, 2)),
-        (256, Tile(32, 32, 16, 8, 2)),
+        (256, Tile(32, 32, 16, 8, 1)),
     ),
     (AMPERE, HALF): (
         (32, Tile(64, 64, 32, 4, 2)),
@@ -122,7 +124,7 @@ QUERY_GRADIENT_HEAVY = {
     (AMPERE, SINGLE): QUERY_GRADIENT[AMPERE, SINGLE],
 }
 
-KEY_GRADIENT = {
+KEY_GRADIENT: Rows = {
     (HOPPER, HALF): (
         (64, Tile(64, 128, 32, 8, 2)),
         (128, Tile(32, 128, 16, 8, 2)),
@@ -141,7 +143,7 @@ KEY_GRADIENT = {
     ),
 }
 
-KEY_GRADIENT_HEAVY = {
+KEY_GRADIENT_HEAVY: Rows = {
     (HOPPER, HALF): (
         (32, Tile(64, 128, 32, 8, 2)),
         (64, Tile(64, 64, 32, 8, 2)),
@@ -157,64 +159,64 @@ KEY_GRADIENT_HEAVY = {
     (AMPERE, SINGLE): KEY_GRADIENT[AMPERE, SINGLE],
 }
 
-BIAS_GRADIENT = {
+BIAS_GRADIENT: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(32, 64, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
     (AMPERE, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(16, 64, 16, 8, 1)), (256, Tile(16, 32, 16, 8, 1))),
     (AMPERE, SINGLE): ((64, Tile(32, 32, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
 }
 
-DECODE = {
+DECODE: Rows = {
     (AMPERE, HALF): ((128, Tile(16, 64, 64, 8, 2)), (256, Tile(16, 32, 32, 8, 2))),
     (AMPERE, SINGLE): ((64, Tile(16, 32, 32, 4, 2)), (256, Tile(16, 16, 16, 8, 1))),
 }
 """The number of queries is that of the call: 16, 32 or 64 rows."""
 
-SHORT_FORWARD_32 = {
+SHORT_FORWARD_32: Rows = {
     (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 4, 1)), (256, Tile(64, 256, 256, 8, 1))),
     (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)),),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 """Here the width is the number of keys, and the head dimension stands in the name."""
 
-SHORT_FORWARD_32_HEAVY = {
+SHORT_FORWARD_32_HEAVY: Rows = {
     (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 4, 1))),
     (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)),),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
-SHORT_FORWARD_64 = {
+SHORT_FORWARD_64: Rows = {
     (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 4, 1)), (256, Tile(32, 256, 256, 8, 1))),
     (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)),),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
-SHORT_FORWARD_64_HEAVY = {
+SHORT_FORWARD_64_HEAVY: Rows = {
     (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 8, 1)), (256, Tile(32, 256, 256, 8, 1))),
     (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)),),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
-SHORT_BACKWARD_32 = {
+SHORT_BACKWARD_32: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1)), (256, Tile(16, 256, 256, 8, 1))),
     (AMPERE, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1))),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
-SHORT_BACKWARD_32_HEAVY = {**SHORT_BACKWARD_32, (AMPERE, SINGLE): ()}
+SHORT_BACKWARD_32_HEAVY: Rows = {**SHORT_BACKWARD_32, (AMPERE, SINGLE): ()}
 
-SHORT_BACKWARD_64 = {
+SHORT_BACKWARD_64: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1)), (256, Tile(16, 256, 256, 8, 1))),
     (AMPERE, HALF): ((64, Tile(32, 64, 64, 4, 1)),),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
-SHORT_BACKWARD_64_HEAVY = {
+SHORT_BACKWARD_64_HEAVY: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1))),
     (AMPERE, HALF): (),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
-TABLES = {
+TABLES: dict[str, Table[Tile]] = {
     name: Table(f"attention {name}", rows)
     for name, rows in {
         "forward": FORWARD,

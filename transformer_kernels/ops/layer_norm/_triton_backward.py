@@ -1,5 +1,7 @@
 """Backward kernels of layer_norm and add_layer_norm: dx and the sums for dweight and dbias in one read, no atomics."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -235,7 +237,8 @@ def _configuration(
 
 
 def _columns_configuration(dtype: torch.dtype, capability: Capability) -> Configuration:
-    arguments = {"dy": dtype, "x": dtype, "mean": torch.float32, "rstd": torch.float32, "partials": torch.float32}
+    arguments: dict[str, Any] = {"dy": dtype, "x": dtype}
+    arguments |= dict.fromkeys(("mean", "rstd", "partials"), torch.float32)
     arguments |= {"M": "i32", "N": "i32", "HAS_BIAS": True, "VECTOR": 16 // dtype.itemsize}
     name = f"layer_norm backward columns {_triton.width_label(dtype, None)}"
     return _triton.configuration(name, layer_norm_backward_columns_kernel, arguments, COLUMN_TILE, capability)

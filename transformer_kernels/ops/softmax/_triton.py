@@ -1,5 +1,7 @@
 """Softmax over the last axis in Triton: rows in registers where they fit, an online two-pass walk where they do not."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -194,7 +196,8 @@ def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tenso
     vector = _triton.vector_width(x.element_size(), N)
     y = torch.empty_like(x)
     if mask is None:
-        mask_sizes, mask_kind = (1, 1, 0, 0, 0, 0), (False, causal, vector, False, 1)
+        mask_sizes: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
+        mask_kind = (False, causal, vector, False, 1)
     else:
         strides = mask.stride()
         mask_sizes = (mask.shape[1], mask.shape[2], *strides)
@@ -249,7 +252,12 @@ def _forward_configuration(
 ) -> Configuration:
     vector = 16 // dtype.itemsize
     sizes = ("M", "N", "Lq", "d1", "d2", "stride_0", "stride_1", "stride_2", "stride_column")
-    arguments = {"x": dtype, "mask": torch.bool if masked else None, "y": dtype, **dict.fromkeys(sizes, "i32")}
+    arguments: dict[str, Any] = {
+        "x": dtype,
+        "mask": torch.bool if masked else None,
+        "y": dtype,
+        **dict.fromkeys(sizes, "i32"),
+    }
     arguments |= {"scale": "fp32", "HAS_MASK": masked, "CAUSAL": causal, "VECTOR": vector}
     arguments |= {"MASK_CONTIGUOUS": masked, "MASK_VECTOR": vector if masked else 1}
     name = f"softmax forward{' mask' * masked}{' causal' * causal} {_triton.width_label(dtype, width)}"
