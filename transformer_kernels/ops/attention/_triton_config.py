@@ -113,7 +113,7 @@ QUERY_GRADIENT_HEAVY: Rows = {
     (HOPPER, HALF): (
         (64, Tile(128, 64, 32, 8, 3)),
         (128, Tile(128, 32, 16, 8, 2)),
-        (256, Tile(32, 32, 16, 8, 1)),
+        (256, Tile(16, 32, 16, 8, 2)),
     ),
     (AMPERE, HALF): (
         (32, Tile(64, 64, 32, 4, 2)),
