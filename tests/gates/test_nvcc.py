@@ -40,3 +40,25 @@ def test_row_kernels(operation: str, architecture: str, capsys: pytest.CaptureFi
     by_vectors = {kernel.name for kernel in kernels if kernel.loads_16_bytes}
     expected = {kernel.name for kernel in kernels} & set(VECTOR_KERNELS)
     assert expected <= by_vectors, f"no 16-byte loads in {expected - by_vectors}"
+
+
+ATTENTION_SOURCES = ("attention_bfloat16", "attention_float16", "attention_short_bfloat16", "attention_short_float16")
+
+
+@pytest.mark.parametrize("architecture", cuda_report.DEFAULT_ARCHITECTURES)
+@pytest.mark.parametrize("source", ATTENTION_SOURCES)
+def test_attention_kernels(source: str, architecture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = cuda_report.compile_reports(source, architecture)
+    with capsys.disabled():
+        print("\n" + cuda_report.table(kernels))
+    spilling = [kernel for kernel in kernels if kernel.spill_stores or kernel.spill_loads or kernel.stack]
+    assert not spilling, spilling
+    assert any(kernel.mma for kernel in kernels)
+
+
+def test_the_hopper_kernel_multiplies_by_warp_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels = cuda_report.compile_reports("attention_sm90", "90a")
+    with capsys.disabled():
+        print("\n" + cuda_report.table(kernels))
+    assert kernels and all(kernel.wgmma for kernel in kernels)
+    assert not [kernel for kernel in kernels if kernel.spill_stores or kernel.spill_loads]

@@ -45,8 +45,10 @@ def run_sanitized(module: str, sanitizer: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["row_kernels", "attention"])
 @pytest.mark.parametrize("sanitizer", OPTIONS)
-def test_row_kernels(sanitizer: str) -> None:
+def test_kernels(sanitizer: str, kernels: str) -> None:
     _build.build_emulated(sanitizer)  # outside the sanitizer's library, which slows compilers down
-    result = run_sanitized("tests.gates.sanitized_row_kernels", sanitizer)
+    result = run_sanitized(f"tests.gates.sanitized_{kernels}", sanitizer)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    assert "kernels ran" in result.stdout
