@@ -77,7 +77,8 @@ def test(out: Path, log: IO[str], seconds: float, described: dict[str, object]) 
     budget = Budget(seconds)
     path = out / evidence.TESTS
     path.unlink(missing_ok=True)
-    variables = {**os.environ, evidence.VARIABLE: str(path.resolve())}
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    variables = {**outer, evidence.VARIABLE: str(path.resolve())}
     parallel = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     for session in SESSIONS:
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.evidence", "-q", "--tb=short", *parallel, *session]

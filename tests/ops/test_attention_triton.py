@@ -142,6 +142,15 @@ def test_any_sign_of_scale(backend: str, device: torch.device, lengths: tuple[in
     check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
 
 
+@pytest.mark.xfail(reason="P is taken up again from an lse rounded to fp32: up to 1.7 times the budget", strict=False)
+@pytest.mark.parametrize(("lengths", "scale"), [((80, 300), 2.0), ((2, 600), 2.0), ((2, 600), 0.5)], ids=str)
+def test_gradients_of_large_scores_in_float32(
+    backend: str, device: torch.device, lengths: tuple[int, int], scale: float
+) -> None:
+    tensors = make(torch.float32, device, lengths, batch=1, heads=(1, 1))
+    check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
+
+
 def test_row_strides_beyond_32_bits_within_a_tile(attention: Any) -> None:
     assert attention._alignment(2, (1 << 24, 64, 64)) == 0
     assert attention._alignment(2, (1 << 20, 64, 64)) == 8
