@@ -228,7 +228,7 @@ def path_without_nvcc() -> str:
 
 def run_setup(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """`setup.py build_ext` into a folder of its own, with these environment variables."""
-    for name in ("CUDA_PATH", "TRANSFORMER_KERNELS_REQUIRE_CUDA"):
+    for name in ("CUDA_PATH", "TRANSFORMER_KERNELS_REQUIRE_CUDA", "TRANSFORMER_KERNELS_CUDA_ARCHS"):
         variables.setdefault(name, "")
     command = [sys.executable, "setup.py", "build_ext", f"--build-lib={folder}/lib", f"--build-temp={folder}/temp"]
     return subprocess.run(

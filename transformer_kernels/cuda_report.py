@@ -76,7 +76,9 @@ _ENTRY = re.compile(
 
 def _parse(operation: str, architecture: str, log: str, ptx: str) -> Iterable[Kernel]:
     entries = list(_ENTRY.finditer(log))
-    bodies = dict(re.findall(r"\.entry (\w+)\(.*?\)[^{]*\{(.*?)\n\}", ptx, re.DOTALL))
+    bodies = {
+        part.split("(", 1)[0].strip(): part for part in ptx.split(".entry ")[1:]
+    }  # inline assembly has braces too
     names = _demangled([entry["mangled"] for entry in entries])
     for entry, name in zip(entries, names, strict=True):
         body = bodies.get(entry["mangled"], "")
