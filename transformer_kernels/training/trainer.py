@@ -284,7 +284,8 @@ class Trainer:
     def _progress_bar(self) -> Any:
         hidden = not (self.config.progress and self.processes.first)
         bar = require("tqdm").tqdm
-        return bar(total=self.total_steps, initial=self.step_number, desc="training", unit="step", disable=hidden)
+        total = None if self.config.time_limit else self.total_steps  # the clock ends such a run, not the count
+        return bar(total=total, initial=self.step_number, desc="training", unit="step", disable=hidden)
 
     def _result(self, ended_by: str) -> Result:
         speed = self.stopwatch.tokens_per_second
