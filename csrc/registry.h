@@ -3,7 +3,7 @@
 // was linked in, so nothing else has to be edited for a new operation.
 //
 // Calls go straight through the vector-call convention, and this header needs only
-// Python.h, which nvcc reads ten times faster than pybind11.
+// Python.h, which nvcc reads much faster than pybind11.
 #pragma once
 #include <Python.h>
 
