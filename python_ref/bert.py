@@ -1,14 +1,17 @@
-"""BERT: a stack of blocks in which every token sees all others, with a classifier on the first token."""
+"""BERT: a stack of blocks in which every token sees all others, with a classifier on the first token or on the mean."""
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from python_ref import ops as reference_ops
 from python_ref.config import TransformerConfig
 from python_ref.layers import Transformer
+
+POOLINGS = ("first", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,26 +21,42 @@ class BERTConfig(TransformerConfig):
     Args:
         segments: number of segment embeddings; 0 for none.
         classes: number of logits of the classifier.
+        pooling: what the classifier reads: "first", the hidden state of the first token, or "mean", the mean of the
+            hidden states of all real tokens.
     """
 
     segments: int = 2
     classes: int = 2
+    pooling: str = "first"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_size("classes", self.classes)
         if self.segments != 0:
             self._check_size("segments", self.segments)
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"{self._name}: pooling must be one of {POOLINGS}; got {self.pooling!r}")
+
+
+def mean_of_real(hidden: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """The mean over the real tokens of each sequence, (B, L, E) -> (B, E), summed in float32 at least."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if padding_mask is None:
+        return hidden.mean(1, dtype=wide).to(hidden.dtype)
+    kept = hidden.masked_fill(~padding_mask.unsqueeze(-1), 0.0)  # not a product: 0 * NaN is NaN
+    count = padding_mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+    return (kept.sum(1, dtype=wide) / count).to(hidden.dtype)
 
 
 class BERTClassifier(Transformer):
-    """An encoder that reads a whole sequence and classifies it by the hidden state of its first token.
+    """An encoder that reads a whole sequence and classifies it by the hidden state of its first token or by the mean.
 
     `hidden_states(tokens, padding_mask, segments)` gives the encoder's output (B, L, E).
     """
 
     def __init__(self, config: BERTConfig, ops: Any = reference_ops) -> None:
         super().__init__(config, ops, config.segments)
+        self.pooling = config.pooling
         self.classifier = nn.Linear(config.width, config.classes)
         self.initialise()
 
@@ -45,15 +64,16 @@ class BERTClassifier(Transformer):
         """Classify each sequence.
 
         Args:
-            tokens: (B, L) int64; the first one stands for the whole sequence.
+            tokens: (B, L) int64; with pooling "first" the first one stands for the whole sequence.
             padding_mask: (B, L) bool, True at real tokens; None when all are real.
             segments: (B, L) int64; None when all tokens are in segment 0.
 
         Returns:
             logits (B, classes).
         """
-        first = self.hidden_states(tokens, padding_mask, segments)[:, 0]  # (B, L, E) -> (B, E)
-        return self.classifier(F.dropout(first, self.dropout_p))  # (B, classes)
+        hidden = self.hidden_states(tokens, padding_mask, segments)  # (B, L, E)
+        pooled = hidden[:, 0] if self.pooling == "first" else mean_of_real(hidden, padding_mask)  # (B, E)
+        return self.classifier(F.dropout(pooled, self.dropout_p))  # (B, classes)
 
     def head_weights_per_token(self, length: int) -> float:
         return self.classifier.weight.numel() / length

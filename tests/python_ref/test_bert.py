@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import python_ref
 from python_ref import BERTClassifier, BERTConfig
+from python_ref.bert import IMDB_BERT, POOLINGS
 
 SMALL = {"vocab_size": 13, "context": 8, "width": 12, "layers": 2, "heads": 3, "dropout": 0.0}
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 0, 0], [6, 7, 8, 9, 10, 11, 12]])
@@ -46,8 +47,9 @@ def test_logits_are_those_of_torch_encoder():
     torch.testing.assert_close(model(TOKENS, REAL, segments), model.classifier(x[:, 0]))
 
 
-def test_what_stands_behind_the_mask_does_not_matter():
-    model = make()
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_what_stands_behind_the_mask_does_not_matter(pooling):
+    model = make(pooling=pooling)
     expected = model(TOKENS, REAL)
     garbage = TOKENS.clone()
     garbage[~REAL] = 12
@@ -55,22 +57,25 @@ def test_what_stands_behind_the_mask_does_not_matter():
     assert not torch.equal(model(garbage), expected)
 
 
-def test_nan_behind_the_mask_reaches_no_logit():
-    model = make()
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_nan_behind_the_mask_reaches_no_logit(pooling):
+    model = make(pooling=pooling)
     expected = model(TOKENS, REAL)
     with torch.no_grad():
         model.embedding.tokens.weight[0] = torch.nan
     torch.testing.assert_close(model(TOKENS, REAL), expected)
 
 
-def test_longer_padding_gives_the_same_logits():
-    model = make()
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_longer_padding_gives_the_same_logits(pooling):
+    model = make(pooling=pooling)
     short = model(TOKENS[:1, :5])
     torch.testing.assert_close(model(TOKENS[:1], REAL[:1]), short)
 
 
-def test_gradients_do_not_reach_padding():
-    model = make()
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_gradients_do_not_reach_padding(pooling):
+    model = make(pooling=pooling)
     model(TOKENS[:1], REAL[:1]).sum().backward()
     assert not model.embedding.tokens.weight.grad[0].any()
     assert not model.embedding.positions.grad[5:].any()
@@ -96,6 +101,28 @@ def test_classes_and_segments_are_configured():
     assert model.embedding.segments is None
     with pytest.raises(ValueError, match="segments were given to a model that has no segment embeddings"):
         model(TOKENS, REAL, TOKENS % 2)
+
+
+def test_mean_pooling_classifies_the_mean_of_the_real_tokens():
+    model = make(pooling="mean")
+    hidden = model.hidden_states(TOKENS, REAL)
+    means = torch.stack([each[real].mean(0) for each, real in zip(hidden, REAL, strict=True)])
+    torch.testing.assert_close(model(TOKENS, REAL), model.classifier(means))
+    torch.testing.assert_close(model(TOKENS), model.classifier(model.hidden_states(TOKENS).mean(1)))
+
+
+def test_the_mean_of_no_token_is_zero():
+    model = make(pooling="mean")
+    torch.testing.assert_close(model(TOKENS, REAL & False), model.classifier.bias.expand(2, 2))
+
+
+def test_an_unknown_pooling_is_told():
+    with pytest.raises(ValueError, match=r"BERTConfig: pooling must be one of \('first', 'mean'\); got 'last'"):
+        make(pooling="last")
+
+
+def test_the_preset_reads_the_first_token():
+    assert IMDB_BERT.pooling == "first"
 
 
 def test_classifier_drops_out():
