@@ -130,12 +130,24 @@ def _bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
     return F.gelu(x + bias, approximate=approximate)
 
 
+def _cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), **options)
+
+
+def _linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    return _cross_entropy(F.linear(x, weight, bias), targets, **options)
+
+
 PYTORCH_OPERATIONS = SimpleNamespace(
     attention=_attention,
     layer_norm=_layer_norm,
     add_layer_norm=_add_layer_norm,
     gelu=_gelu,
     bias_gelu=_bias_gelu,
+    cross_entropy=_cross_entropy,
+    linear_cross_entropy=_linear_cross_entropy,
 )
 
 

@@ -75,6 +75,24 @@ class BERTClassifier(Transformer):
         pooled = hidden[:, 0] if self.pooling == "first" else mean_of_real(hidden, padding_mask)  # (B, E)
         return self.classifier(F.dropout(pooled, self.dropout_p))  # (B, classes)
 
+    def loss(
+        self,
+        labels: Tensor,
+        tokens: Tensor,
+        padding_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        *,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """The mean cross-entropy of `forward(tokens, padding_mask, segments)`.
+
+        Args:
+            labels: (B,) int64, classes; -100 where a sequence does not count.
+            tokens, padding_mask, segments: as in `forward`.
+            label_smoothing: as in `ops.cross_entropy`.
+        """
+        return self.ops.cross_entropy(self(tokens, padding_mask, segments), labels, label_smoothing=label_smoothing)
+
     def head_weights_per_token(self, length: int) -> float:
         return self.classifier.weight.numel() / length
 

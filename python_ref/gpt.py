@@ -38,9 +38,22 @@ class GPT(Transformer):
         self.initialise()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.hidden_states(tokens)  # (B, L, E)
-        weight = self.embedding.tokens.weight if self.head_weight is None else self.head_weight
-        return F.linear(hidden, weight, self.head_bias)  # (B, L, V)
+        return F.linear(self.hidden_states(tokens), self._output_weight(), self.head_bias)  # (B, L, E) -> (B, L, V)
+
+    def loss(self, tokens: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+        """The mean cross-entropy of `forward(tokens)`, without holding all the logits.
+
+        Args:
+            tokens: (B, L) int64.
+            targets: (B, L) int64, the token after each of them; -100 where it does not count.
+            label_smoothing: as in `ops.cross_entropy`.
+        """
+        return self.ops.linear_cross_entropy(
+            self.hidden_states(tokens), self._output_weight(), targets, self.head_bias, label_smoothing=label_smoothing
+        )
+
+    def _output_weight(self) -> Tensor:
+        return self.embedding.tokens.weight if self.head_weight is None else self.head_weight
 
     def head_weights_per_token(self, length: int) -> float:
         return self.config.vocab_size * self.config.width

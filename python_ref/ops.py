@@ -331,6 +331,67 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
     return gelu(x + bias, approximate=approximate)
 
 
+# Loss
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """-log softmax(logits) at the target class; with smoothing, (1 - eps) of that and eps of the mean over all classes.
+
+    Args:
+        logits: floating (..., V). targets: int64 or int32 (...), classes.
+        ignore_index: rows with this target have no loss and no part in the mean.
+        label_smoothing: eps.
+        reduction: "mean" over the rows that are not ignored (NaN when all are), "sum", or "none".
+    Returns:
+        float32 (float64 for float64), a scalar, or (...) for "none".
+
+    Szegedy et al., "Rethinking the Inception architecture for computer vision", 2016, section 7 (smoothing).
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    centred = scores - scores.detach().amax(dim=-1, keepdim=True)
+    log_p = centred - centred.exp().sum(dim=-1, keepdim=True).log()  # (..., V)
+    ignored = targets == ignore_index
+    classes = targets.masked_fill(ignored, 0).long()
+    losses = -log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1)  # (...)
+    if label_smoothing > 0.0:
+        losses = (1.0 - label_smoothing) * losses - label_smoothing * log_p.mean(dim=-1)
+    losses = losses.masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return losses
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}')
+    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """cross_entropy(x W^T + b, targets): a language model's head and its loss; reduction "mean" or "sum".
+
+    Args:
+        x: floating (..., E). weight: (V, E). bias: (V,). targets: (...).
+        ignore_index, label_smoothing: as in `cross_entropy`.
+    """
+    logits = x @ weight.T if bias is None else x @ weight.T + bias
+    return cross_entropy(
+        logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+    )
+
+
 # Positions
 
 

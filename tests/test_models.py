@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.support import parity
+from transformer_kernels import _dispatch
+from transformer_kernels.ops.linear_cross_entropy import _chunked
 
 SMALL = {"width": 16, "heads": 2, "layers": 2, "vocab_size": 23, "context": 12}
 OPERATIONS = {
@@ -94,6 +96,34 @@ def test_gradients_are_those_of_the_reference(name):
         torch.testing.assert_close(gradient, gradients[1][key], rtol=1e-8, atol=1e-10, msg=key)
 
 
+def model_loss(model, name, labels, smoothing):
+    if name == "imdb_bert":
+        return model.loss(labels, TOKENS, REAL, label_smoothing=smoothing)
+    return model.loss(TOKENS, labels, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("rows", [None, 5], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_loss_is_the_cross_entropy_of_the_logits(name, backend, smoothing, rows, monkeypatch):
+    if rows is not None:
+        monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: rows)
+    labels = torch.tensor([1, -100]) if name == "imdb_bert" else TOKENS.roll(-1, 1).masked_fill(TOKENS % 5 == 0, -100)
+    results = []
+    for given in (True, False):
+        model = build(name, backend, dropout=0.0).double()
+        if given:
+            loss = model_loss(model, name, labels, smoothing)
+        else:
+            logits = model(TOKENS, REAL) if name == "imdb_bert" else model(TOKENS).flatten(0, 1)
+            loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=smoothing)
+        loss.backward()
+        results.append({key: p.grad for key, p in model.named_parameters()} | {"loss": loss.detach()})
+    for key, expected in results[1].items():
+        torch.testing.assert_close(results[0][key], expected, rtol=1e-8, atol=1e-10, msg=key)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_state_dict_moves_between_operations(name):
     ours, theirs = build(name, "torch").eval(), tk.build(name, "reference", **SMALL).eval()
@@ -167,7 +197,7 @@ def test_package_imports_the_reference_only_when_a_model_is_built():
 def test_reference_operations_have_the_bound_signatures():
     import inspect
 
-    for op in ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu"):
+    for op in _dispatch.OPERATIONS:
         bound = inspect.signature(getattr(tk.bind("torch"), op)).parameters.values()
         plain = inspect.signature(getattr(reference, op)).parameters.values()
         assert [(p.name, p.kind, p.default) for p in bound] == [(p.name, p.kind, p.default) for p in plain]

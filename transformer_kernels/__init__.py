@@ -1,4 +1,4 @@
-"""Fused attention, softmax, LayerNorm and GELU for small transformers, with a backend flag and proof of parity.
+"""Fused kernels for small transformers, from attention to the loss, with a backend flag and proof of parity.
 
 import transformer_kernels as tk
 
@@ -12,7 +12,16 @@ from transformer_kernels._dispatch import BACKENDS, explain, get_backend, set_ba
 from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
 from transformer_kernels._models import build
 from transformer_kernels._version import __version__
-from transformer_kernels.ops import add_layer_norm, attention, bias_gelu, gelu, layer_norm, softmax
+from transformer_kernels.ops import (
+    add_layer_norm,
+    attention,
+    bias_gelu,
+    cross_entropy,
+    gelu,
+    layer_norm,
+    linear_cross_entropy,
+    softmax,
+)
 
 __all__ = [
     "BACKENDS",
@@ -24,10 +33,12 @@ __all__ = [
     "bias_gelu",
     "bind",
     "build",
+    "cross_entropy",
     "explain",
     "gelu",
     "get_backend",
     "layer_norm",
+    "linear_cross_entropy",
     "set_backend",
     "softmax",
     "use_backend",

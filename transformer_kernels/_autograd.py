@@ -1,4 +1,4 @@
-"""What the six operations share in their three routes: raw call, autograd.Function, registered operator.
+"""What the operations share in their three routes: raw call, autograd.Function, registered operator.
 
 A call without gradients goes straight to the backend (cheapest), one with gradients through an autograd.Function, and
 one that is being traced (torch.compile, fake or meta tensors, a dispatch mode) through an operator registered with

@@ -12,7 +12,7 @@ from transformer_kernels._dispatch import OPERATIONS, requested
 
 
 class BoundOperations:
-    """Offers the names and signatures of `python_ref.ops` for the six operations, answered by one backend.
+    """Offers the names and signatures of `python_ref.ops` for the operations, answered by one backend.
 
     Two of them are equal when their backends are; copying and pickling keep the backend's name only.
     """
@@ -54,7 +54,8 @@ def bind(backend: str | None = None) -> BoundOperations | ModuleType:
         backend: "torch", "triton", "cuda", "auto", "reference" (which gives `python_ref.ops` itself), or None to follow
             `set_backend`, `use_backend` and the environment at each call.
     Returns:
-        an object with the functions attention, softmax, layer_norm, add_layer_norm, gelu and bias_gelu.
+        an object with the functions attention, softmax, layer_norm, add_layer_norm, gelu, bias_gelu, cross_entropy and
+        linear_cross_entropy.
     Raises:
         ValueError: the name is unknown.
     """

@@ -38,12 +38,40 @@ def boolean_mask(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be bool, True = keep; got {value.dtype}: use {name}.bool()")
 
 
+def class_indices(op: str, name: str, value: Any, shape: torch.Size) -> None:
+    """An integer tensor with one class for each row of the logits."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
+    if value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: {name} must be int64 or int32, one class for each row; got {value.dtype}")
+    if value.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, one for each row; got {tuple(value.shape)}")
+
+
+def classes_in_range(op: str, name: str, value: Tensor, classes: int, ignored: int) -> None:
+    """Every class is below `classes` or ignored; looked at on the CPU only: on a GPU, to look is to wait for it."""
+    if value.device.type != "cpu" or not value.numel():
+        return
+    lowest, highest = value.aminmax()
+    if lowest >= 0 and highest < classes:
+        return
+    strays = value[(value != ignored) & ((value < 0) | (value >= classes))]
+    if strays.numel():
+        raise IndexError(
+            f"{op}: {name} must be in [0, {classes}) or equal to ignore_index ({ignored}); got {int(strays[0])}"
+        )
+
+
+FIRST_NAMES = {"attention": "q", "cross_entropy": "logits"}
+"""What an operation calls its first tensor, where that is not x."""
+
+
 def same_device(op: str, first: Tensor, **others: Tensor | None) -> None:
-    """All the tensors that are given live on the device of the first, which is named x or q."""
+    """All the tensors that are given live on the device of the first."""
     device = first.device
     for value in others.values():
         if value is not None and value.device != device:
-            name = "q" if op == "attention" else "x"
+            name = FIRST_NAMES.get(op, "x")
             given = {name: device, **{key: each.device for key, each in others.items() if each is not None}}
             listed = ", ".join(f"{key} on {place}" for key, place in given.items())
             raise RuntimeError(f"{op}: all tensors must be on one device; got {listed}")
@@ -90,6 +118,19 @@ def flag(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be True or False; got {type(value).__name__}")
 
 
+def integer(op: str, name: str, value: Any) -> None:
+    """A whole number that is no bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
+
+
+def choice(op: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """One of a few names."""
+    if value not in choices:
+        listed = ", ".join(f'"{each}"' for each in choices[:-1])
+        raise ValueError(f'{op}: {name} must be {listed} or "{choices[-1]}"; got {value!r}')
+
+
 def approximation(op: str, value: Any) -> None:
     if value not in APPROXIMATIONS:
         raise ValueError(f'{op}: approximate must be "none" or "tanh"; got {value!r}')
@@ -97,7 +138,7 @@ def approximation(op: str, value: Any) -> None:
 
 def at_least_1d(op: str, x: Tensor) -> None:
     if x.dim() == 0:
-        raise ValueError(f"{op}: x must have at least one dimension; got shape ()")
+        raise ValueError(f"{op}: {FIRST_NAMES.get(op, 'x')} must have at least one dimension; got shape ()")
 
 
 def row_parameter(op: str, name: str, value: Any, x: Tensor) -> None:
@@ -107,6 +148,19 @@ def row_parameter(op: str, name: str, value: Any, x: Tensor) -> None:
         raise ValueError(f"{op}: {name} must have shape ({x.shape[-1]},); got {tuple(value.shape)}")
     if value.dtype is not x.dtype and value.dtype is not torch.float32:
         raise ValueError(f"{op}: {name} must have the dtype of x ({x.dtype}) or torch.float32; got {value.dtype}")
+
+
+def linear_parameter(op: str, name: str, value: Any, shape: tuple[int | None, ...], x: Tensor, any_dtype: bool) -> None:
+    """A weight (V, E) or bias (V,) of a linear layer over rows of x; None in `shape` stands for any size above 0."""
+    tensor(op, name, value)
+    fits = value.dim() == len(shape) and all(
+        size > 0 if wanted is None else size == wanted for size, wanted in zip(value.shape, shape, strict=True)
+    )
+    if not fits:
+        listed = ", ".join("V" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{op}: {name} must have shape ({listed}); got {tuple(value.shape)}")
+    if value.dtype is not x.dtype and not any_dtype:
+        raise ValueError(f"{op}: {name} must have the dtype of x ({x.dtype}); got {value.dtype}")
 
 
 def broadcasts_to(op: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:

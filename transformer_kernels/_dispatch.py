@@ -19,7 +19,16 @@ from transformer_kernels import _extension, _triton
 from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
 
 BACKENDS = ("torch", "triton", "cuda")
-OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu")
+OPERATIONS = (
+    "attention",
+    "softmax",
+    "layer_norm",
+    "add_layer_norm",
+    "gelu",
+    "bias_gelu",
+    "cross_entropy",
+    "linear_cross_entropy",
+)
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_BACKEND"
 
 # The order in which "auto" asks. On a CPU the kernels of the other two run only interpreted or emulated, for tests.

@@ -15,6 +15,7 @@ from transformer_kernels.training import (
     random_state,
     save_checkpoint,
 )
+from transformer_kernels.training.evaluation import batch_loss
 from transformer_kernels.training.optimisation import learning_rate
 
 
@@ -58,6 +59,15 @@ def test_the_torch_backend_follows_the_reference_with_dropout_on(char_config):
     reference = losses_of(char_config(backend="reference", **config), 50)
     torch_backend = losses_of(char_config(backend="torch", **config), 50)
     assert torch_backend == pytest.approx(reference, abs=1e-4)
+
+
+def test_a_step_learns_from_the_loss_that_evaluation_measures(char_config):
+    config = char_config(model={"layers": 1, "width": 16, "heads": 2, "dropout": 0.0})
+    trainer = Trainer(CharGPT(config))
+    batch = trainer.recipe.batch(trainer.sampler.peek(), trainer.device)
+    expected, right = batch_loss(trainer.model, batch)
+    assert trainer.step().item() == pytest.approx(expected.item(), abs=1e-6)
+    assert 0 <= right.item() <= batch.targets.numel()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

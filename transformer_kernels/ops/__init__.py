@@ -1,10 +1,21 @@
-"""The six operations, each in a folder of its own: the promise in `__init__.py`, one file for each backend."""
+"""The operations, each in a folder of its own: the promise in `__init__.py`, one file for each backend."""
 
 from transformer_kernels.ops.add_layer_norm import add_layer_norm
 from transformer_kernels.ops.attention import attention
 from transformer_kernels.ops.bias_gelu import bias_gelu
+from transformer_kernels.ops.cross_entropy import cross_entropy
 from transformer_kernels.ops.gelu import gelu
 from transformer_kernels.ops.layer_norm import layer_norm
+from transformer_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from transformer_kernels.ops.softmax import softmax
 
-__all__ = ["add_layer_norm", "attention", "bias_gelu", "gelu", "layer_norm", "softmax"]
+__all__ = [
+    "add_layer_norm",
+    "attention",
+    "bias_gelu",
+    "cross_entropy",
+    "gelu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "softmax",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,11 @@ class CharGPT:
 
     def build_model(self) -> nn.Module:
         return build_char_gpt(self.config, self.tokenizer.vocabulary_size)
+
+    @staticmethod
+    def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        """The model's mean loss over the characters that come next."""
+        return model.loss(*inputs, targets)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """The windows that start at `indices`: characters (B, L), and each one's successor (B, L)."""

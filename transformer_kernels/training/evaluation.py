@@ -1,10 +1,10 @@
-"""What a model makes of a batch: its loss, and how often it is right."""
+"""What a model makes of a batch: the loss that it learns from, and the loss and accuracy that it is judged by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +27,38 @@ class Totals(NamedTuple):
     targets: float
 
 
+class TrainingLoss(nn.Module):
+    """A model whose forward is its loss, so that what wraps a module's forward (DDP, torch.compile) wraps the loss too.
+
+    Args:
+        model: whose parameters these are.
+        loss: `loss(model, inputs, targets)`, the mean over the targets; from the recipe.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, tuple[Tensor, ...], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        return self.loss(self.model, inputs, targets)
+
+
+def training_loss(loss: nn.Module, batch: Batch, dtype: str = "float32") -> Tensor:
+    """What a training step differentiates: `loss` is a `TrainingLoss`, or a wrapper of one."""
+    with _computing_in(dtype, batch):
+        return loss(batch.inputs, batch.targets)
+
+
 def batch_loss(model: nn.Module, batch: Batch, dtype: str = "float32") -> tuple[Tensor, Tensor]:
     """The mean cross-entropy in float32, and how many targets got the largest logit."""
-    device = batch.targets.device.type
-    with nullcontext() if dtype == "float32" else torch.autocast(device, getattr(torch, dtype)):
+    with _computing_in(dtype, batch):
         logits = model(*batch.inputs)
     logits, targets = logits.float().flatten(0, -2), batch.targets.flatten()
-    return F.cross_entropy(logits, targets), (logits.detach().argmax(-1) == targets).sum()
+    return F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).sum()
+
+
+def _computing_in(dtype: str, batch: Batch) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype == "float32" else torch.autocast(batch.targets.device.type, getattr(torch, dtype))
 
 
 @torch.no_grad()

@@ -75,6 +75,11 @@ class Imdb:
     def build_model(self) -> nn.Module:
         return build_imdb_bert(self.config, self.tokenizer.vocabulary_size)
 
+    @staticmethod
+    def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        """The model's mean loss over the labels."""
+        return model.loss(targets, *inputs)
+
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """Reviews number `indices` of the training part."""
         return review_batch(self.reviews, self.training[indices], self.tokenizer, self.config, device)

@@ -24,7 +24,7 @@ from transformer_kernels.training.checkpoint import (
 )
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.evaluation import Batch, batch_loss, evaluation_totals
+from transformer_kernels.training.evaluation import Batch, TrainingLoss, evaluation_totals, training_loss
 from transformer_kernels.training.measures import RunLog, Stopwatch, peak_flops, peak_memory
 from transformer_kernels.training.optimisation import (
     learning_rate,
@@ -47,6 +47,9 @@ class Recipe(Protocol):
     def config(self) -> TrainingConfig: ...
 
     def build_model(self) -> nn.Module: ...
+
+    @staticmethod
+    def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor: ...
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch: ...
 
@@ -102,7 +105,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         seed_everything(self.config.seed)
         self.model = recipe.build_model().to(self.device)
-        self._callable = self._wrapped_model()
+        self._loss = self._wrapped_loss()
         seed_everything(self.config.seed + 1 + self.processes.rank)
         self.optimizer = make_optimizer(self.model, self.config, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.dtype == "float16")
@@ -197,7 +200,7 @@ class Trainer:
         batch = self.recipe.batch(indices, self.device)
         self.optimizer.zero_grad(set_to_none=True)
         try:
-            loss, _ = batch_loss(self._callable, batch, self.config.dtype)
+            loss = training_loss(self._loss, batch, self.config.dtype)
             self._check_on_cpu("loss", loss, rate, indices)
             self.scaler.scale(loss).backward()
             self._clip_gradients(rate, indices)
@@ -365,15 +368,15 @@ class Trainer:
         self.validation = dict(state["validation"])
         random_state.restore(state["random"][self.processes.rank], self.device)
 
-    def _wrapped_model(self) -> nn.Module:
-        """The model as the training step calls it: compiled, and sharing gradients between processes."""
-        model: Any = self.model
+    def _wrapped_loss(self) -> nn.Module:
+        """The loss as the training step calls it: compiled, and sharing gradients between processes."""
+        loss: Any = TrainingLoss(self.model, self.recipe.loss)
         if self.processes.count > 1:
             ids = [self.device.index] if self.device.type == "cuda" else None
-            model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+            loss = nn.parallel.DistributedDataParallel(loss, device_ids=ids)
         if self.config.compile:
-            model = torch.compile(model)
-        return model
+            loss = torch.compile(loss)
+        return loss
 
 
 def _difference(checkpoint: Checkpoint, recipe: Recipe) -> str:

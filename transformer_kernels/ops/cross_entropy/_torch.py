@@ -1,0 +1,127 @@
+"""Cross-entropy through PyTorch's native kernels, in chunks of rows that stay in a cache between them.
+
+Forward reads the logits once, backward reads them once more and writes their gradient: nothing of their size is saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+ELEMENTS_AT_ONCE = 1 << 18  # on the CPU: a chunk of logits and its log-probabilities stay in a second-level cache
+NO_REDUCTION = 0  # of aten.nll_loss_forward
+
+
+def unsupported(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> str | None:
+    return None
+
+
+def forward(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> tuple[Tensor, None, Tensor | None]:
+    """(loss, None, rows in the mean): there are no statistics, backward takes its softmax anew."""
+    losses = row_losses(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index, label_smoothing)
+    if reduction == "none":
+        return losses.view(targets.shape), None, None
+    loss, count = reduced(losses, targets, ignore_index, reduction)
+    return loss, None, count
+
+
+def backward(
+    dloss: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    statistics: None,
+    count: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
+    dlogits = torch.empty_like(logits)
+    classes = logits.shape[-1]
+    scales = (dloss if count is None or reduction != "mean" else dloss / count).expand(targets.shape).reshape(-1)
+    every = (logits.view(-1, classes), targets.view(-1), scales, dlogits.view(-1, classes))
+    for chunk, target, scale, out in _chunks(*every):
+        p = torch.softmax(chunk, dim=-1, dtype=scale.dtype)
+        _write_gradient(p, target, scale, ignore_index, label_smoothing, out)
+    return dlogits
+
+
+def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    """The loss of each row, (M, V), (M,) -> (M,)."""
+    return _joined(
+        [
+            _losses(_log_softmax(chunk), target, ignore_index, label_smoothing)
+            for chunk, target in _chunks(logits, targets)
+        ]
+    )
+
+
+def row_losses_and_gradient(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """`row_losses`, and the gradient of their sum, which is written over the logits."""
+    losses = []
+    for chunk, target in _chunks(logits, targets):
+        log_p = _log_softmax(chunk)
+        losses.append(_losses(log_p, target, ignore_index, label_smoothing))
+        ones = torch.ones_like(losses[-1])
+        _write_gradient(log_p.exp_(), target, ones, ignore_index, label_smoothing, chunk)
+    return _joined(losses), logits
+
+
+def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and the number of rows in the mean."""
+    if reduction == "sum":
+        return losses.sum(), None
+    count = targets.ne(ignore_index).sum().to(losses.dtype)
+    return losses.sum() / count, count
+
+
+def _chunks(logits: Tensor, *others: Tensor) -> zip:  # type: ignore[type-arg]
+    """Pieces of the rows of each tensor, side by side; all rows at once but on the CPU."""
+    rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
+    return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _outside(targets: Tensor, classes: int, ignore_index: int) -> Tensor:
+    """Which targets are no class: on a GPU they make their row NaN; on the CPU they were refused."""
+    return ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
+
+
+def _losses(log_p: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    """(R, V), (R,) -> (R,)."""
+    outside = None if log_p.device.type == "cpu" else _outside(targets, log_p.shape[1], ignore_index)
+    safe = targets if outside is None else targets.masked_fill(outside, ignore_index)
+    losses = aten.nll_loss_forward.default(log_p, safe, None, NO_REDUCTION, ignore_index)[0]
+    if label_smoothing > 0.0:
+        smooth = log_p.mean(dim=-1).mul_(-label_smoothing).masked_fill_(safe == ignore_index, 0.0)
+        losses = smooth.add_(losses, alpha=1.0 - label_smoothing)
+    return losses if outside is None else losses.masked_fill_(outside, torch.nan)
+
+
+def _write_gradient(
+    p: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, label_smoothing: float, out: Tensor
+) -> None:
+    """out = scale * (p - the smoothed target), rows that are ignored 0; p (R, V) is used up, scale (R,)."""
+    scale = scale.masked_fill(targets == ignore_index, 0.0)
+    if p.device.type != "cpu":
+        scale.masked_fill_(_outside(targets, p.shape[1], ignore_index), torch.nan)
+    if label_smoothing > 0.0:
+        p.sub_(label_smoothing / p.shape[1])
+    column = targets.clamp(0, p.shape[1] - 1).unsqueeze(1)  # (R, 1)
+    p.scatter_(1, column, p.gather(1, column).sub_(1.0 - label_smoothing))
+    torch.mul(p, scale.unsqueeze(1), out=out)
