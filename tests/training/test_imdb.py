@@ -1,4 +1,5 @@
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 
 from transformer_kernels.training import Imdb, ImdbConfig, Trainer, load_trained
 from transformer_kernels.training.imdb import baseline_accuracy, classification_report, load_part, predict
-from transformer_kernels.training.report import evaluate_imdb
+from transformer_kernels.training.report import describe_result, evaluate_imdb
 from transformer_kernels.training.token_cache import tokenise_uncached
 
 
@@ -56,6 +57,38 @@ def test_padding_wider_changes_nothing(imdb_config):
     torch.testing.assert_close(model(*short.inputs), model(*long.inputs))
 
 
+def test_bucketing_pads_less_and_says_so(imdb_config, tmp_path, reviews_file):
+    rows = reviews_file.read_text().splitlines()
+    longer = [row.replace("film", "film " + "and " * (number % 10)) for number, row in enumerate(rows)]
+    reviews_file.write_text("\n".join(longer))
+    results = {}
+    for batching in ("shuffled", "bucketed"):
+        config = imdb_config(batching=batching, batch_size=4, steps=10, out=str(tmp_path / batching))
+        trainer = Trainer(Imdb(config))
+        results[batching] = trainer.fit()
+        log = [json.loads(line) for line in Path(config.out, "log.jsonl").read_text().splitlines()]
+        steps = [line["padding_fraction"] for line in log if line["event"] == "train"]
+        assert min(steps) <= results[batching].padding_fraction <= max(steps)
+        assert f"padding          {results[batching].padding_fraction:.1%}" in describe_result(
+            trainer, results[batching]
+        )
+    assert 0 < results["bucketed"].padding_fraction < 0.5 * results["shuffled"].padding_fraction
+
+
+def test_the_padding_fraction_is_counted(imdb_config):
+    trainer = Trainer(Imdb(imdb_config(padding="max")))
+    masks = []
+    batch = trainer.recipe.batch
+
+    def watched(indices, device):
+        masks.append(batch(indices, device).inputs[1])
+        return batch(indices, device)
+
+    trainer.recipe.batch = watched
+    result = trainer.fit()
+    assert result.padding_fraction == pytest.approx(1 - torch.cat(masks).float().mean().item())
+
+
 def test_training_and_validation_do_not_meet(imdb_config):
     recipe = Imdb(imdb_config(validation=0.25))
     assert len(recipe.training) == 36
@@ -67,8 +100,9 @@ def test_the_defaults_are_the_ones_promised():
     assert (config.lr, config.batch_size, config.max_length, config.tokenizer) == (3e-4, 16, 256, "gpt2")
 
 
-def test_resuming_is_bit_exact(imdb_config, tmp_path):
-    whole = imdb_config(out=str(tmp_path / "a"), schedule="constant")
+@pytest.mark.parametrize("batching", ["shuffled", "bucketed"])
+def test_resuming_is_bit_exact(imdb_config, tmp_path, batching):
+    whole = imdb_config(out=str(tmp_path / "a"), schedule="constant", batching=batching)
     Trainer(Imdb(whole)).fit()
     half = dataclasses.replace(whole, out=str(tmp_path / "b"), steps=2)
     Trainer(Imdb(half)).fit()

@@ -15,6 +15,7 @@ from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.evaluation import Batch
 from transformer_kernels.training.generation import Sampling, generate
 from transformer_kernels.training.presets import build_preset
+from transformer_kernels.training.sampler import ShuffledSampler
 from transformer_kernels.training.tokenizers import CharacterTokenizer
 
 VALIDATION_WINDOWS = 2048
@@ -57,6 +58,11 @@ class CharGPT:
     def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
         """The model's mean loss over the characters that come next."""
         return model.loss(*inputs, targets)
+
+    def sampler(self, processes: Processes) -> ShuffledSampler:
+        """The windows of the training part, shuffled."""
+        config = self.config
+        return ShuffledSampler(self.train_length, config.batch_size, config.seed, processes.rank, processes.count)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """The windows that start at `indices`: characters (B, L), and each one's successor (B, L)."""

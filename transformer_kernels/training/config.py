@@ -118,6 +118,12 @@ class ImdbConfig(TrainingConfig):
     vocab_dir: str = option("", "folder with GPT-2's vocab.bpe, for machines without a network")
     max_length: int = option(256, "tokens of a review, CLS and SEP included", fixed=True)
     truncation: str = option("head", "which part of a long review is read", choices=("head", "head+tail"), fixed=True)
+    batching: str = option(
+        "shuffled",
+        "which reviews meet in a batch: any, or those of similar length, so that less is padded",
+        choices=("shuffled", "bucketed"),
+        fixed=True,
+    )
     padding: str = option(
         "longest",
         "pad to the longest review of the batch, or always to --max-length",

@@ -16,6 +16,7 @@ from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.evaluation import Batch
 from transformer_kernels.training.presets import build_preset
 from transformer_kernels.training.reviews import Reviews, find_reviews, read_reviews
+from transformer_kernels.training.sampler import BucketedSampler, ShuffledSampler
 from transformer_kernels.training.token_cache import TokenisedReviews, tokenise
 from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
 
@@ -66,6 +67,7 @@ class Imdb:
         self.tokenizer = REVIEW_TOKENIZERS[config.tokenizer](config.vocab_dir)
         self.reviews = tokenise(self.texts, self.tokenizer, progress=config.progress)
         self.fingerprint = hashlib.sha256(self.reviews.ids.numpy().tobytes()).hexdigest()
+        self.lengths = 2 + self.reviews.offsets.diff().clamp(max=config.max_length - 2)  # with CLS and SEP
         generator = torch.Generator().manual_seed(config.seed)
         order = torch.randperm(len(self.reviews), generator=generator)
         kept = len(order) - int(config.validation * len(order))
@@ -79,6 +81,14 @@ class Imdb:
     def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
         """The model's mean loss over the labels."""
         return model.loss(targets, *inputs)
+
+    def sampler(self, processes: Processes) -> ShuffledSampler:
+        """The reviews of the training part, in batches as the config wants them."""
+        config, lengths = self.config, self.lengths[self.training]
+        shared = (config.batch_size, config.seed, processes.rank, processes.count)
+        if config.batching == "bucketed":
+            return BucketedSampler(lengths, *shared)
+        return ShuffledSampler(len(lengths), *shared)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """Reviews number `indices` of the training part."""

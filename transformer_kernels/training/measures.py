@@ -108,6 +108,30 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
 
+class Padding:
+    """How much of what the model works on is no token of the data."""
+
+    def __init__(self) -> None:
+        self._tokens = self._positions = 0
+        self._read_tokens = self._read_positions = 0
+
+    def add(self, tokens: int, positions: int) -> None:
+        """Note a batch of that many positions, of which `tokens` are real."""
+        self._tokens += tokens
+        self._positions += positions
+
+    @property
+    def fraction(self) -> float:
+        """Of all batches up to now."""
+        return 1.0 - self._tokens / self._positions if self._positions else 0.0
+
+    def since_last_read(self) -> float:
+        """Of the batches since the last call."""
+        tokens, positions = self._tokens - self._read_tokens, self._positions - self._read_positions
+        self._read_tokens, self._read_positions = self._tokens, self._positions
+        return 1.0 - tokens / positions if positions else 0.0
+
+
 class RunLog:
     """One JSON object a line in log.jsonl, and TensorBoard events where they are wanted."""
 

@@ -29,6 +29,8 @@ def describe_result(trainer: Trainer, result: Result) -> str:
     )
     if result.model_flop_utilisation is not None:
         lines.append(f"utilisation      {result.model_flop_utilisation:.1%} of the device's peak FLOP/s")
+    if result.padding_fraction:
+        lines.append(f"padding          {result.padding_fraction:.1%} of what the model worked on")
     lines.append(f"peak memory      {result.peak_memory_bytes / 2**20:,.0f} MiB")
     return "\n".join([*lines, f"checkpoints in   {trainer.config.out}"])
 

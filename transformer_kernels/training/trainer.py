@@ -25,7 +25,7 @@ from transformer_kernels.training.checkpoint import (
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.evaluation import Batch, TrainingLoss, evaluation_totals, training_loss
-from transformer_kernels.training.measures import RunLog, Stopwatch, peak_flops, peak_memory
+from transformer_kernels.training.measures import Padding, RunLog, Stopwatch, peak_flops, peak_memory
 from transformer_kernels.training.optimisation import (
     learning_rate,
     make_optimizer,
@@ -42,6 +42,8 @@ class Recipe(Protocol):
     tokenizer: Any
     train_length: int
     fingerprint: str
+
+    def sampler(self, processes: Processes) -> ShuffledSampler: ...
 
     @property
     def config(self) -> TrainingConfig: ...
@@ -67,6 +69,7 @@ class Result:
     validation: dict[str, float]
     best_loss: float | None
     tokens_per_second: float
+    padding_fraction: float
     compile_seconds: float
     peak_memory_bytes: int
     model_flop_utilisation: float | None
@@ -109,9 +112,7 @@ class Trainer:
         seed_everything(self.config.seed + 1 + self.processes.rank)
         self.optimizer = make_optimizer(self.model, self.config, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.dtype == "float16")
-        self.sampler = ShuffledSampler(
-            recipe.train_length, self.config.batch_size, self.config.seed, self.processes.rank, self.processes.count
-        )
+        self.sampler = recipe.sampler(self.processes)
         self.total_steps = self.config.steps or (self.config.epochs or 1) * self.sampler.batches_per_epoch
         self.step_number = 0
         self.evaluated_at = 0
@@ -124,6 +125,7 @@ class Trainer:
         self._log: RunLog | None = None
         self._train_loss = float("nan")
         self._padded_length = 0
+        self.padding = Padding()
 
     def fit(self) -> Result:
         """Train to the end, or until time, patience or a signal ends it; the last checkpoint is written in every case
@@ -212,6 +214,7 @@ class Trainer:
         self.step_number += 1
         self.stopwatch.add_step(batch.tokens * self.processes.count)
         self._padded_length = batch.inputs[0].shape[1]
+        self.padding.add(batch.tokens, batch.inputs[0].numel())
         self._latest = (self.step_number, rate, indices, loss.detach())
         return loss.detach()
 
@@ -273,6 +276,7 @@ class Trainer:
         self._train_loss = total / self.processes.count
         rate, self._pending = self._pending[-1][1], []
         values = {"loss": self._train_loss, "learning_rate": rate, "tokens_per_second": speed}
+        values["padding_fraction"] = self.padding.since_last_read()
         self._write_log("train", **values, epoch=self.sampler.epoch)
         shown = {"loss": f"{self._train_loss:.4f}", "tokens/s": f"{speed:,.0f}"}
         if self.validation:
@@ -301,6 +305,7 @@ class Trainer:
             validation=self.validation,
             best_loss=self.best_loss,
             tokens_per_second=speed,
+            padding_fraction=self.padding.fraction,
             compile_seconds=self.stopwatch.compile_seconds,
             peak_memory_bytes=peak_memory(self.device),
             model_flop_utilisation=flops * speed / peak / self.processes.count if peak else None,
