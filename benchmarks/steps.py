@@ -105,6 +105,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     )
 
 
+def _packed_attention(qkv: Tensor, *, heads: int, **options: Any) -> Tensor:
+    kv_heads = (qkv.shape[2] - heads) // 2
+    q, k, v = (part.transpose(1, 2) for part in qkv.split([heads, kv_heads, kv_heads], dim=2))
+    return _attention(q, k, v, **options).transpose(1, 2).flatten(2)
+
+
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
@@ -142,6 +148,7 @@ def _linear_cross_entropy(
 
 PYTORCH_OPERATIONS = SimpleNamespace(
     attention=_attention,
+    packed_attention=_packed_attention,
     layer_norm=_layer_norm,
     add_layer_norm=_add_layer_norm,
     gelu=_gelu,

@@ -82,18 +82,21 @@ class Attention(Layer):
         self.out = nn.Linear(config.width, config.width, bias=config.attention_bias)
 
     def forward(
-        self, x: Tensor, context: Tensor | None = None, *, key_padding_mask: Tensor | None = None, causal: bool = False
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
         """Let each token of x (B, L, E) look at the tokens of `context` (B, Lk, E), or of x when that is not given."""
-        q, k, v = self._project(x) if context is None else self._project_across(x, context)
-        mixed = self.ops.attention(
-            q, k, v, causal=causal, key_padding_mask=key_padding_mask, dropout_p=self.dropout_p
-        )  # (B, H, L, D), in memory (B, L, H, D)
-        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, L, H, D) -> (B, L, E)
-
-    def _project(self, x: Tensor) -> list[Tensor]:
-        packed = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, L, H + 2 kv_heads, D)
-        return [part.transpose(1, 2) for part in packed.split([self.heads, self.kv_heads, self.kv_heads], dim=2)]
+        visible = {"causal": causal, "key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens}
+        if context is None:
+            packed = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, L, H + 2 kv_heads, D)
+            return self.out(self.ops.packed_attention(packed, heads=self.heads, dropout_p=self.dropout_p, **visible))
+        mixed = self.ops.attention(*self._project_across(x, context), dropout_p=self.dropout_p, **visible)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, E)
 
     def _project_across(self, x: Tensor, context: Tensor) -> list[Tensor]:
         rows = [self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim]
@@ -130,7 +133,7 @@ class Block(Layer):
 
     A block takes and hands on (stream, branch): the residual stream, and what was computed but not yet added to it. So
     each addition happens inside the LayerNorm that reads the sum, even when that LayerNorm belongs to the next block.
-    `visible` says which keys a query may see: key_padding_mask and causal, as in `Attention`.
+    `visible` says which keys a query may see: key_padding_mask, cu_seqlens and causal, as in `Attention`.
     """
 
     def __init__(self, config: TransformerConfig, ops: Any) -> None:

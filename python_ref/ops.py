@@ -121,21 +121,36 @@ def visible_keys(
     *,
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Which key each query may see, bool (B or 1, 1, queries, keys).
 
     With i' = i + keys - queries: causal keeps j <= i'; a window keeps i' - j < window and, on the other side where it
-    is not causal, j - i' < window; the padding mask (B, keys) keeps real tokens.
+    is not causal, j - i' < window; the padding mask (B, keys) keeps real tokens; cu_seqlens keeps the keys of the
+    query's own sequence.
     """
     distance = torch.arange(queries, device=device).view(-1, 1) + (keys - queries) - torch.arange(keys, device=device)
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         visible = visible & (distance.abs() < window)
+    if cu_seqlens is not None:
+        sequence = sequence_numbers(cu_seqlens, keys)
+        visible = visible & (sequence[:, None] == sequence) & (sequence >= 0)
     visible = visible.view(1, 1, queries, keys)
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None, :]
     return visible
+
+
+def sequence_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Which packed sequence each token belongs to, int64 (tokens,); -1 behind the last one.
+
+    Sequence s holds the tokens from cu_seqlens[s] up to, not including, cu_seqlens[s + 1].
+    """
+    position = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    number = torch.searchsorted(cu_seqlens, position, right=True) - 1
+    return number.masked_fill(position >= cu_seqlens[-1], -1)
 
 
 def _scores(q: Tensor, k: Tensor, attn_bias: Tensor | None, scale: float | None) -> Tensor:
@@ -157,6 +172,7 @@ def attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     window: int | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -169,6 +185,7 @@ def attention(
         causal: query i sees the keys j <= i + Lk - Lq.
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores, broadcasts to (B, Hq, Lq, Lk).
+        cu_seqlens: int32 (S + 1,), where each of S sequences begins, that are packed one after the other (B = 1).
         window: a query sees the nearest `window` keys on each side (before it, with causal), itself included.
         dropout_p: probability with which a weight is dropped.
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
@@ -184,7 +201,13 @@ def attention(
         padding = ~key_padding_mask[:, None, :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
     visible = visible_keys(
-        queries, k.shape[2], q.device, causal=causal, key_padding_mask=key_padding_mask, window=window
+        queries,
+        k.shape[2],
+        q.device,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        window=window,
     )
     if k.shape[2] == 0:
         out, lse = q * 0.0 + v.sum(), torch.full(q.shape[:3], -math.inf, dtype=q.dtype, device=q.device)
@@ -196,6 +219,42 @@ def attention(
         weights = _dropout(weights, keep.view_as(weights), dropout_p)
     out = weights.to(v.dtype) @ v
     return (out, lse.to(torch.promote_types(lse.dtype, torch.float32))) if return_lse else out
+
+
+def packed_attention(
+    qkv: Tensor,
+    *,
+    heads: int,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of a sequence to itself, from one packed projection to the input of the next.
+
+    Args:
+        qkv: floating (B, L, heads + 2 * kv_heads, D): query heads, then key heads, then value heads.
+        heads: how many of them are query heads.
+        causal, key_padding_mask, cu_seqlens, window, dropout_p, scale: as in `attention`.
+    Returns:
+        (B, L, heads * D).
+    """
+    kv_heads = (qkv.shape[2] - heads) // 2
+    q, k, v = (part.transpose(1, 2) for part in qkv.split([heads, kv_heads, kv_heads], dim=2))
+    out = attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        window=window,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    return out.transpose(1, 2).flatten(2)  # (B, H, L, D) -> (B, L, H * D)
 
 
 def attention_weights(

@@ -33,6 +33,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = 
         lambda q, k, v: tk.attention(q, k, v, causal=True, dropout_p=0.2, backend="torch"),
         lambda: (leaf(2, 4, 5, 8), leaf(2, 2, 7, 8), leaf(2, 2, 7, 8)),
     ),
+    "packed_attention": (
+        lambda qkv: tk.packed_attention(qkv, heads=4, causal=True, dropout_p=0.2, backend="torch"),
+        lambda: (leaf(2, 5, 8, 8),),
+    ),
     "softmax": (lambda x: tk.softmax(x, causal=True, scale=0.5, backend="torch"), lambda: (leaf(2, 5, 7),)),
     "layer_norm": (lambda x, w, b: tk.layer_norm(x, w, b, backend="torch"), lambda: (leaf(3, 6), leaf(6), leaf(6))),
     "add_layer_norm": (
@@ -134,6 +138,7 @@ def test_use_backend_reaches_into_a_compiled_function() -> None:
         torch.testing.assert_close(compiled(x), 2 * torch.nn.functional.gelu(x))
 
 
+STARTS = torch.tensor([0, 4, 9], dtype=torch.int32)
 SAMPLES = {
     "gelu": [(leaf(3, 6), "none", "torch"), (leaf(0, 6), "tanh", "torch")],
     "bias_gelu": [(leaf(3, 6), leaf(6), "tanh", "torch")],
@@ -144,12 +149,13 @@ SAMPLES = {
         for bias, seed in itertools.product((None, leaf(6)), (None, torch.tensor([5])))
     ],
     "attention": [
-        (leaf(2, 4, 5, 8), leaf(2, 2, 7, 8), leaf(2, 2, 7, 8), mask, bias, seed, causal, window, p, 0.3, "torch")
+        (leaf(2, 4, 5, 8), leaf(2, 2, 7, 8), leaf(2, 2, 7, 8), mask, bias, seed, None, causal, window, p, 0.3, "torch")
         for mask, bias, seed, causal, window, p in [
             (None, None, None, True, None, 0.0),
             (torch.ones(2, 7, dtype=torch.bool), leaf(1, 4, 5, 7), torch.tensor([5]), False, 3, 0.2),
         ]
-    ],
+    ]
+    + [(leaf(1, 2, 9, 8), *[leaf(1, 2, 9, 8)] * 2, None, None, None, STARTS, False, None, 0.0, 0.3, "torch")],
 }
 
 

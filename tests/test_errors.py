@@ -20,6 +20,11 @@ quantised = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 complex_x = torch.ones(3, 6, dtype=torch.complex64)
 mask = torch.ones(2, 7, dtype=torch.bool)
 
+
+def starts(*positions: int) -> torch.Tensor:
+    return torch.tensor(positions, dtype=torch.int32)
+
+
 TYPE_ERRORS = [
     (tk.gelu, (3,), {}, "gelu: x must be a tensor; got int"),
     (
@@ -61,6 +66,14 @@ TYPE_ERRORS = [
         "key_padding_mask must be bool, True = keep; got torch.int32",
     ),
     (tk.attention, (q, k, k), {"attn_bias": torch.ones(5, 7).bool()}, "attn_bias is added to the scores"),
+    (tk.attention, (q, k, k), {"cu_seqlens": [0, 5]}, "attention: cu_seqlens must be an int32 tensor; got list"),
+    (
+        tk.attention,
+        (q, k, k),
+        {"cu_seqlens": torch.tensor([0, 5])},
+        "attention: cu_seqlens must be an int32 tensor; got torch.int64",
+    ),
+    (tk.packed_attention, (q,), {"heads": 2.0}, "packed_attention: heads must be an int; got float"),
     (tk.attention, (q, k, k), {"window": 1.5}, "attention: window must be an int or None; got float"),
     (tk.attention, (q, k, k), {"scale": 1j}, "attention: scale must be a number; got complex"),
     (tk.attention, (q, k, k), {"return_lse": 1}, "attention: return_lse must be True or False; got int"),
@@ -80,6 +93,15 @@ VALUE_ERRORS = [
     (tk.attention, (q, k, k), {"dropout_p": 1.5}, "attention: dropout_p must be in [0, 1]; got 1.5"),
     (tk.attention, (q, k, k), {"dropout_p": math.nan}, "attention: dropout_p must be in [0, 1]; got nan"),
     (tk.attention, (q, k, k), {"scale": math.inf}, "attention: scale must be finite; got inf"),
+    (tk.attention, (q, q, q), {"cu_seqlens": starts(0, 5)}, "with cu_seqlens the batch must be 1 and q as long as k; got q (2, 4, 5, 8), k (2, 4, 5, 8)"),
+    (tk.attention, (q[:1], k[:1], k[:1]), {"cu_seqlens": starts(0, 5)}, "the batch must be 1 and q as long as k; got q (1, 4, 5, 8), k (1, 2, 7, 8)"),
+    (tk.attention, (q[:1], q[:1], q[:1]), {"cu_seqlens": starts(0, 5)[None]}, "cu_seqlens must have shape (sequences + 1,); got (1, 2)"),
+    (tk.attention, (q[:1], q[:1], q[:1]), {"cu_seqlens": starts(1, 5)}, "cu_seqlens must rise from 0 to at most 5; got [1, 5]"),
+    (tk.attention, (q[:1], q[:1], q[:1]), {"cu_seqlens": starts(0, 3, 2)}, "cu_seqlens must rise from 0 to at most 5; got [0, 3, 2]"),
+    (tk.attention, (q[:1], q[:1], q[:1]), {"cu_seqlens": starts(0, 6)}, "cu_seqlens must rise from 0 to at most 5; got [0, 6]"),
+    (tk.packed_attention, (q[0],), {"heads": 2}, "packed_attention: qkv must have 4 dimensions (B, L, heads + 2 * kv_heads, D); got (4, 5, 8)"),
+    (tk.packed_attention, (q,), {"heads": 0}, "packed_attention: heads must be positive; got 0"),
+    (tk.packed_attention, (q,), {"heads": 2}, "packed_attention: qkv must hold 2 query heads and as many key as value heads, a divisor of 2; got 5 heads in all"),
     (tk.attention, (q, k, k), {"window": 0}, "attention: window must be positive; got 0"),
     (tk.softmax, (torch.tensor(1.0),), {}, "softmax: x must have at least one dimension; got shape ()"),
     (tk.softmax, (torch.ones(3),), {"causal": True}, "softmax: causal needs x of shape (..., Lq, Lk); got (3,)"),

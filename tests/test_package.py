@@ -44,6 +44,7 @@ def test_public_names() -> None:
         "get_backend",
         "layer_norm",
         "linear_cross_entropy",
+        "packed_attention",
         "set_backend",
         "softmax",
         "use_backend",

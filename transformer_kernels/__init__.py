@@ -20,6 +20,7 @@ from transformer_kernels.ops import (
     gelu,
     layer_norm,
     linear_cross_entropy,
+    packed_attention,
     softmax,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "get_backend",
     "layer_norm",
     "linear_cross_entropy",
+    "packed_attention",
     "set_backend",
     "softmax",
     "use_backend",

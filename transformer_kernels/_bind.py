@@ -54,8 +54,7 @@ def bind(backend: str | None = None) -> BoundOperations | ModuleType:
         backend: "torch", "triton", "cuda", "auto", "reference" (which gives `python_ref.ops` itself), or None to follow
             `set_backend`, `use_backend` and the environment at each call.
     Returns:
-        an object with the functions attention, softmax, layer_norm, add_layer_norm, gelu, bias_gelu, cross_entropy and
-        linear_cross_entropy.
+        an object with every operation as a function, under its name in `python_ref.ops`.
     Raises:
         ValueError: the name is unknown.
     """

@@ -113,6 +113,13 @@ def window(op: str, value: Any) -> None:
         raise ValueError(f"{op}: window must be positive; got {value}")
 
 
+def positive_integer(op: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{op}: {name} must be positive; got {value}")
+
+
 def flag(op: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be True or False; got {type(value).__name__}")

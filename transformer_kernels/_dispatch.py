@@ -21,6 +21,7 @@ from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
 BACKENDS = ("torch", "triton", "cuda")
 OPERATIONS = (
     "attention",
+    "packed_attention",
     "softmax",
     "layer_norm",
     "add_layer_norm",
@@ -29,6 +30,7 @@ OPERATIONS = (
     "cross_entropy",
     "linear_cross_entropy",
 )
+KERNELS_OF = {"packed_attention": "attention"}  # operations that are answered by the backends' files of another
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_BACKEND"
 
 # The order in which "auto" asks. On a CPU the kernels of the other two run only interpreted or emulated, for tests.
@@ -88,7 +90,7 @@ def _module(op: str, backend: str) -> ModuleType | None:
     """The backend's file for an operation, imported once; None where it has none."""
     key = (op, backend)
     if key not in _modules:
-        name = f"transformer_kernels.ops.{op}._{backend}"
+        name = f"transformer_kernels.ops.{KERNELS_OF.get(op, op)}._{backend}"
         _modules[key] = import_module(name) if find_spec(name) is not None else None
     return _modules[key]
 

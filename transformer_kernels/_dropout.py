@@ -30,31 +30,40 @@ def keep_scale(p: float) -> float:
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
-def dropped(seed: Tensor, heads: int, rows: int, columns: int, p: float) -> Tensor:
-    """Where dropout drops, bool (heads, rows, columns); the counter of an element is (column // 4, row, head, 0)."""
-    found = _remembered.get(seed)
-    if found is None or found[0] != (heads, rows, columns, p):
-        found = ((heads, rows, columns, p), _draw(seed, heads, rows, columns, p))
-        _remembered[seed] = found
-    return found[1]
+def dropped(seed: Tensor, heads: int, rows: int, columns: int, p: float, first: int = 0) -> Tensor:
+    """Where dropout drops, bool (heads, rows, columns); the counter of an element is (column // 4, row, head, 0).
+
+    Rows and columns are counted from `first`: those of one sequence among packed ones.
+    """
+    masks = _remembered.setdefault(seed, {})
+    key = (heads, rows, columns, p, first)
+    if key not in masks:
+        masks[key] = _draw(seed, *key)
+    return masks[key]
 
 
-def _draw(seed: Tensor, heads: int, rows: int, columns: int, p: float) -> Tensor:
+def _draw(seed: Tensor, heads: int, rows: int, columns: int, p: float, first: int) -> Tensor:
     """The mask, made in chunks of whole rows that stay in the cache."""
-    groups = -(-columns // 4)
+    skipped = first % 4  # columns of the first group of four
+    groups = -(-(skipped + columns) // 4)
     total = heads * rows
     mask = torch.empty(total, groups * 4, dtype=torch.bool, device=seed.device)
-    group = torch.arange(groups, device=seed.device)
+    group = torch.arange(groups, device=seed.device) + first // 4
     keys = _key_schedule(seed)
     at_once = max(1, GROUPS_AT_ONCE // max(groups, 1)) if seed.device.type == "cpu" else total
     threshold = round(p * 2**24) << 8  # (word >> 8) < t is word < t * 2^8
-    for first in range(0, total, max(at_once, 1)):
-        index = torch.arange(first, min(first + at_once, total), device=seed.device)
+    for start in range(0, total, max(at_once, 1)):
+        index = torch.arange(start, min(start + at_once, total), device=seed.device)
         head = torch.div(index, max(rows, 1), rounding_mode="floor")
         _philox_below(
-            keys, group, (index - head * rows)[:, None], head[:, None], threshold, mask[first : first + len(index)]
+            keys,
+            group,
+            (index - head * rows + first)[:, None],
+            head[:, None],
+            threshold,
+            mask[start : start + len(index)],
         )
-    return mask.view(heads, rows, groups * 4)[..., :columns]
+    return mask.view(heads, rows, groups * 4)[..., skipped : skipped + columns]
 
 
 def _key_schedule(seed: Tensor) -> list[tuple[int, int]] | list[tuple[Tensor, Tensor]]:

@@ -100,11 +100,11 @@ def test_layers_call_the_operations_they_were_given():
     ops = Counting()
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     python_ref.build("gpt2", ops=ops, vocab_size=50, width=24, heads=2, layers=2)(tokens)
-    block = ["attention", "add_layer_norm", "bias_gelu"]
+    block = ["packed_attention", "add_layer_norm", "bias_gelu"]
     assert ops.calls == ["layer_norm", *block, "add_layer_norm", *block, "add_layer_norm"]
     ops.calls.clear()
     python_ref.build("char_gpt", ops=ops, layers=2)(tokens)
-    assert ops.calls == ["attention", "add_layer_norm", "add_layer_norm"] * 2
+    assert ops.calls == ["packed_attention", "add_layer_norm", "add_layer_norm"] * 2
 
 
 def test_config_is_frozen():

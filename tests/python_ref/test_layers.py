@@ -108,11 +108,9 @@ def test_grouped_heads_are_repeated_heads():
 
 def test_attention_copies_neither_its_projection_nor_its_output():
     class Watching:
-        def attention(self, q, k, v, **options):
-            storages = {tensor.untyped_storage().data_ptr() for tensor in (q, k, v)}
-            assert len(storages) == 1
-            assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))
-            self.out = torch.empty(q.transpose(1, 2).shape).transpose(1, 2)
+        def packed_attention(self, qkv, heads, **options):
+            assert qkv.shape == (2, 5, 10, 2) and qkv.data_ptr() == self.projected.data_ptr()
+            self.out = torch.empty(2, 5, heads * 2)
             return self.out
 
     class Projection(nn.Module):
@@ -123,6 +121,7 @@ def test_attention_copies_neither_its_projection_nor_its_output():
     watching = Watching()
     layer = Attention(config(heads=6, kv_heads=2), watching)
     layer.out = Projection()
+    layer.qkv.register_forward_hook(lambda module, inputs, output: setattr(watching, "projected", output))
     layer(torch.randn(2, 5, 12))
     assert layer.out.read.data_ptr() == watching.out.data_ptr()
 
@@ -218,7 +217,7 @@ def test_dropout_is_asked_for_at_every_branch():
 
     recording = Recording()
     GPT(GPTConfig(**{**SMALL, "dropout": 0.25}), recording)(TOKENS)
-    per_block = [("attention", 0.25), ("add_layer_norm", 0.25)]
+    per_block = [("packed_attention", 0.25), ("add_layer_norm", 0.25)]
     assert recording.dropped == [*per_block, ("add_layer_norm", 0.25), *per_block, ("add_layer_norm", 0.25)]
 
 

@@ -7,6 +7,7 @@ from transformer_kernels.ops.cross_entropy import cross_entropy
 from transformer_kernels.ops.gelu import gelu
 from transformer_kernels.ops.layer_norm import layer_norm
 from transformer_kernels.ops.linear_cross_entropy import linear_cross_entropy
+from transformer_kernels.ops.packed_attention import packed_attention
 from transformer_kernels.ops.softmax import softmax
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear_cross_entropy",
+    "packed_attention",
     "softmax",
 ]

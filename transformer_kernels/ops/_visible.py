@@ -11,6 +11,13 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
 
 
+def same_sequence(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Bool (tokens, tokens), True where both tokens are of one packed sequence."""
+    position = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
+    number = torch.searchsorted(cu_seqlens, position, right=True)
+    return (number[:, None] == number) & (position < cu_seqlens[-1])
+
+
 def visible_mask(
     queries: int,
     keys: int,
@@ -18,6 +25,7 @@ def visible_mask(
     causal: bool,
     window: int | None,
     key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor | None:
     """Bool, broadcasts to (B, H, queries, keys), True where a query sees a key; None where every query sees all."""
     visible = None
@@ -27,6 +35,9 @@ def visible_mask(
         band = torch.ones(queries, keys, dtype=torch.bool, device=device)
         band = band.triu_(keys - queries - window + 1).tril_(keys - queries + window - 1)
         visible = band if visible is None else visible & band
+    if cu_seqlens is not None:
+        own = same_sequence(cu_seqlens, keys)
+        visible = own if visible is None else visible & own
     if key_padding_mask is not None:
         padding = key_padding_mask[:, None, None, :]
         visible = padding if visible is None else visible & padding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ def attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     window: int | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -39,6 +41,10 @@ def attention(
         causal: query i sees the keys j <= i + Lk - Lq (aligned bottom-right).
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores; broadcasts to (B, Hq, Lq, Lk); the dtype of q or float32. It may require grad.
+        cu_seqlens: int32 (S + 1,), for S sequences that are packed one after the other into the tokens of B = 1, with
+            Lq = Lk: sequence s is the tokens cu_seqlens[s] up to, not including, cu_seqlens[s + 1], and a query sees
+            the keys of its own sequence only. Tokens behind the last sequence see nothing. The values are checked on
+            the CPU only.
         window: with i' = i + Lk - Lq, a query sees i' - j < window and, unless causal, j - i' < window.
         dropout_p: probability in [0, 1] with which a weight is dropped; the others are multiplied by
             1 / (1 - dropout_p). The mask is philox4x32-10 of (seed, position), the same in every backend; the seed is
@@ -63,6 +69,7 @@ def attention(
         causal=causal,
         key_padding_mask=key_padding_mask,
         attn_bias=attn_bias,
+        cu_seqlens=cu_seqlens,
         window=window,
         dropout_p=dropout_p,
         scale=scale,
@@ -89,6 +96,7 @@ def prepare(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     window: int | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -96,7 +104,8 @@ def prepare(
 ) -> tuple[Any, ...]:
     """The checked arguments of a backend's `forward`:
 
-    (q, k, v, key_padding_mask, attn_bias 4-D, seed, causal, window, dropout_p, scale), last axes contiguous.
+    (q, k, v, key_padding_mask, attn_bias 4-D, seed, cu_seqlens, causal, window, dropout_p, scale), the last axes of
+    q, k and v contiguous.
     """
     for name, value in (("q", q), ("k", k), ("v", v)):
         _checks.tensor(OP, name, value)
@@ -117,11 +126,13 @@ def prepare(
         key_padding_mask = _checked_padding(key_padding_mask, k)
     if attn_bias is not None:
         attn_bias = _checked_bias(attn_bias, q, k)
-    _checks.same_device(OP, q, k=k, v=v, key_padding_mask=key_padding_mask, attn_bias=attn_bias)
+    if cu_seqlens is not None:
+        cu_seqlens = _checked_sequences(cu_seqlens, q, k)
+    _checks.same_device(OP, q, k=k, v=v, key_padding_mask=key_padding_mask, attn_bias=attn_bias, cu_seqlens=cu_seqlens)
     _autograd.refuse_transforms(OP, q, k, v, attn_bias)
     seed = draw_seed(q.device) if dropout_p > 0.0 else None
     q, k, v = _last_axis_contiguous(q), _last_axis_contiguous(k), _last_axis_contiguous(v)
-    return q, k, v, key_padding_mask, attn_bias, seed, causal, window, float(dropout_p), float(scale)
+    return q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, float(dropout_p), float(scale)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -162,6 +173,23 @@ def _checked_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return _last_axis_contiguous(bias[(None,) * (4 - bias.dim())])
 
 
+def _checked_sequences(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype is not torch.int32:
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{OP}: cu_seqlens must be an int32 tensor; got {got}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(f"{OP}: cu_seqlens must have shape (sequences + 1,); got {tuple(cu_seqlens.shape)}")
+    if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"{OP}: with cu_seqlens the batch must be 1 and q as long as k; got q {tuple(q.shape)}, k {tuple(k.shape)}"
+        )
+    if cu_seqlens.device.type == "cpu" and not _autograd.is_traced(cu_seqlens):
+        starts = cu_seqlens.tolist()
+        if starts[0] != 0 or starts[-1] > k.shape[2] or any(a > b for a, b in itertools.pairwise(starts)):
+            raise ValueError(f"{OP}: cu_seqlens must rise from 0 to at most {k.shape[2]}; got {starts}")
+    return cu_seqlens.contiguous()
+
+
 def _last_axis_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -177,11 +205,12 @@ class _Attention(torch.autograd.Function):
         key_padding_mask: Tensor | None,
         attn_bias: Tensor | None,
         seed: Tensor | None,
+        cu_seqlens: Tensor | None,
         *options: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = module.forward(q, k, v, key_padding_mask, attn_bias, seed, *options)
+        out, lse = module.forward(q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *options)
         ctx.module, ctx.options = module, options
-        ctx.save_for_backward(q, k, v, out, lse, key_padding_mask, attn_bias, seed)
+        ctx.save_for_backward(q, k, v, out, lse, key_padding_mask, attn_bias, seed, cu_seqlens)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -192,7 +221,7 @@ class _Attention(torch.autograd.Function):
         dlse = None if dlse is None else dlse.contiguous()
         grads = ctx.module.backward(dout, dlse, *saved, *ctx.options, ctx.needs_input_grad[5])
         dq, dk, dv, dbias = _autograd.first_order_only(OP, grads)
-        return None, dq, dk, dv, None, dbias, None, None, None, None, None
+        return None, dq, dk, dv, None, dbias, None, None, None, None, None, None
 
 
 def _run(
@@ -202,13 +231,14 @@ def _run(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
     scale: float,
     backend: str | None,
 ) -> tuple[Tensor, ...]:
-    arguments = (q, k, v, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale)
+    arguments = (q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale)
     module = select(OP, backend, arguments)
     return _autograd.unaliased(*(_torch if is_empty(q, k) else module).forward(*arguments))
 
@@ -224,6 +254,7 @@ def _run_backward(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
@@ -232,7 +263,7 @@ def _run_backward(
     backend: str | None,
 ) -> tuple[Tensor, ...]:
     options = (causal, window, dropout_p, scale)
-    masks = (key_padding_mask, attn_bias, seed)
+    masks = (key_padding_mask, attn_bias, seed, cu_seqlens)
     module = _torch if is_empty(q, k) else select(OP, backend, (q, k, v, *masks, *options))
     dlse = None if dlse is None else dlse.contiguous()
     dout = _last_axis_contiguous(dout)
@@ -251,14 +282,14 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    attn_bias, bias_needs_grad = rest[3], rest[9]
+    attn_bias, bias_needs_grad = rest[3], rest[10]
     dbias = torch.empty_like(attn_bias, memory_format=torch.contiguous_format) if bias_needs_grad else q.new_empty(0)
     return _like_output(q), _like_output(k), _like_output(v), dbias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, key_padding_mask, attn_bias, seed, *ctx.options, ctx.backend = inputs
-    ctx.save_for_backward(q, k, v, *output, key_padding_mask, attn_bias, seed)
+    q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *ctx.options, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output, key_padding_mask, attn_bias, seed, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
@@ -267,19 +298,19 @@ def _registered_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> 
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     bias_needs_grad = ctx.needs_input_grad[4]
     dq, dk, dv, dbias = _registered_backward(dout, dlse, *saved, *ctx.options, bias_needs_grad, ctx.backend)
-    return dq, dk, dv, None, dbias if bias_needs_grad else None, None, None, None, None, None, None
+    return dq, dk, dv, None, dbias if bias_needs_grad else None, None, None, None, None, None, None, None
 
 
 _registered = _autograd.register(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? attn_bias, Tensor? seed, bool causal,"
-    " int? window, float dropout_p, float scale, str? backend) -> (Tensor, Tensor)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? attn_bias, Tensor? seed,"
+    " Tensor? cu_seqlens, bool causal, int? window, float dropout_p, float scale, str? backend) -> (Tensor, Tensor)",
     _run,
     _fake,
 )
 _registered_backward = _autograd.register(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    " Tensor? key_padding_mask, Tensor? attn_bias, Tensor? seed, bool causal, int? window, float dropout_p,"
-    " float scale, bool bias_needs_grad, str? backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? key_padding_mask, Tensor? attn_bias, Tensor? seed, Tensor? cu_seqlens, bool causal, int? window,"
+    " float dropout_p, float scale, bool bias_needs_grad, str? backend) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
     _fake_backward,
 )

@@ -20,6 +20,7 @@ def unsupported(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
@@ -30,6 +31,8 @@ def unsupported(
         return f"dtype {q.dtype} is not supported; use float32, float16 or bfloat16"
     if q.shape[3] > MAX_HEAD_DIM:
         return f"the head dimension is {q.shape[3]}, above {MAX_HEAD_DIM}; backend='torch' takes it"
+    if cu_seqlens is not None:
+        return "it has no packed sequences (cu_seqlens)"
     return None
 
 
@@ -40,6 +43,7 @@ def forward(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
@@ -72,11 +76,13 @@ def backward(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
     scale: float,
     bias_needs_grad: bool,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dbias), bit for bit the same each time."""
     dq, dk, dv = _empty_like_output(q), _empty_like_output(k), _empty_like_output(v)
@@ -106,6 +112,8 @@ def backward(
         *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
         PATHS[path],
     )
+    if grads is not None:
+        dq, dk, dv = (wanted.copy_(grad) for wanted, grad in zip(grads, (dq, dk, dv), strict=True))
     return dq, dk, dv, dbias
 
 

@@ -6,6 +6,7 @@ computed in chunks of the batch that bound the memory for scores.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -15,6 +16,8 @@ from transformer_kernels._dropout import dropped, keep_scale
 from transformer_kernels.ops._visible import visible_mask
 
 aten = torch.ops.aten
+
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 SCORES_AT_ONCE = 1 << 19  # on the CPU: a chunk of scores and its gradient stay in a second-level cache
 
@@ -26,6 +29,7 @@ def unsupported(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
@@ -41,19 +45,22 @@ def forward(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
-    if _fused(q, k, v, seed):
-        out, lse = _fused_forward(q, k, v, key_padding_mask, attn_bias, causal, window, scale)
-        restricted = causal or window is not None or key_padding_mask is not None
-        if not restricted or q.device.type != "cpu" or math.isfinite(float(out.detach().sum())):
-            return out, lse
-    visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
-    return _forward_in_chunks(q, k, v, visible, attn_bias, seed, dropout_p, scale)
+    options = (causal, window, dropout_p, scale)
+    if cu_seqlens is None or q.device.type != "cpu":
+        return _forward(q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *options)
+    out, lse = _like_output(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for span in _sequences(cu_seqlens, (out,)):
+        masks = _masks_of(span, key_padding_mask, attn_bias)
+        operands = (x[:, :, span] for x in (q, k, v))
+        out[:, :, span], lse[:, :, span] = _forward(*operands, *masks, seed, None, *options, first=span.start)
+    return out, lse
 
 
 def backward(
@@ -67,37 +74,132 @@ def backward(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
     scale: float,
     bias_needs_grad: bool,
+    grads: Gradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv, dbias."""
+    """dq, dk, dv (written into `grads` where those are given), dbias."""
+    options = (causal, window, dropout_p, scale, bias_needs_grad)
+    grads = (_like_output(q), _like_output(k), _like_output(v)) if grads is None else grads
+    if cu_seqlens is None or q.device.type != "cpu":
+        masks = (key_padding_mask, attn_bias, seed, cu_seqlens)
+        return *grads, _backward(grads, dout, dlse, q, k, v, out, lse, *masks, *options)
+    wanted = attn_bias if bias_needs_grad else None
+    dbias = None if wanted is None else torch.zeros_like(wanted, dtype=lse.dtype, memory_format=torch.contiguous_format)
+    for span in _sequences(cu_seqlens, grads):
+        own_masks = _masks_of(span, key_padding_mask, attn_bias)
+        dq, dk, dv, gradient, query, key, value, result = (x[:, :, span] for x in (*grads, dout, q, k, v, out))
+        own_dlse = None if dlse is None else dlse[:, :, span]
+        part = _backward(
+            (dq, dk, dv), gradient, own_dlse, query, key, value, result, lse[:, :, span], *own_masks, seed, None,
+            *options, first=span.start,
+        )  # fmt: skip
+        if dbias is not None and part is not None:
+            _bias_of(span, dbias).add_(part)
+    return *grads, _as(dbias, wanted)
+
+
+# Packed sequences, one after the other
+
+
+def _sequences(cu_seqlens: Tensor, results: tuple[Tensor, ...]) -> list[slice]:
+    """The tokens of each sequence that has any; the results (1, H, L, D) of those behind the last one become 0."""
+    starts = cu_seqlens.tolist()
+    for result in results:
+        result[:, :, starts[-1] :] = 0.0
+    return [slice(start, end) for start, end in itertools.pairwise(starts) if start < end]
+
+
+def _bias_of(span: slice, attn_bias: Tensor) -> Tensor:
+    """The bias between the tokens of one sequence, where it is not broadcast."""
+    rows = attn_bias if attn_bias.shape[2] == 1 else attn_bias[:, :, span]
+    return rows if attn_bias.shape[3] == 1 else rows[..., span]
+
+
+def _masks_of(
+    span: slice, key_padding_mask: Tensor | None, attn_bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    padding = None if key_padding_mask is None else key_padding_mask[:, span]
+    return padding, None if attn_bias is None else _bias_of(span, attn_bias)
+
+
+# One batch
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """out and lse; `first` is the token that dropout counts rows and columns from."""
+    if _fused(q, k, v, seed) and cu_seqlens is None:
+        out, lse = _fused_forward(q, k, v, key_padding_mask, attn_bias, causal, window, scale)
+        restricted = causal or window is not None or key_padding_mask is not None
+        if not restricted or q.device.type != "cpu" or math.isfinite(float(out.detach().sum())):
+            return out, lse
+    visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask, cu_seqlens)
+    return _forward_in_chunks(q, k, v, visible, attn_bias, seed, dropout_p, scale, first)
+
+
+def _backward(
+    grads: Gradients,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout_p: float,
+    scale: float,
+    bias_needs_grad: bool,
+    first: int = 0,
+) -> Tensor | None:
+    """Fill dq, dk and dv; return dbias."""
     restricted = causal or window is not None or key_padding_mask is not None
-    fused = dlse is None and not bias_needs_grad and _fused(q, k, v, seed)
+    fused = dlse is None and not bias_needs_grad and cu_seqlens is None and _fused(q, k, v, seed)
     if fused and restricted and q.device.type == "cpu":
         fused = math.isfinite(float(k.detach().sum() + v.detach().sum()))
     if not fused:
-        visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
+        visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask, cu_seqlens)
         return _backward_in_chunks(
-            dout, dlse, q, k, v, out, lse, visible, attn_bias, seed, dropout_p, scale, bias_needs_grad
+            grads, dout, dlse, q, k, v, out, lse, visible, attn_bias, seed, dropout_p, scale, bias_needs_grad, first
         )
-    heads = k.shape[1]
     mask, is_causal = _fused_mask(q, k, key_padding_mask, attn_bias, causal, window)
     k, v = _operands(k, v, q.shape[1], key_padding_mask)
     if q.device.type == "cpu":
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        fused_grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             dout, q, k, v, out, _finite(lse), 0.0, is_causal, attn_mask=mask, scale=scale
         )
     else:
         padded = torch.nn.functional.pad(_finite(lse), (0, -lse.shape[-1] % 32))
         no_philox = torch.zeros((), dtype=torch.int64, device=q.device)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward.default(
+        fused_grads = aten._scaled_dot_product_efficient_attention_backward.default(
             dout, q, k, v, _aligned(mask, q, k), out, padded, no_philox, no_philox, 0.0, [True, True, True, False],
             is_causal, scale=scale,
-        )  # fmt: skip
-    return _laid_out(dq), _sum_groups(dk, heads), _sum_groups(dv, heads), None
+        )[:3]  # fmt: skip
+    for grad, computed in zip(grads, fused_grads, strict=True):
+        grad.copy_(_sum_heads(computed, grad.shape[1]))
+    return None
 
 
 # PyTorch's fused kernels
@@ -200,14 +302,15 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // max(x.shape[1], 1), dim=1)
 
 
-def _sum_groups(x: Tensor, heads: int) -> Tensor:
-    """(B, Hq, Lk, D) -> (B, Hk, Lk, D), summed over the query heads of each key head; memory as (B, Lk, Hk, D)."""
-    return _laid_out(_sum_heads(x, heads))
-
-
 def _laid_out(x: Tensor) -> Tensor:
     """x with the memory of a contiguous (B, L, H, D)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _like_output(x: Tensor) -> Tensor:
+    """Uninitialised, of x's shape, with the memory of a contiguous (B, L, H, D)."""
+    batch, heads, length, width = x.shape
+    return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
 # Chunks of plain products
@@ -271,14 +374,15 @@ def _forward_in_chunks(
     seed: Tensor | None,
     dropout_p: float,
     scale: float,
+    first: int,
 ) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, width = q.shape
+    batch, heads, queries, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(batch, queries, heads, width).transpose(1, 2)
+    out = _like_output(q)
     lse = q.new_full((batch, heads, queries), -math.inf, dtype=wide)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse
-    drop = None if seed is None else _dropped(seed, q, k, dropout_p)
+    drop = None if seed is None else _dropped(seed, q, k, dropout_p, first)
     kept = 1.0 if seed is None else keep_scale(dropout_p)
     clean = _clean(k, v, visible)
     for chunk in _chunks(q, k.shape[2]):
@@ -298,6 +402,7 @@ def _forward_in_chunks(
 
 
 def _backward_in_chunks(
+    grads: Gradients,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -311,15 +416,18 @@ def _backward_in_chunks(
     dropout_p: float,
     scale: float,
     bias_needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    first: int,
+) -> Tensor | None:
     heads = q.shape[1]
     wide = lse.dtype
-    dq, dk, dv = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v))
+    dq, dk, dv = grads
     wanted = attn_bias if bias_needs_grad else None
     dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide, memory_format=torch.contiguous_format)
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), _as(dbias, wanted)
-    drop = None if seed is None else _dropped(seed, q, k, dropout_p)
+        for grad in grads:
+            grad.zero_()
+        return _as(dbias, wanted)
+    drop = None if seed is None else _dropped(seed, q, k, dropout_p, first)
     kept = 1.0 if seed is None else keep_scale(dropout_p)
     clean = _clean(k, v, visible)
     for chunk in _chunks(q, k.shape[2]):
@@ -343,7 +451,7 @@ def _backward_in_chunks(
         dq[chunk] = (dscores @ key).mul_(scale)
         if (part := _part(dbias, chunk)) is not None:
             part.add_(dscores.sum_to_size(part.shape))
-    return dq, dk, dv, _as(dbias, wanted)
+    return _as(dbias, wanted)
 
 
 def _sum_heads(x: Tensor, heads: int) -> Tensor:
@@ -364,7 +472,8 @@ def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
     return x.masked_fill(~seen, 0.0)
 
 
-def _dropped(seed: Tensor, q: Tensor, k: Tensor, dropout_p: float) -> Tensor:
+def _dropped(seed: Tensor, q: Tensor, k: Tensor, dropout_p: float, first: int) -> Tensor:
     """Where dropout drops a weight, bool (B, Hq, Lq, Lk)."""
     batch, heads, queries, _ = q.shape
-    return dropped(seed, batch * heads, queries, k.shape[2], dropout_p).view(batch, heads, queries, k.shape[2])
+    mask = dropped(seed, batch * heads, queries, k.shape[2], dropout_p, first=first)
+    return mask.view(batch, heads, queries, k.shape[2])

@@ -36,6 +36,7 @@ def unsupported(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
@@ -44,6 +45,8 @@ def unsupported(
     """The reason why these kernels do not take the call, or None."""
     if q.shape[3] > MAXIMUM_HEAD_DIM:
         return f"supports head dimensions up to {MAXIMUM_HEAD_DIM}, not {q.shape[3]}; use backend='torch'"
+    if cu_seqlens is not None:
+        return "it has no packed sequences (cu_seqlens)"
     return _triton.unsupported_dtype(q.dtype)
 
 
@@ -54,6 +57,7 @@ def forward(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
@@ -84,11 +88,13 @@ def backward(
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: int | None,
     dropout_p: float,
     scale: float,
     bias_needs_grad: bool,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, if it needs one, of the bias."""
     call = _Call(q, k, v, dout, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale)
@@ -102,6 +108,8 @@ def backward(
         else:
             _launch_backward(call, out, lse, dlse, delta, dq, dk, dv)
         dbias = _bias_gradient(call, lse, dlse, delta) if bias_needs_grad else None
+    if grads is not None:
+        dq, dk, dv = (wanted.copy_(grad) for wanted, grad in zip(grads, (dq, dk, dv), strict=True))
     return dq, dk, dv, dbias
 
 

@@ -1,0 +1,119 @@
+"""Packed sequences: attention inside each of several sequences that lie one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from tests.support.parity import check_parity
+from transformer_kernels import UnsupportedByBackend
+
+OP = "attention"
+HEADS, WIDTH = 4, 32
+STARTS = {
+    "one": [0, 70],
+    "several": [0, 33, 34, 98, 130],
+    "with empty ones": [0, 0, 40, 40, 71, 71],
+    "with filler behind": [0, 17, 81],
+    "aligned": [0, 64, 128, 192],
+    "none": [0],
+}
+TOKENS = {"with filler behind": 100, "none": 5}
+
+
+@pytest.fixture(params=STARTS)
+def packing(request: pytest.FixtureRequest, device: torch.device) -> tuple[Tensor, int]:
+    starts = STARTS[request.param]
+    return torch.tensor(starts, dtype=torch.int32, device=device), TOKENS.get(request.param, starts[-1])
+
+
+@pytest.fixture(autouse=True)
+def supported(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(4, dtype, device)
+    try:
+        tk.attention(**tensors, cu_seqlens=torch.tensor([0, 4], dtype=torch.int32, device=device), backend=backend)
+    except UnsupportedByBackend as error:
+        pytest.skip(str(error))
+
+
+def make(tokens: int, dtype: torch.dtype, device: torch.device, kv_heads: int = HEADS) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = {"q": HEADS, "k": kv_heads, "v": kv_heads}
+    return {
+        name: torch.randn(1, heads, tokens, WIDTH, generator=generator).to(device, dtype).requires_grad_()
+        for name, heads in sizes.items()
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_matches_reference(
+    backend: str, dtype: torch.dtype, device: torch.device, packing: tuple[Tensor, int], causal: bool
+) -> None:
+    cu_seqlens, tokens = packing
+    tensors = make(tokens, dtype, device)
+    check_parity("attention", backend, tensors, {"cu_seqlens": cu_seqlens, "causal": causal, "return_lse": True})
+
+
+@pytest.mark.parametrize("use", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_matches_reference_with_all_masks_together(
+    backend: str, dtype: torch.dtype, device: torch.device, use: tuple[bool, ...]
+) -> None:
+    causal, padded, biased, windowed = use
+    cu_seqlens = torch.tensor([0, 30, 31, 75, 90], dtype=torch.int32, device=device)
+    tensors = make(96, dtype, device, kv_heads=2)
+    if padded:
+        tensors["key_padding_mask"] = (torch.arange(96, device=device) % 5 != 3)[None]
+    if biased:
+        tensors["attn_bias"] = torch.randn(1, HEADS, 96, 96).to(device, dtype).requires_grad_()
+    options = {"cu_seqlens": cu_seqlens, "causal": causal, "window": 9 if windowed else None}
+    check_parity("attention", backend, tensors, options)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+def test_dropout_is_the_reference_mask(
+    backend: str, dtype: torch.dtype, device: torch.device, packing: tuple[Tensor, int], dropout_p: float
+) -> None:
+    cu_seqlens, tokens = packing
+    tensors = make(tokens, dtype, device)
+    check_parity("attention", backend, tensors, {"cu_seqlens": cu_seqlens, "dropout_p": dropout_p}, seed=5)
+
+
+def test_equals_each_sequence_alone(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    starts = STARTS["several"]
+    tensors = make(starts[-1], dtype, device)
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
+    packed = tk.attention(**tensors, cu_seqlens=cu_seqlens, causal=True, backend=backend)
+    parts = [
+        tk.attention(**{name: x[:, :, start:end] for name, x in tensors.items()}, causal=True, backend=backend)
+        for start, end in itertools.pairwise(starts)
+    ]
+    unit = 8 * torch.finfo(dtype).eps  # tiles are cut differently, so sums are added in another order
+    torch.testing.assert_close(packed, torch.cat(parts, dim=2), atol=unit, rtol=unit)
+
+
+def test_nothing_crosses_a_border(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(100, dtype, device)
+    cu_seqlens = torch.tensor([0, 37, 81], dtype=torch.int32, device=device)
+    with torch.no_grad():
+        for name in "kv":
+            tensors[name][:, :, 37:] = float("nan")
+    out = tk.attention(**tensors, cu_seqlens=cu_seqlens, backend=backend)
+    assert torch.isfinite(out[:, :, :37]).all() and torch.isnan(out[:, :, 37:81]).all()
+    assert (out[:, :, 81:] == 0).all()
+
+
+def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    def once() -> list[Tensor]:
+        tensors = make(150, dtype, device)
+        cu_seqlens = torch.tensor([0, 20, 149], dtype=torch.int32, device=device)
+        torch.manual_seed(1)
+        out = tk.attention(**tensors, cu_seqlens=cu_seqlens, dropout_p=0.3, backend=backend)
+        out.sum().backward()
+        return [out.detach(), *(tensors[name].grad for name in "qkv")]
+
+    assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
