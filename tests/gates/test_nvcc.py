@@ -8,7 +8,7 @@ from transformer_kernels import _build, cuda_report
 
 pytestmark = pytest.mark.slow
 
-ROW_OPERATIONS = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu")
+ROW_OPERATIONS = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
 # Kernels that read rows by 16-byte vectors where the rows allow it. sum_partials reads single floats, 128 bytes a warp.
 VECTOR_KERNELS = (
     "softmax_forward_kernel",
@@ -17,8 +17,8 @@ VECTOR_KERNELS = (
     "layer_norm_backward_kernel",
     "gelu_forward_kernel",
     "gelu_backward_kernel",
-    "bias_gelu_forward_kernel",
-    "bias_gelu_backward_kernel",
+    "bias_activation_forward_kernel",
+    "bias_activation_backward_kernel",
 )
 
 

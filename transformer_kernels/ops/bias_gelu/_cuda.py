@@ -1,4 +1,4 @@
-"""Bias and GELU in CUDA C++: csrc/ops/bias_gelu_forward.cuh and bias_gelu_backward.cuh."""
+"""Bias and GELU in CUDA C++: csrc/ops/bias_activation_forward.cuh and bias_activation_backward.cuh."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from transformer_kernels._extension import DTYPE_CODES, load, partial_rows, stream_of
 
-ROWS_PER_BLOCK = 8  # csrc/ops/bias_gelu_forward.cuh: the rows of one tile
+ROWS_PER_BLOCK = 8  # csrc/ops/bias_activation_forward.cuh: the rows of one tile
 
 
 def unsupported(x: Tensor, bias: Tensor, approximate: str) -> str | None:

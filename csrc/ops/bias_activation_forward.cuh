@@ -1,6 +1,5 @@
-// y = gelu(x + bias), with the sum in fp32 and unrounded.
+// y = f(x + bias) for an activation f, with the sum in fp32 and unrounded. bias_gelu and bias_relu are made of it.
 #pragma once
-#include "gelu_functions.cuh"
 #include "row.cuh"
 
 namespace transformer_kernels {
@@ -22,9 +21,10 @@ struct ColumnTile {
 };
 
 // One thread owns V columns of the rows of its tile.
-template <class Function, class T, int V>
+template <class Activation, class T, int V>
 __global__ void __launch_bounds__(ColumnTile::THREADS)
-    bias_gelu_forward_kernel(const T* __restrict__ x, RowParameter bias, T* __restrict__ y, int64_t rows, int columns) {
+    bias_activation_forward_kernel(const T* __restrict__ x, RowParameter bias, T* __restrict__ y, int64_t rows,
+                                   int columns) {
   const int column = ColumnTile::column<V>();
   if (column >= columns) return;
   const Vector<float, V> offset = bias.load_at<T, V>(column);
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(ColumnTile::THREADS)
     const Vector<T, V> values = load_vector<V>(x + row * columns + column);
     Vector<T, V> result;
 #pragma unroll
-    for (int i = 0; i < V; ++i) result[i] = from_float<T>(Function::value(to_float(values[i]) + offset[i]));
+    for (int i = 0; i < V; ++i) result[i] = from_float<T>(Activation::value(to_float(values[i]) + offset[i]));
     store_vector(y + row * columns + column, result);
   }
 }

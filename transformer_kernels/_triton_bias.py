@@ -1,0 +1,156 @@
+"""f(x + bias) in Triton and its gradients, for the activations of bias_gelu and bias_relu.
+
+The bias is added in fp32 and the sum is not rounded; dbias is summed without atomics, over dx before it is rounded.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels import _triton
+from transformer_kernels._triton import Configuration, RowTile, Table
+from transformer_kernels._triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
+from transformer_kernels._triton_reduce import sum_partials
+
+ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2}
+"""What ACTIVATION stands for in the kernels."""
+
+GELU_TANH = tl.constexpr(ACTIVATIONS["gelu_tanh"])
+RELU = tl.constexpr(ACTIVATIONS["relu"])
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """f(x) in fp32 for one of ACTIVATIONS."""
+    if ACTIVATION == RELU:
+        return tl.where(x <= 0.0, 0.0, x)  # NaN stays
+    return gelu_value(x, ACTIVATION == GELU_TANH)
+
+
+@triton.jit
+def activated_backward(gradient, x, ACTIVATION: tl.constexpr):
+    """gradient * f'(x) in fp32. relu takes f(x) for x, and selects: 0 also where an infinite gradient meets it."""
+    if ACTIVATION == RELU:
+        return tl.where(x <= 0.0, 0.0, gradient)
+    return gradient * gelu_slope(x, ACTIVATION == GELU_TANH)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def bias_activation_forward_kernel(
+    x, bias, y, M, N, ACTIVATION: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One program owns a tile of ROWS x BLOCK_N elements; neighbouring programs own neighbouring columns."""
+    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    column_blocks = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = program % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    inside = (row < M) & (columns < N)
+    shift = to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
+    values = to_fp32(tl.load(x + row * N + columns, mask=inside, other=0.0)) + shift  # [ROWS, BLOCK_N]
+    tl.store(y + row * N + columns, from_fp32(activated(values, ACTIVATION), y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def bias_activation_backward_kernel(
+    dy, saved, bias, dx, partials, M, N, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: their dx, and its sum for dbias.
+
+    `saved` is x where the bias is to be added again, else what the activation's gradient is taken from (y of relu).
+    """
+    N = N // VECTOR * VECTOR
+    share = tl.program_id(1)
+    shares = tl.num_programs(1)
+    rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    if HAS_BIAS:
+        shift = to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))
+    dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for tile in tl.range(share, tl.cdiv(M, ROWS), shares, num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * ROWS + rows
+        inside = (row < M) & (columns < N)
+        gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+        values = to_fp32(tl.load(saved + row * N + columns, mask=inside, other=0.0))
+        if HAS_BIAS:
+            values += shift
+        gradient = activated_backward(gradient, values, ACTIVATION)
+        dbias_sum += gradient
+        tl.store(dx + row * N + columns, from_fp32(gradient, dx.dtype.element_ty), mask=inside)
+    partial = partials + share.to(tl.int64) * N + columns  # [1, BLOCK_N] of (shares, N)
+    tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+
+
+def forward(x: Tensor, bias: Tensor, activation: str, table: Table[RowTile]) -> Tensor:
+    """y = f(x + bias), the sum in fp32."""
+    N = x.shape[-1]
+    M = x.numel() // N
+    tile = table.find(_triton.capability(x.device), x.element_size(), N)
+    vector = _triton.vector_width(x.element_size(), N)
+    y = torch.empty_like(x)
+    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
+    with _triton.launching_on(x.device):
+        bias_activation_forward_kernel[grid](
+            x, bias, y, M, N, ACTIVATIONS[activation], vector, tile.rows, tile.columns,
+            num_warps=tile.num_warps, num_stages=1,
+        )  # fmt: skip
+    return y
+
+
+def backward(
+    dy: Tensor, saved: Tensor, bias: Tensor | None, dbias_dtype: torch.dtype, activation: str, table: Table[RowTile]
+) -> tuple[Tensor, Tensor]:
+    """(dx, dbias), from x and the bias or, without one, from what f's gradient is taken from."""
+    N = saved.shape[-1]
+    M = saved.numel() // N
+    tile = table.find(_triton.capability(saved.device), saved.element_size(), N)
+    vector = _triton.vector_width(saved.element_size(), N)
+    column_blocks = _triton.ceil_div(N, tile.columns)
+    programs = tile.programs * _triton.multiprocessors(saved.device)
+    shares = min(_triton.ceil_div(M, tile.rows), _triton.ceil_div(programs, column_blocks))
+    dx = torch.empty_like(saved)
+    partials = torch.empty((1, shares, N), dtype=torch.float32, device=saved.device)
+    with _triton.launching_on(saved.device):
+        bias_activation_backward_kernel[(column_blocks, shares)](
+            dy, saved, bias, dx, partials, M, N, ACTIVATIONS[activation], bias is not None, vector, tile.num_stages,
+            tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        (dbias,) = sum_partials(partials, dbias_dtype)
+    return dx, dbias
+
+
+def configurations(
+    operation: str, activations: Mapping[str, str], forward_table: Table[RowTile], backward_table: Table[RowTile]
+) -> list[Configuration]:
+    """Every compilation that an operation's tables lead to for aligned rows; `activations` by their label there."""
+    return [
+        _triton.configuration(
+            f"{operation} {direction}{label} {_triton.width_label(dtype, width)}",
+            kernel,
+            {
+                **dict.fromkeys(("dy", "x", "saved", "y", "dx"), dtype),
+                "bias": None if activation == "relu" and direction == "backward" else dtype,
+                "partials": torch.float32,
+                "M": "i32",
+                "N": "i32",
+                "ACTIVATION": ACTIVATIONS[activation],
+                "HAS_BIAS": activation != "relu",
+                "VECTOR": 16 // dtype.itemsize,
+                "STAGES": tile.num_stages,
+            },
+            tile,
+            capability,
+        )
+        for direction, kernel, table in (
+            ("forward", bias_activation_forward_kernel, forward_table),
+            ("backward", bias_activation_backward_kernel, backward_table),
+        )
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for capability in table.capabilities(dtype.itemsize)
+        for width, tile in table.entries(capability, dtype.itemsize)
+        for label, activation in activations.items()
+    ]
