@@ -101,6 +101,10 @@ def _bias_gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     return F.gelu(x + bias, approximate=approximate)
 
 
+def _bias_relu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(x + bias)
+
+
 EAGER: dict[str, Function] = {
     "attention": _attention,
     "softmax": _softmax,
@@ -108,6 +112,7 @@ EAGER: dict[str, Function] = {
     "add_layer_norm": _add_layer_norm,
     "gelu": _gelu,
     "bias_gelu": _bias_gelu,
+    "bias_relu": _bias_relu,
 }
 
 

@@ -200,7 +200,7 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
     ]
     if not shown:
         return None
-    operations = _present(shown, "op", ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu"))
+    operations = _present(shown, "op", ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu"))
     directions = _present(shown, "direction", ("forward", "backward"))
     height = 2.4 * len(directions) + 1.0
     figure, grid = plt.subplots(
@@ -262,7 +262,15 @@ def _in_panel(row: Row, model: str, size: tuple[int, int]) -> bool:
     return row["op"] == model and (row["shape"]["B"], row["shape"]["L"]) == size
 
 
-MARKERS = {"attention": "o", "softmax": "s", "layer_norm": "^", "add_layer_norm": "v", "gelu": "D", "bias_gelu": "P"}
+MARKERS = {
+    "attention": "o",
+    "softmax": "s",
+    "layer_norm": "^",
+    "add_layer_norm": "v",
+    "gelu": "D",
+    "bias_gelu": "P",
+    "bias_relu": "X",
+}
 
 
 def roofline(rows: Sequence[Row]) -> Figure | None:

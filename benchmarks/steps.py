@@ -136,6 +136,10 @@ def _bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
     return F.gelu(x + bias, approximate=approximate)
 
 
+def _bias_relu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(x + bias)
+
+
 def _cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), **options)
 
@@ -153,6 +157,7 @@ PYTORCH_OPERATIONS = SimpleNamespace(
     add_layer_norm=_add_layer_norm,
     gelu=_gelu,
     bias_gelu=_bias_gelu,
+    bias_relu=_bias_relu,
     cross_entropy=_cross_entropy,
     linear_cross_entropy=_linear_cross_entropy,
 )

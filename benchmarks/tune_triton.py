@@ -83,6 +83,15 @@ TARGETS = (
         persistent=True,
         split_rows=True,
     ),
+    Target("bias_relu", "FORWARD", "_triton", lambda m, x: lambda: m.forward(x, x[0]), split_rows=True),
+    Target(
+        "bias_relu",
+        "BACKWARD",
+        "_triton",
+        lambda m, x: lambda: m.backward(x, x, x.dtype),
+        persistent=True,
+        split_rows=True,
+    ),
 )
 
 

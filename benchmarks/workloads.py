@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu")
+OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
 DIRECTIONS = ("forward", "backward", "both")
 
 BACKWARD_PRODUCTS = 2.5
@@ -26,6 +26,7 @@ ROW_FLOPS = {
     "add_layer_norm": (8, 14),  # one addition more each way
     "gelu": (5, 11),  # / sqrt(2), erf, + 1, * x, / 2 | Phi 4, density 4 (square, scale, exp, scale), * x, +, * dy
     "bias_gelu": (6, 13),  # + bias | + bias, sum for dbias
+    "bias_relu": (2, 2),  # + bias, max | select, sum for dbias
 }
 """FLOPs for each element, (forward, backward)."""
 
@@ -88,7 +89,7 @@ class Workload:
             tensors["residual"] = normal(rows, columns)
         if self.op in ("layer_norm", "add_layer_norm"):
             tensors |= {"weight": normal(columns), "bias": normal(columns)}
-        if self.op == "bias_gelu":
+        if self.op in ("bias_gelu", "bias_relu"):
             tensors["bias"] = normal(columns)
         return tensors
 
@@ -163,6 +164,7 @@ def row_bytes(op: str, itemsize: int, direction: str, M: int, N: int) -> int:
         "add_layer_norm": (4 * matrix + 2 * vector + statistics, 4 * matrix + 3 * vector + statistics),
         "gelu": (2 * matrix, 3 * matrix),  # x -> y | x, dy -> dx
         "bias_gelu": (2 * matrix + vector, 3 * matrix + 2 * vector),
+        "bias_relu": (2 * matrix + vector, 3 * matrix + vector),  # x, bias -> y | y, dy -> dx, dbias
     }[op]
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 

@@ -120,12 +120,13 @@ class FeedForward(Layer):
         return self.down(self._activated(x))  # (B, L, E) -> (B, L, F) -> (B, L, E)
 
     def _activated(self, x: Tensor) -> Tensor:
+        bias = self.up.bias
         if self.activation == "relu":
-            return F.relu(self.up(x))
+            return F.relu(self.up(x)) if bias is None else self.ops.bias_relu(F.linear(x, self.up.weight), bias)
         approximate = GELU_APPROXIMATION[self.activation]
-        if self.up.bias is None:
+        if bias is None:
             return self.ops.gelu(self.up(x), approximate=approximate)
-        return self.ops.bias_gelu(F.linear(x, self.up.weight), self.up.bias, approximate=approximate)
+        return self.ops.bias_gelu(F.linear(x, self.up.weight), bias, approximate=approximate)
 
 
 class Block(Layer):

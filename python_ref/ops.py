@@ -390,6 +390,14 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
     return gelu(x + bias, approximate=approximate)
 
 
+def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
+    """max(x + bias, 0), x (..., N), bias (N,): the same with a rectifier for activation; its gradient at 0 is 0.
+
+    Nair, Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2.
+    """
+    return torch.relu(x + bias)
+
+
 # Loss
 
 

@@ -45,6 +45,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = 
     ),
     "gelu": (lambda x: tk.gelu(x, backend="torch"), lambda: (leaf(3, 6),)),
     "bias_gelu": (lambda x, b: tk.bias_gelu(x, b, approximate="tanh", backend="torch"), lambda: (leaf(3, 6), leaf(6))),
+    "bias_relu": (lambda x, b: tk.bias_relu(x, b, backend="torch"), lambda: (leaf(3, 6), leaf(6))),
 }
 OPERATIONS = pytest.mark.parametrize("op", list(CALLS))
 
@@ -142,6 +143,7 @@ STARTS = torch.tensor([0, 4, 9], dtype=torch.int32)
 SAMPLES = {
     "gelu": [(leaf(3, 6), "none", "torch"), (leaf(0, 6), "tanh", "torch")],
     "bias_gelu": [(leaf(3, 6), leaf(6), "tanh", "torch")],
+    "bias_relu": [(leaf(3, 6), leaf(6), "torch"), (leaf(0, 6), leaf(6), None)],
     "softmax": [(leaf(3, 6), None, False, 1.0, "torch"), (leaf(2, 5, 6), None, True, 0.5, None)],
     "layer_norm": [(leaf(3, 6), leaf(6), bias, 1e-5, "torch") for bias in (None, leaf(6))],
     "add_layer_norm": [
@@ -174,7 +176,7 @@ def test_autocast_of_mixed_dtypes(dtype: torch.dtype) -> None:
         assert tk.layer_norm(low, w, bias).dtype == torch.float32
         normed, summed = tk.add_layer_norm(low, x, w, bias)
         assert normed.dtype == summed.dtype == torch.float32
-        assert tk.bias_gelu(low, bias).dtype == dtype
+        assert tk.bias_gelu(low, bias).dtype == tk.bias_relu(low, bias).dtype == dtype
         assert tk.softmax(low).dtype == dtype
     (summed.sum() + normed.square().sum()).backward()
     assert x.grad.dtype == torch.float32

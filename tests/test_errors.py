@@ -39,6 +39,8 @@ TYPE_ERRORS = [
     (tk.gelu, (nested,), {}, "x must be a dense strided tensor; got layout nested"),
     (tk.gelu, (quantised,), {}, "got torch.qint8"),
     (tk.bias_gelu, (x, None), {}, "bias_gelu: bias must be a tensor; got NoneType"),
+    (tk.bias_relu, (x.long(), w), {}, "bias_relu: x must have one of the dtypes float32"),
+    (tk.bias_relu, (x, 1.0), {}, "bias_relu: bias must be a tensor; got float"),
     (tk.softmax, (x,), {"mask": x}, "softmax: mask must be bool, True = keep; got torch.float32"),
     (tk.softmax, (x,), {"mask": (x > 0).int()}, "got torch.int32: use mask.bool()"),
     (tk.softmax, (x,), {"mask": [True]}, "mask must be a bool tensor; got list"),
@@ -116,6 +118,9 @@ VALUE_ERRORS = [
     (tk.add_layer_norm, (x, x, w), {"dropout_p": -0.1}, "add_layer_norm: dropout_p must be in [0, 1]; got -0.1"),
     (tk.gelu, (x,), {"approximate": "sigmoid"}, "gelu: approximate must be \"none\" or \"tanh\"; got 'sigmoid'"),
     (tk.bias_gelu, (x, torch.ones(3)), {}, "bias_gelu: bias must have shape (6,); got (3,)"),
+    (tk.bias_relu, (x, torch.ones(1, 6)), {}, "bias_relu: bias must have shape (6,); got (1, 6)"),
+    (tk.bias_relu, (x, w.half()), {}, "bias_relu: bias must have the dtype of x (torch.float32) or torch.float32; got torch.float16"),
+    (tk.bias_relu, (torch.tensor(1.0), w), {}, "bias_relu: x must have at least one dimension; got shape ()"),
 ]  # fmt: skip
 
 
@@ -146,9 +151,10 @@ def test_value_errors(function: Any, arguments: Any, options: Any, text: str, ba
         lambda: tk.layer_norm(x, w.to("meta")),
         lambda: tk.add_layer_norm(x, x.to("meta"), w),
         lambda: tk.bias_gelu(x, w.to("meta")),
+        lambda: tk.bias_relu(x, w.to("meta")),
         lambda: tk.softmax(x, mask=torch.ones(3, 6, dtype=torch.bool, device="meta")),
     ],
-    ids=["attention", "layer_norm", "add_layer_norm", "bias_gelu", "softmax"],
+    ids=["attention", "layer_norm", "add_layer_norm", "bias_gelu", "bias_relu", "softmax"],
 )
 def test_tensors_on_different_devices_are_listed(call: Any) -> None:
     with pytest.raises(RuntimeError, match=r"all tensors must be on one device; got .* on cpu.* on meta"):

@@ -36,6 +36,7 @@ def test_public_names() -> None:
         "add_layer_norm",
         "attention",
         "bias_gelu",
+        "bias_relu",
         "bind",
         "build",
         "cross_entropy",

@@ -27,6 +27,7 @@ OPERATIONS = (
     "add_layer_norm",
     "gelu",
     "bias_gelu",
+    "bias_relu",
     "cross_entropy",
     "linear_cross_entropy",
 )

@@ -27,7 +27,7 @@ from transformer_kernels._triton import Configuration, load
 
 MODULE = "transformer_kernels.kernel_report"
 MINIMUM_VERSION = (3, 3)
-OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu")
+OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
 
 SHARED_MEMORY_LIMIT = {(8, 0): 163 * 1024, (9, 0): 227 * 1024}
 """Bytes that one block may use, by capability."""

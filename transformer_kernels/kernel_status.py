@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu")
+OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
 BACKENDS = ("triton", "cuda")
 
 CHECKOUT = Path(__file__).resolve().parent.parent

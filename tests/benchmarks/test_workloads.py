@@ -54,6 +54,7 @@ def test_decode_reads_each_key_head_once() -> None:
         ("softmax", 2 * 600, 3 * 600),
         ("gelu", 2 * 600, 3 * 600),
         ("bias_gelu", 2 * 600 + 60, 3 * 600 + 2 * 60),
+        ("bias_relu", 2 * 600 + 60, 3 * 600 + 60),
         ("layer_norm", 2 * 600 + 2 * 60 + 80, 3 * 600 + 3 * 60 + 80),
         ("add_layer_norm", 4 * 600 + 2 * 60 + 80, 4 * 600 + 3 * 60 + 80),
     ],

@@ -14,6 +14,8 @@ from transformer_kernels.ops.add_layer_norm import _cuda as add_layer_norm
 from transformer_kernels.ops.add_layer_norm import _torch as add_layer_norm_torch
 from transformer_kernels.ops.bias_gelu import _cuda as bias_gelu
 from transformer_kernels.ops.bias_gelu import _torch as bias_gelu_torch
+from transformer_kernels.ops.bias_relu import _cuda as bias_relu
+from transformer_kernels.ops.bias_relu import _torch as bias_relu_torch
 from transformer_kernels.ops.gelu import _cuda as gelu
 from transformer_kernels.ops.gelu import _torch as gelu_torch
 from transformer_kernels.ops.layer_norm import _cuda as layer_norm
@@ -64,6 +66,9 @@ def check_shape(rows: int, columns: int, dtype: torch.dtype) -> None:
         check("bias_gelu", bias_gelu.forward(x, rounded, approximate), bias_gelu_torch.forward(x, rounded, approximate))
         arguments = (dy, x, rounded, approximate)
         check("bias_gelu backward", bias_gelu.backward(*arguments), bias_gelu_torch.backward(*arguments))
+    y = bias_relu.forward(x, bias)
+    check("bias_relu", y, bias_relu_torch.forward(x, bias))
+    check("bias_relu backward", bias_relu.backward(dy, y, dtype), bias_relu_torch.backward(dy, y, dtype))
 
 
 def main() -> None:

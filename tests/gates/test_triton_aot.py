@@ -18,6 +18,7 @@ QUICK = {
     "add_layer_norm": "forward dropout fp16 <= 1024",
     "gelu": "backward none bf16",
     "bias_gelu": "forward none fp32 wider",
+    "bias_relu": "backward bf16 <= 256",
 }
 
 
@@ -38,6 +39,7 @@ def test_every_configuration_passes_its_gates(operation: str) -> None:
 @pytest.mark.parametrize("shapes", ["batches", "aligned", "odd"])
 def test_twenty_shapes_need_no_second_compilation(operation: str, shapes: str) -> None:
     variants = {"softmax_forward_kernel": 3, "layer_norm_forward_kernel": 2, "layer_norm_backward_kernel": 2}
+    variants |= {"bias_activation_forward_kernel": 2, "bias_activation_backward_kernel": 2}  # gelu and relu
     counted = compilations(f"{operation}-{shapes}")
     assert counted and counted == {name: variants.get(name, 1) for name in counted}
 

@@ -13,6 +13,7 @@ from tests.support.arguments import DTYPES, dtype_id, normal
 from transformer_kernels import _extension
 from transformer_kernels.ops.add_layer_norm import _cuda as add_layer_norm
 from transformer_kernels.ops.bias_gelu import _cuda as bias_gelu
+from transformer_kernels.ops.bias_relu import _cuda as bias_relu
 from transformer_kernels.ops.gelu import _cuda as gelu
 from transformer_kernels.ops.layer_norm import _cuda as layer_norm
 from transformer_kernels.ops.softmax import _cuda as softmax
@@ -83,6 +84,7 @@ def test_a_misaligned_address_takes_the_scalar_path(
         (layer_norm.forward, (weight, None, 1e-5)),
         (gelu.forward, ("tanh",)),
         (bias_gelu.forward, (weight, "tanh")),
+        (bias_relu.forward, (weight,)),
     ):
         ours, expected = function(shifted, *arguments), function(aligned, *arguments)
         if isinstance(ours, tuple):
@@ -98,6 +100,7 @@ def all_results(x: Tensor, dy: Tensor) -> list[Tensor]:
     results = [y, summed, mean, rstd, probabilities, softmax.backward(dy, probabilities, 0.7)]
     results += [*add_layer_norm.backward(dy, x, summed, weight, mean, rstd, seed, 0.3, True)]
     results += [*layer_norm.backward(dy, summed, weight, mean, rstd, True), *bias_gelu.backward(dy, x, weight, "none")]
+    results += [bias_relu.forward(x, weight), *bias_relu.backward(dy, x, torch.float32)]
     return [result for result in results if result is not None]
 
 

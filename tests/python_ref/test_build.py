@@ -104,7 +104,7 @@ def test_layers_call_the_operations_they_were_given():
     assert ops.calls == ["layer_norm", *block, "add_layer_norm", *block, "add_layer_norm"]
     ops.calls.clear()
     python_ref.build("char_gpt", ops=ops, layers=2)(tokens)
-    assert ops.calls == ["packed_attention", "add_layer_norm", "add_layer_norm"] * 2
+    assert ops.calls == ["packed_attention", "add_layer_norm", "bias_relu", "add_layer_norm"] * 2
 
 
 def test_config_is_frozen():

@@ -88,6 +88,7 @@ def _layer_norm(rows: int, width: int) -> None:
 
 def _gelu(rows: int, width: int) -> None:
     from transformer_kernels.ops.bias_gelu import _triton as bias_gelu
+    from transformer_kernels.ops.bias_relu import _triton as bias_relu
     from transformer_kernels.ops.gelu import _triton as gelu
 
     x, bias = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(width)
@@ -95,6 +96,8 @@ def _gelu(rows: int, width: int) -> None:
     gelu.backward(x, x, "none")
     bias_gelu.forward(x, bias, "none")
     bias_gelu.backward(x, x, bias, "none")
+    bias_relu.forward(x, bias)
+    bias_relu.backward(x, x, torch.float32)
 
 
 OPERATIONS = {"softmax": _softmax, "layer_norm": _layer_norm, "gelu": _gelu}

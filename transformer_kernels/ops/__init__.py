@@ -3,6 +3,7 @@
 from transformer_kernels.ops.add_layer_norm import add_layer_norm
 from transformer_kernels.ops.attention import attention
 from transformer_kernels.ops.bias_gelu import bias_gelu
+from transformer_kernels.ops.bias_relu import bias_relu
 from transformer_kernels.ops.cross_entropy import cross_entropy
 from transformer_kernels.ops.gelu import gelu
 from transformer_kernels.ops.layer_norm import layer_norm
@@ -14,6 +15,7 @@ __all__ = [
     "add_layer_norm",
     "attention",
     "bias_gelu",
+    "bias_relu",
     "cross_entropy",
     "gelu",
     "layer_norm",

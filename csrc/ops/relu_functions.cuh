@@ -1,0 +1,13 @@
+// ReLU in fp32. Its gradient needs only its output, and selects: an infinite dy leaves no trace where y is 0. NaN stays.
+#pragma once
+#include "../primitives/numbers.h"
+
+namespace transformer_kernels {
+
+struct Relu {
+  static constexpr bool FROM_OUTPUT = true;
+  static TK_DEVICE float value(float x) { return x <= 0.0f ? 0.0f : x; }
+  static TK_DEVICE float backward(float dy, float y) { return y <= 0.0f ? 0.0f : dy; }
+};
+
+}  // namespace transformer_kernels
