@@ -45,7 +45,7 @@ def test_a_key_of_the_other_recipe_is_unknown():
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"lr": float("nan")}, "lr must be finite and not negative; got nan"),
         ({"seed": -1}, "seed must be finite and not negative; got -1"),
-        ({"dtype": "float8"}, "dtype must be one of float32, bfloat16, float16; got 'float8'"),
+        ({"dtype": "float8"}, "dtype must be one of float32, tf32, bfloat16, float16; got 'float8'"),
         ({"steps": 3, "epochs": 2}, "steps and epochs exclude each other; got steps 3 and epochs 2"),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Any
 from transformer_kernels.training._optional import require
 
 BACKENDS = ("auto", "torch", "triton", "cuda", "reference")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, fixed: bool = False) -> Any:
@@ -36,8 +36,20 @@ class TrainingConfig:
     out: str = option("", "folder for checkpoints and log.jsonl (default: runs/<recipe>)")
     backend: str = option("auto", "whose kernels run the model", choices=BACKENDS)
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto takes the GPU if there is one")
-    dtype: str = option("float32", "autocast precision; the weights stay float32", choices=DTYPES, fixed=True)
+    dtype: str = option(
+        "float32",
+        "tf32 rounds the factors of matrix products, where the device can; the half precisions are autocast's; weights "
+        "and statistics stay float32",
+        choices=DTYPES,
+        fixed=True,
+    )
     compile: bool = option(False, "compile the model with torch.compile")
+    cuda_graph: str = option(
+        "auto",
+        "replay each step as one CUDA graph; auto does so on a GPU where it can, and else tells why not",
+        choices=("auto", "on", "off"),
+    )
+    threads: int = option(0, "CPU threads of PyTorch; 0 leaves its own choice, the physical cores or OMP_NUM_THREADS")
     seed: int = option(0, "of the initial weights, the order of the data and dropout", fixed=True)
     deterministic: bool = option(False, "use only PyTorch operators that give the same bits every time")
     steps: int | None = option(None, "optimizer steps in all (default: char-gpt 2000)")
@@ -72,7 +84,7 @@ class TrainingConfig:
         for name in ("steps", "epochs", "batch_size", "log_every", "eval_every", "save_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        for name in ("lr", "warmup_steps", "weight_decay", "clip", "patience", "time_limit", "seed"):
+        for name in ("lr", "warmup_steps", "weight_decay", "clip", "patience", "time_limit", "seed", "threads"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative; got {getattr(self, name)}")
 

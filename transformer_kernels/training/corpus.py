@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_kernels._build import cache_folder
 from transformer_kernels.training.files import DataFileError, check_hash, fetch
+from transformer_kernels.training.transfer import to_device
 
 TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -78,7 +79,7 @@ class Windows:
 
     def batch(self, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both (len(starts), context), on the device of the tokens."""
-        starts = starts.to(self.tokens.device, non_blocking=True)
+        starts = to_device(starts, self.tokens.device)
         offsets = torch.arange(self.context + 1, device=self.tokens.device)
         window = self.tokens[starts[:, None] + offsets].long()  # (batch, context + 1)
         return window[:, :-1], window[:, 1:]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from transformer_kernels.training.precision import autocast, matrix_products
 
 
 class Batch(NamedTuple):
@@ -45,20 +46,16 @@ class TrainingLoss(nn.Module):
 
 def training_loss(loss: nn.Module, batch: Batch, dtype: str = "float32") -> Tensor:
     """What a training step differentiates: `loss` is a `TrainingLoss`, or a wrapper of one."""
-    with _computing_in(dtype, batch):
+    with autocast(batch.targets.device.type, dtype):
         return loss(batch.inputs, batch.targets)
 
 
 def batch_loss(model: nn.Module, batch: Batch, dtype: str = "float32") -> tuple[Tensor, Tensor]:
     """The mean cross-entropy in float32, and how many targets got the largest logit."""
-    with _computing_in(dtype, batch):
+    with autocast(batch.targets.device.type, dtype):
         logits = model(*batch.inputs)
     logits, targets = logits.float().flatten(0, -2), batch.targets.flatten()
     return F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).sum()
-
-
-def _computing_in(dtype: str, batch: Batch) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype == "float32" else torch.autocast(batch.targets.device.type, getattr(torch, dtype))
 
 
 @torch.no_grad()
@@ -75,7 +72,8 @@ def evaluation_totals(
     for batch in batches:
         if cancelled():
             break
-        loss, right = batch_loss(model, batch, dtype)
+        with matrix_products(dtype):
+            loss, right = batch_loss(model, batch, dtype)
         loss_sum += loss.item() * batch.targets.numel()
         correct += right.item()
         count += batch.targets.numel()

@@ -19,6 +19,7 @@ from transformer_kernels.training.reviews import Reviews, find_reviews, read_rev
 from transformer_kernels.training.sampler import BucketedSampler, ShuffledSampler
 from transformer_kernels.training.token_cache import TokenisedReviews, tokenise
 from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
+from transformer_kernels.training.transfer import to_device
 
 CLASSES = ("negative", "positive")
 
@@ -125,7 +126,7 @@ def review_batch(
     ids, mask = pad_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config)
     labels = reviews.labels[indices]
     tokens = int(mask.sum())
-    return Batch((ids.to(device), mask.to(device)), labels.to(device), tokens)
+    return Batch((to_device(ids, device), to_device(mask, device)), to_device(labels, device), tokens)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from transformer_kernels.training._optional import require
 
 # Dense peak of the matrix units in FLOP/s, from the makers' data sheets: (float32, TF32 off; bfloat16 and float16).
+# TF32 has half the rate of the half precisions on all of them.
 PEAK_FLOPS = {
     "H200": (67e12, 989e12),
     "H100 PCIe": (51e12, 756e12),
@@ -31,10 +32,12 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    tf32 = torch.get_float32_matmul_precision() != "highest"
     for key, (float32, half) in PEAK_FLOPS.items():
         if key in name.split("NVIDIA ")[-1]:
-            return half if dtype != "float32" else None if tf32 else float32
+            tf32 = half / 2
+            if dtype == "float32":
+                return float32 if torch.get_float32_matmul_precision() == "highest" else tf32
+            return tf32 if dtype == "tf32" else half
     return None
 
 

@@ -25,13 +25,23 @@ def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves biases and LayerNorms alone."""
+    """AdamW that decays matrices and leaves biases and LayerNorms alone; its learning rate is one float32 tensor.
+
+    Each parameter stays a tensor of its own: gradients of flat groups would have to be added into views, which costs
+    more than one flat update saves (figures in training/README.md).
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, fused=device.type in ("cpu", "cuda"))
+    rate = torch.tensor(config.lr, dtype=torch.float32, device=device)
+    return torch.optim.AdamW(groups, lr=rate, fused=device.type in ("cpu", "cuda"))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Write the rate into the tensor that the groups share, where a captured step reads it."""
+    optimizer.param_groups[0]["lr"].fill_(rate)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -41,7 +51,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` took."""
+    """Put back what `optimizer_tensors` took; the state's tensors are new ones, the learning rate's stays."""
+    rate = optimizer.param_groups[0]["lr"]
     state: dict[int, dict[str, Any]] = {}
     for key, value in tensors.items():
         number, _, name = key.partition(".")
@@ -51,3 +62,5 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tenso
             if state and number not in state:
                 raise KeyError(f"{number}.exp_avg")
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -24,7 +26,8 @@ from transformer_kernels.training.checkpoint import (
 )
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.evaluation import Batch, TrainingLoss, evaluation_totals, training_loss
+from transformer_kernels.training.evaluation import Batch, TrainingLoss, evaluation_totals
+from transformer_kernels.training.graphs import Graphs
 from transformer_kernels.training.measures import Padding, RunLog, Stopwatch, peak_flops, peak_memory
 from transformer_kernels.training.optimisation import (
     learning_rate,
@@ -32,6 +35,7 @@ from transformer_kernels.training.optimisation import (
     optimizer_tensors,
     restore_optimizer,
 )
+from transformer_kernels.training.runner import StepRunner
 from transformer_kernels.training.sampler import ShuffledSampler
 from transformer_kernels.training.stopping import Interrupted, StopRequest, TrainingDiverged
 
@@ -58,6 +62,15 @@ class Recipe(Protocol):
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]: ...
 
     def report(self, model: nn.Module, device: torch.device) -> str: ...
+
+
+class StepTaken(NamedTuple):
+    """A step, and its loss and gradient norm (2,) where the device will have put them."""
+
+    number: int
+    learning_rate: float
+    indices: Tensor
+    outcome: Tensor
 
 
 @dataclass
@@ -97,31 +110,49 @@ class Trainer:
     """Trains the model of a recipe: `Trainer(CharGPT(CharGPTConfig(steps=200))).fit()`.
 
     The weights start from the config's seed, the same in every process; dropout then draws from seed + 1 + rank.
+
+    Args:
+        recipe: the model and its data.
+        processes: who trains it together.
+        graphs: what captures steps, in place of what the config's `cuda_graph` means on this device.
     """
 
-    def __init__(self, recipe: Recipe, processes: Processes | None = None) -> None:
+    def __init__(self, recipe: Recipe, processes: Processes | None = None, *, graphs: Graphs | None = None) -> None:
         self.recipe, self.config = recipe, recipe.config
         self.processes = processes or Processes()
         self.device = choose_device(self.config.device, self.processes)
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         seed_everything(self.config.seed)
         self.model = recipe.build_model().to(self.device)
-        self._loss = self._wrapped_loss()
         seed_everything(self.config.seed + 1 + self.processes.rank)
         self.optimizer = make_optimizer(self.model, self.config, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.dtype == "float16")
         self.sampler = recipe.sampler(self.processes)
         self.total_steps = self.config.steps or (self.config.epochs or 1) * self.sampler.batches_per_epoch
+        self.runner = StepRunner(
+            TrainingLoss(self.model, recipe.loss),
+            self.optimizer,
+            self.scaler,
+            lambda indices: self.recipe.batch(indices, self.device),
+            self.config,
+            self.device,
+            self.processes,
+            check=self._check_on_cpu,
+            tell=self._tell_graph_state,
+            graphs=graphs,
+        )
         self.step_number = 0
         self.evaluated_at = 0
         self.validation: dict[str, float] = {}
         self.best_loss: float | None = None
         self.stale_evaluations = 0
         self.stopwatch = Stopwatch(self.device)
-        self._latest: tuple[int, float, Tensor, Tensor]
-        self._pending: list[tuple[int, float, Tensor, Tensor]] = []  # step, learning rate, items, loss
+        self._latest: StepTaken
+        self._pending: list[StepTaken] = []
         self._log: RunLog | None = None
         self._train_loss = float("nan")
         self._padded_length = 0
@@ -138,6 +169,7 @@ class Trainer:
         out = Path(self.config.out)
         self._log = RunLog(out, self.config.tensorboard) if self.processes.first else None
         self._write_log("start", device=str(self.device), backend=self.config.backend, torch=torch.__version__)
+        self._tell_graph_state()
         try:
             with StopRequest() as stop, self._progress_bar() as bar:
                 ended_by = self._loop(stop, bar)
@@ -196,40 +228,28 @@ class Trainer:
     def step(self) -> Tensor:
         """One optimizer step; if it fails, for want of memory say, weights, optimizer and data position stay."""
         rate = learning_rate(self.step_number, self.total_steps, self.config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         indices = self.sampler.peek()
-        batch = self.recipe.batch(indices, self.device)
-        self.optimizer.zero_grad(set_to_none=True)
-        try:
-            loss = training_loss(self._loss, batch, self.config.dtype)
-            self._check_on_cpu("loss", loss, rate, indices)
-            self.scaler.scale(loss).backward()
-            self._clip_gradients(rate, indices)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
+        self._attempt = (self.step_number + 1, rate, indices)
+        batch, outcome = self.runner(indices, rate)
         self.sampler.advance()
         self.step_number += 1
         self.stopwatch.add_step(batch.tokens * self.processes.count)
         self._padded_length = batch.inputs[0].shape[1]
         self.padding.add(batch.tokens, batch.inputs[0].numel())
-        self._latest = (self.step_number, rate, indices, loss.detach())
-        return loss.detach()
+        self._latest = StepTaken(*self._attempt, outcome)
+        self.runner.prepare(self.sampler.peek())
+        return outcome[0]
 
-    def _clip_gradients(self, rate: float, indices: Tensor) -> None:
-        if not self.config.clip:
-            return
-        self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        if not self.scaler.is_enabled():
-            self._check_on_cpu("gradient norm", norm, rate, indices)
+    def _tell_graph_state(self) -> None:
+        """Log whether steps are graphs; where a GPU could replay them, tell why it does not."""
+        self._write_log("cuda_graph", state=self.runner.graph_state)
+        if self.runner.graph_state.startswith("off") and self.device.type == "cuda" and self.processes.first:
+            require("tqdm").tqdm.write(f"CUDA graph {self.runner.graph_state}", file=sys.stderr)
 
-    def _check_on_cpu(self, what: str, value: Tensor, rate: float, indices: Tensor) -> None:
+    def _check_on_cpu(self, what: str, value: Tensor) -> None:
         """On a GPU looking at each value would make it wait; there `_report` looks at all of them."""
         if self.device.type == "cpu" and not torch.isfinite(value):
-            self._diverged(what, value.item(), self.step_number + 1, rate, indices)
+            self._diverged(what, value.item(), *self._attempt)
 
     def _diverged(self, what: str, value: float, step: int, rate: float, indices: Tensor) -> None:
         self._write_log("diverged", what=what, value=str(value), at_step=step, learning_rate=rate)
@@ -264,17 +284,18 @@ class Trainer:
         self.stopwatch.start()
 
     def _report(self, bar: Any) -> None:
-        """Look at the losses since the last time, log their mean, and stop at the first that is not finite."""
+        """Look at losses and norms since the last time, log the mean loss, stop at the first that is not finite."""
         if not self._pending:
             return
-        losses = torch.stack([loss for *_, loss in self._pending]).tolist()
+        outcomes = torch.stack([taken.outcome for taken in self._pending]).tolist()
         speed = self.stopwatch.pause()
-        for (step, rate, indices, _), loss in zip(self._pending, losses, strict=True):
-            if loss != loss or abs(loss) == float("inf"):
-                self._diverged("loss", loss, step, rate, indices)
-        (total,) = self.processes.sum([sum(losses) / len(losses)])
+        for taken, outcome in zip(self._pending, outcomes, strict=True):
+            for what, value in zip(("loss", "gradient norm"), outcome, strict=True):
+                if not math.isfinite(value):
+                    self._diverged(what, value, taken.number, taken.learning_rate, taken.indices)
+        (total,) = self.processes.sum([sum(loss for loss, _ in outcomes) / len(outcomes)])
         self._train_loss = total / self.processes.count
-        rate, self._pending = self._pending[-1][1], []
+        rate, self._pending = self._pending[-1].learning_rate, []
         values = {"loss": self._train_loss, "learning_rate": rate, "tokens_per_second": speed}
         values["padding_fraction"] = self.padding.since_last_read()
         self._write_log("train", **values, epoch=self.sampler.epoch)
@@ -366,22 +387,13 @@ class Trainer:
         if len(state["random"]) != self.processes.count:
             raise CheckpointError(f"{folder}: written by {len(state['random'])} processes, not {self.processes.count}")
         restore_optimizer(self.optimizer, optimizer)
+        self.runner.reset()
         self.scaler.load_state_dict(state["scaler"])
         self.sampler.restore(state["sampler"])
         self.step_number, self.evaluated_at = int(state["step"]), int(state["evaluated_at"])
         self.best_loss, self.stale_evaluations = state["best_loss"], int(state["stale_evaluations"])
         self.validation = dict(state["validation"])
         random_state.restore(state["random"][self.processes.rank], self.device)
-
-    def _wrapped_loss(self) -> nn.Module:
-        """The loss as the training step calls it: compiled, and sharing gradients between processes."""
-        loss: Any = TrainingLoss(self.model, self.recipe.loss)
-        if self.processes.count > 1:
-            ids = [self.device.index] if self.device.type == "cuda" else None
-            loss = nn.parallel.DistributedDataParallel(loss, device_ids=ids)
-        if self.config.compile:
-            loss = torch.compile(loss)
-        return loss
 
 
 def _difference(checkpoint: Checkpoint, recipe: Recipe) -> str:

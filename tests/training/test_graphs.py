@@ -1,0 +1,321 @@
+"""Captured steps: the logic on the CPU, with a capture that keeps the work and a replay that does it; then on a GPU."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from transformer_kernels.training import CharGPT, Imdb, Processes, Trainer, TrainingDiverged, load_checkpoint
+from transformer_kernels.training.evaluation import Batch
+from transformer_kernels.training.graphs import WARM_UP_STEPS, choose_graphs, reason_against, warm_up_steps
+from transformer_kernels.training.optimisation import learning_rate
+
+STEPS = 20
+CUDA = torch.device("cuda")
+
+
+class RecordedGraphs:
+    """Graphs on the CPU: a capture computes nothing, a replay writes its result where the last one stood."""
+
+    def __init__(self):
+        self.runs = self.captures = self.replays = 0
+
+    def side_stream(self):
+        return nullcontext()
+
+    def run(self, work):
+        self.runs += 1
+        return work()
+
+    def capture(self, work):
+        self.captures += 1
+        result = torch.full((2,), torch.nan)
+
+        def replay():
+            self.replays += 1
+            return result.copy_(work())
+
+        return replay
+
+
+class RefusingGraphs(RecordedGraphs):
+    """Graphs whose capture fails as CUDA's does."""
+
+    def __init__(self, error=RuntimeError):
+        super().__init__()
+        self.error = error
+
+    def capture(self, work):
+        raise self.error("operation not permitted when stream is capturing\nmore")
+
+
+class SpoilingCharGPT(CharGPT):
+    """Makes a batch unusable when the next one is asked for, as if its memory were used again."""
+
+    last = None
+
+    def batch(self, indices, device):
+        if self.last is not None:
+            self.last.inputs[0].fill_(1_000_000)
+        inputs, targets, tokens = super().batch(indices, device)
+        self.last = Batch((inputs[0].clone(),), targets, tokens)
+        return self.last
+
+
+class UnevenCharGPT(CharGPT):
+    """Every third batch lacks an item, and the eleventh lacks three."""
+
+    calls = 0
+
+    def batch(self, indices, device):
+        self.calls += 1
+        missing = 3 if self.calls == 11 else 1 if self.calls % 3 == 0 else 0
+        return super().batch(indices[missing:], device)
+
+
+class ConstantCharGPT(CharGPT):
+    """The same batch at each step."""
+
+    def batch(self, indices, device):
+        return super().batch(torch.arange(len(indices)), device)
+
+
+def captured(trainer):
+    return trainer.runner._run._captured
+
+
+def addresses(trainer):
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    buffers = [buffer for graph in captured(trainer).values() for buffer in graph.buffers]
+    return [tensor.data_ptr() for tensor in (*trainer.model.parameters(), *states, *rates, *buffers)]
+
+
+def outcomes(trainer, steps=STEPS):
+    result = []
+    for _ in range(steps):
+        trainer.step()
+        result.append(trainer._latest.outcome)
+    return torch.stack(result)  # (steps, 2)
+
+
+@pytest.mark.parametrize("recipe", [SpoilingCharGPT, UnevenCharGPT, ConstantCharGPT])
+def test_graphs_change_no_bit(char_config, recipe):
+    config = char_config(steps=STEPS, lr=1e-2)
+    plain, graphed = Trainer(recipe(config)), Trainer(recipe(config), graphs=RecordedGraphs())
+    torch.manual_seed(1)
+    expected = outcomes(plain)
+    torch.manual_seed(1)
+    assert torch.equal(outcomes(graphed), expected)
+    for name, weight in plain.model.state_dict().items():
+        assert torch.equal(graphed.model.state_dict()[name], weight), name
+    assert expected.isfinite().all() and expected[:, 1].min() > 0
+
+
+def test_padded_lengths_change_no_bit(imdb_config):
+    config = imdb_config(steps=STEPS, padding="longest", batch_size=1)
+    plain, graphs = Trainer(Imdb(config)), RecordedGraphs()
+    torch.manual_seed(1)
+    expected = outcomes(plain)
+    graphed = Trainer(Imdb(config), graphs=graphs)
+    torch.manual_seed(1)
+    assert torch.equal(outcomes(graphed), expected)
+    assert graphs.captures >= 1 and graphs.runs > WARM_UP_STEPS
+
+
+def test_a_step_is_captured_once_after_warm_up_on_real_batches(char_config):
+    graphs = RecordedGraphs()
+    outcomes(Trainer(CharGPT(char_config(steps=STEPS)), graphs=graphs))
+    assert (graphs.runs, graphs.captures, graphs.replays) == (WARM_UP_STEPS, 1, STEPS - WARM_UP_STEPS)
+
+
+def test_shapes_have_graphs_of_their_own_and_rare_ones_have_none(char_config):
+    graphs = RecordedGraphs()
+    trainer = Trainer(UnevenCharGPT(char_config(steps=STEPS)), graphs=graphs)
+    outcomes(trainer)
+    assert graphs.captures == len(captured(trainer)) == 2
+    assert graphs.runs == 2 * WARM_UP_STEPS + 1
+
+
+def test_there_are_never_more_graphs_than_the_limit(char_config):
+    graphs = RecordedGraphs()
+    trainer = Trainer(UnevenCharGPT(char_config(steps=STEPS)), graphs=graphs)
+    trainer.runner._run._limit = 1
+    outcomes(trainer)
+    assert graphs.captures == len(captured(trainer)) == 1
+
+
+def test_everything_a_graph_reads_keeps_its_address(char_config):
+    trainer = Trainer(SpoilingCharGPT(char_config(steps=STEPS)), graphs=RecordedGraphs())
+    outcomes(trainer, WARM_UP_STEPS + 1)
+    before = addresses(trainer)
+    outcomes(trainer, 5)
+    assert addresses(trainer) == before
+    (graph,) = captured(trainer).values()
+    for buffer, tensor in zip(graph.buffers, (*trainer.recipe.last.inputs, trainer.recipe.last.targets), strict=True):
+        assert torch.equal(buffer, tensor)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_the_schedule_reaches_the_tensor_that_the_graph_reads(char_config):
+    config = char_config(steps=STEPS, warmup_steps=2)
+    trainer = Trainer(CharGPT(config), graphs=RecordedGraphs())
+    first, second = (group["lr"] for group in trainer.optimizer.param_groups)
+    assert first is second
+    for step in range(STEPS):
+        trainer.step()
+        assert first.item() == pytest.approx(learning_rate(step, STEPS, config), rel=1e-6)
+
+
+def test_each_replay_draws_its_own_dropout(char_config):
+    model = {"layers": 1, "width": 16, "heads": 2, "dropout": 0.5}
+    trainer = Trainer(ConstantCharGPT(char_config(steps=STEPS, lr=0.0, model=model)), graphs=RecordedGraphs())
+    losses = outcomes(trainer)[:, 0].tolist()
+    assert len(set(losses)) == STEPS
+
+
+@pytest.mark.parametrize("before, after", [(True, True), (True, False), (False, True)])
+def test_resuming_is_exact_with_and_without_graphs(char_config, tmp_path, before, after):
+    def trainer(out, graphed, **changes):
+        graphs = RecordedGraphs() if graphed else None
+        return Trainer(CharGPT(char_config(out=str(tmp_path / out), steps=12, **changes)), graphs=graphs)
+
+    trainer("straight", False).fit()
+    parted = trainer("parted", before)
+    parted.model.train()
+    outcomes(parted, 7)
+    parted.save("last")
+    torch.manual_seed(999)
+    resumed = trainer("parted", after)
+    resumed.restore(tmp_path / "parted" / "last")
+    resumed.fit()
+    expected, found = (load_checkpoint(tmp_path / name / "last") for name in ("straight", "parted"))
+    for kind in ("weights", "optimizer"):
+        tensors = getattr(found, kind)
+        assert tensors.keys() == getattr(expected, kind).keys()
+        assert all(torch.equal(tensors[name], value) for name, value in getattr(expected, kind).items())
+
+
+def test_restoring_forgets_graphs_of_tensors_that_are_gone(char_config):
+    config = char_config(steps=STEPS)
+    graphs = RecordedGraphs()
+    trainer = Trainer(CharGPT(config), graphs=graphs)
+    outcomes(trainer, 6)
+    trainer.save("last")
+    expected = outcomes(trainer, 4)
+    trainer.restore(Path(config.out, "last"))
+    assert not captured(trainer)
+    assert torch.equal(outcomes(trainer, 4), expected)
+    assert graphs.captures == 2
+
+
+def test_a_step_that_cannot_be_captured_is_run_and_the_reason_told(char_config):
+    config = char_config(steps=STEPS)
+    torch.manual_seed(1)
+    plain = Trainer(CharGPT(config))
+    trainer = Trainer(CharGPT(config), graphs=RefusingGraphs())
+    results = []
+    for each in (plain, trainer):
+        torch.manual_seed(1)
+        results.append(outcomes(each))
+    assert torch.equal(*results)
+    told = "off: the step cannot be captured: operation not permitted when stream is capturing"
+    assert trainer.runner.graph_state == told
+
+
+def test_a_step_that_must_be_captured_and_cannot_is_an_error(char_config):
+    trainer = Trainer(CharGPT(char_config(cuda_graph="on")), graphs=RefusingGraphs())
+    outcomes(trainer, WARM_UP_STEPS)
+    with pytest.raises(ValueError, match="--cuda-graph on: the step cannot be captured: operation not permitted"):
+        trainer.step()
+    assert trainer.step_number == WARM_UP_STEPS
+
+
+def test_want_of_memory_is_not_taken_for_a_step_that_cannot_be_captured(char_config):
+    trainer = Trainer(CharGPT(char_config()), graphs=RefusingGraphs(torch.OutOfMemoryError))
+    outcomes(trainer, WARM_UP_STEPS)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.step()
+
+
+def test_a_replayed_loss_that_is_not_finite_ends_the_run(char_config):
+    trainer = Trainer(CharGPT(char_config(steps=STEPS)), graphs=RecordedGraphs())
+    outcomes(trainer, 5)
+    trainer.model.head_bias.data.fill_(torch.nan)
+    with pytest.raises(TrainingDiverged, match="the loss is nan at step 6"):
+        trainer.step()
+
+
+def test_a_whole_run_reports_losses_of_replays(char_config):
+    plain = Trainer(CharGPT(char_config(steps=STEPS))).fit()
+    graphed = Trainer(CharGPT(char_config(steps=STEPS)), graphs=RecordedGraphs()).fit()
+    assert graphed.train_loss == plain.train_loss
+    assert graphed.validation == plain.validation
+
+
+@pytest.mark.parametrize(
+    "changes, device, processes, told",
+    [
+        ({}, "cuda", Processes(), None),
+        ({"dtype": "bfloat16", "compile": True, "deterministic": True}, "cuda", Processes(), None),
+        ({}, "cpu", Processes(), "the device is cpu"),
+        ({"dtype": "float16"}, "cuda", Processes(), "GradScaler"),
+        ({}, "cuda", Processes(count=2), "TORCH_NCCL_ASYNC_ERROR_HANDLING=0"),
+        ({"compile": True}, "cuda", Processes(count=2), "several processes with --compile"),
+    ],
+)
+def test_what_forbids_a_graph_is_known(char_config, monkeypatch, changes, device, processes, told):
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    reason = reason_against(char_config(**changes), torch.device(device), processes)
+    assert reason is None if told is None else told in reason
+
+
+def test_several_processes_are_captured_when_nccl_is_told(char_config, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    assert reason_against(char_config(), CUDA, Processes(count=2)) is None
+    assert warm_up_steps(Processes(count=2)) == 11 > warm_up_steps(Processes())
+
+
+def test_a_graph_that_is_asked_for_in_vain_is_an_error(char_config):
+    with pytest.raises(ValueError, match="--cuda-graph on: the device is cpu"):
+        choose_graphs(char_config(cuda_graph="on"), torch.device("cpu"), Processes())
+    assert choose_graphs(char_config(), torch.device("cpu"), Processes()) == (None, "off: the device is cpu")
+    assert choose_graphs(char_config(cuda_graph="off"), CUDA, Processes()) == (None, "off: as told")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_a_captured_run_follows_the_plain_one_on_a_gpu(char_config, backend, dtype):
+    results = []
+    for cuda_graph in ("off", "on"):
+        config = char_config(steps=STEPS, backend=backend, dtype=dtype, device="cuda", cuda_graph=cuda_graph)
+        results.append(outcomes(Trainer(CharGPT(config))))
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_captured_reviews_of_all_lengths_follow_the_plain_ones_on_a_gpu(imdb_config):
+    results = []
+    for cuda_graph in ("off", "on"):
+        config = imdb_config(steps=STEPS, device="cuda", cuda_graph=cuda_graph, batch_size=2)
+        results.append(outcomes(Trainer(Imdb(config))))
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_each_replay_draws_its_own_dropout_on_a_gpu(char_config):
+    model = {"layers": 1, "width": 16, "heads": 2, "dropout": 0.5}
+    config = char_config(steps=STEPS, lr=0.0, model=model, device="cuda", cuda_graph="on")
+    assert len(set(outcomes(Trainer(ConstantCharGPT(config)))[:, 0].tolist())) == STEPS
+
+
+@pytest.mark.gpu
+def test_a_run_goes_on_after_a_capture_that_failed_on_a_gpu(char_config):
+    """Reading a value on the host is what a graph cannot hold."""
+    trainer = Trainer(CharGPT(char_config(steps=STEPS, device="cuda")))
+    step = trainer.runner._run._step
+    step.check = lambda what, value: value.item()
+    assert outcomes(trainer).isfinite().all()
+    assert "cannot be captured" in trainer.runner.graph_state

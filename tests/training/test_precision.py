@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from transformer_kernels.training import CharGPT, Trainer
+from transformer_kernels.training.precision import autocast, matrix_products
+
+
+def test_tf32_is_set_while_entered_and_put_back():
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(KeyError), matrix_products("tf32"):
+        assert torch.get_float32_matmul_precision() == "high"
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_other_precisions_leave_matrix_products_alone(dtype):
+    before = torch.get_float32_matmul_precision()
+    with matrix_products(dtype):
+        assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "tf32", "bfloat16", "float16"])
+def test_autocast_is_for_the_half_precisions(dtype):
+    x = torch.ones(2, 2)
+    with autocast("cpu", dtype):
+        assert (x @ x).dtype == (torch.float32 if dtype in ("float32", "tf32") else getattr(torch, dtype))
+
+
+def test_a_tf32_run_steps_and_validates_in_tf32_and_restores(char_config):
+    seen = []
+    trainer = Trainer(CharGPT(char_config(dtype="tf32", steps=2, eval_every=2)))
+    trainer.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    trainer.model.head_bias.register_hook(lambda grad: seen.append(torch.get_float32_matmul_precision()))
+    before = torch.get_float32_matmul_precision()
+    trainer.fit()
+    assert set(seen) == {"high"} and len(seen) > 4
+    assert torch.get_float32_matmul_precision() == before
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+
+
+def test_bfloat16_learns_as_float32_does(char_config):
+    """The loss curves, in windows of 50 steps, differ by less than those of float32 runs with other seeds do."""
+
+    def curve(**changes):
+        trainer = Trainer(CharGPT(char_config(steps=300, lr=1e-2, **changes)))
+        return torch.stack([trainer.step() for _ in range(300)]).view(6, 50).mean(1)
+
+    exact = torch.stack([curve(seed=seed) for seed in range(4)])  # (seeds, windows)
+    spread = exact.amax(0) - exact.amin(0)
+    difference = (curve(seed=0, dtype="bfloat16") - exact[0]).abs()
+    assert (difference < spread).all()
+    assert spread.max() < 0.5
+    assert difference.max() > 0
