@@ -11,7 +11,7 @@ using namespace attention;
 
 constexpr int64_t MAX_LENGTH = 1 << 29;  // so that sums of lengths, tiles and windows stay within int
 
-bool is_aligned(const Strided& tensor, int64_t element_bytes) {
+template <class Tensor> bool is_aligned(const Tensor& tensor, int64_t element_bytes) {
   return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 && tensor.batch * element_bytes % 16 == 0 &&
          tensor.head * element_bytes % 16 == 0 && tensor.row * element_bytes % 16 == 0;
 }
@@ -20,12 +20,11 @@ Strided strided(Address address, int64_t batch, int64_t head, int64_t row) {
   return {pointer<const void>(address), batch, head, row};
 }
 
-// Ours: contiguous [batch, length, heads, head_dim].
-StridedOutput output(Address address, int64_t length, int64_t heads, int64_t head_dim) {
-  return {pointer<void>(address), length * heads * head_dim, head_dim, heads * head_dim};
+StridedOutput strided_output(Address address, int64_t batch, int64_t head, int64_t row) {
+  return {pointer<void>(address), batch, head, row};
 }
 
-Arguments common_arguments(int dtype, int64_t batches, int64_t query_heads, int64_t key_heads, int64_t query_length,
+Arguments common_arguments(int64_t batches, int64_t query_heads, int64_t key_heads, int64_t query_length,
                            int64_t key_length, int64_t head_dim, Address mask, Address bias, bool bias_is_float,
                            int64_t bias_batch, int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed,
                            double dropout_p, double scale, bool causal, int64_t window) {
@@ -44,7 +43,6 @@ Arguments common_arguments(int dtype, int64_t batches, int64_t query_heads, int6
   arguments.scale = static_cast<float>(scale);
   arguments.causal = causal;
   arguments.window = static_cast<int>(std::min(window, query_length + key_length));
-  arguments.vectorized_output = head_dim * (static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 2) % 16 == 0;
   return arguments;
 }
 
@@ -75,31 +73,30 @@ bool takes_sm90(const Arguments& arguments, int path, int device) {
   return built || std::string(architectures()) == "emulated";
 }
 
-// Rows on 16 bytes let tiles be copied asynchronously; else they are read element by element.
-bool can_vectorize(const Arguments& arguments, int dtype) {
+// Rows on 16 bytes are copied and written in pieces of 16 bytes, others element by element.
+template <class... Tensors> bool can_vectorize(int dtype, int head_dim, const Tensors&... tensors) {
   const int64_t bytes = static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 2;
-  return arguments.head_dim * bytes % 16 == 0 && is_aligned(arguments.query, bytes) &&
-         is_aligned(arguments.key, bytes) && is_aligned(arguments.value, bytes) &&
-         is_aligned(arguments.grad_out, bytes);
+  return head_dim * bytes % 16 == 0 && (is_aligned(tensors, bytes) && ...);
 }
 
 void attention_forward(int dtype, Address query, int64_t query_batch, int64_t query_head, int64_t query_row,
                        Address key, int64_t key_batch, int64_t key_head, int64_t key_row, Address value,
-                       int64_t value_batch, int64_t value_head, int64_t value_row, Address out, Address lse,
-                       int64_t batches, int64_t query_heads, int64_t key_heads, int64_t query_length,
-                       int64_t key_length, int64_t head_dim, Address mask, Address bias, bool bias_is_float,
-                       int64_t bias_batch, int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed,
-                       double dropout_p, double scale, bool causal, int64_t window, int device, Address stream,
-                       int path) {
-  Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim,
-                                         mask, bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
-                                         dropout_p, scale, causal, window);
+                       int64_t value_batch, int64_t value_head, int64_t value_row, Address out, int64_t out_batch,
+                       int64_t out_head, int64_t out_row, Address lse, int64_t batches, int64_t query_heads,
+                       int64_t key_heads, int64_t query_length, int64_t key_length, int64_t head_dim, Address mask,
+                       Address bias, bool bias_is_float, int64_t bias_batch, int64_t bias_head, int64_t bias_row,
+                       int64_t bias_column, Address seed, double dropout_p, double scale, bool causal, int64_t window,
+                       int device, Address stream, int path) {
+  Arguments arguments =
+      common_arguments(batches, query_heads, key_heads, query_length, key_length, head_dim, mask, bias, bias_is_float,
+                       bias_batch, bias_head, bias_row, bias_column, seed, dropout_p, scale, causal, window);
   arguments.query = strided(query, query_batch, query_head, query_row);
   arguments.key = strided(key, key_batch, key_head, key_row);
   arguments.value = strided(value, value_batch, value_head, value_row);
-  arguments.out = output(out, query_length, query_heads, head_dim);
+  arguments.out = strided_output(out, out_batch, out_head, out_row);
   arguments.lse = pointer<float>(lse);
-  arguments.vectorized = can_vectorize(arguments, dtype);
+  arguments.vectorized = can_vectorize(dtype, arguments.head_dim, arguments.query, arguments.key, arguments.value);
+  arguments.vectorized_output = can_vectorize(dtype, arguments.head_dim, arguments.out);
   const Stream place{device, static_cast<uintptr_t>(stream)};
   dispatch_dtype(dtype, [&](auto t) {
     using T = typename decltype(t)::type;
@@ -117,29 +114,34 @@ void attention_backward(int dtype, Address grad_out, int64_t grad_out_batch, int
                         int64_t query_row, Address key, int64_t key_batch, int64_t key_head, int64_t key_row,
                         Address value, int64_t value_batch, int64_t value_head, int64_t value_row, Address out,
                         int64_t out_batch, int64_t out_head, int64_t out_row, Address lse, Address delta,
-                        Address grad_query, Address grad_key, Address grad_value, Address grad_bias,
-                        int64_t bias_batches, int64_t bias_heads, int64_t bias_rows, int64_t bias_columns,
-                        int64_t batches, int64_t query_heads, int64_t key_heads, int64_t query_length,
-                        int64_t key_length, int64_t head_dim, Address mask, Address bias, bool bias_is_float,
-                        int64_t bias_batch, int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed,
-                        double dropout_p, double scale, bool causal, int64_t window, int device, Address stream,
-                        int path) {
-  Arguments arguments = common_arguments(dtype, batches, query_heads, key_heads, query_length, key_length, head_dim,
-                                         mask, bias, bias_is_float, bias_batch, bias_head, bias_row, bias_column, seed,
-                                         dropout_p, scale, causal, window);
+                        Address grad_query, int64_t grad_query_batch, int64_t grad_query_head, int64_t grad_query_row,
+                        Address grad_key, int64_t grad_key_batch, int64_t grad_key_head, int64_t grad_key_row,
+                        Address grad_value, int64_t grad_value_batch, int64_t grad_value_head, int64_t grad_value_row,
+                        Address grad_bias, int64_t bias_batches, int64_t bias_heads, int64_t bias_rows,
+                        int64_t bias_columns, int64_t batches, int64_t query_heads, int64_t key_heads,
+                        int64_t query_length, int64_t key_length, int64_t head_dim, Address mask, Address bias,
+                        bool bias_is_float, int64_t bias_batch, int64_t bias_head, int64_t bias_row,
+                        int64_t bias_column, Address seed, double dropout_p, double scale, bool causal, int64_t window,
+                        int device, Address stream, int path) {
+  Arguments arguments =
+      common_arguments(batches, query_heads, key_heads, query_length, key_length, head_dim, mask, bias, bias_is_float,
+                       bias_batch, bias_head, bias_row, bias_column, seed, dropout_p, scale, causal, window);
   arguments.query = strided(query, query_batch, query_head, query_row);
   arguments.key = strided(key, key_batch, key_head, key_row);
   arguments.value = strided(value, value_batch, value_head, value_row);
   arguments.grad_out = strided(grad_out, grad_out_batch, grad_out_head, grad_out_row);
   arguments.out = {pointer<void>(out), out_batch, out_head, out_row};
-  arguments.grad_query = output(grad_query, query_length, query_heads, head_dim);
-  arguments.grad_key = output(grad_key, key_length, key_heads, head_dim);
-  arguments.grad_value = output(grad_value, key_length, key_heads, head_dim);
+  arguments.grad_query = strided_output(grad_query, grad_query_batch, grad_query_head, grad_query_row);
+  arguments.grad_key = strided_output(grad_key, grad_key_batch, grad_key_head, grad_key_row);
+  arguments.grad_value = strided_output(grad_value, grad_value_batch, grad_value_head, grad_value_row);
   arguments.grad_bias = {pointer<void>(grad_bias), static_cast<int>(bias_batches), static_cast<int>(bias_heads),
                          static_cast<int>(bias_rows), static_cast<int>(bias_columns)};
   arguments.lse = pointer<float>(lse);
   arguments.delta = pointer<float>(delta);
-  arguments.vectorized = can_vectorize(arguments, dtype);
+  arguments.vectorized =
+      can_vectorize(dtype, arguments.head_dim, arguments.query, arguments.key, arguments.value, arguments.grad_out);
+  arguments.vectorized_output =
+      can_vectorize(dtype, arguments.head_dim, arguments.grad_query, arguments.grad_key, arguments.grad_value);
   const Stream place{device, static_cast<uintptr_t>(stream)};
   const float* lse_gradient = pointer<const float>(grad_lse);
   dispatch_dtype(dtype, [&](auto t) {

@@ -265,3 +265,46 @@ def test_unsupported_says_why(device: torch.device) -> None:
     tensors = make(torch.float16, device, (2, 2), width=257)
     with pytest.raises(tk.UnsupportedByBackend, match="head dimension is 257, above 256"):
         tk.attention(**tensors, backend="cuda")
+
+
+def gradient_views(case: str, tensors: dict[str, Any], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """A buffer of NaN and views of it, each of the shape of q, k or v, that leave gaps between rows and heads."""
+    (batch, heads, length, width), key_heads = tensors["q"].shape, tensors["k"].shape[1]
+    all_heads, dtype = heads + 2 * key_heads, tensors["q"].dtype
+    first = {"packed": 0, "gaps on 16 bytes": 8, "misaligned": 3}[case]
+    columns = width + {"packed": 0, "gaps on 16 bytes": 16, "misaligned": 8}[case]
+    buffer = torch.full((batch, length, all_heads, columns), float("nan"), dtype=dtype, device=device)
+    joined = buffer[..., first : first + width].transpose(1, 2)  # (B, all heads, L, D)
+    return buffer, list(joined.split([heads, key_heads, key_heads], dim=1))
+
+
+@pytest.mark.parametrize("case", ["packed", "gaps on 16 bytes", "misaligned"])
+@pytest.mark.parametrize(
+    ("path", "dtype", "width"),
+    [
+        ("general", torch.float32, 32),
+        ("general", torch.bfloat16, 40),
+        ("general", torch.float16, 160),
+        ("short", torch.bfloat16, 64),
+        ("short", torch.float16, 24),
+    ],
+    ids=str,
+    indirect=["path"],
+)
+def test_gradients_are_written_where_they_are_wanted(
+    case: str, path: str, dtype: torch.dtype, width: int, device: torch.device
+) -> None:
+    """Into views of any strides, the same bits as into tensors of its own, and nothing beside them."""
+    tensors = {name: x.detach() for name, x in make(dtype, device, (70, 70), heads=(4, 2), width=width).items()}
+    arguments = (padding(2, 70, device), None, None, None, True, None, 0.0, 0.2)
+    out, lse = _cuda.forward(*tensors.values(), *arguments)
+    dout = normal(2, 4, 70, width, dtype=dtype, device=device, seed=9).detach()
+    saved = (dout, None, *tensors.values(), out, lse, *arguments, False)
+    wanted = _cuda.backward(*saved)[:3]
+    buffer, views = gradient_views(case, tensors, device)
+    given = _cuda.backward(*saved, tuple(views))[:3]
+    for want, got, view in zip(wanted, given, views, strict=True):
+        assert got is view
+        assert torch.equal(want, view)
+        view.fill_(float("nan"))
+    assert buffer.isnan().all(), "something was written beside the gradients"

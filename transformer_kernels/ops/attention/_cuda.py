@@ -57,7 +57,7 @@ def forward(
         *_rows(q),
         *_rows(k),
         *_rows(v),
-        out.data_ptr(),
+        *_rows(out),
         lse.data_ptr(),
         *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
         PATHS[path],
@@ -84,8 +84,8 @@ def backward(
     bias_needs_grad: bool,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dbias), bit for bit the same each time."""
-    dq, dk, dv = _empty_like_output(q), _empty_like_output(k), _empty_like_output(v)
+    """(dq, dk, dv, dbias), bit for bit the same each time; the first three are `grads` where it is given."""
+    dq, dk, dv = grads or (_empty_like_output(q), _empty_like_output(k), _empty_like_output(v))
     dbias: Tensor | None = None
     computed_dbias: tuple[int, ...] = (0, 1, 1, 1, 1)  # address and shape of what the kernels compute
     if attn_bias is not None and bias_needs_grad:
@@ -105,15 +105,13 @@ def backward(
         *_rows(out),
         lse.data_ptr(),
         delta.data_ptr(),
-        dq.data_ptr(),
-        dk.data_ptr(),
-        dv.data_ptr(),
+        *_rows(dq),
+        *_rows(dk),
+        *_rows(dv),
         *computed_dbias,
         *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
         PATHS[path],
     )
-    if grads is not None:
-        dq, dk, dv = (wanted.copy_(grad) for wanted, grad in zip(grads, (dq, dk, dv), strict=True))
     return dq, dk, dv, dbias
 
 
