@@ -48,6 +48,14 @@ def mean_of_real(hidden: Tensor, padding_mask: Tensor | None) -> Tensor:
     return (kept.sum(1, dtype=wide) / count).to(hidden.dtype)
 
 
+def mean_of_sequences(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The mean over the tokens of each packed sequence, (1, T, E) -> (S, E), summed one by one in float32 at least."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    total = torch.segment_reduce(hidden[0].to(wide), "sum", offsets=cu_seqlens, axis=0, unsafe=True, initial=0)
+    count = cu_seqlens.diff().clamp(min=1).unsqueeze(1)  # (S, 1)
+    return (total / count).to(hidden.dtype)
+
+
 class BERTClassifier(Transformer):
     """An encoder that reads a whole sequence and classifies it by the hidden state of its first token or by the mean.
 
@@ -60,20 +68,39 @@ class BERTClassifier(Transformer):
         self.classifier = nn.Linear(config.width, config.classes)
         self.initialise()
 
-    def forward(self, tokens: Tensor, padding_mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        padding_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Classify each sequence.
 
         Args:
-            tokens: (B, L) int64; with pooling "first" the first one stands for the whole sequence.
+            tokens: (B, L) int64; with pooling "first" the first one stands for the whole sequence. With cu_seqlens,
+                (1, T): S sequences one after the other, and what comes behind the last one counts for nothing.
             padding_mask: (B, L) bool, True at real tokens; None when all are real.
             segments: (B, L) int64; None when all tokens are in segment 0.
+            cu_seqlens: (S + 1,) int32; sequence s is the tokens cu_seqlens[s] up to, not including, cu_seqlens[s + 1],
+                of which there is at least one.
+            position_ids: (B, L) int64, the position of each token; None counts them from 0 in each sequence.
 
         Returns:
-            logits (B, classes).
+            logits (B, classes), or (S, classes) with cu_seqlens.
         """
-        hidden = self.hidden_states(tokens, padding_mask, segments)  # (B, L, E)
-        pooled = hidden[:, 0] if self.pooling == "first" else mean_of_real(hidden, padding_mask)  # (B, E)
-        return self.classifier(F.dropout(pooled, self.dropout_p))  # (B, classes)
+        packing = {"cu_seqlens": cu_seqlens, "position_ids": position_ids}
+        hidden = self.hidden_states(tokens, padding_mask, segments, **packing)  # (B, L, E)
+        pooled = self._pooled(hidden, padding_mask, cu_seqlens)  # (B or S, E)
+        return self.classifier(F.dropout(pooled, self.dropout_p))  # (B or S, classes)
+
+    def _pooled(self, hidden: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """What the classifier reads of each sequence."""
+        if self.pooling == "mean":
+            return mean_of_real(hidden, padding_mask) if cu_seqlens is None else mean_of_sequences(hidden, cu_seqlens)
+        return hidden[:, 0] if cu_seqlens is None else hidden[0].index_select(0, cu_seqlens[:-1])
 
     def loss(
         self,
@@ -82,16 +109,19 @@ class BERTClassifier(Transformer):
         padding_mask: Tensor | None = None,
         segments: Tensor | None = None,
         *,
+        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """The mean cross-entropy of `forward(tokens, padding_mask, segments)`.
+        """The mean cross-entropy of what `forward` gives for the same tokens.
 
         Args:
-            labels: (B,) int64, classes; -100 where a sequence does not count.
-            tokens, padding_mask, segments: as in `forward`.
+            labels: (B,) or (S,) int64, classes; -100 where a sequence does not count.
+            tokens, padding_mask, segments, cu_seqlens, position_ids: as in `forward`.
             label_smoothing: as in `ops.cross_entropy`.
         """
-        return self.ops.cross_entropy(self(tokens, padding_mask, segments), labels, label_smoothing=label_smoothing)
+        logits = self(tokens, padding_mask, segments, cu_seqlens=cu_seqlens, position_ids=position_ids)
+        return self.ops.cross_entropy(logits, labels, label_smoothing=label_smoothing)
 
     def head_weights_per_token(self, length: int) -> float:
         return self.classifier.weight.numel() / length

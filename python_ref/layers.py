@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from python_ref.config import TransformerConfig
-from python_ref.ops import sinusoidal_positions
+from python_ref.ops import positions_in_sequence, sinusoidal_positions
 
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -179,29 +179,36 @@ class Embedding(Layer):
         self.segments = nn.Embedding(segments, config.width) if segments else None
         self.norm = LayerNorm(config, ops) if config.embedding_norm else None
 
-    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        self._check(tokens)
+    def forward(self, tokens: Tensor, segments: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        self._check(tokens, position_ids)
         if segments is not None:
             self._check_segments(tokens, segments)
         x = self.tokens(tokens)  # (B, L) -> (B, L, E)
         if self.scale != 1.0:
             x = x * self.scale
-        x = x + self._place(tokens.shape[1], segments)
+        x = x + self._place(tokens.shape[1], segments, position_ids)
         if self.norm is not None:
             x = self.norm(x)
         return F.dropout(x, self.dropout_p)
 
-    def _place(self, length: int, segments: Tensor | None) -> Tensor:
-        """Position + segment: (B, L, E), or (L, E) when no segments are given and every token is in segment 0."""
-        positions = self.positions[:length]
+    def _place(self, length: int, segments: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        """Position + segment: (B, L, E), or (L, E) where neither differs between the sequences; segment 0 if none."""
+        positions = self.positions[:length] if position_ids is None else F.embedding(position_ids, self.positions)
         if self.segments is None:
             return positions
         return positions + (self.segments.weight[0] if segments is None else self.segments(segments))
 
-    def _check(self, tokens: Tensor) -> None:
+    def _check(self, tokens: Tensor, position_ids: Tensor | None) -> None:
         if tokens.dim() != 2:
             raise ValueError(f"embedding: tokens must have shape (batch, length); got {tuple(tokens.shape)}")
-        if tokens.shape[1] > self.context:
+        if position_ids is not None:
+            if position_ids.shape != tokens.shape:
+                raise ValueError(
+                    f"embedding: position_ids must have the shape of tokens {tuple(tokens.shape)}; "
+                    f"got {tuple(position_ids.shape)}"
+                )
+            check_ids("position_ids", position_ids, self.context)
+        elif tokens.shape[1] > self.context:
             raise ValueError(
                 f"embedding: a sequence of {tokens.shape[1]} tokens is longer than the model's {self.context} positions"
             )
@@ -226,6 +233,18 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
         lowest, highest = (int(end) for end in ids.aminmax())
         if lowest < 0 or highest >= count:
             raise IndexError(f"embedding: {name} must be in [0, {count}); got ids from {lowest} to {highest}")
+
+
+def check_packing(cu_seqlens: Tensor, tokens: Tensor, padding_mask: Tensor | None) -> None:
+    """Refuse packed sequences that are not all in one row, or that have padding between them."""
+    if tokens.dim() != 2 or tokens.shape[0] != 1:
+        raise ValueError(
+            f"hidden_states: with cu_seqlens, tokens must have shape (1, tokens); got {tuple(tokens.shape)}"
+        )
+    if padding_mask is not None:
+        raise ValueError(
+            "hidden_states: cu_seqlens and padding_mask exclude each other; packed sequences have no padding"
+        )
 
 
 def check_padding_mask(padding_mask: Tensor, tokens: Tensor) -> None:
@@ -257,14 +276,29 @@ class Transformer(Layer):
         self.final_norm = LayerNorm(config, ops) if config.final_norm else None
 
     def hidden_states(
-        self, tokens: Tensor, padding_mask: Tensor | None = None, segments: Tensor | None = None
+        self,
+        tokens: Tensor,
+        padding_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        """The output of the last block, (B, L) -> (B, L, E), after the final LayerNorm if there is one."""
+        """The output of the last block, (B, L) -> (B, L, E), after the final LayerNorm if there is one.
+
+        With cu_seqlens, int32 (S + 1,), the tokens (1, T) are S sequences one after the other, none of which sees
+        another; position_ids (1, T) then say where each token stands in its own, and are counted here if not given.
+        """
         if padding_mask is not None:
             check_padding_mask(padding_mask, tokens)
-        stream, branch = self.embedding(tokens, segments), None
+        if cu_seqlens is not None:
+            check_packing(cu_seqlens, tokens, padding_mask)
+            if position_ids is None:
+                position_ids = positions_in_sequence(cu_seqlens, tokens.shape[1]).unsqueeze(0)
+        visible = {"key_padding_mask": padding_mask, "cu_seqlens": cu_seqlens, "causal": self.causal}
+        stream, branch = self.embedding(tokens, segments, position_ids), None
         for block in self.blocks:
-            stream, branch = block(stream, branch, key_padding_mask=padding_mask, causal=self.causal)
+            stream, branch = block(stream, branch, **visible)
         if self.final_norm is not None:
             return self.final_norm.add(branch, stream)[0]
         return stream if branch is None else stream + F.dropout(branch, self.dropout_p)

@@ -153,6 +153,13 @@ def sequence_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return number.masked_fill(position >= cu_seqlens[-1], -1)
 
 
+def positions_in_sequence(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Where each token stands in its own packed sequence, int64 (tokens,): 0, 1, ... in each; 0 behind the last one."""
+    number = sequence_numbers(cu_seqlens, tokens)
+    position = torch.arange(tokens, device=cu_seqlens.device) - cu_seqlens.long()[number.clamp(min=0)]
+    return position.masked_fill(number < 0, 0)
+
+
 def _scores(q: Tensor, k: Tensor, attn_bias: Tensor | None, scale: float | None) -> Tensor:
     """scale * q k^T + bias, (B, Hq, Lq, Lk); key heads are repeated for their group of query heads."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale

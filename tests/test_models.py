@@ -124,6 +124,47 @@ def test_loss_is_the_cross_entropy_of_the_logits(name, backend, smoothing, rows,
         torch.testing.assert_close(results[0][key], expected, rtol=1e-8, atol=1e-10, msg=key)
 
 
+def packed(lengths, room):
+    """TOKENS' rows cut to those lengths, one after the other, and filler that is not the padding of any row."""
+    tokens = torch.cat([TOKENS[row, :length] for row, length in enumerate(lengths)])
+    filler = torch.arange(room - len(tokens)) + 3
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    position_ids = torch.cat([torch.arange(length) for length in lengths] + [torch.zeros_like(filler)])
+    inputs = {"cu_seqlens": cu_seqlens, "position_ids": position_ids.unsqueeze(0)}
+    return torch.cat([tokens, filler]).unsqueeze(0), inputs
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+@pytest.mark.parametrize("backend", [*tk.BACKENDS, "reference"])
+def test_packed_sequences_give_the_logits_and_gradients_of_padded_ones(backend, pooling):
+    exact = backend in ("torch", "reference")
+    if backend != "reference":
+        require("imdb_bert", backend)
+    tokens, inputs = packed([12, 7], room=24)
+    results = []
+    for is_packed in (True, False):
+        model = build("imdb_bert", backend, dropout=0.0, pooling=pooling).to(torch.float64 if exact else torch.float32)
+        try:
+            logits = model(tokens, **inputs) if is_packed else model(TOKENS, REAL)
+        except tk.UnsupportedByBackend as error:
+            pytest.skip(str(error))
+        (logits * torch.tensor([[1.0, -2.0], [3.0, 0.5]])).sum().backward()
+        results.append({key: p.grad for key, p in model.named_parameters()} | {"logits": logits.detach()})
+    for key, expected in results[1].items():
+        close = {"rtol": 1e-8, "atol": 1e-10} if exact else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(results[0][key], expected, **close, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+def test_packed_sequences_compile_without_a_break_in_the_graph(pooling):
+    tokens, inputs = packed([12, 7], room=24)
+    model = build("imdb_bert", "torch", dropout=0.0, pooling=pooling)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits = compiled(tokens, **inputs)
+    torch.testing.assert_close(logits, model(tokens, **inputs))
+    logits.sum().backward()
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_state_dict_moves_between_operations(name):
     ours, theirs = build(name, "torch").eval(), tk.build(name, "reference", **SMALL).eval()

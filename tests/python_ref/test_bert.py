@@ -1,12 +1,14 @@
 """The BERT classifier against torch.nn's encoder, and the properties of padding and segments."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import python_ref
 from python_ref import BERTClassifier, BERTConfig
-from python_ref.bert import IMDB_BERT, POOLINGS
+from python_ref.bert import IMDB_BERT, POOLINGS, mean_of_sequences
 
 SMALL = {"vocab_size": 13, "context": 8, "width": 12, "layers": 2, "heads": 3, "dropout": 0.0}
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 0, 0], [6, 7, 8, 9, 10, 11, 12]])
@@ -114,6 +116,63 @@ def test_mean_pooling_classifies_the_mean_of_the_real_tokens():
 def test_the_mean_of_no_token_is_zero():
     model = make(pooling="mean")
     torch.testing.assert_close(model(TOKENS, REAL & False), model.classifier.bias.expand(2, 2))
+
+
+LENGTHS = [5, 7, 1]
+PACKED = torch.cat([TOKENS[0, :5], TOKENS[1], torch.tensor([9, 0, 0, 0])]).unsqueeze(0)
+STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_packed_sequences_are_classified_as_if_each_were_alone(pooling):
+    model = make(pooling=pooling)
+    alone = [model(PACKED[:, start:end]) for start, end in itertools.pairwise(STARTS.tolist())]
+    torch.testing.assert_close(model(PACKED, cu_seqlens=STARTS), torch.cat(alone))
+
+
+def test_positions_count_from_0_in_each_packed_sequence():
+    model = make()
+    positions = torch.cat([torch.arange(length) for length in [*LENGTHS, 0]] + [torch.zeros(3, dtype=torch.int64)])
+    given = model(PACKED, cu_seqlens=STARTS, position_ids=positions.unsqueeze(0))
+    assert torch.equal(model(PACKED, cu_seqlens=STARTS), given)
+    assert not torch.allclose(model(PACKED, cu_seqlens=STARTS, position_ids=positions.flip(0).unsqueeze(0)), given)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_what_stands_behind_the_last_packed_sequence_does_not_matter(pooling):
+    model = make(pooling=pooling)
+    expected = model(PACKED, cu_seqlens=STARTS)
+    expected.sum().backward()
+    assert not model.embedding.tokens.weight.grad[0].any()
+    assert torch.equal(model(PACKED[:, : STARTS[-1]], cu_seqlens=STARTS), expected)
+    with torch.no_grad():
+        model.embedding.tokens.weight[0] = 5.0
+    assert torch.equal(model(PACKED, cu_seqlens=STARTS), expected)
+
+
+def test_the_loss_of_packed_sequences_is_that_of_padded_ones():
+    model, labels = make(), torch.tensor([0, 1])
+    tokens = torch.cat([TOKENS[0, :5], TOKENS[1]]).unsqueeze(0)
+    torch.testing.assert_close(model.loss(labels, tokens, cu_seqlens=STARTS[:3]), model.loss(labels, TOKENS, REAL))
+
+
+def test_the_mean_of_packed_sequences_is_summed_in_float32():
+    hidden = (1.0 + torch.rand(1, 4096, 2, generator=torch.Generator().manual_seed(0))).bfloat16()
+    expected = hidden.double().view(2, 2048, 2).mean(1)
+    means = mean_of_sequences(hidden, torch.tensor([0, 2048, 4096], dtype=torch.int32))
+    torch.testing.assert_close(means.double(), expected, rtol=2**-8, atol=0.0)
+
+
+def test_bad_packing_is_refused():
+    model = make()
+    with pytest.raises(ValueError, match=r"with cu_seqlens, tokens must have shape \(1, tokens\); got \(2, 7\)"):
+        model(TOKENS, cu_seqlens=STARTS)
+    with pytest.raises(ValueError, match="cu_seqlens and padding_mask exclude each other"):
+        model(PACKED, PACKED > 0, cu_seqlens=STARTS)
+    with pytest.raises(ValueError, match=r"position_ids must have the shape of tokens \(1, 16\); got \(16,\)"):
+        model(PACKED, cu_seqlens=STARTS, position_ids=torch.zeros(16, dtype=torch.int64))
+    with pytest.raises(IndexError, match=r"position_ids must be in \[0, 8\); got ids from 8 to 8"):
+        model(PACKED, cu_seqlens=STARTS, position_ids=torch.full((1, 16), 8))
 
 
 def test_an_unknown_pooling_is_told():

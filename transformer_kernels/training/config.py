@@ -132,8 +132,9 @@ class ImdbConfig(TrainingConfig):
     truncation: str = option("head", "which part of a long review is read", choices=("head", "head+tail"), fixed=True)
     batching: str = option(
         "shuffled",
-        "which reviews meet in a batch: any, or those of similar length, so that less is padded",
-        choices=("shuffled", "bucketed"),
+        "which reviews meet in a batch: any; those of similar length, so that less is padded; or such that the lengths "
+        "add up alike, to lie one after the other without padding, in batches of one shape",
+        choices=("shuffled", "bucketed", "packed"),
         fixed=True,
     )
     padding: str = option(

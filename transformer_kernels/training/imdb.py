@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.evaluation import Batch
 from transformer_kernels.training.presets import build_preset
 from transformer_kernels.training.reviews import Reviews, find_reviews, read_reviews
-from transformer_kernels.training.sampler import BucketedSampler, ShuffledSampler
+from transformer_kernels.training.sampler import BucketedSampler, PackedSampler, ShuffledSampler
 from transformer_kernels.training.token_cache import TokenisedReviews, tokenise
 from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
 from transformer_kernels.training.transfer import to_device
 
 CLASSES = ("negative", "positive")
+PACKED_MULTIPLE = 64  # tokens; whole tiles for the matrix products and the kernels
 
 
 def build_imdb_bert(config: ImdbConfig, vocabulary_size: int) -> nn.Module:
@@ -49,6 +50,31 @@ def pad_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: Imd
     return ids, ids != tokenizer.pad
 
 
+class PackedReviews(NamedTuple):
+    """Reviews one after the other: ids (1, T), where each begins and the last one ends (S + 1,), positions (1, T)."""
+
+    ids: Tensor
+    cu_seqlens: Tensor
+    position_ids: Tensor
+
+
+def pack_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: ImdbConfig, budget: int) -> PackedReviews:
+    """CLS, the truncated review and SEP of each; T is `budget`, or what they need, up to a multiple of 64.
+
+    Behind the last review stands PAD at position 0, which no review sees.
+    """
+    parts = [truncate(review, config.max_length - 2, config.truncation) for review in reviews]
+    lengths = torch.tensor([0] + [len(part) + 2 for part in parts])
+    cu_seqlens = lengths.cumsum(0)
+    room = -(-max(budget, int(cu_seqlens[-1])) // PACKED_MULTIPLE) * PACKED_MULTIPLE
+    ids, position_ids = torch.full((1, room), tokenizer.pad), torch.zeros(1, room, dtype=torch.int64)
+    for part, start, end in zip(parts, cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        ids[0, start], ids[0, end - 1] = tokenizer.cls, tokenizer.sep
+        ids[0, start + 1 : end - 1] = part
+        position_ids[0, start:end] = torch.arange(end - start)
+    return PackedReviews(ids, cu_seqlens.int(), position_ids)
+
+
 def load_part(config: ImdbConfig, part: str) -> Reviews:
     """The "train" or "test" reviews that the config names."""
     if part == "test" and config.test_data:
@@ -74,14 +100,11 @@ class Imdb:
         kept = len(order) - int(config.validation * len(order))
         self.training, self.held_out = order[:kept], order[kept:].sort().values
         self.train_length = kept
+        self.loss = packed_loss if config.batching == "packed" else padded_loss
+        self.budget = 0
 
     def build_model(self) -> nn.Module:
         return build_imdb_bert(self.config, self.tokenizer.vocabulary_size)
-
-    @staticmethod
-    def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-        """The model's mean loss over the labels."""
-        return model.loss(targets, *inputs)
 
     def sampler(self, processes: Processes) -> ShuffledSampler:
         """The reviews of the training part, in batches as the config wants them."""
@@ -89,10 +112,18 @@ class Imdb:
         shared = (config.batch_size, config.seed, processes.rank, processes.count)
         if config.batching == "bucketed":
             return BucketedSampler(lengths, *shared)
+        if config.batching == "packed":
+            sampler = PackedSampler(lengths, *shared)
+            self.budget = sampler.budget
+            return sampler
         return ShuffledSampler(len(lengths), *shared)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """Reviews number `indices` of the training part."""
+        if self.config.batching == "packed":
+            return packed_batch(
+                self.reviews, self.training[indices], self.tokenizer, self.config, device, budget=self.budget
+            )
         return review_batch(self.reviews, self.training[indices], self.tokenizer, self.config, device)
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
@@ -127,6 +158,32 @@ def review_batch(
     labels = reviews.labels[indices]
     tokens = int(mask.sum())
     return Batch((to_device(ids, device), to_device(mask, device)), to_device(labels, device), tokens)
+
+
+def packed_batch(
+    reviews: TokenisedReviews,
+    indices: Tensor,
+    tokenizer: ReviewTokenizer,
+    config: ImdbConfig,
+    device: torch.device,
+    *,
+    budget: int,
+) -> Batch:
+    """The reviews of those numbers one after the other, with their labels."""
+    packed = pack_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config, budget)
+    inputs = tuple(tensor.to(device) for tensor in packed)
+    return Batch(inputs, reviews.labels[indices].to(device), int(packed.cu_seqlens[-1]))
+
+
+def padded_loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+    """The model's mean loss over the labels of a padded batch."""
+    return model.loss(targets, *inputs)
+
+
+def packed_loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+    """The model's mean loss over the labels of a packed batch."""
+    tokens, cu_seqlens, position_ids = inputs
+    return model.loss(targets, tokens, cu_seqlens=cu_seqlens, position_ids=position_ids)
 
 
 @torch.no_grad()

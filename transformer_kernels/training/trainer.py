@@ -234,7 +234,7 @@ class Trainer:
         self.sampler.advance()
         self.step_number += 1
         self.stopwatch.add_step(batch.tokens * self.processes.count)
-        self._padded_length = batch.inputs[0].shape[1]
+        self._padded_length = batch.inputs[0].numel() // len(batch.targets)
         self.padding.add(batch.tokens, batch.inputs[0].numel())
         self._latest = StepTaken(*self._attempt, outcome)
         self.runner.prepare(self.sampler.peek())
