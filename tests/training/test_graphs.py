@@ -53,14 +53,14 @@ class RefusingGraphs(RecordedGraphs):
 class SpoilingCharGPT(CharGPT):
     """Makes a batch unusable when the next one is asked for, as if its memory were used again."""
 
-    last = None
+    made = ()
 
     def batch(self, indices, device):
-        if self.last is not None:
-            self.last.inputs[0].fill_(1_000_000)
+        if self.made:
+            self.made[-1].inputs[0].fill_(1_000_000)
         inputs, targets, tokens = super().batch(indices, device)
-        self.last = Batch((inputs[0].clone(),), targets, tokens)
-        return self.last
+        self.made = (*self.made, Batch((inputs[0].clone(),), targets, tokens))
+        return self.made[-1]
 
 
 class UnevenCharGPT(CharGPT):
@@ -153,8 +153,10 @@ def test_everything_a_graph_reads_keeps_its_address(char_config):
     outcomes(trainer, 5)
     assert addresses(trainer) == before
     (graph,) = captured(trainer).values()
-    for buffer, tensor in zip(graph.buffers, (*trainer.recipe.last.inputs, trainer.recipe.last.targets), strict=True):
-        assert torch.equal(buffer, tensor)
+    made = [(*batch.inputs, batch.targets) for batch in trainer.recipe.made]
+    assert all(torch.equal(*pair) for pair in zip(graph.buffers, made[-1], strict=True))
+    theirs = {tensor.untyped_storage().data_ptr() for batch in made for tensor in batch}
+    assert not theirs & {buffer.untyped_storage().data_ptr() for buffer in graph.buffers}
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 

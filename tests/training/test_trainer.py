@@ -360,6 +360,17 @@ def test_tensorboard_gets_the_same_numbers(char_config):
     assert list(Path(config.out, "tensorboard").glob("events.*"))
 
 
+def test_threads_are_set_when_asked_for(char_config):
+    before = torch.get_num_threads()
+    try:
+        Trainer(CharGPT(char_config()))
+        assert torch.get_num_threads() == before
+        Trainer(CharGPT(char_config(threads=before + 1)))
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_absent_gpu_is_told(char_config):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")

@@ -143,6 +143,12 @@ class ImdbConfig(TrainingConfig):
         choices=("longest", "max"),
         fixed=True,
     )
+    sparse_embedding: bool = option(
+        False,
+        "update only the batch's rows of the token embedding; this changes the mathematics: moments of absent rows do "
+        "not decay, and the rows stay as they are; one process only",
+        fixed=True,
+    )
     baseline: bool = option(False, "also report the accuracy of TF-IDF with logistic regression")
 
     def __post_init__(self) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels.training.config import TrainingConfig
+from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.sparse_embedding import SparseEmbeddingAdamW
 
 FINAL_FRACTION = 0.1
 
@@ -24,11 +26,16 @@ def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
     return config.lr * (FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig, device: torch.device) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, config: TrainingConfig, device: torch.device, processes: Processes
+) -> torch.optim.AdamW:
     """AdamW that decays matrices and leaves biases and LayerNorms alone; its learning rate is one float32 tensor.
 
     Each parameter stays a tensor of its own: gradients of flat groups would have to be added into views, which costs
     more than one flat update saves (figures in training/README.md).
+
+    Raises:
+        ValueError: the config's sparse embedding is impossible here.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -36,7 +43,16 @@ def make_optimizer(model: nn.Module, config: TrainingConfig, device: torch.devic
         {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
     ]
     rate = torch.tensor(config.lr, dtype=torch.float32, device=device)
-    return torch.optim.AdamW(groups, lr=rate, fused=device.type in ("cpu", "cuda"))
+    fused = device.type in ("cpu", "cuda")
+    if getattr(config, "sparse_embedding", False):
+        if processes.count > 1:
+            raise ValueError("--sparse-embedding: several processes would have to know the rows of each other")
+        if not fused:
+            raise ValueError(
+                f"--sparse-embedding needs the fused AdamW of a CPU or a CUDA device, not of {device.type}"
+            )
+        return SparseEmbeddingAdamW(groups, model.get_parameter("embedding.tokens.weight"), lr=rate)
+    return torch.optim.AdamW(groups, lr=rate, fused=fused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -87,5 +87,10 @@ def wrapped(loss: nn.Module, config: TrainingConfig, device: torch.device, proce
     called: Any = loss
     if processes.count > 1:
         ids = [device.index] if device.type == "cuda" else None
-        called = nn.parallel.DistributedDataParallel(loss, device_ids=ids, gradient_as_bucket_view=True)
+        called = nn.parallel.DistributedDataParallel(
+            loss,
+            device_ids=ids,
+            broadcast_buffers=False,  # they are tables of positions, the same everywhere
+            gradient_as_bucket_view=True,
+        )
     return torch.compile(called) if config.compile else called  # type: ignore[return-value]

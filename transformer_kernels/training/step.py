@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels.training.evaluation import Batch, training_loss
+from transformer_kernels.training.sparse_embedding import SparseEmbeddingAdamW
 
 Check = Callable[[str, Tensor], None]
 
@@ -49,6 +50,8 @@ class TrainingStep:
             loss = training_loss(self.loss, batch, self.dtype)
             self.check("loss", loss)
             self.scaler.scale(loss).backward()
+            if isinstance(self.optimizer, SparseEmbeddingAdamW):
+                self.optimizer.tokens = batch.inputs[0]
             norm = self._update(loss)
         finally:
             self.optimizer.zero_grad(set_to_none=True)

@@ -129,7 +129,7 @@ class Trainer:
         seed_everything(self.config.seed)
         self.model = recipe.build_model().to(self.device)
         seed_everything(self.config.seed + 1 + self.processes.rank)
-        self.optimizer = make_optimizer(self.model, self.config, self.device)
+        self.optimizer = make_optimizer(self.model, self.config, self.device, self.processes)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.dtype == "float16")
         self.sampler = recipe.sampler(self.processes)
         self.total_steps = self.config.steps or (self.config.epochs or 1) * self.sampler.batches_per_epoch

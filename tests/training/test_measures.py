@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+from transformer_kernels.training.measures import peak_flops
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    "dtype, precision, expected",
+    [
+        ("float32", "highest", 67e12),
+        ("float32", "high", 494.5e12),
+        ("tf32", "highest", 494.5e12),
+        ("bfloat16", "highest", 989e12),
+        ("float16", "highest", 989e12),
+    ],
+)
+def test_the_peak_is_that_of_the_precision(monkeypatch, dtype, precision, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert peak_flops(CUDA, dtype) == expected
+
+
+def test_an_unknown_device_has_no_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    assert peak_flops(CUDA, "float32") is None
+    assert peak_flops(torch.device("cpu"), "float32") is None
