@@ -206,7 +206,9 @@ def test_restoring_forgets_graphs_of_tensors_that_are_gone(char_config):
     outcomes(trainer, 6)
     trainer.save("last")
     expected = outcomes(trainer, 4)
+    rates = [id(group["lr"]) for group in trainer.optimizer.param_groups]
     trainer.restore(Path(config.out, "last"))
+    assert [id(group["lr"]) for group in trainer.optimizer.param_groups] == rates
     assert not captured(trainer)
     assert torch.equal(outcomes(trainer, 4), expected)
     assert graphs.captures == 2
