@@ -1,4 +1,4 @@
-"""Installs the package, with the CUDA extension when nvcc is there and without it otherwise.
+"""Installs the package: with the CUDA extension when nvcc is there, with compiled dropout when a C++ compiler is.
 
 TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for (default 80;90a;80+PTX), or none
 TRANSFORMER_KERNELS_REQUIRE_CUDA 1: fail instead of installing without the extension
@@ -15,6 +15,9 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+CUDA_KERNELS = "transformer_kernels._kernels"
+CPU_DROPOUT = "transformer_kernels._dropout_cpu"
+HASH_FILE = "_kernels_source_hash.txt"
 
 
 def load_build_module():
@@ -39,6 +42,20 @@ class BuildKernels(build_ext):
     """Hands the compiling to _build.py and survives its failure."""
 
     def build_extension(self, extension):
+        if extension.name == CPU_DROPOUT:
+            self.build_cpu_dropout(extension)
+        else:
+            self.build_cuda(extension)
+
+    def build_cpu_dropout(self, extension):
+        target = Path(self.get_ext_fullpath(extension.name))
+        try:
+            build.build_cpu_dropout(target)
+        except build.BuildError as error:
+            extension.optional = True
+            print(f"transformer_kernels: dropout on the CPU stays in tensor algebra: {error}", file=sys.stderr)
+
+    def build_cuda(self, extension):
         toolkit = build.find_toolkit()
         architectures = os.environ.get("TRANSFORMER_KERNELS_CUDA_ARCHS") or build.DEFAULT_ARCHITECTURES
         try:
@@ -58,7 +75,7 @@ class BuildKernels(build_ext):
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(built, target)
-        target.with_name("_kernels_source_hash.txt").write_text(build.source_hash() + "\n")
+        target.with_name(HASH_FILE).write_text(build.source_hash() + "\n")
 
     def announce_skip(self, error):
         print(f"transformer_kernels: installing without the CUDA extension: {error}", file=sys.stderr)
@@ -73,18 +90,19 @@ class BuildKernels(build_ext):
             if built.is_file():
                 package = ROOT / "transformer_kernels"
                 shutil.copyfile(built, package / built.name)
-                shutil.copyfile(built.with_name("_kernels_source_hash.txt"), package / "_kernels_source_hash.txt")
+                if extension.name == CUDA_KERNELS:
+                    shutil.copyfile(built.with_name(HASH_FILE), package / HASH_FILE)
 
 
 class WithExtension(Distribution):
-    """A wheel with or without the extension belongs to one platform only when it holds one."""
+    """A wheel belongs to one platform only when it holds compiled code."""
 
     def has_ext_modules(self):
-        return build.find_toolkit() is not None
+        return build.find_toolkit() is not None or build.has_host_compiler()
 
 
 setup(
     distclass=WithExtension,
-    ext_modules=[Extension("transformer_kernels._kernels", sources=[])],
+    ext_modules=[Extension(CUDA_KERNELS, sources=[]), Extension(CPU_DROPOUT, sources=[])],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -1,4 +1,4 @@
-"""Builds csrc, with nvcc for GPUs or with a host compiler for the CPU emulation.
+"""Builds csrc: with nvcc for GPUs, with a host compiler for their emulation and for dropout on the CPU.
 
 Standard library only and no import of this package: setup.py loads this file before torch is installed.
 """
@@ -33,7 +33,8 @@ def source_hash(csrc: Path = CSRC, emulated: bool = False) -> str:
     digest = hashlib.sha256()
     for path in sorted(csrc.rglob("*")):
         relative = path.relative_to(csrc).as_posix()
-        if path.suffix not in SOURCE_SUFFIXES or (relative.startswith("emulation/") and not emulated):
+        foreign = relative.startswith("cpu/") or (relative.startswith("emulation/") and not emulated)
+        if path.suffix not in SOURCE_SUFFIXES or foreign:
             continue
         content = path.read_bytes()
         digest.update(f"{relative}\0{len(content)}\0".encode())
@@ -106,6 +107,13 @@ def find_host_compiler() -> str:
         if name and shutil.which(name.split()[0]):
             return name
     raise CompilerMissing("no C++ compiler was found: install g++, or name one in CXX")
+
+
+def has_host_compiler() -> bool:
+    try:
+        return bool(find_host_compiler())
+    except CompilerMissing:
+        return False
 
 
 def _find_ninja() -> str:
@@ -187,6 +195,20 @@ def build_cuda(folder: Path, toolkit: Toolkit, architectures: str = DEFAULT_ARCH
     _write_if_changed(folder / "build.ninja", "\n".join(lines))
     _run_ninja(folder, _jobs())
     return target
+
+
+def build_cpu_dropout(target: Path, csrc: Path = CSRC) -> None:
+    """Builds the dropout of the torch backend; it picks the instructions when it runs, so no -march is given."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    flags = "-std=c++17 -O3 -fPIC -shared -fvisibility=hidden -ffp-contract=off -Wno-psabi -pthread"
+    if sys.platform == "darwin":
+        flags += " -undefined dynamic_lookup"
+    command = [*find_host_compiler().split(), *flags.split(), *_include_flags().split()]
+    command += [str(csrc / "cpu" / "dropout.cpp"), "-o", str(target)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode:
+        last_lines = "\n".join(result.stdout.strip().splitlines()[-30:])
+        raise BuildError(f"{' '.join(command)} failed:\n{last_lines}")
 
 
 def cache_folder() -> Path:

@@ -1,10 +1,16 @@
-"""Dropout for the torch backend: the philox mask of `python_ref.ops`, made with fewer passes and only once a step.
+"""Dropout for the torch backend: the philox mask of `python_ref.ops`, in compiled code or else in fewer passes.
 
-A mask is a pure function of its seed, so the backward pass could make it again, as the kernels do. In tensor algebra
-that costs eighty passes, so it is remembered for as long as its seed lives.
+A mask is a pure function of its seed. On the CPU a small compiled routine (csrc/cpu/dropout.cpp) draws it while it is
+applied, and draws it again in the backward pass, as the kernels do. Where it was not built, on other devices and for
+other dtypes the mask is made in tensor algebra; that costs eighty passes, so it is remembered for as long as its seed
+lives. The bits are the same.
 """
 
 from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +23,17 @@ WORD = 0xFFFFFFFF
 
 GROUPS_AT_ONCE = 1 << 17  # enough for all cores to share an operation, and few enough to stay in the cache
 
+COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+Place = tuple[int, int, int, int, int]  # first head, heads, rows, columns, first row and column
+
 _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+compiled: Any
+try:
+    compiled = importlib.import_module("transformer_kernels._dropout_cpu")
+except ImportError:  # installed without a C++ compiler
+    compiled = None
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -30,20 +46,66 @@ def keep_scale(p: float) -> float:
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
-def dropped(seed: Tensor, heads: int, rows: int, columns: int, p: float, first: int = 0) -> Tensor:
-    """Where dropout drops, bool (heads, rows, columns); the counter of an element is (column // 4, row, head, 0).
+def drop(
+    x: Tensor,
+    seed: Tensor,
+    p: float,
+    *,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    first_head: int = 0,
+    first: int = 0,
+    in_place: bool = False,
+) -> Tensor:
+    """(x * scale where an element is kept, else 0) + residual, for a contiguous x (..., rows, columns).
 
-    Rows and columns are counted from `first`: those of one sequence among packed ones.
+    The counter of an element is (column // 4, row, head, 0). Heads, the leading axes together, are counted from
+    `first_head`, rows and columns from `first`: those of one sequence among packed ones.
     """
+    *heads, rows, columns = x.shape
+    place = (first_head, math.prod(heads), rows, columns, first)
+    if compiled is not None and x.device.type == "cpu" and x.dtype in COMPILED_DTYPES and p < 1.0:
+        return _drop_compiled(x, seed, p, scale, residual, place, x if in_place else torch.empty_like(x))
+    mask = _dropped(seed, p, place).view(x.shape)
+    kept = x.masked_fill_(mask, 0.0) if in_place else x.masked_fill(mask, 0.0)
+    if residual is not None:
+        return torch.add(residual, kept, alpha=scale)
+    return kept if scale == 1.0 else kept.mul_(scale)
+
+
+def _drop_compiled(
+    x: Tensor, seed: Tensor, p: float, scale: float, residual: Tensor | None, place: Place, out: Tensor
+) -> Tensor:
+    first_head, heads, rows, columns, first = place
+    compiled.dropout(
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+        x.dtype is torch.bfloat16,
+        int(seed),
+        round(p * 2**24) << 8,
+        scale,
+        first_head,
+        heads,
+        rows,
+        columns,
+        first,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _dropped(seed: Tensor, p: float, place: Place) -> Tensor:
+    """Where dropout drops, bool (heads, rows, columns)."""
     masks = _remembered.setdefault(seed, {})
-    key = (heads, rows, columns, p, first)
-    if key not in masks:
-        masks[key] = _draw(seed, *key)
-    return masks[key]
+    if (p, place) not in masks:
+        masks[p, place] = _draw(seed, p, place)
+    return masks[p, place]
 
 
-def _draw(seed: Tensor, heads: int, rows: int, columns: int, p: float, first: int) -> Tensor:
+def _draw(seed: Tensor, p: float, place: Place) -> Tensor:
     """The mask, made in chunks of whole rows that stay in the cache."""
+    first_head, heads, rows, columns, first = place
     skipped = first % 4  # columns of the first group of four
     groups = -(-(skipped + columns) // 4)
     total = heads * rows
@@ -59,7 +121,7 @@ def _draw(seed: Tensor, heads: int, rows: int, columns: int, p: float, first: in
             keys,
             group,
             (index - head * rows + first)[:, None],
-            head[:, None],
+            (head + first_head)[:, None],
             threshold,
             mask[start : start + len(index)],
         )

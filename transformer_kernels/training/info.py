@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from transformer_kernels import BACKENDS, __version__, _triton
+from transformer_kernels import BACKENDS, __version__, _dropout, _triton
 from transformer_kernels._dispatch import AUTO_ORDER, AUTO_ORDER_ELSEWHERE, unavailable
 
 PACKAGES = (
@@ -50,7 +50,8 @@ def _installed(package: str) -> str:
 
 
 def _devices() -> tuple[str, list[str]]:
-    lines = [f"cpu: {os.cpu_count()} cores, PyTorch uses {torch.get_num_threads()} threads"]
+    drawn = "compiled" if _dropout.compiled is not None else "in tensor algebra (slow: no C++ compiler at installation)"
+    lines = [f"cpu: {os.cpu_count()} cores, PyTorch uses {torch.get_num_threads()} threads; dropout {drawn}"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         lines.append(

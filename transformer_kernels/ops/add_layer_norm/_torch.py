@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from transformer_kernels._dropout import dropped, keep_scale
+from transformer_kernels._dropout import drop, keep_scale
 from transformer_kernels.ops.layer_norm import _torch as layer_norm
 
 
@@ -21,12 +20,6 @@ def unsupported(
     return None
 
 
-def _dropped(seed: Tensor, x: Tensor, dropout_p: float) -> Tensor:
-    """Where dropout drops, bool, the shape of x."""
-    columns = x.shape[-1]
-    return dropped(seed, 1, x.numel() // max(columns, 1), columns, dropout_p).reshape(x.shape)
-
-
 def forward(
     x: Tensor,
     residual: Tensor,
@@ -40,8 +33,8 @@ def forward(
     if seed is None:
         summed = x + residual
     else:
-        kept = x.masked_fill(_dropped(seed, x, dropout_p), 0.0)
-        summed = torch.add(residual, kept, alpha=keep_scale(dropout_p))
+        rows, added = _rows(x), _rows(residual)
+        summed = drop(rows, seed, dropout_p, scale=keep_scale(dropout_p), residual=added).view(x.shape)
     y, mean, rstd = layer_norm.forward(summed, weight, bias, eps)
     return y, summed, mean, rstd
 
@@ -63,5 +56,10 @@ def backward(
         dresidual = dresidual.add_(dsummed)
     if seed is None:
         return None, dresidual, dweight, dbias
-    dx = (dresidual * keep_scale(dropout_p)).masked_fill_(_dropped(seed, summed, dropout_p), 0.0)
-    return dx, dresidual, dweight, dbias
+    dx = drop(_rows(dresidual), seed, dropout_p, scale=keep_scale(dropout_p))
+    return dx.view(summed.shape), dresidual, dweight, dbias
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(M, N), the shape that dropout counts in."""
+    return x.view(-1, x.shape[-1]) if x.numel() else x.new_empty(0, 1)

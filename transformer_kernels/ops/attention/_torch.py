@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from transformer_kernels._dropout import dropped, keep_scale
+from transformer_kernels._dropout import drop, keep_scale
 from transformer_kernels.ops._visible import visible_mask
 
 aten = torch.ops.aten
@@ -382,7 +382,6 @@ def _forward_in_chunks(
     lse = q.new_full((batch, heads, queries), -math.inf, dtype=wide)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse
-    drop = None if seed is None else _dropped(seed, q, k, dropout_p, first)
     kept = 1.0 if seed is None else keep_scale(dropout_p)
     clean = _clean(k, v, visible)
     for chunk in _chunks(q, k.shape[2]):
@@ -394,8 +393,8 @@ def _forward_in_chunks(
         weights = scores.sub_(highest).exp_()
         total = weights.sum(dim=-1, keepdim=True)
         lse[chunk] = (total.log() + highest).squeeze(-1)
-        if drop is not None:
-            weights.masked_fill_(drop[chunk], 0.0)
+        if seed is not None:
+            drop(weights, seed, dropout_p, first_head=chunk.start * heads, first=first, in_place=True)
         total.masked_fill_(total == 0.0, 1.0)
         out[chunk] = _weighted(weights, value, seen, clean).mul_(kept / total)
     return out, lse
@@ -427,7 +426,6 @@ def _backward_in_chunks(
         for grad in grads:
             grad.zero_()
         return _as(dbias, wanted)
-    drop = None if seed is None else _dropped(seed, q, k, dropout_p, first)
     kept = 1.0 if seed is None else keep_scale(dropout_p)
     clean = _clean(k, v, visible)
     for chunk in _chunks(q, k.shape[2]):
@@ -437,14 +435,15 @@ def _backward_in_chunks(
         delta = (gradient * out[chunk]).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse[chunk]
-        gradient = gradient * kept if drop is not None else gradient
+        gradient = gradient * kept if seed is not None else gradient
         scores = _scores(query, key, seen, _part(attn_bias, chunk), scale, clean)
         weights = scores.sub_(_finite(lse[chunk])[..., None]).exp_()  # P
         dscores = gradient @ value.transpose(-2, -1)
         used = weights
-        if drop is not None:
-            used = weights.masked_fill(drop[chunk], 0.0)
-            dscores.masked_fill_(drop[chunk], 0.0)
+        if seed is not None:
+            place = {"first_head": chunk.start * heads, "first": first}
+            used = drop(weights, seed, dropout_p, **place)
+            drop(dscores, seed, dropout_p, **place, in_place=True)
         dscores.sub_(delta[..., None]).mul_(weights)  # dS
         dv[chunk] = _sum_heads(used.transpose(-2, -1) @ gradient, k.shape[1])
         dk[chunk] = _sum_heads(dscores.transpose(-2, -1) @ (query * scale), k.shape[1])
@@ -470,10 +469,3 @@ def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
         return x
     seen = visible.any(dim=-2).unsqueeze(-1)  # (b or 1, 1, Lk, 1)
     return x.masked_fill(~seen, 0.0)
-
-
-def _dropped(seed: Tensor, q: Tensor, k: Tensor, dropout_p: float, first: int) -> Tensor:
-    """Where dropout drops a weight, bool (B, Hq, Lq, Lk)."""
-    batch, heads, queries, _ = q.shape
-    mask = dropped(seed, batch * heads, queries, k.shape[2], dropout_p, first=first)
-    return mask.view(batch, heads, queries, k.shape[2])
