@@ -121,6 +121,14 @@ def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path):
     assert (saved["steps"], saved["lr"], saved["model"]) == (2, 0.01, {"layers": 1, "width": 16, "heads": 2})
 
 
+def test_a_config_comes_by_its_name_and_its_model_is_changed_by_fields(folder, tmp_path):
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", tmp_path / "run", *TINY]
+    assert run("train", "char-gpt", "--config", "char_gpt_cpu", *options) == 0
+    saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert (saved["beta2"], saved["context"]) == (0.99, 8)
+    assert saved["model"].items() > {"layers": 1, "width": 16, "heads": 2, "norm": "pre", "tied": True}.items()
+
+
 def test_an_unknown_key_in_a_config_file_is_an_error(tmp_path, capsys):
     (tmp_path / "run.toml").write_text("stepz = 3")
     told = refused(capsys, "train", "char-gpt", "--config", tmp_path / "run.toml")

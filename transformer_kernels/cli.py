@@ -107,7 +107,9 @@ def _add_train(commands: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         parser = recipes.add_parser(recipe, help=about, description=about, epilog=TRAIN_NOTE, formatter_class=formatter)
         parser.set_defaults(run=_train)
-        parser.add_argument("--config", metavar="FILE", help="YAML, TOML or JSON file with options")
+        shipped = ", ".join(options.shipped_configs())
+        told = f"YAML, TOML or JSON file with options, or one that comes along: {shipped}"
+        parser.add_argument("--config", metavar="FILE", help=told)
         parser.add_argument("--resume", metavar="FOLDER", help="go on exactly from this run or checkpoint")
         for spec, kind in options.typed_fields(config):
             _add_option(parser, spec, kind)
@@ -187,11 +189,11 @@ def _train(chosen: argparse.Namespace) -> int:
     from transformer_kernels.training.report import describe_result
 
     given = {key: value for key, value in vars(chosen).items() if key not in ("run", "recipe", "config", "resume")}
-    if "model" in given:
-        given["model"] = dict(_named_value(text) for text in given["model"])
     from_file = options.read_config_file(chosen.config) if chosen.config else {}
     if from_file:
         options.make_config(chosen.recipe, from_file, chosen.config)
+    if "model" in given:
+        given["model"] = {**dict(from_file.get("model", {})), **dict(_named_value(text) for text in given["model"])}
     with joined_processes() as processes:
         start = None
         if chosen.resume:

@@ -2,13 +2,16 @@ import dataclasses
 
 import pytest
 
+from transformer_kernels.training.char_gpt import build_char_gpt
 from transformer_kernels.training.config import (
     CharGPTConfig,
     ImdbConfig,
     make_config,
     read_config_file,
     resumed_config,
+    shipped_configs,
 )
+from transformer_kernels.training.recipes import BUILDERS
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,7 @@ def test_a_key_of_the_other_recipe_is_unknown():
         ({"out": 3}, "out must be of type str; got 3"),
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"lr": float("nan")}, "lr must be finite and not negative; got nan"),
+        ({"beta2": 1.0}, "beta2 must be in [0, 1); got 1.0"),
         ({"seed": -1}, "seed must be finite and not negative; got -1"),
         ({"dtype": "float8"}, "dtype must be one of float32, tf32, bfloat16, float16; got 'float8'"),
         ({"steps": 3, "epochs": 2}, "steps and epochs exclude each other; got steps 3 and epochs 2"),
@@ -67,6 +71,30 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=r"run\."):
         read_config_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_config_that_comes_along_makes_a_model(name):
+    recipe = "imdb" if name.startswith("imdb") else "char-gpt"
+    config = make_config(recipe, read_config_file(name), name)
+    assert BUILDERS[recipe](config, 65).num_parameters() > 0
+
+
+def test_the_larger_character_model_has_the_size_that_it_promises():
+    model = build_char_gpt(make_config("char-gpt", read_config_file("char_gpt_10m")), 65)
+    assert model.num_parameters() - model.embedding.positions.numel() == 10_646_784
+
+
+def test_a_file_is_preferred_to_a_config_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "imdb_small").write_text("lr: 1.0")
+    with pytest.raises(ValueError, match="a config file ends in"):
+        read_config_file("imdb_small")
+
+
+def test_an_unknown_config_lists_those_that_come_along():
+    with pytest.raises(ValueError, match=r"imdb_large: no such config file, .* char_gpt_10m, char_gpt_cpu, imdb_small"):
+        read_config_file("imdb_large")
 
 
 def test_an_empty_file_changes_nothing(tmp_path):

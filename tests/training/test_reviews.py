@@ -93,7 +93,13 @@ def test_long_reviews_are_cut(truncation, expected):
     assert truncate(torch.arange(5), 5, truncation).tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("padding, width", [("longest", 6), ("max", 8)])
+@pytest.mark.parametrize("padding, length, width", [("longest", 80, 44), ("multiple", 80, 64), ("multiple", 50, 50)])
+def test_widths_are_few_where_they_are_multiples(imdb_config, padding, length, width):
+    ids, _ = pad_batch([torch.zeros(42)], ByteTokenizer(), imdb_config(max_length=length, padding=padding))
+    assert ids.shape == (1, width)
+
+
+@pytest.mark.parametrize("padding, width", [("longest", 6), ("multiple", 8), ("max", 8)])
 def test_a_batch_has_cls_sep_and_padding(imdb_config, padding, width):
     tokenizer = ByteTokenizer()
     reviews = [torch.tensor([7]), torch.tensor([1, 2, 3, 4])]

@@ -329,6 +329,10 @@ def test_a_small_gradient_is_left_alone(char_config):
     assert_same(clipped.model.state_dict(), free.model.state_dict())
 
 
+def test_the_optimizer_is_told_its_beta2(char_config):
+    assert {group["betas"] for group in Trainer(CharGPT(char_config(beta2=0.9))).optimizer.param_groups} == {(0.9, 0.9)}
+
+
 def test_the_learning_rate_rises_and_falls(char_config):
     config = char_config(lr=1.0, warmup_steps=4, schedule="cosine")
     rates = [learning_rate(step, 44, config) for step in range(46)]

@@ -60,6 +60,7 @@ class TrainingConfig:
     warmup_steps: int = option(100, "steps in which the learning rate rises from zero, a tenth of all steps at most")
     schedule: str = option("cosine", "what follows the warm-up; cosine ends at a tenth", choices=("constant", "cosine"))
     weight_decay: float = option(0.01, "of AdamW, on matrices only")
+    beta2: float = option(0.999, "of AdamW: how much of the mean of squared gradients a step keeps")
     clip: float = option(1.0, "largest norm of all gradients together; 0 means no clipping")
     log_every: int = option(20, "steps between lines of the log")
     eval_every: int = option(250, "steps between validations")
@@ -87,6 +88,9 @@ class TrainingConfig:
         for name in ("lr", "warmup_steps", "weight_decay", "clip", "patience", "time_limit", "seed", "threads"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative; got {getattr(self, name)}")
+
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2 must be in [0, 1); got {self.beta2}")
 
 
 @dataclass(kw_only=True)
@@ -139,8 +143,9 @@ class ImdbConfig(TrainingConfig):
     )
     padding: str = option(
         "longest",
-        "pad to the longest review of the batch, or always to --max-length",
-        choices=("longest", "max"),
+        "pad to the longest review of the batch, that length up to a multiple of 32 (few shapes, for CUDA graphs), or "
+        "always to --max-length",
+        choices=("longest", "multiple", "max"),
         fixed=True,
     )
     sparse_embedding: bool = option(
@@ -204,9 +209,20 @@ def make_config(recipe: str, values: Mapping[str, Any], source: str = "config") 
     return CONFIGS[recipe](**chosen)
 
 
+def shipped_configs() -> dict[str, Path]:
+    """The config files that come with the package, by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.yaml"))}
+
+
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """The flat table of names and values in a YAML or TOML (or JSON) file."""
-    path = Path(path)
+    """The flat table of names and values in a YAML or TOML (or JSON) file, or in the one that comes by that name."""
+    shipped, path = shipped_configs(), Path(path)
+    if not path.is_file():
+        path = shipped.get(str(path), path)
+    if not path.suffix and not path.exists():
+        raise ValueError(
+            f"{path}: no such config file, and the names of those that come along are {', '.join(shipped)}"
+        )
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
         try:

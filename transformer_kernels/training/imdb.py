@@ -22,6 +22,7 @@ from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTok
 from transformer_kernels.training.transfer import to_device
 
 CLASSES = ("negative", "positive")
+PADDED_MULTIPLE = 32  # so that 256 tokens make 8 widths, as many as there may be CUDA graphs
 PACKED_MULTIPLE = 64  # tokens; whole tiles for the matrix products and the kernels
 
 
@@ -41,8 +42,10 @@ def truncate(review: Tensor, length: int, truncation: str) -> Tensor:
 def pad_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: ImdbConfig) -> tuple[Tensor, Tensor]:
     """CLS, the truncated review, SEP and padding: ids (B, L), and a mask (B, L) that is True at real tokens."""
     parts = [truncate(review, config.max_length - 2, config.truncation) for review in reviews]
-    longest = max(len(part) for part in parts) + 2 if config.padding == "longest" else config.max_length
-    ids = torch.full((len(parts), longest), tokenizer.pad)
+    width = max(len(part) for part in parts) + 2 if config.padding != "max" else config.max_length
+    if config.padding == "multiple":
+        width = min(-(-width // PADDED_MULTIPLE) * PADDED_MULTIPLE, config.max_length)
+    ids = torch.full((len(parts), width), tokenizer.pad)
     ids[:, 0] = tokenizer.cls
     for row, part in zip(ids, parts, strict=True):
         row[1 : 1 + len(part)] = part
@@ -171,8 +174,8 @@ def packed_batch(
 ) -> Batch:
     """The reviews of those numbers one after the other, with their labels."""
     packed = pack_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config, budget)
-    inputs = tuple(tensor.to(device) for tensor in packed)
-    return Batch(inputs, reviews.labels[indices].to(device), int(packed.cu_seqlens[-1]))
+    inputs = tuple(to_device(tensor, device) for tensor in packed)
+    return Batch(inputs, to_device(reviews.labels[indices], device), int(packed.cu_seqlens[-1]))
 
 
 def padded_loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ def make_optimizer(
     ]
     rate = torch.tensor(config.lr, dtype=torch.float32, device=device)
     fused = device.type in ("cpu", "cuda")
+    betas = (0.9, config.beta2)
     if getattr(config, "sparse_embedding", False):
         if processes.count > 1:
             raise ValueError("--sparse-embedding: several processes would have to know the rows of each other")
@@ -51,8 +52,8 @@ def make_optimizer(
             raise ValueError(
                 f"--sparse-embedding needs the fused AdamW of a CPU or a CUDA device, not of {device.type}"
             )
-        return SparseEmbeddingAdamW(groups, model.get_parameter("embedding.tokens.weight"), lr=rate)
-    return torch.optim.AdamW(groups, lr=rate, fused=fused)
+        return SparseEmbeddingAdamW(groups, model.get_parameter("embedding.tokens.weight"), lr=rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
