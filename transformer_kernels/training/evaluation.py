@@ -65,17 +65,23 @@ def evaluation_totals(
     dtype: str = "float32",
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Totals:
-    """The sums over `batches` with dropout off, or over as many as came before `cancelled()` was true."""
+    """The sums over `batches` with dropout off, or over as many as came before `cancelled()` was true.
+
+    Results are read after the last batch: to look at each would make the host wait for a GPU.
+    """
     was_training = model.training
     model.eval()
-    loss_sum = correct = count = 0.0
+    seen: list[tuple[Tensor, Tensor, int]] = []
     for batch in batches:
         if cancelled():
             break
         with matrix_products(dtype):
-            loss, right = batch_loss(model, batch, dtype)
-        loss_sum += loss.item() * batch.targets.numel()
-        correct += right.item()
-        count += batch.targets.numel()
+            seen.append((*batch_loss(model, batch, dtype), batch.targets.numel()))
     model.train(was_training)
-    return Totals(loss_sum, correct, count)
+    if not seen:
+        return Totals(0.0, 0.0, 0.0)
+    losses = torch.stack([loss for loss, *_ in seen]).tolist()
+    right = torch.stack([right for _, right, _ in seen]).tolist()
+    counts = [count for *_, count in seen]
+    loss_sum = sum(loss * count for loss, count in zip(losses, counts, strict=True))
+    return Totals(loss_sum, float(sum(right)), float(sum(counts)))
