@@ -67,6 +67,18 @@ def _layer_norm_forward(module: Any, x: Tensor) -> Callable[[], Any]:
     return lambda: module.forward_rows(x, None, None, weight, weight, 1e-5, 0.0)
 
 
+def _cross_entropy_forward(module: Any, x: Tensor) -> Callable[[], Any]:
+    targets = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    return lambda: module.row_losses_and_gradient(x.clone(), targets, -100, 0.0)
+
+
+def _cross_entropy_backward(module: Any, x: Tensor) -> Callable[[], Any]:
+    targets = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    statistics = torch.ones((2, x.shape[0]), device=x.device)
+    dloss = torch.ones((), device=x.device)
+    return lambda: module.backward(dloss, x, targets, statistics, dloss, -100, 0.0, "mean")
+
+
 TARGETS = (
     Target("softmax", "FORWARD", "_triton", lambda m, x: lambda: m.forward(x, None, False, 1.0)),
     Target("softmax", "BACKWARD", "_triton", lambda m, x: lambda: m.backward(x, x, 1.0)),
@@ -92,6 +104,8 @@ TARGETS = (
         persistent=True,
         split_rows=True,
     ),
+    Target("cross_entropy", "FORWARD", "_triton", _cross_entropy_forward),
+    Target("cross_entropy", "BACKWARD", "_triton", _cross_entropy_backward, split_rows=True),
 )
 
 

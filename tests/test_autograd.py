@@ -28,6 +28,13 @@ def total(result: Any) -> Tensor:
     )
 
 
+def classes(x: Tensor) -> Tensor:
+    """A class below 5 for each row, one of them ignored."""
+    rows = x.shape[:-1]
+    column = torch.arange(rows[-1], device=x.device)
+    return (column % 5).masked_fill(column == 1, -100).expand(rows)
+
+
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = {
     "attention": (
         lambda q, k, v: tk.attention(q, k, v, causal=True, dropout_p=0.2, backend="torch"),
@@ -46,6 +53,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = 
     "gelu": (lambda x: tk.gelu(x, backend="torch"), lambda: (leaf(3, 6),)),
     "bias_gelu": (lambda x, b: tk.bias_gelu(x, b, approximate="tanh", backend="torch"), lambda: (leaf(3, 6), leaf(6))),
     "bias_relu": (lambda x, b: tk.bias_relu(x, b, backend="torch"), lambda: (leaf(3, 6), leaf(6))),
+    "cross_entropy": (
+        lambda x: tk.cross_entropy(x, classes(x), label_smoothing=0.1, backend="torch"),
+        lambda: (leaf(2, 5, 7),),
+    ),
+    "linear_cross_entropy": (
+        lambda x, w, b: tk.linear_cross_entropy(x, w, classes(x), b, backend="torch"),
+        lambda: (leaf(3, 6), leaf(5, 6), leaf(5)),
+    ),
 }
 OPERATIONS = pytest.mark.parametrize("op", list(CALLS))
 
@@ -146,6 +161,14 @@ SAMPLES = {
     "bias_relu": [(leaf(3, 6), leaf(6), "torch"), (leaf(0, 6), leaf(6), None)],
     "softmax": [(leaf(3, 6), None, False, 1.0, "torch"), (leaf(2, 5, 6), None, True, 0.5, None)],
     "layer_norm": [(leaf(3, 6), leaf(6), bias, 1e-5, "torch") for bias in (None, leaf(6))],
+    "cross_entropy": [
+        (leaf(3, 6), torch.tensor([0, 5, -100]), -100, smoothing, reduction, "torch")
+        for smoothing, reduction in ((0.0, "mean"), (0.1, "sum"), (0.1, "none"))
+    ],
+    "linear_cross_entropy": [
+        (leaf(3, 6), leaf(9, 6), torch.tensor([0, 8, -100]), bias, -100, 0.1, reduction, torch.float32, wanted, "torch")
+        for bias, reduction, wanted in ((None, "sum", [True, True, False]), (leaf(9), "mean", [True] * 3))
+    ],
     "add_layer_norm": [
         (leaf(3, 6), leaf(3, 6), leaf(6), bias, seed, 1e-5, 0.0 if seed is None else 0.3, "torch")
         for bias, seed in itertools.product((None, leaf(6)), (None, torch.tensor([5])))

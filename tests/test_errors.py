@@ -19,6 +19,8 @@ nested = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)])
 quantised = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 complex_x = torch.ones(3, 6, dtype=torch.complex64)
 mask = torch.ones(2, 7, dtype=torch.bool)
+t = torch.tensor([0, 5, -100])
+head = torch.randn(9, 6)
 
 
 def starts(*positions: int) -> torch.Tensor:
@@ -79,6 +81,21 @@ TYPE_ERRORS = [
     (tk.attention, (q, k, k), {"window": 1.5}, "attention: window must be an int or None; got float"),
     (tk.attention, (q, k, k), {"scale": 1j}, "attention: scale must be a number; got complex"),
     (tk.attention, (q, k, k), {"return_lse": 1}, "attention: return_lse must be True or False; got int"),
+    (
+        tk.cross_entropy,
+        (x.int(), t),
+        {},
+        "cross_entropy: logits must have one of the dtypes float32, float16, bfloat16",
+    ),
+    (tk.cross_entropy, (x, [0, 1, 2]), {}, "cross_entropy: targets must be an int64 or int32 tensor; got list"),
+    (tk.cross_entropy, (x, x), {}, "targets must be int64 or int32, one class for each row; got torch.float32"),
+    (tk.cross_entropy, (x, t), {"ignore_index": 1.0}, "cross_entropy: ignore_index must be an int; got float"),
+    (tk.cross_entropy, (x, t), {"label_smoothing": "0"}, "cross_entropy: label_smoothing must be a number; got str"),
+    (tk.linear_cross_entropy, (3, head, t), {}, "linear_cross_entropy: x must be a tensor; got int"),
+    (tk.linear_cross_entropy, (x, None, t), {}, "linear_cross_entropy: weight must be a tensor; got NoneType"),
+    (tk.linear_cross_entropy, (x, head, t, 1.0), {}, "linear_cross_entropy: bias must be a tensor; got float"),
+    (tk.linear_cross_entropy, (x, head, x), {}, "targets must be int64 or int32, one class for each row"),
+    (tk.linear_cross_entropy, (x, head, t), {"ignore_index": None}, "ignore_index must be an int; got NoneType"),
 ]
 
 VALUE_ERRORS = [
@@ -121,6 +138,18 @@ VALUE_ERRORS = [
     (tk.bias_relu, (x, torch.ones(1, 6)), {}, "bias_relu: bias must have shape (6,); got (1, 6)"),
     (tk.bias_relu, (x, w.half()), {}, "bias_relu: bias must have the dtype of x (torch.float32) or torch.float32; got torch.float16"),
     (tk.bias_relu, (torch.tensor(1.0), w), {}, "bias_relu: x must have at least one dimension; got shape ()"),
+    (tk.cross_entropy, (torch.tensor(1.0), t), {}, "cross_entropy: logits must have at least one dimension; got shape ()"),
+    (tk.cross_entropy, (x[:, :0], t), {}, "cross_entropy: logits must have at least one class; got shape (3, 0)"),
+    (tk.cross_entropy, (x, t[:2]), {}, "cross_entropy: targets must have shape (3,), one for each row; got (2,)"),
+    (tk.cross_entropy, (x, t), {"label_smoothing": 1.5}, "cross_entropy: label_smoothing must be in [0, 1]; got 1.5"),
+    (tk.cross_entropy, (x, t), {"reduction": "max"}, "cross_entropy: reduction must be \"mean\", \"sum\" or \"none\"; got 'max'"),
+    (tk.linear_cross_entropy, (x, head[:, :4], t), {}, "linear_cross_entropy: weight must have shape (V, 6); got (9, 4)"),
+    (tk.linear_cross_entropy, (x, head[:0], t), {}, "linear_cross_entropy: weight must have shape (V, 6); got (0, 6)"),
+    (tk.linear_cross_entropy, (x, head.half(), t), {}, "weight must have the dtype of x (torch.float32); got torch.float16"),
+    (tk.linear_cross_entropy, (x, head, t, w), {}, "linear_cross_entropy: bias must have shape (9,); got (6,)"),
+    (tk.linear_cross_entropy, (x, head, t[:2]), {}, "linear_cross_entropy: targets must have shape (3,), one for each row; got (2,)"),
+    (tk.linear_cross_entropy, (x, head, t), {"label_smoothing": -1.0}, "label_smoothing must be in [0, 1]; got -1.0"),
+    (tk.linear_cross_entropy, (x, head, t), {"reduction": "none"}, "linear_cross_entropy: reduction must be \"mean\" or \"sum\"; got 'none'"),
 ]  # fmt: skip
 
 
@@ -153,9 +182,31 @@ def test_value_errors(function: Any, arguments: Any, options: Any, text: str, ba
         lambda: tk.bias_gelu(x, w.to("meta")),
         lambda: tk.bias_relu(x, w.to("meta")),
         lambda: tk.softmax(x, mask=torch.ones(3, 6, dtype=torch.bool, device="meta")),
+        lambda: tk.cross_entropy(x, t.to("meta")),
+        lambda: tk.linear_cross_entropy(x, head.to("meta"), t),
     ],
-    ids=["attention", "layer_norm", "add_layer_norm", "bias_gelu", "bias_relu", "softmax"],
+    ids=[
+        "attention",
+        "layer_norm",
+        "add_layer_norm",
+        "bias_gelu",
+        "bias_relu",
+        "softmax",
+        "cross_entropy",
+        "linear_cross_entropy",
+    ],
 )
 def test_tensors_on_different_devices_are_listed(call: Any) -> None:
     with pytest.raises(RuntimeError, match=r"all tensors must be on one device; got .* on cpu.* on meta"):
         call()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "cuda"])
+@pytest.mark.parametrize("stray", [-1, 6])
+def test_a_target_outside_the_classes(stray: int, backend: str) -> None:
+    targets = torch.tensor([0, stray, -100])
+    text = rf"targets must be in \[0, 6\) or equal to ignore_index \(-100\); got {stray}"
+    with pytest.raises(IndexError, match=f"^cross_entropy: {text}"):
+        tk.cross_entropy(x, targets, backend=backend)
+    with pytest.raises(IndexError, match=f"^linear_cross_entropy: {text}"):
+        tk.linear_cross_entropy(x, head[:6], targets, backend=backend)

@@ -32,6 +32,7 @@ OPERATIONS = (
     "linear_cross_entropy",
 )
 KERNELS_OF = {"packed_attention": "attention"}  # operations that are answered by the backends' files of another
+WITH_KERNELS = tuple(name for name in OPERATIONS if name not in KERNELS_OF)
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_BACKEND"
 
 # The order in which "auto" asks. On a CPU the kernels of the other two run only interpreted or emulated, for tests.

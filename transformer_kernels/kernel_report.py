@@ -23,11 +23,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformer_kernels._dispatch import WITH_KERNELS
 from transformer_kernels._triton import Configuration, load
 
 MODULE = "transformer_kernels.kernel_report"
 MINIMUM_VERSION = (3, 3)
-OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
+OPERATIONS = WITH_KERNELS
 
 SHARED_MEMORY_LIMIT = {(8, 0): 163 * 1024, (9, 0): 227 * 1024}
 """Bytes that one block may use, by capability."""
@@ -59,12 +60,13 @@ class KernelReport:
 
 
 def configurations(operations: Iterable[str] = OPERATIONS) -> list[Configuration]:
-    """Every entry of every Triton table of the named operations; none for an operation without Triton kernels."""
+    """Every entry of every Triton table of the named operations; none for one without Triton kernels of its own."""
     listed: list[Configuration] = []
     for operation in operations:
         name = f"transformer_kernels.ops.{operation}._triton"
         if importlib.util.find_spec(name) is not None:
-            listed += importlib.import_module(name).configurations()
+            module = importlib.import_module(name)
+            listed += module.configurations() if hasattr(module, "configurations") else []
     return listed
 
 

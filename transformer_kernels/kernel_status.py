@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
+from transformer_kernels._dispatch import WITH_KERNELS
+
+OPERATIONS = WITH_KERNELS
 BACKENDS = ("triton", "cuda")
 
 CHECKOUT = Path(__file__).resolve().parent.parent

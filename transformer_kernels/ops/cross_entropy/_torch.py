@@ -42,6 +42,7 @@ def backward(
     reduction: str,
 ) -> Tensor:
     """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
+    dloss, logits = dloss.detach(), logits.detach()  # under create_graph nothing here is to be recorded
     dlogits = torch.empty_like(logits)
     classes = logits.shape[-1]
     scales = (dloss if count is None or reduction != "mean" else dloss / count).expand(targets.shape).reshape(-1)

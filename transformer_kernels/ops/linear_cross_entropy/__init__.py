@@ -102,11 +102,12 @@ def prepare(
 def _forward(module: ModuleType, arguments: tuple[Any, ...], wanted: tuple[bool, bool, bool]) -> _chunked.Result:
     """The chunks, whose dtypes are chosen here and not by autocast once more."""
     with torch.autocast(arguments[0].device.type, enabled=False):
-        return _chunked.forward(module, *arguments, wanted=wanted)
+        return _chunked.forward(module, wanted, *arguments)
 
 
 def _times(dloss: Tensor, count: Tensor | None, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The gradients of the sum of losses, times the incoming scalar and over the number of rows in a mean."""
+    dloss = dloss.detach()  # under create_graph nothing here is to be recorded
     scale = (dloss if count is None else dloss / count.clamp(min=1)).view(1)  # not 0-d: multiplied in its own float32
     scaled = (grad if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad)) for grad in grads)
     return _autograd.first_order_only(OP, tuple(scaled))

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
@@ -18,6 +17,10 @@ and yet so many rows that the products run at full rate and adding up dweight co
 
 FEWEST_ROWS = {"cpu": 256, "cuda": 512}
 """For the widest vocabularies: each chunk reads the weight twice and adds to dweight once; rows must be worth that."""
+
+
+ROW_ALIGNMENT = 16
+"""Bytes: with an odd vocabulary, rows without gaps would keep kernels and products from vector access."""
 
 
 class Result(NamedTuple):
@@ -38,6 +41,7 @@ def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
 
 def forward(
     kernels: ModuleType,
+    wanted: tuple[bool, bool, bool],
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -46,19 +50,18 @@ def forward(
     label_smoothing: float,
     reduction: str,
     dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool],
 ) -> Result:
     """The loss, and those gradients of x (..., E), weight (V, E) and bias (V,) that are `wanted`; targets (...).
 
     The products are in `dtype`. A gradient has the dtype of what it belongs to; across chunks it is summed in float32.
     """
-    head = _Head(
-        x.reshape(-1, x.shape[-1]), weight.to(dtype), None if bias is None else bias.to(dtype), wanted, x.dtype
-    )
-    classes, rows = targets.view(-1), rows_at_once(weight.shape[0], dtype, x.device)
+    flat, classes = x.reshape(-1, x.shape[-1]), targets.view(-1)
+    head = _Head(flat, weight.to(dtype), None if bias is None else bias.to(dtype), wanted, x.dtype)
+    rows = rows_at_once(weight.shape[0], dtype, x.device)
+    buffer = head.logits_buffer(min(rows, flat.shape[0]))
     losses = [
-        head.losses(kernels, slice(start, start + rows), classes[start : start + rows], ignore_index, label_smoothing)
-        for start in range(0, max(1, classes.shape[0]), rows)
+        head.losses(kernels, slice(start, start + rows), classes, buffer, ignore_index, label_smoothing)
+        for start in range(0, max(1, flat.shape[0]), rows)
     ]
     loss, counted = kernels.reduced(torch.cat(losses), classes, ignore_index, reduction)
     dx = None if head.dx is None else head.dx.view(x.shape)
@@ -79,12 +82,23 @@ class _Head:
         self.dweight: Tensor | None = None
         self.dbias: Tensor | None = None
 
+    def logits_buffer(self, rows: int) -> Tensor:
+        """Uninitialised (rows, V), every row at a multiple of ROW_ALIGNMENT."""
+        classes, step = self.weight.shape[0], ROW_ALIGNMENT // self.weight.dtype.itemsize
+        return self.weight.new_empty((rows, -(-classes // step) * step))[:, :classes]
+
     def losses(
-        self, kernels: ModuleType, rows: slice, targets: Tensor, ignore_index: int, label_smoothing: float
+        self,
+        kernels: ModuleType,
+        rows: slice,
+        targets: Tensor,
+        buffer: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
     ) -> Tensor:
         """The losses of a chunk of rows (R,); its gradients are added to the sums."""
-        x = self.x[rows].to(self.weight.dtype)
-        logits = F.linear(x, self.weight, self.bias)  # (R, V)
+        x, targets = self.x[rows].to(self.weight.dtype), targets[rows]  # (R, E), (R,)
+        logits = self._logits(x, buffer[: x.shape[0]])
         if not any(self.wanted):
             return kernels.row_losses(logits, targets, ignore_index, label_smoothing)
         losses, dlogits = kernels.row_losses_and_gradient(logits, targets, ignore_index, label_smoothing)
@@ -96,6 +110,12 @@ class _Head:
             dbias = dlogits.sum(dim=0, dtype=_wide(dlogits.dtype))
             self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)
         return losses
+
+    def _logits(self, x: Tensor, out: Tensor) -> Tensor:
+        """x W^T + b, (R, E) -> (R, V)."""
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,80 @@
+// Launchers of cross-entropy. Shapes and dtypes were checked in Python.
+#include "../dtype.h"
+#include "../registry.h"
+#include "cross_entropy_backward.cuh"
+#include "cross_entropy_forward.cuh"
+
+namespace transformer_kernels {
+namespace {
+
+constexpr int SUM_THREADS = 512;
+
+template <class Layout, bool GRADIENT, class... Arguments>
+void launch_rows(int64_t rows, Stream place, Arguments... arguments) {
+  const dim3 grid(static_cast<unsigned>(Layout::blocks(rows))), block(Layout::BLOCK_THREADS);
+  if constexpr (Layout::HELD) {
+    launch<cross_entropy_forward_kernel<Layout, GRADIENT>>("cross_entropy_forward", grid, block, Layout::SHARED_BYTES,
+                                                           place, arguments...);
+  } else {
+    launch<cross_entropy_forward_any_width_kernel<Layout, GRADIENT>>("cross_entropy_forward_any_width", grid, block,
+                                                                     Layout::SHARED_BYTES, place, arguments...);
+  }
+}
+
+// logits (rows, classes), rows `stride` elements apart; targets, losses (rows). statistics (2, rows), or 0: then the
+// gradient of the sum of losses is written over the logits.
+void cross_entropy_forward(Address logits, Address targets, Address losses, Address statistics, int64_t rows,
+                           int64_t classes, int64_t stride, int64_t ignore_index, double smoothing, int dtype,
+                           int device, Address stream) {
+  const int apart = static_cast<int>(stride);
+  dispatch_dtype(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    T* values = pointer<T>(logits);
+    dispatch_row_layout<T>(apart, all_aligned<T>(apart, values), [&](auto layout) {
+      using Layout = decltype(layout);
+      const auto start = [&](auto gradient) {
+        launch_rows<Layout, decltype(gradient)::value>(
+            rows, Stream{device, stream}, values, pointer<const int64_t>(targets), pointer<float>(losses),
+            pointer<float>(statistics), rows, static_cast<int>(classes), apart, ignore_index,
+            static_cast<float>(smoothing));
+      };
+      statistics ? start(std::false_type{}) : start(std::true_type{});
+    });
+  });
+}
+TK_EXPORT(cross_entropy_forward);
+
+// losses, targets (rows); loss and count are single numbers, count 0 for the sum.
+void cross_entropy_sum(Address losses, Address targets, Address loss, Address count, int64_t rows,
+                       int64_t ignore_index, int device, Address stream) {
+  launch<sum_losses_kernel<SUM_THREADS>>("cross_entropy_sum", dim3(1), dim3(SUM_THREADS),
+                                         shared_bytes_after<float>(2 * SUM_THREADS / WARP_SIZE),
+                                         Stream{device, stream}, pointer<const float>(losses),
+                                         pointer<const int64_t>(targets), pointer<float>(loss), pointer<float>(count),
+                                         rows, ignore_index);
+}
+TK_EXPORT(cross_entropy_sum);
+
+// logits, dlogits (rows, classes) contiguous; dloss (rows) or one number; count 0 unless it divides dloss.
+void cross_entropy_backward(Address dloss, bool dloss_of_each_row, Address logits, Address targets, Address statistics,
+                            Address count, Address dlogits, int64_t rows, int64_t classes, int64_t ignore_index,
+                            double smoothing, int dtype, int device, Address stream) {
+  const int n = static_cast<int>(classes);
+  dispatch_dtype(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T* values = pointer<const T>(logits);
+    T* result = pointer<T>(dlogits);
+    dispatch_row_layout<T>(n, all_aligned<T>(n, values, result), [&](auto layout) {
+      using Layout = decltype(layout);
+      launch<cross_entropy_backward_kernel<Layout>>(
+          "cross_entropy_backward", dim3(static_cast<unsigned>(Layout::blocks(rows))), dim3(Layout::BLOCK_THREADS), 0,
+          Stream{device, stream}, pointer<const float>(dloss), dloss_of_each_row, values,
+          pointer<const int64_t>(targets), pointer<const float>(statistics), pointer<const float>(count), result, rows,
+          n, ignore_index, static_cast<float>(smoothing));
+    });
+  });
+}
+TK_EXPORT(cross_entropy_backward);
+
+}  // namespace
+}  // namespace transformer_kernels

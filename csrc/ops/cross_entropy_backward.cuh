@@ -1,0 +1,40 @@
+// dlogits = dloss (softmax - the smoothed target), from the maximum and 1 / sum that the forward pass kept.
+#pragma once
+#include "cross_entropy_forward.cuh"
+
+namespace transformer_kernels {
+
+// One group of Layout::THREADS threads owns one row. `dloss` is one number for each row, or one for all; `count`, where
+// it is given, divides it.
+template <class Layout>
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
+    cross_entropy_backward_kernel(const float* __restrict__ dloss, bool dloss_of_each_row,
+                                  const typename Layout::T* __restrict__ logits, const int64_t* __restrict__ targets,
+                                  const float* __restrict__ statistics, const float* __restrict__ count,
+                                  typename Layout::T* __restrict__ dlogits, int64_t rows, int classes,
+                                  int64_t ignore_index, float smoothing) {
+  using T = typename Layout::T;
+  constexpr int V = Layout::VECTOR;
+  const int64_t row = Layout::first_row();
+  if (row >= rows) return;
+  const RowTarget target(load(targets + row), classes, ignore_index);
+  const float incoming = load(dloss + (dloss_of_each_row ? row : 0));
+  const float scale = target.scale(count ? incoming / load(count) : incoming);
+  const float maximum = load(statistics + row), inverse = load(statistics + rows + row);
+  const float uniform = smoothing / static_cast<float>(classes);
+  logits += row * classes;
+  dlogits += row * classes;
+
+  Layout::for_each_vector(classes, [&](int, int column) {
+    const Vector<T, V> stored = load_vector<V>(logits + column);
+    Vector<float, V> gradient;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const float p = fast_exp2((to_float(stored[i]) - maximum) * LOG2_E) * inverse;
+      gradient[i] = cross_entropy_gradient(p, column + i, target, scale, smoothing, uniform);
+    }
+    store_vector(dlogits + column, rounded<T, V>(gradient));
+  });
+}
+
+}  // namespace transformer_kernels

@@ -1,0 +1,189 @@
+// loss = log(sum exp(x - max)) - (x_target - max) of each row, in fp32; optionally its gradient in place of the row.
+#pragma once
+#include "row.cuh"
+
+namespace transformer_kernels {
+
+// The target of a row: a class, or -1 where it is ignored or no class at all (stray).
+struct RowTarget {
+  int column;
+  bool ignored, stray;
+
+  TK_DEVICE RowTarget(int64_t target, int classes, int64_t ignore_index)
+      : column(static_cast<int>(target)), ignored(target == ignore_index), stray(target < 0 || target >= classes) {
+    stray = stray && !ignored;
+    if (ignored || stray) column = -1;
+  }
+  // What multiplies the row's gradient: nothing gets out of an ignored row, and everything of a stray one is NaN.
+  TK_DEVICE float scale(float scale) const { return ignored ? 0.0f : stray ? NAN : scale; }
+};
+
+// The sums over a row that its loss is made of: all relative to the row's maximum, so that large logits do not cancel.
+struct RowTerms {
+  float log_total;  // log(sum exp(x - max))
+  float picked;     // x_target - max
+  float mean;       // mean(x - max), read with smoothing only
+
+  TK_DEVICE float loss(const RowTarget& target, float smoothing) const {
+    float loss = log_total - picked;
+    if (smoothing > 0.0f) loss = (1.0f - smoothing) * loss + smoothing * (log_total - mean);
+    return target.ignored ? 0.0f : target.stray ? NAN : loss;
+  }
+};
+
+// scale (p - the smoothed target) at a column; 0 where scale is 0, whatever p holds.
+TK_DEVICE float cross_entropy_gradient(float p, int column, const RowTarget& target, float scale, float smoothing,
+                                       float uniform) {
+  const float wanted = (column == target.column ? 1.0f - smoothing : 0.0f) + uniform;
+  return scale == 0.0f ? 0.0f : scale * (p - wanted);
+}
+
+template <class T, int VECTOR>
+TK_DEVICE Vector<float, VECTOR> load_logits(const T* logits, int column, int classes) {
+  const Vector<T, VECTOR> stored = load_vector<VECTOR>(logits + column);
+  Vector<float, VECTOR> scores;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) scores[i] = column + i < classes ? to_float(stored[i]) : -INFINITY;
+  return scores;
+}
+
+// One group of Layout::THREADS threads owns one row and holds it in registers: the logits are read once. Rows are
+// `stride` elements apart; what lies beyond the classes is not looked at, and becomes 0 where the gradient is written.
+template <class Layout, bool GRADIENT>
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
+    cross_entropy_forward_kernel(typename Layout::T* logits, const int64_t* __restrict__ targets,
+                                 float* __restrict__ losses, float* __restrict__ statistics, int64_t rows, int classes,
+                                 int stride, int64_t ignore_index, float smoothing) {
+  using T = typename Layout::T;
+  constexpr int V = Layout::VECTOR;
+  SharedMemory shared;
+  float* scratch = shared.take<float>(Layout::SCRATCH);
+  const int64_t row = Layout::first_row();
+  if (row >= rows) return;
+  const RowTarget target(load(targets + row), classes, ignore_index);
+  logits += row * stride;
+
+  Vector<float, V> values[Layout::VECTORS];  // logits, then exponentials
+  float maximum = -INFINITY;
+  Layout::for_each_vector(stride, [&](int v, int column) {
+    values[v] = load_logits<T, V>(logits, column, classes);
+#pragma unroll
+    for (int i = 0; i < V; ++i) maximum = fmaxf(maximum, values[v][i]);
+  });
+  maximum = Layout::template reduce<Max>(maximum, scratch);
+
+  float total = 0.0f, picked = 0.0f, distance = 0.0f;
+  Layout::for_each_vector(stride, [&](int v, int column) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const float score = values[v][i] - maximum;
+      values[v][i] = fast_exp2(score * LOG2_E);
+      total += values[v][i];
+      if (column + i == target.column) picked = score;
+      if (column + i < classes) distance += score;
+    }
+  });
+  const float2 sums = Layout::sum_pair(total, picked, scratch);
+  if (smoothing > 0.0f) distance = Layout::template reduce<Sum>(distance, scratch);
+  const RowTerms terms{logf(sums.x), sums.y, distance / static_cast<float>(classes)};
+  if (Layout::thread() == 0) store(losses + row, terms.loss(target, smoothing));
+
+  const float inverse = 1.0f / sums.x;
+  if constexpr (GRADIENT) {
+    const float scale = target.scale(1.0f), uniform = smoothing / static_cast<float>(classes);
+    Layout::for_each_vector(stride, [&](int v, int column) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float p = values[v][i] * inverse;
+        values[v][i] = column + i < classes
+                           ? cross_entropy_gradient(p, column + i, target, scale, smoothing, uniform)
+                           : 0.0f;
+      }
+      store_vector(logits + column, rounded<T, V>(values[v]));
+    });
+  } else if (Layout::thread() == 0) {
+    store(statistics + row, maximum);
+    store(statistics + rows + row, inverse);
+  }
+}
+
+// One block owns one row of any width and reads it once for the running maximum and sum (Milakov and Gimelshein 2018),
+// once more for the gradient.
+template <class Layout, bool GRADIENT>
+__global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
+    cross_entropy_forward_any_width_kernel(typename Layout::T* logits, const int64_t* __restrict__ targets,
+                                           float* __restrict__ losses, float* __restrict__ statistics, int64_t rows,
+                                           int classes, int stride, int64_t ignore_index, float smoothing) {
+  using T = typename Layout::T;
+  constexpr int V = Layout::VECTOR;
+  SharedMemory shared;
+  float* scratch = shared.take<float>(Layout::SCRATCH);
+  const int64_t row = Layout::first_row();
+  const RowTarget target(load(targets + row), classes, ignore_index);
+  logits += row * stride;
+  const float chosen = target.column < 0 ? 0.0f : to_float(load(logits + target.column));
+  float anchor = smoothing > 0.0f ? to_float(load(logits)) : 0.0f;  // distances to it do not cancel in large logits
+  if (!(fabsf(anchor) < INFINITY)) anchor = 0.0f;
+
+  float maximum = -INFINITY, total = 0.0f, distance = 0.0f;  // total is 0 while maximum is -inf
+  Layout::for_each_vector(stride, [&](int, int column) {
+    const Vector<float, V> scores = load_logits<T, V>(logits, column, classes);
+    float highest = maximum;
+#pragma unroll
+    for (int i = 0; i < V; ++i) highest = fmaxf(highest, scores[i]);
+    const float shift = highest == -INFINITY ? 0.0f : highest;
+    total *= fast_exp2((maximum - shift) * LOG2_E);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      total += fast_exp2((scores[i] - shift) * LOG2_E);
+      if (smoothing > 0.0f && column + i < classes) distance += scores[i] - anchor;
+    }
+    maximum = highest;
+  });
+  const float highest = Layout::template reduce<Max>(maximum, scratch);
+  total *= fast_exp2((maximum - highest) * LOG2_E);
+  const float2 sums = Layout::sum_pair(total, distance, scratch);
+  const RowTerms terms{logf(sums.x), chosen - highest,
+                       sums.y / static_cast<float>(classes) - (highest - anchor)};
+  if (Layout::thread() == 0) store(losses + row, terms.loss(target, smoothing));
+
+  const float inverse = 1.0f / sums.x;
+  if constexpr (GRADIENT) {
+    const float scale = target.scale(1.0f), uniform = smoothing / static_cast<float>(classes);
+    Layout::for_each_vector(stride, [&](int, int column) {
+      Vector<float, V> values = load_logits<T, V>(logits, column, classes);
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float p = fast_exp2((values[i] - highest) * LOG2_E) * inverse;
+        values[i] = column + i < classes
+                        ? cross_entropy_gradient(p, column + i, target, scale, smoothing, uniform)
+                        : 0.0f;
+      }
+      store_vector(logits + column, rounded<T, V>(values));
+    });
+  } else if (Layout::thread() == 0) {
+    store(statistics + row, highest);
+    store(statistics + rows + row, inverse);
+  }
+}
+
+// One block owns all losses: their sum, or where `count` is asked for the sum over the number of rows that count.
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS, 1)
+    sum_losses_kernel(const float* __restrict__ losses, const int64_t* __restrict__ targets, float* __restrict__ loss,
+                      float* __restrict__ count, int64_t rows, int64_t ignore_index) {
+  constexpr int WARPS = THREADS / WARP_SIZE;
+  SharedMemory shared;
+  float* scratch = shared.take<float>(2 * WARPS);
+  float total = 0.0f, counted = 0.0f;
+  for (int64_t row = static_cast<int>(threadIdx.x); row < rows; row += THREADS) {
+    total += load(losses + row);
+    if (count && load(targets + row) != ignore_index) counted += 1.0f;
+  }
+  const float2 sums = block_sum_pair<WARPS>(make_float2(total, counted), scratch);
+  if (threadIdx.x != 0) return;
+  store(loss, count ? sums.x / sums.y : sums.x);
+  if (count) store(count, sums.y);
+}
+
+}  // namespace transformer_kernels

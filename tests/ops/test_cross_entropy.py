@@ -1,0 +1,227 @@
+"""Cross-entropy in every backend."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import transformer_kernels as tk
+from tests.support.arguments import normal
+from tests.support.parity import check_parity
+from transformer_kernels.ops.cross_entropy import _torch as torch_backend
+
+OP = "cross_entropy"
+
+
+def make(
+    dtype: torch.dtype, device: torch.device, *shape: int, ignored: float = 0.2, spread: float = 3.0
+) -> dict[str, Tensor | None]:
+    """Logits (..., V), and targets of which a part is ignored."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    targets = torch.randint(0, shape[-1], shape[:-1], generator=generator)
+    hidden = torch.rand(shape[:-1], generator=generator) < ignored
+    logits = normal(*shape, dtype=dtype, device=device, seed=1).detach().mul_(spread).requires_grad_()
+    return {"logits": logits, "targets": targets.masked_fill(hidden, -100).to(device)}
+
+
+def theirs(tensors: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    """PyTorch's loss of float64 logits, and its gradient."""
+    logits = tensors["logits"].detach().double().requires_grad_()
+    loss = F.cross_entropy(logits.flatten(0, -2), tensors["targets"].flatten().long(), **options)
+    loss.sum().backward()
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [1, 2, 17, 65, 128, 1000])
+@pytest.mark.parametrize("rows", [1, 17, 150])
+def test_matches_reference_over_shapes(
+    backend: str, dtype: torch.dtype, device: torch.device, rows: int, classes: int, smoothing: float
+) -> None:
+    check_parity(OP, backend, make(dtype, device, rows, classes), {"label_smoothing": smoothing, "reduction": "sum"})
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [4099, 33000, 50257])
+def test_matches_reference_over_wide_rows(
+    backend: str, dtype: torch.dtype, device: torch.device, classes: int, smoothing: float
+) -> None:
+    check_parity(OP, backend, make(dtype, device, 5, classes), {"label_smoothing": smoothing})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "classes"), [(4096, 65), (4096, 2), (3, 131072), (2, 128257)])
+def test_matches_reference_over_many_rows_and_classes(
+    backend: str, dtype: torch.dtype, device: torch.device, rows: int, classes: int
+) -> None:
+    check_parity(OP, backend, make(dtype, device, rows, classes), {"label_smoothing": 0.1})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("ignored", [0.0, 0.5])
+def test_matches_pytorch(backend: str, device: torch.device, reduction: str, smoothing: float, ignored: float) -> None:
+    tensors = make(torch.float32, device, 3, 7, 30, ignored=ignored)
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    loss = tk.cross_entropy(**tensors, **options, backend=backend)
+    loss.sum().backward()
+    expected, gradient = theirs(tensors, **options)
+    torch.testing.assert_close(loss.double().flatten(), expected.flatten(), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(tensors["logits"].grad.double(), gradient, atol=1e-6, rtol=1e-5)
+    assert loss.shape == ((3, 7) if reduction == "none" else ()) and loss.dtype is torch.float32
+
+
+def test_every_row_has_its_own_incoming_gradient(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 19, 45)
+    check_parity(OP, backend, tensors, {"reduction": "none"})
+    tensors["logits"].grad = None
+    check_parity(OP, backend, tensors, {"reduction": "none"}, transform=lambda cotangent: cotangent[:1].expand(19))
+
+
+@pytest.mark.parametrize("classes", [9, 4000])
+def test_all_rows_ignored(backend: str, device: torch.device, classes: int) -> None:
+    tensors = make(torch.float32, device, 12, classes, ignored=1.1)
+    mean = tk.cross_entropy(**tensors, backend=backend)
+    mean.backward()
+    assert math.isnan(mean.item()) and (tensors["logits"].grad == 0).all()
+    assert tk.cross_entropy(**tensors, reduction="sum", backend=backend).item() == 0.0
+    assert (tk.cross_entropy(**tensors, reduction="none", backend=backend) == 0).all()
+
+
+def test_a_class_can_be_the_one_that_is_ignored(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 40, 5, ignored=0.0)
+    expected, gradient = theirs(tensors, ignore_index=3)
+    loss = tk.cross_entropy(**tensors, ignore_index=3, backend=backend)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(tensors["logits"].grad.double(), gradient, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [33, 40000])
+def test_large_logits_neither_overflow_nor_cancel(
+    backend: str, device: torch.device, dtype: torch.dtype, classes: int, smoothing: float
+) -> None:
+    tensors = make(dtype, device, 6, classes, spread=1.0)
+    with torch.no_grad():
+        tensors["logits"] += 1e4
+        tensors["logits"][1, 3], tensors["logits"][2, 5] = -1e4, 3e4
+    check_parity(OP, backend, tensors, {"label_smoothing": smoothing})
+
+
+@pytest.mark.parametrize("classes", [33, 40000])
+def test_entries_of_minus_infinity(backend: str, device: torch.device, classes: int) -> None:
+    tensors = make(torch.float32, device, 5, classes, ignored=0.0)
+    tensors["targets"][:] = torch.tensor([0, 4, 4, 4, 4])
+    with torch.no_grad():
+        tensors["logits"][0, 1:] = -torch.inf  # certain of its target
+        tensors["logits"][1, 10:20] = -torch.inf
+        tensors["logits"][2, 4] = -torch.inf  # its target is impossible
+        tensors["logits"][3] = -torch.inf  # nothing is possible
+        tensors["logits"][4, :4] = -torch.inf
+    losses = tk.cross_entropy(**tensors, reduction="none", backend=backend)
+    losses.sum().backward()
+    expected, gradient = theirs(tensors, reduction="none")
+    torch.testing.assert_close(losses.double(), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+    kept = torch.tensor([0, 1, 4])
+    torch.testing.assert_close(tensors["logits"].grad[kept].double(), gradient[kept], atol=1e-6, rtol=1e-5)
+    assert losses[2] == torch.inf and torch.isnan(losses[3]) and losses[0] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded", "misaligned"])
+def test_any_layout(backend: str, dtype: torch.dtype, device: torch.device, kind: str) -> None:
+    tensors = make(dtype, device, 12, 64)
+    views = {
+        "transposed": lambda: normal(64, 12, dtype=dtype, device=device).detach().T,
+        "sliced": lambda: normal(12, 100, dtype=dtype, device=device).detach()[:, 7:71],
+        "expanded": lambda: normal(1, 64, dtype=dtype, device=device).detach().expand(12, 64),
+        "misaligned": lambda: normal(12 * 64 + 1, dtype=dtype, device=device).detach()[1:].view(12, 64),
+    }
+    tensors["logits"] = views[kind]().requires_grad_()
+    tensors["targets"] = torch.stack([tensors["targets"], tensors["targets"]], dim=1)[:, 1]
+    check_parity(OP, backend, tensors)
+
+
+def test_int32_targets(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 9, 20)
+    expected = tk.cross_entropy(**tensors, backend=backend)
+    tensors["targets"] = tensors["targets"].int()
+    assert torch.equal(tk.cross_entropy(**tensors, backend=backend), expected)
+
+
+def test_one_row_without_an_axis(backend: str, device: torch.device) -> None:
+    logits = normal(7, dtype=torch.float32, device=device)
+    loss = tk.cross_entropy(logits, torch.tensor(2, device=device), backend=backend)
+    assert loss.item() == pytest.approx(F.cross_entropy(logits, torch.tensor(2, device=device)).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_empty(backend: str, dtype: torch.dtype, device: torch.device, reduction: str) -> None:
+    tensors = make(dtype, device, 2, 0, 8)
+    loss = tk.cross_entropy(**tensors, reduction=reduction, backend=backend)
+    loss.sum().backward()
+    assert loss.shape == ((2, 0) if reduction == "none" else ())
+    assert reduction != "mean" or math.isnan(loss.item())
+    assert tensors["logits"].grad.shape == (2, 0, 8)
+
+
+def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    def once() -> list[Tensor]:
+        tensors = make(dtype, device, 301, 65)
+        loss = tk.cross_entropy(**tensors, label_smoothing=0.1, backend=backend)
+        loss.backward()
+        return [loss.detach(), tensors["logits"].grad]
+
+    assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
+
+
+def test_losses_without_gradients_are_the_same(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 33, 65)
+    with torch.no_grad():
+        without = tk.cross_entropy(**tensors, backend=backend)
+    assert torch.equal(without, tk.cross_entropy(**tensors, backend=backend)) and without.grad_fn is None
+
+
+def test_gradients_of_a_row_sum_to_zero(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 20, 300)
+    tk.cross_entropy(**tensors, label_smoothing=0.2, reduction="sum", backend=backend).backward()
+    assert tensors["logits"].grad.sum(-1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("stray", [-1, 8, 2**40])
+def test_a_target_that_is_no_class(backend: str, device: torch.device, stray: int) -> None:
+    tensors = make(torch.float32, device, 6, 8)
+    tensors["targets"][4] = stray
+    if device.type == "cpu":
+        with pytest.raises(IndexError, match=rf"targets must be in \[0, 8\) or equal to ignore_index .* got {stray}"):
+            tk.cross_entropy(**tensors, backend=backend)
+    else:
+        losses = tk.cross_entropy(**tensors, reduction="none", backend=backend)
+        assert torch.isnan(losses).tolist() == [False, False, False, False, True, False]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradcheck_in_float64(device: torch.device, smoothing: float, reduction: str) -> None:
+    tensors = make(torch.float64, device, 4, 3, 5)
+    options = {"label_smoothing": smoothing, "reduction": reduction, "backend": "torch"}
+    function = lambda logits: tk.cross_entropy(logits, tensors["targets"], **options)  # noqa: E731
+    assert torch.autograd.gradcheck(function, (tensors["logits"],))
+
+
+def test_the_torch_backend_chunks_do_not_show(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for elements in (1 << 30, 200):
+        monkeypatch.setattr(torch_backend, "ELEMENTS_AT_ONCE", elements)
+        tensors = make(torch.float32, device, 23, 65)
+        loss = tk.cross_entropy(**tensors, label_smoothing=0.1, backend="torch")
+        loss.backward()
+        results.append([loss.detach(), tensors["logits"].grad])
+    for one, many in zip(*results, strict=True):
+        torch.testing.assert_close(one, many, atol=0, rtol=1e-6)

@@ -1,0 +1,267 @@
+"""The output layer and its loss in every backend: in one chunk, where it is a linear layer, and in several."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import transformer_kernels as tk
+from python_ref import ops as reference
+from tests.support.arguments import normal
+from tests.support.parity import check_parity
+from transformer_kernels.ops.linear_cross_entropy import _chunked
+
+OP = "linear_cross_entropy"
+
+
+@pytest.fixture(params=[None, 16], ids=["at once", "in chunks"])
+def rows_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int | None]:
+    if request.param is not None:
+        monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: request.param)
+    yield request.param
+
+
+@pytest.fixture
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: 16)
+
+
+def make(
+    dtype: torch.dtype, device: torch.device, rows: int, classes: int, width: int = 24, bias: bool = True
+) -> dict[str, Tensor | None]:
+    generator = torch.Generator().manual_seed(rows + classes)
+    targets = torch.randint(0, classes, (rows,), generator=generator)
+    hidden = torch.rand(rows, generator=generator) < 0.2
+    return {
+        "x": normal(rows, width, dtype=dtype, device=device, seed=1),
+        "weight": normal(classes, width, dtype=dtype, device=device, seed=2).detach().mul_(0.3).requires_grad_(),
+        "targets": targets.masked_fill(hidden, -100).to(device),
+        "bias": normal(classes, dtype=dtype, device=device, seed=3) if bias else None,
+    }
+
+
+@pytest.mark.usefixtures("rows_at_once")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 2), (17, 65), (40, 128), (33, 1001)])
+def test_matches_reference_over_shapes(
+    backend: str, dtype: torch.dtype, device: torch.device, rows: int, classes: int, smoothing: float
+) -> None:
+    check_parity(OP, backend, make(dtype, device, rows, classes), {"label_smoothing": smoothing})
+
+
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("classes", [33001, 50257])
+def test_wide_vocabularies(backend: str, device: torch.device, classes: int) -> None:
+    check_parity(OP, backend, make(torch.float32, device, 20, classes, width=8), {"reduction": "sum"})
+
+
+@pytest.mark.usefixtures("rows_at_once")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_without_bias(backend: str, dtype: torch.dtype, device: torch.device, reduction: str) -> None:
+    check_parity(OP, backend, make(dtype, device, 37, 30, bias=False), {"reduction": reduction})
+
+
+@pytest.mark.usefixtures("rows_at_once")
+@pytest.mark.parametrize("only", ["x", "weight", "bias"])
+def test_only_the_wanted_gradients(backend: str, device: torch.device, only: str) -> None:
+    tensors = make(torch.float32, device, 37, 30)
+    for name in {"x", "weight", "bias"} - {only}:
+        tensors[name].requires_grad_(False)
+    check_parity(OP, backend, tensors)
+
+
+@pytest.mark.usefixtures("rows_at_once")
+def test_losses_without_gradients_are_the_same(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 37, 65)
+    with torch.no_grad():
+        without = tk.linear_cross_entropy(**tensors, backend=backend)
+    torch.testing.assert_close(without, tk.linear_cross_entropy(**tensors, backend=backend).detach())
+
+
+@pytest.mark.usefixtures("rows_at_once")
+def test_matches_pytorch_over_batched_rows_of_any_layout(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 42, 50)
+    tensors["x"] = normal(24, 6, 7, dtype=torch.float32, device=device).detach().permute(1, 2, 0).requires_grad_()
+    tensors["weight"] = normal(24, 50, dtype=torch.float32, device=device).detach().T.requires_grad_()
+    tensors["targets"] = tensors["targets"].view(6, 7).int()
+    results = []
+    for ours in (True, False):
+        leaves = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in tensors.items()}
+        if ours:
+            loss = tk.linear_cross_entropy(**leaves, label_smoothing=0.1, backend=backend)
+        else:
+            logits = F.linear(leaves["x"], leaves["weight"], leaves["bias"]).flatten(0, 1)
+            loss = F.cross_entropy(logits, leaves["targets"].flatten().long(), label_smoothing=0.1)
+        (3.0 * loss).backward()
+        results.append([loss.detach(), *(leaves[name].grad for name in ("x", "weight", "bias"))])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("rows_at_once")
+def test_all_rows_ignored(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 37, 30)
+    tensors["targets"].fill_(-100)
+    loss = tk.linear_cross_entropy(**tensors, backend=backend)
+    loss.backward()
+    assert math.isnan(loss.item())
+    assert all((tensors[name].grad == 0).all() for name in ("x", "weight", "bias"))
+
+
+@pytest.mark.usefixtures("rows_at_once")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_rows(backend: str, dtype: torch.dtype, device: torch.device, reduction: str) -> None:
+    tensors = make(dtype, device, 0, 30)
+    loss = tk.linear_cross_entropy(**tensors, reduction=reduction, backend=backend)
+    loss.backward()
+    assert loss.shape == () and (math.isnan(loss.item()) if reduction == "mean" else loss.item() == 0.0)
+    assert tensors["x"].grad.shape == (0, 24) and (tensors["weight"].grad == 0).all()
+
+
+@pytest.mark.usefixtures("in_chunks")
+def test_chunks_are_summed_in_float32(backend: str, device: torch.device) -> None:
+    """512 chunks add one sixteenth each to dbias: 256 in bfloat16 would no longer grow by that."""
+    rows, dtype = 16 * 512, torch.bfloat16
+    x, weight = torch.zeros(rows, 8, dtype=dtype, device=device), torch.zeros(2, 8, dtype=dtype, device=device)
+    bias = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
+    targets = torch.zeros(rows, dtype=torch.int64, device=device)
+    targets[::16] = 1
+    tk.linear_cross_entropy(x, weight, targets, bias, reduction="sum", backend=backend).backward()
+    assert bias.grad.tolist() == [-rows / 2 + 512, rows / 2 - 512]
+
+
+@pytest.mark.usefixtures("rows_at_once")
+def test_retain_graph_and_a_second_backward(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 37, 30)
+    inputs = [tensors[name] for name in ("x", "weight", "bias")]
+    loss = tk.linear_cross_entropy(**tensors, backend=backend)
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    second = torch.autograd.grad(2.0 * loss, inputs)
+    for one, two in zip(first, second, strict=True):
+        torch.testing.assert_close(2.0 * one, two)
+
+
+@pytest.mark.usefixtures("rows_at_once")
+def test_double_backward_is_an_error(device: torch.device) -> None:
+    tensors = make(torch.float32, device, 37, 30)
+    loss = tk.linear_cross_entropy(**tensors, backend="torch").square()
+    (dx,) = torch.autograd.grad(loss, tensors["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^linear_cross_entropy: double backward is not supported"):
+        dx.sum().backward()
+
+
+@pytest.mark.usefixtures("rows_at_once")
+def test_float16_gradients_survive_loss_scaling(device: torch.device) -> None:
+    """A mean over many rows of a wide vocabulary: 1 / (rows * classes) is below float16, times the scale it is not."""
+    tensors = make(torch.float16, device, 1000, 3000)
+    tensors["weight"].data.mul_(0.01)
+    tk.linear_cross_entropy(**tensors, backend="torch").mul(2.0**16).backward()
+    exact = {name: value if value is None else value.detach().double() for name, value in tensors.items()}
+    exact["targets"] = tensors["targets"]
+    exact["bias"].requires_grad_()
+    reference.linear_cross_entropy(**exact).mul(2.0**16).backward()
+    torch.testing.assert_close(tensors["bias"].grad.double(), exact["bias"].grad, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.usefixtures("rows_at_once")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_multiplies_in_its_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    tensors = make(torch.float32, device, 37, 65)
+    with torch.autocast(device.type, dtype=dtype):
+        loss = tk.linear_cross_entropy(**tensors, backend="torch")
+    loss.backward()
+    low = {name: value if name == "targets" else value.detach().to(dtype) for name, value in tensors.items()}
+    expected = tk.linear_cross_entropy(**low, backend="torch")
+    assert loss.dtype is torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name in ("x", "weight", "bias"):
+        gradient = tensors[name].grad
+        assert gradient.dtype is torch.float32
+        exact = make(torch.float32, device, 37, 65)
+        reference.linear_cross_entropy(**exact).backward()
+        torch.testing.assert_close(gradient, exact[name].grad, atol=2e-3, rtol=5e-2)
+
+
+class LargestResult(TorchDispatchMode):
+    """Remembers the largest number of bytes that an operator gave new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sizes = [value.numel() * value.element_size() for value in tree_leaves(result) if isinstance(value, Tensor)]
+        self.bytes = max([self.bytes, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["with gradients", "without"])
+def test_never_holds_all_the_logits(backend: str, device: torch.device, wanted: bool) -> None:
+    rows, classes, width = 700, 16411, 8
+    tensors = make(torch.float32, device, rows, classes, width)
+    kernels = importlib.import_module(f"transformer_kernels.ops.{OP}._{backend}")
+    leaves = [tensors[name].detach() for name in ("x", "weight", "targets", "bias")]
+    chunk = _chunked.rows_at_once(classes, torch.float32, torch.device("cpu"))
+    assert chunk < rows // 2
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch, LargestResult() as seen:
+        patch.setattr(_chunked, "rows_at_once", lambda *_: chunk)
+        _chunked.forward(kernels, (wanted,) * 3, *leaves, -100, 0.0, "mean", torch.float32)
+    aligned = -(-classes // 4) * 4
+    assert chunk * classes * 4 <= seen.bytes <= chunk * aligned * 4
+
+
+@pytest.mark.parametrize(("classes", "dtype"), [(65, torch.float32), (50257, torch.bfloat16), (262144, torch.float32)])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_chunks_are_bounded(classes: int, dtype: torch.dtype, device_type: str) -> None:
+    rows = _chunked.rows_at_once(classes, dtype, torch.device(device_type))
+    within = rows * classes * dtype.itemsize <= _chunked.CHUNK_BYTES[device_type]
+    assert within or rows == _chunked.FEWEST_ROWS[device_type]
+
+
+@pytest.mark.usefixtures("rows_at_once")
+def test_a_target_that_is_no_class(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 37, 30)
+    tensors["targets"][4] = 30
+    if device.type == "cpu":
+        with pytest.raises(IndexError, match=r"linear_cross_entropy: targets must be in \[0, 30\)"):
+            tk.linear_cross_entropy(**tensors, backend=backend)
+    else:
+        assert torch.isnan(tk.linear_cross_entropy(**tensors, backend=backend))
+
+
+@pytest.mark.usefixtures("rows_at_once")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradcheck_in_float64(device: torch.device, reduction: str) -> None:
+    tensors = make(torch.float64, device, 19, 5, width=3)
+    options = {"label_smoothing": 0.1, "reduction": reduction, "backend": "torch"}
+    function = lambda x, weight, bias: tk.linear_cross_entropy(  # noqa: E731
+        x, weight, tensors["targets"], bias, **options
+    )
+    assert torch.autograd.gradcheck(function, (tensors["x"], tensors["weight"], tensors["bias"]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.usefixtures("rows_at_once")
+def test_compiles_into_one_graph(device: torch.device, dynamic: bool) -> None:
+    def step(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor) -> Tensor:
+        return 2.0 * tk.linear_cross_entropy(torch.tanh(x), weight, targets, bias, backend="torch")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    results = []
+    for function in (step, compiled):
+        tensors = make(torch.float32, device, 37, 30)
+        loss = function(**tensors)
+        loss.backward()
+        results.append([loss.detach(), *(tensors[name].grad for name in ("x", "weight", "bias"))])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)

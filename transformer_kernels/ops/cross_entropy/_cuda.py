@@ -1,0 +1,113 @@
+"""Cross-entropy in CUDA C++: csrc/ops/cross_entropy_forward.cuh and cross_entropy_backward.cuh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._extension import DTYPE_CODES, load, stream_of
+
+ROWS_OF_ONE_BLOCK = 1 << 16
+"""How many losses one block adds up; a sum over more is worth PyTorch's several launches."""
+
+
+def unsupported(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> str | None:
+    return None
+
+
+def forward(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
+    statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
+    losses = _launch_rows(logits, logits.shape[-1], targets, statistics, ignore_index, label_smoothing)
+    if reduction == "none":
+        return losses, statistics, None
+    loss, count = reduced(losses, targets, ignore_index, reduction)
+    return loss, statistics, count
+
+
+def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
+    statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
+    return _launch_rows(logits, logits.stride(0), targets, statistics, ignore_index, label_smoothing)
+
+
+def row_losses_and_gradient(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """`row_losses`, and the gradient of their sum, which is written over the logits."""
+    return _launch_rows(logits, logits.stride(0), targets, None, ignore_index, label_smoothing), logits
+
+
+def _launch_rows(
+    logits: Tensor, stride: int, targets: Tensor, statistics: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """The losses; without `statistics` the gradient is left in place of the logits."""
+    losses = logits.new_empty(targets.shape, dtype=torch.float32)
+    load().cross_entropy_forward(
+        logits.data_ptr(),
+        targets.data_ptr(),
+        losses.data_ptr(),
+        0 if statistics is None else statistics.data_ptr(),
+        targets.numel(),
+        logits.shape[-1],
+        stride,
+        ignore_index,
+        label_smoothing,
+        DTYPE_CODES[logits.dtype],
+        *stream_of(logits),
+    )
+    return losses
+
+
+def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and the number of rows in the mean."""
+    mean, rows = reduction == "mean", losses.numel()
+    if rows > ROWS_OF_ONE_BLOCK:
+        count = targets.ne(ignore_index).sum().float() if mean else None
+        return losses.sum() if count is None else losses.sum() / count, count
+    loss = losses.new_empty(())
+    count = losses.new_empty(()) if mean else None
+    load().cross_entropy_sum(
+        losses.data_ptr(),
+        targets.data_ptr(),
+        loss.data_ptr(),
+        0 if count is None else count.data_ptr(),
+        rows,
+        ignore_index,
+        *stream_of(losses),
+    )
+    return loss, count
+
+
+def backward(
+    dloss: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    count: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
+    dlogits = torch.empty_like(logits)
+    load().cross_entropy_backward(
+        dloss.data_ptr(),
+        reduction == "none",
+        logits.data_ptr(),
+        targets.data_ptr(),
+        statistics.data_ptr(),
+        count.data_ptr() if count is not None and reduction == "mean" else 0,
+        dlogits.data_ptr(),
+        targets.numel(),
+        logits.shape[-1],
+        ignore_index,
+        label_smoothing,
+        DTYPE_CODES[logits.dtype],
+        *stream_of(logits),
+    )
+    return dlogits

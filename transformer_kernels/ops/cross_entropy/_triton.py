@@ -1,0 +1,345 @@
+"""Cross-entropy in Triton: rows in registers where they fit, an online two-pass walk where they do not.
+
+Rows of logits may stand `S` elements apart. Whole rows of S are loaded, so that S alone decides about vector loads, and
+what lies beyond the N classes is not looked at; where the gradient is written over the logits it gets zeros.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels import _triton
+from transformer_kernels._triton import Capability, Configuration, RowTile
+from transformer_kernels._triton_language import LOG2_E, from_fp32, to_fp32
+from transformer_kernels.ops.cross_entropy._triton_table import BACKWARD, FORWARD
+
+ROWS_OF_ONE_PROGRAM = 1 << 16
+"""How many losses one program adds up; a sum over more is worth PyTorch's several launches."""
+
+REDUCTION = RowTile(rows=1, columns=4096, num_warps=16)
+
+
+@triton.jit
+def read_targets(targets, row, M, N, ignore_index):
+    """The class of each row (-1 where it has none), whether it is ignored, and whether it is no class at all."""
+    target = tl.load(targets + row, mask=row < M, other=0)
+    ignored = target == ignore_index
+    stray = ((target < 0) | (target >= N)) & (target != ignore_index)
+    return tl.where(ignored | stray, -1, target).to(tl.int32), ignored, stray
+
+
+@triton.jit
+def smoothed_loss(log_total, picked, mean, ignored, stray, smoothing, SMOOTH: tl.constexpr):
+    """The loss of rows from terms that are relative to their maximum; 0 where ignored, NaN without a class."""
+    loss = log_total - picked
+    if SMOOTH:
+        loss = (1.0 - smoothing) * loss + smoothing * (log_total - mean)
+    return tl.where(ignored, 0.0, tl.where(stray, float("nan"), loss))
+
+
+@triton.jit
+def smoothed_gradient(p, columns, target, scale, N, smoothing, SMOOTH: tl.constexpr):
+    """scale * (p - the smoothed target), and 0 where scale is 0 whatever p holds."""
+    if SMOOTH:
+        p -= smoothing / N
+        p -= tl.where(columns == target, 1.0 - smoothing, 0.0)
+    else:
+        p -= tl.where(columns == target, 1.0, 0.0)
+    return tl.where(scale == 0.0, 0.0, scale * p)
+
+
+@triton.jit(do_not_specialize=["M", "N", "S", "ignore_index"])
+def cross_entropy_forward_kernel(
+    logits, targets, losses, statistics, M, N, S, ignore_index, smoothing,
+    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns ROWS whole rows and keeps them in registers: the logits are read once.
+
+    With GRADIENT the gradient of the sum of losses replaces them; else maximum and 1 / sum are kept for later.
+    """
+    S = S // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    whole = (row < M) & (columns < S)
+    target, ignored, stray = read_targets(targets, row, M, N, ignore_index)  # [ROWS, 1]
+
+    scores = to_fp32(tl.load(logits + row * S + columns, mask=whole, other=0.0))  # [ROWS, BLOCK_N]
+    scores = tl.where(columns < N, scores, float("-inf"))
+    highest = tl.max(scores, axis=1, keep_dims=True)  # [ROWS, 1]
+    scores -= highest
+    exponentials = tl.exp2(scores * LOG2_E)
+    total = tl.sum(exponentials, axis=1, keep_dims=True)
+    picked = tl.sum(tl.where(columns == target, scores, 0.0), axis=1, keep_dims=True)
+    mean = picked
+    if SMOOTH:
+        mean = tl.sum(tl.where(columns < N, scores, 0.0), axis=1, keep_dims=True) / N
+    loss = smoothed_loss(tl.log(total), picked, mean, ignored, stray, smoothing, SMOOTH)
+    tl.store(losses + row, loss, mask=row < M)
+    if GRADIENT:
+        scale = tl.where(ignored, 0.0, tl.where(stray, float("nan"), 1.0))
+        gradient = smoothed_gradient(exponentials * (1.0 / total), columns, target, scale, N, smoothing, SMOOTH)
+        gradient = tl.where(columns < N, gradient, 0.0)
+        tl.store(logits + row * S + columns, from_fp32(gradient, logits.dtype.element_ty), mask=whole)
+    else:
+        tl.store(statistics + row, highest, mask=row < M)
+        tl.store(statistics + M + row, 1.0 / total, mask=row < M)
+
+
+@triton.jit(do_not_specialize=["M", "N", "S", "ignore_index"])
+def cross_entropy_forward_two_pass_kernel(
+    logits, targets, losses, statistics, M, N, S, ignore_index, smoothing,
+    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns one row: a walk for its maximum and sum (Milakov and Gimelshein 2018), one for the gradient.
+
+    Each lane keeps its own running maximum and sum; they are joined once, after the walk. For smoothing it also sums
+    the distances to the row's first entry, in which large logits do not cancel.
+    """
+    S = S // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)
+    target, ignored, stray = read_targets(targets, row, M, N, ignore_index)
+    logits += row * S
+    chosen = to_fp32(tl.load(logits + target, mask=target >= 0, other=0.0))
+    anchor = 0.0
+    if SMOOTH:
+        anchor = to_fp32(tl.load(logits))
+        anchor = tl.where(tl.abs(anchor) < float("inf"), anchor, 0.0)
+
+    lane_highest = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    lane_total = tl.zeros([BLOCK_N], tl.float32)
+    lane_distance = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        scores = to_fp32(tl.load(logits + columns, mask=columns < S, other=0.0, eviction_policy="evict_last"))
+        scores = tl.where(columns < N, scores, float("-inf"))
+        new_highest = tl.maximum(lane_highest, scores)
+        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        lane_total = lane_total * tl.exp2((lane_highest - reference) * LOG2_E)
+        lane_total += tl.exp2((scores - reference) * LOG2_E)
+        lane_highest = new_highest
+        if SMOOTH:
+            lane_distance += tl.where(columns < N, scores - anchor, 0.0)
+
+    highest = tl.max(lane_highest, axis=0)
+    total = tl.sum(lane_total * tl.exp2((lane_highest - highest) * LOG2_E), axis=0)
+    picked = chosen - highest
+    mean = picked
+    if SMOOTH:
+        mean = tl.sum(lane_distance, axis=0) / N - (highest - anchor)
+    loss = smoothed_loss(tl.log(total), picked, mean, ignored, stray, smoothing, SMOOTH)
+    tl.store(losses + row, loss)
+    if GRADIENT:
+        tl.debug_barrier()  # every thread has read the target's logit before it is overwritten
+        scale = tl.where(ignored, 0.0, tl.where(stray, float("nan"), 1.0))
+        inverse = 1.0 / total
+        for start in range(0, S, BLOCK_N):
+            columns = start + lanes
+            scores = to_fp32(tl.load(logits + columns, mask=columns < S, other=0.0, eviction_policy="evict_first"))
+            p = tl.exp2((scores - highest) * LOG2_E) * inverse
+            gradient = smoothed_gradient(p, columns, target, scale, N, smoothing, SMOOTH)
+            gradient = tl.where(columns < N, gradient, 0.0)
+            tl.store(logits + columns, from_fp32(gradient, logits.dtype.element_ty), mask=columns < S)
+    else:
+        tl.store(statistics + row, highest)
+        tl.store(statistics + M + row, 1.0 / total)
+
+
+@triton.jit(do_not_specialize=["M", "N", "ignore_index"])
+def cross_entropy_backward_kernel(
+    dloss, logits, targets, statistics, count, dlogits, M, N, ignore_index, smoothing,
+    SMOOTH: tl.constexpr, PER_ROW: tl.constexpr, MEAN: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns a tile of ROWS x BLOCK_N elements; neighbouring programs own neighbouring columns."""
+    classes = N
+    N = N // VECTOR * VECTOR
+    column_blocks = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = program % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    inside = (row < M) & (columns < N)
+    target, ignored, stray = read_targets(targets, row, M, classes, ignore_index)  # [ROWS, 1]
+    highest = tl.load(statistics + row, mask=row < M, other=0.0)
+    inverse = tl.load(statistics + M + row, mask=row < M, other=0.0)
+    scale = tl.load(dloss + row, mask=row < M, other=0.0) if PER_ROW else tl.load(dloss)
+    if MEAN:
+        scale = scale / tl.load(count)
+    scale = tl.where(ignored, 0.0, tl.where(stray, float("nan"), scale))  # [ROWS, 1]
+    scores = to_fp32(tl.load(logits + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+    p = tl.exp2((scores - highest) * LOG2_E) * inverse
+    gradient = smoothed_gradient(p, columns, target, scale, classes, smoothing, SMOOTH)
+    tl.store(dlogits + row * N + columns, from_fp32(gradient, dlogits.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "ignore_index"])
+def sum_losses_kernel(losses, targets, loss, count, M, ignore_index, MEAN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns all losses (M,): their sum, or with MEAN the sum over the number of rows that count."""
+    lanes = tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    counted = tl.zeros([BLOCK_N], tl.int32)
+    for start in range(0, M, BLOCK_N):
+        row = start + lanes
+        total += tl.load(losses + row, mask=row < M, other=0.0)
+        if MEAN:
+            target = tl.load(targets + row, mask=row < M, other=0)
+            counted += ((target != ignore_index) & (row < M)).to(tl.int32)
+    result = tl.sum(total, axis=0)
+    if MEAN:
+        rows = tl.sum(counted, axis=0).to(tl.float32)
+        tl.store(count, rows)
+        result = result / rows
+    tl.store(loss, result)
+
+
+def unsupported(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> str | None:
+    """The reason why these kernels do not take the call, or None."""
+    return _triton.unsupported_dtype(logits.dtype)
+
+
+def forward(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
+    rows = logits.view(-1, logits.shape[-1])
+    _launch_rows(rows, targets, losses, statistics, ignore_index, label_smoothing)
+    if reduction == "none":
+        return losses, statistics, None
+    loss, count = reduced(losses, targets, ignore_index, reduction)
+    return loss, statistics, count
+
+
+def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
+    _launch_rows(logits, targets, losses, statistics, ignore_index, label_smoothing)
+    return losses
+
+
+def row_losses_and_gradient(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """`row_losses`, and the gradient of their sum, which is written over the logits."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    _launch_rows(logits, targets, losses, None, ignore_index, label_smoothing)
+    return losses, logits
+
+
+def _launch_rows(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    statistics: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> None:
+    """The forward kernel over logits (M, V); without `statistics` it leaves the gradient in their place."""
+    (M, N), S = logits.shape, logits.stride(0)
+    tile = FORWARD.find(_triton.capability(logits.device), logits.element_size(), S)
+    vector = _triton.vector_width(logits.element_size(), S)
+    arguments = (logits, targets, losses, statistics, M, N, S, ignore_index, label_smoothing)
+    kind = (label_smoothing > 0.0, statistics is None, vector)
+    with _triton.launching_on(logits.device):
+        if tile.columns >= S:
+            cross_entropy_forward_kernel[(_triton.ceil_div(M, tile.rows),)](
+                *arguments, *kind, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
+            )
+        else:
+            cross_entropy_forward_two_pass_kernel[(M,)](
+                *arguments, *kind, tile.columns, num_warps=tile.num_warps, num_stages=1
+            )
+
+
+def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and the number of rows in the mean."""
+    mean, rows = reduction == "mean", losses.numel()
+    if rows > ROWS_OF_ONE_PROGRAM:
+        count = targets.ne(ignore_index).sum().float() if mean else None
+        return losses.sum() if count is None else losses.sum() / count, count
+    loss, count = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
+    with _triton.launching_on(losses.device):
+        sum_losses_kernel[(1,)](
+            losses, targets, loss, count, rows, ignore_index, mean, REDUCTION.columns, num_warps=REDUCTION.num_warps
+        )
+    return loss, count if mean else None
+
+
+def backward(
+    dloss: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    count: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
+    N = logits.shape[-1]
+    M = logits.numel() // N
+    tile = BACKWARD.find(_triton.capability(logits.device), logits.element_size(), N)
+    vector = _triton.vector_width(logits.element_size(), N)
+    dlogits = torch.empty_like(logits)
+    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
+    with _triton.launching_on(logits.device):
+        cross_entropy_backward_kernel[grid](
+            dloss, logits, targets, statistics, count, dlogits, M, N, ignore_index, label_smoothing,
+            label_smoothing > 0.0, reduction == "none", reduction == "mean", vector, tile.rows, tile.columns,
+            num_warps=tile.num_warps, num_stages=1,
+        )  # fmt: skip
+    return dlogits
+
+
+def configurations() -> list[Configuration]:
+    """Every compilation that the tables lead to for aligned rows, and the sum of losses."""
+    listed = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for capability in FORWARD.capabilities(dtype.itemsize):
+            for width, tile in FORWARD.entries(capability, dtype.itemsize):
+                for smooth in (False, True) if width in (128, 1024, 16384, None) else (False,):
+                    for gradient in (False, True):
+                        listed.append(_forward_configuration(dtype, capability, width, tile, smooth, gradient))
+            for width, tile in BACKWARD.entries(capability, dtype.itemsize):
+                for smooth in (False, True):
+                    listed.append(_backward_configuration(dtype, capability, width, tile, smooth))
+    return listed + [_sum_configuration(capability, mean) for capability in ((8, 0), (9, 0)) for mean in (False, True)]
+
+
+def _forward_configuration(
+    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, smooth: bool, gradient: bool
+) -> Configuration:
+    arguments: dict[str, Any] = {"logits": dtype, "targets": torch.int64, "losses": torch.float32}
+    arguments |= {"statistics": None if gradient else torch.float32, **dict.fromkeys(("M", "N", "S"), "i32")}
+    arguments |= {"ignore_index": "i32", "smoothing": "fp32", "SMOOTH": smooth, "GRADIENT": gradient}
+    arguments["VECTOR"] = 16 // dtype.itemsize
+    name = f"cross_entropy {'in place' if gradient else 'forward'}{' smooth' * smooth}"
+    kernel = cross_entropy_forward_two_pass_kernel if width is None else cross_entropy_forward_kernel
+    gates = _triton.ROW_GATES if gradient else _triton.ROW_GATES - {"wide_stores"}
+    label = _triton.width_label(dtype, width)
+    return _triton.configuration(f"{name} {label}", kernel, arguments, tile, capability, gates)
+
+
+def _backward_configuration(
+    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, smooth: bool
+) -> Configuration:
+    fp32 = torch.float32
+    arguments: dict[str, Any] = {"dloss": fp32, "logits": dtype, "targets": torch.int64, "statistics": fp32}
+    arguments |= {"count": fp32, "dlogits": dtype, "M": "i32", "N": "i32", "ignore_index": "i32", "smoothing": "fp32"}
+    arguments |= {"SMOOTH": smooth, "PER_ROW": False, "MEAN": True, "VECTOR": 16 // dtype.itemsize}
+    name = f"cross_entropy backward{' smooth' * smooth} {_triton.width_label(dtype, width)}"
+    return _triton.configuration(name, cross_entropy_backward_kernel, arguments, tile, capability)
+
+
+def _sum_configuration(capability: Capability, mean: bool) -> Configuration:
+    arguments: dict[str, Any] = {"losses": torch.float32, "targets": torch.int64, "loss": torch.float32}
+    arguments |= {"count": torch.float32, "M": "i32", "ignore_index": "i32", "MEAN": mean}
+    name = f"cross_entropy {'mean' if mean else 'sum'} of losses"
+    return _triton.configuration(name, sum_losses_kernel, arguments, REDUCTION, capability, frozenset({"no_spills"}))
