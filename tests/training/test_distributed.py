@@ -22,7 +22,13 @@ config = CharGPTConfig(
 )
 with joined_processes() as processes:
     recipe = CharGPT(config)
-    trainer = Trainer(recipe, processes)
+    graphs = None
+    if resume == "graphs":
+        from tests.training.test_graphs import RecordedGraphs
+        from transformer_kernels.training import runner
+        runner.warm_up_steps = lambda processes: 2
+        graphs = RecordedGraphs()
+    trainer = Trainer(recipe, processes, graphs=graphs)
     if resume == "resume":
         trainer.restore(out.replace("second", "first") + "/middle")
     seen = []
@@ -39,7 +45,8 @@ with joined_processes() as processes:
     dropout = torch.get_rng_state().sum().item()
     result = trainer.fit()
     end = [parameter.detach().flatten().tolist() for parameter in trainer.model.parameters()]
-    report = dict(start=start, dropout=dropout, end=end, seen=seen, validation=result.validation)
+    replays = graphs.replays if graphs else 0
+    report = dict(replays=replays, start=start, dropout=dropout, end=end, seen=seen, validation=result.validation)
     with open(f"{out}.{processes.rank}.json", "w") as file:
         json.dump(report, file)
 """
@@ -101,3 +108,10 @@ def test_resuming_is_bit_exact(reports):
     resumed = run_two(text, folder / "second", "resume")
     assert checkpoint["step"] == 3
     assert [report["end"] for report in resumed] == [one["end"], two["end"]]
+
+
+def test_captured_steps_share_gradients_and_change_no_bit(reports):
+    plain, *_, (text, folder) = reports
+    graphed = run_two(text, folder / "graphed", "graphs")
+    assert [report["replays"] for report in graphed] == [4, 4]
+    assert [report["end"] for report in graphed] == [report["end"] for report in plain]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -64,16 +64,21 @@ class CudaGraphs:
         # NCCL's watchdog may ask CUDA something while this process captures, which "global" forbids to every thread.
         self._error_mode = "thread_local" if processes.count > 1 else "global"
 
-    def side_stream(self) -> AbstractContextManager:
-        return torch.cuda.stream(self._stream)
-
-    def run(self, work: Work) -> Tensor:
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """The stream of the capture, after what the current one has to do, and before what it will have to do."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    def run(self, work: Work) -> Tensor:
         with self.side_stream():
             result = work()
-        current.wait_stream(self._stream)
-        result.record_stream(current)
+        result.record_stream(torch.cuda.current_stream(self._device))
         return result
 
     def capture(self, work: Work) -> Work:
@@ -84,7 +89,7 @@ class CudaGraphs:
         try:
             # The outer stream context brings the stream back when the end of a capture fails.
             with (
-                self.side_stream(),
+                torch.cuda.stream(self._stream),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode),
             ):
                 result = work()
