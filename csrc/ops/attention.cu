@@ -25,9 +25,10 @@ StridedOutput strided_output(Address address, int64_t batch, int64_t head, int64
 }
 
 Arguments common_arguments(int64_t batches, int64_t query_heads, int64_t key_heads, int64_t query_length,
-                           int64_t key_length, int64_t head_dim, Address mask, Address bias, bool bias_is_float,
-                           int64_t bias_batch, int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed,
-                           double dropout_p, double scale, bool causal, int64_t window) {
+                           int64_t key_length, int64_t head_dim, Address mask, Address cu_seqlens, int64_t sequences,
+                           Address bias, bool bias_is_float, int64_t bias_batch, int64_t bias_head, int64_t bias_row,
+                           int64_t bias_column, Address seed, double dropout_p, double scale, bool causal,
+                           int64_t window) {
   if (query_length > MAX_LENGTH || key_length > MAX_LENGTH)
     throw std::invalid_argument("attention: the cuda backend takes sequences of up to 536870912");
   Arguments arguments{};
@@ -38,6 +39,8 @@ Arguments common_arguments(int64_t batches, int64_t query_heads, int64_t key_hea
   arguments.key_length = static_cast<int>(key_length);
   arguments.head_dim = static_cast<int>(head_dim);
   arguments.key_padding_mask = pointer<const uint8_t>(mask);
+  arguments.cu_seqlens = pointer<const int>(cu_seqlens);
+  arguments.sequences = static_cast<int>(sequences);
   arguments.bias = {pointer<const void>(bias), bias_batch, bias_head, bias_row, bias_column, bias_is_float};
   arguments.dropout = make_dropout(pointer<const void>(seed), dropout_p);
   arguments.scale = static_cast<float>(scale);
@@ -51,10 +54,11 @@ enum class Path { AUTOMATIC = 0, GENERAL = 1, SHORT = 2, SM90 = 3 };
 
 bool takes_short(const Arguments& arguments, int path) {
   const bool fits = arguments.head_dim <= 64 && arguments.key_length <= 256 && arguments.query_length <= 256 &&
-                    !arguments.grad_bias.data;
+                    !arguments.grad_bias.data && !arguments.cu_seqlens;
   if (static_cast<Path>(path) == Path::SHORT && !fits)
     throw std::invalid_argument(
-        "attention: the short kernels take up to 256 queries and keys and head dimensions up to 64");
+        "attention: the short kernels take up to 256 queries and keys that are not packed, and head dimensions up to "
+        "64");
   return fits && (static_cast<Path>(path) == Path::AUTOMATIC || static_cast<Path>(path) == Path::SHORT);
 }
 
@@ -62,7 +66,7 @@ bool takes_short(const Arguments& arguments, int path) {
 bool takes_sm90(const Arguments& arguments, int path, int device) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
   const bool fits = arguments.vectorized && (arguments.head_dim == 64 || arguments.head_dim == 128) &&
-                    !arguments.bias.data && !arguments.dropout.seed && !arguments.window && arguments.scale > 0.f &&
+                    !arguments.bias.data && !arguments.dropout.seed && arguments.scale > 0.f &&
                     is_plain(arguments.query) && is_plain(arguments.key) && is_plain(arguments.value);
   if (static_cast<Path>(path) == Path::SM90) {
     if (!fits) throw std::invalid_argument("attention: the sm90 kernels do not take this call");
@@ -84,12 +88,12 @@ void attention_forward(int dtype, Address query, int64_t query_batch, int64_t qu
                        int64_t value_batch, int64_t value_head, int64_t value_row, Address out, int64_t out_batch,
                        int64_t out_head, int64_t out_row, Address lse, int64_t batches, int64_t query_heads,
                        int64_t key_heads, int64_t query_length, int64_t key_length, int64_t head_dim, Address mask,
-                       Address bias, bool bias_is_float, int64_t bias_batch, int64_t bias_head, int64_t bias_row,
-                       int64_t bias_column, Address seed, double dropout_p, double scale, bool causal, int64_t window,
-                       int device, Address stream, int path) {
-  Arguments arguments =
-      common_arguments(batches, query_heads, key_heads, query_length, key_length, head_dim, mask, bias, bias_is_float,
-                       bias_batch, bias_head, bias_row, bias_column, seed, dropout_p, scale, causal, window);
+                       Address cu_seqlens, int64_t sequences, Address bias, bool bias_is_float, int64_t bias_batch,
+                       int64_t bias_head, int64_t bias_row, int64_t bias_column, Address seed, double dropout_p,
+                       double scale, bool causal, int64_t window, int device, Address stream, int path) {
+  Arguments arguments = common_arguments(batches, query_heads, key_heads, query_length, key_length, head_dim, mask,
+                                         cu_seqlens, sequences, bias, bias_is_float, bias_batch, bias_head, bias_row,
+                                         bias_column, seed, dropout_p, scale, causal, window);
   arguments.query = strided(query, query_batch, query_head, query_row);
   arguments.key = strided(key, key_batch, key_head, key_row);
   arguments.value = strided(value, value_batch, value_head, value_row);
@@ -119,13 +123,13 @@ void attention_backward(int dtype, Address grad_out, int64_t grad_out_batch, int
                         Address grad_value, int64_t grad_value_batch, int64_t grad_value_head, int64_t grad_value_row,
                         Address grad_bias, int64_t bias_batches, int64_t bias_heads, int64_t bias_rows,
                         int64_t bias_columns, int64_t batches, int64_t query_heads, int64_t key_heads,
-                        int64_t query_length, int64_t key_length, int64_t head_dim, Address mask, Address bias,
-                        bool bias_is_float, int64_t bias_batch, int64_t bias_head, int64_t bias_row,
-                        int64_t bias_column, Address seed, double dropout_p, double scale, bool causal, int64_t window,
-                        int device, Address stream, int path) {
-  Arguments arguments =
-      common_arguments(batches, query_heads, key_heads, query_length, key_length, head_dim, mask, bias, bias_is_float,
-                       bias_batch, bias_head, bias_row, bias_column, seed, dropout_p, scale, causal, window);
+                        int64_t query_length, int64_t key_length, int64_t head_dim, Address mask, Address cu_seqlens,
+                        int64_t sequences, Address bias, bool bias_is_float, int64_t bias_batch, int64_t bias_head,
+                        int64_t bias_row, int64_t bias_column, Address seed, double dropout_p, double scale,
+                        bool causal, int64_t window, int device, Address stream, int path) {
+  Arguments arguments = common_arguments(batches, query_heads, key_heads, query_length, key_length, head_dim, mask,
+                                         cu_seqlens, sequences, bias, bias_is_float, bias_batch, bias_head, bias_row,
+                                         bias_column, seed, dropout_p, scale, causal, window);
   arguments.query = strided(query, query_batch, query_head, query_row);
   arguments.key = strided(key, key_batch, key_head, key_row);
   arguments.value = strided(value, value_batch, value_head, value_row);

@@ -33,10 +33,12 @@ struct Arguments {
   float* lse;                       // [batch, query head, query], natural log
   float* delta;                     // [batch, query head, query], rowsum(grad_out * out) - grad_lse
   const uint8_t* key_padding_mask;  // [batch, key], 1 = a real token, or null
+  const int* cu_seqlens;            // [sequences + 1], the first token of each packed sequence and one more, or null
   Dropout dropout;
   float scale;
   int batches, query_heads, key_heads, query_length, key_length, head_dim;
-  int window;  // 0: none
+  int sequences;  // packed ones
+  int window;     // 0: none
   bool causal;
   bool vectorized;         // rows of query, key, value and grad_out lie on 16 bytes
   bool vectorized_output;  // and so do those of what is written

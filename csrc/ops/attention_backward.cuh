@@ -69,24 +69,23 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const int block_query = query_tile * QUERIES, warp_row = threadIdx.x / WARP_SIZE * 16;
   const int warp_query = block_query + warp_row;
   const Interval keys[2] = {keys_seen_by(arguments, warp_query + g), keys_seen_by(arguments, warp_query + g + 8)};
-  const Interval seen_by_block{keys_seen_by(arguments, block_query + QUERIES - 1).first,
-                               keys_seen_by(arguments, block_query).last};
   const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
-  const int tiles = (keys_seen_by(arguments, last_query).last + KEYS) / KEYS;
+  const Interval first_sees = keys_seen_by(arguments, block_query), last_sees = keys_seen_by(arguments, last_query);
+  const Interval common = seen_by_all(first_sees, last_sees), visited = seen_by_any(first_sees, last_sees);
+  const TileRange tiles = tiles_touching<KEYS>(visited);
 
   uint64_t bits = 0, next_bits = 0;
-  int tile =
-      next_tile<KEYS>(mask, keys_seen_by(arguments, block_query).first / KEYS, tiles, arguments.key_length, bits);
+  int tile = next_tile<KEYS>(mask, tiles.first, tiles.end, arguments.key_length, bits);
   const auto load_keys_and_values = [&](int tile, int stage, uint64_t bits) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
-    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, arguments.key_length, bits, arguments);
-    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, arguments.key_length, bits, arguments);
+    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, visited.last + 1, bits, arguments);
+    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, visited.last + 1, bits, arguments);
   };
   load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                               arguments.query_length, ~0ull, arguments);
   load_tile<QUERIES, THREADS>(grad_outs, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
                               block_query, arguments.query_length, ~0ull, arguments);
-  if (tile < tiles) load_keys_and_values(tile, 0, bits);
+  if (tile < tiles.end) load_keys_and_values(tile, 0, bits);
   copy_async_commit();
 
   const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
@@ -101,17 +100,17 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
   float grad_query[HEAD_DIM / 8][4] = {};
   const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
-  for (int stage = 0; tile < tiles; stage ^= 1) {
+  for (int stage = 0; tile < tiles.end; stage ^= 1) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
-    const int first_key = tile * KEYS, last_key = first_key + KEYS - 1;
-    const int following = next_tile<KEYS>(mask, tile + 1, tiles, arguments.key_length, next_bits);
-    if (following < tiles) load_keys_and_values(following, stage ^ 1, next_bits);
+    const int first_key = tile * KEYS;
+    const int following = next_tile<KEYS>(mask, tile + 1, tiles.end, arguments.key_length, next_bits);
+    if (following < tiles.end) load_keys_and_values(following, stage ^ 1, next_bits);
     copy_async_commit();
     copy_async_wait<1>();
     __syncthreads();
 
-    const bool block_edge = first_key < seen_by_block.first || last_key > seen_by_block.last;
-    if (block_edge) quarantine<KEYS, THREADS>(k, tainted);
+    const bool edge = !is_inside<KEYS>(first_key, common);
+    if (edge) quarantine<KEYS, THREADS>(k, tainted);
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
     multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
     multiply_transposed<KEYS>(gradients, grad_outs, warp_row, v);  // [16, KEYS]: dP
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
         if (EXTRAS) gradients[n][e] = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
         gradients[n][e] = probability<EXTRAS>(scores[n][e], lse[e / 2], factor) * (gradients[n][e] - delta[e / 2]);
       }
-    if (block_edge || bits != ALL_KEYS<KEYS>) {
+    if (edge || bits != ALL_KEYS<KEYS>) {
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
@@ -137,7 +136,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
           const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
           if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1)) {
             gradients[n][e] = 0.f;
-          } else if (block_edge && tainted[column]) {
+          } else if (edge && tainted[column]) {
             gradients[n][e] = NAN;
           }
         }
@@ -185,23 +184,24 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const bool warp_has_hidden = (bits >> warp_row & 0xffff) != 0xffff;
   Interval queries[2];  // that see this lane's keys
 #pragma unroll
+  for (int half = 0; half < 2; ++half) queries[half] = queries_seeing(arguments, warp_key + g + 8 * half);
+  const Interval common = seen_by_warp(queries);  // these queries see all the warp's keys
+#pragma unroll
   for (int half = 0; half < 2; ++half)
-    queries[half] =
-        bits >> (warp_row + g + 8 * half) & 1 ? queries_seeing(arguments, warp_key + g + 8 * half) : Interval{1, 0};
-  const Interval seeing_warp{queries_seeing(arguments, warp_key + 15).first, queries_seeing(arguments, warp_key).last};
+    if (!(bits >> (warp_row + g + 8 * half) & 1)) queries[half] = {1, 0};
   const int last_key = min(block_key + KEYS, arguments.key_length) - 1;
-  const int first_tile = queries_seeing(arguments, block_key).first / QUERIES;
-  const int tiles = bits ? (queries_seeing(arguments, last_key).last + QUERIES) / QUERIES - first_tile : 0;
-  const int steps = max(tiles, 0) * group;
+  const Interval visited = seen_by_any(queries_seeing(arguments, block_key), queries_seeing(arguments, last_key));
+  const TileRange range = bits ? tiles_touching<QUERIES>(visited) : TileRange{0, 0};
+  const int tiles = range.end - range.first, steps = tiles * group;
 
   const auto load_step = [&](int step) {
-    const int head = key_head * group + step / tiles, first_query = (first_tile + step % tiles) * QUERIES;
+    const int head = key_head * group + step / tiles, first_query = (range.first + step % tiles) * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
     const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
     load_tile<QUERIES, THREADS>(q, rows_of<T>(arguments.query, batch, head), arguments.query.row, first_query,
-                                arguments.query_length, ~0ull, arguments);
+                                visited.last + 1, ~0ull, arguments);
     load_tile<QUERIES, THREADS>(grad_out, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
-                                first_query, arguments.query_length, ~0ull, arguments);
+                                first_query, visited.last + 1, ~0ull, arguments);
     const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
     for (int row = threadIdx.x; row < QUERIES; row += THREADS) {
       const int query = first_query + row;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   float grad_key[COLUMNS / 8][4] = {}, grad_value[COLUMNS / 8][4] = {};
   const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
   for (int step = 0; step < steps; ++step) {
-    const int head = key_head * group + step / tiles, first_query = (first_tile + step % tiles) * QUERIES;
+    const int head = key_head * group + step / tiles, first_query = (range.first + step % tiles) * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
     const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
     const float* lse = lse_stages + step % 2 * QUERIES;
@@ -230,8 +230,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     copy_async_wait<1>();
     __syncthreads();
 
-    const bool edge =
-        warp_has_hidden || first_query < seeing_warp.first || first_query + QUERIES - 1 > seeing_warp.last;
+    const bool edge = warp_has_hidden || !is_inside<QUERIES>(first_query, common);
     float scores[QUERIES / 8][4] = {}, gradients[QUERIES / 8][4] = {};
     multiply_transposed<QUERIES>(scores, keys, warp_row, q);              // [16 keys, QUERIES]
     multiply_transposed<QUERIES>(gradients, values, warp_row, grad_out);  // [16 keys, QUERIES]: dP^T
@@ -308,11 +307,9 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     const int batch = own_batch + step / tiles_down / heads;
     const int block_query = query_tile * QUERIES, warp_query = block_query + warp_row;
     const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
-    if (first_key > keys_seen_by(arguments, last_query).last ||
-        first_key + KEYS <= keys_seen_by(arguments, block_query).first)
-      continue;
-    const uint8_t* mask = padding_of(arguments, batch);
-    const uint64_t bits = real_keys<KEYS>(mask, first_key, arguments.key_length);
+    const Interval visited = seen_by_any(keys_seen_by(arguments, block_query), keys_seen_by(arguments, last_query));
+    const uint64_t bits = real_keys<KEYS>(padding_of(arguments, batch), first_key, arguments.key_length);
+    if (!bits || first_key > visited.last || first_key + KEYS <= visited.first) continue;
     const int key_head = head / (arguments.query_heads / arguments.key_heads);
     load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                                 arguments.query_length, ~0ull, arguments);

@@ -52,8 +52,8 @@ struct OnlineSoftmax {
 template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
   const Arguments& arguments;
   int batch, head, first_query;
-  Interval keys[2];       // that this lane's rows see
-  Interval seen_by_warp;  // keys in here need no mask
+  Interval keys[2];  // that this lane's rows see
+  Interval common;   // that all the warp's rows see: these need no mask
   float out[HEAD_DIM / 8][4] = {};
   OnlineSoftmax softmax;
   float poison[2] = {0.f, 0.f};  // NaN for a row that sees a value of inf or NaN which others may not see
@@ -62,7 +62,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
       : arguments(arguments_), batch(batch_), head(head_), first_query(first_query_) {
     const int g = threadIdx.x % WARP_SIZE / 4;
     for (int half = 0; half < 2; ++half) keys[half] = keys_seen_by(arguments, first_query + g + 8 * half);
-    seen_by_warp = {keys_seen_by(arguments, first_query + 15).first, keys_seen_by(arguments, first_query).last};
+    common = seen_by_warp(keys);
   }
 
   // Takes in KEYS keys. `queries` holds the rows from tile_row on; `tainted` comes from quarantine(v), or is null.
@@ -75,7 +75,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
       scale_scores(scores, arguments.scale);
       if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
     }
-    if (tainted || first_key < seen_by_warp.first || first_key + KEYS - 1 > seen_by_warp.last || bits != ALL_KEYS<KEYS>)
+    if (tainted || !is_inside<KEYS>(first_key, common) || bits != ALL_KEYS<KEYS>)
       hide(scores, first_key, bits, tainted);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -156,7 +156,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
 };
 
 // One block owns QUERIES queries of one head; each warp owns 16 of them. EXTRAS: a bias, dropout, a scale that is not
-// positive, or fp32. Causality, window, padding and odd lengths touch only the tiles on their edge.
+// positive, or fp32. Packing, causality, window, padding and odd lengths touch only the tiles on their edge.
 template <class T, int HEAD_DIM, bool EXTRAS>
 __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BLOCKS<T, HEAD_DIM>)
     attention_forward_kernel(const Arguments arguments) {
@@ -180,31 +180,31 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BL
   const int block_query = query_tile * QUERIES, warp_row = threadIdx.x / WARP_SIZE * 16;
   AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row);
   const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
-  const Interval seen_by_block{keys_seen_by(arguments, last_query).first, keys_seen_by(arguments, block_query).last};
-  const int tiles = (keys_seen_by(arguments, last_query).last + KEYS) / KEYS;
+  const Interval first_sees = keys_seen_by(arguments, block_query), last_sees = keys_seen_by(arguments, last_query);
+  const Interval common = seen_by_all(first_sees, last_sees), visited = seen_by_any(first_sees, last_sees);
+  const TileRange tiles = tiles_touching<KEYS>(visited);
 
   uint64_t bits = 0, next_bits = 0;
-  int tile =
-      next_tile<KEYS>(mask, keys_seen_by(arguments, block_query).first / KEYS, tiles, arguments.key_length, bits);
+  int tile = next_tile<KEYS>(mask, tiles.first, tiles.end, arguments.key_length, bits);
   const auto load_keys_and_values = [&](int tile, int stage, uint64_t bits) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
-    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, arguments.key_length, bits, arguments);
-    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, arguments.key_length, bits, arguments);
+    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, visited.last + 1, bits, arguments);
+    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, visited.last + 1, bits, arguments);
   };
   load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                               arguments.query_length, ~0ull, arguments);
-  if (tile < tiles) load_keys_and_values(tile, 0, bits);
+  if (tile < tiles.end) load_keys_and_values(tile, 0, bits);
   copy_async_commit();
 
-  for (int stage = 0; tile < tiles; stage ^= 1) {
+  for (int stage = 0; tile < tiles.end; stage ^= 1) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
     const int first_key = tile * KEYS;
-    const int following = next_tile<KEYS>(mask, tile + 1, tiles, arguments.key_length, next_bits);
-    if (following < tiles) load_keys_and_values(following, stage ^ 1, next_bits);
+    const int following = next_tile<KEYS>(mask, tile + 1, tiles.end, arguments.key_length, next_bits);
+    if (following < tiles.end) load_keys_and_values(following, stage ^ 1, next_bits);
     copy_async_commit();
     copy_async_wait<1>();
     __syncthreads();
-    const bool edge = first_key < seen_by_block.first || first_key + KEYS - 1 > seen_by_block.last;
+    const bool edge = !is_inside<KEYS>(first_key, common);
     if (edge) quarantine<KEYS, THREADS>(v, tainted);
     rows.template add<KEYS>(queries, warp_row, k, v, first_key, bits, edge ? tainted : nullptr);
     __syncthreads();  // the next round copies into the stage read in this one

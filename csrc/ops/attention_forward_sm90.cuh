@@ -1,7 +1,7 @@
 // Flash attention, forward, for Hopper: a producer warp keeps the copy engine busy, two warp groups of consumers
 // compute 64 queries each by wgmma (Shah et al., "FlashAttention-3", 2024, algorithm 1). The scores of the next tile
-// are computed while the values of the current one are taken in. For head dimensions 64 and 128, without bias, window
-// and dropout.
+// are computed while the values of the current one are taken in. For head dimensions 64 and 128, without bias and
+// dropout.
 #pragma once
 #include "../primitives/hopper.h"
 #include "attention_forward.cuh"
@@ -91,8 +91,10 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   const int batch = blockIdx.x / query_tiles / arguments.query_heads;
   const int key_head = head / (arguments.query_heads / arguments.key_heads);
   const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
-  TileWalk<KEYS> walk{padding_of(arguments, batch), arguments.key_length,
-                      (keys_seen_by(arguments, last_query).last + KEYS) / KEYS};
+  const Interval first_sees = keys_seen_by(arguments, block_query), last_sees = keys_seen_by(arguments, last_query);
+  const Interval common = seen_by_all(first_sees, last_sees);
+  const TileRange tiles = tiles_touching<KEYS>(seen_by_any(first_sees, last_sees));
+  TileWalk<KEYS> walk{padding_of(arguments, batch), arguments.key_length, tiles.end};
   if (threadIdx.x == 0) {
     constexpr int CONSUMER_WARPS = Shape::CONSUMERS / WARP_SIZE;
     barrier_init(queries_full, 1);
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
         copy_tensor_box(tile + panel * rows * PANEL_COLUMNS, map, panel * PANEL_COLUMNS, row, from_head, batch, full);
     };
     if (threadIdx.x == 0) copy_tile(queries, maps.query, QUERIES, block_query, head, queries_full);
-    for (walk.find(0); walk.tile < walk.tiles; walk.advance()) {
+    for (walk.find(tiles.first); walk.tile < walk.tiles; walk.advance()) {
       const int stage = walk.step % STAGES, parity = walk.step / STAGES % 2, row = walk.tile * KEYS;
       if (threadIdx.x == 0) {
         barrier_wait(keys_empty + stage, parity ^ 1);
@@ -132,7 +134,6 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   const int thread = threadIdx.x - WARP_GROUP_SIZE, group = thread / WARP_GROUP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int group_row = group * 64, warp_row = thread / WARP_SIZE * 16;
   AttendedRows<T, HEAD_DIM, false> rows(arguments, batch, head, block_query + warp_row);
-  const int last_key_seen_by_all = keys_seen_by(arguments, block_query).last;
   float scores[KEYS / 8][4] = {};
   uint32_t probabilities[KEYS / 16][4] = {};
   const auto release = [&](uint64_t* empty) {
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     wgmma_commit();
   };
   const auto needs_mask = [&](const TileWalk<KEYS>& at) {
-    return at.has_hidden() || at.tile * KEYS + KEYS - 1 > last_key_seen_by_all;
+    return at.has_hidden() || !is_inside<KEYS>(at.tile * KEYS, common);
   };
   const auto start_values = [&](const TileWalk<KEYS>& at) {  // out += P V
     const int stage = at.step % STAGES;
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   };
 
   barrier_wait(queries_full, 0);
-  walk.find(0);
+  walk.find(tiles.first);
   if (walk.tile < walk.tiles) {
     start_scores(walk);
     wgmma_wait<0>();

@@ -224,12 +224,16 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
 #pragma unroll
     for (int slab = 0; slab < OWNED; ++slab) {
       const int own_key = (warp * OWNED + slab) * 16;
+      if (!(keys.bits_from(own_key) & ALL_KEYS<16>)) continue;
       multiply_left_transposed<QUERIES>(grad_value[slab], probabilities, own_key, grad_out);  // [16 keys, HEAD_DIM]
       multiply_left_transposed<QUERIES>(grad_key[slab], gradients, own_key, q);               // [16 keys, HEAD_DIM]
     }
     const int row = warp % (QUERIES / 16) * 16, column = warp / (QUERIES / 16) * COLUMNS;
     float grad_query[COLUMNS / 8][4] = {};
-    multiply<KEYS, COLUMNS>(grad_query, gradients, row, keys.k, column);  // [16 queries, COLUMNS]
+#pragma unroll 1
+    for (int first_key = 0; first_key < KEYS; first_key += 64)
+      if (keys.bits_from(first_key))
+        multiply<64, COLUMNS>(grad_query, gradients, row, keys.k, column, first_key);  // [16 queries, COLUMNS]
     store_scaled<T, COLUMNS>(grad_query, arguments.scale, rows_of<T>(arguments.grad_query, batch, head),
                              arguments.grad_query.row, first_query + row, arguments.query_length, column, arguments);
   }

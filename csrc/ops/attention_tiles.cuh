@@ -36,10 +36,27 @@ struct Interval {
   int first, last;  // both included; empty when first > last
 };
 
-// The keys that causality and the window let a query see. Both ends grow with the query.
+// The packed sequence that holds a token, by bisection; behind the last sequence an empty interval at its end. Whatever
+// cu_seqlens holds, the interval stays within the tokens. Both ends grow with the token.
+TK_DEVICE Interval sequence_of(const Arguments& arguments, int token) {
+  const int* starts = arguments.cu_seqlens;
+  int low = 0, high = arguments.sequences + 1;  // the first start beyond the token is in [low, high]
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (load(starts + middle) <= token) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return {max(load(starts + max(low - 1, 0)), 0),
+          min(load(starts + min(low, arguments.sequences)), arguments.key_length) - 1};
+}
+
+// The keys that packing, causality and the window let a query see. Both ends grow with the query.
 TK_DEVICE Interval keys_seen_by(const Arguments& arguments, int query) {
   const int aligned = query + arguments.key_length - arguments.query_length;
-  Interval keys{0, arguments.key_length - 1};
+  Interval keys = arguments.cu_seqlens ? sequence_of(arguments, query) : Interval{0, arguments.key_length - 1};
   if (arguments.window) keys.first = max(keys.first, aligned - arguments.window + 1);
   if (arguments.causal) {
     keys.last = min(keys.last, aligned);
@@ -52,7 +69,7 @@ TK_DEVICE Interval keys_seen_by(const Arguments& arguments, int query) {
 // The same relation seen from a key. Both ends grow with the key.
 TK_DEVICE Interval queries_seeing(const Arguments& arguments, int key) {
   const int aligned = key + arguments.query_length - arguments.key_length;
-  Interval queries{0, arguments.query_length - 1};
+  Interval queries = arguments.cu_seqlens ? sequence_of(arguments, key) : Interval{0, arguments.query_length - 1};
   if (arguments.causal) {
     queries.first = max(queries.first, aligned);
   } else if (arguments.window) {
@@ -60,6 +77,29 @@ TK_DEVICE Interval queries_seeing(const Arguments& arguments, int key) {
   }
   if (arguments.window) queries.last = min(queries.last, aligned + arguments.window - 1);
   return queries;
+}
+
+// What neighbouring rows see, from what the first and the last of them see.
+TK_DEVICE Interval seen_by_all(const Interval& first, const Interval& last) { return {last.first, first.last}; }
+TK_DEVICE Interval seen_by_any(const Interval& first, const Interval& last) { return {first.first, last.last}; }
+
+// The same for a warp's 16 rows, of which each lane holds rows g and g + 8.
+TK_DEVICE Interval seen_by_warp(const Interval (&rows)[2]) {
+  return {__shfl_sync(ALL_LANES, rows[1].first, WARP_SIZE - 1), __shfl_sync(ALL_LANES, rows[0].last, 0)};
+}
+
+// The tiles of ROWS rows that an interval touches.
+struct TileRange {
+  int first, end;
+};
+template <int ROWS> TK_DEVICE TileRange tiles_touching(const Interval& interval) {
+  if (interval.first > interval.last) return {0, 0};
+  return {interval.first / ROWS, interval.last / ROWS + 1};
+}
+
+// Does every one of COUNT rows from `first` on lie in the interval?
+template <int COUNT> TK_DEVICE bool is_inside(int first, const Interval& interval) {
+  return first >= interval.first && first + COUNT - 1 <= interval.last;
 }
 
 template <int KEYS> constexpr uint64_t ALL_KEYS = KEYS == 64 ? ~0ull : (1ull << KEYS % 64) - 1;
@@ -269,13 +309,14 @@ TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], 
   }
 }
 
-// c[16, COLUMNS] += a[16 rows from a_row, N] @ b[N, COLUMNS from first_column], both from shared memory
-template <int N, int COLUMNS, class T, int TILE_COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
-TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], Tile<T, N> a, int a_row, Tile<T, TILE_COLUMNS> b,
-                        int first_column) {
+// c[16, COLUMNS] += a[16 rows from a_row, N from first_n] @ b[N from first_n, COLUMNS from first_column], both from
+// shared memory
+template <int N, int COLUMNS, class T, int A_COLUMNS, int TILE_COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
+TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], Tile<T, A_COLUMNS> a, int a_row, Tile<T, TILE_COLUMNS> b,
+                        int first_column, int first_n) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll 2
-  for (int k = 0; k < N / 16; ++k) {
+  for (int k = first_n / 16; k < (first_n + N) / 16; ++k) {
     uint32_t left[4];
     ldmatrix_x4(left, a.chunk(a_row + lane % 16, 2 * k + lane / 16));
 #pragma unroll

@@ -127,6 +127,15 @@ def test_sm90_matches_reference(
 
 
 @sm90
+@pytest.mark.parametrize("window", [1, 60, 200])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_sm90_with_a_window(path: str, causal: bool, window: int, device: torch.device) -> None:
+    needs_sm90(device)
+    tensors = {name: t.detach() for name, t in make(torch.float16, device, (300, 400), batch=1, width=64).items()}
+    check_parity("attention", "cuda", tensors, {"causal": causal, "window": window, "return_lse": True})
+
+
+@sm90
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str, indirect=True)
 def test_sm90_with_padding_under_every_schedule(path: str, schedule: None, device: torch.device) -> None:
     tensors = {name: value.detach() for name, value in make(torch.bfloat16, device, (140, 420), width=64).items()}
@@ -233,19 +242,135 @@ def test_shared_memory_has_no_bank_conflicts(width: int, device: torch.device) -
     assert counters["bank_conflicts"] == 0
 
 
-def test_padding_is_not_computed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of nothing but padding are skipped in every pass."""
+def work_of(tensors: dict[str, Any], **options: Any) -> tuple[int, int]:
+    """Matrix instructions and bytes copied to shared memory in a forward and a backward pass."""
     if not _extension.emulating():
         pytest.skip("counted by the emulation")
-    monkeypatch.setattr(_cuda, "path", "general")
-    multiplies = []
-    for length in (128, 512):
-        tensors = make(torch.bfloat16, device, (64, length), batch=1, heads=(1, 1))
-        tensors["key_padding_mask"] = (torch.arange(length) < 100)[None].to(device)
-        _extension.load().reset_counters()
-        tk.attention(**tensors, backend="cuda").sum().backward()
-        multiplies.append(_extension.load().counters()["matrix_multiplies"])
-    assert multiplies[0] == multiplies[1]
+    _extension.load().reset_counters()
+    tk.attention(**tensors, **options, backend="cuda").sum().backward()
+    counters = _extension.load().counters()
+    return counters["matrix_multiplies"], counters["async_copy_bytes"]
+
+
+@pytest.mark.parametrize("path", ["general", "short", "sm90"], indirect=True)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_padding_is_not_computed(path: str, biased: bool, device: torch.device) -> None:
+    """Tiles of nothing but padding are skipped in every pass, between real keys and behind them."""
+    if biased and path != "general":
+        pytest.skip("only the general kernels give the bias a gradient")
+    needs_sm90(device) if path == "sm90" else None
+    work = []
+    for length, real in ((128, [(0, 100)]), (256, [(0, 100)]), (256, [(0, 64), (192, 228)])):
+        step = 2 if path == "sm90" else 1  # its tiles are twice as long
+        tensors = make(torch.bfloat16, device, (64, step * length), batch=1, heads=(1, 1), width=64)
+        kept = torch.zeros(1, step * length, dtype=torch.bool)
+        for first, end in real:
+            kept[:, step * first : step * end] = True
+        tensors["key_padding_mask"] = kept.to(device)
+        if biased:
+            tensors["attn_bias"] = torch.zeros(1, 1, 1, length, device=device).requires_grad_()
+        work.append(work_of(tensors)[0])
+    assert work[0] == work[1] == work[2] > 0
+
+
+PACKINGS = {  # (where sequences begin, tokens): borders on and off the tiles, sequences within a tile, filler behind
+    "aligned": ([0, 128, 256], 256),
+    "within tiles": ([0, 3, 20, 21, 60, 130], 130),
+    "long and short": ([0, 1, 150, 150, 290], 300),
+    "filler for whole tiles": ([0, 70, 140], 400),
+}
+
+
+@pytest.fixture(params=PACKINGS)
+def packing(request: pytest.FixtureRequest, device: torch.device) -> tuple[Tensor, int]:
+    starts, tokens = PACKINGS[request.param]
+    return torch.tensor(starts, dtype=torch.int32, device=device), tokens
+
+
+@pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 40}], ids=str)
+def test_packed_sequences_in_each_family(
+    path: str, options: dict[str, Any], packing: tuple[Tensor, int], device: torch.device
+) -> None:
+    needs_sm90(device) if path == "sm90" else None
+    cu_seqlens, tokens = packing
+    tensors = make(torch.bfloat16, device, (tokens, tokens), batch=1, heads=(2, 1), width=64)
+    check_parity("attention", "cuda", tensors, {**options, "cu_seqlens": cu_seqlens, "return_lse": True})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.float32, 128), (torch.float32, 160), (torch.float16, 192)], ids=str
+)
+def test_packed_sequences_in_other_tile_shapes(
+    dtype: torch.dtype, width: int, packing: tuple[Tensor, int], device: torch.device
+) -> None:
+    cu_seqlens, tokens = packing
+    tensors = make(dtype, device, (tokens, tokens), batch=1, heads=(2, 1), width=width)
+    tensors["key_padding_mask"] = (torch.arange(tokens, device=device) % 7 != 3)[None]
+    tensors["attn_bias"] = torch.randn(1, 2, 1, tokens).to(device, dtype).requires_grad_()
+    check_parity("attention", "cuda", tensors, {"cu_seqlens": cu_seqlens, "dropout_p": 0.2, "return_lse": True})
+
+
+@pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed_sequences_cost_what_each_costs_alone(path: str, causal: bool, device: torch.device) -> None:
+    """Where borders fall on tiles, packed sequences take the work of a batch, and tokens behind the last one none."""
+    needs_sm90(device) if path == "sm90" else None
+    batched = make(torch.bfloat16, device, (256, 256), batch=3, heads=(2, 1), width=64)
+    packed = {name: torch.cat(list(x.detach()), dim=1)[None].requires_grad_() for name, x in batched.items()}
+    cu_seqlens = torch.tensor([0, 256, 512, 768], dtype=torch.int32, device=device)
+    alone = work_of(batched, causal=causal)
+    assert work_of(packed, causal=causal, cu_seqlens=cu_seqlens) == alone
+    multiplies, _ = work_of(
+        {name: torch.cat([x.detach(), x.detach()], dim=2).requires_grad_() for name, x in packed.items()},
+        causal=causal,
+        cu_seqlens=cu_seqlens,
+    )
+    assert multiplies == alone[0]
+
+
+def test_bias_gradient_of_packed_sequences_costs_what_each_costs_alone(device: torch.device) -> None:
+    tensors = make(torch.bfloat16, device, (256, 256), batch=1, heads=(1, 1), width=64)
+    bias = torch.zeros(1, 1, 256, 256, device=device)
+    work = []
+    for starts in ([0, 256], [0, 64, 128, 192, 256]):
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
+        work.append(work_of({**tensors, "attn_bias": bias.requires_grad_()}, cu_seqlens=cu_seqlens))
+    assert work[0][0] == 4 * work[1][0]
+
+
+@pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
+def test_no_sequence_reads_another_beyond_the_tiles_they_share(path: str, device: torch.device) -> None:
+    """NaN in the keys, values, queries and gradients of one sequence stays out of those that share no tile with it."""
+    needs_sm90(device) if path == "sm90" else None
+    clean = make(torch.bfloat16, device, (700, 700), batch=1, width=64)
+    cu_seqlens = torch.tensor([0, 250, 430, 690], dtype=torch.int32, device=device)
+    others = torch.tensor([*range(250), *range(430, 690)], device=device)
+    dirty = {name: x.detach().clone() for name, x in clean.items()}
+    for x in dirty.values():
+        x[:, :, 256:384] = float("nan")  # whole tiles inside the second sequence
+        x[:, :, 690:] = float("nan")  # nobody's
+    dirty = {name: x.requires_grad_() for name, x in dirty.items()}
+    cotangent = normal(1, 2, 700, 64, dtype=torch.bfloat16, device=device, seed=7).detach()
+    cotangent[:, :, 250:430] = 0.0
+    results = []
+    for tensors in (clean, dirty):
+        out = tk.attention(**tensors, cu_seqlens=cu_seqlens, backend="cuda")
+        out.backward(cotangent)
+        results.append([out.detach(), *(x.grad for x in tensors.values())])
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want[:, :, :192], got[:, :, :192])
+        assert torch.equal(want[:, :, 448:], got[:, :, 448:])
+    assert torch.equal(results[0][0][:, :, others], results[1][0][:, :, others])
+
+
+@pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str, indirect=True)
+def test_packed_sequences_under_every_schedule(path: str, schedule: None, device: torch.device) -> None:
+    tensors = make(torch.bfloat16, device, (300, 300), batch=1, width=64)
+    cu_seqlens = torch.tensor([0, 70, 71, 260], dtype=torch.int32, device=device)
+    options = {"cu_seqlens": cu_seqlens, "causal": True, "return_lse": True}
+    check_parity("attention", "cuda", tensors, {**options, "dropout_p": 0.0 if path == "sm90" else 0.2})
 
 
 def test_a_scale_of_zero_or_below(device: torch.device) -> None:
@@ -254,11 +379,13 @@ def test_a_scale_of_zero_or_below(device: torch.device) -> None:
         check_parity("attention", "cuda", tensors, {"scale": scale, "causal": True})
 
 
-def test_short_kernels_refuse_what_they_cannot_hold(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda, "path", "short")
-    tensors = make(torch.float16, device, (1, 257), batch=1)
-    with pytest.raises(ValueError, match="up to 256 queries and keys"):
-        tk.attention(**tensors, backend="cuda")
+@pytest.mark.parametrize("path", ["short"], indirect=True)
+def test_short_kernels_refuse_what_they_cannot_hold(path: str, device: torch.device) -> None:
+    cu_seqlens = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    for lengths, options in (((1, 257), {}), ((8, 8), {"cu_seqlens": cu_seqlens})):
+        tensors = make(torch.float16, device, lengths, batch=1)
+        with pytest.raises(ValueError, match="up to 256 queries and keys that are not packed"):
+            tk.attention(**tensors, **options, backend="cuda")
 
 
 def test_unsupported_says_why(device: torch.device) -> None:

@@ -31,8 +31,6 @@ def unsupported(
         return f"dtype {q.dtype} is not supported; use float32, float16 or bfloat16"
     if q.shape[3] > MAX_HEAD_DIM:
         return f"the head dimension is {q.shape[3]}, above {MAX_HEAD_DIM}; backend='torch' takes it"
-    if cu_seqlens is not None:
-        return "it has no packed sequences (cu_seqlens)"
     return None
 
 
@@ -59,7 +57,7 @@ def forward(
         *_rows(v),
         *_rows(out),
         lse.data_ptr(),
-        *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
+        *_problem(q, k, key_padding_mask, cu_seqlens, attn_bias, seed, causal, window, dropout_p, scale),
         PATHS[path],
     )
     return out, lse
@@ -109,7 +107,7 @@ def backward(
         *_rows(dk),
         *_rows(dv),
         *computed_dbias,
-        *_problem(q, k, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale),
+        *_problem(q, k, key_padding_mask, cu_seqlens, attn_bias, seed, causal, window, dropout_p, scale),
         PATHS[path],
     )
     return dq, dk, dv, dbias
@@ -140,6 +138,7 @@ def _problem(
     q: Tensor,
     k: Tensor,
     key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
     attn_bias: Tensor | None,
     seed: Tensor | None,
     causal: bool,
@@ -161,6 +160,7 @@ def _problem(
         k.shape[2],
         width,
         0 if key_padding_mask is None else key_padding_mask.data_ptr(),
+        *((0, 0) if cu_seqlens is None else (cu_seqlens.data_ptr(), len(cu_seqlens) - 1)),
         *bias,
         0 if seed is None else seed.data_ptr(),
         dropout_p,
