@@ -49,8 +49,8 @@ TK_DEVICE Interval sequence_of(const Arguments& arguments, int token) {
       high = middle;
     }
   }
-  return {max(load(starts + max(low - 1, 0)), 0),
-          min(load(starts + min(low, arguments.sequences)), arguments.key_length) - 1};
+  const auto start = [&](int sequence) { return min(max(load(starts + sequence), 0), arguments.key_length); };
+  return {start(max(low - 1, 0)), start(min(low, arguments.sequences)) - 1};
 }
 
 // The keys that packing, causality and the window let a query see. Both ends grow with the query.

@@ -6,7 +6,7 @@ Numbers are compared loosely with the torch backend: the sanitizer judges here, 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,42 +14,79 @@ from torch import Tensor
 from transformer_kernels import _extension
 from transformer_kernels.ops.attention import _cuda, _torch
 
-# (family, dtype, head dimension, queries, keys, heads of q and k, everything at once: masks, bias, window, dropout)
+
+class Case(NamedTuple):
+    family: str
+    dtype: torch.dtype
+    width: int
+    queries: int
+    keys: int
+    heads: tuple[int, int]  # of q and k
+    everything: bool = False  # bias, window and dropout
+    starts: list[int] | None = None  # of packed sequences
+
+
 CASES = [
-    ("general", torch.float16, 64, 70, 133, (2, 1), False),
-    ("general", torch.bfloat16, 40, 33, 70, (2, 2), True),
-    ("general", torch.bfloat16, 160, 20, 40, (1, 1), True),
-    ("general", torch.float32, 32, 40, 50, (2, 1), True),
-    ("short", torch.bfloat16, 32, 64, 64, (2, 2), False),
-    ("short", torch.float16, 64, 70, 100, (2, 1), True),
-    ("sm90", torch.bfloat16, 64, 130, 200, (1, 1), False),
+    Case("general", torch.float16, 64, 70, 133, (2, 1)),
+    Case("general", torch.bfloat16, 40, 33, 70, (2, 2), everything=True),
+    Case("general", torch.bfloat16, 160, 20, 40, (1, 1), everything=True),
+    Case("general", torch.float32, 32, 40, 50, (2, 1), everything=True),
+    Case("general", torch.bfloat16, 40, 150, 150, (2, 1), starts=[0, 20, 90, 90, 145]),
+    Case("general", torch.float32, 32, 70, 70, (2, 2), everything=True, starts=[0, 33, 64]),
+    Case("short", torch.bfloat16, 32, 64, 64, (2, 2)),
+    Case("short", torch.float16, 64, 70, 100, (2, 1), everything=True),
+    Case("sm90", torch.bfloat16, 64, 130, 200, (1, 1)),
+    Case("sm90", torch.bfloat16, 64, 200, 200, (1, 1), starts=[0, 30, 150, 190]),
 ]
+NONSENSE = ([5, 3, 1000, -7], [5, -(2**31)], [-(2**31), 2**31 - 1], [2**31 - 1], [90, 80, 70, 60, 50])
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def check_case(
-    family: str, dtype: torch.dtype, width: int, queries: int, keys: int, heads: tuple[int, int], everything: bool
-) -> None:
-    q = random(2, heads[0], queries, width, dtype=dtype, seed=1)
-    k, v = (random(2, heads[1], keys, width, dtype=dtype, seed=seed) for seed in (2, 3))
-    mask = torch.arange(keys) < torch.tensor([[keys], [keys // 2]])
-    bias = random(1, heads[0], queries, keys, dtype=dtype, seed=4) if everything else None
-    seed = torch.tensor([1234]) if everything else None
-    options: tuple[Any, ...] = (True, keys // 2 if everything else None, 0.25 if everything else 0.0, width**-0.5)
-    arguments = (mask, bias, seed, *options)
-    _cuda.path = family
+def check_case(case: Case) -> None:
+    batch = 1 if case.starts else 2
+    q = random(batch, case.heads[0], case.queries, case.width, dtype=case.dtype, seed=1)
+    k, v = (random(batch, case.heads[1], case.keys, case.width, dtype=case.dtype, seed=seed) for seed in (2, 3))
+    mask = torch.arange(case.keys) < torch.tensor([[case.keys], [case.keys // 2]])[:batch]
+    bias = seed = window = None
+    if case.everything:
+        bias = random(1, case.heads[0], case.queries, case.keys, dtype=case.dtype, seed=4)
+        seed, window = torch.tensor([1234]), case.keys // 2
+    cu_seqlens = torch.tensor(case.starts, dtype=torch.int32) if case.starts else None
+    dropout_p = 0.25 if case.everything else 0.0
+    arguments = (mask, bias, seed, cu_seqlens, True, window, dropout_p, case.width**-0.5)
+    _cuda.path = case.family
     out, lse = _cuda.forward(q, k, v, *arguments)
     want = _torch.forward(q, k, v, *arguments)
-    check(f"{family} forward", (out, lse), want)
-    if family == "sm90":  # a forward kernel; its backward is the general one
+    check(f"{case} forward", (out, lse), want)
+    if case.family == "sm90":  # a forward kernel; its backward is the general one
         _cuda.path = "general"
-    dout = random(*q.shape, dtype=dtype, seed=5)
-    bias_needs_grad = everything and family != "short"  # that family has no gradient of a bias
-    gradients = _cuda.backward(dout, None, q, k, v, out, lse, *arguments, bias_needs_grad)
-    check(f"{family} backward", gradients, _torch.backward(dout, None, q, k, v, *want, *arguments, bias_needs_grad))
+    dout = random(*q.shape, dtype=case.dtype, seed=5)
+    bias_needs_grad = case.everything and case.family != "short"  # that family has no gradient of a bias
+    grads = views_of_one_buffer(q, k) if case.starts else None
+    gradients = _cuda.backward(dout, None, q, k, v, out, lse, *arguments, bias_needs_grad, grads)
+    expected = _torch.backward(dout, None, q, k, v, *want, *arguments, bias_needs_grad)
+    check(f"{case} backward", gradients, expected)
+
+
+def views_of_one_buffer(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three gradients to fill: neighbours in memory, their rows off 16 bytes, the last one at the buffer's end."""
+    heads = [q.shape[1], k.shape[1], k.shape[1]]
+    buffer = torch.zeros(q.shape[0], q.shape[2], sum(heads), q.shape[3] + 1, dtype=q.dtype)
+    dq, dk, dv = buffer[..., 1:].transpose(1, 2).split(heads, dim=1)
+    return dq, dk, dv
+
+
+def check_nonsense(starts: list[int]) -> None:
+    """Starts that no caller may pass give numbers without meaning, but nothing outside the tensors is touched."""
+    q, k, v = (random(1, 1, 100, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3))
+    arguments = (None, None, None, torch.tensor(starts, dtype=torch.int32), True, None, 0.0, 0.125)
+    for family in ("general", "sm90"):
+        _cuda.path = family
+        out, lse = _cuda.forward(q, k, v, *arguments)
+    _cuda.backward(out, None, q, k, v, out, lse, *arguments, False)
 
 
 def check(name: str, ours: tuple[Tensor | None, ...], theirs: tuple[Tensor | None, ...]) -> None:
@@ -64,7 +101,9 @@ def main() -> None:
     for number, kind in enumerate(("one_warp_ahead", "random")):
         module.set_schedule(kind, number)
         for case in CASES:
-            check_case(*case)
+            check_case(case)
+        for starts in NONSENSE:
+            check_nonsense(starts)
     print("attention kernels ran", module.counters())
 
 
