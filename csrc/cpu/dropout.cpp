@@ -43,18 +43,24 @@ struct Dropout {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
 namespace avx512 {
+#define TK_BYTES 64
 #include "dropout_lanes.h"
+#undef TK_BYTES
 }
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx2")
 namespace avx2 {
+#define TK_BYTES 32
 #include "dropout_lanes.h"
+#undef TK_BYTES
 }
 #pragma GCC pop_options
 #endif
 namespace plain {
+#define TK_BYTES 16
 #include "dropout_lanes.h"
+#undef TK_BYTES
 }
 
 template <typename Element>

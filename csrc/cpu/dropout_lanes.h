@@ -1,46 +1,67 @@
-// Dropout of one row, eight philox counters at a time. dropout.cpp includes this file once for each instruction set,
-// inside a namespace of that name; vectors wider than the machine's are taken apart by the compiler.
+// Dropout of one row in registers of TK_BYTES. dropout.cpp includes this file once for each instruction set, inside a
+// namespace of that name.
 
-constexpr int GROUPS = 8;             // counters at a time
-constexpr int ELEMENTS = 4 * GROUPS;  // each serves four neighbouring elements
+constexpr int GROUPS = TK_BYTES / 8;     // philox counters in a register, one in each lane of 64 bits
+constexpr int WIDTH = TK_BYTES / 4;      // elements in a register
+constexpr int BLOCKS = 2;                // registers of counters that go through the rounds together: a product is slow
+constexpr int PARTS = 2 * BLOCKS;        // registers of elements that they serve
+constexpr int ELEMENTS = PARTS * WIDTH;
 
-typedef uint64_t Lanes __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint64_t Lanes __attribute__((vector_size(TK_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(TK_BYTES)));
+typedef float Floats __attribute__((vector_size(TK_BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(TK_BYTES / 2)));
 
 // The 64-bit products of a factor with the low halves of the lanes.
 inline Lanes product(Lanes lanes, uint32_t factor) {
-#if defined(__AVX512F__)
+#if TK_X86 && TK_BYTES == 64
   return (Lanes)_mm512_mul_epu32((__m512i)lanes, _mm512_set1_epi64(factor));
-#elif defined(__AVX2__)
-  __m256i half[2];
-  memcpy(half, &lanes, sizeof lanes);
-  for (__m256i& each : half) each = _mm256_mul_epu32(each, _mm256_set1_epi64x(factor));
-  memcpy(&lanes, half, sizeof lanes);
-  return lanes;
+#elif TK_X86 && TK_BYTES == 32
+  return (Lanes)_mm256_mul_epu32((__m256i)lanes, _mm256_set1_epi64x(factor));
+#elif TK_X86
+  return (Lanes)_mm_mul_epu32((__m128i)lanes, _mm_set1_epi64x(factor));
 #else
   return (lanes & 0xFFFFFFFFu) * factor;
 #endif
 }
 
-// The words of elements 0 to 15 and 16 to 31 after the first one of a group. High halves of lanes collect rubbish, which
-// neither the products nor the last shifts read.
-inline void draw(uint64_t seed, uint32_t group, uint32_t row, uint32_t head, Words words[2]) {
-  Lanes c0 = Lanes{0, 1, 2, 3, 4, 5, 6, 7} + group, c1 = Lanes{} + row, c2 = Lanes{} + head, c3 = Lanes{};
+// One word of each lane and one of the other register in turn: a0 b0 a1 b1 ..., the first or the second half of them.
+inline Lanes interleaved(Lanes a, Lanes b, int half) {
+#if TK_X86 && TK_BYTES == 64
+  return half == 0 ? TK_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11) : TK_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#elif TK_X86 && TK_BYTES == 32
+  return half == 0 ? TK_SHUFFLE(a, b, 0, 4, 1, 5) : TK_SHUFFLE(a, b, 2, 6, 3, 7);
+#else
+  return half == 0 ? TK_SHUFFLE(a, b, 0, 2) : TK_SHUFFLE(a, b, 1, 3);
+#endif
+}
+
+// The words of ELEMENTS elements after the first one of a group. High halves of lanes collect rubbish, which neither the
+// products nor the last shifts read.
+inline void draw(uint64_t seed, uint32_t group, uint32_t row, uint32_t head, Words words[PARTS]) {
+  Lanes c0[BLOCKS], c1[BLOCKS], c2[BLOCKS], c3[BLOCKS];
+  for (int b = 0; b < BLOCKS; ++b) {
+    for (int i = 0; i < GROUPS; ++i) c0[b][i] = group + static_cast<uint32_t>(b * GROUPS + i);
+    c1[b] = Lanes{} + row;
+    c2[b] = Lanes{} + head;
+    c3[b] = Lanes{};
+  }
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < PHILOX_ROUNDS; ++round) {
-    const Lanes product0 = product(c0, PHILOX_MULTIPLIER0), product1 = product(c2, PHILOX_MULTIPLIER1);
-    c0 = (product1 >> 32) ^ c1 ^ key0;
-    c2 = (product0 >> 32) ^ c3 ^ key1;
-    c1 = product1;
-    c3 = product0;
+    for (int b = 0; b < BLOCKS; ++b) {
+      const Lanes product0 = product(c0[b], PHILOX_MULTIPLIER0), product1 = product(c2[b], PHILOX_MULTIPLIER1);
+      c0[b] = (product1 >> 32) ^ c1[b] ^ key0;
+      c2[b] = (product0 >> 32) ^ c3[b] ^ key1;
+      c1[b] = product1;
+      c3[b] = product0;
+    }
     key0 += PHILOX_WEYL0;
     key1 += PHILOX_WEYL1;
   }
-  const Lanes first = (c0 & 0xFFFFFFFFu) | c1 << 32, second = (c2 & 0xFFFFFFFFu) | c3 << 32;
-  words[0] = (Words)TK_SHUFFLE(first, second, 0, 8, 1, 9, 2, 10, 3, 11);
-  words[1] = (Words)TK_SHUFFLE(first, second, 4, 12, 5, 13, 6, 14, 7, 15);
+  for (int b = 0; b < BLOCKS; ++b) {
+    const Lanes first = (c0[b] & 0xFFFFFFFFu) | c1[b] << 32, second = (c2[b] & 0xFFFFFFFFu) | c3[b] << 32;
+    for (int half = 0; half < 2; ++half) words[2 * b + half] = (Words)interleaved(first, second, half);
+  }
 }
 
 inline Floats load(const float* from) {
@@ -71,22 +92,22 @@ template <typename Element>
 void row(const Dropout& dropout, uint32_t head, uint32_t row, int64_t first, int64_t columns, const Element* x,
          const Element* residual, Element* out) {
   const Floats zero{};
-  for (int64_t done = first % 4 == 0 ? 0 : -(first % 4); done < columns; done += ELEMENTS) {
-    Words words[2];
+  for (int64_t done = -(first % 4); done < columns; done += ELEMENTS) {
+    Words words[PARTS];
     draw(dropout.seed, static_cast<uint32_t>((first + done) / 4), row, head, words);
-    for (int half = 0; half < 2; ++half) {
-      const int64_t from = done + 16 * half, begin = from < 0 ? 0 : from;
-      const int64_t end = from + 16 < columns ? from + 16 : columns;
-      if (end - begin == 16) {
-        const Floats kept = words[half] >= dropout.threshold ? load(x + from) * dropout.scale : zero;
+    for (int part = 0; part < PARTS; ++part) {
+      const int64_t from = done + WIDTH * part, begin = from < 0 ? 0 : from;
+      const int64_t end = from + WIDTH < columns ? from + WIDTH : columns;
+      if (end - begin == WIDTH) {
+        const Floats kept = words[part] >= dropout.threshold ? load(x + from) * dropout.scale : zero;
         store(out + from, residual ? kept + load(residual + from) : kept);
       } else if (begin < end) {
-        Element part[16] = {}, added[16] = {};
-        for (int64_t i = begin; i < end; ++i) part[i - from] = x[i];
+        Element edge[WIDTH] = {}, added[WIDTH] = {};
+        for (int64_t i = begin; i < end; ++i) edge[i - from] = x[i];
         for (int64_t i = begin; residual && i < end; ++i) added[i - from] = residual[i];
-        const Floats kept = words[half] >= dropout.threshold ? load(part) * dropout.scale : zero;
-        store(part, kept + load(added));
-        for (int64_t i = begin; i < end; ++i) out[i] = part[i - from];
+        const Floats kept = words[part] >= dropout.threshold ? load(edge) * dropout.scale : zero;
+        store(edge, kept + load(added));
+        for (int64_t i = begin; i < end; ++i) out[i] = edge[i - from];
       }
     }
   }
