@@ -261,6 +261,7 @@ def packed_attention(
         dropout_p=dropout_p,
         scale=scale,
     )
+    assert isinstance(out, Tensor)  # no return_lse
     return out.transpose(1, 2).flatten(2)  # (B, H, L, D) -> (B, L, H * D)
 
 

@@ -200,7 +200,7 @@ def build_cuda(folder: Path, toolkit: Toolkit, architectures: str = DEFAULT_ARCH
 def build_cpu_dropout(target: Path, csrc: Path = CSRC) -> None:
     """Builds the dropout of the torch backend; it picks the instructions when it runs, so no -march is given."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    flags = "-std=c++17 -O3 -fPIC -shared -fvisibility=hidden -ffp-contract=off -Wno-psabi -pthread"
+    flags = "-std=c++17 -O3 -fPIC -shared -fvisibility=hidden -ffp-contract=off -Wno-psabi"
     if sys.platform == "darwin":
         flags += " -undefined dynamic_lookup"
     command = [*find_host_compiler().split(), *flags.split(), *_include_flags().split()]

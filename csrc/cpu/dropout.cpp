@@ -8,7 +8,6 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -22,12 +21,20 @@
 #define TK_SHUFFLE(first, second, ...) __builtin_shuffle(first, second, Lanes{__VA_ARGS__})
 #endif
 
+// PyTorch's own OpenMP threads where it brings GNU's runtime, as its Linux wheels do: a second pool would have to share the
+// cores with the first one, whose idle threads spin.
+extern "C" {
+__attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
+__attribute__((weak)) int omp_get_thread_num();
+__attribute__((weak)) int omp_get_num_threads();
+}
+
 namespace {
 
 constexpr int PHILOX_ROUNDS = 10;
 constexpr uint32_t PHILOX_MULTIPLIER0 = 0xD2511F53u, PHILOX_MULTIPLIER1 = 0xCD9E8D57u;
 constexpr uint32_t PHILOX_WEYL0 = 0x9E3779B9u, PHILOX_WEYL1 = 0xBB67AE85u;
-constexpr int64_t ELEMENTS_PER_THREAD = 1 << 18;  // a thread costs as much as these do
+constexpr int64_t ELEMENTS_PER_THREAD = 1 << 15;  // fewer are not worth waking another thread
 
 struct Bfloat16 {
   uint16_t bits;
@@ -61,6 +68,14 @@ namespace plain {
 #define TK_BYTES 16
 #include "dropout_lanes.h"
 #undef TK_BYTES
+}
+
+// Calls work(thread, count) once for each of `count` threads, at most `wanted` and at least one.
+template <typename Work>
+void in_parallel(int64_t wanted, Work work) {
+  if (wanted < 2 || !GOMP_parallel || !omp_get_thread_num || !omp_get_num_threads) return work(0, 1);
+  auto run = [](void* data) { (*static_cast<Work*>(data))(omp_get_thread_num(), omp_get_num_threads()); };
+  GOMP_parallel(run, &work, static_cast<unsigned>(wanted), 0);
 }
 
 template <typename Element>
@@ -104,18 +119,13 @@ void drop(const Dropout& dropout, const Element* x, const Element* residual, Ele
           int64_t heads, int64_t rows, int64_t columns, int64_t first, int64_t threads) {
   const Row<Element> row = row_function<Element>();
   const int64_t total = heads * rows;
-  auto share = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
+  in_parallel(std::min(threads, total * columns / ELEMENTS_PER_THREAD), [&](int64_t thread, int64_t count) {
+    for (int64_t i = total * thread / count; i < total * (thread + 1) / count; ++i) {
       const int64_t head = first_head + i / rows, at = i * columns;
       row(dropout, static_cast<uint32_t>(head), static_cast<uint32_t>(first + i % rows), first, columns, x + at,
           residual ? residual + at : nullptr, out + at);
     }
-  };
-  const int64_t wanted = std::min(threads, std::max<int64_t>(1, total * columns / ELEMENTS_PER_THREAD));
-  std::vector<std::thread> others;
-  for (int64_t i = 1; i < wanted; ++i) others.emplace_back(share, total * i / wanted, total * (i + 1) / wanted);
-  share(0, total / wanted);
-  for (std::thread& other : others) other.join();
+  });
 }
 
 void dropout(uintptr_t x, uintptr_t residual, uintptr_t out, bool bfloat16, uint64_t seed, uint64_t threshold,

@@ -52,14 +52,17 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
-    options = (causal, window, dropout_p, scale)
     if cu_seqlens is None or q.device.type != "cpu":
-        return _forward(q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *options)
+        return _forward(
+            q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale, 0
+        )  # fmt: skip
     out, lse = _like_output(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for span in _sequences(cu_seqlens, (out,)):
         masks = _masks_of(span, key_padding_mask, attn_bias)
-        operands = (x[:, :, span] for x in (q, k, v))
-        out[:, :, span], lse[:, :, span] = _forward(*operands, *masks, seed, None, *options, first=span.start)
+        query, key, value = (x[:, :, span] for x in (q, k, v))
+        out[:, :, span], lse[:, :, span] = _forward(
+            query, key, value, *masks, seed, None, causal, window, dropout_p, scale, span.start
+        )  # fmt: skip
     return out, lse
 
 
@@ -83,11 +86,13 @@ def backward(
     grads: Gradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv (written into `grads` where those are given), dbias."""
-    options = (causal, window, dropout_p, scale, bias_needs_grad)
     grads = (_like_output(q), _like_output(k), _like_output(v)) if grads is None else grads
     if cu_seqlens is None or q.device.type != "cpu":
-        masks = (key_padding_mask, attn_bias, seed, cu_seqlens)
-        return *grads, _backward(grads, dout, dlse, q, k, v, out, lse, *masks, *options)
+        dbias = _backward(
+            grads, dout, dlse, q, k, v, out, lse, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window,
+            dropout_p, scale, bias_needs_grad, 0,
+        )  # fmt: skip
+        return *grads, dbias
     wanted = attn_bias if bias_needs_grad else None
     dbias = None if wanted is None else torch.zeros_like(wanted, dtype=lse.dtype, memory_format=torch.contiguous_format)
     for span in _sequences(cu_seqlens, grads):
@@ -96,7 +101,7 @@ def backward(
         own_dlse = None if dlse is None else dlse[:, :, span]
         part = _backward(
             (dq, dk, dv), gradient, own_dlse, query, key, value, result, lse[:, :, span], *own_masks, seed, None,
-            *options, first=span.start,
+            causal, window, dropout_p, scale, bias_needs_grad, span.start,
         )  # fmt: skip
         if dbias is not None and part is not None:
             _bias_of(span, dbias).add_(part)
@@ -142,7 +147,7 @@ def _forward(
     window: int | None,
     dropout_p: float,
     scale: float,
-    first: int = 0,
+    first: int,
 ) -> tuple[Tensor, Tensor]:
     """out and lse; `first` is the token that dropout counts rows and columns from."""
     if _fused(q, k, v, seed) and cu_seqlens is None:
@@ -172,7 +177,7 @@ def _backward(
     dropout_p: float,
     scale: float,
     bias_needs_grad: bool,
-    first: int = 0,
+    first: int,
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
     restricted = causal or window is not None or key_padding_mask is not None

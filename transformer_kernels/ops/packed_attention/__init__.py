@@ -147,5 +147,4 @@ class _PackedAttention(torch.autograd.Function):
                 _last_axis_contiguous(dout), None, *_split(qkv, ctx.heads), out, lse, *tensors, *ctx.options,
                 False, _split(dqkv, ctx.heads),
             )  # fmt: skip
-        (dqkv,) = _autograd.first_order_only(OP, (dqkv,))
-        return None, dqkv, *[None] * (1 + len(tensors) + len(ctx.options))
+        return None, *_autograd.first_order_only(OP, (dqkv,)), *[None] * (1 + len(tensors) + len(ctx.options))
