@@ -219,6 +219,22 @@ def test_forward_never_waits_for_the_device(name, backend):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_packed_sequences_never_wait_for_the_device(backend, pooling):
+    model = build("imdb_bert", backend, pooling=pooling).cuda()
+    tokens, inputs = packed([12, 7], room=24)
+    labels, tokens = torch.tensor([0, 1]).cuda(), tokens.cuda()
+    inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
+    model.loss(labels, tokens, **inputs).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.loss(labels, tokens, **inputs).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_bound_model_asks_its_backend_only():
     model = build("gpt2", "torch")
     with tk.use_backend("cuda"):
