@@ -126,13 +126,13 @@ def test_tensor_descriptors_need_alignment(
 ) -> None:
     packed = torch.randn(1, 64, 3, 2, 64, device=device).half()
     q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
-    options = (None, None, None, False, None, 0.0, 0.1)
+    options = (None, None, None, None, False, None, 0.0, 0.1)
     monkeypatch.setattr(attention, "_descriptors_pay", lambda call: True)
-    assert attention._takes_descriptors(attention._Call(q, k, v, None, *options))
+    assert attention._takes_descriptors(attention._Call(q, k, v, (), *options))
     expanded = k[:, :1].expand(1, 2, 64, 64)
-    assert not attention._takes_descriptors(attention._Call(q, expanded, v, None, *options))
+    assert not attention._takes_descriptors(attention._Call(q, expanded, v, (), *options))
     shifted = torch.randn(1, 2, 64, 72, device=device).half()[..., 3:67]
-    assert not attention._takes_descriptors(attention._Call(shifted, k, v, None, *options))
+    assert not attention._takes_descriptors(attention._Call(shifted, k, v, (), *options))
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
@@ -224,7 +224,7 @@ for layout in ("BHLD", "BLHD"):
             q, k, v = (torch.empty(batch, 4, length, 64, dtype=torch.float16) for _ in range(3))
         else:
             q, k, v = (x.transpose(1, 2) for x in torch.empty(batch, length, 3, 4, 64, dtype=torch.float16).unbind(2))
-        call = attention._Call(q, k, v, None, None, None, None, True, None, 0.0, 0.125)
+        call = attention._Call(q, k, v, (), None, None, None, None, True, None, 0.0, 0.125)
         out, lse = torch.empty_like(q), torch.empty(batch, 4, length)
         numbers = (*call.sizes, *call.strides, *call.bias_strides[:3], *call.numbers, call.section(length))
         constants = dict(call.constants, BLOCK_M=64, BLOCK_N=64, MASKED_N=32, NEGATE=False, DESCRIPTOR=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,22 +12,21 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from transformer_kernels import _triton
-from transformer_kernels._triton import Configuration
 from transformer_kernels.ops.attention import _triton_config as config
-from transformer_kernels.ops.attention._triton_backward import (
-    attention_backward_bias_kernel,
-    attention_backward_key_kernel,
-    attention_backward_query_kernel,
-)
+from transformer_kernels.ops.attention._triton_backward import attention_backward_query_kernel
+from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel
+from transformer_kernels.ops.attention._triton_backward_key import attention_backward_key_kernel
 from transformer_kernels.ops.attention._triton_config import Tile
+from transformer_kernels.ops.attention._triton_configurations import configurations
 from transformer_kernels.ops.attention._triton_decode import attention_combine_kernel, attention_decode_kernel
 from transformer_kernels.ops.attention._triton_forward import attention_forward_kernel
+from transformer_kernels.ops.attention._triton_sequences import attention_sequences_kernel
 from transformer_kernels.ops.attention._triton_short import (
     attention_short_backward_kernel,
     attention_short_forward_kernel,
 )
 
-MAXIMUM_HEAD_DIM = 256
+__all__ = ["backward", "configurations", "forward", "unsupported"]
 
 
 def unsupported(
@@ -43,10 +43,8 @@ def unsupported(
     scale: float,
 ) -> str | None:
     """The reason why these kernels do not take the call, or None."""
-    if q.shape[3] > MAXIMUM_HEAD_DIM:
-        return f"supports head dimensions up to {MAXIMUM_HEAD_DIM}, not {q.shape[3]}; use backend='torch'"
-    if cu_seqlens is not None:
-        return "it has no packed sequences (cu_seqlens)"
+    if q.shape[3] > config.MAXIMUM_HEAD_DIM:
+        return f"supports head dimensions up to {config.MAXIMUM_HEAD_DIM}, not {q.shape[3]}; use backend='torch'"
     return _triton.unsupported_dtype(q.dtype)
 
 
@@ -64,10 +62,12 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, by the path that suits the lengths."""
-    call = _Call(q, k, v, None, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale)
+    masks = (key_padding_mask, attn_bias, seed, cu_seqlens)
+    call = _Call(q, k, v, (), *masks, causal, window, dropout_p, scale)
     out = _empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with _triton.launching_on(q.device):
+        call.find_sequences()
         if call.is_decode():
             _launch_decode(call, out, lse)
         elif (tile := call.short_tile("forward")) is not None:
@@ -97,20 +97,34 @@ def backward(
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, if it needs one, of the bias."""
-    call = _Call(q, k, v, dout, key_padding_mask, attn_bias, seed, causal, window, dropout_p, scale)
+    dq, dk, dv = grads = (_empty_like(q), _empty_like(k), _empty_like(v)) if grads is None else grads
+    masks = (key_padding_mask, attn_bias, seed, cu_seqlens)
+    call = _Call(q, k, v, (dout, *grads), *masks, causal, window, dropout_p, scale)
     out = out if out.transpose(1, 2).is_contiguous() else out.transpose(1, 2).contiguous().transpose(1, 2)
-    dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
     tile = call.short_tile("backward")
-    delta = torch.empty_like(lse) if bias_needs_grad or tile is None else None
+    statistics = _Statistics(lse, dlse)
+    if bias_needs_grad or tile is None:
+        statistics.delta = torch.empty_like(lse)
+        if call.itemsize == config.SINGLE:
+            statistics.correction = torch.empty_like(lse)
     with _triton.launching_on(q.device):
+        call.find_sequences()
         if tile is not None:
-            _launch_short_backward(call, tile, lse, dlse, delta, dq, dk, dv)
+            _launch_short_backward(call, tile, statistics)
         else:
-            _launch_backward(call, out, lse, dlse, delta, dq, dk, dv)
-        dbias = _bias_gradient(call, lse, dlse, delta) if bias_needs_grad else None
-    if grads is not None:
-        dq, dk, dv = (wanted.copy_(grad) for wanted, grad in zip(grads, (dq, dk, dv), strict=True))
+            _launch_backward(call, out, statistics)
+        dbias = _bias_gradient(call, statistics) if bias_needs_grad else None
     return dq, dk, dv, dbias
+
+
+@dataclass
+class _Statistics:
+    """What the backward kernels know of each query, (B, Hq, Lq) in fp32; the last two they write for each other."""
+
+    lse: Tensor
+    dlse: Tensor | None
+    delta: Tensor | None = None
+    correction: Tensor | None = None
 
 
 class _Call:
@@ -121,16 +135,18 @@ class _Call:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        dout: Tensor | None,
+        gradients: tuple[Tensor, ...],
         key_padding_mask: Tensor | None,
         attn_bias: Tensor | None,
         seed: Tensor | None,
+        cu_seqlens: Tensor | None,
         causal: bool,
         window: int | None,
         dropout_p: float,
         scale: float,
     ) -> None:
-        self.q, self.k, self.v, self.dout = q, k, v, dout
+        self.q, self.k, self.v = q, k, v
+        self.gradients = gradients  # dout, dq, dk, dv in the backward pass
         self.batch, self.query_heads, self.queries, self.head_dim = q.shape
         self.key_heads, self.keys = k.shape[1], k.shape[2]
         self.group = self.query_heads // self.key_heads
@@ -139,15 +155,16 @@ class _Call:
         self.block_d = max(16, _triton.next_power_of_2(self.head_dim))
         if window is not None and window >= self.queries + self.keys:
             window = None  # it hides nothing
-        self.padding, self.bias, self.seed = key_padding_mask, attn_bias, seed
+        self.padding, self.bias, self.seed, self.cu_seqlens = key_padding_mask, attn_bias, seed, cu_seqlens
+        self.sequences: Tensor | None = None  # starts and ends (2, Lk), see `find_sequences`
         self.sizes = (self.query_heads, self.queries, self.keys)
         self.strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        if dout is not None:
-            self.strides += dout.stride()[:3]
+        self.gradient_strides = tuple(stride for x in gradients for stride in x.stride()[:3])
         self.bias_strides = _broadcast_strides(attn_bias)
         keep_scale = 1.0 if seed is None else 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
         self.scale = scale
-        self.heavy = "" if attn_bias is None and seed is None and window is None else " heavy"
+        light = attn_bias is None and seed is None and window is None and cu_seqlens is None
+        self.heavy = "" if light else " heavy"
         self.numbers = (scale, window or 0, round(dropout_p * 2**24), keep_scale)
         self.constants: dict[str, Any] = {
             "GROUP": self.group,
@@ -159,23 +176,37 @@ class _Call:
             "BIAS": _bias_kind(attn_bias),
             "BIAS_ALIGNMENT": 1 if attn_bias is None else _alignment(attn_bias.element_size(), self.bias_strides[:3]),
             "DROPOUT": seed is not None,
-            "ALIGNMENT": _alignment(self.itemsize, self.strides),
+            "ALIGNMENT": _alignment(self.itemsize, self.strides + self.gradient_strides),
             "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         }
         if self.itemsize == config.HALF:
             self.constants["PRECISION"] = "tf32"  # of no account for 16-bit operands, so never a second compilation
 
+    def find_sequences(self) -> None:
+        """Find start and end of each token's sequence, on the device; cu_seqlens is not read again."""
+        if self.cu_seqlens is None:
+            return
+        entries = len(self.cu_seqlens)
+        self.sequences = torch.empty((2, self.keys), dtype=torch.int32, device=self.q.device)
+        attention_sequences_kernel[(triton.cdiv(self.keys, config.SEQUENCES_TOKENS),)](
+            self.cu_seqlens, self.sequences, entries, entries.bit_length(), self.keys,
+            BLOCK=config.SEQUENCES_TOKENS, num_warps=4,
+        )  # fmt: skip
+
     def is_decode(self) -> bool:
         """Whether there are few queries and many keys: then keys are split among programs."""
         return (
-            self.queries <= config.DECODE_QUERIES
+            self.cu_seqlens is None
+            and self.queries <= config.DECODE_QUERIES
             and self.keys >= config.DECODE_MINIMUM_KEYS
             and self.queries * self.group <= config.DECODE_MAXIMUM_ROWS
         )
 
     def short_tile(self, direction: str) -> Tile | None:
         """The tile of the short-sequence path, None where not all keys of a head fit into one."""
-        if self.block_d not in config.SHORT_HEAD_DIMS or self.queries > config.SHORT_QUERIES:
+        if self.cu_seqlens is not None or self.queries > config.SHORT_QUERIES:
+            return None
+        if self.block_d not in config.SHORT_HEAD_DIMS:
             return None
         table = f"short {direction} {self.block_d}{self.heavy}"
         return _find_within(table, self.capability, self.itemsize, self.keys)
@@ -242,10 +273,11 @@ def _launch_forward(call: _Call, out: Tensor, lse: Tensor) -> None:
         sources = tuple(_descriptor(x, size, call.block_d) for x, size in zip(sources, rows, strict=True))
     grid = (triton.cdiv(call.queries, tile.queries) * call.batch * call.query_heads,)
     attention_forward_kernel[grid](
-        *sources, out, lse, call.padding, call.bias, call.seed, *call.sizes, *call.strides, *call.bias_strides[:3],
-        *call.numbers, call.section(call.keys) * call.group,
+        *sources, out, lse, call.padding, call.sequences, call.bias, call.seed, *call.sizes, *call.strides,
+        *call.bias_strides[:3], *call.numbers, call.section(call.keys) * call.group,
         **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED_N=tile.masked, NEGATE=call.scale < 0.0,
-        DESCRIPTOR=descriptors, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        SEQUENCES=call.sequences is not None, DESCRIPTOR=descriptors,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
@@ -321,63 +353,54 @@ def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
     return next(count for count, value in zip(candidates, efficiency, strict=True) if value >= 0.85 * max(efficiency))
 
 
-def _launch_backward(
-    call: _Call,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    delta: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+def _launch_backward(call: _Call, out: Tensor, statistics: _Statistics) -> None:
+    lse, delta, correction = statistics.lse, statistics.delta, statistics.correction
+    sequences = call.sequences is not None
+    dout, dq, dk, dv = call.gradients
     tile = call.tile(f"query gradient{call.heavy}")
     grid = (triton.cdiv(call.queries, tile.queries) * call.batch * call.query_heads,)
     attention_backward_query_kernel[grid](
-        call.q, call.k, call.v, out, lse, call.dout, dlse, delta, dq, call.padding, call.bias, call.seed, *call.sizes,
-        *call.strides, *call.bias_strides[:3], *call.numbers, call.section(call.keys) * call.group,
-        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED_N=tile.masked, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        call.q, call.k, call.v, out, lse, dout, statistics.dlse, delta, correction, dq, call.padding, call.sequences,
+        call.bias, call.seed, *call.sizes, *call.strides, *call.gradient_strides[:6], *call.bias_strides[:3],
+        *call.numbers, call.section(call.keys) * call.group,
+        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED_N=tile.masked, SEQUENCES=sequences,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     tile = call.tile(f"key gradient{call.heavy}")
     grid = (triton.cdiv(call.keys, tile.keys) * call.batch * call.key_heads,)
     attention_backward_key_kernel[grid](
-        call.q, call.k, call.v, lse, call.dout, delta, dk, dv, call.padding, call.bias, call.seed, *call.sizes,
-        *call.strides, *call.bias_strides[:3], *call.numbers, call.section(call.queries * call.group),
-        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED_M=tile.masked, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        call.q, call.k, call.v, lse, dout, delta, correction, dk, dv, call.padding, call.sequences, call.bias,
+        call.seed, *call.sizes, *call.strides, *call.gradient_strides[:3], *call.gradient_strides[6:],
+        *call.bias_strides[:3], *call.numbers,
+        call.section(call.queries * call.group),
+        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED_M=tile.masked, SEQUENCES=sequences,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
-def _launch_short_backward(
-    call: _Call,
-    tile: Tile,
-    lse: Tensor,
-    dlse: Tensor | None,
-    delta: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+def _launch_short_backward(call: _Call, tile: Tile, statistics: _Statistics) -> None:
+    dout, *gradients = call.gradients
     attention_short_backward_kernel[(call.batch * call.key_heads,)](
-        call.q, call.k, call.v, lse, call.dout, dlse, delta, dq, dk, dv, call.padding, call.bias, call.seed,
-        *call.sizes, *call.strides, *call.bias_strides[:3], *call.numbers,
+        call.q, call.k, call.v, statistics.lse, dout, statistics.dlse, statistics.delta, statistics.correction,
+        *gradients, call.padding, call.bias, call.seed, *call.sizes, *call.strides, *call.gradient_strides,
+        *call.bias_strides[:3], *call.numbers,
         **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
-def _bias_gradient(call: _Call, lse: Tensor, dlse: Tensor | None, delta: Tensor | None) -> Tensor:
+def _bias_gradient(call: _Call, statistics: _Statistics) -> Tensor:
     """dbias, summed over the axes on which the bias is broadcast."""
     bias = call.bias
     assert bias is not None
     if bias.shape[3] > 1:
-        return _launch_bias_gradient(call, bias, lse, delta)
+        return _launch_bias_gradient(call, bias, statistics)
+    dlse = statistics.dlse
     if dlse is None:  # over all keys of a query dS sums to dlse: softmax does not feel a shift
         return torch.zeros_like(bias, memory_format=torch.contiguous_format)
-    return dlse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
+    return dlse.masked_fill(statistics.lse == float("-inf"), 0.0).unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
 
 
-def _launch_bias_gradient(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor:
+def _launch_bias_gradient(call: _Call, bias: Tensor, statistics: _Statistics) -> Tensor:
     """Each program sums dS over a share of what the bias is broadcast over; the shares are added up at the end."""
     tile = call.tile("bias gradient")
     blocks = (triton.cdiv(call.queries, tile.queries), triton.cdiv(call.keys, tile.keys))
@@ -386,116 +409,11 @@ def _launch_bias_gradient(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor 
     splits = max(1, min(shared, config.MAXIMUM_SPLITS, 2 * _triton.multiprocessors(bias.device) // own))
     partial = torch.empty((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32, device=bias.device)
     attention_backward_bias_kernel[(own * splits,)](
-        call.q, call.k, call.v, lse, call.dout, delta, partial, call.padding, bias, call.seed, call.batch, *call.sizes,
-        bias.shape[0], bias.shape[1], splits, *call.strides, *call.bias_strides[:3], *call.numbers,
-        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        call.q, call.k, call.v, statistics.lse, call.gradients[0], statistics.delta, statistics.correction, partial,
+        call.padding, call.sequences, bias, call.seed, call.batch,
+        *call.sizes, bias.shape[0], bias.shape[1], splits, *call.strides, *call.gradient_strides[:3],
+        *call.bias_strides[:3], *call.numbers,
+        **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, SEQUENCES=call.sequences is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"CAUSAL": True},
-    "causal padded": {"CAUSAL": True, "PADDING": True},
-}
-HEAVY_VARIANTS: dict[str, dict[str, Any]] = {
-    "biased": {"BIAS": "full"},
-    "causal padded windowed": {"CAUSAL": True, "PADDING": True, "WINDOW": True},
-    "causal padded dropout": {"CAUSAL": True, "PADDING": True, "DROPOUT": True},
-}
-KERNELS = {
-    "forward": attention_forward_kernel,
-    "query": attention_backward_query_kernel,
-    "key": attention_backward_key_kernel,
-    "bias": attention_backward_bias_kernel,
-    "decode": attention_decode_kernel,
-}
-
-
-def configurations() -> list[Configuration]:
-    """Every row of the tables for aligned tensors: bf16 in the variants that differ most, fp16 and fp32 in one."""
-    listed = []
-    for name, table in config.TABLES.items():
-        heavy = name.endswith("heavy") or name.startswith("bias")
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            variants = HEAVY_VARIANTS if heavy else VARIANTS
-            if dtype is not torch.bfloat16:
-                variants = dict([list(variants.items())[-1]])
-            precisions = ("ieee", "tf32") if dtype is torch.float32 else ("tf32",)
-            for capability, itemsize in table.rows:
-                if itemsize != dtype.itemsize:
-                    continue
-                for width, tile in table.rows[capability, itemsize]:
-                    for label, constants in variants.items():
-                        for precision in precisions:
-                            if name.startswith("bias") and "BIAS" not in constants:
-                                constants = {**constants, "BIAS": "full"}
-                            chosen = {**constants, "PRECISION": precision}
-                            listed.append(_configuration(name, label, dtype, capability, width, tile, chosen))
-    return listed
-
-
-def _configuration(
-    name: str,
-    label: str,
-    dtype: torch.dtype,
-    capability: _triton.Capability,
-    width: int | None,
-    tile: Tile,
-    chosen: dict[str, Any],
-) -> Configuration:
-    """One entry of a table as `kernel_report` compiles it."""
-    first, *rest = name.split()
-    if first == "short":
-        kernel = attention_short_forward_kernel if rest[0] == "forward" else attention_short_backward_kernel
-        head_dim = int(rest[1])
-        where = f"keys <= {width}"
-    else:
-        kernel = KERNELS[first]
-        head_dim = width or MAXIMUM_HEAD_DIM
-        where = f"D <= {width}"
-    biased, dropout = chosen.get("BIAS", "none") != "none", chosen.get("DROPOUT", False)
-    elements = 16 // dtype.itemsize
-    constants: dict[str, Any] = {
-        "GROUP": 1, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys,
-        "MASKED_M": tile.masked, "MASKED_N": tile.masked, "CAUSAL": False, "WINDOW": False, "PADDING": False,
-        "BIAS": "none", "BIAS_ALIGNMENT": elements, "DROPOUT": False, "NEGATE": False, "ALIGNMENT": elements,
-        "DESCRIPTOR": name == "forward descriptors", **chosen,
-    }  # fmt: skip
-    if first == "decode":
-        constants["BIAS"] = biased
-    absent = {
-        "padding_pointer": not constants["PADDING"],
-        "bias_pointer": not biased,
-        "seed_pointer": not dropout,
-        "dlse_pointer": True,
-    }
-    constants |= {pointer: None for pointer, missing in absent.items() if missing}
-    element = _triton.TYPE_NAMES[dtype]
-    statistics = ("lse", "delta", "partial", "partial_max", "partial_sum")
-    types = {f"{statistic}_pointer": "*fp32" for statistic in statistics}
-    types |= {"padding_pointer": "*i1", "seed_pointer": "*i64", "scale": "fp32", "keep_scale": "fp32"}
-    signature = {}
-    for argument in kernel.arg_names:
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument.endswith("_source") and constants["DESCRIPTOR"]:
-            rows = tile.queries if argument == "q_source" else tile.keys
-            signature[argument] = f"tensordesc<{element}[1, 1, {rows}, {head_dim}]>"
-        elif argument.endswith(("_pointer", "_source")):
-            signature[argument] = types.get(argument, f"*{element}")
-        else:
-            signature[argument] = types.get(argument, "i32")
-    gates = {"wide_loads"} | (set() if chosen["PRECISION"] == "ieee" else {"matrix"})
-    if dtype is not torch.float32 or head_dim <= 64:  # products of fp32 hold whole rows in registers
-        gates.add("no_spills")
-    return Configuration(
-        f"attention {name} {label} {element} {where} {chosen['PRECISION'] if element == 'fp32' else ''}".strip(),
-        kernel,
-        signature,
-        {argument: value for argument, value in constants.items() if argument in kernel.arg_names},
-        tile.num_warps,
-        tile.num_stages,
-        (capability,),
-        frozenset(gates),
-    )

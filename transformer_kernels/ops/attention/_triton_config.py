@@ -1,4 +1,4 @@
-"""Triton attention: which tile each kernel runs with, in static tables, and every compilation they can lead to.
+"""Triton attention: which tile each kernel runs with, in static tables.
 
 Chosen from the machine code, without a GPU at hand: no spills, at least eight warps on a multiprocessor, and tiles that
 fill the matrix instructions. A table is named after its kernel; with a bias, dropout or a window, whose bodies
@@ -14,6 +14,8 @@ from transformer_kernels._triton import Table
 AMPERE, HOPPER = (8, 0), (9, 0)
 HALF, SINGLE = 2, 4
 """Element sizes in bytes."""
+
+MAXIMUM_HEAD_DIM = 256
 
 SHORT_QUERIES = 256
 SHORT_HEAD_DIMS = (32, 64)
@@ -33,6 +35,9 @@ COMBINED_SPLITS = 16
 DESCRIPTOR_HEAD_DIMS = (64, 128)
 DESCRIPTOR_MINIMUM_QUERIES = 1024
 """Tensor descriptors cost the host some microseconds each, which shorter sequences do not win back."""
+
+SEQUENCES_TOKENS = 256
+"""Tokens whose sequence one program finds."""
 
 L2_BYTES = 16 << 20
 """What heads that run side by side may keep in the L2 cache: less than half of an A100's or an H100's."""

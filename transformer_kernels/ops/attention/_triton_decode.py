@@ -13,6 +13,7 @@ from transformer_kernels.ops.attention._triton_tile import (
     keep_tile,
     load_rows,
     multiply,
+    real_keys,
     score_unit,
     visible_keys,
     visible_pairs,
@@ -122,6 +123,9 @@ def attention_decode_kernel(
     start, end, _, _ = visible_keys(0, query_length - 1, shift, key_length, window, CAUSAL, WINDOW)
     start = tl.maximum(start // BLOCK_N * BLOCK_N, split * split_keys)
     end = tl.minimum(end, (split + 1) * split_keys)
+    if PADDING:
+        first_real, end_real, _ = real_keys(padding_pointer, start, end)
+        start, end = tl.maximum(start, first_real // BLOCK_N * BLOCK_N), tl.minimum(end, end_real)
     for first_key in range(start, end, BLOCK_N):
         keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
         visible = visible_pairs(rows, keys, shift, key_length, window, CAUSAL, WINDOW)

@@ -4,8 +4,10 @@ import triton
 import triton.language as tl
 
 from transformer_kernels._triton_language import LN_2, dot_operand, from_fp32
+from transformer_kernels.ops.attention._triton_sequences import within_sequence
 from transformer_kernels.ops.attention._triton_tile import (
     accumulate,
+    any_real,
     biased,
     exponential,
     finite_rows,
@@ -54,6 +56,7 @@ def attend_block(
     k_source,
     v_source,
     padding_pointer,
+    sequences_pointer,
     bias_pointer,
     seed,
     batch,
@@ -75,6 +78,7 @@ def attend_block(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS_ALIGNMENT: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -96,7 +100,9 @@ def attend_block(
             real = tl.load(padding_pointer + columns, mask=columns < key_length, other=0) != 0
             visible = visible & real
             v = tl.where(tl.reshape(real, (BLOCK_N, 1)), v, tl.zeros_like(v))
-        if CAUSAL or WINDOW:
+        if SEQUENCES:
+            visible = visible & within_sequence(sequences_pointer, rows, columns, key_length)
+        if CAUSAL or WINDOW or SEQUENCES:
             v, trace = finite_rows(v)
             taint += tl.sum(tl.where(visible, trace[None, :], 0.0), 1)
     k = load_rows(
@@ -167,6 +173,7 @@ def attention_forward_kernel(
     out_pointer,  # (B, Lq, Hq, D), contiguous
     lse_pointer,  # (B, Hq, Lq), contiguous
     padding_pointer,  # (B, Lk), contiguous, or None
+    sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
     query_heads,
@@ -198,6 +205,7 @@ def attention_forward_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS_ALIGNMENT: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -250,39 +258,49 @@ def attention_forward_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     start, full_start, full_end, end = key_blocks(
         padding_pointer,
+        sequences_pointer,
         first_row,
         tl.minimum(first_row + BLOCK_M, query_length) - 1,
         key_length - query_length,
         key_length,
         window,
         BLOCK_N,
+        MASKED_N,
         CAUSAL,
         WINDOW,
         PADDING,
+        SEQUENCES,
     )
     for key in range(full_start, full_end, BLOCK_N):
         key = tl.multiple_of(key, BLOCK_N)
         total, row_max, row_sum, taint = attend_block(
-            total, row_max, row_sum, taint, q, key, k_source, v_source, padding_pointer, bias_pointer, seed, batch,
-            batch_head, key_head, first_row, query_length, key_length, k_row, v_row, bias_row, scale, window, threshold,
-            False, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, PADDING, BIAS, BIAS_ALIGNMENT, DROPOUT,
-            ALIGNMENT, DESCRIPTOR, PRECISION, NATURAL,
+            total, row_max, row_sum, taint, q, key, k_source, v_source, padding_pointer, sequences_pointer,
+            bias_pointer, seed, batch, batch_head, key_head, first_row, query_length, key_length, k_row, v_row,
+            bias_row, scale, window, threshold, False, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, PADDING,
+            SEQUENCES, BIAS, BIAS_ALIGNMENT, DROPOUT, ALIGNMENT, DESCRIPTOR, PRECISION, NATURAL,
         )  # fmt: skip
     before = full_start - start  # keys of the masked blocks to the left of the full ones; the others are to the right
     for offset in tl.range(0, before + tl.maximum(end - full_end, 0), MASKED_N, num_stages=1):
         key = tl.multiple_of(tl.where(offset < before, start + offset, full_end + offset - before), MASKED_N)
-        total, row_max, row_sum, taint = attend_block(
-            total, row_max, row_sum, taint, q, key, k_source, v_source, padding_pointer, bias_pointer, seed, batch,
-            batch_head, key_head, first_row, query_length, key_length, k_row, v_row, bias_row, scale, window, threshold,
-            True, HEAD_DIM, BLOCK_D, MASKED_N, CAUSAL, WINDOW, PADDING, BIAS, BIAS_ALIGNMENT, DROPOUT,
-            ALIGNMENT, DESCRIPTOR, PRECISION, NATURAL,
-        )  # fmt: skip
+        visited = True
+        if PADDING:
+            visited = any_real(padding_pointer, key, key_length, MASKED_N)
+        if visited:
+            total, row_max, row_sum, taint = attend_block(
+                total, row_max, row_sum, taint, q, key, k_source, v_source, padding_pointer, sequences_pointer,
+                bias_pointer, seed, batch, batch_head, key_head, first_row, query_length, key_length, k_row, v_row,
+                bias_row, scale, window, threshold, True, HEAD_DIM, BLOCK_D, MASKED_N, CAUSAL, WINDOW, PADDING,
+                SEQUENCES, BIAS, BIAS_ALIGNMENT, DROPOUT, ALIGNMENT, DESCRIPTOR, PRECISION, NATURAL,
+            )  # fmt: skip
 
     out, lse = finish_rows(total, row_max, row_sum, keep_scale, NATURAL)
-    if CAUSAL or WINDOW:
+    if CAUSAL or WINDOW or SEQUENCES:
         out += taint[:, None]
     out_pointer += (tl.cast(batch, tl.int64) * query_length * query_heads + head) * HEAD_DIM
     out = from_fp32(out, out_pointer.dtype.element_ty)
-    store_rows(out_pointer, out, first_row, query_heads, query_length, HEAD_DIM, BLOCK_M, BLOCK_D)
+    out_row = tl.cast(query_heads, tl.int64) * HEAD_DIM
+    store_rows(
+        out_pointer, out, first_row, out_row, query_length, HEAD_DIM, BLOCK_M, BLOCK_D, HEAD_DIM & -HEAD_DIM
+    )  # fmt: skip
     lse_rows = first_row + tl.arange(0, BLOCK_M)
     tl.store(lse_pointer + tl.cast(batch_head, tl.int64) * query_length + lse_rows, lse, mask=lse_rows < query_length)

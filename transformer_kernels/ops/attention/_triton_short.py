@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from transformer_kernels._triton_language import LN_2, dot_operand, from_fp32
-from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, key_gradient_block
+from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED
+from transformer_kernels.ops.attention._triton_backward_key import key_gradient_block
 from transformer_kernels.ops.attention._triton_tile import (
     biased,
     exponential,
@@ -122,7 +123,10 @@ def attention_short_forward_kernel(
     lse = tl.where(empty, float("-inf"), row_max / score_unit(NATURAL) + tl.log2(divisor) * LN_2)
     out_pointer += (tl.cast(batch, tl.int64) * query_length * query_heads + head) * HEAD_DIM
     out = from_fp32(out, out_pointer.dtype.element_ty)
-    store_rows(out_pointer, out, first_row, query_heads, query_length, HEAD_DIM, BLOCK_M, BLOCK_D)
+    out_row = tl.cast(query_heads, tl.int64) * HEAD_DIM
+    store_rows(
+        out_pointer, out, first_row, out_row, query_length, HEAD_DIM, BLOCK_M, BLOCK_D, HEAD_DIM & -HEAD_DIM
+    )  # fmt: skip
     lse_rows = first_row + tl.arange(0, BLOCK_M)
     lse_pointer += tl.cast(batch_head, tl.int64) * query_length
     tl.store(lse_pointer + lse_rows, lse, mask=lse_rows < query_length)
@@ -137,9 +141,10 @@ def attention_short_backward_kernel(
     dout_pointer,  # (B, Hq, Lq, D)
     dlse_pointer,  # (B, Hq, Lq), contiguous, or None
     delta_pointer,  # (B, Hq, Lq), contiguous, written for the bias gradient, or None
-    dq_pointer,  # (B, Lq, Hq, D), contiguous
-    dk_pointer,  # (B, Lk, Hk, D), contiguous
-    dv_pointer,  # (B, Lk, Hk, D), contiguous
+    correction_pointer,  # likewise, for fp32 operands; else None
+    dq_pointer,  # (B, Hq, Lq, D)
+    dk_pointer,  # (B, Hk, Lk, D)
+    dv_pointer,  # (B, Hk, Lk, D)
     padding_pointer,  # (B, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
@@ -158,6 +163,15 @@ def attention_short_backward_kernel(
     dout_batch,
     dout_head,
     dout_row,
+    dq_batch,
+    dq_head,
+    dq_row,
+    dk_batch,
+    dk_head,
+    dk_row,
+    dv_batch,
+    dv_head,
+    dv_row,
     bias_batch,
     bias_head,
     bias_row,
@@ -214,7 +228,6 @@ def attention_short_backward_kernel(
         batch_head = batch * query_heads + head
         rows = first_row + tl.arange(0, BLOCK_M)
         row_offset = tl.cast(batch_head, tl.int64) * query_length
-        out_offset = (tl.cast(batch, tl.int64) * query_length * query_heads + head) * HEAD_DIM
         q = load_rows(
             q_pointer + batch * wide(q_batch, ALIGNMENT) + head * wide(q_head, ALIGNMENT), 0, 0, first_row,
             wide(q_row, ALIGNMENT), query_length, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGNMENT, True, False,
@@ -230,19 +243,25 @@ def attention_short_backward_kernel(
         bias_head_pointer = bias_pointer
         if BIAS != "none":
             bias_head_pointer += batch * wide(bias_batch, BIAS_ALIGNMENT) + head * wide(bias_head, BIAS_ALIGNMENT)
-        dk, dv, dscores, delta = key_gradient_block(
-            dk, dv, operand_k, operand_v, dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), lse, delta, 0,
-            first_row, bias_head_pointer, seed, real, batch_head, query_length, key_length, bias_row,
-            scale * score_unit(NATURAL), window, threshold, keep_scale, True, CAUSAL, WINDOW, PADDING, BIAS,
+        dk, dv, dscores, delta, correction = key_gradient_block(
+            dk, dv, operand_k, operand_v, dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), lse, delta, None, 0,
+            first_row, None, bias_head_pointer, seed, real, batch_head, query_length, key_length, bias_row,
+            scale * score_unit(NATURAL), window, threshold, keep_scale, True, CAUSAL, WINDOW, PADDING, False, BIAS,
             BIAS_ALIGNMENT, DROPOUT, True, q.dtype, PRECISION, NATURAL,
         )  # fmt: skip
         if delta_pointer is not None:
             tl.store(delta_pointer + row_offset + rows, delta, mask=rows < query_length)
+        if correction_pointer is not None:
+            tl.store(correction_pointer + row_offset + rows, correction, mask=rows < query_length)
         dq = multiply(tl.trans(dscores), operand_finite_k, PRECISION) * scale  # [M, D]
         dq = from_fp32(dq, dq_pointer.dtype.element_ty)
-        store_rows(dq_pointer + out_offset, dq, first_row, query_heads, query_length, HEAD_DIM, BLOCK_M, BLOCK_D)
+        store_rows(
+            dq_pointer + batch * wide(dq_batch, ALIGNMENT) + head * wide(dq_head, ALIGNMENT), dq, first_row,
+            wide(dq_row, ALIGNMENT), query_length, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGNMENT,
+        )  # fmt: skip
     dk, dv = dk * scale, dv * keep_scale
-    offset = (tl.cast(batch, tl.int64) * key_length * key_heads + key_head) * HEAD_DIM
     dk, dv = from_fp32(dk, dk_pointer.dtype.element_ty), from_fp32(dv, dv_pointer.dtype.element_ty)
-    store_rows(dk_pointer + offset, dk, 0, key_heads, key_length, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(dv_pointer + offset, dv, 0, key_heads, key_length, HEAD_DIM, BLOCK_N, BLOCK_D)
+    dk_pointer += batch * wide(dk_batch, ALIGNMENT) + key_head * wide(dk_head, ALIGNMENT)
+    dv_pointer += batch * wide(dv_batch, ALIGNMENT) + key_head * wide(dv_head, ALIGNMENT)
+    store_rows(dk_pointer, dk, 0, wide(dk_row, ALIGNMENT), key_length, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGNMENT)
+    store_rows(dv_pointer, dv, 0, wide(dv_row, ALIGNMENT), key_length, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGNMENT)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from transformer_kernels._triton_language import LOG2_E, keep_by_column, to_fp32
+from transformer_kernels.ops.attention._triton_sequences import sequence_range
 
 SCORE_FLOOR = tl.constexpr(-90000.0)
 """Biased scores stop here. A row biased by finfo.min everywhere stays finite, and its log-sum-exp still holds the log
@@ -98,17 +99,17 @@ def store_rows(
     pointer,
     tile,
     start,
-    heads,
+    stride,
     length,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
-    """Write `tile` [ROWS, BLOCK_D] to rows [start, start + ROWS) of one head of a contiguous (B, L, H, D) tensor."""
+    """Write `tile` [ROWS, BLOCK_D] to rows [start, start + ROWS) of one head, whose first row is at `pointer`."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK_D)[None, :]
-    first = tl.cast(start, tl.int64) * heads * HEAD_DIM
-    pointers = pointer + first + (row_offsets(rows, heads * HEAD_DIM, HEAD_DIM & -HEAD_DIM) + columns)
+    pointers = pointer + tl.cast(start, tl.int64) * stride + (row_offsets(rows, stride, ALIGNMENT) + columns)
     tl.store(pointers, tile, mask=(start + rows < length) & (columns < HEAD_DIM))
 
 
@@ -146,55 +147,73 @@ def visible_keys(first_row, last_row, shift, key_length, window, CAUSAL: tl.cons
 
 
 @triton.jit
-def real_keys(padding_pointer, key_length):
-    """The first real key, one past the last one, and whether there is no padding between them."""
+def real_keys(padding_pointer, start, end):
+    """Of the keys [start, end): the first real one, one past the last one, and whether there is no padding between."""
     CHUNK: tl.constexpr = 1024
     columns = tl.arange(0, CHUNK)
-    first = tl.zeros([CHUNK], tl.int32) + key_length
-    end = tl.zeros([CHUNK], tl.int32)
+    first = tl.zeros([CHUNK], tl.int32) + end
+    last = tl.zeros([CHUNK], tl.int32)
     count = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, key_length, CHUNK):
-        keys = start + columns
-        real = tl.load(padding_pointer + keys, mask=keys < key_length, other=0) != 0
+    for chunk in range(start, end, CHUNK):
+        keys = chunk + columns
+        real = tl.load(padding_pointer + keys, mask=keys < end, other=0) != 0
         first = tl.where(real, tl.minimum(first, keys), first)
-        end = tl.where(real, keys + 1, end)
+        last = tl.where(real, keys + 1, last)
         count += real.to(tl.int32)
     first_real = tl.min(first, 0)
-    end_real = tl.max(end, 0)
+    end_real = tl.max(last, 0)
     return first_real, end_real, tl.sum(count, 0) == end_real - first_real
+
+
+@triton.jit
+def any_real(padding_pointer, start, key_length, BLOCK_N: tl.constexpr):
+    """Whether any of the keys [start, start + BLOCK_N) is a real one."""
+    keys = start + tl.arange(0, BLOCK_N)
+    real = tl.load(padding_pointer + keys, mask=keys < key_length, other=0) != 0
+    return tl.max(real.to(tl.int32), 0) > 0
 
 
 @triton.jit
 def key_blocks(
     padding_pointer,
+    sequences_pointer,
     first_row,
     last_row,
     shift,
     key_length,
     window,
     BLOCK_N: tl.constexpr,
+    MASKED_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PADDING: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
-    """Key positions (start, full_start, full_end, end) of a query tile, the first three multiples of BLOCK_N: blocks in
-    [full_start, full_end) need no mask, the others in [start, end) do, and what lies outside is never visited."""
+    """Key positions (start, full_start, full_end, end) of a query tile: whole blocks of
+    BLOCK_N in [full_start, full_end) need no mask, those of MASKED_N in the rest of [start, end) do, and what lies
+    outside is never visited."""
     start, end, full_start, full_end = visible_keys(first_row, last_row, shift, key_length, window, CAUSAL, WINDOW)
+    if SEQUENCES:
+        some_start, some_end, all_start, all_end = sequence_range(sequences_pointer, first_row, last_row, key_length)
+        start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
+        full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
     if PADDING:
-        first_real, end_real, contiguous = real_keys(padding_pointer, key_length)
+        first_real, end_real, contiguous = real_keys(padding_pointer, start, end)
         start = tl.maximum(start, first_real)
         end = tl.minimum(end, end_real)
         full_start = tl.maximum(full_start, first_real)
         full_end = tl.where(contiguous, tl.minimum(full_end, end_real), 0)
-    return whole_blocks(start, full_start, full_end, end, BLOCK_N)
+    return whole_blocks(start, full_start, full_end, end, BLOCK_N, MASKED_N)
 
 
 @triton.jit
-def whole_blocks(start, full_start, full_end, end, BLOCK: tl.constexpr):
-    """The same ranges in whole blocks: [start, end) grows to the left, [full_start, full_end) shrinks into it."""
-    start = start // BLOCK * BLOCK
+def whole_blocks(start, full_start, full_end, end, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The same ranges in whole blocks: [start, end), unless it is empty, grows to the left, by blocks of MASKED, and
+    [full_start, full_end) shrinks into it."""
+    end = tl.where(end > start, end, 0)
+    start = start // MASKED * MASKED
     end = tl.maximum(end, start)
-    full_start = tl.minimum((full_start + BLOCK - 1) // BLOCK * BLOCK, (end + BLOCK - 1) // BLOCK * BLOCK)
+    full_start = tl.minimum((full_start + BLOCK - 1) // BLOCK * BLOCK, end)
     full_end = tl.maximum(tl.maximum(full_end, 0) // BLOCK * BLOCK, full_start)
     return start, full_start, full_end, end
 
@@ -206,9 +225,12 @@ def query_blocks(
     shift,
     query_length,
     window,
+    sequences_pointer,
     BLOCK_M: tl.constexpr,
+    MASKED_M: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
     """Query positions (start, full_start, full_end, end) of a key tile, as `key_blocks` has them of a query tile."""
     start = 0
@@ -224,7 +246,11 @@ def query_blocks(
     if WINDOW:
         end = tl.minimum(query_length, last_key - shift + window)
         full_end = tl.minimum(query_length, first_key - shift + window)
-    return whole_blocks(start, full_start, full_end, end, BLOCK_M)
+    if SEQUENCES:
+        some_start, some_end, all_start, all_end = sequence_range(sequences_pointer, first_key, last_key, query_length)
+        start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
+        full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
+    return whole_blocks(start, full_start, full_end, end, BLOCK_M, MASKED_M)
 
 
 @triton.jit
