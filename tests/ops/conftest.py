@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -44,3 +45,21 @@ def _hardened_interpreter(request: pytest.FixtureRequest, device: torch.device) 
 def _same_inputs_each_time() -> None:
     """What a test draws without a seed of its own does not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def triton_attention(backend: str) -> Any:
+    """Attention's Triton module, imported once the backend, Triton alone, is known to run here."""
+    assert backend == "triton"
+    from transformer_kernels.ops.attention import _triton as module
+
+    return module
+
+
+@pytest.fixture
+def long_path(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences go through Triton's kernels for any length, in small tiles so that every loop runs."""
+    config = triton_attention.config
+    monkeypatch.setattr(config, "SHORT_QUERIES", 0)
+    tile = config.Tile(queries=32, keys=32, masked=16, num_warps=4, num_stages=1)
+    monkeypatch.setattr(triton_attention, "_find", lambda *_: tile)

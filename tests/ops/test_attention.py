@@ -115,11 +115,7 @@ def test_bias_broadcasts_and_has_a_gradient(
     check_parity("attention", backend, tensors)
 
 
-def test_float32_bias_beside_low_precision_operands(
-    backend: str, dtype: torch.dtype, device: torch.device, request: pytest.FixtureRequest
-) -> None:
-    if (backend, dtype) == ("triton", torch.float32):
-        request.applymarker(pytest.mark.xfail(reason=LSE_ROUNDING, strict=False))
+def test_float32_bias_beside_low_precision_operands(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     tensors = make(dtype, device, (33, 45))
     tensors["attn_bias"] = torch.randn(1, 2, 33, 45, device=device).requires_grad_()
     check_parity("attention", backend, tensors, {"causal": True})

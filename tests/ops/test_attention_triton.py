@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -24,23 +21,6 @@ OP = "attention"
 def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
     require(OP, request.param, device, torch.float32)
     return request.param
-
-
-@pytest.fixture
-def attention(backend: str) -> Any:
-    """The backend module, imported once it is known to run here."""
-    from transformer_kernels.ops.attention import _triton as module
-
-    return module
-
-
-@pytest.fixture
-def long_path(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sequences go through the kernels for any length, in small tiles so that every loop runs."""
-    config = attention.config
-    monkeypatch.setattr(config, "SHORT_QUERIES", 0)
-    tile = config.Tile(queries=32, keys=32, masked=16, num_warps=4, num_stages=1)
-    monkeypatch.setattr(attention, "_find", lambda *_: tile)
 
 
 @pytest.mark.usefixtures("long_path")
@@ -94,45 +74,45 @@ def _gradient_of_first_rows(backend: str, tensors: dict[str, Any], options: dict
 )
 @pytest.mark.parametrize("queries", [1, 5, 16])
 def test_decode_splits_the_keys(
-    backend: str, attention: Any, device: torch.device, queries: int, options: dict[str, Any]
+    backend: str, triton_attention: Any, device: torch.device, queries: int, options: dict[str, Any]
 ) -> None:
-    assert attention._splits(1, 16, 3) > 1
+    assert triton_attention._splits(1, 16, 3) > 1
     tensors = make(torch.float16, device, (queries, 700), batch=1, heads=(4, 2), width=40)
     tensors["key_padding_mask"] = padding(1, 700, device)
     tensors["attn_bias"] = torch.randn(1, 4, 1, 700, device=device)
     check_parity(OP, backend, {name: t.detach() for name, t in tensors.items()}, {**options, "return_lse": True})
 
 
-def test_splits_fill_the_device(attention: Any) -> None:
-    assert attention._splits(120, 64, 132) == 1  # busy anyway
-    assert attention._splits(8, 4, 132) == 1  # four blocks are not worth a second kernel
-    assert attention._splits(8, 64, 132) == 15  # 120 of 132 multiprocessors, in one wave
+def test_splits_fill_the_device(triton_attention: Any) -> None:
+    assert triton_attention._splits(120, 64, 132) == 1  # busy anyway
+    assert triton_attention._splits(8, 4, 132) == 1  # four blocks are not worth a second kernel
+    assert triton_attention._splits(8, 64, 132) == 15  # 120 of 132 multiprocessors, in one wave
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_tensor_descriptors_read_what_pointers_read(
-    backend: str, attention: Any, device: torch.device, causal: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, triton_attention: Any, device: torch.device, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = {name: t.detach() for name, t in make(torch.float16, device, (150, 200), batch=1, width=72).items()}
-    monkeypatch.setattr(attention, "_descriptors_pay", lambda call: True)
+    monkeypatch.setattr(triton_attention, "_descriptors_pay", lambda call: True)
     check_parity(OP, backend, tensors, {"causal": causal, "return_lse": True})
     described = tk.attention(**tensors, causal=causal, backend=backend)
-    monkeypatch.setattr(attention, "_descriptors_pay", lambda call: False)
+    monkeypatch.setattr(triton_attention, "_descriptors_pay", lambda call: False)
     torch.testing.assert_close(described, tk.attention(**tensors, causal=causal, backend=backend), atol=1e-3, rtol=1e-3)
 
 
 def test_tensor_descriptors_need_alignment(
-    backend: str, attention: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    backend: str, triton_attention: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = torch.randn(1, 64, 3, 2, 64, device=device).half()
     q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
     options = (None, None, None, None, False, None, 0.0, 0.1)
-    monkeypatch.setattr(attention, "_descriptors_pay", lambda call: True)
-    assert attention._takes_descriptors(attention._Call(q, k, v, (), *options))
+    monkeypatch.setattr(triton_attention, "_descriptors_pay", lambda call: True)
+    assert triton_attention._takes_descriptors(triton_attention._Call(q, k, v, (), *options))
     expanded = k[:, :1].expand(1, 2, 64, 64)
-    assert not attention._takes_descriptors(attention._Call(q, expanded, v, (), *options))
+    assert not triton_attention._takes_descriptors(triton_attention._Call(q, expanded, v, (), *options))
     shifted = torch.randn(1, 2, 64, 72, device=device).half()[..., 3:67]
-    assert not attention._takes_descriptors(attention._Call(shifted, k, v, (), *options))
+    assert not triton_attention._takes_descriptors(triton_attention._Call(shifted, k, v, (), *options))
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
@@ -142,7 +122,6 @@ def test_any_sign_of_scale(backend: str, device: torch.device, lengths: tuple[in
     check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
 
 
-@pytest.mark.xfail(reason="P is taken up again from an lse rounded to fp32: up to 1.7 times the budget", strict=False)
 @pytest.mark.parametrize(("lengths", "scale"), [((80, 300), 2.0), ((2, 600), 2.0), ((2, 600), 0.5)], ids=str)
 def test_gradients_of_large_scores_in_float32(
     backend: str, device: torch.device, lengths: tuple[int, int], scale: float
@@ -151,10 +130,10 @@ def test_gradients_of_large_scores_in_float32(
     check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
 
 
-def test_row_strides_beyond_32_bits_within_a_tile(attention: Any) -> None:
-    assert attention._alignment(2, (1 << 24, 64, 64)) == 0
-    assert attention._alignment(2, (1 << 20, 64, 64)) == 8
-    assert attention._alignment(2, (1 << 20, 63, 64)) == 1
+def test_row_strides_beyond_32_bits_within_a_tile(triton_attention: Any) -> None:
+    assert triton_attention._alignment(2, (64, 64, 64, 64, 64, 1 << 24)) == 0
+    assert triton_attention._alignment(2, (1 << 24, 1 << 24, 64)) == 8  # between tiles offsets have 64 bits
+    assert triton_attention._alignment(2, (1 << 20, 63, 64)) == 1
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
@@ -195,40 +174,3 @@ def test_every_table_computes_the_same(
         check_parity(OP, backend, tensors, {"causal": True})
         tensors["attn_bias"] = torch.randn(1, 2, *lengths, device=device, requires_grad=True)
         check_parity(OP, backend, tensors, {"dropout_p": 0.2})
-
-
-@pytest.mark.slow
-def test_lengths_compile_nothing_anew(device: torch.device) -> None:
-    """Triton's key of a compilation, taken from its own binder, over twenty lengths."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    finished = subprocess.run([sys.executable, "-c", KEYS], env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.split() == ["1", "1"]
-
-
-KEYS = """
-import torch
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import create_function_from_signature
-from transformer_kernels.ops.attention import _triton as attention
-
-backend = CUDABackend(GPUTarget("cuda", 90, 32))
-kernel = attention.attention_forward_kernel
-bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-for layout in ("BHLD", "BLHD"):
-    keys = set()
-    for batch, length in zip(range(1, 21), range(300, 4300, 200)):
-        length += batch % 7
-        if layout == "BHLD":
-            q, k, v = (torch.empty(batch, 4, length, 64, dtype=torch.float16) for _ in range(3))
-        else:
-            q, k, v = (x.transpose(1, 2) for x in torch.empty(batch, length, 3, 4, 64, dtype=torch.float16).unbind(2))
-        call = attention._Call(q, k, v, (), None, None, None, None, True, None, 0.0, 0.125)
-        out, lse = torch.empty_like(q), torch.empty(batch, 4, length)
-        numbers = (*call.sizes, *call.strides, *call.bias_strides[:3], *call.numbers, call.section(length))
-        constants = dict(call.constants, BLOCK_M=64, BLOCK_N=64, MASKED_N=32, NEGATE=False, DESCRIPTOR=False)
-        _, specialization, _ = bind(q, k, v, out, lse, None, None, None, *numbers, **constants)
-        keys.add(str(specialization))
-    print(len(keys))
-"""

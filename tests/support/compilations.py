@@ -100,7 +100,59 @@ def _gelu(rows: int, width: int) -> None:
     bias_relu.backward(x, x, torch.float32)
 
 
-OPERATIONS = {"softmax": _softmax, "layer_norm": _layer_norm, "gelu": _gelu}
+def _attention(rows: int, width: int) -> None:
+    """A batch of `rows` packed projections, `width` tokens each, plain, causal and with all masks; then the same as
+    packed sequences; then one more query to the keys, in either layout."""
+    from transformer_kernels.ops.attention import _triton as attention
+
+    starts = torch.arange(rows + 1, dtype=torch.int32) * width
+    padding = torch.ones(rows, width, dtype=torch.bool)
+    bias = torch.zeros(1, HEADS, width, width, dtype=torch.bfloat16)
+    seed = torch.ones(1, dtype=torch.int64)
+    for batch, length, masks, causal, dropout_p in (
+        (rows, width, (None, None, None, None), False, 0.0),
+        (rows, width, (None, None, None, None), True, 0.0),
+        (rows, width, (padding, bias, seed, None), True, 0.1),
+        (1, rows * width, (None, None, None, starts), True, 0.0),
+    ):
+        options = (causal, None, dropout_p, 0.125)
+        q, k, v = _projected(batch, length)
+        attention.forward(q, k, v, *masks, *options)
+        lse = torch.empty(batch, HEADS, length)
+        grads = _projected(batch, length)
+        attention.backward(q, None, q, k, v, q, lse, *masks, *options, masks[1] is not None, grads)
+    for cached in (torch.empty(rows, HEADS, width, 64, dtype=torch.bfloat16), _projected(rows, width)[1]):
+        attention.forward(cached[:, :, -1:], cached, cached, None, None, None, None, True, None, 0.0, 0.125)
+
+
+def _short_attention(rows: int, width: int) -> None:
+    """The same of 72 to 119 tokens, which share one tile."""
+    from transformer_kernels.ops.attention import _triton as attention
+
+    length = 72 + width % 48
+    q, k, v = _projected(rows, length)
+    padding = torch.ones(rows, length, dtype=torch.bool)
+    for mask in (None, padding):
+        options = (mask, None, None, None, False, None, 0.0, 0.125)
+        attention.forward(q, k, v, *options)
+        attention.backward(q, None, q, k, v, q, torch.empty(rows, HEADS, length), *options, False)
+
+
+HEADS = 4
+
+
+def _projected(batch: int, length: int) -> tuple[torch.Tensor, ...]:
+    """Views (B, H, L, 64) of the queries, keys and values of a packed projection."""
+    return torch.empty(batch, length, 3, HEADS, 64, dtype=torch.bfloat16).transpose(1, 3).unbind(2)
+
+
+OPERATIONS = {
+    "softmax": _softmax,
+    "layer_norm": _layer_norm,
+    "gelu": _gelu,
+    "attention": _attention,
+    "short_attention": _short_attention,
+}
 SHAPES = {
     "batches": [(rows, 768) for rows in BATCHES],
     "aligned": [(6, width) for width in ALIGNED_WIDTHS],

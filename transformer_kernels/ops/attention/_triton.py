@@ -239,9 +239,10 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _alignment(itemsize: int, strides: tuple[int, ...]) -> int:
-    """Elements of 16 bytes if every stride is a multiple of them, else 1; 0 if a tile's offsets overflow 32 bits."""
+    """Elements of 16 bytes if every stride, (batch, head, row) of each tensor, is a multiple of them, else 1; 0 if a
+    tile's offsets overflow 32 bits."""
     elements = 16 // itemsize
-    if max(strides) >= 1 << 23:
+    if max(strides[2::3]) >= 1 << 23:
         return 0
     return elements if all(stride % elements == 0 for stride in strides) else 1
 

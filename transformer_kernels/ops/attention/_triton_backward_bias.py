@@ -116,7 +116,7 @@ def attention_backward_bias_kernel(
             )  # [N, D]  # fmt: skip
             query_batch_head = batch * query_heads + head
             row_offset = tl.cast(query_batch_head, tl.int64) * query_length
-            correction = None
+            correction = 1.0
             if NATURAL:
                 correction = load_statistic(correction_pointer + row_offset, rows, query_length, 1.0, True)
             weights, visible = transposed_weights(

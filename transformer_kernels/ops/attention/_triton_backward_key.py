@@ -61,7 +61,7 @@ def transposed_weights(
         )  # fmt: skip
         scores = biased(scores, bias, NATURAL)
     weights = exponential(scores - lse[None, :], NATURAL)
-    if correction is not None:
+    if NATURAL:
         weights *= correction[None, :]
     rows, columns = first_row + tile_rows, first_key + tile_columns
     visible = visible_pairs(rows, columns, key_length - query_length, key_length, window, CAUSAL, WINDOW)
@@ -196,7 +196,7 @@ def walk_queries(
     )  # [M, D]
     lse = load_lse(lse_pointer, rows, query_length, MASKED, NATURAL)
     delta = load_statistic(delta_pointer, rows, query_length, 0.0, MASKED)
-    correction = load_statistic(correction_pointer, rows, query_length, 1.0, MASKED) if NATURAL else None
+    correction = load_statistic(correction_pointer, rows, query_length, 1.0, MASKED) if NATURAL else 1.0
     if MASKED and SEQUENCES:  # what is not finite stays among the keys of its sequence
         keys = first_key + tl.arange(0, k.shape[0])
         q, q_trace = finite_rows(q)

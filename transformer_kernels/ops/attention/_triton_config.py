@@ -178,7 +178,7 @@ DECODE: Rows = {
 
 SHORT_FORWARD_32: Rows = {
     (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 4, 1)), (256, Tile(64, 256, 256, 8, 1))),
-    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)),),
+    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 4, 1)), (256, Tile(16, 256, 256, 8, 1))),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 """Here the width is the number of keys, and the head dimension stands in the name."""
@@ -191,7 +191,7 @@ SHORT_FORWARD_32_HEAVY: Rows = {
 
 SHORT_FORWARD_64: Rows = {
     (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 4, 1)), (256, Tile(32, 256, 256, 8, 1))),
-    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)),),
+    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 4, 1)), (256, Tile(32, 256, 256, 8, 1))),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
@@ -211,7 +211,7 @@ SHORT_BACKWARD_32_HEAVY: Rows = {**SHORT_BACKWARD_32, (AMPERE, SINGLE): ()}
 
 SHORT_BACKWARD_64: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1)), (256, Tile(16, 256, 256, 8, 1))),
-    (AMPERE, HALF): ((64, Tile(32, 64, 64, 4, 1)),),
+    (AMPERE, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(16, 128, 128, 8, 1))),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 

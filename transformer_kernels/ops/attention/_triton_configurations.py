@@ -30,7 +30,7 @@ HEAVY_VARIANTS: dict[str, dict[str, Any]] = {
     "causal padded windowed": {"CAUSAL": True, "PADDING": True, "WINDOW": True},
     "causal padded dropout": {"CAUSAL": True, "PADDING": True, "DROPOUT": True},
     "packed": {"SEQUENCES": True},
-    "packed causal padded dropout": {"SEQUENCES": True, "CAUSAL": True, "PADDING": True, "DROPOUT": True},
+    "packed causal dropout": {"SEQUENCES": True, "CAUSAL": True, "DROPOUT": True},
 }
 KERNELS = {
     "forward": attention_forward_kernel,

@@ -221,6 +221,7 @@ def attention_short_backward_kernel(
     operand_finite_k = dot_operand(finite_k, k.dtype)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    unit = tl.full([BLOCK_M], 1.0, tl.float32)
     blocks = tl.cdiv(query_length, BLOCK_M)
     for step in tl.range(0, GROUP * blocks, num_stages=1):
         head = key_head * GROUP + step // blocks
@@ -244,7 +245,7 @@ def attention_short_backward_kernel(
         if BIAS != "none":
             bias_head_pointer += batch * wide(bias_batch, BIAS_ALIGNMENT) + head * wide(bias_head, BIAS_ALIGNMENT)
         dk, dv, dscores, delta, correction = key_gradient_block(
-            dk, dv, operand_k, operand_v, dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), lse, delta, None, 0,
+            dk, dv, operand_k, operand_v, dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), lse, delta, unit, 0,
             first_row, None, bias_head_pointer, seed, real, batch_head, query_length, key_length, bias_row,
             scale * score_unit(NATURAL), window, threshold, keep_scale, True, CAUSAL, WINDOW, PADDING, False, BIAS,
             BIAS_ALIGNMENT, DROPOUT, True, q.dtype, PRECISION, NATURAL,

@@ -1,0 +1,171 @@
+"""What Triton's attention kernels visit: of packed sequences and of padding only the blocks with visible keys.
+
+The interpreter calls the functions that take one block at a time, so there they can be counted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from tests.ops.test_attention import make
+from tests.support.parity import check_parity, require
+from transformer_kernels import _triton
+
+QUERIES, MASKED = 32, 16
+"""The tile of `long_path`: 32 queries by 32 keys, where there is a mask by 16."""
+
+Block = dict[str, int]
+Count = Callable[[ModuleType, str], list[Block]]
+
+
+@pytest.fixture(params=["triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    require("attention", request.param, device, torch.float32)
+    return request.param
+
+
+@pytest.fixture
+def count(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> Count:
+    """Lists the integer arguments of every call of a function of a kernel."""
+    if not _triton.interpreting():
+        pytest.skip("only the interpreter's calls can be counted")
+
+    def watch(module: ModuleType, name: str) -> list[Block]:
+        original, calls = getattr(module, name), []
+        signature = inspect.signature(original.fn)
+
+        def counted(*args: Any) -> Any:
+            arguments = signature.bind(*args).arguments
+            calls.append({key: int(value) for key, value in arguments.items() if key in WATCHED})
+            return original(*args)
+
+        monkeypatch.setattr(module, name, counted)
+        return calls
+
+    return watch
+
+
+WATCHED = ("start", "first_row", "first_key", "length", "BLOCK_N", "BLOCK_M")
+
+
+def _sequences(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _forward_and_backward(tensors: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+    leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
+    out = tk.attention(**leaves, **options, backend="triton")
+    out.backward(torch.ones_like(out))
+    return {"out": out.detach(), **{name: x.grad for name, x in leaves.items() if x.is_floating_point()}}
+
+
+@pytest.mark.usefixtures("long_path")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [[128], [64, 64], [32] * 4, [50, 7, 1, 70], [100, 20]], ids=str)
+def test_work_is_the_sum_of_the_squares(count: Count, device: torch.device, lengths: list[int], causal: bool) -> None:
+    from transformer_kernels.ops.attention import _triton_backward, _triton_backward_key, _triton_forward
+
+    tensors = make(torch.float16, device, (128, 128), batch=1, heads=(1, 1))
+    passes = {
+        "keys of a query tile": count(_triton_forward, "attend_block"),
+        "keys of a query tile, backward": count(_triton_backward, "query_gradient_block"),
+        "queries of a key tile": count(_triton_backward_key, "walk_queries"),
+    }
+    _forward_and_backward(tensors, cu_seqlens=_sequences(lengths, device), causal=causal)
+    starts = [0, *itertools.accumulate(lengths)]
+    spans = list(itertools.pairwise(starts))
+    touched = [[(a, b) for a, b in spans if a < tile + QUERIES and b > tile] for tile in range(0, 128, QUERIES)]
+    most = sum(own[-1][1] - own[0][0] + 2 * (MASKED - 1) for own in touched if own)
+    aligned = all(start % QUERIES == 0 for start in starts)
+    for name, calls in passes.items():
+        walked = sum(call["BLOCK_M"] if "BLOCK_M" in call else call["BLOCK_N"] for call in calls)
+        assert walked <= most, name
+        if aligned:
+            square = sum(length * length for length in lengths)
+            triangle = sum(length * (length + QUERIES) // 2 for length in lengths)
+            assert walked * QUERIES == (triangle if causal else square), name
+
+
+@pytest.mark.usefixtures("long_path")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradient_of_a_bias_visits_tiles_of_one_sequence(count: Count, device: torch.device, causal: bool) -> None:
+    from transformer_kernels.ops.attention import _triton_backward_bias
+
+    tensors = make(torch.float16, device, (128, 128), batch=1, heads=(1, 1))
+    tensors["attn_bias"] = torch.randn(1, 1, 128, 128, device=device).half()
+    tiles = count(_triton_backward_bias, "transposed_weights")
+    _forward_and_backward(tensors, cu_seqlens=_sequences([64, 60], device), causal=causal)
+    assert {(tile["first_row"] // 64, tile["first_key"] // 64) for tile in tiles} == {(0, 0), (1, 1)}
+
+
+@pytest.mark.usefixtures("long_path")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [[50, 7, 1, 40], [32, 64], [96], [33, 31, 20]], ids=str)
+def test_borders_within_tiles(backend: str, device: torch.device, lengths: list[int], causal: bool) -> None:
+    tensors = make(torch.float16, device, (100, 100), batch=1, heads=(2, 1))
+    options = {"cu_seqlens": _sequences(lengths, device), "causal": causal, "return_lse": True}
+    check_parity("attention", backend, tensors, options)
+
+
+@pytest.mark.usefixtures("long_path")
+@pytest.mark.parametrize("poisoned", ["q", "k", "v"])
+def test_gradients_do_not_cross_a_border(count: Count, device: torch.device, poisoned: str) -> None:
+    tensors = make(torch.float32, device, (96, 96), batch=1, heads=(2, 1))
+    cu_seqlens = _sequences([37, 40], device)
+    clean = _forward_and_backward(tensors, cu_seqlens=cu_seqlens)
+    with torch.no_grad():
+        tensors[poisoned][:, :, 37:77] = float("nan")
+    spoiled = _forward_and_backward(tensors, cu_seqlens=cu_seqlens)
+    assert torch.isnan(spoiled["out"][:, :, 37:77]).all()
+    for name, gradient in spoiled.items():
+        torch.testing.assert_close(gradient[:, :, :37], clean[name][:, :, :37], atol=0, rtol=0, msg=name)
+        assert (gradient[:, :, 77:] == 0).all(), name
+
+
+@pytest.mark.usefixtures("long_path")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_padding_between_real_keys_is_not_visited(
+    backend: str,
+    count: Count,
+    device: torch.device,
+    causal: bool,
+) -> None:
+    from transformer_kernels.ops.attention import _triton_backward, _triton_backward_key, _triton_forward
+
+    positions = torch.arange(160, device=device)
+    tensors = make(torch.float16, device, (160, 160), batch=1, heads=(1, 1))
+    tensors["key_padding_mask"] = ((positions < 40) | (positions >= 140))[None]
+    with torch.no_grad():
+        for name in "kv":
+            tensors[name][:, :, 40:140] = float("nan")
+    forward = count(_triton_forward, "attend_block")
+    queries = count(_triton_backward, "query_gradient_block")
+    walks = count(_triton_backward_key, "walk_queries")
+    loads = count(_triton_backward_key, "load_rows")
+    check_parity("attention", backend, tensors, {"causal": causal})
+    for blocks in (forward, queries):
+        visited = {block["start"] for block in blocks}
+        assert visited == {0, 16, 32, 128, 144}
+    assert {walk["first_key"] for walk in walks} == {0, 32, 128}
+    unread = [load["start"] for load in loads if load["length"] == 0]
+    assert sorted(unread) == [64, 64, 96, 96]  # k and v of the two tiles that are all padding
+
+
+def test_the_sequence_of_every_token(triton_attention: Any, device: torch.device) -> None:
+    for lengths, tokens in (([5], 5), ([3, 0, 0, 4], 9), ([], 4), ([0, 0], 3), ([1] * 300, 300), ([256, 256, 1], 600)):
+        q = torch.empty(1, 1, tokens, 16, device=device, dtype=torch.float16)
+        call = triton_attention._Call(q, q, q, (), None, None, None, _sequences(lengths, device), False, None, 0.0, 1.0)
+        call.find_sequences()
+        spans = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
+        end = sum(lengths)
+        want = [next(((a, b) for a, b in spans if a <= token < b), (end, end)) for token in range(tokens)]
+        assert call.sequences.T.tolist() == [list(pair) for pair in want], lengths
