@@ -11,7 +11,7 @@ from transformer_kernels import kernel_report
 pytest.importorskip("triton", reason="Triton is not installed")
 
 QUICK = {
-    "attention": "key gradient heavy packed bf16 D <= 64",
+    "attention": "key gradient packed sequences bf16 D <= 64",
     "softmax": "forward bf16 <= 4096",
     "layer_norm": "backward bf16 <= 4096",
     "add_layer_norm": "forward dropout fp16 <= 1024",

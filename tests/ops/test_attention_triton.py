@@ -130,6 +130,28 @@ def test_gradients_of_large_scores_in_float32(
     check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
 
 
+@pytest.mark.parametrize("lengths", [(40, 50), (300, 280)], ids=["short", "long"])
+def test_gradients_are_written_in_the_layouts_that_are_given(
+    backend: str, triton_attention: Any, device: torch.device, lengths: tuple[int, int]
+) -> None:
+    tensors = make(torch.float16, device, lengths, batch=2, heads=(2, 1))
+    q, k, v = (tensors[name].detach() for name in "qkv")
+    masks, options = (None, None, None, None), (True, None, 0.0, 0.2)
+    out, lse = triton_attention.forward(q, k, v, *masks, *options)
+    saved = (torch.ones_like(out), None, q, k, v, out, lse, *masks, *options, False)
+    *wanted, _ = triton_attention.backward(*saved)
+    queries, keys = lengths
+    grads = (
+        torch.full((2, 2, queries + 3, 40), 7.0, device=device).half()[:, :, 1 : queries + 1, 8:],
+        torch.full((keys, 2, 3, 32), 7.0, device=device).half()[:, :, 1:2].permute(1, 2, 0, 3),
+        torch.full((2, 1, keys, 67), 7.0, device=device).half()[..., 3:35],
+    )
+    *given, _ = triton_attention.backward(*saved, grads)
+    for got, grad, want in zip(given, grads, wanted, strict=True):
+        assert got.data_ptr() == grad.data_ptr() and torch.equal(grad, want)
+        assert (grad._base == 7.0).sum() == grad._base.numel() - grad.numel()
+
+
 def test_row_strides_beyond_32_bits_within_a_tile(triton_attention: Any) -> None:
     assert triton_attention._alignment(2, (64, 64, 64, 64, 64, 1 << 24)) == 0
     assert triton_attention._alignment(2, (1 << 24, 1 << 24, 64)) == 8  # between tiles offsets have 64 bits

@@ -367,7 +367,7 @@ def _launch_backward(call: _Call, out: Tensor, statistics: _Statistics) -> None:
         **call.constants, BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED_N=tile.masked, SEQUENCES=sequences,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    tile = call.tile(f"key gradient{call.heavy}")
+    tile = call.tile("key gradient packed" if sequences else f"key gradient{call.heavy}")
     grid = (triton.cdiv(call.keys, tile.keys) * call.batch * call.key_heads,)
     attention_backward_key_kernel[grid](
         call.q, call.k, call.v, lse, dout, delta, correction, dk, dv, call.padding, call.sequences, call.bias,

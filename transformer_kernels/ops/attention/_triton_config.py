@@ -2,7 +2,8 @@
 
 Chosen from the machine code, without a GPU at hand: no spills, at least eight warps on a multiprocessor, and tiles that
 fill the matrix instructions. A table is named after its kernel; with a bias, dropout or a window, whose bodies
-need more registers, a call looks into the table "<name> heavy".
+need more registers, a call looks into the table "<name> heavy"; so it does with packed sequences, except for the key
+gradient, which has a table of its own then.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ FORWARD_HEAVY: Rows = {
         (256, Tile(64, 32, 16, 8, 2)),
     ),
     (AMPERE, HALF): (
-        (32, Tile(64, 64, 32, 4, 3)),
+        (32, Tile(64, 64, 16, 4, 3)),
         (64, Tile(128, 64, 32, 8, 3)),
         (128, Tile(128, 32, 16, 8, 3)),
         (256, Tile(64, 32, 16, 8, 2)),
@@ -164,6 +165,22 @@ KEY_GRADIENT_HEAVY: Rows = {
     (AMPERE, SINGLE): KEY_GRADIENT[AMPERE, SINGLE],
 }
 
+KEY_GRADIENT_PACKED: Rows = {
+    (HOPPER, HALF): (
+        (32, Tile(64, 128, 32, 8, 2)),
+        (64, Tile(64, 64, 32, 8, 2)),
+        (128, Tile(32, 64, 16, 8, 2)),
+        (256, Tile(32, 16, 16, 8, 1)),
+    ),
+    (AMPERE, HALF): (
+        (32, Tile(32, 64, 16, 4, 2)),
+        (64, Tile(32, 64, 16, 8, 2)),
+        (128, Tile(32, 32, 16, 8, 2)),
+        (256, Tile(32, 16, 16, 8, 1)),
+    ),
+    (AMPERE, SINGLE): KEY_GRADIENT[AMPERE, SINGLE],
+}
+
 BIAS_GRADIENT: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(32, 64, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
     (AMPERE, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(16, 64, 16, 8, 1)), (256, Tile(16, 32, 16, 8, 1))),
@@ -231,6 +248,7 @@ TABLES: dict[str, Table[Tile]] = {
         "query gradient heavy": QUERY_GRADIENT_HEAVY,
         "key gradient": KEY_GRADIENT,
         "key gradient heavy": KEY_GRADIENT_HEAVY,
+        "key gradient packed": KEY_GRADIENT_PACKED,
         "bias gradient": BIAS_GRADIENT,
         "decode": DECODE,
         "short forward 32": SHORT_FORWARD_32,

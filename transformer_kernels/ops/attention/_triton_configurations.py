@@ -29,8 +29,10 @@ HEAVY_VARIANTS: dict[str, dict[str, Any]] = {
     "biased": {"BIAS": "full"},
     "causal padded windowed": {"CAUSAL": True, "PADDING": True, "WINDOW": True},
     "causal padded dropout": {"CAUSAL": True, "PADDING": True, "DROPOUT": True},
-    "packed": {"SEQUENCES": True},
-    "packed causal dropout": {"SEQUENCES": True, "CAUSAL": True, "DROPOUT": True},
+}
+PACKED_VARIANTS: dict[str, dict[str, Any]] = {
+    "sequences": {"SEQUENCES": True},
+    "sequences causal dropout": {"SEQUENCES": True, "CAUSAL": True, "DROPOUT": True},
 }
 KERNELS = {
     "forward": attention_forward_kernel,
@@ -45,12 +47,10 @@ def configurations() -> list[Configuration]:
     """Every row of the tables for aligned tensors: bf16 in the variants that differ most, fp16 and fp32 in one."""
     listed = []
     for name, table in config.TABLES.items():
-        heavy = name.endswith("heavy") or name.startswith("bias")
-        listed_variants = list((HEAVY_VARIANTS if heavy else VARIANTS).items())
-        if name.startswith("short"):
-            listed_variants = [item for item in listed_variants if "SEQUENCES" not in item[1]]
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            variants = dict(listed_variants if dtype is torch.bfloat16 else listed_variants[-1:])
+            variants = _variants(name)
+            if dtype is not torch.bfloat16:
+                variants = dict([list(variants.items())[-1]])
             precisions = ("ieee", "tf32") if dtype is torch.float32 else ("tf32",)
             for capability, itemsize in table.rows:
                 if itemsize != dtype.itemsize:
@@ -63,6 +63,15 @@ def configurations() -> list[Configuration]:
                             chosen = {**constants, "PRECISION": precision}
                             listed.append(_configuration(name, label, dtype, capability, width, tile, chosen))
     return listed
+
+
+def _variants(table: str) -> dict[str, dict[str, Any]]:
+    """What is compiled for each row of a table: the calls that it serves."""
+    if table.endswith("packed"):
+        return PACKED_VARIANTS
+    if table in ("forward heavy", "query gradient heavy", "bias gradient"):
+        return HEAVY_VARIANTS | PACKED_VARIANTS
+    return HEAVY_VARIANTS if table.endswith("heavy") else VARIANTS
 
 
 def _configuration(
