@@ -65,6 +65,7 @@ LADDER = (
     Rung("reference fp32", "reference", "float32", fused_optimizer=False),
     Rung("reference TF32", "reference", "tf32", fused_optimizer=False),
     Rung("reference bf16", "reference", "bfloat16", fused_optimizer=False),
+    Rung("reference + compile, fp32", "reference", "float32", compile="default"),
     Rung("SDPA + fused AdamW, fp32", "pytorch", "float32"),
     Rung("SDPA + fused AdamW", "pytorch", "bfloat16"),
     Rung("SDPA + compile, fp32", "pytorch", "float32", compile="default"),
@@ -79,11 +80,20 @@ LADDER = (
     Rung("ours cuda + one graph", "cuda", "bfloat16", graph=True),
     Rung("ours auto + one graph", "auto", "bfloat16", graph=True),
 )
-CPU_RUNGS = ("reference fp32", "SDPA + fused AdamW, fp32", "SDPA + compile, fp32", "ours torch, fp32")
+CPU_RUNGS = (
+    "reference fp32",
+    "reference bf16",
+    "reference + compile, fp32",
+    "SDPA + fused AdamW, fp32",
+    "SDPA + fused AdamW",
+    "SDPA + compile, fp32",
+    "ours torch, fp32",
+    "ours torch",
+)
 
 
 def rungs(device: torch.device) -> list[Rung]:
-    """The ladder for a device: bf16 on a GPU, fp32 on a CPU."""
+    """The ladder for a device: bf16 on a GPU, both precisions on a CPU."""
     if device.type == "cpu":
         return [rung for rung in LADDER if rung.name in CPU_RUNGS or rung.graph or rung.precision == "tf32"]
     return [rung for rung in LADDER if rung.name == "reference fp32" or not rung.name.endswith("fp32")]
@@ -189,22 +199,20 @@ class Step:
         torch.manual_seed(SEED)
         self.model: nn.Module = python_ref.build(recipe.model, ops=operations(rung.operations, device), **overrides)
         self.model.to(device).train()
-        self.inputs, self.targets = batch(recipe, self.model.config.vocab_size, device)
+        self.device, self.batch = device, batch(recipe, self.model.config.vocab_size, device)
         self.flops = self.model.flops_per_token(recipe.length) * recipe.batch * recipe.length
         self.autocast = rung.precision == "bfloat16"
-        self.run: Callable[..., Tensor] = self.model
+        self.run: Callable[..., Tensor] = self.model.loss
         if rung.compile is not None:
             torch._dynamo.reset()
-            self.run = torch.compile(self.model, mode=None if rung.compile == "default" else rung.compile)
+            self.run = torch.compile(self.model.loss, mode=None if rung.compile == "default" else rung.compile)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=3e-4, fused=rung.fused_optimizer, capturable=rung.graph
         )
 
     def loss(self) -> Tensor:
-        device = self.targets.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
-            logits = self.run(*self.inputs)
-        return F.cross_entropy(logits.float().flatten(0, -2), self.targets.flatten())
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.run(*self.batch)
 
     def loss_and_gradient_norm(self) -> tuple[float, float]:
         """What a rung must agree on with the reference."""
@@ -220,17 +228,17 @@ class Step:
         self.optimizer.step()
 
 
-def batch(recipe: Recipe, vocabulary: int, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Random tokens with their targets; for BERT, sequences of which a quarter is padding on average."""
+def batch(recipe: Recipe, vocabulary: int, device: torch.device) -> tuple[Tensor, ...]:
+    """What the loss takes: random tokens and targets; for BERT labels, tokens of which a quarter is padding, a mask."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(0, vocabulary, (recipe.batch, recipe.length), generator=generator)
     if recipe.model != "imdb_bert":
         targets = torch.randint(0, vocabulary, tokens.shape, generator=generator)
-        return (tokens.to(device),), targets.to(device)
+        return tokens.to(device), targets.to(device)
     lengths = torch.linspace(recipe.length, max(1, recipe.length // 2), recipe.batch).long()
     mask = torch.arange(recipe.length) < lengths[:, None]
-    targets = torch.randint(0, 2, (recipe.batch,), generator=generator)
-    return (tokens.to(device), mask.to(device)), targets.to(device)
+    labels = torch.randint(0, 2, (recipe.batch,), generator=generator)
+    return labels.to(device), tokens.to(device), mask.to(device)
 
 
 def check_step(recipe: Recipe, rung: Rung, device: torch.device) -> float:
