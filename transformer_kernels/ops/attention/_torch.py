@@ -12,14 +12,18 @@ import math
 import torch
 from torch import Tensor
 
-from transformer_kernels._dropout import drop, keep_scale
 from transformer_kernels.ops._visible import visible_mask
+from transformer_kernels.ops.attention._torch_chunks import (
+    Gradients,
+    as_dtype_of,
+    backward_in_chunks,
+    forward_in_chunks,
+    like_output,
+    repeat_heads,
+    sum_heads,
+)
 
 aten = torch.ops.aten
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-
-SCORES_AT_ONCE = 1 << 19  # on the CPU: a chunk of scores and its gradient stay in a second-level cache
 
 
 def unsupported(
@@ -56,7 +60,7 @@ def forward(
         return _forward(
             q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale, 0
         )  # fmt: skip
-    out, lse = _like_output(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = like_output(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for span in _sequences(cu_seqlens, (out,)):
         masks = _masks_of(span, key_padding_mask, attn_bias)
         query, key, value = (x[:, :, span] for x in (q, k, v))
@@ -86,7 +90,7 @@ def backward(
     grads: Gradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv (written into `grads` where those are given), dbias."""
-    grads = (_like_output(q), _like_output(k), _like_output(v)) if grads is None else grads
+    grads = (like_output(q), like_output(k), like_output(v)) if grads is None else grads
     if cu_seqlens is None or q.device.type != "cpu":
         dbias = _backward(
             grads, dout, dlse, q, k, v, out, lse, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window,
@@ -105,7 +109,7 @@ def backward(
         )  # fmt: skip
         if dbias is not None and part is not None:
             _bias_of(span, dbias).add_(part)
-    return *grads, _as(dbias, wanted)
+    return *grads, as_dtype_of(wanted, dbias)
 
 
 # Packed sequences, one after the other
@@ -156,7 +160,7 @@ def _forward(
         if not restricted or q.device.type != "cpu" or math.isfinite(float(out.detach().sum())):
             return out, lse
     visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask, cu_seqlens)
-    return _forward_in_chunks(q, k, v, visible, attn_bias, seed, dropout_p, scale, first)
+    return forward_in_chunks(q, k, v, visible, attn_bias, seed, dropout_p, scale, first)
 
 
 def _backward(
@@ -186,8 +190,8 @@ def _backward(
         fused = math.isfinite(float(k.detach().sum() + v.detach().sum()))
     if not fused:
         visible = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask, cu_seqlens)
-        return _backward_in_chunks(
-            grads, dout, dlse, q, k, v, out, lse, visible, attn_bias, seed, dropout_p, scale, bias_needs_grad, first
+        return backward_in_chunks(
+            grads, dout, dlse, q, k, v, visible, attn_bias, seed, dropout_p, scale, bias_needs_grad, first
         )
     mask, is_causal = _fused_mask(q, k, key_padding_mask, attn_bias, causal, window)
     k, v = _operands(k, v, q.shape[1], key_padding_mask)
@@ -203,7 +207,7 @@ def _backward(
             is_causal, scale=scale,
         )[:3]  # fmt: skip
     for grad, computed in zip(grads, fused_grads, strict=True):
-        grad.copy_(_sum_heads(computed, grad.shape[1]))
+        grad.copy_(sum_heads(computed, grad.shape[1]))
     return None
 
 
@@ -256,7 +260,7 @@ def _rows_aligned(x: Tensor) -> bool:
 
 def _operands(k: Tensor, v: Tensor, heads: int, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys and values for each query head."""
-    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    k, v = repeat_heads(k, heads), repeat_heads(v, heads)
     if key_padding_mask is None or k.device.type == "cpu":
         return k, v
     padding = ~key_padding_mask[:, None, :, None]
@@ -302,175 +306,6 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
-def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, Hk, Lk, D) -> (B, Hq, Lk, D)."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // max(x.shape[1], 1), dim=1)
-
-
 def _laid_out(x: Tensor) -> Tensor:
     """x with the memory of a contiguous (B, L, H, D)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _like_output(x: Tensor) -> Tensor:
-    """Uninitialised, of x's shape, with the memory of a contiguous (B, L, H, D)."""
-    batch, heads, length, width = x.shape
-    return x.new_empty(batch, length, heads, width).transpose(1, 2)
-
-
-# Chunks of plain products
-
-
-def _chunks(q: Tensor, keys: int) -> list[slice]:
-    """Slices of the batch whose scores are made at one time."""
-    batch, heads, queries, _ = q.shape
-    scores = max(heads * queries * keys, 1)
-    step = max(1, SCORES_AT_ONCE // scores) if q.device.type == "cpu" else batch
-    return [slice(first, first + step) for first in range(0, batch, max(step, 1))]
-
-
-def _part(x: Tensor | None, chunk: slice) -> Tensor | None:
-    """The chunk of a tensor whose first axis is the batch or 1."""
-    return x if x is None or x.dim() < 4 or x.shape[0] == 1 else x[chunk]
-
-
-def _scores(
-    q: Tensor, k: Tensor, visible: Tensor | None, attn_bias: Tensor | None, scale: float, clean: bool
-) -> Tensor:
-    """scale * q k^T + bias, -inf where hidden: (b, Hq, Lq, Lk), in the dtype of q.
-
-    Clean operands let the product start from the mask instead of 0, which saves a pass; otherwise hidden scores are
-    overwritten, since NaN - inf is NaN.
-    """
-    shape = (*q.shape[:3], k.shape[2])
-    start = attn_bias
-    if visible is not None and clean:
-        bias = torch.zeros((), dtype=q.dtype, device=q.device) if attn_bias is None else attn_bias
-        start = torch.where(visible, bias, -math.inf)
-    if start is None:
-        scores = torch.matmul(q * scale, k.transpose(-2, -1))
-    else:
-        start = start.to(q.dtype).expand(shape).reshape(-1, *shape[2:])
-        scores = torch.baddbmm(start, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale).view(shape)
-    return scores if visible is None or clean else scores.masked_fill_(~visible, -math.inf)
-
-
-def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
-    """weights @ v, where a value that is not finite reaches only the rows that see it."""
-    if visible is None or clean:
-        return weights @ v
-    broken = ~torch.isfinite(v)
-    sees_broken = visible.to(weights.dtype) @ broken.any(dim=-1, keepdim=True).to(weights.dtype)  # (b, H, Lq, 1)
-    out = weights @ v.masked_fill(broken, 0.0)
-    return out.masked_fill(sees_broken > 0.0, math.nan)
-
-
-def _clean(k: Tensor, v: Tensor, visible: Tensor | None) -> bool:
-    """Whether no key or value can spoil a row that must not see it; found out on the CPU, assumed nowhere else."""
-    return visible is None or (k.device.type == "cpu" and math.isfinite(float(k.detach().sum() + v.detach().sum())))
-
-
-def _forward_in_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    scale: float,
-    first: int,
-) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, _ = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = _like_output(q)
-    lse = q.new_full((batch, heads, queries), -math.inf, dtype=wide)
-    if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), lse
-    kept = 1.0 if seed is None else keep_scale(dropout_p)
-    clean = _clean(k, v, visible)
-    for chunk in _chunks(q, k.shape[2]):
-        key, value = (_repeat_heads(x[chunk], heads).to(wide) for x in (k, v))
-        seen = _part(visible, chunk)
-        scores = _scores(q[chunk].to(wide), key, seen, _part(attn_bias, chunk), scale, clean)
-        highest = scores.amax(dim=-1, keepdim=True)
-        highest.masked_fill_(highest == -math.inf, 0.0)
-        weights = scores.sub_(highest).exp_()
-        total = weights.sum(dim=-1, keepdim=True)
-        lse[chunk] = (total.log() + highest).squeeze(-1)
-        if seed is not None:
-            drop(weights, seed, dropout_p, first_head=chunk.start * heads, first=first, in_place=True)
-        total.masked_fill_(total == 0.0, 1.0)
-        out[chunk] = _weighted(weights, value, seen, clean).mul_(kept / total)
-    return out, lse
-
-
-def _backward_in_chunks(
-    grads: Gradients,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    visible: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    scale: float,
-    bias_needs_grad: bool,
-    first: int,
-) -> Tensor | None:
-    heads = q.shape[1]
-    wide = lse.dtype
-    dq, dk, dv = grads
-    wanted = attn_bias if bias_needs_grad else None
-    dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide, memory_format=torch.contiguous_format)
-    if q.numel() == 0 or k.numel() == 0:
-        for grad in grads:
-            grad.zero_()
-        return _as(dbias, wanted)
-    kept = 1.0 if seed is None else keep_scale(dropout_p)
-    clean = _clean(k, v, visible)
-    for chunk in _chunks(q, k.shape[2]):
-        seen = _part(visible, chunk)
-        key, value = (_hide(_repeat_heads(x[chunk], heads), seen, clean).to(wide) for x in (k, v))
-        query, gradient = q[chunk].to(wide), dout[chunk].to(wide)
-        delta = (gradient * out[chunk]).sum(dim=-1)
-        if dlse is not None:
-            delta = delta - dlse[chunk]
-        gradient = gradient * kept if seed is not None else gradient
-        scores = _scores(query, key, seen, _part(attn_bias, chunk), scale, clean)
-        weights = scores.sub_(_finite(lse[chunk])[..., None]).exp_()  # P
-        dscores = gradient @ value.transpose(-2, -1)
-        used = weights
-        if seed is not None:
-            place = {"first_head": chunk.start * heads, "first": first}
-            used = drop(weights, seed, dropout_p, **place)
-            drop(dscores, seed, dropout_p, **place, in_place=True)
-        dscores.sub_(delta[..., None]).mul_(weights)  # dS
-        dv[chunk] = _sum_heads(used.transpose(-2, -1) @ gradient, k.shape[1])
-        dk[chunk] = _sum_heads(dscores.transpose(-2, -1) @ (query * scale), k.shape[1])
-        dq[chunk] = (dscores @ key).mul_(scale)
-        if (part := _part(dbias, chunk)) is not None:
-            part.add_(dscores.sum_to_size(part.shape))
-    return _as(dbias, wanted)
-
-
-def _sum_heads(x: Tensor, heads: int) -> Tensor:
-    """(b, Hq, Lk, D) -> (b, Hk, Lk, D), summed over the query heads of each key head."""
-    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(dim=2)
-
-
-def _as(x: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """x in the dtype of `like`; neither is there without the other."""
-    return None if x is None or like is None else x.to(like.dtype)
-
-
-def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
-    """Keys or values (b, H, Lk, D) with zeros where no query of the batch row sees them."""
-    if visible is None or clean:
-        return x
-    seen = visible.any(dim=-2).unsqueeze(-1)  # (b or 1, 1, Lk, 1)
-    return x.masked_fill(~seen, 0.0)

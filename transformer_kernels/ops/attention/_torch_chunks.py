@@ -1,0 +1,216 @@
+"""Attention in chunks of plain products, which bound the memory for scores: the calls that no fused kernel answers.
+
+Each chunk of scores passes through few operators: a product, the mask, softmax, dropout, a product. In the backward
+pass its weights are made again, and softmax's own gradient gives that of the scores.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._dropout import drop, keep_scale
+
+aten = torch.ops.aten
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+SCORES_AT_ONCE = 1 << 19  # on the CPU: a chunk of scores and its gradient stay in a second-level cache
+
+
+def forward_in_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """out and lse; dropout counts rows and columns from `first`."""
+    heads = q.shape[1]
+    out = like_output(q)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    if q.numel() == 0 or k.numel() == 0:
+        return out.zero_(), lse
+    clean = _clean(k, v, visible)
+    operand = _operand_dtype(q)
+    for chunk in _chunks(q, k.shape[2]):
+        seen = _seen(visible, chunk)
+        key, value = (repeat_heads(x[chunk], heads).to(operand) for x in (k, v))
+        query = (q[chunk] * scale).to(operand)
+        scores, blind = _scores(query, key, seen, _part(attn_bias, chunk), clean, lse.dtype)
+        highest = scores.amax(dim=-1, keepdim=True)
+        weights = _weights(scores, blind)
+        lse_of_chunk = highest - weights.amax(dim=-1, keepdim=True).log()
+        lse[chunk] = (lse_of_chunk if blind is None else lse_of_chunk.masked_fill(blind, -math.inf)).squeeze(-1)
+        if seed is not None:
+            place = {"first_head": chunk.start * heads, "first": first}
+            drop(weights, seed, dropout_p, scale=keep_scale(dropout_p), **place, in_place=True)
+        out[chunk] = _weighted(weights.to(operand), value, seen, clean)
+    return out, lse
+
+
+def backward_in_chunks(
+    grads: Gradients,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    attn_bias: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    bias_needs_grad: bool,
+    first: int,
+) -> Tensor | None:
+    """Fill dq, dk and dv; return dbias."""
+    heads = q.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = grads
+    wanted = attn_bias if bias_needs_grad else None
+    dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide, memory_format=torch.contiguous_format)
+    if q.numel() == 0 or k.numel() == 0:
+        for grad in grads:
+            grad.zero_()
+        return as_dtype_of(wanted, dbias)
+    clean = _clean(k, v, visible)
+    operand = _operand_dtype(q)
+    for chunk in _chunks(q, k.shape[2]):
+        seen = _seen(visible, chunk)
+        key, value = (_hide(repeat_heads(x[chunk], heads), seen, clean).to(operand) for x in (k, v))
+        query, gradient = (q[chunk] * scale).to(operand), dout[chunk].to(operand)
+        scores, blind = _scores(query, key, seen, _part(attn_bias, chunk), clean, wide)
+        weights = used = _weights(scores, blind)  # P
+        dweights = (gradient @ value.transpose(-2, -1)).to(wide)
+        if seed is not None:
+            place = {"scale": keep_scale(dropout_p), "first_head": chunk.start * heads, "first": first}
+            used = drop(weights, seed, dropout_p, **place)
+            drop(dweights, seed, dropout_p, **place, in_place=True)
+        dscores = aten._softmax_backward_data.default(dweights, weights, -1, wide)
+        if dlse is not None:
+            dscores.addcmul_(weights, dlse[chunk].unsqueeze(-1))
+        low = dscores.to(operand)
+        dv[chunk] = sum_heads(used.to(operand).transpose(-2, -1) @ gradient, k.shape[1])
+        dk[chunk] = sum_heads(low.transpose(-2, -1) @ query, k.shape[1])
+        dq[chunk] = (low @ key).mul_(scale)
+        if (part := _part(dbias, chunk)) is not None:
+            part.add_(dscores.sum_to_size(part.shape))
+    return as_dtype_of(wanted, dbias)
+
+
+@functools.cache
+def _has_bfloat16_products() -> bool:
+    """Whether this processor multiplies matrices of bfloat16, adding up in float32."""
+    supports = [getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")]
+    return any(support is not None and support() for support in supports)
+
+
+def _operand_dtype(q: Tensor) -> torch.dtype:
+    """What the products' operands are rounded to: float32 for 16-bit tensors, except where that costs several times."""
+    if q.dtype is torch.bfloat16 and q.device.type == "cpu" and _has_bfloat16_products():
+        return torch.bfloat16
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _chunks(q: Tensor, keys: int) -> list[slice]:
+    """Slices of the batch whose scores are made at one time."""
+    batch, heads, queries, _ = q.shape
+    scores = max(heads * queries * keys, 1)
+    step = max(1, SCORES_AT_ONCE // scores) if q.device.type == "cpu" else batch
+    return [slice(first, first + step) for first in range(0, batch, max(step, 1))]
+
+
+def _part(x: Tensor | None, chunk: slice) -> Tensor | None:
+    """The chunk of a tensor whose first axis is the batch or 1."""
+    return x if x is None or x.dim() < 4 or x.shape[0] == 1 else x[chunk]
+
+
+def _seen(visible: Tensor | None, chunk: slice) -> Tensor | None:
+    """The chunk of the mask, None on the CPU where it is that of padding and there is none."""
+    seen = _part(visible, chunk)
+    if seen is not None and seen.dim() == 4 and seen.shape[2] == 1 and seen.device.type == "cpu" and bool(seen.all()):
+        return None
+    return seen
+
+
+def _scores(
+    query: Tensor, key: Tensor, visible: Tensor | None, attn_bias: Tensor | None, clean: bool, wide: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """query key^T + bias, -inf where hidden: (b, Hq, Lq, Lk), and which rows see nothing: (b, Hq, Lq, 1) or None.
+
+    Clean operands let the mask be added; otherwise hidden scores are overwritten, since NaN - inf is NaN.
+    """
+    scores = torch.matmul(query, key.transpose(-2, -1)).to(wide)
+    if visible is None and attn_bias is None:
+        return scores, None
+    added = attn_bias
+    if visible is not None:
+        bias = torch.zeros((), dtype=wide, device=query.device) if attn_bias is None else attn_bias
+        added = torch.where(visible, bias, -math.inf)
+    assert added is not None
+    blind = added.amax(dim=-1, keepdim=True) == -math.inf
+    if visible is None or clean:
+        scores.add_(added)
+    else:
+        scores = (scores if attn_bias is None else scores.add_(attn_bias)).masked_fill_(~visible, -math.inf)
+    if query.device.type == "cpu" and not bool(blind.any()):
+        return scores, None
+    return scores, blind.expand(*(1,) * (4 - blind.dim()), *blind.shape)
+
+
+def _weights(scores: Tensor, blind: Tensor | None) -> Tensor:
+    """softmax over the last axis, 0 in a blind row."""
+    weights = torch.softmax(scores, dim=-1)
+    return weights if blind is None else weights.masked_fill_(blind, 0.0)
+
+
+def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
+    """weights @ v, where a value that is not finite reaches only the rows that see it."""
+    if visible is None or clean:
+        return weights @ v
+    broken = ~torch.isfinite(v)
+    sees_broken = visible.to(weights.dtype) @ broken.any(dim=-1, keepdim=True).to(weights.dtype)  # (b, H, Lq, 1)
+    out = weights @ v.masked_fill(broken, 0.0)
+    return out.masked_fill(sees_broken > 0.0, math.nan)
+
+
+def _clean(k: Tensor, v: Tensor, visible: Tensor | None) -> bool:
+    """Whether no key or value can spoil a row that must not see it; found out on the CPU, assumed nowhere else."""
+    return visible is None or (k.device.type == "cpu" and math.isfinite(float(k.detach().sum() + v.detach().sum())))
+
+
+def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
+    """Keys or values (b, H, Lk, D) with zeros where no query of the batch row sees them."""
+    if visible is None or clean:
+        return x
+    seen = visible.any(dim=-2).unsqueeze(-1)  # (b or 1, 1, Lk, 1)
+    return x.masked_fill(~seen, 0.0)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, Hk, Lk, D) -> (B, Hq, Lk, D)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // max(x.shape[1], 1), dim=1)
+
+
+def sum_heads(x: Tensor, heads: int) -> Tensor:
+    """(b, Hq, Lk, D) -> (b, Hk, Lk, D), summed over the query heads of each key head."""
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(dim=2)
+
+
+def like_output(x: Tensor) -> Tensor:
+    """Uninitialised, of x's shape, with the memory of a contiguous (B, L, H, D)."""
+    batch, heads, length, width = x.shape
+    return x.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def as_dtype_of(like: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """x in the dtype of `like`; neither is there without the other."""
+    return None if x is None or like is None else x.to(like.dtype)
