@@ -60,7 +60,7 @@ def test_a_tensor_on_its_device_is_not_copied():
 @pytest.mark.gpu
 def test_a_copy_to_a_gpu_does_not_wait_for_it():
     device = torch.device("cuda")
-    to_device(torch.ones(1), device)
+    to_device(torch.arange(1000), device)  # its pinned memory is used again, since to allocate some may wait
     torch.cuda.synchronize()
     busy = torch.cuda.Event()
     torch.cuda._sleep(500_000_000)
