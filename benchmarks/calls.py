@@ -18,7 +18,7 @@ from benchmarks import timing
 from benchmarks.correctness import as_list
 from benchmarks.measure import Bench, Row, measured_columns
 from benchmarks.peers import Candidate, candidates
-from benchmarks.workloads import Workload, attention, rows
+from benchmarks.workloads import Workload, attention, output_layer, rows
 
 ROUTES = ("raw", "recorded", "there and back")
 CALLS_PER_SAMPLE = 100
@@ -29,16 +29,21 @@ def tiny(op: str, dtype: torch.dtype = torch.float32) -> Workload:
     """A workload with nothing to wait for."""
     if op == "attention":
         return attention(dtype, "forward", B=1, H=1, L=16, D=16)
+    if op == "linear_cross_entropy":
+        return output_layer(dtype, "forward", M=4, E=16, V=32)
     return rows(op, dtype, "forward", M=4, N=32)
 
 
 def route_call(function: Callable[..., Any], tensors: dict[str, Tensor], route: str) -> timing.Call:
     """One call of an operation by one of `ROUTES`."""
-    tensors = {name: tensor.detach().requires_grad_(route != "raw") for name, tensor in tensors.items()}
+    recorded = route != "raw"
+    tensors = {
+        name: each.detach().requires_grad_(recorded and each.is_floating_point()) for name, each in tensors.items()
+    }
     if route != "there and back":
         return functools.partial(function, **tensors)
     cotangents = [torch.randn_like(output) for output in as_list(function(**tensors))]
-    leaves = list(tensors.values())
+    leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
     return lambda: torch.autograd.grad(as_list(function(**tensors)), leaves, cotangents)
 
 

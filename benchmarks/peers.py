@@ -105,6 +105,14 @@ def _bias_relu(x: Tensor, bias: Tensor) -> Tensor:
     return F.relu(x + bias)
 
 
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets)
+
+
+def _linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return _cross_entropy(F.linear(x, weight), targets)
+
+
 EAGER: dict[str, Function] = {
     "attention": _attention,
     "softmax": _softmax,
@@ -113,6 +121,8 @@ EAGER: dict[str, Function] = {
     "gelu": _gelu,
     "bias_gelu": _bias_gelu,
     "bias_relu": _bias_relu,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
 }
 
 

@@ -12,9 +12,8 @@ from benchmarks import calls, steps, workloads
 from benchmarks.measure import Bench, Row, identity, measure
 from benchmarks.peers import Candidate, candidates
 from benchmarks.steps import Recipe
-from benchmarks.workloads import OPERATIONS, Sizes, Workload
+from benchmarks.workloads import OPERATIONS, ROW_OPERATIONS, Sizes, Workload
 
-ROW_OPERATIONS = OPERATIONS[1:]
 HEADLINE_LENGTHS = (512, 2048, 8192, 16384)
 HEADLINE_WIDTHS = (256, 768, 1024, 4096, 16384)
 COMPILED_WIDTHS = (768, 4096)
@@ -112,6 +111,9 @@ def _quick() -> Iterator[Task]:
                 workloads.row_sweep(sizes, op, torch.float32, direction),
                 ("ours torch", "ours triton", "ours cuda", "eager"),
             )
+        yield from _output_layers(
+            sizes, torch.float32, (direction,), ("ours torch", "ours triton", "ours cuda", "eager")
+        )
 
 
 def _attention(
@@ -123,12 +125,21 @@ def _attention(
 
 
 def _rows(
-    sizes: Sizes, dtype: torch.dtype, directions: Iterable[str], names: Iterable[str], approximate: str = "none"
+    sizes: Sizes,
+    dtype: torch.dtype,
+    directions: Iterable[str],
+    names: Iterable[str],
+    approximate: str = "none",
+    operations: Iterable[str] = ROW_OPERATIONS,
 ) -> Iterator[Task]:
-    operations = ROW_OPERATIONS if approximate == "none" else ("gelu", "bias_gelu")
-    for op in operations:
+    for op in operations if approximate == "none" else ("gelu", "bias_gelu"):
         for direction in directions:
             yield from operation_tasks(workloads.row_sweep(sizes, op, dtype, direction, approximate), names)
+
+
+def _output_layers(sizes: Sizes, dtype: torch.dtype, directions: Iterable[str], names: Iterable[str]) -> Iterator[Task]:
+    for direction in directions:
+        yield from operation_tasks(workloads.output_layer_sweep(sizes, dtype, direction), names)
 
 
 def _narrowed(sizes: Sizes, lengths: tuple[int, ...] = (), widths: tuple[int, ...] = ()) -> Sizes:
@@ -148,7 +159,8 @@ def _on_gpu(device: torch.device) -> Iterator[Task]:
     headline = _narrowed(sizes, HEADLINE_LENGTHS, HEADLINE_WIDTHS)
     fused = (*KERNELS, "sdpa flash", "sdpa cudnn")
     yield from _attention(headline, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
-    yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager"))
+    in_every_layer = [op for op in ROW_OPERATIONS if op != "cross_entropy"]
+    yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager"), operations=in_every_layer)
     recipes = Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)
     for recipe in recipes:
         yield from step_tasks(device, recipe, UNCOMPILED)
@@ -157,6 +169,8 @@ def _on_gpu(device: torch.device) -> Iterator[Task]:
         yield from step_tasks(device, recipe)
     yield from step_tasks(device, Recipe("gpt2", 8, 1024), UNCOMPILED)
     yield from _rows(_narrowed(sizes, widths=COMPILED_WIDTHS), bf16, ("forward", "backward"), ("compile", "liger"))
+    yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager"), operations=("cross_entropy",))
+    yield from _output_layers(sizes, bf16, ("forward", "both"), (*KERNELS, "ours torch", "eager"))
     yield from _attention(sizes, bf16, EVERY_KIND, ("forward", "backward", "both"), fused)
     yield from step_tasks(device, Recipe("gpt2", 8, 1024))
     yield from operation_tasks(workloads.decode_sweep(sizes, bf16), (*fused, "ours torch", "eager", "flex"))
@@ -192,6 +206,7 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
     fused = ("ours torch", "sdpa flash", "sdpa math", "eager")
     yield from _attention(sizes, fp32, EVERY_KIND[:1], ("forward", "both"), fused)
     yield from _rows(sizes, fp32, ("forward", "backward"), ("ours torch", "eager"))
+    yield from _output_layers(sizes, fp32, ("forward", "both"), ("ours torch", "eager"))
     recipes = Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)
     for recipe in recipes:
         yield from step_tasks(device, recipe, UNCOMPILED)

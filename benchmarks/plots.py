@@ -20,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from benchmarks.measure import Row
 from benchmarks.results import growth, timed
+from benchmarks.workloads import ROW_OPERATIONS
 
 STYLES: dict[str, dict[str, Any]] = {
     "ours triton": {"color": "#000000", "linestyle": "-", "marker": "o", "linewidth": 2.2},
@@ -200,7 +201,7 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
     ]
     if not shown:
         return None
-    operations = _present(shown, "op", ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu"))
+    operations = _present(shown, "op", ROW_OPERATIONS)
     directions = _present(shown, "direction", ("forward", "backward"))
     height = 2.4 * len(directions) + 1.0
     figure, grid = plt.subplots(
@@ -270,6 +271,8 @@ MARKERS = {
     "gelu": "D",
     "bias_gelu": "P",
     "bias_relu": "X",
+    "cross_entropy": "*",
+    "linear_cross_entropy": "h",
 }
 
 

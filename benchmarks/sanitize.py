@@ -23,9 +23,10 @@ def grid() -> list[Workload]:
                 listed.append(
                     workloads.attention(dtype, "both", B=2, H=4, Hk=2, L=length, D=width, causal=causal, padded=padded)
                 )
-        for op in workloads.OPERATIONS[1:]:
+        for op in workloads.ROW_OPERATIONS:
             for rows, columns in ((3, 33), (70, 256), (5, 1030), (2, 9000)):
                 listed.append(workloads.rows(op, dtype, "both", M=rows, N=columns))
+        listed += [workloads.output_layer(dtype, "both", M=rows, E=64, V=1001) for rows in (33, 700)]
     return listed
 
 

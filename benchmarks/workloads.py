@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OPERATIONS = ("attention", "softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
+ROW_OPERATIONS = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu", "cross_entropy")
+OPERATIONS = ("attention", *ROW_OPERATIONS, "linear_cross_entropy")
 DIRECTIONS = ("forward", "backward", "both")
 
 BACKWARD_PRODUCTS = 2.5
@@ -27,6 +28,7 @@ ROW_FLOPS = {
     "gelu": (5, 11),  # / sqrt(2), erf, + 1, * x, / 2 | Phi 4, density 4 (square, scale, exp, scale), * x, +, * dy
     "bias_gelu": (6, 13),  # + bias | + bias, sum for dbias
     "bias_relu": (2, 2),  # + bias, max | select, sum for dbias
+    "cross_entropy": (4, 5),  # max, - max, exp, sum | - max, exp, / sum, - target, * dloss
 }
 """FLOPs for each element, (forward, backward)."""
 
@@ -83,7 +85,16 @@ class Workload:
                 lengths = torch.tensor(self.key_lengths, device=device)
                 tensors["key_padding_mask"] = torch.arange(size["L"], device=device) < lengths[:, None]
             return tensors
+        if self.op == "linear_cross_entropy":
+            return {
+                "x": normal(size["M"], size["E"]),
+                "weight": normal(size["V"], size["E"]) * size["E"] ** -0.5,
+                "targets": torch.randint(0, size["V"], (size["M"],), generator=generator, device=device),
+            }
         rows, columns = size["M"], size["N"]
+        if self.op == "cross_entropy":
+            targets = torch.randint(0, columns, (rows,), generator=generator, device=device)
+            return {"logits": normal(rows, columns), "targets": targets}
         tensors = {"x": normal(rows, columns)}
         if self.op == "add_layer_norm":
             tensors["residual"] = normal(rows, columns)
@@ -165,8 +176,31 @@ def row_bytes(op: str, itemsize: int, direction: str, M: int, N: int) -> int:
         "gelu": (2 * matrix, 3 * matrix),  # x -> y | x, dy -> dx
         "bias_gelu": (2 * matrix + vector, 3 * matrix + 2 * vector),
         "bias_relu": (2 * matrix + vector, 3 * matrix + vector),  # x, bias -> y | y, dy -> dx, dbias
+        # logits, targets -> maximum and sum | logits, targets, maximum and sum -> dlogits
+        "cross_entropy": (matrix + 8 * M + statistics, 2 * matrix + 8 * M + statistics),
     }[op]
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+
+
+def output_layer(dtype: torch.dtype, direction: str, *, M: int, E: int, V: int) -> Workload:
+    """An output layer of V classes and its loss over M rows: forward alone, or with all gradients.
+
+    The logits count as neither read nor written: nothing needs them whole.
+    """
+    inputs, targets = (M * E + V * E) * dtype.itemsize, 8 * M
+    forward, backward = ROW_FLOPS["cross_entropy"]
+    flops = {"forward": 2 * E + forward, "both": 6 * E + forward + backward}[direction]
+    return Workload(
+        op="linear_cross_entropy",
+        case="output layer",
+        direction=direction,
+        dtype=dtype,
+        shape={"M": M, "E": E, "V": V},
+        axis="V",
+        options={},
+        bytes=inputs * (1 if direction == "forward" else 2) + targets,
+        flops=float(M * V * flops),
+    )
 
 
 @dataclass(frozen=True)
@@ -242,3 +276,11 @@ def row_sweep(
     """The same number of elements in ever wider rows."""
     for width in sizes.widths:
         yield rows(op, dtype, direction, M=max(1, sizes.elements // width), N=width, approximate=approximate)
+
+
+def output_layer_sweep(sizes: Sizes, dtype: torch.dtype, direction: str) -> Iterator[Workload]:
+    """Ever larger vocabularies, GPT-2's odd one among them, as wide as a head dimension times the heads."""
+    rows, width = sizes.tokens // 4, 64 * sizes.heads[64] // 2
+    for classes in (1024, 8192, 50257):
+        if rows * classes <= 4 * sizes.elements:
+            yield output_layer(dtype, direction, M=rows, E=width, V=classes)

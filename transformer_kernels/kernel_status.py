@@ -30,10 +30,16 @@ def kernel_sources(op: str, backend: str, checkout: Path = CHECKOUT) -> list[Pat
     if backend == "triton":
         return sorted(_closure(files, lambda path: _imported(path, checkout)))
     csrc = checkout / "csrc"
-    own = [path for path in sorted((csrc / "ops").glob(f"{op}*")) if path.suffix in (".cu", ".cuh", ".h")]
+    named = _closure(files, lambda path: _imported(path, checkout, "_cuda"))
+    ops = {path.parent.name for path in named}
+    own = [path for name in sorted(ops) for path in _compiled(csrc / "ops", name)]
     if not files or not own:
         return []
-    return sorted({*files, *_closure(own, lambda path: _included(path, csrc))})
+    return sorted({*named, *_closure(own, lambda path: _included(path, csrc))})
+
+
+def _compiled(folder: Path, op: str) -> list[Path]:
+    return [path for path in sorted(folder.glob(f"{op}*")) if path.suffix in (".cu", ".cuh", ".h")]
 
 
 def _closure(files: list[Path], following: Any) -> set[Path]:
@@ -56,15 +62,15 @@ def _included(path: Path, csrc: Path) -> Iterator[Path]:
                 break
 
 
-def _imported(path: Path, checkout: Path) -> Iterator[Path]:
-    """Files about Triton that a Python source imports from this package."""
+def _imported(path: Path, checkout: Path, prefix: str = "_triton") -> Iterator[Path]:
+    """Files of a backend that a Python source imports from this package."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("transformer_kernels"):
             continue
         assert node.module is not None
         for module in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]:
             file = checkout.joinpath(*module.split(".")).with_suffix(".py")
-            if file.name.startswith("_triton") and file.is_file():
+            if file.name.startswith(prefix) and file.is_file():
                 yield file
 
 

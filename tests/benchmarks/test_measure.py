@@ -106,6 +106,8 @@ def test_exact_results_pass_where_the_reference_sees_only_the_last_queries(monke
 def test_each_operation_is_measured_in_each_direction(bench: Bench, op: str, direction: str) -> None:
     if op == "attention":
         workload = attention_work(direction, causal=True) if direction == "both" else attention_work(direction)
+    elif op == "linear_cross_entropy":
+        workload = workloads.output_layer(torch.float32, direction.replace("backward", "both"), M=16, E=8, V=32)
     else:
         workload = workloads.rows(op, torch.float32, direction, M=16, N=32)
     named = {candidate.name: candidate for candidate in candidates(op)}

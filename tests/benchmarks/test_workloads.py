@@ -55,6 +55,7 @@ def test_decode_reads_each_key_head_once() -> None:
         ("gelu", 2 * 600, 3 * 600),
         ("bias_gelu", 2 * 600 + 60, 3 * 600 + 2 * 60),
         ("bias_relu", 2 * 600 + 60, 3 * 600 + 60),
+        ("cross_entropy", 600 + 80 + 80, 2 * 600 + 80 + 80),
         ("layer_norm", 2 * 600 + 2 * 60 + 80, 3 * 600 + 3 * 60 + 80),
         ("add_layer_norm", 4 * 600 + 2 * 60 + 80, 4 * 600 + 3 * 60 + 80),
     ],
@@ -63,6 +64,14 @@ def test_row_bytes_by_hand(op: str, forward: int, backward: int) -> None:
     # 10 rows of 30 bf16 are 600 bytes, one row 60, mean and rstd of 10 rows 80
     counts = [workloads.rows(op, BF16, direction, M=10, N=30).bytes for direction in workloads.DIRECTIONS]
     assert counts == [forward, backward, forward + backward]
+
+
+def test_an_output_layer_by_hand() -> None:
+    forward, both = (workloads.output_layer(BF16, direction, M=10, E=4, V=30) for direction in ("forward", "both"))
+    assert forward.bytes == 2 * (10 * 4 + 30 * 4) + 8 * 10  # x, weight, targets; the logits need no memory
+    assert both.bytes == 2 * 2 * (10 * 4 + 30 * 4) + 8 * 10  # and dx, dweight
+    assert forward.flops == 2 * 10 * 30 * 4 + 4 * 300
+    assert both.flops == 3 * 2 * 10 * 30 * 4 + (4 + 5) * 300
 
 
 def test_layer_norm_flops_by_hand() -> None:
@@ -74,11 +83,15 @@ def test_layer_norm_flops_by_hand() -> None:
 def test_inputs_are_random_and_fresh(op: str) -> None:
     if op == "attention":
         work = workloads.attention(FP32, "forward", B=1, H=2, L=16, D=8)
+    elif op == "linear_cross_entropy":
+        work = workloads.output_layer(FP32, "forward", M=16, E=2, V=16)
     else:
         work = workloads.rows(op, FP32, "forward", M=16, N=16)
     first, second, again = (work.inputs(torch.device("cpu"), seed) for seed in (0, 1, 0))
     for name, tensor in first.items():
-        assert tensor.std() > 0.5 and not torch.equal(tensor, second[name]) and torch.equal(tensor, again[name])
+        assert (
+            tensor.double().std() > 0.5 and not torch.equal(tensor, second[name]) and torch.equal(tensor, again[name])
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -16,6 +16,8 @@ from transformer_kernels.ops.bias_gelu import _cuda as bias_gelu
 from transformer_kernels.ops.bias_gelu import _torch as bias_gelu_torch
 from transformer_kernels.ops.bias_relu import _cuda as bias_relu
 from transformer_kernels.ops.bias_relu import _torch as bias_relu_torch
+from transformer_kernels.ops.cross_entropy import _cuda as cross_entropy
+from transformer_kernels.ops.cross_entropy import _torch as cross_entropy_torch
 from transformer_kernels.ops.gelu import _cuda as gelu
 from transformer_kernels.ops.gelu import _torch as gelu_torch
 from transformer_kernels.ops.layer_norm import _cuda as layer_norm
@@ -59,6 +61,8 @@ def check_shape(rows: int, columns: int, dtype: torch.dtype) -> None:
     backward = (dy, x, *outputs[1:2], weight, *outputs[2:], seed, 0.25, True)
     check("add_layer_norm backward", add_layer_norm.backward(*backward), add_layer_norm_torch.backward(*backward))
 
+    check_cross_entropy(x)
+
     for approximate in ("none", "tanh"):
         check("gelu", gelu.forward(x, approximate), gelu_torch.forward(x, approximate))
         check("gelu backward", gelu.backward(dy, x, approximate), gelu_torch.backward(dy, x, approximate))
@@ -69,6 +73,25 @@ def check_shape(rows: int, columns: int, dtype: torch.dtype) -> None:
     y = bias_relu.forward(x, bias)
     check("bias_relu", y, bias_relu_torch.forward(x, bias))
     check("bias_relu backward", bias_relu.backward(dy, y, dtype), bias_relu_torch.backward(dy, y, dtype))
+
+
+def check_cross_entropy(logits: torch.Tensor) -> None:
+    rows, columns = logits.shape
+    targets = torch.arange(rows) % columns
+    targets[-1] = -100
+    for smoothing in (0.0, 0.1):
+        options = (-100, smoothing, "mean")
+        loss, statistics, count = cross_entropy.forward(logits, targets, *options)
+        check("cross_entropy", loss, cross_entropy_torch.forward(logits, targets, *options)[0])
+        arguments = (torch.tensor(2.0), logits, targets, statistics, count, *options)
+        check("cross_entropy backward", cross_entropy.backward(*arguments), cross_entropy_torch.backward(*arguments))
+        gapped, copy = logits.clone()[:, : columns - 1], logits[:, : columns - 1].clone()
+        in_place = cross_entropy.row_losses_and_gradient(gapped, targets, -100, smoothing)
+        check(
+            "cross_entropy in place",
+            in_place,
+            cross_entropy_torch.row_losses_and_gradient(copy, targets, -100, smoothing),
+        )
 
 
 def main() -> None:

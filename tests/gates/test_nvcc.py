@@ -8,11 +8,14 @@ from transformer_kernels import _build, cuda_report
 
 pytestmark = pytest.mark.slow
 
-ROW_OPERATIONS = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
+ROW_OPERATIONS = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu", "cross_entropy")
 # Kernels that read rows by 16-byte vectors where the rows allow it. sum_partials reads single floats, 128 bytes a warp.
 VECTOR_KERNELS = (
     "softmax_forward_kernel",
     "softmax_backward_kernel",
+    "cross_entropy_forward_kernel",
+    "cross_entropy_forward_any_width_kernel",
+    "cross_entropy_backward_kernel",
     "layer_norm_forward_kernel",
     "layer_norm_backward_kernel",
     "gelu_forward_kernel",

@@ -36,6 +36,7 @@ def test_every_configuration_passes_its_gates(operation: str) -> None:
 
 
 VARIANTS = {
+    "cross_entropy_forward_kernel": 2,  # with statistics, and in place
     "softmax_forward_kernel": 3,
     "layer_norm_forward_kernel": 2,
     "layer_norm_backward_kernel": 2,

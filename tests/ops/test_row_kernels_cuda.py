@@ -14,6 +14,7 @@ from transformer_kernels import _extension
 from transformer_kernels.ops.add_layer_norm import _cuda as add_layer_norm
 from transformer_kernels.ops.bias_gelu import _cuda as bias_gelu
 from transformer_kernels.ops.bias_relu import _cuda as bias_relu
+from transformer_kernels.ops.cross_entropy import _cuda as cross_entropy
 from transformer_kernels.ops.gelu import _cuda as gelu
 from transformer_kernels.ops.layer_norm import _cuda as layer_norm
 from transformer_kernels.ops.softmax import _cuda as softmax
@@ -59,6 +60,34 @@ def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) ->
     assert forward["global_store_bytes"] == row_bytes + 2 * 4 * rows
 
 
+@pytest.mark.parametrize(("columns", "threads"), [(256, 32), (1024, 32), (4096, 256), (8192, 512)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_logits_are_read_once_and_their_gradient_is_written_once(
+    emulation: Any, dtype: torch.dtype, columns: int, threads: int
+) -> None:
+    rows = 8
+    logits, targets = random(rows, columns, dtype=dtype), torch.arange(rows)
+    row_bytes = rows * columns * logits.element_size()
+    each_reads_its_target = 8 * rows * threads
+    counters = counted(emulation, cross_entropy.row_losses, logits, targets, -100, 0.1)
+    assert counters["global_load_bytes"] == row_bytes + each_reads_its_target
+    assert counters["global_store_bytes"] == 3 * 4 * rows  # loss, maximum, 1 / sum
+    counters = counted(emulation, cross_entropy.row_losses_and_gradient, logits, targets, -100, 0.1)
+    assert counters["global_load_bytes"] == row_bytes + each_reads_its_target
+    assert counters["global_store_bytes"] == row_bytes + 4 * rows
+
+
+@pytest.mark.parametrize("columns", [65, 1001, 8201])
+def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(emulation: Any, columns: int) -> None:
+    buffer = torch.full((5, -(-columns // 8) * 8), torch.nan, dtype=torch.bfloat16)
+    logits = buffer[:, :columns].copy_(random(5, columns, dtype=torch.bfloat16))
+    expected = logits.clone()
+    targets = torch.arange(5)
+    losses = cross_entropy.row_losses_and_gradient(logits, targets, -100, 0.0)[0]
+    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(expected.float(), targets, reduction="none"))
+    assert torch.isfinite(logits).all() and (buffer[:, columns:] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
     x = random(4, 768, dtype=dtype)
@@ -100,6 +129,11 @@ def all_results(x: Tensor, dy: Tensor) -> list[Tensor]:
     results = [y, summed, mean, rstd, probabilities, softmax.backward(dy, probabilities, 0.7)]
     results += [*add_layer_norm.backward(dy, x, summed, weight, mean, rstd, seed, 0.3, True)]
     results += [*layer_norm.backward(dy, summed, weight, mean, rstd, True), *bias_gelu.backward(dy, x, weight, "none")]
+    targets = torch.arange(len(x))
+    options = (3, 0.1, "mean")
+    loss, statistics, count = cross_entropy.forward(x, targets, *options)
+    results += [loss, statistics, cross_entropy.backward(loss, x, targets, statistics, count, *options)]
+    results += [*cross_entropy.row_losses_and_gradient(x.clone(), targets, 3, 0.1)]
     results += [bias_relu.forward(x, weight), *bias_relu.backward(dy, x, torch.float32)]
     return [result for result in results if result is not None]
 

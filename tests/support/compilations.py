@@ -100,6 +100,16 @@ def _gelu(rows: int, width: int) -> None:
     bias_relu.backward(x, x, torch.float32)
 
 
+def _cross_entropy(rows: int, width: int) -> None:
+    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
+
+    logits, targets = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
+    options = (-100, 0.0, "mean")
+    loss, statistics, count = cross_entropy.forward(logits, targets, *options)
+    cross_entropy.backward(loss, logits, targets, statistics, count, *options)
+    cross_entropy.row_losses_and_gradient(logits, targets, -100, 0.0)
+
+
 def _attention(rows: int, width: int) -> None:
     """A batch of `rows` packed projections, `width` tokens each, plain, causal and with all masks; then the same as
     packed sequences; then one more query to the keys, in either layout."""
@@ -150,6 +160,7 @@ OPERATIONS = {
     "softmax": _softmax,
     "layer_norm": _layer_norm,
     "gelu": _gelu,
+    "cross_entropy": _cross_entropy,
     "attention": _attention,
     "short_attention": _short_attention,
 }

@@ -1,0 +1,129 @@
+"""Cross-entropy kernels in Triton: the two-pass walk at narrow widths, gaps between rows, and every table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.ops.test_cross_entropy import make
+from tests.support.arguments import normal
+from tests.support.parity import check_parity, require
+from tests.support.triton_tables import every_width
+from transformer_kernels._triton import RowTile
+
+OP = "cross_entropy"
+
+
+@pytest.fixture(params=["triton"])
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    require(OP, request.param, device, torch.float32)
+    return request.param
+
+
+@pytest.fixture
+def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more than 64 columns are walked in blocks of 64."""
+    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "FORWARD", every_width(RowTile(rows=1, columns=64, num_warps=4)))
+
+
+@pytest.mark.usefixtures("_walked")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [65, 128, 129, 200])
+def test_two_passes_match_the_reference(
+    backend: str, dtype: torch.dtype, device: torch.device, classes: int, smoothing: float
+) -> None:
+    check_parity(OP, backend, make(dtype, device, 7, classes), {"label_smoothing": smoothing})
+
+
+@pytest.mark.usefixtures("_walked")
+@pytest.mark.parametrize("first", [-torch.inf, torch.inf, torch.nan])
+def test_two_passes_of_a_row_that_starts_with_no_number(backend: str, device: torch.device, first: float) -> None:
+    tensors = make(torch.float32, device, 7, 200, ignored=0.0)
+    with torch.no_grad():
+        tensors["logits"][3, 0] = first
+    check_parity(OP, backend, {**tensors, "logits": tensors["logits"].detach()}, {"reduction": "none"})
+
+
+def losses_in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
+
+    return cross_entropy.row_losses_and_gradient(logits, targets, -100, 0.0)[0]
+
+
+@pytest.mark.parametrize("walked", [False, True], ids=["in registers", "walked"])
+@pytest.mark.parametrize("classes", [65, 201])
+def test_what_lies_between_rows_is_not_looked_at_and_becomes_zero(
+    backend: str, device: torch.device, classes: int, walked: bool, request: pytest.FixtureRequest
+) -> None:
+    if walked:
+        request.getfixturevalue("_walked")
+    buffer = torch.full((5, -(-classes // 8) * 8), torch.nan, dtype=torch.float16, device=device)
+    logits = buffer[:, :classes].copy_(normal(5, classes, dtype=torch.float16, device=device).detach())
+    leaf = logits.float().requires_grad_()
+    targets = torch.arange(5, device=device)
+    expected = F.cross_entropy(leaf, targets, reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(losses_in_place(logits, targets), expected.detach())
+    torch.testing.assert_close(logits.float(), leaf.grad, atol=1e-3, rtol=1e-3)
+    assert (buffer[:, classes:] == 0).all()
+
+
+@pytest.mark.parametrize("stray", [-7, 65, 2**40])
+@pytest.mark.parametrize("walked", [False, True], ids=["in registers", "walked"])
+def test_a_target_that_is_no_class_makes_its_row_nan_and_reads_nothing(
+    backend: str, device: torch.device, stray: int, walked: bool, request: pytest.FixtureRequest
+) -> None:
+    if walked:
+        request.getfixturevalue("_walked")
+    logits = normal(4, 65, dtype=torch.float32, device=device).detach()
+    losses = losses_in_place(logits, torch.tensor([0, stray, 64, -100], device=device))
+    assert torch.isnan(losses).tolist() == [False, True, False, False] and losses[3] == 0.0
+    assert torch.isnan(logits).all(-1).tolist() == [False, True, False, False] and (logits[3] == 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 4096, 4097])
+@pytest.mark.parametrize("limit", [1 << 16, 64], ids=["one program", "by PyTorch"])
+def test_the_sum_of_losses(
+    backend: str, device: torch.device, rows: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "ROWS_OF_ONE_PROGRAM", limit)
+    losses = torch.rand(rows, device=device)
+    targets = torch.arange(rows, device=device) % 3
+    total, none = cross_entropy.reduced(losses, targets, 1, "sum")
+    mean, count = cross_entropy.reduced(losses, targets, 1, "mean")
+    assert none is None and count.item() == (targets != 1).sum().item()
+    torch.testing.assert_close(total, losses.sum())
+    torch.testing.assert_close(mean, losses.sum() / count)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_the_table_of_every_capability(
+    backend: str, device: torch.device, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformer_kernels._triton.INTERPRETED_CAPABILITY", capability)
+    for classes in (2, 300, 2500):
+        check_parity(OP, backend, make(torch.float16, device, 5, classes))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
+    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
+
+    classes = 1000
+    rows = 2**31 // classes + 7
+    logits = torch.zeros(rows, classes, dtype=torch.bfloat16, device=device)
+    logits[-1] = torch.linspace(-3, 3, classes).to(logits)
+    targets = torch.full((rows,), 7, device=device)
+    expected = F.cross_entropy(logits[-1:].float(), targets[-1:])
+    losses, statistics, _ = cross_entropy.forward(logits, targets, -100, 0.0, "none")
+    torch.testing.assert_close(losses[-1], expected)
+    ones = torch.ones(rows, device=device)
+    dlogits = cross_entropy.backward(ones, logits, targets, statistics, None, -100, 0.0, "none")
+    p = torch.softmax(logits[-1].float(), -1)
+    p[7] -= 1.0
+    torch.testing.assert_close(dlogits[-1].float(), p, atol=1e-4, rtol=2e-2)
