@@ -134,6 +134,8 @@ def _configuration(
         else:
             signature[argument] = types.get(argument, "i32")
     gates = {"wide_loads"} | (set() if chosen["PRECISION"] == "ieee" else {"matrix"})
+    if first in ("query", "key") or name.startswith("short backward"):
+        gates.add("wide_stores")
     if dtype is not torch.float32 or head_dim <= 64:  # products of fp32 hold whole rows in registers
         gates.add("no_spills")
     return Configuration(
