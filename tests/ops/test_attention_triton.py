@@ -130,6 +130,20 @@ def test_gradients_of_large_scores_in_float32(
     check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
 
 
+@pytest.mark.parametrize("lengths", [(40, 50), (33, 130)], ids=["short", "long"])
+def test_the_rounding_of_a_large_lse_is_taken_out_in_float32(
+    backend: str, device: torch.device, lengths: tuple[int, int]
+) -> None:
+    """All scores are exactly 1024, so eager weights have no error, while half a unit of lse is 6e-5 of each of ours."""
+    tensors = make(torch.float32, device, lengths, batch=1, heads=(2, 1), width=64)
+    with torch.no_grad():
+        for name in "qk":
+            tensors[name][..., 0] = 32.0
+        tensors["q"][..., 1:] = 0.0
+    tensors["attn_bias"] = torch.zeros(1, 1, *lengths, device=device).requires_grad_()
+    check_parity(OP, backend, tensors, {"scale": 1.0})
+
+
 @pytest.mark.parametrize("lengths", [(40, 50), (300, 280)], ids=["short", "long"])
 def test_gradients_are_written_in_the_layouts_that_are_given(
     backend: str, triton_attention: Any, device: torch.device, lengths: tuple[int, int]
@@ -191,7 +205,7 @@ def test_every_table_computes_the_same(
     backend: str, device: torch.device, capability: tuple[int, int], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_triton, "INTERPRETED_CAPABILITY", capability)
-    for lengths in ((60, 60), (100, 257)):
+    for lengths in ((60, 60), (30, 120), (30, 250), (100, 257)):
         tensors = make(torch.float16, device, lengths, batch=1, heads=(2, 1), width=width)
         check_parity(OP, backend, tensors, {"causal": True})
         tensors["attn_bias"] = torch.randn(1, 2, *lengths, device=device, requires_grad=True)

@@ -184,12 +184,12 @@ KEY_GRADIENT_PACKED: Rows = {
 BIAS_GRADIENT: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(32, 64, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
     (AMPERE, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(16, 64, 16, 8, 1)), (256, Tile(16, 32, 16, 8, 1))),
-    (AMPERE, SINGLE): ((64, Tile(32, 32, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
+    (AMPERE, SINGLE): ((64, Tile(16, 32, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
 }
 
 DECODE: Rows = {
     (AMPERE, HALF): ((128, Tile(16, 64, 64, 8, 2)), (256, Tile(16, 32, 32, 8, 2))),
-    (AMPERE, SINGLE): ((64, Tile(16, 32, 32, 4, 2)), (256, Tile(16, 16, 16, 8, 1))),
+    (AMPERE, SINGLE): ((64, Tile(16, 32, 32, 8, 2)), (256, Tile(16, 16, 16, 8, 1))),
 }
 """The number of queries is that of the call: 16, 32 or 64 rows."""
 
@@ -201,8 +201,8 @@ SHORT_FORWARD_32: Rows = {
 """Here the width is the number of keys, and the head dimension stands in the name."""
 
 SHORT_FORWARD_32_HEAVY: Rows = {
-    (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 4, 1))),
-    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)),),
+    (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 4, 1)), (256, Tile(16, 256, 256, 8, 1))),
+    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(16, 128, 128, 4, 1)), (256, Tile(16, 256, 256, 8, 1))),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
@@ -214,7 +214,7 @@ SHORT_FORWARD_64: Rows = {
 
 SHORT_FORWARD_64_HEAVY: Rows = {
     (HOPPER, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(64, 128, 128, 8, 1)), (256, Tile(32, 256, 256, 8, 1))),
-    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)),),
+    (AMPERE, HALF): ((64, Tile(64, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 4, 1)), (256, Tile(16, 256, 256, 8, 1))),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
@@ -234,7 +234,7 @@ SHORT_BACKWARD_64: Rows = {
 
 SHORT_BACKWARD_64_HEAVY: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 64, 4, 1)), (128, Tile(32, 128, 128, 8, 1))),
-    (AMPERE, HALF): (),
+    (AMPERE, HALF): ((64, Tile(16, 64, 64, 4, 1)), (128, Tile(16, 128, 128, 8, 1))),
     (AMPERE, SINGLE): ((64, Tile(16, 64, 64, 8, 1)),),
 }
 
