@@ -19,7 +19,7 @@ help:
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
 	@echo "make lint   ruff and mypy"
 	@echo "make gpu    on a GPU: build, test, benchmark and record in OUT=runs/benchmarks"
-	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results/cpu (six minutes)"
+	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results/cpu (twelve minutes)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -54,7 +54,7 @@ lint: $(VENV)/.lint
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh --device cuda --out $(OUT)
 
-# The smaller record of a machine without a GPU, merged into benchmarks/results/cpu. Six minutes; leave the machine alone.
+# The smaller record of a machine without a GPU, merged into benchmarks/results/cpu. Twelve minutes; leave the machine alone.
 bench: $(VENV)/.test
 	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu.sh --device cpu --out $(OUT)
 	$(BIN)/python -m benchmarks.cli --merge $(OUT)

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="rows, folders or pytest-benchmark's")
     parser.add_argument("--device", default="auto", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--out", type=Path, help="folder for what is measured (default: a temporary one)")
-    parser.add_argument("--budget", type=float, help="seconds in all (default: TIME_BUDGET, else 540, on a CPU 330)")
+    parser.add_argument("--budget", type=float, help="seconds in all (default: TIME_BUDGET, else 540, on a CPU 720)")
     parser.add_argument("--steps", help=f"of --record, separated by commas, from {', '.join(ALL_STEPS)}")
     add_selection(parser)
     return parser

@@ -25,7 +25,7 @@ LOG = "record.log"
 KERNELS = "kernels.json"
 STEPS = {"cuda": ("build", "test", "bench"), "cpu": ("bench",)}
 ALL_STEPS = ("build", "test", "bench", "sanitize")
-DEFAULT_BUDGET = {"cuda": 540.0, "cpu": 330.0}
+DEFAULT_BUDGET = {"cuda": 540.0, "cpu": 720.0}
 BUILD_SHARE, TEST_SHARE, SANITIZE_SHARE = 0.35, 0.45, 0.9
 SESSIONS = (
     ("tests", "-m", "gpu"),
