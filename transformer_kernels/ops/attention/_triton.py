@@ -293,11 +293,12 @@ def _takes_descriptors(call: _Call) -> bool:
 
 
 def _descriptors_pay(call: _Call) -> bool:
+    head_dims = config.DESCRIPTOR_HEAD_DIMS if call.padding is None else config.DESCRIPTOR_PADDED_HEAD_DIMS
     return (
         call.q.is_cuda
         and call.capability >= config.HOPPER
         and call.itemsize == config.HALF
-        and call.block_d in config.DESCRIPTOR_HEAD_DIMS
+        and call.block_d in head_dims
         and not call.heavy
         and call.queries >= config.DESCRIPTOR_MINIMUM_QUERIES
     )

@@ -48,14 +48,14 @@ def configurations() -> list[Configuration]:
     listed = []
     for name, table in config.TABLES.items():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            variants = _variants(name)
-            if dtype is not torch.bfloat16:
-                variants = dict([list(variants.items())[-1]])
             precisions = ("ieee", "tf32") if dtype is torch.float32 else ("tf32",)
             for capability, itemsize in table.rows:
                 if itemsize != dtype.itemsize:
                     continue
                 for width, tile in table.rows[capability, itemsize]:
+                    variants = _variants(name, width)
+                    if dtype is not torch.bfloat16:
+                        variants = dict([list(variants.items())[-1]])
                     for label, constants in variants.items():
                         for precision in precisions:
                             if name.startswith("bias") and "BIAS" not in constants:
@@ -65,8 +65,10 @@ def configurations() -> list[Configuration]:
     return listed
 
 
-def _variants(table: str) -> dict[str, dict[str, Any]]:
-    """What is compiled for each row of a table: the calls that it serves."""
+def _variants(table: str, width: int | None) -> dict[str, dict[str, Any]]:
+    """What is compiled for a row of a table: the calls that it serves."""
+    if table == "forward descriptors" and width not in config.DESCRIPTOR_PADDED_HEAD_DIMS:
+        return {label: constants for label, constants in VARIANTS.items() if "PADDING" not in constants}
     if table.endswith("packed"):
         return PACKED_VARIANTS
     if table in ("forward heavy", "query gradient heavy", "bias gradient"):
