@@ -42,7 +42,7 @@ VARIANTS = {
     "layer_norm_backward_kernel": 2,
     "bias_activation_forward_kernel": 2,  # gelu and relu
     "bias_activation_backward_kernel": 2,
-    "attention_forward_kernel": 4,
+    "attention_forward_kernel": 5,
     "attention_backward_query_kernel": 4,
     "attention_backward_key_kernel": 4,
     "attention_short_forward_kernel": 2,

@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -112,7 +113,7 @@ def _cross_entropy(rows: int, width: int) -> None:
 
 def _attention(rows: int, width: int) -> None:
     """A batch of `rows` packed projections, `width` tokens each, plain, causal and with all masks; then the same as
-    packed sequences; then one more query to the keys, in either layout."""
+    packed sequences; then through tensor descriptors; then one more query to the keys, in either layout."""
     from transformer_kernels.ops.attention import _triton as attention
 
     starts = torch.arange(rows + 1, dtype=torch.int32) * width
@@ -131,6 +132,8 @@ def _attention(rows: int, width: int) -> None:
         lse = torch.empty(batch, HEADS, length)
         grads = _projected(batch, length)
         attention.backward(q, None, q, k, v, q, lse, *masks, *options, masks[1] is not None, grads)
+    with mock.patch.object(attention, "_descriptors_pay", return_value=True):
+        attention.forward(*_projected(rows, width), None, None, None, None, True, None, 0.0, 0.125)
     for cached in (torch.empty(rows, HEADS, width, 64, dtype=torch.bfloat16), _projected(rows, width)[1]):
         attention.forward(cached[:, :, -1:], cached, cached, None, None, None, None, True, None, 0.0, 0.125)
 
