@@ -207,6 +207,9 @@ def attention(
     if key_padding_mask is not None:  # whatever stands behind the mask, NaN too, must not reach a product with 0
         padding = ~key_padding_mask[:, None, :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+    if cu_seqlens is not None:  # nor what stands behind the last sequence
+        filler = (sequence_numbers(cu_seqlens, k.shape[2]) < 0)[:, None]
+        k, v = k.masked_fill(filler, 0.0), v.masked_fill(filler, 0.0)
     visible = visible_keys(
         queries,
         k.shape[2],

@@ -107,6 +107,18 @@ def test_nothing_crosses_a_border(backend: str, dtype: torch.dtype, device: torc
     assert (out[:, :, 81:] == 0).all()
 
 
+def test_nothing_behind_the_last_sequence_gets_out(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(90, dtype, device)
+    with torch.no_grad():
+        for name in "kv":
+            tensors[name][:, :, 70:] = float("nan")
+    cu_seqlens = torch.tensor([0, 33, 70], dtype=torch.int32, device=device)
+    check_parity("attention", backend, tensors, {"cu_seqlens": cu_seqlens})
+    out = tk.attention(**tensors, cu_seqlens=cu_seqlens, backend=backend)
+    out.backward(torch.ones_like(out))
+    assert torch.isfinite(out).all() and all(torch.isfinite(tensors[name].grad).all() for name in "qkv")
+
+
 def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     def once() -> list[Tensor]:
         tensors = make(150, dtype, device)
