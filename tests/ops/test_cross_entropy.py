@@ -116,6 +116,19 @@ def test_large_logits_neither_overflow_nor_cancel(
 
 
 @pytest.mark.parametrize("classes", [33, 40000])
+def test_a_constant_added_to_all_logits_changes_nothing(backend: str, device: torch.device, classes: int) -> None:
+    """Smoothing takes the mean over all classes: of numbers around 8192, whose sum keeps few digits."""
+    tensors = make(torch.float32, device, 6, classes, spread=1.0)
+    with torch.no_grad():
+        tensors["logits"].mul_(256).round_().div_(256)  # exact beside the constant too
+        losses = [
+            tk.cross_entropy(logits, tensors["targets"], label_smoothing=0.5, reduction="none", backend=backend)
+            for logits in (tensors["logits"], tensors["logits"] + 8192.0)
+        ]
+    torch.testing.assert_close(losses[1], losses[0], atol=4e-6, rtol=0)
+
+
+@pytest.mark.parametrize("classes", [33, 40000])
 def test_entries_of_minus_infinity(backend: str, device: torch.device, classes: int) -> None:
     tensors = make(torch.float32, device, 5, classes, ignored=0.0)
     tensors["targets"][:] = torch.tensor([0, 4, 4, 4, 4])

@@ -44,7 +44,7 @@ def test_two_passes_of_a_row_that_starts_with_no_number(backend: str, device: to
     tensors = make(torch.float32, device, 7, 200, ignored=0.0)
     with torch.no_grad():
         tensors["logits"][3, 0] = first
-    check_parity(OP, backend, {**tensors, "logits": tensors["logits"].detach()}, {"reduction": "none"})
+    check_parity(OP, backend, {**tensors, "logits": tensors["logits"].detach()}, {"label_smoothing": 0.1})
 
 
 def losses_in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_what_lies_between_rows_is_not_looked_at_and_becomes_zero(
     assert (buffer[:, classes:] == 0).all()
 
 
-@pytest.mark.parametrize("stray", [-7, 65, 2**40])
+@pytest.mark.parametrize("stray", [-7, 65, 2**30, 2**40])
 @pytest.mark.parametrize("walked", [False, True], ids=["in registers", "walked"])
 def test_a_target_that_is_no_class_makes_its_row_nan_and_reads_nothing(
     backend: str, device: torch.device, stray: int, walked: bool, request: pytest.FixtureRequest
