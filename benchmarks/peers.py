@@ -113,6 +113,10 @@ def _linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return _cross_entropy(F.linear(x, weight), targets)
 
 
+def _embedding(tokens: Tensor, weight: Tensor, positions: Tensor, norm_weight: Tensor, norm_bias: Tensor) -> Tensor:
+    return F.layer_norm(F.embedding(tokens, weight) + positions, norm_weight.shape, norm_weight, norm_bias)
+
+
 EAGER: dict[str, Function] = {
     "attention": _attention,
     "softmax": _softmax,
@@ -123,6 +127,7 @@ EAGER: dict[str, Function] = {
     "bias_relu": _bias_relu,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
+    "embedding": _embedding,
 }
 
 

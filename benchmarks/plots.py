@@ -273,6 +273,7 @@ MARKERS = {
     "bias_relu": "X",
     "cross_entropy": "*",
     "linear_cross_entropy": "h",
+    "embedding": "p",
 }
 
 

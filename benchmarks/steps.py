@@ -150,6 +150,28 @@ def _bias_relu(x: Tensor, bias: Tensor) -> Tensor:
     return F.relu(x + bias)
 
 
+def _embedding(
+    tokens: Tensor,
+    weight: Tensor,
+    positions: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    position_ids: Tensor | None = None,
+    scale: float = 1.0,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    x = F.embedding(tokens, weight)
+    if scale != 1.0:
+        x = x * scale
+    if positions is not None:
+        x = x + (positions[: tokens.shape[1]] if position_ids is None else F.embedding(position_ids, positions))
+    if norm_weight is not None:
+        x = F.layer_norm(x, norm_weight.shape, norm_weight, norm_bias, eps)
+    return F.dropout(x, dropout_p)
+
+
 def _cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), **options)
 
@@ -168,6 +190,7 @@ PYTORCH_OPERATIONS = SimpleNamespace(
     gelu=_gelu,
     bias_gelu=_bias_gelu,
     bias_relu=_bias_relu,
+    embedding=_embedding,
     cross_entropy=_cross_entropy,
     linear_cross_entropy=_linear_cross_entropy,
 )

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.workloads import WIDEST_EMBEDDING
 from transformer_kernels._triton import RowTile, Table
 
 Entries = tuple[tuple[int | None, RowTile], ...]
@@ -79,6 +80,25 @@ def _cross_entropy_backward(module: Any, x: Tensor) -> Callable[[], Any]:
     return lambda: module.backward(dloss, x, targets, statistics, dloss, -100, 0.0, "mean")
 
 
+def _embedding_arguments(x: Tensor) -> tuple[Any, ...]:
+    """A shuffle of the rows of x, normalised where a row is narrow enough."""
+    narrow = x.shape[-1] <= WIDEST_EMBEDDING
+    tokens = torch.randperm(len(x), device=x.device)[None]
+    return x, tokens, None, None, torch.ones(x.shape[-1], dtype=x.dtype, device=x.device) if narrow else None
+
+
+def _embedding_forward(module: Any, x: Tensor) -> Callable[[], Any]:
+    arguments = _embedding_arguments(x)
+    return lambda: module.forward(*arguments, arguments[-1], None, 1.0, 1e-5, 0.0)[0]
+
+
+def _embedding_backward(module: Any, x: Tensor) -> Callable[[], Any]:
+    mean = x.float().mean(-1)
+    rstd = torch.ones_like(mean)
+    arguments = _embedding_arguments(x)
+    return lambda: module.backward(x[None], *arguments, mean, rstd, None, 1.0, 0.0, True)
+
+
 TARGETS = (
     Target("softmax", "FORWARD", "_triton", lambda m, x: lambda: m.forward(x, None, False, 1.0)),
     Target("softmax", "BACKWARD", "_triton", lambda m, x: lambda: m.backward(x, x, 1.0)),
@@ -106,6 +126,8 @@ TARGETS = (
     ),
     Target("cross_entropy", "FORWARD", "_triton", _cross_entropy_forward),
     Target("cross_entropy", "BACKWARD", "_triton", _cross_entropy_backward, split_rows=True),
+    Target("embedding", "FORWARD", "_triton", _embedding_forward),
+    Target("embedding", "BACKWARD", "_triton", _embedding_backward, persistent=True),
 )
 
 

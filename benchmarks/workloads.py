@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROW_OPERATIONS = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu", "cross_entropy")
+ROW_OPERATIONS = (
+    "softmax",
+    "layer_norm",
+    "add_layer_norm",
+    "gelu",
+    "bias_gelu",
+    "bias_relu",
+    "embedding",
+    "cross_entropy",
+)
 OPERATIONS = ("attention", *ROW_OPERATIONS, "linear_cross_entropy")
 DIRECTIONS = ("forward", "backward", "both")
 
@@ -29,8 +38,14 @@ ROW_FLOPS = {
     "bias_gelu": (6, 13),  # + bias | + bias, sum for dbias
     "bias_relu": (2, 2),  # + bias, max | select, sum for dbias
     "cross_entropy": (4, 5),  # max, - max, exp, sum | - max, exp, / sum, - target, * dloss
+    "embedding": (8, 16),  # + position, LayerNorm 7 | + position, LayerNorm 13, sums for dweight and dpositions
 }
 """FLOPs for each element, (forward, backward)."""
+
+VOCABULARY = 50_257
+SEQUENCE = 1024
+WIDEST_EMBEDDING = 8192
+"""Tokens are rows of a vocabulary in sequences of this length at most; no model is wider than that."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,12 @@ class Workload:
         if self.op == "cross_entropy":
             targets = torch.randint(0, columns, (rows,), generator=generator, device=device)
             return {"logits": normal(rows, columns), "targets": targets}
+        if self.op == "embedding":
+            vocabulary, length = embedding_sizes(rows)
+            shape = (rows // length, length)
+            tensors = {"tokens": torch.randint(vocabulary, shape, generator=generator, device=device)}
+            tensors |= {"weight": normal(vocabulary, columns), "positions": normal(length, columns)}
+            return tensors | {"norm_weight": normal(columns), "norm_bias": normal(columns)}
         tensors = {"x": normal(rows, columns)}
         if self.op == "add_layer_norm":
             tensors["residual"] = normal(rows, columns)
@@ -150,6 +171,8 @@ def attention_bytes(itemsize: int, direction: str, B: int, H: int, Hk: int, Lq: 
 
 def rows(op: str, dtype: torch.dtype, direction: str, *, M: int, N: int, approximate: str = "none") -> Workload:
     """An operation on M rows of N columns."""
+    if op == "embedding":
+        M -= M % embedding_sizes(M)[1]  # whole sequences
     forward, backward = ROW_FLOPS[op]
     options = {"approximate": approximate} if "gelu" in op else {}
     return Workload(
@@ -165,9 +188,29 @@ def rows(op: str, dtype: torch.dtype, direction: str, *, M: int, N: int, approxi
     )
 
 
+def embedding_sizes(M: int) -> tuple[int, int]:
+    """The rows of the vocabulary and the length of a sequence for M tokens: a table is no larger than what is made."""
+    return min(VOCABULARY, M), min(SEQUENCE, M)
+
+
+def embedding_bytes(itemsize: int, M: int, N: int) -> tuple[int, int]:
+    """Bytes forward and backward: those rows of the vocabulary that M random tokens name, each once; ids are int64."""
+    vocabulary, length = embedding_sizes(M)
+    named = round(vocabulary * (1.0 - (1.0 - 1.0 / vocabulary) ** M))
+    row, statistics = N * itemsize, 2 * M * 4
+    gathered = 8 * M + (named + length) * row  # tokens, weight, positions
+    forward = gathered + (M + 2) * row + statistics  # norm_weight, norm_bias -> y
+    # dy, norm_weight -> dweight, dpositions, dnorm_weight, dnorm_bias
+    backward = gathered + statistics + (M + 1 + vocabulary + length + 2) * row
+    return forward, backward
+
+
 def row_bytes(op: str, itemsize: int, direction: str, M: int, N: int) -> int:
     """Bytes of a row operation; statistics are float32, parameters have the dtype of x."""
     matrix, vector, statistics = M * N * itemsize, N * itemsize, 2 * M * 4
+    if op == "embedding":
+        forward, backward = embedding_bytes(itemsize, M, N)
+        return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
     forward, backward = {
         "softmax": (2 * matrix, 3 * matrix),  # x -> y | y, dy -> dx
         "layer_norm": (2 * matrix + 2 * vector + statistics, 3 * matrix + 3 * vector + statistics),
@@ -275,6 +318,8 @@ def row_sweep(
 ) -> Iterator[Workload]:
     """The same number of elements in ever wider rows."""
     for width in sizes.widths:
+        if op == "embedding" and width > WIDEST_EMBEDDING:
+            continue
         yield rows(op, dtype, direction, M=max(1, sizes.elements // width), N=width, approximate=approximate)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from python_ref.config import TransformerConfig
-from python_ref.ops import positions_in_sequence, sinusoidal_positions
+from python_ref.ops import check_ids, positions_in_sequence, sinusoidal_positions
 
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -169,6 +169,7 @@ class Embedding(Layer):
     def __init__(self, config: TransformerConfig, ops: Any, segments: int = 0) -> None:
         super().__init__(ops, config.dropout)
         self.context = config.context
+        self.eps = config.norm_eps
         self.scale = math.sqrt(config.width) if config.positions == "sinusoidal" else 1.0
         self.tokens = nn.Embedding(config.vocab_size, config.width)
         if config.positions == "learned":
@@ -180,41 +181,57 @@ class Embedding(Layer):
         self.norm = LayerNorm(config, ops) if config.embedding_norm else None
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        """Embed tokens (B, L) -> (B, L, E).
+
+        Args:
+            tokens: int64 or int32 (B, L).
+            segments: (B, L); None when all tokens are in segment 0.
+            position_ids: (B, L), where each token stands; None when token l stands at l.
+        """
         self._check(tokens, position_ids)
         if segments is not None:
-            self._check_segments(tokens, segments)
-        x = self.tokens(tokens)  # (B, L) -> (B, L, E)
-        if self.scale != 1.0:
-            x = x * self.scale
-        x = x + self._place(tokens.shape[1], segments, position_ids)
-        if self.norm is not None:
-            x = self.norm(x)
-        return F.dropout(x, self.dropout_p)
+            self._check_segments(tokens, segments, position_ids)
+        places, place_ids = self._places(tokens.shape[1], segments, position_ids)
+        norm = (None, None) if self.norm is None else (self.norm.weight, self.norm.bias)
+        return self.ops.embedding(
+            tokens,
+            self.tokens.weight,
+            places,
+            *norm,
+            position_ids=place_ids,
+            scale=self.scale,
+            eps=self.eps,
+            dropout_p=self.dropout_p,
+        )
 
-    def _place(self, length: int, segments: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        """Position + segment: (B, L, E), or (L, E) where neither differs between the sequences; segment 0 if none."""
-        positions = self.positions[:length] if position_ids is None else F.embedding(position_ids, self.positions)
+    def _places(
+        self, length: int, segments: Tensor | None, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Position + segment for each place, and at which place each token stands (None: token l at place l)."""
+        positions = self.positions[:length] if position_ids is None else self.positions  # (P, E)
         if self.segments is None:
-            return positions
-        return positions + (self.segments.weight[0] if segments is None else self.segments(segments))
+            return positions, position_ids
+        if segments is None:
+            return positions + self.segments.weight[0], position_ids
+        places = positions + self.segments.weight[:, None]  # (segments, P, E)
+        if position_ids is None:
+            position_ids = torch.arange(length, device=segments.device)
+        return places.flatten(0, 1), segments * len(positions) + position_ids
 
     def _check(self, tokens: Tensor, position_ids: Tensor | None) -> None:
         if tokens.dim() != 2:
             raise ValueError(f"embedding: tokens must have shape (batch, length); got {tuple(tokens.shape)}")
-        if position_ids is not None:
-            if position_ids.shape != tokens.shape:
-                raise ValueError(
-                    f"embedding: position_ids must have the shape of tokens {tuple(tokens.shape)}; "
-                    f"got {tuple(position_ids.shape)}"
-                )
-            check_ids("position_ids", position_ids, self.context)
-        elif tokens.shape[1] > self.context:
+        if position_ids is None and tokens.shape[1] > self.context:
             raise ValueError(
                 f"embedding: a sequence of {tokens.shape[1]} tokens is longer than the model's {self.context} positions"
             )
-        check_ids("tokens", tokens, self.tokens.num_embeddings)
+        if position_ids is not None and position_ids.shape != tokens.shape:
+            raise ValueError(
+                f"embedding: position_ids must have the shape of tokens {tuple(tokens.shape)}; "
+                f"got {tuple(position_ids.shape)}"
+            )
 
-    def _check_segments(self, tokens: Tensor, segments: Tensor) -> None:
+    def _check_segments(self, tokens: Tensor, segments: Tensor, position_ids: Tensor | None) -> None:
         if self.segments is None:
             raise ValueError("embedding: segments were given to a model that has no segment embeddings")
         if segments.shape != tokens.shape:
@@ -222,17 +239,8 @@ class Embedding(Layer):
                 f"embedding: segments must have the shape of tokens {tuple(tokens.shape)}; got {tuple(segments.shape)}"
             )
         check_ids("segments", segments, self.segments.num_embeddings)
-
-
-def check_ids(name: str, ids: Tensor, count: int) -> None:
-    """Refuse ids that an embedding of `count` rows lacks; on the CPU only: on a GPU, to look is to wait for it."""
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"embedding: {name} must be int64 or int32; got {ids.dtype}")
-    readable = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
-    if readable and ids.numel():
-        lowest, highest = (int(end) for end in ids.aminmax())
-        if lowest < 0 or highest >= count:
-            raise IndexError(f"embedding: {name} must be in [0, {count}); got ids from {lowest} to {highest}")
+        if position_ids is not None:  # beyond the last position the next segment begins
+            check_ids("position_ids", position_ids, self.context)
 
 
 def check_packing(cu_seqlens: Tensor, tokens: Tensor, padding_mask: Tensor | None) -> None:
@@ -261,8 +269,8 @@ def check_padding_mask(padding_mask: Tensor, tokens: Tensor) -> None:
 class Transformer(Layer):
     """An embedding and a stack of blocks; GPT and BERT add a head to it.
 
-    Token ids outside the vocabulary are found before any computation when the tokens are on the CPU. On a GPU they are
-    left to PyTorch's embedding (a device-side assert), because looking at them would make every step wait.
+    Token ids outside the vocabulary are found before any computation when the tokens are on the CPU. On a GPU looking
+    at them would make every step wait: there PyTorch stops with a device-side assert, and our kernels give NaN.
     """
 
     causal = False

@@ -8,6 +8,7 @@ M rows, N columns. Masks are True where a key may be seen.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
@@ -468,6 +469,60 @@ def linear_cross_entropy(
     return cross_entropy(
         logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )
+
+
+# Embedding
+
+
+def check_ids(name: str, ids: Tensor, count: int) -> None:
+    """Refuse ids that an embedding of `count` rows lacks; on the CPU only: on a GPU, to look is to wait for it."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"embedding: {name} must be int64 or int32; got {ids.dtype}")
+    readable = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and ids.numel():
+        lowest, highest = (int(end) for end in ids.aminmax())
+        if lowest < 0 or highest >= count:
+            raise IndexError(f"embedding: {name} must be in [0, {count}); got ids from {lowest} to {highest}")
+
+
+def embedding(
+    tokens: Tensor,
+    weight: Tensor,
+    positions: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    position_ids: Tensor | None = None,
+    scale: float = 1.0,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """dropout(layer_norm(scale * weight[token] + positions[place])): what a token is and where it stands.
+
+    Args:
+        tokens: int64 or int32 (B, L), rows of `weight` (V, E).
+        positions: (P, E); token l stands at place l, or at position_ids[b, l] where those (B, L) are given.
+        norm_weight, norm_bias, eps: as in `layer_norm`; without a norm_weight there is none.
+        scale: multiplies the rows of `weight`.
+        dropout_p: probability with which an element of the result is dropped.
+    Returns:
+        (B, L, E).
+
+    Vaswani et al., "Attention Is All You Need", 2017, sections 3.4 and 5.4.
+    """
+    check_ids("tokens", tokens, weight.shape[0])
+    x = scale * F.embedding(tokens, weight)  # (B, L) -> (B, L, E)
+    if position_ids is not None:
+        check_ids("position_ids", position_ids, positions.shape[0])
+        x = x + F.embedding(position_ids, positions)
+    elif positions is not None:
+        x = x + positions[: tokens.shape[1]]
+    if norm_weight is not None:
+        x = layer_norm(x, norm_weight, norm_bias, eps=eps)
+    if dropout_p > 0.0:
+        keep = dropout_keep(draw_seed(x.device), 1, tokens.numel(), weight.shape[1], dropout_p)
+        x = _dropout(x, keep.view_as(x), dropout_p)
+    return x
 
 
 # Positions

@@ -35,6 +35,8 @@ def classes(x: Tensor) -> Tensor:
     return (column % 5).masked_fill(column == 1, -100).expand(rows)
 
 
+TOKENS = torch.tensor([[1, 6, 1, 0], [3, 3, 3, 5]])
+
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = {
     "attention": (
         lambda q, k, v: tk.attention(q, k, v, causal=True, dropout_p=0.2, backend="torch"),
@@ -62,6 +64,12 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = 
         lambda: (leaf(3, 6), leaf(5, 6), leaf(5)),
     ),
 }
+CALLS["embedding"] = (
+    lambda weight, positions, norm_weight, norm_bias: tk.embedding(
+        TOKENS.to(weight.device), weight, positions, norm_weight, norm_bias, scale=1.5, dropout_p=0.2, backend="torch"
+    ),
+    lambda: (leaf(7, 6), leaf(5, 6), leaf(6), leaf(6)),
+)
 OPERATIONS = pytest.mark.parametrize("op", list(CALLS))
 
 
@@ -159,6 +167,15 @@ SAMPLES = {
     "gelu": [(leaf(3, 6), "none", "torch"), (leaf(0, 6), "tanh", "torch")],
     "bias_gelu": [(leaf(3, 6), leaf(6), "tanh", "torch")],
     "bias_relu": [(leaf(3, 6), leaf(6), "torch"), (leaf(0, 6), leaf(6), None)],
+    "embedding": [
+        (leaf(7, 6), TOKENS, leaf(9, 6), ids, norm, bias, seed, 2.0, 1e-5, 0.0 if seed is None else 0.3, "torch")
+        for ids, norm, bias, seed in [
+            (None, leaf(6), leaf(6), torch.tensor([5])),
+            (TOKENS.int() + 2, leaf(6), None, None),
+            (None, None, None, torch.tensor([5])),
+        ]
+    ]
+    + [(leaf(7, 6), TOKENS.int(), None, None, None, None, None, 1.0, 1e-5, 0.0, None)],
     "softmax": [(leaf(3, 6), None, False, 1.0, "torch"), (leaf(2, 5, 6), None, True, 0.5, None)],
     "layer_norm": [(leaf(3, 6), leaf(6), bias, 1e-5, "torch") for bias in (None, leaf(6))],
     "cross_entropy": [

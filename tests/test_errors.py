@@ -21,6 +21,8 @@ complex_x = torch.ones(3, 6, dtype=torch.complex64)
 mask = torch.ones(2, 7, dtype=torch.bool)
 t = torch.tensor([0, 5, -100])
 head = torch.randn(9, 6)
+tokens = torch.tensor([[0, 4, 1, 1], [2, 2, 2, 2]])
+table = torch.randn(5, 6)
 
 
 def starts(*positions: int) -> torch.Tensor:
@@ -43,6 +45,23 @@ TYPE_ERRORS = [
     (tk.bias_gelu, (x, None), {}, "bias_gelu: bias must be a tensor; got NoneType"),
     (tk.bias_relu, (x.long(), w), {}, "bias_relu: x must have one of the dtypes float32"),
     (tk.bias_relu, (x, 1.0), {}, "bias_relu: bias must be a tensor; got float"),
+    (tk.embedding, ([[1]], table), {}, "embedding: tokens must be an int64 or int32 tensor; got list"),
+    (tk.embedding, (tokens.float(), table), {}, "embedding: tokens must be int64 or int32; got torch.float32"),
+    (tk.embedding, (tokens > 0, table), {}, "embedding: tokens must be int64 or int32; got torch.bool"),
+    (tk.embedding, (tokens, tokens), {}, "embedding: weight must have one of the dtypes float32"),
+    (
+        tk.embedding,
+        (tokens, table, table.half()),
+        {},
+        "embedding: weight and positions must have one dtype; got torch.float32 and torch.float16",
+    ),
+    (
+        tk.embedding,
+        (tokens, table, table),
+        {"position_ids": 3},
+        "position_ids must be an int64 or int32 tensor; got int",
+    ),
+    (tk.embedding, (tokens, table), {"scale": "2"}, "embedding: scale must be a number; got str"),
     (tk.softmax, (x,), {"mask": x}, "softmax: mask must be bool, True = keep; got torch.float32"),
     (tk.softmax, (x,), {"mask": (x > 0).int()}, "got torch.int32: use mask.bool()"),
     (tk.softmax, (x,), {"mask": [True]}, "mask must be a bool tensor; got list"),
@@ -150,6 +169,18 @@ VALUE_ERRORS = [
     (tk.linear_cross_entropy, (x, head, t[:2]), {}, "linear_cross_entropy: targets must have shape (3,), one for each row; got (2,)"),
     (tk.linear_cross_entropy, (x, head, t), {"label_smoothing": -1.0}, "label_smoothing must be in [0, 1]; got -1.0"),
     (tk.linear_cross_entropy, (x, head, t), {"reduction": "none"}, "linear_cross_entropy: reduction must be \"mean\" or \"sum\"; got 'none'"),
+    (tk.embedding, (tokens[0], table), {}, "embedding: tokens must have shape (batch, length); got (4,)"),
+    (tk.embedding, (tokens, w), {}, "embedding: weight must have shape (V, E); got (6,)"),
+    (tk.embedding, (tokens, table, table[:, :5]), {}, "embedding: positions must have shape (P, 6); got (5, 5)"),
+    (tk.embedding, (tokens, table, table[:3]), {}, "positions must have a row for each token of a sequence; got 3 rows for 4 tokens"),
+    (tk.embedding, (tokens, table), {"position_ids": tokens}, "embedding: position_ids need positions; got None"),
+    (tk.embedding, (tokens, table, table), {"position_ids": tokens[:1]}, "position_ids must have the shape of tokens (2, 4); got (1, 4)"),
+    (tk.embedding, (tokens, table, None, torch.ones(5)), {}, "embedding: norm_weight must have shape (6,); got (5,)"),
+    (tk.embedding, (tokens, table, None, w.half()), {}, "norm_weight must have the dtype of weight (torch.float32) or torch.float32; got torch.float16"),
+    (tk.embedding, (tokens, table, None, None, w), {}, "embedding: norm_bias needs a norm_weight; got None"),
+    (tk.embedding, (tokens, table), {"scale": math.nan}, "embedding: scale must be finite; got nan"),
+    (tk.embedding, (tokens, table), {"eps": 0.0}, "embedding: eps must be positive; got 0.0"),
+    (tk.embedding, (tokens, table), {"dropout_p": 2.0}, "embedding: dropout_p must be in [0, 1]; got 2.0"),
 ]  # fmt: skip
 
 
@@ -181,6 +212,7 @@ def test_value_errors(function: Any, arguments: Any, options: Any, text: str, ba
         lambda: tk.add_layer_norm(x, x.to("meta"), w),
         lambda: tk.bias_gelu(x, w.to("meta")),
         lambda: tk.bias_relu(x, w.to("meta")),
+        lambda: tk.embedding(tokens, table, table.to("meta")),
         lambda: tk.softmax(x, mask=torch.ones(3, 6, dtype=torch.bool, device="meta")),
         lambda: tk.cross_entropy(x, t.to("meta")),
         lambda: tk.linear_cross_entropy(x, head.to("meta"), t),
@@ -191,6 +223,7 @@ def test_value_errors(function: Any, arguments: Any, options: Any, text: str, ba
         "add_layer_norm",
         "bias_gelu",
         "bias_relu",
+        "embedding",
         "softmax",
         "cross_entropy",
         "linear_cross_entropy",

@@ -49,7 +49,7 @@ def test_a_captured_step_draws_new_dropout_at_each_replay(backend: str) -> None:
 @KERNELS
 @pytest.mark.parametrize("name", ["char_gpt", "imdb_bert"])
 def test_compiled_models_compute_the_same(name: str, backend: str) -> None:
-    for op in ("attention", "layer_norm", "add_layer_norm", "bias_gelu", "bias_relu"):
+    for op in ("attention", "layer_norm", "add_layer_norm", "bias_gelu", "bias_relu", "embedding"):
         require(op, backend, CUDA, torch.float32)
     torch.manual_seed(0)
     model = tk.build(name, backend, dropout=0.0, layers=2).to(CUDA)

@@ -17,9 +17,9 @@ from transformer_kernels.ops.linear_cross_entropy import _chunked
 
 SMALL = {"width": 16, "heads": 2, "layers": 2, "vocab_size": 23, "context": 12}
 OPERATIONS = {
-    "char_gpt": ("attention", "add_layer_norm", "bias_relu"),
-    "imdb_bert": ("attention", "layer_norm", "add_layer_norm", "bias_gelu"),
-    "gpt2": ("attention", "layer_norm", "add_layer_norm", "bias_gelu"),
+    "char_gpt": ("embedding", "attention", "add_layer_norm", "bias_relu"),
+    "imdb_bert": ("embedding", "attention", "layer_norm", "add_layer_norm", "bias_gelu"),
+    "gpt2": ("embedding", "attention", "layer_norm", "add_layer_norm", "bias_gelu"),
 }
 TOKENS = torch.arange(24).view(2, 12) % 23
 REAL = torch.arange(12) < torch.tensor([[12], [7]])

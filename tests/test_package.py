@@ -40,6 +40,7 @@ def test_public_names() -> None:
         "bind",
         "build",
         "cross_entropy",
+        "embedding",
         "explain",
         "gelu",
         "get_backend",

@@ -62,7 +62,24 @@ def classes_in_range(op: str, name: str, value: Tensor, classes: int, ignored: i
         )
 
 
-FIRST_NAMES = {"attention": "q", "cross_entropy": "logits"}
+def row_ids(op: str, name: str, value: Any) -> None:
+    """An integer tensor that names rows of a table."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
+    if value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: {name} must be int64 or int32; got {value.dtype}")
+
+
+def rows_in_range(op: str, name: str, value: Tensor, count: int) -> None:
+    """Every id is below `count`; looked at on the CPU only: on a GPU, to look is to wait for it."""
+    if value.device.type != "cpu" or not value.numel():
+        return
+    lowest, highest = (int(end) for end in value.aminmax())
+    if lowest < 0 or highest >= count:
+        raise IndexError(f"{op}: {name} must be in [0, {count}); got ids from {lowest} to {highest}")
+
+
+FIRST_NAMES = {"attention": "q", "cross_entropy": "logits", "embedding": "weight"}
 """What an operation calls its first tensor, where that is not x."""
 
 
@@ -87,7 +104,7 @@ def real(op: str, name: str, value: Any) -> None:
 
 def finite(op: str, name: str, value: Any) -> None:
     real(op, name, value)
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # math.isfinite would stop torch.compile where the number is symbolic
         raise ValueError(f"{op}: {name} must be finite; got {value}")
 
 
@@ -154,7 +171,8 @@ def row_parameter(op: str, name: str, value: Any, x: Tensor) -> None:
     if value.shape != x.shape[-1:]:
         raise ValueError(f"{op}: {name} must have shape ({x.shape[-1]},); got {tuple(value.shape)}")
     if value.dtype is not x.dtype and value.dtype is not torch.float32:
-        raise ValueError(f"{op}: {name} must have the dtype of x ({x.dtype}) or torch.float32; got {value.dtype}")
+        first = FIRST_NAMES.get(op, "x")
+        raise ValueError(f"{op}: {name} must have the dtype of {first} ({x.dtype}) or torch.float32; got {value.dtype}")
 
 
 def linear_parameter(op: str, name: str, value: Any, shape: tuple[int | None, ...], x: Tensor, any_dtype: bool) -> None:

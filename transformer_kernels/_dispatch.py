@@ -28,6 +28,7 @@ OPERATIONS = (
     "gelu",
     "bias_gelu",
     "bias_relu",
+    "embedding",
     "cross_entropy",
     "linear_cross_entropy",
 )

@@ -19,12 +19,12 @@ void add_layer_norm_forward(Address x, Address residual, Address weight, Address
                                 make_dropout(pointer<const void>(seed), dropout_p)};
     const RowParameter scale{pointer<const void>(weight), weight_is_float32};
     const RowParameter offset{pointer<const void>(bias), bias_is_float32};
-    T* output = pointer<T>(y);
+    const PlainOutput<T> output{pointer<T>(y), n};
     const bool aligned =
-        all_aligned<T>(n, input.x, input.residual, input.summed, scale.data, offset.data, output);
+        all_aligned<T>(n, input.x, input.residual, input.summed, scale.data, offset.data, output.y);
     dispatch_row_layout<T>(n, aligned, [&](auto layout) {
       using Layout = decltype(layout);
-      launch<layer_norm_forward_kernel<Layout, ResidualRows<T>>>(
+      launch<layer_norm_forward_kernel<Layout, ResidualRows<T>, PlainOutput<T>>>(
           "add_layer_norm_forward", dim3(static_cast<unsigned>(Layout::blocks(rows))), dim3(Layout::BLOCK_THREADS),
           Layout::SHARED_BYTES, Stream{device, stream}, input, scale, offset, output, pointer<float>(mean),
           pointer<float>(rstd), rows, n, static_cast<float>(eps));
@@ -42,16 +42,16 @@ void add_layer_norm_backward(Address dy, Address dsummed, Address summed, Addres
   const Stream place{device, stream};
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const T *gradient = pointer<const T>(dy), *input = pointer<const T>(summed);
+    const PlainRows<T> gradient{pointer<const T>(dy), n}, input{pointer<const T>(summed), n};
     const RowParameter scale{pointer<const void>(weight), weight_is_float32};
     const ResidualGradient<T> output{pointer<const T>(dsummed), pointer<T>(dresidual), pointer<T>(dx), n,
                                      make_dropout(pointer<const void>(seed), dropout_p)};
     float* sums = pointer<float>(partials);
     const bool aligned =
-        all_aligned<T>(n, gradient, input, scale.data, output.dsummed, output.dresidual, output.dx, sums);
+        all_aligned<T>(n, gradient.x, input.x, scale.data, output.dsummed, output.dresidual, output.dx, sums);
     dispatch_row_layout<T>(n, aligned, [&](auto layout) {
       using Layout = decltype(layout);
-      launch<layer_norm_backward_kernel<Layout, ResidualGradient<T>>>(
+      launch<layer_norm_backward_kernel<Layout, PlainRows<T>, PlainRows<T>, ResidualGradient<T>>>(
           "add_layer_norm_backward", dim3(static_cast<unsigned>(partial_rows)), dim3(Layout::BLOCK_THREADS),
           LAYER_NORM_BACKWARD_SHARED_BYTES<Layout>, place, gradient, input, scale, pointer<const float>(mean),
           pointer<const float>(rstd), output, sums, rows, n);

@@ -22,10 +22,7 @@ template <class T_> struct ResidualGradient {
     }
     store_vector(dresidual + at, rounded<T, V>(gradient));
     if (!dx) return;
-    const Vector<float, V> factors = keep_factors<V>(dropout, row, column);
-#pragma unroll
-    for (int i = 0; i < V; ++i) gradient[i] = factors[i] == 0.0f ? 0.0f : gradient[i] * factors[i];
-    store_vector(dx + at, rounded<T, V>(gradient));
+    store_vector(dx + at, rounded<T, V>(dropped<V>(dropout, row, column, gradient)));
   }
 };
 

@@ -17,11 +17,11 @@ void layer_norm_forward(Address x, Address weight, Address bias, Address y, Addr
     const PlainRows<T> input{pointer<const T>(x), n};
     const RowParameter scale{pointer<const void>(weight), weight_is_float32};
     const RowParameter offset{pointer<const void>(bias), bias_is_float32};
-    T* output = pointer<T>(y);
-    const bool aligned = all_aligned<T>(n, input.x, scale.data, offset.data, output);
+    const PlainOutput<T> output{pointer<T>(y), n};
+    const bool aligned = all_aligned<T>(n, input.x, scale.data, offset.data, output.y);
     dispatch_row_layout<T>(n, aligned, [&](auto layout) {
       using Layout = decltype(layout);
-      launch<layer_norm_forward_kernel<Layout, PlainRows<T>>>(
+      launch<layer_norm_forward_kernel<Layout, PlainRows<T>, PlainOutput<T>>>(
           "layer_norm_forward", dim3(static_cast<unsigned>(Layout::blocks(rows))), dim3(Layout::BLOCK_THREADS),
           Layout::SHARED_BYTES, Stream{device, stream}, input, scale, offset, output, pointer<float>(mean),
           pointer<float>(rstd), rows, n, static_cast<float>(eps));
@@ -38,13 +38,14 @@ void layer_norm_backward(Address dy, Address x, Address weight, Address mean, Ad
   const Stream place{device, stream};
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const T *gradient = pointer<const T>(dy), *input = pointer<const T>(x);
+    const PlainRows<T> gradient{pointer<const T>(dy), n}, input{pointer<const T>(x), n};
     const RowParameter scale{pointer<const void>(weight), weight_is_float32};
-    const PlainGradient<T> output{pointer<T>(dx), n};
+    const PlainOutput<T> output{pointer<T>(dx), n};
     float* sums = pointer<float>(partials);
-    dispatch_row_layout<T>(n, all_aligned<T>(n, gradient, input, scale.data, output.dx, sums), [&](auto layout) {
+    const bool aligned = all_aligned<T>(n, gradient.x, input.x, scale.data, output.y, sums);
+    dispatch_row_layout<T>(n, aligned, [&](auto layout) {
       using Layout = decltype(layout);
-      launch<layer_norm_backward_kernel<Layout, PlainGradient<T>>>(
+      launch<layer_norm_backward_kernel<Layout, PlainRows<T>, PlainRows<T>, PlainOutput<T>>>(
           "layer_norm_backward", dim3(static_cast<unsigned>(partial_rows)), dim3(Layout::BLOCK_THREADS),
           LAYER_NORM_BACKWARD_SHARED_BYTES<Layout>, place, gradient, input, scale, pointer<const float>(mean),
           pointer<const float>(rstd), output, sums, rows, n);

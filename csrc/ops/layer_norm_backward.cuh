@@ -6,28 +6,17 @@
 
 namespace transformer_kernels {
 
-// Where the gradient of the normalised rows goes: here to dx. add_layer_norm_backward.cuh has another.
-template <class T_> struct PlainGradient {
-  using T = T_;
-  T* dx;
-  int columns;
-
-  template <int V> TK_DEVICE void store_at(int64_t row, int column, const Vector<float, V>& gradient) const {
-    store_vector(dx + row * columns + column, rounded<T, V>(gradient));
-  }
-};
-
 // The block's row reductions and its column sums never hold shared memory at the same time as anything else.
 template <class Layout> inline constexpr int LAYER_NORM_BACKWARD_SHARED_BYTES =
     Layout::ROWS_PER_BLOCK > 1 ? ColumnSums<Layout, 2>::SHARED_BYTES : Layout::SHARED_BYTES;
 
+// `dy` and `x` are read by rows, as from PlainRows; the gradient of x goes to `output`.
 // One group of Layout::THREADS threads owns every (gridDim.x * ROWS_PER_BLOCK)-th row; one block owns one partial row of
 // dweight and one of dbias. partials: (2, gridDim.x, columns).
-template <class Layout, class Gradient>
+template <class Layout, class Gradients, class Rows, class Output>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
-    layer_norm_backward_kernel(const typename Layout::T* __restrict__ dy, const typename Layout::T* __restrict__ x,
-                               RowParameter weight, const float* __restrict__ mean_in,
-                               const float* __restrict__ rstd_in, Gradient output, float* __restrict__ partials,
+    layer_norm_backward_kernel(Gradients dy, Rows x, RowParameter weight, const float* __restrict__ mean_in,
+                               const float* __restrict__ rstd_in, Output output, float* __restrict__ partials,
                                int64_t rows, int columns) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
@@ -39,10 +28,11 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const int64_t step = static_cast<int64_t>(gridDim.x) * Layout::ROWS_PER_BLOCK;
   for (int64_t row = Layout::first_row(); row < rows; row += step) {
     const float mean = load(mean_in + row), rstd = load(rstd_in + row);
-    Vector<T, V> dy_held[Layout::VECTORS], x_held[Layout::VECTORS];
+    Vector<typename Gradients::Value, V> dy_held[Layout::VECTORS];
+    Vector<typename Rows::Value, V> x_held[Layout::VECTORS];
     const auto read = [&](int v, int column) {
-      dy_held[v] = load_vector<V>(dy + row * columns + column);
-      x_held[v] = load_vector<V>(x + row * columns + column);
+      dy_held[v] = dy.template load_first<V>(row, column);
+      x_held[v] = x.template load_first<V>(row, column);
     };
     const auto normalised = [&](int v, int i) { return (to_float(x_held[v][i]) - mean) * rstd; };
 

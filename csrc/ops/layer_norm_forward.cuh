@@ -4,27 +4,12 @@
 
 namespace transformer_kernels {
 
-// What a LayerNorm normalises: here the rows of x. add_layer_norm_forward.cuh has another.
-template <class T_> struct PlainRows {
-  using T = T_;
-  const T* x;
-  int columns;
-
-  // The rows are asked for once, or, in the layout for any width, once by `load_first` and then by `load_again`.
-  template <int V> TK_DEVICE Vector<T, V> load_first(int64_t row, int column) const {
-    return load_vector<V>(x + row * columns + column);
-  }
-  template <int V> TK_DEVICE Vector<T, V> load_again(int64_t row, int column) const {
-    return load_first<V>(row, column);
-  }
-};
-
-// One group of Layout::THREADS threads owns one row.
-template <class Layout, class Rows>
+// One group of Layout::THREADS threads owns one row of `input`, such as PlainRows, and writes it to `output`.
+template <class Layout, class Rows, class Output>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
-    layer_norm_forward_kernel(Rows input, RowParameter weight, RowParameter bias,
-                              typename Layout::T* __restrict__ y, float* __restrict__ mean_out,
-                              float* __restrict__ rstd_out, int64_t rows, int columns, float eps) {
+    layer_norm_forward_kernel(Rows input, RowParameter weight, RowParameter bias, Output output,
+                              float* __restrict__ mean_out, float* __restrict__ rstd_out, int64_t rows, int columns,
+                              float eps) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
   SharedMemory shared;
@@ -33,7 +18,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   if (row >= rows) return;
   const float inverse_columns = 1.0f / static_cast<float>(columns);
 
-  Vector<T, V> held[Layout::VECTORS];
+  Vector<typename Rows::Value, V> held[Layout::VECTORS];
   float sum = 0.0f;
   Layout::for_each_vector(columns, [&](int v, int column) {
     held[v] = input.template load_first<V>(row, column);
@@ -71,7 +56,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
 #pragma unroll
       for (int i = 0; i < V; ++i) result[i] += offset[i];
     }
-    store_vector(y + row * columns + column, rounded<T, V>(result));
+    output.template store_at<V>(row, column, result);
   });
   if (Layout::thread() == 0) {
     store(mean_out + row, mean);

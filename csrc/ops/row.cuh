@@ -81,6 +81,29 @@ template <class T, class... Pointers> bool all_aligned(int columns, const Pointe
   return addresses % 16 == 0 && columns % ELEMENTS_PER_16_BYTES<T> == 0;
 }
 
+template <int VECTOR, class T> TK_DEVICE Vector<float, VECTOR> widened(const Vector<T, VECTOR>& values) {
+  Vector<float, VECTOR> result;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) result[i] = to_float(values[i]);
+  return result;
+}
+
+// What a kernel reads by rows: here the rows of x. A kernel asks for a row once, or, in the layout for any width, once by
+// `load_first` and then by `load_again`. Other such types gather, add or drop on the way.
+template <class T_> struct PlainRows {
+  using T = T_;
+  using Value = T_;  // what is held in registers
+  const T* x;
+  int columns;
+
+  template <int V> TK_DEVICE Vector<T, V> load_first(int64_t row, int column) const {
+    return load_vector<V>(x + row * columns + column);
+  }
+  template <int V> TK_DEVICE Vector<T, V> load_again(int64_t row, int column) const {
+    return load_first<V>(row, column);
+  }
+};
+
 // A weight or bias of shape (N,), in the dtype of the rows or in fp32.
 struct RowParameter {
   const void* data;
@@ -88,11 +111,7 @@ struct RowParameter {
 
   template <class T, int VECTOR> TK_DEVICE Vector<float, VECTOR> load_at(int column) const {
     if (is_float32) return load_vector<VECTOR>(static_cast<const float*>(data) + column);
-    const Vector<T, VECTOR> stored = load_vector<VECTOR>(static_cast<const T*>(data) + column);
-    Vector<float, VECTOR> values;
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) values[i] = to_float(stored[i]);
-    return values;
+    return widened<VECTOR>(load_vector<VECTOR>(static_cast<const T*>(data) + column));
   }
 };
 
@@ -102,5 +121,16 @@ template <class T, int VECTOR> TK_DEVICE Vector<T, VECTOR> rounded(const Vector<
   for (int i = 0; i < VECTOR; ++i) result[i] = from_float<T>(values[i]);
   return result;
 }
+
+// Where a kernel's fp32 results go by rows: here to y.
+template <class T_> struct PlainOutput {
+  using T = T_;
+  T* y;
+  int columns;
+
+  template <int V> TK_DEVICE void store_at(int64_t row, int column, const Vector<float, V>& values) const {
+    store_vector(y + row * columns + column, rounded<T, V>(values));
+  }
+};
 
 }  // namespace transformer_kernels

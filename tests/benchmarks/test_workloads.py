@@ -74,6 +74,24 @@ def test_an_output_layer_by_hand() -> None:
     assert both.flops == 3 * 2 * 10 * 30 * 4 + (4 + 5) * 300
 
 
+def test_embedding_bytes_by_hand() -> None:
+    # 4 tokens of 3 rows each on average half known: 4 random ids name 4 (1 - (3/4)^4) = 2.7 of 4 rows; rows of 60 bytes
+    forward, backward, both = (
+        workloads.rows("embedding", BF16, direction, M=4, N=30).bytes for direction in workloads.DIRECTIONS
+    )
+    gathered = 4 * 8 + (3 + 4) * 60  # ids, rows of the vocabulary, positions
+    assert forward == gathered + 2 * 60 + 4 * 60 + 2 * 4 * 4
+    assert backward == gathered + 2 * 4 * 4 + 60 + 4 * 60 + (4 + 4 + 2) * 60
+    assert both == forward + backward
+
+
+def test_an_embedding_has_whole_sequences() -> None:
+    work = workloads.rows("embedding", FP32, "forward", M=2500, N=8)
+    tensors = work.inputs(torch.device("cpu"))
+    assert tensors["tokens"].shape == (2, 1024) and work.shape["M"] == 2048
+    assert len(tensors["weight"]) == 2048 and len(tensors["positions"]) == 1024
+
+
 def test_layer_norm_flops_by_hand() -> None:
     assert workloads.rows("layer_norm", FP32, "forward", M=10, N=30).flops == 7 * 300
     assert workloads.rows("layer_norm", FP32, "both", M=10, N=30).flops == (7 + 13) * 300

@@ -18,6 +18,8 @@ from transformer_kernels.ops.bias_relu import _cuda as bias_relu
 from transformer_kernels.ops.bias_relu import _torch as bias_relu_torch
 from transformer_kernels.ops.cross_entropy import _cuda as cross_entropy
 from transformer_kernels.ops.cross_entropy import _torch as cross_entropy_torch
+from transformer_kernels.ops.embedding import _cuda as embedding
+from transformer_kernels.ops.embedding import _torch as embedding_torch
 from transformer_kernels.ops.gelu import _cuda as gelu
 from transformer_kernels.ops.gelu import _torch as gelu_torch
 from transformer_kernels.ops.layer_norm import _cuda as layer_norm
@@ -73,6 +75,25 @@ def check_shape(rows: int, columns: int, dtype: torch.dtype) -> None:
     y = bias_relu.forward(x, bias)
     check("bias_relu", y, bias_relu_torch.forward(x, bias))
     check("bias_relu backward", bias_relu.backward(dy, y, dtype), bias_relu_torch.backward(dy, y, dtype))
+    check_embedding(x, dy, weight, bias, seed)
+
+
+def check_embedding(
+    x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, seed: torch.Tensor
+) -> None:
+    """Each row of x once, last first; then the rows of a place of their own, without LayerNorm."""
+    tokens = torch.arange(len(x) - 1, -1, -1)[None]
+    for ids, norm in ((None, weight), (tokens.int(), None)):
+        rows = (x, tokens, dy, ids, norm)
+        arguments = (*rows, None if norm is None else bias, seed, 1.5, 1e-5, 0.25)
+        y, mean, rstd = embedding.forward(*arguments)
+        wanted, wanted_mean, wanted_rstd = embedding_torch.forward(*arguments)
+        check("embedding", y, wanted)
+        check(
+            "embedding backward",
+            embedding.backward(dy[None], *rows, mean, rstd, seed, 1.5, 0.25, True),
+            embedding_torch.backward(dy[None], *rows, wanted_mean, wanted_rstd, seed, 1.5, 0.25, True),
+        )
 
 
 def check_cross_entropy(logits: torch.Tensor) -> None:

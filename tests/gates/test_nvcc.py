@@ -8,7 +8,16 @@ from transformer_kernels import _build, cuda_report
 
 pytestmark = pytest.mark.slow
 
-ROW_OPERATIONS = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu", "cross_entropy")
+ROW_OPERATIONS = (
+    "softmax",
+    "layer_norm",
+    "add_layer_norm",
+    "gelu",
+    "bias_gelu",
+    "bias_relu",
+    "cross_entropy",
+    "embedding",
+)
 # Kernels that read rows by 16-byte vectors where the rows allow it. sum_partials reads single floats, 128 bytes a warp.
 VECTOR_KERNELS = (
     "softmax_forward_kernel",
@@ -22,6 +31,7 @@ VECTOR_KERNELS = (
     "gelu_backward_kernel",
     "bias_activation_forward_kernel",
     "bias_activation_backward_kernel",
+    "embedding_rows_kernel",
 )
 
 

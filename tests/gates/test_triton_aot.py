@@ -19,6 +19,7 @@ QUICK = {
     "bias_gelu": "forward none fp32 wider",
     "bias_relu": "backward bf16 <= 256",
     "cross_entropy": "in place bf16 <= 4096",
+    "embedding": "forward norm bf16 <= 256",
 }
 
 

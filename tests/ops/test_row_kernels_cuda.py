@@ -15,6 +15,7 @@ from transformer_kernels.ops.add_layer_norm import _cuda as add_layer_norm
 from transformer_kernels.ops.bias_gelu import _cuda as bias_gelu
 from transformer_kernels.ops.bias_relu import _cuda as bias_relu
 from transformer_kernels.ops.cross_entropy import _cuda as cross_entropy
+from transformer_kernels.ops.embedding import _cuda as embedding
 from transformer_kernels.ops.gelu import _cuda as gelu
 from transformer_kernels.ops.layer_norm import _cuda as layer_norm
 from transformer_kernels.ops.softmax import _cuda as softmax
@@ -88,6 +89,21 @@ def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(emul
     assert torch.isfinite(logits).all() and (buffer[:, columns:] == 0).all()
 
 
+@pytest.mark.parametrize("columns", [256, 768, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_an_embedding_reads_each_token_and_each_place_once(emulation: Any, dtype: torch.dtype, columns: int) -> None:
+    """Each vector needs its id too, which stays in the first cache; only y and the statistics are stored."""
+    rows, norm = 8, torch.ones(columns)
+    weight, positions = random(5, columns, dtype=dtype), random(rows, columns, dtype=dtype, seed=2)
+    tokens = torch.tensor([[4, 0, 1, 1, 3, 2, 0, 4]])
+    row_bytes, ids = rows * columns * weight.element_size(), rows * columns // (16 // weight.element_size()) * 8
+    for factor, parameters, statistics in ((None, 0, 0), (norm, 2 * rows * columns * 4, 8 * rows)):
+        arguments = (weight, tokens, positions, None, factor, factor, None, 1.0, 1e-5, 0.0)
+        counters = counted(emulation, embedding.forward, *arguments)
+        assert counters["global_load_bytes"] == 2 * row_bytes + ids + parameters
+        assert counters["global_store_bytes"] == row_bytes + statistics
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
     x = random(4, 768, dtype=dtype)
@@ -134,6 +150,9 @@ def all_results(x: Tensor, dy: Tensor) -> list[Tensor]:
     loss, statistics, count = cross_entropy.forward(x, targets, *options)
     results += [loss, statistics, cross_entropy.backward(loss, x, targets, statistics, count, *options)]
     results += [*cross_entropy.row_losses_and_gradient(x.clone(), targets, 3, 0.1)]
+    rows = (x, torch.arange(len(x))[None] // 2, dy, None, weight)
+    y, mean, rstd = embedding.forward(*rows, weight, seed, 1.5, 1e-5, 0.3)
+    results += [y, mean, rstd, *embedding.backward(dy[None], *rows, mean, rstd, seed, 1.5, 0.3, True)]
     results += [bias_relu.forward(x, weight), *bias_relu.backward(dy, x, torch.float32)]
     return [result for result in results if result is not None]
 

@@ -1,12 +1,14 @@
 """The layers against torch.nn's own, with the same weights, in fp64 so that equal means equal."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from python_ref import GPT, BERTClassifier, BERTConfig, GPTConfig, ops
 from python_ref.config import TransformerConfig
-from python_ref.layers import Attention, FeedForward, LayerNorm, PostNormBlock, PreNormBlock
+from python_ref.layers import Attention, Embedding, FeedForward, LayerNorm, PostNormBlock, PreNormBlock
 
 SMALL = {"vocab_size": 11, "context": 8, "width": 12, "layers": 2, "heads": 3, "ffn_width": 20, "dropout": 0.0}
 
@@ -218,7 +220,8 @@ def test_dropout_is_asked_for_at_every_branch():
     recording = Recording()
     GPT(GPTConfig(**{**SMALL, "dropout": 0.25}), recording)(TOKENS)
     per_block = [("packed_attention", 0.25), ("add_layer_norm", 0.25)]
-    assert recording.dropped == [*per_block, ("add_layer_norm", 0.25), *per_block, ("add_layer_norm", 0.25)]
+    per_block.append(("add_layer_norm", 0.25))
+    assert recording.dropped == [("embedding", 0.25), *per_block, *per_block]
 
 
 def test_dropout_of_everything_leaves_nothing():
@@ -239,9 +242,51 @@ def test_sequence_longer_than_the_positions_is_refused():
 
 
 @pytest.mark.parametrize("token", [-1, 11])
-def test_token_outside_the_vocabulary_is_found_before_any_operation(token):
+def test_token_outside_the_vocabulary_is_found_by_the_first_operation(token):
+    only_embedding = SimpleNamespace(embedding=ops.embedding)
     with pytest.raises(IndexError, match=r"tokens must be in \[0, 11\); got ids from"):
-        GPT(GPTConfig(**SMALL), ops=None)(torch.tensor([[3, token, 4]]))
+        GPT(GPTConfig(**SMALL), only_embedding)(torch.tensor([[3, token, 4]]))
+
+
+def embedding_layer(**fields):
+    """An embedding with segments and LayerNorm, its weights drawn anew, and the same written out."""
+    layer = randomise(Embedding(config(embedding_norm=True, **fields), ops, segments=2))
+
+    def written_out(tokens, places, segments):
+        x = layer.scale * layer.tokens.weight[tokens] + layer.positions[places] + layer.segments.weight[segments]
+        return nn.functional.layer_norm(x, (12,), layer.norm.weight, layer.norm.bias, layer.eps)
+
+    return layer, written_out
+
+
+@pytest.mark.parametrize("fields", [{}, {"positions": "sinusoidal"}], ids=["learned", "sinusoidal"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_segments", [False, True])
+def test_embedding_equals_its_pieces(fields, packed, with_segments):
+    layer, written_out = embedding_layer(**fields)
+    tokens = torch.randint(0, 11, (2, 8))
+    segments = torch.randint(0, 2, (2, 8)) if with_segments else None
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [7, 6, 5, 0, 0, 0, 1, 1]]) if packed else None
+    places = torch.arange(8).expand(2, 8) if position_ids is None else position_ids
+    ours = layer(tokens, segments, position_ids)
+    theirs = written_out(tokens, places, torch.zeros_like(tokens) if segments is None else segments)
+    torch.testing.assert_close(ours, theirs)
+    parameters = list(layer.parameters())
+    gradients = [torch.autograd.grad(x.square().sum(), parameters) for x in (ours, theirs)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_positions_of_packed_sequences_may_repeat_but_not_leave_the_context():
+    layer, _ = embedding_layer()
+    tokens = torch.zeros(1, 12, dtype=torch.int64)  # more tokens than positions
+    places = torch.arange(12)[None] % 6
+    assert layer(tokens, None, places).shape == (1, 12, 12)
+    for segments in (None, tokens):
+        with pytest.raises(IndexError, match=r"position_ids must be in \[0, 8\); got ids from 3 to 8"):
+            layer(tokens, segments, places + 3)
+    with pytest.raises(ValueError, match=r"position_ids must have the shape of tokens \(1, 12\); got \(12,\)"):
+        layer(tokens, None, places[0])
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,9 @@ def test_every_operation_passes_gradcheck() -> None:
     for approximate in ("none", "tanh"):
         assert check(lambda x, b, a=approximate: ops.bias_gelu(x, b, approximate=a), (make(2, 5), make(5)))
     assert check(ops.bias_relu, (make(2, 5), make(5)))
+    tokens = torch.tensor([[1, 3, 1], [0, 2, 2]])
+    embed = lambda *t: ops.embedding(tokens, *t, position_ids=tokens + 1, scale=1.5)  # noqa: E731
+    assert check(embed, (make(4, 5), make(6, 5), make(5), make(5)))
     keys = torch.tensor([[True, False, True], [False, False, False]])
     attend = lambda *t: ops.attention(*t, causal=True, key_padding_mask=keys, attn_bias=None, window=2)  # noqa: E731
     assert check(attend, (make(2, 2, 4, 3), make(2, 1, 3, 3), make(2, 1, 3, 3)))

@@ -111,6 +111,17 @@ def _cross_entropy(rows: int, width: int) -> None:
     cross_entropy.row_losses_and_gradient(logits, targets, -100, 0.0)
 
 
+def _embedding(rows: int, width: int) -> None:
+    from transformer_kernels.ops.embedding import _triton as embedding
+
+    weight, tokens = torch.empty(100 + rows, width, dtype=torch.bfloat16), torch.zeros(2, rows, dtype=torch.int64)
+    norm, statistics, seed = torch.empty(width), torch.empty(2 * rows), torch.ones(1, dtype=torch.int64)
+    dy = torch.empty(2, rows, width, dtype=torch.bfloat16)
+    embedding.forward(weight, tokens, weight, None, norm, norm, seed, 1.0 + rows, 1e-5, 0.1)
+    embedding.backward(dy, weight, tokens, weight, None, norm, statistics, statistics, seed, 1.0 + rows, 0.1, True)
+    embedding.backward(dy, weight, tokens, weight, None, None, None, None, seed, 1.0, 0.1, False)
+
+
 def _attention(rows: int, width: int) -> None:
     """A batch of `rows` packed projections, `width` tokens each, plain, causal and with all masks; then the same as
     packed sequences; then through tensor descriptors; then one more query to the keys, in either layout."""
@@ -164,6 +175,7 @@ OPERATIONS = {
     "layer_norm": _layer_norm,
     "gelu": _gelu,
     "cross_entropy": _cross_entropy,
+    "embedding": _embedding,
     "attention": _attention,
     "short_attention": _short_attention,
 }

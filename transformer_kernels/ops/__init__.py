@@ -5,6 +5,7 @@ from transformer_kernels.ops.attention import attention
 from transformer_kernels.ops.bias_gelu import bias_gelu
 from transformer_kernels.ops.bias_relu import bias_relu
 from transformer_kernels.ops.cross_entropy import cross_entropy
+from transformer_kernels.ops.embedding import embedding
 from transformer_kernels.ops.gelu import gelu
 from transformer_kernels.ops.layer_norm import layer_norm
 from transformer_kernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -17,6 +18,7 @@ __all__ = [
     "bias_gelu",
     "bias_relu",
     "cross_entropy",
+    "embedding",
     "gelu",
     "layer_norm",
     "linear_cross_entropy",

@@ -29,6 +29,18 @@ def store_gradients(
         tl.store(dx + offsets, from_fp32(dropped, dx.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def normalised_gradient(gradient, normed, scale, row_rstd, N):
+    """The gradient of what was normalised to `normed`, whole rows [R, C]: rstd (g - mean(g) - normed mean(g normed)).
+
+    Here g = gradient * scale, with the LayerNorm's weight for scale.
+    """
+    scaled = gradient * scale
+    mean_scaled = tl.sum(scaled, axis=1, keep_dims=True) / N  # [R, 1]
+    mean_product = tl.sum(scaled * normed, axis=1, keep_dims=True) / N
+    return row_rstd * (scaled - mean_scaled - normed * mean_product)
+
+
 @triton.jit(do_not_specialize=["M", "N", "threshold"])
 def layer_norm_backward_kernel(
     dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual, partials, M, N, threshold, keep_scale,
@@ -60,10 +72,7 @@ def layer_norm_backward_kernel(
         normed = tl.where(inside, (values - row_mean) * row_rstd, 0.0)
         dweight_sum += gradient * normed
         dbias_sum += gradient
-        scaled = gradient * scale
-        mean_scaled = tl.sum(scaled, axis=1, keep_dims=True) / N  # [ROWS, 1]
-        mean_product = tl.sum(scaled * normed, axis=1, keep_dims=True) / N
-        result = row_rstd * (scaled - mean_scaled - normed * mean_product)
+        result = normalised_gradient(gradient, normed, scale, row_rstd, N)
         store_gradients(
             result, dsummed, seed, dx, dresidual, offsets, inside, row, groups, threshold, keep_scale,
             HAS_DSUMMED, DROPOUT,

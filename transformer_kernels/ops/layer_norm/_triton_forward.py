@@ -31,6 +31,19 @@ def added(
     return round_to(values, summed.dtype.element_ty)
 
 
+@triton.jit
+def centred_rows(values, pivot, inside, N, eps):
+    """Whole rows [R, C] about their mean, the mean less `pivot` [R, 1], and 1 / sqrt(var + eps).
+
+    The pivot is an element of the row: sums of small numbers keep their digits where the mean is 1e6.
+    """
+    shifted = tl.where(inside, values - pivot, 0.0)
+    row_shift = tl.sum(shifted, axis=1, keep_dims=True) / N  # [R, 1]
+    centred = tl.where(inside, shifted - row_shift, 0.0)
+    variance = tl.sum(centred * centred, axis=1, keep_dims=True) / N
+    return centred, row_shift, tl.rsqrt(variance + eps)
+
+
 @triton.jit(do_not_specialize=["M", "N", "threshold"])
 def layer_norm_forward_kernel(
     x, residual, seed, weight, bias, y, summed, mean, rstd, M, N, eps, threshold, keep_scale,
@@ -51,11 +64,7 @@ def layer_norm_forward_kernel(
         values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
         pivot = to_fp32(tl.load(x + row * N, mask=row < M, other=0.0))
 
-    shifted = tl.where(inside, values - pivot, 0.0)  # sums of small numbers: a mean of 1e6 keeps its digits
-    row_shift = tl.sum(shifted, axis=1, keep_dims=True) / N  # [ROWS, 1]
-    centred = tl.where(inside, shifted - row_shift, 0.0)
-    variance = tl.sum(centred * centred, axis=1, keep_dims=True) / N
-    row_rstd = tl.rsqrt(variance + eps)
+    centred, row_shift, row_rstd = centred_rows(values, pivot, inside, N, eps)
     tl.store(mean + row, pivot + row_shift, mask=row < M)
     tl.store(rstd + row, row_rstd, mask=row < M)
 

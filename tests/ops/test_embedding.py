@@ -1,0 +1,286 @@
+"""Token embedding, positions, LayerNorm and dropout in every backend."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from python_ref import ops as reference
+from tests.support.arguments import normal
+from tests.support.parity import check_parity
+from transformer_kernels.ops.embedding._scatter import scattered
+
+OP = "embedding"
+VOCABULARY, PLACES = 13, 11
+CONSTANT_ROW = "PyTorch's LayerNorm backward of rows of one element leaves rounding errors times 1 / sqrt(eps), not 0"
+PARTS = [
+    (positions, norm, bias, ids)
+    for positions, norm, bias, ids in itertools.product([False, True], repeat=4)
+    if (norm or not bias) and (positions or not ids)
+]
+
+
+def make(
+    dtype: torch.dtype,
+    device: torch.device,
+    width: int,
+    *shape: int,
+    vocabulary: int = VOCABULARY,
+    parameters: torch.dtype | None = None,
+) -> dict[str, Tensor | None]:
+    """Every tensor argument but position_ids; tokens of the given shape, (3, 5) unless given."""
+    shape = shape or (3, 5)
+    generator = torch.Generator().manual_seed(0)
+    places = max(PLACES, shape[1])
+    return {
+        "tokens": torch.randint(vocabulary, shape, generator=generator).to(device),
+        "weight": normal(vocabulary, width, dtype=dtype, device=device, seed=1),
+        "positions": normal(places, width, dtype=dtype, device=device, seed=2),
+        "norm_weight": normal(width, dtype=parameters or dtype, device=device, seed=3),
+        "norm_bias": normal(width, dtype=parameters or dtype, device=device, seed=4),
+    }
+
+
+def places_of(tokens: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Places in [0, PLACES), some of them more than once."""
+    return ((tokens * 7 + torch.arange(tokens.shape[1], device=tokens.device)) % PLACES).to(dtype)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("width", [1, 17, 59, 128, 256, 768, 1000])
+def test_matches_reference_over_widths(
+    backend: str, dtype: torch.dtype, device: torch.device, width: int, norm: bool, request: pytest.FixtureRequest
+) -> None:
+    if (backend, dtype, width, norm) == ("torch", torch.float32, 1, True):
+        request.applymarker(pytest.mark.xfail(reason=CONSTANT_ROW, strict=False))
+    tensors = make(dtype, device, width)
+    if not norm:
+        tensors["norm_weight"] = tensors["norm_bias"] = None
+    check_parity(OP, backend, tensors, {"dropout_p": 0.1, "scale": 1.5}, seed=11)
+
+
+@pytest.mark.parametrize("width", [1025, 4097])
+def test_matches_reference_over_wide_rows(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+    check_parity(OP, backend, make(dtype, device, width, 2, 3), {"dropout_p": 0.1})
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 33), (300, 1), (7, 61), (64, 64)], ids=str)
+def test_matches_reference_over_rows(
+    backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int]
+) -> None:
+    check_parity(OP, backend, make(dtype, device, 24, *shape), {"dropout_p": 0.1})
+
+
+@pytest.mark.parametrize(("positions", "norm", "bias", "ids"), PARTS)
+def test_every_combination_of_parts(
+    backend: str, device: torch.device, positions: bool, norm: bool, bias: bool, ids: bool
+) -> None:
+    tensors = make(torch.float32, device, 40)
+    if ids:
+        tensors["position_ids"] = places_of(tensors["tokens"])
+    for name, there in (("positions", positions), ("norm_weight", norm), ("norm_bias", bias)):
+        if not there:
+            tensors[name] = None
+    for dropout_p in (0.0, 0.3):
+        check_parity(OP, backend, tensors, {"scale": -0.7, "eps": 1e-3, "dropout_p": dropout_p}, seed=4)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("width", [17, 34, 128])
+def test_dropout_is_the_reference_mask(
+    backend: str, dtype: torch.dtype, device: torch.device, width: int, dropout_p: float, norm: bool
+) -> None:
+    tensors = make(dtype, device, width, 3, 7)
+    if not norm:
+        tensors["norm_weight"] = tensors["norm_bias"] = None
+    torch.manual_seed(5)
+    keep = reference.dropout_keep(reference.draw_seed(device), 1, 3 * 7, width, dropout_p).view(3, 7, width)
+    torch.manual_seed(5)
+    ones = tk.embedding(tensors["tokens"], torch.ones_like(tensors["weight"]), dropout_p=dropout_p, backend=backend)
+    assert torch.equal(ones != 0, keep)
+    check_parity(OP, backend, tensors, {"dropout_p": dropout_p}, seed=5)
+
+
+def test_int32_ids(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 24)
+    wide = tk.embedding(**tensors, position_ids=places_of(tensors["tokens"]), backend=backend)
+    tensors["tokens"] = tensors["tokens"].int()
+    narrow = tk.embedding(**tensors, position_ids=places_of(tensors["tokens"], torch.int32), backend=backend)
+    assert torch.equal(wide, narrow)
+    check_parity(OP, backend, tensors | {"position_ids": places_of(tensors["tokens"], torch.int32)})
+
+
+@pytest.mark.parametrize("scale", [1.0, 11.3])
+@pytest.mark.parametrize("vocabulary", [1, 2, 1000])
+def test_repeated_and_absent_tokens(
+    backend: str, dtype: torch.dtype, device: torch.device, vocabulary: int, scale: float
+) -> None:
+    tensors = make(dtype, device, 24, 8, 40, vocabulary=vocabulary)
+    check_parity(OP, backend, tensors, {"scale": scale})
+    weight = tensors["weight"].detach().requires_grad_()
+    tk.embedding(**tensors | {"weight": weight}, backend=backend).square().sum().backward()
+    absent = torch.ones(vocabulary, dtype=torch.bool).index_fill(0, tensors["tokens"].flatten().cpu(), False)
+    assert not weight.grad.cpu()[absent].any()
+
+
+def test_float32_norm_parameters(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    check_parity(OP, backend, make(dtype, device, 96, 9, 9, parameters=torch.float32), {"dropout_p": 0.1})
+
+
+@pytest.mark.parametrize("wanted", ["weight", "positions", "norm_weight", "norm_bias"])
+def test_only_the_wanted_gradients(backend: str, device: torch.device, wanted: str) -> None:
+    tensors = make(torch.float32, device, 24)
+    for name in ("weight", "positions", "norm_weight", "norm_bias"):
+        tensors[name].requires_grad_(name == wanted)
+    check_parity(OP, backend, tensors)
+
+
+def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    def once() -> list[Tensor]:
+        tensors = make(dtype, device, 96, 60, 5)
+        torch.manual_seed(0)
+        y = tk.embedding(**tensors, position_ids=places_of(tensors["tokens"]), dropout_p=0.3, backend=backend)
+        (y * 0.37).sum().backward()
+        return [y.detach()] + [tensors[name].grad for name in tensors if name != "tokens"]
+
+    assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded", "misaligned"])
+def test_any_layout(backend: str, dtype: torch.dtype, device: torch.device, kind: str) -> None:
+    tensors = make(dtype, device, 64, vocabulary=12)
+    views = {
+        "transposed": lambda: normal(64, 12, dtype=dtype, device=device).detach().T,
+        "sliced": lambda: normal(12, 100, dtype=dtype, device=device).detach()[:, 7:71],
+        "expanded": lambda: normal(1, 64, dtype=dtype, device=device).detach().expand(12, 64),
+        "misaligned": lambda: normal(12 * 64 + 1, dtype=dtype, device=device).detach()[1:].view(12, 64),
+    }
+    for name in ("weight", "positions"):
+        tensors[name] = views[kind]().requires_grad_()
+    tensors["tokens"] = tensors["tokens"].T.contiguous().T
+    check_parity(OP, backend, tensors, {"dropout_p": 0.1})
+
+
+def test_expanded_gradient(backend: str, device: torch.device) -> None:
+    check_parity(
+        OP, backend, make(torch.float32, device, 24), transform=lambda cotangent: cotangent[:, :1].expand(3, 5, 24)
+    )
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], norm: bool) -> None:
+    tensors = make(dtype, device, 24, *shape)
+    if not norm:
+        tensors["norm_weight"] = tensors["norm_bias"] = None
+    y = tk.embedding(**tensors, dropout_p=0.1, backend=backend)
+    assert y.shape == (*shape, 24)
+    y.sum().backward()
+    gradients = [value.grad for name, value in tensors.items() if value is not None and name != "tokens"]
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device) -> None:
+    if backend == "torch":
+        pytest.skip("PyTorch's own LayerNorm rounds x * rstd and mean * rstd apart; test_layer_norm says how far")
+    tensors = make(torch.float32, device, 128)
+    tensors["weight"] = (tensors["weight"].detach() + 1e6).requires_grad_()
+    check_parity(OP, backend, tensors)
+
+
+@pytest.mark.parametrize("stray", [-1, VOCABULARY])
+def test_an_unknown_id_is_an_index_error_on_the_cpu(backend: str, device: torch.device, stray: int) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a GPU nobody looks")
+    tensors = make(torch.float32, device, 24)
+    tensors["tokens"][1, 2] = stray
+    with pytest.raises(IndexError, match=rf"embedding: tokens must be in \[0, {VOCABULARY}\); got ids from"):
+        tk.embedding(**tensors, backend=backend)
+    places = torch.zeros_like(tensors["tokens"]).clamp_(0, 0)
+    places[0, 0] = PLACES
+    tensors["tokens"][1, 2] = 0
+    with pytest.raises(IndexError, match=rf"embedding: position_ids must be in \[0, {PLACES}\); got ids from 0 to"):
+        tk.embedding(**tensors, position_ids=places, backend=backend)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("place", [-5, PLACES, 2])
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**40])
+def test_a_kernel_reads_nothing_for_an_unknown_id(
+    backend: str, device: torch.device, token: int, place: int, norm: bool
+) -> None:
+    """What happens on a GPU: the row is NaN, the others are what they are, and its gradient has no row."""
+    if backend == "torch":
+        pytest.skip("PyTorch looks for itself")
+    from transformer_kernels import _dispatch
+
+    tensors = make(torch.float32, device, 24)
+    tensors = {name: value.detach() for name, value in tensors.items()}
+    if not norm:
+        tensors["norm_weight"] = tensors["norm_bias"] = None
+    ids = places_of(tensors["tokens"])
+    whole = tk.embedding(**tensors, position_ids=ids, backend=backend)
+    tensors["tokens"][1, 2], ids[1, 2] = token, place
+    order = (tensors["weight"], tensors["tokens"], tensors["positions"], ids, tensors["norm_weight"])
+    module = _dispatch._module(OP, backend)
+    y, mean, rstd = module.forward(*order, tensors["norm_bias"], None, 1.0, 1e-5, 0.0)
+    assert y[1, 2].isnan().all()
+    y[1, 2] = whole[1, 2]
+    assert torch.equal(y, whole)
+    ds, *_ = module.backward(torch.ones_like(y), *order, mean, rstd, None, 1.0, 0.0, norm)
+    assert ds[1, 2].isnan().all() == norm and ds[0].isfinite().all()
+
+
+def test_wider_rows_than_triton_holds_are_refused_with_the_reason(device: torch.device) -> None:
+    tokens, weight = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 8193)
+    norm = torch.ones(8193)
+    reason = tk.explain("embedding", tokens, weight, None, norm).reasons["triton"]
+    assert "rows of 8193 columns with LayerNorm" in reason or "Triton" in reason or "triton" in reason
+    assert "8193" not in tk.explain("embedding", tokens, weight).reasons["triton"]
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_ids_without_a_row_are_left_out_of_the_sums(count: int) -> None:
+    """As on a GPU, where such ids are replaced before PyTorch sums; with few rows and with many."""
+    ds, ids = torch.randn(2, 5, 8), torch.tensor([[0, 2, -1, 2, 1], [-1, 0, 0, 1, 2]])
+    want = torch.zeros(count, 8)
+    for row, token in zip(ds.flatten(0, 1), ids.flatten(), strict=True):
+        if token >= 0:
+            want[token] += 2.5 * row
+    torch.testing.assert_close(scattered(ds, ids, count, 2.5), want)
+
+
+def test_autocast_leaves_the_dtype_of_the_weight(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 24)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert tk.embedding(**tensors, backend=backend).dtype is torch.float32
+    tensors = make(torch.float16, device, 24, parameters=torch.float32)
+    assert tk.embedding(**tensors, backend=backend).dtype is torch.float16
+
+
+def test_the_backward_pass_keeps_nothing_of_the_size_of_the_result(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 24, 7, 9)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        tk.embedding(**tensors, dropout_p=0.1, backend=backend)
+    fresh = [x for x in saved if not any(x is value for value in tensors.values())]
+    assert sum(x.numel() for x in fresh) <= 2 * 7 * 9 + 1, "mean, rstd and the seed"
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_gradcheck_in_float64(device: torch.device, with_ids: bool) -> None:
+    tensors = make(torch.float64, device, 5, 2, 3, vocabulary=4)
+    tokens = tensors.pop("tokens")
+    ids = places_of(tokens) if with_ids else None
+
+    def function(*parameters: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return tk.embedding(tokens, *parameters, position_ids=ids, scale=math.pi, dropout_p=0.4, backend="torch")
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()))

@@ -1,0 +1,135 @@
+"""Embedding, positions, LayerNorm and dropout in CUDA C++: csrc/ops/embedding_{forward,backward}.cuh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._extension import DTYPE_CODES, load, partial_rows, stream_of
+from transformer_kernels.ops.layer_norm._cuda import rows_per_block
+
+
+def unsupported(weight: Tensor, *_: object) -> str | None:
+    return None
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[int, ...]:
+    """Rows, columns, the length of a sequence, and the rows of the two tables."""
+    places = 0 if positions is None else positions.shape[0]
+    return tokens.numel(), weight.shape[1], tokens.shape[1], weight.shape[0], places
+
+
+def _id_types(tokens: Tensor, position_ids: Tensor | None) -> tuple[bool, bool]:
+    return tokens.dtype is torch.int64, position_ids is not None and position_ids.dtype is torch.int64
+
+
+def forward(
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor | None,
+    position_ids: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    eps: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, and with LayerNorm per row the mean and 1 / sqrt(var + eps) in float32."""
+    y = weight.new_empty((*tokens.shape, weight.shape[1]))
+    mean, rstd = None, None
+    if norm_weight is not None:
+        mean, rstd = weight.new_empty((2, tokens.numel()), dtype=torch.float32).unbind()
+    load().embedding_forward(
+        weight.data_ptr(),
+        tokens.data_ptr(),
+        _address(positions),
+        _address(position_ids),
+        _address(norm_weight),
+        _address(norm_bias),
+        _address(seed),
+        y.data_ptr(),
+        _address(mean),
+        _address(rstd),
+        *_sizes(weight, tokens, positions),
+        scale,
+        eps,
+        dropout_p,
+        *_id_types(tokens, position_ids),
+        norm_weight is not None and norm_weight.dtype is torch.float32,
+        norm_bias is not None and norm_bias.dtype is torch.float32,
+        DTYPE_CODES[weight.dtype],
+        *stream_of(weight),
+    )
+    return y, mean, rstd
+
+
+def backward(
+    dy: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor | None,
+    position_ids: Tensor | None,
+    norm_weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """ds, the gradient of the gathered sum (dy itself where nothing changes it), dnorm_weight, dnorm_bias."""
+    if norm_weight is None:
+        return dy if seed is None else _undropped(dy, seed, dropout_p), None, None
+    rows, columns, *_ = sizes = _sizes(weight, tokens, positions)
+    device, stream = stream_of(weight)
+    partials = partial_rows(device, rows, rows_per_block(columns))
+    workspace = weight.new_empty((2, partials, columns), dtype=torch.float32)
+    ds, dnorm_weight = torch.empty_like(dy), torch.empty_like(norm_weight)
+    dnorm_bias = torch.empty_like(norm_weight) if has_bias else None
+    load().embedding_backward(
+        dy.data_ptr(),
+        weight.data_ptr(),
+        tokens.data_ptr(),
+        _address(positions),
+        _address(position_ids),
+        norm_weight.data_ptr(),
+        _address(mean),
+        _address(rstd),
+        _address(seed),
+        ds.data_ptr(),
+        dnorm_weight.data_ptr(),
+        _address(dnorm_bias),
+        workspace.data_ptr(),
+        partials,
+        *sizes,
+        scale,
+        dropout_p,
+        *_id_types(tokens, position_ids),
+        norm_weight.dtype is torch.float32,
+        DTYPE_CODES[weight.dtype],
+        device,
+        stream,
+    )
+    return ds, dnorm_weight, dnorm_bias
+
+
+def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
+    """The gradient of what dropout was given."""
+    columns = dy.shape[-1]
+    ds = torch.empty_like(dy)
+    load().embedding_dropout_backward(
+        dy.data_ptr(),
+        seed.data_ptr(),
+        ds.data_ptr(),
+        dy.numel() // columns,
+        columns,
+        dropout_p,
+        DTYPE_CODES[dy.dtype],
+        *stream_of(dy),
+    )
+    return ds

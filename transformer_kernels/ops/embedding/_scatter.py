@@ -1,0 +1,39 @@
+"""Sums of the rows of a gradient that belong to one row of a table, in PyTorch's own deterministic kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+NO_ROW = -1
+"""An id that is left out of the sums."""
+
+
+def scattered(ds: Tensor, ids: Tensor, count: int, scale: float = 1.0) -> Tensor:
+    """scale times the sum of the rows of ds (B, L, E) that have each id: (count, E) in ds's dtype."""
+    if ids.device.type != "cpu":  # there an id may be out of range, and PyTorch's kernel would write there
+        ids = torch.where((ids >= 0) & (ids < count), ids, NO_ROW)
+    scale_after = count <= ids.numel()  # whichever has fewer rows
+    if scale != 1.0 and not scale_after:
+        ds = ds * scale
+    total = aten.embedding_dense_backward.default(_summable(ds), ids, count, NO_ROW, False)
+    if scale != 1.0 and scale_after:
+        total = total.mul_(scale)
+    return total.to(ds.dtype)
+
+
+def _summable(ds: Tensor) -> Tensor:
+    """ds in a dtype whose sums are taken in float32 at least; on a GPU PyTorch does so for every dtype."""
+    return ds.to(torch.promote_types(ds.dtype, torch.float32)) if ds.device.type == "cpu" else ds
+
+
+def position_gradient(ds: Tensor, position_ids: Tensor | None, count: int) -> Tensor:
+    """The gradient (count, E) of the position table, from ds (B, L, E)."""
+    if position_ids is not None:
+        return scattered(ds, position_ids, count)
+    rows = ds.sum(dim=0, dtype=torch.promote_types(ds.dtype, torch.float32)).to(ds.dtype)  # (L, E)
+    if len(rows) == count:
+        return rows
+    return torch.cat((rows, rows.new_zeros(count - len(rows), rows.shape[1])))

@@ -1,0 +1,75 @@
+"""Embedding through PyTorch's native kernels: a gather, one addition, LayerNorm, and dropout in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._dropout import drop, keep_scale
+from transformer_kernels.ops.layer_norm import _torch as layer_norm
+
+
+def unsupported(weight: Tensor, *_: object) -> str | None:
+    return None
+
+
+def _dropped(x: Tensor, seed: Tensor, dropout_p: float, in_place: bool) -> Tensor:
+    """dropout(x) for x (B, L, E), whose rows are counted through all sequences."""
+    rows = x.view(x.shape[0] * x.shape[1], x.shape[2])
+    return drop(rows, seed, dropout_p, scale=keep_scale(dropout_p), in_place=in_place).view(x.shape)
+
+
+def _gathered(
+    weight: Tensor, tokens: Tensor, positions: Tensor | None, position_ids: Tensor | None, scale: float
+) -> Tensor:
+    """scale * weight[tokens] + positions[places], (B, L, E)."""
+    rows = torch.embedding(weight, tokens)
+    if positions is None:
+        return rows if scale == 1.0 else rows.mul_(scale)
+    places = positions[: tokens.shape[1]] if position_ids is None else torch.embedding(positions, position_ids)
+    return torch.add(places, rows, alpha=scale, out=rows)
+
+
+def forward(
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor | None,
+    position_ids: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    eps: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, and with LayerNorm per row the mean and 1 / sqrt(var + eps)."""
+    y, mean, rstd = _gathered(weight, tokens, positions, position_ids, scale), None, None
+    if norm_weight is not None:
+        y, mean, rstd = layer_norm.forward(y, norm_weight, norm_bias, eps)
+    if seed is not None:
+        y = _dropped(y, seed, dropout_p, in_place=True)
+    return y, mean, rstd
+
+
+def backward(
+    dy: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor | None,
+    position_ids: Tensor | None,
+    norm_weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """ds, the gradient of the sum before LayerNorm (it may be dy), dnorm_weight, dnorm_bias."""
+    if seed is not None:
+        dy = _dropped(dy, seed, dropout_p, in_place=False)
+    if norm_weight is None:
+        return dy, None, None
+    assert mean is not None and rstd is not None
+    rows = _gathered(weight, tokens, positions, position_ids, scale)
+    return layer_norm.backward(dy, rows, norm_weight, mean, rstd, has_bias)

@@ -1,0 +1,271 @@
+"""Token embedding, positions, LayerNorm and dropout in Triton: one pass, and in the backward pass the rows again."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels import _triton
+from transformer_kernels._triton import Capability, Configuration, RowTile
+from transformer_kernels._triton_language import from_fp32, to_fp32
+from transformer_kernels._triton_reduce import sum_partials
+from transformer_kernels.ops.embedding._triton_table import BACKWARD, FORWARD
+from transformer_kernels.ops.layer_norm._triton_backward import normalised_gradient
+from transformer_kernels.ops.layer_norm._triton_forward import centred_rows, dropout_numbers, dropped_out
+
+WIDEST_NORMALISED = 8192
+"""The widest row that a program keeps in registers, forward and backward."""
+
+
+@triton.jit
+def gathered(
+    weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale,
+    HAS_POSITIONS: tl.constexpr, HAS_IDS: tl.constexpr,
+):  # fmt: skip
+    """scale * weight[token] + positions[place] for rows [R, 1] and columns [1, C], in fp32; NaN for an unknown id."""
+    token = tl.load(tokens + row, mask=row < M, other=0).to(tl.int64)  # [R, 1]
+    known = (token >= 0) & (token < V)
+    inside = (row < M) & (columns < N)
+    values = to_fp32(tl.load(weight + token * N + columns, mask=inside & known, other=0.0)) * scale  # [R, C]
+    if HAS_POSITIONS:
+        if HAS_IDS:
+            place = tl.load(position_ids + row, mask=row < M, other=0).to(tl.int64)
+            known &= (place >= 0) & (place < P)
+        else:
+            place = row % L
+        values += to_fp32(tl.load(positions + place * N + columns, mask=inside & known, other=0.0))
+    return tl.where(known, values, float("nan"))
+
+
+@triton.jit(do_not_specialize=["M", "N", "L", "V", "P", "threshold"])
+def embedding_forward_kernel(
+    weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd, M, N, L, V, P, scale, eps,
+    threshold, keep_scale, HAS_POSITIONS: tl.constexpr, HAS_IDS: tl.constexpr, NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_N columns of ROWS rows, with LayerNorm all of them: gathered once, held in registers."""
+    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    groups = tl.program_id(1) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
+    inside = (row < M) & (columns < N)
+    values = gathered(
+        weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale, HAS_POSITIONS, HAS_IDS
+    )  # [ROWS, BLOCK_N]
+    if NORM:
+        pivot = gathered(
+            weight, tokens, positions, position_ids, row, tl.zeros([1, 1], tl.int32), M, N, L, V, P, scale,
+            HAS_POSITIONS, HAS_IDS,
+        )  # fmt: skip
+        values, row_shift, row_rstd = centred_rows(values, pivot, inside, N, eps)
+        tl.store(mean + row, pivot + row_shift, mask=row < M)
+        tl.store(rstd + row, row_rstd, mask=row < M)
+        values *= row_rstd * to_fp32(tl.load(norm_weight + columns, mask=columns < N, other=0.0))
+        if HAS_BIAS:
+            values += to_fp32(tl.load(norm_bias + columns, mask=columns < N, other=0.0))
+    if DROPOUT:
+        values = dropped_out(values, seed, row, groups, threshold, keep_scale)
+    tl.store(y + row * N + columns, from_fp32(values, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "N", "L", "V", "P", "threshold"])
+def embedding_backward_kernel(
+    dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials, M, N, L, V, P, scale,
+    threshold, keep_scale, HAS_POSITIONS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns every num_programs-th tile of ROWS rows: their ds and its sums for dnorm_weight and dnorm_bias.
+
+    What was normalised is gathered again; the dropout of the forward pass is undone first.
+    """
+    N = N // VECTOR * VECTOR
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    groups = tl.arange(0, BLOCK_N // 4)[None, :]
+    norm_scale = to_fp32(tl.load(norm_weight + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
+    dweight_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+
+    for tile in tl.range(program, tl.cdiv(M, ROWS), programs, num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * ROWS + rows
+        inside = (row < M) & (columns < N)
+        gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+        if DROPOUT:
+            gradient = dropped_out(gradient, seed, row, groups, threshold, keep_scale)
+        values = gathered(
+            weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale, HAS_POSITIONS, HAS_IDS
+        )  # [ROWS, BLOCK_N]
+        row_mean = tl.load(mean + row, mask=row < M, other=0.0)  # [ROWS, 1]
+        row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)
+        normed = tl.where(inside, (values - row_mean) * row_rstd, 0.0)
+        dweight_sum += gradient * normed
+        dbias_sum += gradient
+        result = normalised_gradient(gradient, normed, norm_scale, row_rstd, N)
+        tl.store(ds + row * N + columns, from_fp32(result, ds.dtype.element_ty), mask=inside)
+
+    partial = partials + program.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, programs, N)
+    tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
+    if HAS_BIAS:
+        partial += programs.to(tl.int64) * N
+        tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+
+
+@triton.jit(do_not_specialize=["M", "N", "threshold"])
+def embedding_dropout_kernel(
+    dy, seed, ds, M, N, threshold, keep_scale, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One program owns BLOCK_N columns of ROWS rows: ds = dropout(dy), all there is to do without LayerNorm."""
+    N = N // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    groups = tl.program_id(1) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
+    inside = (row < M) & (columns < N)
+    gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+    gradient = dropped_out(gradient, seed, row, groups, threshold, keep_scale)
+    tl.store(ds + row * N + columns, from_fp32(gradient, ds.dtype.element_ty), mask=inside)
+
+
+def unsupported(
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor | None,
+    position_ids: Tensor | None,
+    norm_weight: Tensor | None,
+    *_: Any,
+) -> str | None:
+    """The reason why these kernels do not take the call, or None."""
+    if norm_weight is not None and weight.shape[1] > WIDEST_NORMALISED:
+        return f"rows of {weight.shape[1]} columns with LayerNorm; up to {WIDEST_NORMALISED}, use backend='cuda'"
+    return _triton.unsupported_dtype(weight.dtype)
+
+
+def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[int, int, int, int, int]:
+    """M, N, L, V, P of the kernels."""
+    return tokens.numel(), weight.shape[1], tokens.shape[1], weight.shape[0], 0 if positions is None else len(positions)
+
+
+def forward(
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor | None,
+    position_ids: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    eps: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, mean, rstd); mean and rstd fp32 (M,), None without LayerNorm."""
+    sizes = M, N, *_ = _sizes(weight, tokens, positions)
+    tile = FORWARD.find(_triton.capability(weight.device), weight.element_size(), N)
+    y = torch.empty((*tokens.shape, N), dtype=weight.dtype, device=weight.device)
+    mean = None if norm_weight is None else torch.empty(M, dtype=torch.float32, device=weight.device)
+    rstd = None if mean is None else torch.empty_like(mean)
+    kind = (positions is not None, position_ids is not None, norm_weight is not None, norm_bias is not None)
+    with _triton.launching_on(weight.device):
+        embedding_forward_kernel[(_triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns))](
+            weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd, *sizes, scale, eps,
+            *dropout_numbers(dropout_p), *kind, seed is not None, _triton.vector_width(weight.element_size(), N),
+            tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1,
+        )  # fmt: skip
+    return y, mean, rstd
+
+
+def backward(
+    dy: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    positions: Tensor | None,
+    position_ids: Tensor | None,
+    norm_weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(ds, dnorm_weight, dnorm_bias); ds is the gradient of the gathered sum, dy itself where nothing changes it."""
+    if norm_weight is None:
+        return dy if seed is None else _undropped(dy, seed, dropout_p), None, None
+    sizes = M, N, *_ = _sizes(weight, tokens, positions)
+    tile = BACKWARD.find(_triton.capability(weight.device), weight.element_size(), N)
+    programs = min(_triton.ceil_div(M, tile.rows), tile.programs * _triton.multiprocessors(weight.device))
+    ds = torch.empty_like(dy)
+    partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=weight.device)
+    kind = (positions is not None, position_ids is not None, has_bias, seed is not None)
+    with _triton.launching_on(weight.device):
+        embedding_backward_kernel[(programs,)](
+            dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials, *sizes, scale,
+            *dropout_numbers(dropout_p), *kind, _triton.vector_width(weight.element_size(), N), tile.num_stages,
+            tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        sums = sum_partials(partials, norm_weight.dtype)
+    return ds, sums[0], sums[1] if has_bias else None
+
+
+def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
+    """The gradient of what dropout was given."""
+    N = dy.shape[-1]
+    M = dy.numel() // N
+    tile = FORWARD.find(_triton.capability(dy.device), dy.element_size(), N)
+    ds = torch.empty_like(dy)
+    with _triton.launching_on(dy.device):
+        embedding_dropout_kernel[(_triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns))](
+            dy, seed, ds, M, N, *dropout_numbers(dropout_p), _triton.vector_width(dy.element_size(), N),
+            tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1,
+        )  # fmt: skip
+    return ds
+
+
+def configurations() -> list[Configuration]:
+    """Every compilation that the tables lead to for aligned rows with positions, for the ahead-of-time report."""
+    return [
+        configuration
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for capability in FORWARD.capabilities(dtype.itemsize)
+        for configuration in (*_forward_configurations(dtype, capability), *_backward_configurations(dtype, capability))
+    ]
+
+
+def _forward_configurations(dtype: torch.dtype, capability: Capability) -> list[Configuration]:
+    listed = []
+    for width, tile in FORWARD.entries(capability, dtype.itemsize):
+        label = _triton.width_label(dtype, width)
+        for norm in (False,) if width is None else (False, True):
+            name = f"embedding forward{' norm' * norm} {label}"
+            arguments = _arguments(dtype, norm, tile)
+            listed.append(_triton.configuration(name, embedding_forward_kernel, arguments, tile, capability))
+        name, arguments = f"embedding dropout {label}", _arguments(dtype, False, tile)
+        listed.append(_triton.configuration(name, embedding_dropout_kernel, arguments, tile, capability))
+    return listed
+
+
+def _backward_configurations(dtype: torch.dtype, capability: Capability) -> list[Configuration]:
+    return [
+        _triton.configuration(
+            f"embedding backward {_triton.width_label(dtype, width)}",
+            embedding_backward_kernel,
+            _arguments(dtype, True, tile),
+            tile,
+            capability,
+        )
+        for width, tile in BACKWARD.entries(capability, dtype.itemsize)
+    ]
+
+
+def _arguments(dtype: torch.dtype, norm: bool, tile: RowTile) -> dict[str, Any]:
+    """What a launch with dropout passes, with int64 ids of the positions where there is a LayerNorm."""
+    arguments: dict[str, Any] = dict.fromkeys(("weight", "positions", "dy", "y", "ds"), dtype)
+    arguments |= dict.fromkeys(("norm_weight", "norm_bias"), dtype if norm else None)
+    arguments |= dict.fromkeys(("mean", "rstd"), torch.float32 if norm else None)
+    arguments |= {"tokens": torch.int64, "position_ids": torch.int64 if norm else None, "seed": torch.int64}
+    arguments |= {"partials": torch.float32, **dict.fromkeys(("M", "N", "L", "V", "P", "threshold"), "i32")}
+    arguments |= dict.fromkeys(("scale", "eps", "keep_scale"), "fp32")
+    arguments |= {"HAS_POSITIONS": True, "HAS_IDS": norm, "NORM": norm, "HAS_BIAS": norm, "DROPOUT": True}
+    return arguments | {"VECTOR": 16 // dtype.itemsize, "STAGES": tile.num_stages}
