@@ -512,7 +512,7 @@ def embedding(
     """
     check_ids("tokens", tokens, weight.shape[0])
     x = scale * F.embedding(tokens, weight)  # (B, L) -> (B, L, E)
-    if position_ids is not None:
+    if positions is not None and position_ids is not None:
         check_ids("position_ids", position_ids, positions.shape[0])
         x = x + F.embedding(position_ids, positions)
     elif positions is not None:

@@ -181,7 +181,8 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         _, wants_weight, _, wants_positions, *_ = ctx.needs_input_grad
         with torch.no_grad():  # also under create_graph: first_order_only answers for that
-            grads = _gradients(ctx.module, dy, *ctx.saved_tensors, *ctx.numbers, wants_weight, wants_positions)
+            wanted = {"wants_weight": wants_weight, "wants_positions": wants_positions}
+            grads = _gradients(ctx.module, dy, *ctx.saved_tensors, *ctx.numbers, **wanted)
         dweight, dpositions, dnorm_weight, dnorm_bias = _autograd.first_order_only(OP, grads)
         return None, dweight, None, dpositions, None, dnorm_weight, dnorm_bias, None, None, None, None
 
