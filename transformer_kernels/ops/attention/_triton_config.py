@@ -185,7 +185,7 @@ KEY_GRADIENT_PACKED: Rows = {
 
 BIAS_GRADIENT: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(32, 64, 32, 8, 1)), (256, Tile(32, 16, 16, 8, 1))),
-    (AMPERE, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(16, 64, 16, 8, 1)), (256, Tile(16, 32, 16, 8, 1))),
+    (AMPERE, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(16, 64, 16, 8, 1)), (256, Tile(32, 16, 16, 8, 1))),
     (AMPERE, SINGLE): ((64, Tile(16, 32, 32, 8, 1)), (256, Tile(16, 16, 16, 8, 1))),
 }
 
