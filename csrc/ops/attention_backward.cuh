@@ -71,15 +71,15 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const Interval keys[2] = {keys_seen_by(arguments, warp_query + g), keys_seen_by(arguments, warp_query + g + 8)};
   const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
   const Interval first_sees = keys_seen_by(arguments, block_query), last_sees = keys_seen_by(arguments, last_query);
-  const Interval common = seen_by_all(first_sees, last_sees), visited = seen_by_any(first_sees, last_sees);
-  const TileRange tiles = tiles_touching<KEYS>(visited);
+  const Interval common = seen_by_all(first_sees, last_sees);
+  const TileRange tiles = tiles_touching<KEYS>(seen_by_any(first_sees, last_sees));
 
   uint64_t bits = 0, next_bits = 0;
   int tile = next_tile<KEYS>(mask, tiles.first, tiles.end, arguments.key_length, bits);
   const auto load_keys_and_values = [&](int tile, int stage, uint64_t bits) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
-    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, visited.last + 1, bits, arguments);
-    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, visited.last + 1, bits, arguments);
+    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, arguments.key_length, bits, arguments);
+    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, arguments.key_length, bits, arguments);
   };
   load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                               arguments.query_length, ~0ull, arguments);

@@ -53,7 +53,6 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
   const Arguments& arguments;
   int batch, head, first_query;
   Interval keys[2];  // that this lane's rows see
-  Interval common;   // that all the warp's rows see: these need no mask
   float out[HEAD_DIM / 8][4] = {};
   OnlineSoftmax softmax;
   float poison[2] = {0.f, 0.f};  // NaN for a row that sees a value of inf or NaN which others may not see
@@ -62,10 +61,10 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
       : arguments(arguments_), batch(batch_), head(head_), first_query(first_query_) {
     const int g = threadIdx.x % WARP_SIZE / 4;
     for (int half = 0; half < 2; ++half) keys[half] = keys_seen_by(arguments, first_query + g + 8 * half);
-    common = seen_by_warp(keys);
   }
 
-  // Takes in KEYS keys. `queries` holds the rows from tile_row on; `tainted` comes from quarantine(v), or is null.
+  // Takes in KEYS keys. `queries` holds the rows from tile_row on; `tainted` comes from quarantine(v), or is null where
+  // every row may see all keys that are real.
   template <int KEYS>
   TK_DEVICE void add(Tile<T, HEAD_DIM> queries, int tile_row, Tile<T, HEAD_DIM> k, Tile<T, HEAD_DIM> v, int first_key,
                      uint64_t bits, const uint8_t* tainted) {
@@ -75,8 +74,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
       scale_scores(scores, arguments.scale);
       if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
     }
-    if (tainted || !is_inside<KEYS>(first_key, common) || bits != ALL_KEYS<KEYS>)
-      hide(scores, first_key, bits, tainted);
+    if (tainted || bits != ALL_KEYS<KEYS>) hide(scores, first_key, bits, tainted);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor = SCALED ? LOG2_E : arguments.scale * LOG2_E;
@@ -181,15 +179,15 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BL
   AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row);
   const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
   const Interval first_sees = keys_seen_by(arguments, block_query), last_sees = keys_seen_by(arguments, last_query);
-  const Interval common = seen_by_all(first_sees, last_sees), visited = seen_by_any(first_sees, last_sees);
-  const TileRange tiles = tiles_touching<KEYS>(visited);
+  const Interval common = seen_by_all(first_sees, last_sees);
+  const TileRange tiles = tiles_touching<KEYS>(seen_by_any(first_sees, last_sees));
 
   uint64_t bits = 0, next_bits = 0;
   int tile = next_tile<KEYS>(mask, tiles.first, tiles.end, arguments.key_length, bits);
   const auto load_keys_and_values = [&](int tile, int stage, uint64_t bits) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
-    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, visited.last + 1, bits, arguments);
-    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, visited.last + 1, bits, arguments);
+    load_tile<KEYS, THREADS>(k, key_rows, arguments.key.row, tile * KEYS, arguments.key_length, bits, arguments);
+    load_tile<KEYS, THREADS>(v, value_rows, arguments.value.row, tile * KEYS, arguments.key_length, bits, arguments);
   };
   load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                               arguments.query_length, ~0ull, arguments);
