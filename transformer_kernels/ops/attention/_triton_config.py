@@ -85,7 +85,6 @@ FORWARD_HEAVY: Rows = {
     ),
     (AMPERE, HALF): (
         (32, Tile(64, 64, 16, 4, 3)),
-        (64, Tile(128, 64, 32, 8, 3)),
         (128, Tile(128, 32, 16, 8, 3)),
         (256, Tile(64, 32, 16, 8, 2)),
     ),
@@ -127,7 +126,7 @@ QUERY_GRADIENT_HEAVY: Rows = {
         (32, Tile(64, 64, 32, 4, 2)),
         (64, Tile(128, 32, 16, 8, 2)),
         (128, Tile(64, 64, 32, 8, 2)),
-        (256, Tile(32, 32, 16, 8, 2)),
+        (256, Tile(16, 32, 16, 8, 2)),
     ),
     (AMPERE, SINGLE): QUERY_GRADIENT[AMPERE, SINGLE],
 }
