@@ -213,7 +213,7 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
         if not panel:
             axes.set_axis_off()
             continue
-        _curves(axes, panel, "N", lambda row: 100.0 * row["fraction"])
+        _curves(axes, panel, panel[0]["axis"], lambda row: 100.0 * row["fraction"])
         axes.axhline(100.0, color="#000000", linewidth=0.8, linestyle=(0, (1, 2)))
         axes.set_title(f"{op}, {direction}")
         axes.set_ylabel("% of the measured copy" if j == 0 else "")

@@ -60,7 +60,7 @@ def sweep(candidate: str, time_power: float, memory_power: float) -> list[dict[s
 def whole_record() -> list[dict[str, Any]]:
     """Something of each kind, for pictures and reports."""
     rows = sweep("ours triton", 2.0, 1.0) + sweep("eager", 2.0, 2.0)
-    for op in ("softmax", "layer_norm"):
+    for op, axis in (("softmax", "N"), ("layer_norm", "N"), ("linear_cross_entropy", "V")):
         for width in (256, 1024, 4096):
             for candidate, seconds in (("ours triton", 1e-5), ("eager", 2e-5)):
                 rows.append(
@@ -70,8 +70,8 @@ def whole_record() -> list[dict[str, Any]]:
                         op=op,
                         case="rows",
                         direction="forward",
-                        shape={"M": 64, "N": width},
-                        axis="N",
+                        shape={"M": 64, axis: width},
+                        axis=axis,
                         bound="memory",
                     )
                 )
