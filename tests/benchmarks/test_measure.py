@@ -196,7 +196,8 @@ def test_a_training_step_is_checked_and_timed(bench: Bench) -> None:
 
 
 def test_a_step_that_learns_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.steps.PYTORCH_OPERATIONS.attention", lambda q, k, v, **options: v)
+    only_values = lambda qkv, heads, **options: qkv[:, :, -heads:].flatten(2)  # noqa: E731
+    monkeypatch.setattr("benchmarks.steps.PYTORCH_OPERATIONS.packed_attention", only_values)
     rung = next(rung for rung in LADDER if rung.operations == "pytorch")
     with pytest.raises(WrongResult, match=r"loss|gradient norm"):
         check_step(SMALL, rung, CPU)
