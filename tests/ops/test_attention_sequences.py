@@ -74,7 +74,7 @@ def test_matches_reference_with_all_masks_together(
     check_parity("attention", backend, tensors, options)
 
 
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("dropout_p", [0.1, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_dropout_is_the_reference_mask(
     backend: str, dtype: torch.dtype, device: torch.device, packing: tuple[Tensor, int], dropout_p: float
 ) -> None:

@@ -30,8 +30,9 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("length", [1, 33, 64, 130])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "length"), [*((call, 33) for call in CALLS), ("causal", 1), ("full", 64), ("dropout", 130)]
+)
 def test_matches_reference(
     backend: str,
     dtype: torch.dtype,
