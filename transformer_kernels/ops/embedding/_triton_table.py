@@ -38,7 +38,7 @@ _BACKWARD_16_BIT = (
     (128, RowTile(rows=16, columns=128, num_warps=4, num_stages=3, programs=2)),
     (256, RowTile(rows=8, columns=256, num_warps=4, num_stages=3, programs=2)),
     (512, RowTile(rows=4, columns=512, num_warps=4, num_stages=3, programs=2)),
-    (1024, RowTile(rows=2, columns=1024, num_warps=4, num_stages=3, programs=2)),
+    (1024, RowTile(rows=2, columns=1024, num_warps=8, num_stages=3, programs=2)),
     (2048, RowTile(rows=1, columns=2048, num_warps=4, num_stages=3, programs=2)),
     (4096, RowTile(rows=1, columns=4096, num_warps=8, num_stages=3, programs=2)),
     (8192, RowTile(rows=1, columns=8192, num_warps=16, num_stages=3)),
