@@ -21,9 +21,9 @@ HASH_FILE = "_kernels_source_hash.txt"
 
 
 def load_build_module():
-    """transformer_kernels/_build.py without importing the package, which needs torch."""
+    """transformer_kernels/backends/build.py without importing the package, which needs torch."""
     spec = importlib.util.spec_from_file_location(
-        "_transformer_kernels_build", ROOT / "transformer_kernels" / "_build.py"
+        "_transformer_kernels_build", ROOT / "transformer_kernels" / "backends" / "build.py"
     )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

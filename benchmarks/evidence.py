@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from transformer_kernels.kernel_status import BACKENDS, OPERATIONS, kernel_hash
+from transformer_kernels.reports.status import BACKENDS, OPERATIONS, kernel_hash
 
 VARIABLE = "BENCHMARK_EVIDENCE"
 TESTS = "tests.jsonl"

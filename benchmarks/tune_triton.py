@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workloads import WIDEST_EMBEDDING
-from transformer_kernels._triton import RowTile, Table
+from transformer_kernels.backends.triton import RowTile, Table
 
 Entries = tuple[tuple[int | None, RowTile], ...]
 
@@ -225,7 +225,7 @@ def render(document: str, tables: dict[str, Table[RowTile]], extra: str) -> str:
             rows.append(f"        (({major}, {minor}), {itemsize}): {body},")
         heads.append("\n".join([f"{name} = Table(", f'    "{table.name}",', "    {", *rows, "    },", ")"]))
     sources = [f"{body} = {_entries_source(entries)}" for body, entries in bodies.items()]
-    imports = "from transformer_kernels._triton import RowTile, Table"
+    imports = "from transformer_kernels.backends.triton import RowTile, Table"
     return "\n\n".join([f'"""{document}"""', imports, *sources, *heads]) + "\n" + (f"\n{extra}" if extra else "")
 
 

@@ -4,7 +4,7 @@
 
 namespace transformer_kernels {
 
-const char* source_hash();     // of csrc, as transformer_kernels/_build.py computes it
+const char* source_hash();     // of csrc, as transformer_kernels/backends/build.py computes it
 const char* architectures();   // "sm_80 sm_90a compute_80", or "emulated"
 
 }  // namespace transformer_kernels

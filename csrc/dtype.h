@@ -1,4 +1,4 @@
-// From the dtype codes of transformer_kernels/_extension.py to C++ types.
+// From the dtype codes of transformer_kernels/backends/cuda.py to C++ types.
 #pragma once
 #include <stdexcept>
 

@@ -234,7 +234,7 @@ def test_info_tells_versions_backends_and_reasons(capsys, monkeypatch):
 
 def test_info_tells_the_state_of_each_kernel(capsys, monkeypatch):
     monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)
-    status = ModuleType("transformer_kernels.kernel_status")
+    status = ModuleType("transformer_kernels.reports.status")
     status.__spec__ = ModuleSpec(status.__name__, None)
     status.verification = lambda: ["softmax/triton verified on a GPU"]
     monkeypatch.setitem(sys.modules, status.__name__, status)
@@ -290,7 +290,7 @@ def test_failures_set_the_status_and_print_no_traceback(raised, status, told, ca
     def fail():
         raise raised
 
-    monkeypatch.setattr("transformer_kernels.training.info.describe_installation", fail)
+    monkeypatch.setattr("transformer_kernels.reports.installation.describe_installation", fail)
     assert run("info") == status
     assert told in capsys.readouterr().err
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from transformer_kernels import _build, _extension
 from transformer_kernels._errors import BackendUnavailable
+from transformer_kernels.backends import build as _build
+from transformer_kernels.backends import cuda as _extension
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.device("cuda", 0)
@@ -185,7 +186,7 @@ def test_processes_that_come_together_both_get_the_file(tmp_path: Path) -> None:
     for name, text in FAKE_SOURCES.items():
         (csrc / name).write_text(text)
     program = (
-        "import sys; from pathlib import Path; from transformer_kernels import _build;"
+        "import sys; from pathlib import Path; from transformer_kernels.backends import build as _build;"
         "print(_build.build_emulated(csrc=Path(sys.argv[1])))"
     )
     environment = {**os.environ, "TRANSFORMER_KERNELS_CACHE": str(tmp_path / "cache")}

@@ -11,8 +11,8 @@ import torch
 
 from python_ref import ops as reference
 from tests.support.interpreter import hardened
-from transformer_kernels import _triton
-from transformer_kernels._triton import RowTile, Table
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton import RowTile, Table
 
 requires_interpreter = pytest.mark.skipif(
     _triton.unavailable(torch.device("cpu")) is not None, reason="needs TRITON_INTERPRET=1 before the process starts"
@@ -36,7 +36,7 @@ def test_importing_the_package_does_not_import_triton() -> None:
 def test_a_missing_triton_is_a_reason_not_an_error() -> None:
     source = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch; from transformer_kernels import _triton\n"
+        "import torch; from transformer_kernels.backends import triton as _triton\n"
         "print(_triton.unavailable(torch.device('cpu')))"
     )
     found = run_python(source)
@@ -47,7 +47,7 @@ def test_a_missing_triton_is_a_reason_not_an_error() -> None:
 def test_an_unsupported_version_states_the_range(version: str) -> None:
     source = (
         f"import torch, triton; triton.__version__ = '{version}'\n"
-        "from transformer_kernels import _triton\n"
+        "from transformer_kernels.backends import triton as _triton\n"
         "print(_triton.unavailable(torch.device('cpu')))"
     )
     found = run_python(source)
@@ -55,7 +55,7 @@ def test_an_unsupported_version_states_the_range(version: str) -> None:
 
 
 def test_cpu_tensors_need_the_interpreter() -> None:
-    source = "import torch; from transformer_kernels import _triton; print(_triton.unavailable(torch.device('cpu')))"
+    source = "import torch; from transformer_kernels.backends import triton as _triton; print(_triton.unavailable(torch.device('cpu')))"
     assert "TRITON_INTERPRET=1" in run_python(source, TRITON_INTERPRET=None)
     assert run_python(source, TRITON_INTERPRET="1") == "None"
 
@@ -63,7 +63,7 @@ def test_cpu_tensors_need_the_interpreter() -> None:
 def test_the_variable_set_after_triton_was_imported_is_refused() -> None:
     source = (
         "import os, torch, triton.language; os.environ['TRITON_INTERPRET'] = '1'\n"
-        "from transformer_kernels import _triton\n"
+        "from transformer_kernels.backends import triton as _triton\n"
         "print(_triton.unavailable(torch.device('cpu')))"
     )
     assert "before the process starts" in run_python(source, TRITON_INTERPRET=None)

@@ -7,10 +7,9 @@ model = tk.build("char_gpt", backend="triton")     # the same model definition a
 print(tk.explain("attention", q, k, v, causal=True))
 """
 
-from transformer_kernels._bind import bind
+from transformer_kernels._bind import bind, build
 from transformer_kernels._dispatch import BACKENDS, explain, get_backend, set_backend, use_backend
 from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
-from transformer_kernels._models import build
 from transformer_kernels._version import __version__
 from transformer_kernels.ops import (
     add_layer_norm,

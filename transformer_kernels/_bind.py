@@ -1,14 +1,17 @@
-"""The operations with a backend fixed, in the shape that models call them by."""
+"""The operations with a backend fixed, in the shape that models call them by, and the preset models made of them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformer_kernels import ops
 from transformer_kernels._dispatch import OPERATIONS, requested
+
+if TYPE_CHECKING:
+    from python_ref.layers import Transformer
 
 
 class BoundOperations:
@@ -63,3 +66,26 @@ def bind(backend: str | None = None) -> BoundOperations | ModuleType:
 
         return reference
     return BoundOperations(backend)
+
+
+def build(name: str, backend: str | None = None, **overrides: Any) -> Transformer:
+    """Make one of the preset models with fresh weights, its operations answered by `backend`.
+
+    The model definition is `python_ref.build(name, ops=...)`; only the operations under it differ, so state_dicts move
+    freely between backends.
+
+    Args:
+        name: "char_gpt", "imdb_bert" or "gpt2".
+        backend: "torch", "triton", "cuda", "auto", "reference", or None to follow `set_backend`, `use_backend` and the
+            environment at each call.
+        overrides: fields of the preset's configuration, such as `dropout=0.0` or `vocab_size=96`.
+    Returns:
+        `python_ref.GPT`: tokens (B, L) -> logits (B, L, V), or `python_ref.BERTClassifier`: tokens, padding_mask (True
+        at real tokens) -> logits (B, classes).
+    Raises:
+        ValueError: no such preset or backend, or a field's value makes no model.
+        TypeError: no such field.
+    """
+    from python_ref import build
+
+    return build(name, ops=bind(backend), **overrides)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_kernels import _extension, _triton
 from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
+from transformer_kernels.backends import cuda as _extension
+from transformer_kernels.backends import triton as _triton
 
 BACKENDS = ("torch", "triton", "cuda")
 OPERATIONS = (

@@ -285,18 +285,18 @@ def _demo(chosen: argparse.Namespace) -> None:
 
 def _info(chosen: argparse.Namespace) -> None:
     if chosen.kernels:
-        from transformer_kernels.kernel_status import verification
+        from transformer_kernels.reports.status import verification
 
         print("\n".join(verification()))
         return
-    from transformer_kernels.training.info import describe_installation
+    from transformer_kernels.reports.installation import describe_installation
 
     print(describe_installation())
 
 
 def _forwarded(command: str, arguments: list[str]) -> int:
     """The benchmarks and the kernel report have command lines of their own."""
-    module = {"bench": "benchmarks.cli", "kernels": "transformer_kernels.kernel_report"}[command]
+    module = {"bench": "benchmarks.cli", "kernels": "transformer_kernels.reports.triton"}[command]
     checkout = Path(__file__).resolve().parents[1]
     if command == "bench" and (checkout / "benchmarks" / "cli.py").is_file():
         sys.path.insert(0, str(checkout))

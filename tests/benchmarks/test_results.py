@@ -14,7 +14,7 @@ from benchmarks import cli, evidence, results
 from benchmarks.plots import STYLES, draw_all
 from benchmarks.report import report
 from tests.benchmarks.rows import STAMP, operation_row, sweep, whole_record
-from transformer_kernels import kernel_status
+from transformer_kernels.reports import status
 
 LATER = "2026-02-02T00:00:00+00:00"
 ENVIRONMENT = {**STAMP, "device_type": "cuda", "sources": "x"}
@@ -186,28 +186,28 @@ def test_a_verdict_is_complete_only_when_all_sessions_ended() -> None:
     for tests, complete in (([passed, end, end], True), ([passed, end], False), ([passed, end, interrupted], False)):
         (verdict,) = evidence.verdicts(tests, ENVIRONMENT, sessions=2)
         assert (verdict["kernel"], verdict["passed"], verdict["complete"]) == ("gelu/cuda", 1, complete)
-        assert verdict["hash"] == kernel_status.kernel_hash("gelu", "cuda")
+        assert verdict["hash"] == status.kernel_hash("gelu", "cuda")
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the sources, to change."""
     for folder in ("csrc", "transformer_kernels"):
-        shutil.copytree(kernel_status.CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
+        shutil.copytree(status.CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
     (tmp_path / "benchmarks" / "results" / "nvidia-test").mkdir(parents=True)
     return tmp_path
 
 
 def state(checkout: Path, kernel: str) -> str:
-    return next(line for line in kernel_status.verification(checkout) if line.startswith(kernel))
+    return next(line for line in status.verification(checkout) if line.startswith(kernel))
 
 
 def note(checkout: Path, **changes: Any) -> None:
     """Record that all kernels passed their tests in their present state."""
     entries = []
-    for op in kernel_status.OPERATIONS:
-        for backend in kernel_status.BACKENDS:
-            digest = kernel_status.kernel_hash(op, backend, checkout)
+    for op in status.OPERATIONS:
+        for backend in status.BACKENDS:
+            digest = status.kernel_hash(op, backend, checkout)
             entry = {"kernel": f"{op}/{backend}", "hash": digest, "passed": 5, "failed": 0, "complete": True}
             entries.append({**entry, "device": "NVIDIA Test", "date": LATER, **changes})
     (checkout / "benchmarks" / "results" / "nvidia-test" / "kernels.json").write_text(json.dumps(entries))
@@ -222,7 +222,7 @@ def test_a_kernel_is_verified_until_something_it_is_made_of_changes(checkout: Pa
     assert "changed since 2026-02-02" in state(checkout, "layer_norm/cuda")
     assert "changed since 2026-02-02, when on NVIDIA Test it was verified" in state(checkout, "add_layer_norm/cuda")
     assert "verified on" in state(checkout, "layer_norm/triton")
-    with open(checkout / "transformer_kernels" / "_triton_reduce.py", "a") as file:
+    with open(checkout / "transformer_kernels" / "backends" / "triton_reduce.py", "a") as file:
         file.write("\n")
     assert "changed since" in state(checkout, "layer_norm/triton")
     assert "verified on" in state(checkout, "softmax/triton")

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks import tune_triton
 from benchmarks.tune_triton import TARGETS, Target
-from transformer_kernels._triton import RowTile, Table
+from transformer_kernels.backends.triton import RowTile, Table
 
 OPERATIONS = sorted({target.operation for target in TARGETS})
 

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from transformer_kernels import _build
+from transformer_kernels.backends import build as _build
 
 HERE = Path(__file__).resolve().parent
 BUILDS = ("plain", "address", "thread")

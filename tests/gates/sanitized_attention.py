@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels import _extension
+from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.attention import _cuda, _torch
 
 

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from transformer_kernels import _extension
+from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.add_layer_norm import _cuda as add_layer_norm
 from transformer_kernels.ops.add_layer_norm import _torch as add_layer_norm_torch
 from transformer_kernels.ops.bias_gelu import _cuda as bias_gelu

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from transformer_kernels import _build, cuda_report
+from transformer_kernels.backends import build as _build
+from transformer_kernels.reports import cuda as cuda_report
 
 pytestmark = pytest.mark.slow
 

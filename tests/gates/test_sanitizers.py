@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_kernels import _build
+from transformer_kernels.backends import build as _build
 
 ROOT = Path(__file__).resolve().parents[2]
 # Only code compiled with the sanitizer is judged: torch's own is not.

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.compilations import OPERATIONS as COUNTED
 from tests.support.compilations import compilations
-from transformer_kernels import kernel_report
+from transformer_kernels.reports import triton as kernel_report
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

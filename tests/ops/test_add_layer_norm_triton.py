@@ -8,7 +8,7 @@ import torch
 from tests.support.arguments import normal
 from tests.support.parity import check_parity, require
 from tests.support.triton_tables import every_width
-from transformer_kernels._triton import RowTile
+from transformer_kernels.backends.triton import RowTile
 
 OP = "add_layer_norm"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support.arguments import dtype_id, normal
 from tests.support.parity import check_parity, require
-from transformer_kernels import _extension
+from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.attention import _cuda
 
 HALF = (torch.float16, torch.bfloat16)

@@ -12,7 +12,7 @@ import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.ops.test_attention import make, padding
 from tests.support.parity import check_parity, require
-from transformer_kernels import _triton
+from transformer_kernels.backends import triton as _triton
 
 OP = "attention"
 

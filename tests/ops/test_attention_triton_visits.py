@@ -18,7 +18,7 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.ops.test_attention import make
 from tests.support.parity import check_parity, require
-from transformer_kernels import _triton
+from transformer_kernels.backends import triton as _triton
 
 QUERIES, MASKED = 32, 16
 """The tile of `long_path`: 32 queries by 32 keys, where there is a mask by 16."""

@@ -10,7 +10,7 @@ from tests.ops.test_cross_entropy import make
 from tests.support.arguments import normal
 from tests.support.parity import check_parity, require
 from tests.support.triton_tables import every_width
-from transformer_kernels._triton import RowTile
+from transformer_kernels.backends.triton import RowTile
 
 OP = "cross_entropy"
 
@@ -105,7 +105,7 @@ def test_the_sum_of_losses(
 def test_the_table_of_every_capability(
     backend: str, device: torch.device, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transformer_kernels._triton.INTERPRETED_CAPABILITY", capability)
+    monkeypatch.setattr("transformer_kernels.backends.triton.INTERPRETED_CAPABILITY", capability)
     for classes in (2, 300, 2500):
         check_parity(OP, backend, make(torch.float16, device, 5, classes))
 

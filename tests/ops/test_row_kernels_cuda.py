@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.arguments import DTYPES, dtype_id, normal
-from transformer_kernels import _extension
+from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.add_layer_norm import _cuda as add_layer_norm
 from transformer_kernels.ops.bias_gelu import _cuda as bias_gelu
 from transformer_kernels.ops.bias_relu import _cuda as bias_relu

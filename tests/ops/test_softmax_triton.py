@@ -8,7 +8,7 @@ import torch
 from tests.support.arguments import DTYPES, dtype_id, normal
 from tests.support.parity import check_parity, require
 from tests.support.triton_tables import every_width
-from transformer_kernels._triton import RowTile
+from transformer_kernels.backends.triton import RowTile
 
 OP = "softmax"
 
@@ -67,7 +67,7 @@ def test_two_passes_hide_what_is_masked(backend: str, device: torch.device) -> N
 def test_the_table_of_every_capability(
     backend: str, device: torch.device, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transformer_kernels._triton.INTERPRETED_CAPABILITY", capability)
+    monkeypatch.setattr("transformer_kernels.backends.triton.INTERPRETED_CAPABILITY", capability)
     for width in (20, 300, 2500):
         check_parity(OP, backend, {"x": normal(5, width, dtype=torch.float16, device=device)})
 

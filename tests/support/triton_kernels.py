@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from transformer_kernels._triton_language import from_fp32, philox_words, to_fp32
+from transformer_kernels.backends.triton_language import from_fp32, philox_words, to_fp32
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformer_kernels._triton import RowTile, Table
+from transformer_kernels.backends.triton import RowTile, Table
 
 
 def every_width(tile: RowTile) -> Table[RowTile]:

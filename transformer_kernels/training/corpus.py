@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from transformer_kernels._build import cache_folder
+from transformer_kernels.backends.build import cache_folder
 from transformer_kernels.training.files import DataFileError, check_hash, fetch
 from transformer_kernels.training.transfer import to_device
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from transformer_kernels._build import cache_folder
+from transformer_kernels.backends.build import cache_folder
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.files import locked, write_atomically
 from transformer_kernels.training.reviews import Reviews

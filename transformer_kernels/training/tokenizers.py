@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformer_kernels._build import cache_folder
+from transformer_kernels.backends.build import cache_folder
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.files import DataFileError, check_hash, fetch
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from transformer_kernels import _triton
-from transformer_kernels._triton import Configuration
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton import Configuration
 from transformer_kernels.ops.layer_norm._triton_backward import backward_configurations, backward_rows
 from transformer_kernels.ops.layer_norm._triton_forward import forward_configurations, forward_rows
 

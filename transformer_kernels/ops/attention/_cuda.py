@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._extension import DTYPE_CODES, load, stream_of
+from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 
 MAX_HEAD_DIM = 256
 PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.cu

@@ -8,7 +8,7 @@ dS = P * (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T dout, dbias 
 import triton
 import triton.language as tl
 
-from transformer_kernels._triton_language import dot_operand, from_fp32, to_fp32
+from transformer_kernels.backends.triton_language import dot_operand, from_fp32, to_fp32
 from transformer_kernels.ops.attention._triton_sequences import within_sequence
 from transformer_kernels.ops.attention._triton_tile import (
     accumulate,

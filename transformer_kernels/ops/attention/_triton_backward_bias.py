@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from transformer_kernels._triton_language import dot_operand, from_fp32
+from transformer_kernels.backends.triton_language import dot_operand, from_fp32
 from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED
 from transformer_kernels.ops.attention._triton_backward_key import transposed_weights
 from transformer_kernels.ops.attention._triton_sequences import sequence_range

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformer_kernels._triton import Table
+from transformer_kernels.backends.triton import Table
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 HALF, SINGLE = 2, 4

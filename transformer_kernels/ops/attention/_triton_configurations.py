@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from transformer_kernels import _triton
-from transformer_kernels._triton import Configuration
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton import Configuration
 from transformer_kernels.ops.attention import _triton_config as config
 from transformer_kernels.ops.attention._triton_backward import attention_backward_query_kernel
 from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from transformer_kernels._triton_language import dot_operand, from_fp32, to_fp32
+from transformer_kernels.backends.triton_language import dot_operand, from_fp32, to_fp32
 from transformer_kernels.ops.attention._triton_forward import finish_rows, weigh
 from transformer_kernels.ops.attention._triton_tile import (
     accumulate,

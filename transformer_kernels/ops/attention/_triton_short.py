@@ -7,7 +7,7 @@ and dv come out of the same weights, computed once.
 import triton
 import triton.language as tl
 
-from transformer_kernels._triton_language import LN_2, dot_operand, from_fp32
+from transformer_kernels.backends.triton_language import LN_2, dot_operand, from_fp32
 from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED
 from transformer_kernels.ops.attention._triton_backward_key import key_gradient_block
 from transformer_kernels.ops.attention._triton_tile import (

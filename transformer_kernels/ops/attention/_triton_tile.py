@@ -9,7 +9,7 @@ stands at key position i + Lk - Lq ("shift").
 import triton
 import triton.language as tl
 
-from transformer_kernels._triton_language import LOG2_E, keep_by_column, to_fp32
+from transformer_kernels.backends.triton_language import LOG2_E, keep_by_column, to_fp32
 from transformer_kernels.ops.attention._triton_sequences import sequence_range
 
 SCORE_FLOOR = tl.constexpr(-90000.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._extension import DTYPE_CODES, load, partial_rows, stream_of
+from transformer_kernels.backends.cuda import DTYPE_CODES, load, partial_rows, stream_of
 
 ROWS_PER_BLOCK = 8  # csrc/ops/bias_activation_forward.cuh: the rows of one tile
 

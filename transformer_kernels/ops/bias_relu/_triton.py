@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from transformer_kernels import _triton, _triton_bias
-from transformer_kernels._triton import Configuration
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton import Configuration
+from transformer_kernels.ops import _triton_bias
 from transformer_kernels.ops.bias_relu._triton_table import BACKWARD, FORWARD
 
 

@@ -4,7 +4,7 @@ Written by `benchmarks/tune_triton.py`. Not yet tuned on a device: 16 elements a
 loads of each input are in flight. A row is cut into blocks of `columns`; the backward kernel is persistent over rows.
 """
 
-from transformer_kernels._triton import RowTile, Table
+from transformer_kernels.backends.triton import RowTile, Table
 
 _FORWARD_16_BIT = (
     (64, RowTile(rows=32, columns=64, num_warps=4)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._extension import DTYPE_CODES, load, stream_of
+from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 
 ROWS_OF_ONE_BLOCK = 1 << 16
 """How many losses one block adds up; a sum over more is worth PyTorch's several launches."""

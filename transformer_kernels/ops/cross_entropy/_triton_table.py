@@ -4,7 +4,7 @@ Written by `benchmarks/tune_triton.py`. Not yet tuned on a device: 8 to 32 eleme
 whole rows as far as registers go, and the last one walks over a row; in BACKWARD a row is cut into blocks of `columns`.
 """
 
-from transformer_kernels._triton import RowTile, Table
+from transformer_kernels.backends.triton import RowTile, Table
 
 _FORWARD_16_BIT = (
     (16, RowTile(rows=128, columns=16, num_warps=4)),

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_kernels import _triton
-from transformer_kernels._triton import Capability, Configuration, RowTile
-from transformer_kernels._triton_language import from_fp32, to_fp32
-from transformer_kernels._triton_reduce import sum_partials
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton import Capability, Configuration, RowTile
+from transformer_kernels.backends.triton_language import from_fp32, to_fp32
+from transformer_kernels.backends.triton_reduce import sum_partials
 from transformer_kernels.ops.embedding._triton_table import BACKWARD, FORWARD
 from transformer_kernels.ops.layer_norm._triton_backward import normalised_gradient
 from transformer_kernels.ops.layer_norm._triton_forward import centred_rows, dropout_numbers, dropped_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._extension import DTYPE_CODES, load, stream_of
+from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 
 
 def unsupported(x: Tensor, approximate: str) -> str | None:

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_kernels import _triton
-from transformer_kernels._triton import Configuration
-from transformer_kernels._triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton import Configuration
+from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
 from transformer_kernels.ops.gelu._triton_table import BACKWARD, FORWARD
 
 

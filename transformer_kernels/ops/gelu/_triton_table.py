@@ -3,7 +3,7 @@
 Written by `benchmarks/tune_triton.py`. Not yet tuned on a device: two 16-byte loads of each input in flight per thread.
 """
 
-from transformer_kernels._triton import RowTile, Table
+from transformer_kernels.backends.triton import RowTile, Table
 
 _FORWARD_16_BIT = ((None, RowTile(rows=1, columns=2048, num_warps=4)),)
 

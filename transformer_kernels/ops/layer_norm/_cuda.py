@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._extension import DTYPE_CODES, load, partial_rows, stream_of
+from transformer_kernels.backends.cuda import DTYPE_CODES, load, partial_rows, stream_of
 
 WIDEST_ROW_PER_WARP = 1024  # csrc/ops/row.cuh: up to here a block holds four rows, above it one
 

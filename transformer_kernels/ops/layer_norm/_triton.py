@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from transformer_kernels import _triton, _triton_reduce
-from transformer_kernels._triton import Configuration
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends import triton_reduce
+from transformer_kernels.backends.triton import Configuration
 from transformer_kernels.ops.layer_norm._triton_backward import backward_configurations, backward_rows
 from transformer_kernels.ops.layer_norm._triton_forward import forward_configurations, forward_rows
 
@@ -29,4 +30,4 @@ def backward(
 
 def configurations() -> list[Configuration]:
     """Every compilation that the tables lead to, for the ahead-of-time report."""
-    return forward_configurations(add=False) + backward_configurations(add=False) + _triton_reduce.configurations()
+    return forward_configurations(add=False) + backward_configurations(add=False) + triton_reduce.configurations()

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from transformer_kernels import _triton
+from transformer_kernels.backends import triton as _triton
 from transformer_kernels.ops.cross_entropy._triton import reduced, row_losses, row_losses_and_gradient
 
 __all__ = ["reduced", "row_losses", "row_losses_and_gradient", "unsupported"]

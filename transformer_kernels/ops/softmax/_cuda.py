@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._extension import DTYPE_CODES, load, stream_of
+from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 
 NO_MASK = (0, 1, 1, 1, 0, 0, 0, 0)  # address, sizes, strides
 

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_kernels import _triton
-from transformer_kernels._triton import Capability, Configuration, RowTile
-from transformer_kernels._triton_language import LOG2_E, from_fp32, to_fp32
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton import Capability, Configuration, RowTile
+from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
 from transformer_kernels.ops.softmax._triton_table import BACKWARD, FORWARD
 
 

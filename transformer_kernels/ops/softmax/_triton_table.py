@@ -4,7 +4,7 @@ Written by `benchmarks/tune_triton.py`. Not yet tuned on a device: 16 to 32 elem
 16-byte loads are in flight, and one warp per row where it can hold one.
 """
 
-from transformer_kernels._triton import RowTile, Table
+from transformer_kernels.backends.triton import RowTile, Table
 
 _FORWARD_16_BIT = (
     (32, RowTile(rows=64, columns=32, num_warps=4)),

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_kernels import _triton
-from transformer_kernels._triton import Configuration, RowTile, Table
-from transformer_kernels._triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
-from transformer_kernels._triton_reduce import sum_partials
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton import Configuration, RowTile, Table
+from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
+from transformer_kernels.backends.triton_reduce import sum_partials
 
 ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2}
 """What ACTIVATION stands for in the kernels."""

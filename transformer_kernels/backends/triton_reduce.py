@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_kernels import _triton
-from transformer_kernels._triton import Configuration, RowTile
-from transformer_kernels._triton_language import from_fp32
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton import Configuration, RowTile
+from transformer_kernels.backends.triton_language import from_fp32
 
 NARROW_TILE = RowTile(rows=128, columns=32, num_warps=8)
 """Up to WIDE columns there are hundreds of partial rows: few columns a program, for enough programs."""

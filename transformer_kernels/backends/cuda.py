@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from . import _build
-from ._errors import BackendUnavailable
+from transformer_kernels._errors import BackendUnavailable
+from transformer_kernels.backends import build as _build
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/dtype.h
 BLOCKS_PER_MULTIPROCESSOR = 4
 ROWS_PER_THREAD_GROUP = 4
+PACKAGE = Path(__file__).resolve().parents[1]
 HASH_FILE = "_kernels_source_hash.txt"
 
 _lock = threading.Lock()
@@ -144,14 +145,14 @@ def _load_built() -> Any:
 
 def _built_file() -> Path | None:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_kernels{suffix}")
+        path = PACKAGE / f"_kernels{suffix}"
         if path.is_file():
             return path
     return None
 
 
 def _import_from(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{__package__}._kernels", path)
+    spec = importlib.util.spec_from_file_location("transformer_kernels._kernels", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not an extension module")
     module = importlib.util.module_from_spec(spec)

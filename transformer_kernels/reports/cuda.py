@@ -1,6 +1,6 @@
 """What nvcc makes of each CUDA kernel: registers, spills, shared memory and the instructions that matter.
 
-    python -m transformer_kernels.cuda_report [--arch 80 90a] [operation ...]
+    python -m transformer_kernels.reports.cuda [--arch 80 90a] [operation ...]
 
 No GPU is needed. Instructions are counted in the PTX of each kernel, before loops run: mma.sync becomes HMMA and wgmma
 becomes HGMMA in machine code; a 16-byte access is a .v4.b32 (or .v2.b64) load or store of global memory.
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformer_kernels import _build
+from transformer_kernels.backends import build as _build
 
 DEFAULT_ARCHITECTURES = ("80", "90a")
 NAMESPACE = "transformer_kernels::"

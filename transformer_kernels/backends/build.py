@@ -14,7 +14,7 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 DEFAULT_ARCHITECTURES = "80;90a;80+PTX"
 SANITIZERS = ("address", "thread")
 SOURCE_SUFFIXES = (".h", ".cuh", ".cu", ".cpp")

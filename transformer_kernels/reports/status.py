@@ -19,7 +19,7 @@ from transformer_kernels._dispatch import WITH_KERNELS
 OPERATIONS = WITH_KERNELS
 BACKENDS = ("triton", "cuda")
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -70,7 +70,8 @@ def _imported(path: Path, checkout: Path, prefix: str = "_triton") -> Iterator[P
         assert node.module is not None
         for module in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]:
             file = checkout.joinpath(*module.split(".")).with_suffix(".py")
-            if file.name.startswith(prefix) and file.is_file():
+            shared = prefix == "_triton" and file.match("backends/triton*.py")
+            if (shared or file.name.startswith(prefix)) and file.is_file():
                 yield file
 
 

@@ -6,7 +6,7 @@ Imported only by `ops/<op>/_triton.py`, so only after Triton was found.
 import triton
 import triton.language as tl
 
-from transformer_kernels import _triton
+from transformer_kernels.backends import triton as _triton
 
 INTERPRET = tl.constexpr(_triton.interpreting())
 

@@ -10,8 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from transformer_kernels import BACKENDS, __version__, _dropout, _triton
+from transformer_kernels import BACKENDS, __version__, _dropout
 from transformer_kernels._dispatch import AUTO_ORDER, AUTO_ORDER_ELSEWHERE, unavailable
+from transformer_kernels.backends import triton as _triton
 
 PACKAGES = (
     "numpy",
@@ -72,7 +73,7 @@ def _backends() -> tuple[str, list[str]]:
 
 
 def _kernels() -> tuple[str, list[str]]:
-    """What `transformer_kernels.kernel_status.verification()` says of each kernel, where it is installed."""
-    if importlib.util.find_spec("transformer_kernels.kernel_status") is None:
+    """What `transformer_kernels.reports.status.verification()` says of each kernel, where it is installed."""
+    if importlib.util.find_spec("transformer_kernels.reports.status") is None:
         return "kernels", []
-    return "kernels", importlib.import_module("transformer_kernels.kernel_status").verification()
+    return "kernels", importlib.import_module("transformer_kernels.reports.status").verification()

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformer_kernels._dispatch import WITH_KERNELS
-from transformer_kernels._triton import Configuration, load
+from transformer_kernels.backends.triton import Configuration, load
 
-MODULE = "transformer_kernels.kernel_report"
+MODULE = "transformer_kernels.reports.triton"
 MINIMUM_VERSION = (3, 3)
 OPERATIONS = WITH_KERNELS
 
@@ -176,7 +176,7 @@ def report(operations: Sequence[str] = OPERATIONS, matching: str = "", jobs: int
     """The reports, made in a fresh process without TRITON_INTERPRET: the interpreter has nothing to compile."""
     command = [sys.executable, "-m", MODULE, "--json", "--jobs", str(jobs or _default_jobs()), "--matching", matching]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     finished = subprocess.run([*command, *operations], env=environment, capture_output=True, text=True)
     if finished.returncode:
