@@ -1,8 +1,6 @@
 """Which compilations Triton would make for a script, counted by its own specialisation keys; no GPU is needed.
 
-Run as a program, without TRITON_INTERPRET: `python -m tests.support.compilations softmax-batches`. Launches go through
-Triton's real `JITFunction.run` up to the point where it would compile; a hook there records the key and stops it. The
-driver is a stand-in that only answers which device is current.
+Run as a program, without TRITON_INTERPRET: `python -m tests.support.compilations softmax-batches`.
 """
 
 from __future__ import annotations
@@ -11,12 +9,14 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
+
+from transformer_kernels.reports.launches import record
 
 
 def compilations(case: str) -> dict[str, int]:
@@ -30,34 +30,8 @@ def compilations(case: str) -> dict[str, int]:
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-class _Driver:
-    """Answers what a launch asks before it compiles."""
-
-    def get_current_target(self) -> object:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def _count(case: Callable[[], None]) -> dict[str, int]:
-    import triton
-
-    keys: dict[str, set[str]] = defaultdict(set)
-
-    def record(*, key: str, fn: object, **_: object) -> bool:
-        keys[fn.name].add(key)
-        return True
-
-    triton.runtime.driver.set_active(_Driver())
-    triton.knobs.runtime.jit_cache_hook = record
-    case()
-    return {name.rsplit(".", 1)[-1]: len(found) for name, found in keys.items()}
+    return dict(Counter(launch.kernel_name for launch in record([("counted", case)], (9, 0))))
 
 
 BATCHES = range(1, 21)
