@@ -1,0 +1,171 @@
+"""Attention for the models of transformers: import this module, then ask for `attn_implementation="transformer_kernels"`.
+
+    import transformer_kernels.huggingface
+    model = AutoModel.from_pretrained(folder, attn_implementation="transformer_kernels")
+
+Two functions are registered under that name: one that computes attention, and one that makes the mask for it. Plain
+padding stays a mask of keys (B, Lk) and plain causality a flag; every other pattern (packed sequences, sliding windows,
+chunks, static caches, functions of the caller's own) becomes a boolean mask (B, 1, Lq, Lk), which is exact and slower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_kernels import ops
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+except ImportError as error:
+    raise ImportError(
+        "transformer_kernels.huggingface needs transformers 5.23 or newer: pip install 'transformers>=5.23,<5.24'"
+    ) from error
+
+__all__ = ["NAME", "attention_forward", "attention_mask"]
+
+NAME = "transformer_kernels"
+REFUSED = {
+    "softcap": "softcapped scores",
+    "s_aux": "attention sinks",
+    "cache": "paged caches",
+    "head_mask": "head masks",
+}
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' models call it, by `transformer_kernels.attention`.
+
+    Args:
+        module: the layer that calls; its `is_causal` counts where the argument is None, and its `backend`, where it has
+            one, names the backend.
+        query: (B, H, Lq, D). key, value: (B, Hk, Lk, D), Hk divides H.
+        attention_mask: None; (B, Lk) bool or integer, true at real keys; or a mask that broadcasts to (B, H, Lq, Lk),
+            bool with True = visible, or floating and added to the scores. Such a 4-D mask holds all there is to say:
+            causality and the window do not count beside it.
+        dropout: probability with which a weight is dropped.
+        scaling: multiplies the scores; 1 / sqrt(D) unless given.
+        is_causal: query i sees the keys j <= i + Lk - Lq.
+        position_bias: added to the scores; broadcasts to (B, H, Lq, Lk). It may require grad.
+        sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window.
+    Returns:
+        (B, Lq, H, D) and None: there are no weights to return. A query that sees no key gives zeros.
+    Raises:
+        ValueError: softcap, attention sinks, a paged cache, a head mask, or GPT-2's `reorder_and_upcast_attn`, which
+            are not supported.
+    """
+    _refuse(module, kwargs)
+    padding, bias, visible = _parted(attention_mask, query.dtype)
+    if visible:
+        causal = sliding_window = None
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = causal and getattr(getattr(module, "config", None), "is_causal", True) is not False
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    if bias is not None and bias.dtype is not torch.float32:
+        bias = bias.to(query.dtype)
+    out = ops.attention(
+        query,
+        key,
+        value,
+        causal=bool(causal),
+        key_padding_mask=padding,
+        attn_bias=bias,
+        window=sliding_window,
+        dropout_p=dropout,
+        scale=scaling,
+        backend=getattr(module, "backend", None),
+    )
+    assert isinstance(out, Tensor)  # a pair only with return_lse
+    return out.transpose(1, 2), None
+
+
+def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Raise where leaving an option out would change the result."""
+    for name, told in REFUSED.items():
+        if options.get(name) is not None:
+            raise ValueError(f"attention: {told} ({name}=) are not supported; use attn_implementation='eager'")
+    if getattr(module, "reorder_and_upcast_attn", False):
+        raise ValueError("attention: reorder_and_upcast_attn is not supported; use attn_implementation='eager'")
+
+
+def _parted(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, bool]:
+    """(keys that are real, bias of the scores, whether the mask says all there is to say)."""
+    if mask is None:
+        return None, None, False
+    if mask.dim() == 2:
+        return mask.bool(), None, False
+    if mask.dim() != 4:
+        raise ValueError(f"attention: attention_mask must have 2 or 4 dimensions; got {tuple(mask.shape)}")
+    if mask.dtype is not torch.bool:
+        return None, mask, True
+    hidden = torch.zeros((), dtype=dtype, device=mask.device)
+    return None, torch.where(mask, hidden, -math.inf), True
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask that `attention_forward` takes: None, (B, Lk) bool, or (B, 1, Lq, Lk) bool with True = visible.
+
+    Args:
+        batch_size, q_length, kv_length: B, Lq and Lk.
+        q_offset, kv_offset: the positions of the first query and of the first key.
+        mask_function: says which key a query sees.
+        attention_mask: (B, tokens) bool, True at real tokens.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether causality may be left to `is_causal`, and whether a
+            mask that hides padding at most may stay (B, Lk).
+        kwargs: what `transformers.masking_utils.sdpa_mask` takes besides.
+    """
+    if mask_function is causal_mask_function:
+        short = allow_is_causal_skip and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    else:
+        short = allow_is_bidirectional_skip and mask_function is bidirectional_mask_function
+    if short and attention_mask is None:
+        return None
+    if short and attention_mask is not None and attention_mask.shape == (batch_size, kv_length) and kv_offset == 0:
+        looked_at = attention_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+        return None if looked_at and bool(attention_mask.all()) else attention_mask
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **kwargs,
+    )
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, attention_mask)
