@@ -21,7 +21,7 @@ MODULES = {
 
 
 def apply(module, x):
-    return module(x, x, x)[0] if isinstance(module, torch.nn.MultiheadAttention) else module(x)
+    return module(x, x, x, need_weights=False)[0] if isinstance(module, torch.nn.MultiheadAttention) else module(x)
 
 
 def randomise(module):
@@ -105,6 +105,13 @@ def test_layer_norm_without_parameters_follows_the_dtype():
     torch.testing.assert_close(out, torch.nn.functional.layer_norm(x, (12,)))
 
 
+def test_layer_norm_without_parameters_survives_meta():
+    norm = nn.LayerNorm(12, elementwise_affine=False, device="meta").to_empty(device="cpu")
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(norm(x), torch.nn.functional.layer_norm(x, (12,)), rtol=1e-5, atol=1e-6)
+    assert not list(norm.buffers())
+
+
 def test_layer_norm_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"LayerNorm: x must end with shape \(5, 12\); got \(5, 13\)"):
         nn.LayerNorm((5, 12))(torch.randn(5, 13))
@@ -180,6 +187,7 @@ BIAS = torch.linspace(-2, 2, 25, dtype=torch.float64).view(5, 5)
         {"attn_mask": CAUSAL},
         {"attn_mask": BIAS},
         {"attn_mask": torch.stack([BIAS * head for head in range(6)])},
+        {"attn_mask": torch.stack([CAUSAL if head % 2 else CAUSAL.T for head in range(6)])},
         {"attn_mask": CAUSAL, "is_causal": True},
         {"key_padding_mask": PADDING, "attn_mask": CAUSAL},
         {"key_padding_mask": PENALTY, "attn_mask": BIAS},
@@ -190,6 +198,7 @@ BIAS = torch.linspace(-2, 2, 25, dtype=torch.float64).view(5, 5)
         "mask-bool",
         "mask-float",
         "mask-per-head",
+        "mask-bool-per-head",
         "causal-and-mask",
         "padding-and-mask",
         "padding-and-mask-float",
@@ -221,11 +230,11 @@ def test_causal_needs_no_mask():
         torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6)
 
 
-def test_weights_come_only_when_asked_for():
+def test_weights_come_unless_they_are_declined():
     ours, theirs = attention_pair(batch_first=False)
     x = torch.randn(5, 2, 12)
-    assert ours(x, x, x)[1] is None
-    weights = ours(x, x, x, need_weights=True)[1]
+    assert ours(x, x, x, need_weights=False)[1] is None
+    weights = ours(x, x, x)[1]
     torch.testing.assert_close(weights, theirs(x, x, x)[1], rtol=1e-5, atol=1e-6)
     single = ours(x[:, 0], x[:, 0], x[:, 0], need_weights=True)[1]
     torch.testing.assert_close(single, weights[0], rtol=1e-5, atol=1e-6)
@@ -265,6 +274,18 @@ def test_takes_the_place_of_attention_in_a_torch_layer(norm_first):
     torch.testing.assert_close(layer(x, src_key_padding_mask=PADDING), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_torch_layers_never_pass_the_backend_by():
+    layer = torch.nn.TransformerEncoderLayer(12, 2, 24, batch_first=True)
+    layer.self_attn = nn.MultiHeadAttention(12, 2, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    for module in (layer, encoder, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        for part in module.modules():
+            if isinstance(part, nn.MultiHeadAttention):
+                part.backend = "nonsense"
+        with torch.no_grad(), pytest.raises(ValueError, match="backend must be one of"):
+            module.eval()(torch.randn(2, 5, 12), src_key_padding_mask=PADDING)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -295,5 +316,92 @@ def test_bad_inputs_are_refused():
         ours(x, x, x, key_padding_mask=PADDING.long())
     with pytest.raises(TypeError, match="attn_mask must be bool, True = ignore, or floating"):
         ours(x, x, x, attn_mask=CAUSAL.long())
-    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(B, Lk\) \(2, 5\); got \(2, 4\)"):
-        ours(x, x, x, key_padding_mask=PADDING[:, 1:])
+    for padding in (PADDING[:, 1:], PADDING[:1], PADDING[0]):
+        told = rf"key_padding_mask must have shape \(B, S\) \(2, 5\); got \({', '.join(map(str, padding.shape))}"
+        with pytest.raises(ValueError, match=told):
+            ours(x, x, x, key_padding_mask=padding)
+    for mask in (CAUSAL.expand(4, 5, 5), CAUSAL[:, 1:], CAUSAL[0]):
+        with pytest.raises(ValueError, match=r"attn_mask must have shape \(L, S\) \(5, 5\) or .* \(6, 5, 5\); got"):
+            ours(x, x, x, attn_mask=mask)
+    with pytest.raises(TypeError, match=r"query must not be nested; .* enable_nested_tensor=False"):
+        ours(*[torch.nested.nested_tensor([x[0], x[1, :3]])] * 3)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3, -1])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 3, 2)])
+def test_embedding(padding_idx, shape):
+    ours, theirs = nn.Embedding(7, 12, padding_idx), torch.nn.Embedding(7, 12, padding_idx)
+    theirs.load_state_dict(randomise(ours).state_dict())
+    tokens = torch.randint(0, 7, shape)
+    tokens.view(-1)[-1:] = 3
+    for module in (ours, theirs):
+        (module(tokens) ** 3).sum().backward()
+    assert torch.equal(ours(tokens), theirs(tokens))
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_add_layer_norm(training):
+    module = randomise(nn.AddLayerNorm(12, 1e-3, dropout=0.5)).train(training)
+    x, residual = torch.randn(2, 5, 12), torch.randn(2, 5, 12)
+    normed, summed = module(x, residual)
+    kept = (summed - residual) / x  # 0 or 2 in training, 1 otherwise
+    assert set(kept.round().unique().tolist()) == ({0.0, 2.0} if training else {1.0})
+    expected = torch.nn.functional.layer_norm(summed, (12,), module.weight, module.bias, 1e-3)
+    torch.testing.assert_close(normed, expected, rtol=1e-5, atol=1e-5)
+    theirs = torch.nn.LayerNorm(12)
+    theirs.load_state_dict(module.state_dict())
+    with pytest.raises(ValueError, match="dropout must be in"):
+        nn.AddLayerNorm(12, dropout=2.0)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_bias_gelu(approximate):
+    module = nn.BiasGELU(6, approximate)
+    assert not module.bias.any()
+    x = torch.randn(4, 6)
+    randomise(module)
+    expected = torch.nn.functional.gelu(x + module.bias, approximate=approximate)
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="BiasGELU"):
+        nn.BiasGELU(6, "erf")
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (4, 5, 3), (4, 5, 3, 2)])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum", "label_smoothing": 0.1}, {"reduction": "none"}])
+def test_cross_entropy(shape, options):
+    logits = torch.randn(shape)
+    targets = torch.randint(0, 5, shape[:0] if len(shape) == 1 else (shape[0], *shape[2:]))
+    targets.view(-1)[1:2] = 9
+    ours, theirs = nn.CrossEntropyLoss(9, **options), torch.nn.CrossEntropyLoss(ignore_index=9, **options)
+    torch.testing.assert_close(ours(logits, targets), theirs(logits, targets), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_cross_entropy(bias):
+    ours, theirs = nn.LinearCrossEntropy(6, 5, bias, 9, "sum", 0.1), torch.nn.Linear(6, 5, bias)
+    theirs.load_state_dict(randomise(ours).state_dict())
+    x, targets = torch.randn(3, 4, 6), torch.randint(0, 5, (3, 4))
+    targets[0, 0] = 9
+    expected = torch.nn.functional.cross_entropy(
+        theirs(x).flatten(0, 1), targets.flatten(), ignore_index=9, reduction="sum", label_smoothing=0.1
+    )
+    torch.testing.assert_close(ours(x, targets), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: (nn.Embedding(7, 6, backend="triton"), torch.tensor([1])),
+        lambda: (nn.AddLayerNorm(6, backend="triton"), torch.randn(2, 6), torch.randn(2, 6)),
+        lambda: (nn.BiasGELU(6, backend="triton"), torch.randn(2, 6)),
+        lambda: (nn.CrossEntropyLoss(backend="triton"), torch.randn(2, 6), torch.tensor([1, 2])),
+        lambda: (nn.LinearCrossEntropy(6, 5, backend="triton"), torch.randn(2, 6), torch.tensor([1, 2])),
+    ],
+)
+def test_the_fused_modules_ask_their_backend(module):
+    made, *inputs = module()
+    made.backend = "nonsense"
+    with pytest.raises(ValueError, match="backend must be one of"):
+        made(*inputs)
+    assert "backend='nonsense'" in repr(made)

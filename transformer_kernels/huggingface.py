@@ -1,4 +1,4 @@
-"""Attention for the models of transformers: import this module, then ask for `attn_implementation="transformer_kernels"`.
+"""Attention for the models of transformers, by `attn_implementation="transformer_kernels"` once this is imported.
 
     import transformer_kernels.huggingface
     model = AutoModel.from_pretrained(folder, attn_implementation="transformer_kernels")
@@ -157,7 +157,7 @@ def attention_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
+        q_offset=q_offset,  # type: ignore[arg-type]  # static caches give a tensor
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,

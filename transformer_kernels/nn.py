@@ -1,14 +1,16 @@
-"""Drop-in modules for those of torch.nn, computed by this package's operations.
+"""Drop-in modules for those of torch.nn, and modules for the fused operations, computed by this package's operations.
 
-Each is a subclass of the module that it replaces, with the same parameters under the same names, so state_dicts load in
-both directions. Each takes one more argument, `backend`: "torch", "triton", "cuda", "auto", or None to follow
-`set_backend`, `use_backend` and the environment at each call.
+LayerNorm, GELU, Softmax, MultiHeadAttention, Embedding and CrossEntropyLoss are subclasses of the modules that they
+replace, with the same parameters under the same names, so state_dicts load in both directions; AddLayerNorm has those
+of LayerNorm, LinearCrossEntropy those of torch.nn.Linear. Each takes one more argument, `backend`: "torch", "triton",
+"cuda", "auto", or None to follow `set_backend`, `use_backend` and the environment at each call.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,17 @@ from torch import Tensor
 from transformer_kernels import _checks, ops
 from transformer_kernels._dispatch import requested
 
-__all__ = ["GELU", "LayerNorm", "MultiHeadAttention", "Softmax"]
+__all__ = [
+    "GELU",
+    "AddLayerNorm",
+    "BiasGELU",
+    "CrossEntropyLoss",
+    "Embedding",
+    "LayerNorm",
+    "LinearCrossEntropy",
+    "MultiHeadAttention",
+    "Softmax",
+]
 
 
 class _WithBackend(torch.nn.Module):
@@ -58,18 +70,51 @@ class LayerNorm(_WithBackend, torch.nn.LayerNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self._choose(backend)
-        if not elementwise_affine:  # the operation wants a weight; it is no parameter and in no state_dict
-            ones = torch.ones(self.normalized_shape, device=device, dtype=dtype)
-            self.register_buffer("_ones", ones, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         axes = len(self.normalized_shape)
         if x.shape[x.dim() - axes :] != self.normalized_shape:
             raise ValueError(f"LayerNorm: x must end with shape {self.normalized_shape}; got {tuple(x.shape)}")
-        weight = self._ones if self.weight is None else self.weight
+        weight = x.new_ones(self.normalized_shape) if self.weight is None else self.weight  # the operation wants one
         bias = None if self.bias is None else self.bias.flatten()
         rows = x.flatten(-axes)  # (..., N)
         return ops.layer_norm(rows, weight.flatten(), bias, eps=self.eps, backend=self.backend).view(x.shape)
+
+
+class AddLayerNorm(_WithBackend, torch.nn.LayerNorm):
+    """Dropout, residual addition and LayerNorm in one pass, by `transformer_kernels.add_layer_norm`.
+
+    Args:
+        width: N, the last axis, which is normalised.
+        eps: added to the variance.
+        dropout: probability with which an element of the branch is dropped in training.
+        bias: learn a bias.
+        device, dtype: of the parameters.
+        backend: see the module's docstring.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-5,
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        _checks.probability("AddLayerNorm", "dropout", dropout)
+        super().__init__(width, eps, True, bias, device=device, dtype=dtype)
+        self.dropout = dropout
+        self._choose(backend)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """(layer_norm(s), s) with s = dropout(x) + residual, both (..., N)."""
+        dropout_p = self.dropout if self.training else 0.0
+        return ops.add_layer_norm(
+            x, residual, self.weight, self.bias, eps=self.eps, dropout_p=dropout_p, backend=self.backend
+        )
 
 
 class GELU(_WithBackend, torch.nn.GELU):
@@ -87,6 +132,34 @@ class GELU(_WithBackend, torch.nn.GELU):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.gelu(x, approximate=self.approximate, backend=self.backend)
+
+
+class BiasGELU(_WithBackend, torch.nn.GELU):
+    """gelu(x + bias) with a learned bias, by `transformer_kernels.bias_gelu`; it follows a linear layer without one.
+
+    Args:
+        width: N, the last axis of the input. The bias starts at 0.
+        approximate: "none" (erf) or "tanh".
+        device, dtype: of the bias.
+        backend: see the module's docstring.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        approximate: str = "none",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        _checks.approximation("BiasGELU", approximate)
+        super().__init__(approximate)
+        self.bias = torch.nn.Parameter(torch.zeros(width, device=device, dtype=dtype))
+        self._choose(backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.bias_gelu(x, self.bias, approximate=self.approximate, backend=self.backend)
 
 
 class Softmax(_WithBackend, torch.nn.Softmax):
@@ -118,10 +191,13 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
     used torch.nn.MultiheadAttention goes on working. That is the opposite of `transformer_kernels.attention` and of
     this package's models, where True is a real token: give `key_padding_mask=~padding_mask`.
 
-    It differs from torch's in four ways. The weights are returned only when `need_weights=True` (then they are computed
-    a second time, and without dropout). `is_causal=True` needs no `attn_mask` beside it. A query that sees no key gets
-    zeros before the output projection, not NaN. An input whose width differs from `embed_dim` (kdim, vdim) and extra
-    keys (add_bias_kv, add_zero_attn) are refused.
+    It differs from torch's in four ways. The weights that `need_weights=True` returns, torch's default, are computed a
+    second time, and without dropout: say `need_weights=False` where they are not read. `is_causal=True` needs no
+    `attn_mask` beside it. A query that sees no key gets zeros before the output projection, not NaN. An input whose
+    width differs from `embed_dim` (kdim, vdim) and extra keys (add_bias_kv, add_zero_attn) are refused.
+
+    Inside torch.nn.TransformerEncoderLayer it is always called: the layer's own fused inference path, which would read
+    the parameters without asking the backend, is not taken.
 
     Args:
         embed_dim: width E of query, key, value and output.
@@ -165,7 +241,11 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
             raise ValueError(f"MultiHeadAttention: num_heads ({num_heads}) must divide embed_dim ({embed_dim})")
         super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype)
+        self._qkv_same_embed_dim = False  # what TransformerEncoderLayer reads before it passes this module by
         self._choose(backend)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_qkv_same_embed_dim": False})
 
     def forward(
         self,
@@ -173,7 +253,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
+        need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
@@ -193,6 +273,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         self._check_widths(query=query, key=key, value=value)
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value)  # (B, H, L, D)
+        self._check_masks(key_padding_mask, attn_mask, q.shape[0], q.shape[2], k.shape[2])
         real, bias = self._masks(key_padding_mask, attn_mask, q)
         mixed = ops.attention(
             q,
@@ -213,6 +294,12 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         return out, weights
 
     def _check_widths(self, **inputs: Tensor) -> None:
+        for name, x in inputs.items():
+            if x.is_nested:
+                raise TypeError(
+                    f"MultiHeadAttention: {name} must not be nested; make torch.nn.TransformerEncoder with "
+                    "enable_nested_tensor=False, or pad"
+                )
         dimensions = inputs["query"].dim()
         for name, x in inputs.items():
             if dimensions not in (2, 3) or x.dim() != dimensions or x.shape[-1] != self.embed_dim:
@@ -248,6 +335,22 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
             return x.squeeze(0).transpose(0, 1).flatten(1)
         return x.permute(0, 2, 1, 3).flatten(2) if self.batch_first else x.permute(2, 0, 1, 3).flatten(2)
 
+    def _check_masks(
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int, queries: int, keys: int
+    ) -> None:
+        shapes = [(batch, keys), (keys,)] if batch == 1 else [(batch, keys)]
+        if key_padding_mask is not None and key_padding_mask.shape not in shapes:
+            raise ValueError(
+                f"MultiHeadAttention: key_padding_mask must have shape (B, S) {shapes[0]}; "
+                f"got {tuple(key_padding_mask.shape)}"
+            )
+        shapes = [(queries, keys), (batch * self.num_heads, queries, keys)]
+        if attn_mask is not None and attn_mask.shape not in shapes:
+            raise ValueError(
+                f"MultiHeadAttention: attn_mask must have shape (L, S) {shapes[0]} or (B * H, L, S) {shapes[1]}; "
+                f"got {tuple(attn_mask.shape)}"
+            )
+
     def _masks(
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -274,6 +377,136 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         if real is not None:
             visible = visible & real[:, None, None, :]
         return ops.softmax(scores, mask=visible, causal=is_causal, backend=self.backend)
+
+
+class Embedding(_WithBackend, torch.nn.Embedding):
+    """torch.nn.Embedding by `transformer_kernels.embedding`.
+
+    Args:
+        num_embeddings, embedding_dim: rows and width of the table.
+        padding_idx: a row that gets no gradient, and starts at 0.
+        device, dtype: of the table.
+        backend: see the module's docstring.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._choose(backend)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Rows of the table, tokens of any shape -> (..., E)."""
+        weight = without_gradient(self.weight, self.padding_idx)
+        rows = ops.embedding(tokens.reshape(1, -1), weight, backend=self.backend)
+        return rows.view(*tokens.shape, self.embedding_dim)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The identity on a table, except that one row gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, row: int) -> Tensor:
+        ctx.row = row
+        return table.view_as(table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_fill(0, torch.tensor([ctx.row], device=grad.device), 0.0), None
+
+
+def without_gradient(table: Tensor, row: int | None) -> Tensor:
+    """The table, from which no gradient reaches its row `row`: what `padding_idx` means in torch.nn.Embedding."""
+    return table if row is None else _WithoutGradient.apply(table, row)
+
+
+class CrossEntropyLoss(_WithBackend, torch.nn.CrossEntropyLoss):
+    """torch.nn.CrossEntropyLoss of class indices by `transformer_kernels.cross_entropy`; the loss is float32 at least.
+
+    Args:
+        ignore_index: rows with this target have no loss, no gradient and no part in the mean.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: in [0, 1].
+        backend: see the module's docstring.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self._choose(backend)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of logits (V,), (N, V) or (N, V, ...), whose classes stand where torch has them, in axis 1.
+
+        Args:
+            logits: floating.
+            targets: int64 or int32, the class of each row; the shape of logits without its axis of classes.
+        """
+        rows = logits.movedim(1, -1) if logits.dim() > 2 else logits
+        return ops.cross_entropy(
+            rows,
+            targets,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+            backend=self.backend,
+        )
+
+
+class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
+    """An output layer and its cross-entropy, without holding all logits, by `transformer_kernels.linear_cross_entropy`.
+
+    Args:
+        in_features, out_features: E, the width of the input, and V, the number of classes.
+        bias: whether each class has a bias.
+        ignore_index, label_smoothing: as in `CrossEntropyLoss`.
+        reduction: "mean" or "sum".
+        device, dtype: of the parameters.
+        backend: see the module's docstring.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self._choose(backend)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        """The loss of x (..., E) with targets (...), int64 or int32: a scalar."""
+        return ops.linear_cross_entropy(
+            x,
+            self.weight,
+            targets,
+            self.bias,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+            backend=self.backend,
+        )
 
 
 def _as_bias(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
