@@ -254,11 +254,11 @@ def test_info_of_a_machine_without_a_gpu_says_so_once():
 
 
 def test_demo_trains_writes_and_compares(capsys, monkeypatch, tmp_path):
-    from transformer_kernels.training import demo
+    from transformer_kernels.training import report
 
     monkeypatch.setattr("transformer_kernels.BACKENDS", ("torch",))
-    monkeypatch.setattr(demo, "TIMED_SECONDS", 0.0)
-    monkeypatch.setattr(demo, "MODEL", {"layers": 1, "width": 16, "heads": 2})
+    monkeypatch.setattr(report, "TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(report, "MODEL", {"layers": 1, "width": 16, "heads": 2})
     assert run("demo", "--seconds", "0.5", "--out", tmp_path / "demo") == 0
     told = capsys.readouterr().out
     for part in ("training loss", "ended by time limit", "It writes:\n\n", "reference ", "1.00x", "torch "):

@@ -10,15 +10,16 @@ import os
 import signal
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformer_kernels._version import __version__
 from transformer_kernels.training import config as options
+from transformer_kernels.training.recipes import find_recipe, make_config, recipes
 
 DESCRIPTION = """\
-Train small transformers on fused kernels, and look at what they learned.
+Train small transformers on fused kernels, and use what they learned.
 
 first steps:
   transformer-kernels demo                              two minutes of training, and the speed of each backend
@@ -101,26 +102,27 @@ def _command(commands: Any, name: str, help: str, run: Callable[[Any], int | Non
 
 def _add_train(commands: Any) -> None:
     train = commands.add_parser("train", help="train a model", description="Train a model.")
-    recipes = train.add_subparsers(metavar="RECIPE", dest="recipe", required=True)
-    for recipe, config in options.CONFIGS.items():
-        about = (config.__doc__ or "").strip()
-        formatter = argparse.RawDescriptionHelpFormatter
-        parser = recipes.add_parser(recipe, help=about, description=about, epilog=TRAIN_NOTE, formatter_class=formatter)
+    commands = train.add_subparsers(metavar="RECIPE", dest="recipe", required=True)
+    formatter = argparse.RawDescriptionHelpFormatter
+    for name, recipe in recipes().items():
+        about = (recipe.Config.__doc__ or "").strip()
+        parser = commands.add_parser(name, help=about, description=about, epilog=TRAIN_NOTE, formatter_class=formatter)
         parser.set_defaults(run=_train)
-        shipped = ", ".join(options.shipped_configs())
-        told = f"YAML, TOML or JSON file with options, or one that comes along: {shipped}"
+        bundled = ", ".join(options.shipped_configs(name)) or "none"
+        told = f"YAML, TOML or JSON file with options, or the name of a bundled one ({bundled})"
         parser.add_argument("--config", metavar="FILE", help=told)
-        parser.add_argument("--resume", metavar="FOLDER", help="go on exactly from this run or checkpoint")
-        for spec, kind in options.typed_fields(config):
-            _add_option(parser, spec, kind)
+        parser.add_argument("--resume", metavar="FOLDER", help="continue exactly from this run or checkpoint")
+        for spec, kind in options.typed_fields(recipe.Config):
+            _add_option(parser, spec, kind, dict([recipe.Config.default_length]).get(spec.name))
 
 
-def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any) -> None:
-    """One flag for one field of a config; what is not given stays absent, so that a config file can say it."""
+def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: Any) -> None:
+    """One flag for one field of a config; flags not given stay absent, so that a config file can set them."""
     flag = "--" + spec.name.replace("_", "-")
     told = spec.metadata["help"]
-    if isinstance(spec.default, int | float | str) and not isinstance(spec.default, bool) and spec.default != "":
-        told += f" (default: {spec.default})"
+    default = spec.default if default is None else default
+    if isinstance(default, int | float | str) and not isinstance(default, bool) and default != "":
+        told += f" (default: {default})"
     told = told.replace("%", "%%")
     if kind is bool:
         action: Any = argparse.BooleanOptionalAction
@@ -144,13 +146,11 @@ def _add_model_options(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def _add_generate(commands: Any) -> None:
-    parser = _command(commands, "generate", "write text with a trained character GPT", _generate)
+    parser = _command(commands, "generate", "write text with a trained language model", _generate)
     _add_model_options(parser, "runs/char-gpt")
-    parser.add_argument("--prompt", default="\n", help="the text to go on from (default: a line break)")
-    parser.add_argument(
-        "--length", type=int, default=500, metavar="N", help="characters to write (default: %(default)s)"
-    )
-    parser.add_argument("--greedy", action="store_true", help="always take the most likely character")
+    parser.add_argument("--prompt", default="\n", help="the text to continue (default: a line break)")
+    parser.add_argument("--length", type=int, default=500, metavar="N", help="tokens to write (default: %(default)s)")
+    parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="below 1 is safer, above 1 wilder (default: 0.8)"
     )
@@ -158,60 +158,81 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest that have mass P")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--stop", default="", metavar="TEXT", help="end before this text would appear")
-    parser.add_argument(
-        "--top", type=int, default=0, metavar="N", help="list the N most likely characters at each step"
-    )
+    parser.add_argument("--top", type=int, default=0, metavar="N", help="list the N most likely tokens at each step")
+    _add_later_options(parser, "generate")
 
 
 def _add_classify(commands: Any) -> None:
-    parser = _command(commands, "classify", "tell whether texts are good or bad film reviews", _classify)
+    parser = _command(commands, "classify", "classify texts with a trained classifier", _classify)
     _add_model_options(parser, "runs/imdb")
-    parser.add_argument("--vocab-dir", default="", help="folder with GPT-2's vocab.bpe")
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="reviews; without any, each line of the input is one")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts; without any, each line of the input is one")
+    _add_later_options(parser, "classify")
 
 
 def _add_evaluate(commands: Any) -> None:
     help = "measure a trained model on its validation or test data"
     parser = _command(commands, "evaluate", help, _evaluate)
     _add_model_options(parser, "runs/imdb")
-    parser.add_argument(
-        "--data", default="", help="imdb: the data, as in training; char-gpt: a corpus (default: as trained)"
-    )
-    parser.add_argument("--data-dir", default="", help="char-gpt: folder with tinyshakespeare's input.txt")
-    parser.add_argument("--test-data", default="", help="imdb: the test file, when --data is a file")
-    parser.add_argument("--vocab-dir", default="", help="imdb: folder with GPT-2's vocab.bpe")
-    parser.add_argument("--baseline", action="store_true", help="imdb: also TF-IDF with logistic regression")
+    _add_later_options(parser, "evaluate")
+
+
+def _add_later_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """The options that recipes take again in this command, each flag once, with the help of every recipe."""
+    helps: dict[str, list[str]] = {}
+    switches = set()
+    for recipe, flag, spec, kind in _later_options(command):
+        helps.setdefault(flag, []).append(f"{recipe}: {spec.metadata['help']}")
+        if kind is bool:
+            switches.add(flag)
+    for flag, lines in helps.items():
+        action = "store_true" if flag in switches else "store"
+        told = "; ".join(lines).replace("%", "%%")
+        parser.add_argument("--" + flag.replace("_", "-"), action=action, default=argparse.SUPPRESS, help=told)
+
+
+def _later_options(command: str) -> Iterator[tuple[str, str, Any, Any]]:
+    """Recipe, flag, field and type of each option that recipes take again in this command."""
+    for name, recipe in recipes().items():
+        for spec, kind in options.typed_fields(recipe.Config):
+            if recipe.supports(command) and command in spec.metadata["later"]:
+                yield name, spec.metadata["later"][command], spec, kind
 
 
 def _train(chosen: argparse.Namespace) -> int:
     from transformer_kernels.training.distributed import joined_processes
-    from transformer_kernels.training.recipes import checkpoint_folder, make_trainer
     from transformer_kernels.training.report import describe_result
+    from transformer_kernels.training.trainer import Trainer
+
+    with joined_processes() as processes:
+        config, start = _train_config(chosen)
+        trainer = Trainer(find_recipe(config.recipe)(config), processes)
+        if start is not None:
+            trainer.restore(start)
+        result = trainer.fit()
+        if processes.first:
+            print(describe_result(trainer, result))
+            if told := trainer.recipe.report(trainer.model, trainer.device):
+                print(told)
+    return 0
+
+
+def _train_config(chosen: argparse.Namespace) -> tuple[Any, Path | None]:
+    """The config from file, command line and resumed checkpoint, and the folder of that checkpoint."""
+    from transformer_kernels.training.checkpoint import checkpoint_config, checkpoint_folder
 
     given = {key: value for key, value in vars(chosen).items() if key not in ("run", "recipe", "config", "resume")}
     from_file = options.read_config_file(chosen.config) if chosen.config else {}
     if from_file:
-        options.make_config(chosen.recipe, from_file, chosen.config)
+        make_config(chosen.recipe, from_file, chosen.config)
     if "model" in given:
         given["model"] = {**dict(from_file.get("model", {})), **dict(_named_value(text) for text in given["model"])}
-    with joined_processes() as processes:
-        start = None
-        if chosen.resume:
-            from transformer_kernels.training.checkpoint import load_checkpoint
-
-            start = checkpoint_folder(chosen.resume, ("last", "best"))
-            saved = load_checkpoint(start).config
-            if saved.recipe != chosen.recipe:
-                raise ValueError(f"--resume: {start} was written by the recipe {saved.recipe}, not {chosen.recipe}")
-            config = options.resumed_config(saved, {"out": str(start.parent), **from_file, **given})
-        else:
-            config = options.make_config(chosen.recipe, {**from_file, **given}, chosen.config or "command line")
-        trainer = make_trainer(config, resume_from=start, processes=processes)
-        result = trainer.fit()
-        if processes.first:
-            print(describe_result(trainer, result))
-            print(trainer.recipe.report(trainer.model, trainer.device))
-    return 0
+    if not chosen.resume:
+        return make_config(chosen.recipe, {**from_file, **given}, chosen.config or "command line"), None
+    start = checkpoint_folder(chosen.resume, ("last", "best"))
+    saved = checkpoint_config(start)
+    if saved.recipe != chosen.recipe:
+        raise ValueError(f"--resume: {start} was written by the recipe {saved.recipe}, not {chosen.recipe}")
+    return options.resumed_config(saved, {"out": str(start.parent), **from_file, **given}), start
 
 
 def _named_value(text: str) -> tuple[str, Any]:
@@ -224,61 +245,59 @@ def _named_value(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def _load_trained(chosen: argparse.Namespace, command: str) -> Any:
+    """The trained model, with the options that its recipe takes again in this command."""
+    from transformer_kernels.training.checkpoint import checkpoint_config, checkpoint_folder, load_trained
+
+    folder = checkpoint_folder(chosen.checkpoint)
+    found = checkpoint_config(folder).recipe
+    later = [(flag, spec, kind) for recipe, flag, spec, kind in _later_options(command) if recipe == found]
+    allowed = {flag for flag, *_ in later}
+    for _, flag, *_ in _later_options(command):
+        if hasattr(chosen, flag) and flag not in allowed:
+            raise ValueError(f"--{flag.replace('_', '-')} is not an option of {found}")
+    changes = {
+        spec.name: getattr(chosen, flag, False) for flag, spec, kind in later if hasattr(chosen, flag) or kind is bool
+    }
+    return load_trained(folder, backend=chosen.backend, device=chosen.device, command=command, options=changes)
+
+
 def _generate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.generation import Sampling, generate, text_until
-    from transformer_kernels.training.recipes import load_trained
+    from transformer_kernels.training.generation import Sampling, text_until
     from transformer_kernels.training.report import most_likely
 
     temperature = 0.0 if chosen.greedy else chosen.temperature
     sampling = Sampling(temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p, seed=chosen.seed)
-    trained = load_trained(chosen.checkpoint, backend=chosen.backend, device=chosen.device, recipe="char-gpt")
-    tokenizer, context = trained.tokenizer, trained.config.context
-    prompt = tokenizer.encode(chosen.prompt)
-    choices = generate(trained.model, prompt, chosen.length, sampling, context=context, device=trained.device)
+    trained = _load_trained(chosen, "generate")
+    choices = trained.recipe.generate(trained, chosen.prompt, chosen.length, sampling)
     if chosen.top:
         for choice in choices:
-            print(most_likely(choice, tokenizer, chosen.top), flush=True)
+            print(most_likely(choice, trained.tokenizer, chosen.top), flush=True)
         return
     print(chosen.prompt, end="", flush=True)
-    for piece in text_until((tokenizer.decode([choice.token]) for choice in choices), chosen.stop):
+    for piece in text_until((trained.tokenizer.decode([choice.token]) for choice in choices), chosen.stop):
         print(piece, end="", flush=True)
     print()
 
 
 def _classify(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.imdb import CLASSES, predict
-    from transformer_kernels.training.recipes import load_trained
-    from transformer_kernels.training.token_cache import tokenise_uncached
-
-    trained = load_trained(
-        chosen.checkpoint, backend=chosen.backend, device=chosen.device, recipe="imdb", vocab_dir=chosen.vocab_dir
-    )
+    trained = _load_trained(chosen, "classify")
     texts = chosen.texts or [line for line in sys.stdin.read().splitlines() if line.strip()]
     if not texts:
         raise ValueError("there is nothing to classify: give texts, or lines on the standard input")
-    reviews = tokenise_uncached(texts, trained.tokenizer)
-    probabilities = predict(trained.model, reviews, trained.tokenizer, trained.config, trained.device)
+    classes, probabilities = trained.recipe.classify(trained, texts)
     for text, row in zip(texts, probabilities.tolist(), strict=True):
-        best = max(range(len(CLASSES)), key=row.__getitem__)
-        print(f"{CLASSES[best]:<8} {row[best]:7.2%}  {text if len(text) <= 80 else text[:77] + '...'}")
+        best = max(range(len(classes)), key=row.__getitem__)
+        print(f"{classes[best]:<8} {row[best]:7.2%}  {text if len(text) <= 80 else text[:77] + '...'}")
 
 
 def _evaluate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.recipes import load_trained
-    from transformer_kernels.training.report import evaluate_char_gpt, evaluate_imdb
-
-    trained = load_trained(chosen.checkpoint, backend=chosen.backend, device=chosen.device, vocab_dir=chosen.vocab_dir)
-    if trained.config.recipe == "char-gpt":
-        data = {"corpus": chosen.data, "data_dir": chosen.data_dir}
-        print(evaluate_char_gpt(trained, **{name: value for name, value in data.items() if value}))
-    else:
-        data = {"data": chosen.data, "test_data": chosen.test_data}
-        chosen_data = {name: value for name, value in data.items() if value}
-        print(evaluate_imdb(trained, baseline=chosen.baseline, **chosen_data))
+    trained = _load_trained(chosen, "evaluate")
+    print(trained.recipe.evaluate(trained))
 
 
 def _demo(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.demo import demo
+    from transformer_kernels.training.report import demo
 
     demo(seconds=chosen.seconds, backend=chosen.backend, out=chosen.out)
 

@@ -1,17 +1,11 @@
-import dataclasses
-
 import pytest
 
-from transformer_kernels.training.char_gpt import build_char_gpt
-from transformer_kernels.training.config import (
-    CharGPTConfig,
-    ImdbConfig,
-    make_config,
-    read_config_file,
-    resumed_config,
-    shipped_configs,
-)
-from transformer_kernels.training.recipes import BUILDERS
+from transformer_kernels.training import CharGPT, CharGPTConfig, ImdbConfig
+from transformer_kernels.training.config import read_config_file, resumed_config, shipped_configs
+from transformer_kernels.training.recipes import find_recipe, make_config
+from transformer_kernels.training.tokenizers import CharacterTokenizer
+
+LETTERS = CharacterTokenizer(map(chr, range(65)))
 
 
 @pytest.mark.parametrize(
@@ -74,14 +68,20 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, name, text):
 
 
 @pytest.mark.parametrize("name", shipped_configs())
-def test_every_config_that_comes_along_makes_a_model(name):
-    recipe = "imdb" if name.startswith("imdb") else "char-gpt"
-    config = make_config(recipe, read_config_file(name), name)
-    assert BUILDERS[recipe](config, 65).num_parameters() > 0
+def test_every_bundled_config_names_its_recipe_and_makes_a_model(name):
+    values = read_config_file(name)
+    assert name in shipped_configs(values["recipe"])
+    config = make_config(values["recipe"], values, name)
+    assert find_recipe(values["recipe"]).build(config, LETTERS).num_parameters() > 0
+
+
+def test_a_config_of_another_recipe_is_refused():
+    with pytest.raises(ValueError, match="imdb_small: written for the recipe 'imdb', not for 'char-gpt'"):
+        make_config("char-gpt", read_config_file("imdb_small"), "imdb_small")
 
 
 def test_the_larger_character_model_has_the_size_that_it_promises():
-    model = build_char_gpt(make_config("char-gpt", read_config_file("char_gpt_10m")), 65)
+    model = CharGPT.build(make_config("char-gpt", read_config_file("char_gpt_10m")), LETTERS)
     assert model.num_parameters() - model.embedding.positions.numel() == 10_646_784
 
 
@@ -92,19 +92,14 @@ def test_a_file_is_preferred_to_a_config_of_its_name(tmp_path, monkeypatch):
         read_config_file("imdb_small")
 
 
-def test_an_unknown_config_lists_those_that_come_along():
-    with pytest.raises(ValueError, match=r"imdb_large: no such config file, .* char_gpt_10m, char_gpt_cpu, imdb_small"):
+def test_an_unknown_config_lists_the_bundled_ones():
+    with pytest.raises(ValueError, match=r"imdb_large: no such config file; .* char_gpt_10m, char_gpt_cpu, imdb_small"):
         read_config_file("imdb_large")
 
 
 def test_an_empty_file_changes_nothing(tmp_path):
     (tmp_path / "run.yaml").write_text("")
     assert make_config("char-gpt", read_config_file(tmp_path / "run.yaml")) == CharGPTConfig()
-
-
-def test_every_option_has_help():
-    for spec in dataclasses.fields(CharGPTConfig) + dataclasses.fields(ImdbConfig):
-        assert spec.metadata["help"]
 
 
 def test_a_run_has_a_length_of_its_own():

@@ -25,8 +25,8 @@ with joined_processes() as processes:
     graphs = None
     if resume == "graphs":
         from tests.training.test_graphs import RecordedGraphs
-        from transformer_kernels.training import runner
-        runner.warm_up_steps = lambda processes: 2
+        from transformer_kernels.training import graphs as module
+        module.warm_up_steps = lambda processes: 2
         graphs = RecordedGraphs()
     trainer = Trainer(recipe, processes, graphs=graphs)
     if resume == "resume":

@@ -12,11 +12,11 @@ from transformer_kernels.training import (
     Trainer,
     TrainingDiverged,
     load_checkpoint,
-    random_state,
     save_checkpoint,
 )
-from transformer_kernels.training.evaluation import batch_loss
+from transformer_kernels.training.checkpoint import random_state, restore_random_state
 from transformer_kernels.training.optimisation import learning_rate
+from transformer_kernels.training.step import batch_loss
 
 
 def log_of(config, event):
@@ -65,9 +65,9 @@ def test_a_step_learns_from_the_loss_that_evaluation_measures(char_config):
     config = char_config(model={"layers": 1, "width": 16, "heads": 2, "dropout": 0.0})
     trainer = Trainer(CharGPT(config))
     batch = trainer.recipe.batch(trainer.sampler.peek(), trainer.device)
-    expected, right = batch_loss(trainer.model, batch)
+    expected, correct, count = batch_loss(trainer.model, batch)
     assert trainer.step().item() == pytest.approx(expected.item(), abs=1e-6)
-    assert 0 <= right.item() <= batch.targets.numel()
+    assert 0 <= correct.item() <= count.item() == batch.targets.numel()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -179,9 +179,9 @@ def test_every_random_state_comes_back():
         return random.random(), random.gauss(0, 1), numpy.random.standard_normal(), torch.rand(1).item()
 
     draw()
-    state = json.loads(json.dumps(random_state.capture(torch.device("cpu"))))
+    state = json.loads(json.dumps(random_state(torch.device("cpu"))))
     expected = [draw() for _ in range(3)]
-    random_state.restore(state, torch.device("cpu"))
+    restore_random_state(state, torch.device("cpu"))
     assert [draw() for _ in range(3)] == expected
 
 

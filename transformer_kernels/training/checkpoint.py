@@ -1,9 +1,9 @@
-"""Checkpoints: a folder of safetensors and JSON with a manifest of sizes and hashes, replaced as a whole or not at all.
+"""Checkpoints: a folder of safetensors and JSON with a manifest of sizes and hashes, replaced atomically.
 
     model.safetensors      the weights, in float32
     optimizer.safetensors  the optimizer's tensors
     config.json            the options of the run
-    tokenizer.json         what rebuilds the tokenizer
+    tokenizer.json         the tokenizer's description
     trainer.json           step, sampler position, random states, best loss
     manifest.json          size and SHA-256 of each of the above; written last
 
@@ -12,20 +12,26 @@ Nothing here is ever unpickled.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
 import os
+import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor, nn
 
 from transformer_kernels._version import __version__
 from transformer_kernels.training._optional import require
-from transformer_kernels.training.config import TrainingConfig, make_config
+from transformer_kernels.training.config import TrainingConfig
+from transformer_kernels.training.distributed import Processes, choose_device
+from transformer_kernels.training.recipes import Trained, find_recipe, make_config, recipes
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json", "trainer.json")
@@ -81,18 +87,19 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     folder = _existing(Path(folder))
     expected = _read_manifest(folder)
     contents = {name: _read_verified(folder / name, expected[name]) for name in FILES}
-    config = _json(folder / "config.json", contents["config.json"])
-    try:
-        recipe = config.pop("recipe")
-        return Checkpoint(
-            weights=_tensors(folder / FILES[0], contents[FILES[0]]),
-            optimizer=_tensors(folder / FILES[1], contents[FILES[1]]),
-            config=make_config(recipe, config, "config.json"),
-            tokenizer=_json(folder / "tokenizer.json", contents["tokenizer.json"]),
-            trainer=_json(folder / "trainer.json", contents["trainer.json"]),
-        )
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{folder}: config.json does not describe a run: {error}") from error
+    return Checkpoint(
+        weights=_tensors(folder / FILES[0], contents[FILES[0]]),
+        optimizer=_tensors(folder / FILES[1], contents[FILES[1]]),
+        config=_config(folder, contents["config.json"]),
+        tokenizer=_json(folder / "tokenizer.json", contents["tokenizer.json"]),
+        trainer=_json(folder / "trainer.json", contents["trainer.json"]),
+    )
+
+
+def checkpoint_config(folder: str | Path) -> TrainingConfig:
+    """The options of a checkpoint's run, verified, without reading its weights; raises as `load_checkpoint`."""
+    folder = _existing(Path(folder))
+    return _config(folder, _read_verified(folder / "config.json", _read_manifest(folder)["config.json"]))
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
@@ -114,6 +121,61 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | 
         lists = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items() if names)
         raise CheckpointError(f"{source}: the weights belong to another model or vocabulary: {lists}")
     model.load_state_dict(weights)
+
+
+def checkpoint_folder(folder: str | Path, order: Sequence[str] = ("best", "last")) -> Path:
+    """`folder` itself, or the first checkpoint of `order` in it if it is a run's folder."""
+    folder = Path(folder)
+    if (folder / "log.jsonl").exists():
+        for name in order:
+            if (folder / name).is_dir() or _previous(folder / name).is_dir():
+                return folder / name
+    return folder
+
+
+def load_trained(
+    folder: str | Path,
+    *,
+    backend: str = "auto",
+    device: str = "auto",
+    recipe: str | None = None,
+    command: str = "evaluate",
+    vocab_dir: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> Trained:
+    """The model of a checkpoint, or of the best (else the last) checkpoint of a run, to use with any backend.
+
+    Args:
+        folder: of the checkpoint or run.
+        backend: whose kernels run the model.
+        device: cpu, cuda, cuda:1, ...; auto takes the GPU if there is one.
+        recipe: the only recipe allowed, if given.
+        command: "evaluate", "generate" or "classify", which the model's recipe has to support.
+        vocab_dir: folder with GPT-2's vocab.bpe, where the recipe has this option.
+        options: other options of the recipe's config, in place of the checkpoint's.
+
+    Raises:
+        CheckpointError: it is damaged, or of another recipe than allowed.
+        ValueError: an option is unknown to the recipe.
+    """
+    folder = checkpoint_folder(folder)
+    checkpoint = load_checkpoint(folder)
+    allowed = [recipe] if recipe else [name for name, each in recipes().items() if each.supports(command)]
+    name = checkpoint.config.recipe
+    if name not in allowed:
+        raise CheckpointError(f"{folder}: expected a model of {' or '.join(allowed)}, found one of {name}")
+    changes = {**(options or {}), "backend": backend, **({"vocab_dir": vocab_dir} if vocab_dir else {})}
+    chosen = {**dataclasses.asdict(checkpoint.config), **changes}
+    config, found = make_config(name, chosen, "options"), find_recipe(name)
+    try:
+        tokenizer = found.load_tokenizer(checkpoint.tokenizer, config)
+        model = found.build(config, tokenizer)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    load_weights(model, checkpoint.weights, folder)
+    where = choose_device(device, Processes())
+    step = int(checkpoint.trainer.get("step", 0))
+    return Trained(model.to(where).eval(), tokenizer, config, where, step, found)
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
@@ -180,6 +242,14 @@ def _read_verified(path: Path, expected: Mapping[str, Any]) -> bytes:
     return data
 
 
+def _config(folder: Path, data: bytes) -> TrainingConfig:
+    config = _json(folder / "config.json", data)
+    try:
+        return make_config(config.pop("recipe"), config, "config.json")
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder}: config.json does not describe a run: {error}") from error
+
+
 def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
     try:
         return require("safetensors.torch").load(data)
@@ -203,3 +273,37 @@ def _dump(value: dict[str, Any]) -> bytes:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, NumPy's and PyTorch's generators, and of the device's own, as plain JSON values."""
+    version, words, gauss = random.getstate()
+    numpy_state: Any = numpy.random.get_state(legacy=True)
+    _, numpy_words, position, has_gauss, cached = numpy_state
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [numpy_words.tolist(), position, has_gauss, cached],
+        "torch": _base64(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _base64(torch.cuda.get_rng_state(device))
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put every generator back to where `random_state` found it."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    numpy_words, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state(("MT19937", numpy.array(numpy_words, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_from_base64(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_from_base64(state["cuda"]), device)
+
+
+def _base64(tensor: Tensor) -> str:
+    return base64.b64encode(tensor.numpy().tobytes()).decode()
+
+
+def _from_base64(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

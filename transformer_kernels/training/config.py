@@ -1,4 +1,4 @@
-"""What a training run can be told.
+"""The options of a training run.
 
 One dataclass per recipe is its command line, its config file and its Python API.
 """
@@ -15,15 +15,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+import transformer_kernels
 from transformer_kernels.training._optional import require
 
 BACKENDS = ("auto", "torch", "triton", "cuda", "reference")
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, fixed: bool = False) -> Any:
-    """A field with its help text; `fixed` marks what a resumed run may not change."""
-    metadata = {"help": help, "choices": choices, "fixed": fixed}
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    fixed: bool = False,
+    later: Mapping[str, str] | None = None,
+) -> Any:
+    """A field with its help text.
+
+    Args:
+        default: of the field.
+        help: for `train --help`.
+        choices: the values allowed.
+        fixed: a resumed run may not change it.
+        later: commands that take the option again for a trained model, each with the name of its flag there.
+    """
+    metadata = {"help": help, "choices": choices, "fixed": fixed, "later": dict(later or {})}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -31,7 +49,7 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, f
 
 @dataclass(kw_only=True)
 class TrainingConfig:
-    """What every recipe understands."""
+    """The options of every recipe."""
 
     out: str = option("", "folder for checkpoints and log.jsonl (default: runs/<recipe>)")
     backend: str = option("auto", "whose kernels run the model", choices=BACKENDS)
@@ -52,8 +70,8 @@ class TrainingConfig:
     threads: int = option(0, "CPU threads of PyTorch; 0 leaves its own choice, the physical cores or OMP_NUM_THREADS")
     seed: int = option(0, "of the initial weights, the order of the data and dropout", fixed=True)
     deterministic: bool = option(False, "use only PyTorch operators that give the same bits every time")
-    steps: int | None = option(None, "optimizer steps in all (default: char-gpt 2000)")
-    epochs: int | None = option(None, "passes over the data, in place of --steps (default: imdb 3)")
+    steps: int | None = option(None, "optimizer steps in all")
+    epochs: int | None = option(None, "passes over the data, instead of --steps")
     time_limit: float = option(0.0, "stop after so many seconds of training; 0 means never")
     batch_size: int = option(64, "items a step, in each process", fixed=True)
     lr: float = option(3e-3, "peak learning rate of AdamW")
@@ -71,6 +89,7 @@ class TrainingConfig:
     model: dict = option({}, "another model size, NAME=VALUE as in python_ref (repeatable)", fixed=True)  # noqa: RUF009
 
     recipe: typing.ClassVar[str] = ""
+    default_length: typing.ClassVar[tuple[str, int]] = ("epochs", 1)  # where neither steps nor epochs are given
 
     def __post_init__(self) -> None:
         for spec, kind in typed_fields(type(self)):
@@ -82,91 +101,34 @@ class TrainingConfig:
         self.out = self.out or f"runs/{self.recipe}"
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps and epochs exclude each other; got steps {self.steps} and epochs {self.epochs}")
+        if self.steps is None and self.epochs is None:
+            setattr(self, *self.default_length)
         for name in ("steps", "epochs", "batch_size", "log_every", "eval_every", "save_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         for name in ("lr", "warmup_steps", "weight_decay", "clip", "patience", "time_limit", "seed", "threads"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative; got {getattr(self, name)}")
-
         if not 0 <= self.beta2 < 1:
             raise ValueError(f"beta2 must be in [0, 1); got {self.beta2}")
 
-
-@dataclass(kw_only=True)
-class CharGPTConfig(TrainingConfig):
-    """A GPT that reads and writes one character at a time."""
-
-    recipe: typing.ClassVar[str] = "char-gpt"
-
-    corpus: str = option(
-        "stdlib",
-        "stdlib (the source text of Python's standard library), tinyshakespeare (downloaded once), or a text file",
-        fixed=True,
-    )
-    data_dir: str = option("", "folder that holds tinyshakespeare's input.txt already")
-    split: str = option(
-        "90/10", "keep the last tenth for validation, or train on every offset", choices=("90/10", "none"), fixed=True
-    )
-    context: int = option(64, "characters that the model sees", fixed=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps is None and self.epochs is None:
-            self.steps = 2000
-
-
-@dataclass(kw_only=True)
-class ImdbConfig(TrainingConfig):
-    """A BERT that tells good film reviews from bad ones."""
-
-    recipe: typing.ClassVar[str] = "imdb"
-
-    batch_size: int = option(16, "reviews a step, in each process", fixed=True)
-    lr: float = option(3e-4, "peak learning rate of AdamW")
-    data: str = option(
-        "",
-        "the aclImdb folder, a folder with train.* and test.*, or a train file (CSV, JSONL, Parquet; .gz, .xz)",
-    )
-    test_data: str = option("", "the test file, when --data is a file")
-    validation: float = option(0.1, "part of the training reviews kept for validation", fixed=True)
-    tokenizer: str = option("gpt2", "GPT-2 byte pairs, or plain bytes", choices=("gpt2", "bytes"), fixed=True)
-    vocab_dir: str = option("", "folder with GPT-2's vocab.bpe, for machines without a network")
-    max_length: int = option(256, "tokens of a review, CLS and SEP included", fixed=True)
-    truncation: str = option("head", "which part of a long review is read", choices=("head", "head+tail"), fixed=True)
-    batching: str = option(
-        "shuffled",
-        "which reviews meet in a batch: any; those of similar length, so that less is padded; or such that the lengths "
-        "add up alike, to lie one after the other without padding, in batches of one shape",
-        choices=("shuffled", "bucketed", "packed"),
-        fixed=True,
-    )
-    padding: str = option(
-        "longest",
-        "pad to the longest review of the batch, that length up to a multiple of 32 (few shapes, for CUDA graphs), or "
-        "always to --max-length",
-        choices=("longest", "multiple", "max"),
-        fixed=True,
-    )
-    sparse_embedding: bool = option(
-        False,
-        "update only the batch's rows of the token embedding; this changes the mathematics: moments of absent rows do "
-        "not decay, and the rows stay as they are; one process only",
-        fixed=True,
-    )
-    baseline: bool = option(False, "also report the accuracy of TF-IDF with logistic regression")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps is None and self.epochs is None:
-            self.epochs = 3
-        if not 0 <= self.validation < 1:
-            raise ValueError(f"validation must be in [0, 1); got {self.validation}")
-        if self.max_length < 3:
-            raise ValueError(f"max_length must leave room for CLS, SEP and a token: at least 3; got {self.max_length}")
-
-
-CONFIGS: dict[str, type[TrainingConfig]] = {"char-gpt": CharGPTConfig, "imdb": ImdbConfig}
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], source: str = "config") -> Any:
+        """The config with these names and values; an unknown name raises ValueError with the closest known one."""
+        names = [spec.name for spec in dataclasses.fields(cls)]
+        chosen = {}
+        for key, value in values.items():
+            name = str(key).replace("-", "_")
+            if name == "recipe" and value == cls.recipe:
+                continue
+            if name == "recipe":
+                raise ValueError(f"{source}: written for the recipe {value!r}, not for {cls.recipe!r}")
+            if name not in names:
+                closest = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {closest[0]!r}?" if closest else f"; known: {', '.join(names)}"
+                raise ValueError(f"{source}: unknown key {str(key)!r} for {cls.recipe}{hint}")
+            chosen[name] = value
+        return cls(**chosen)
 
 
 def typed_fields(config: type[TrainingConfig]) -> list[tuple[dataclasses.Field, Any]]:
@@ -193,36 +155,19 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     return converted
 
 
-def make_config(recipe: str, values: Mapping[str, Any], source: str = "config") -> Any:
-    """The config of `recipe` from names and values; an unknown name is an error that tells the closest one."""
-    if recipe not in CONFIGS:
-        raise ValueError(f"recipe must be one of {', '.join(CONFIGS)}; got {recipe!r}")
-    names = [spec.name for spec in dataclasses.fields(CONFIGS[recipe])]
-    chosen = {}
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        if name not in names:
-            closest = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {closest[0]!r}?" if closest else f"; known: {', '.join(names)}"
-            raise ValueError(f"{source}: unknown key {str(key)!r} for {recipe}{hint}")
-        chosen[name] = value
-    return CONFIGS[recipe](**chosen)
-
-
-def shipped_configs() -> dict[str, Path]:
-    """The config files that come with the package, by name."""
-    return {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.yaml"))}
+def shipped_configs(recipe: str = "") -> dict[str, Path]:
+    """The bundled config files by name, all or those written for `recipe`."""
+    paths = sorted((Path(__file__).parent / "configs").glob("*.yaml"))
+    return {path.stem: path for path in paths if not recipe or f"recipe: {recipe}\n" in path.read_text("utf-8")}
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """The flat table of names and values in a YAML or TOML (or JSON) file, or in the one that comes by that name."""
+    """The names and values in a YAML, TOML or JSON file, or in the bundled config of that name."""
     shipped, path = shipped_configs(), Path(path)
     if not path.is_file():
         path = shipped.get(str(path), path)
     if not path.suffix and not path.exists():
-        raise ValueError(
-            f"{path}: no such config file, and the names of those that come along are {', '.join(shipped)}"
-        )
+        raise ValueError(f"{path}: no such config file; the bundled ones are {', '.join(shipped)}")
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
         try:
@@ -248,8 +193,8 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
-    """The config of a checkpoint with `changes`, of which none may touch what exact resumption needs unchanged."""
-    merged = make_config(saved.recipe, {**dataclasses.asdict(saved), **_one_length(changes)}, "--resume")
+    """The config of a checkpoint with `changes`, none of which may affect what exact resumption depends on."""
+    merged = saved.from_values({**dataclasses.asdict(saved), **_one_length(changes)}, "--resume")
     for spec in dataclasses.fields(saved):
         before, after = getattr(saved, spec.name), getattr(merged, spec.name)
         if spec.metadata["fixed"] and before != after:
@@ -258,6 +203,25 @@ def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
 
 
 def _one_length(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A new --steps displaces saved --epochs, and the other way round."""
+    """A new --steps replaces saved --epochs, and the other way round."""
     other = {"steps": "epochs", "epochs": "steps"}
     return {**{other[name]: None for name in changes if name in other}, **changes}
+
+
+def build_preset(name: str, config: TrainingConfig, **decided: int) -> nn.Module:
+    """A fresh `transformer_kernels.build(name)` with `config.model` over the preset's fields.
+
+    Args:
+        name: of the preset.
+        config: its `backend` and `model` are read.
+        decided: fields that the data or other options decide, such as vocab_size and context.
+
+    Raises:
+        ValueError: a field does not exist, makes no model, or is among the decided ones.
+    """
+    if taken := sorted(decided.keys() & config.model.keys()):
+        raise ValueError(f"model: {', '.join(taken)} cannot be set here: the data and the other options decide")
+    try:
+        return transformer_kernels.build(name, backend=config.backend, **decided, **config.model)
+    except TypeError as error:
+        raise ValueError(f"model: {error}") from error

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_kernels.backends.build import cache_folder
 from transformer_kernels.training.files import DataFileError, check_hash, fetch
-from transformer_kernels.training.transfer import to_device
+from transformer_kernels.training.step import to_device
 
 TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

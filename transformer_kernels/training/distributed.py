@@ -1,11 +1,14 @@
-"""Several processes that train one model, as torchrun starts them."""
+"""Several processes that train one model, as torchrun starts them, and what ends a run early."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ class Processes:
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Each value added up over all processes."""
+        """Each value summed over all processes."""
         if self.count == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64)
@@ -42,7 +45,7 @@ class Processes:
         return values
 
     def wait(self) -> None:
-        """Go on when all processes are here."""
+        """Block until all processes have arrived."""
         if self.count > 1:
             dist.barrier()
 
@@ -63,3 +66,49 @@ def joined_processes() -> Iterator[Processes]:
         yield Processes(dist.get_rank(), dist.get_world_size(), local_rank)
     finally:
         dist.destroy_process_group()
+
+
+def choose_device(name: str, processes: Processes) -> torch.device:
+    """The device called `name`; "auto" is this process's GPU where there is one, else the CPU."""
+    if name != "auto":
+        device = torch.device(name)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {name!r}: this PyTorch sees no GPU; use --device cpu")
+        return device
+    return torch.device("cuda", processes.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the gradient became NaN or infinite."""
+
+
+class Interrupted(Exception):
+    """A signal ended the run, after a checkpoint was written."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
+        self.signum = signum
+
+
+class StopRequest:
+    """While entered, the first SIGINT or SIGTERM is recorded; the second one ends the process at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.signum = 0
+
+    def __enter__(self) -> StopRequest:
+        self._handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {signum: signal.signal(signum, self._note) for signum in self.SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum
+        for each in self.SIGNALS:
+            signal.signal(each, signal.SIG_DFL)

@@ -1,10 +1,11 @@
-"""A whole training step as one CUDA graph: captured once for each shape of batch, then replayed.
+"""How the steps of a run are executed: as they are or as CUDA graphs, with the next batch prepared meanwhile.
 
-A replay repeats the same kernels on the same addresses. So a batch is copied into buffers that stay, the learning rate
-is a tensor, weights and optimizer state are changed in place, and dropout's seeds come from the device's generator,
-which PyTorch advances at each replay as far as the step itself would have.
+A graph holds a whole training step, captured once for each shape of batch, then replayed. A replay repeats the same
+kernels on the same addresses. So a batch is copied into static buffers, the learning rate is a tensor, weights and
+optimizer state are updated in place, and dropout's seeds come from the device's generator, which PyTorch advances at
+each replay as far as the step itself would have.
 
-A step is first run as it is, on a side stream, and each of those runs is a real step of the training on real data: it
+A step is first run eagerly on a side stream, and each of those runs is a real step of the training on real data: it
 loads kernels, creates the optimizer's state, and changes nothing that capturing would have to undo. Nothing is computed
 while capturing, so a run gives the same numbers with and without graphs.
 """
@@ -14,17 +15,17 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.evaluation import Batch
-from transformer_kernels.training.step import TrainingStep
+from transformer_kernels.training.optimisation import set_learning_rate
+from transformer_kernels.training.step import Batch, Check, TrainingStep, matrix_products
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_DISTRIBUTED = 11  # DistributedDataParallel settles its buckets and its timing in the first ten
@@ -35,38 +36,38 @@ Work = Callable[[], Tensor]
 
 
 class Graphs(Protocol):
-    """Runs work now, or records it to be run again and again."""
+    """Runs work now, or captures it for replay."""
 
     def side_stream(self) -> AbstractContextManager:
-        """Where work that will be captured, and DistributedDataParallel around it, has to be prepared."""
+        """The stream on which captured work, and DistributedDataParallel around it, has to be prepared."""
         ...
 
     def run(self, work: Work) -> Tensor:
-        """Do the work now, as it will be captured."""
+        """Run the work eagerly on the side stream."""
         ...
 
     def capture(self, work: Work) -> Work:
-        """Record the work without doing it; returns what does it and gives its result, in memory that stays."""
+        """Capture the work without running it; returns its replay, whose result lies in static memory."""
         ...
 
 
 class CudaGraphs:
     """PyTorch's graphs, with one memory pool for all of them.
 
-    The pool can be shared although graphs are replayed in any order, because nothing in it outlives a replay but the
-    result, which every graph keeps apart.
+    The pool can be shared although graphs are replayed in any order, because only the result outlives a replay, and
+    each graph allocates its own.
     """
 
     def __init__(self, device: torch.device, processes: Processes) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        # NCCL's watchdog may ask CUDA something while this process captures, which "global" forbids to every thread.
+        # NCCL's watchdog thread may call CUDA during a capture, which "global" forbids to every thread.
         self._error_mode = "thread_local" if processes.count > 1 else "global"
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """The stream of the capture, after what the current one has to do, and before what it will have to do."""
+        """The capture stream, ordered after the current stream's queued work and before its later work."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -87,14 +88,14 @@ class CudaGraphs:
         generator = torch.cuda.default_generators[index]
         state = generator.clone_state()
         try:
-            # The outer stream context brings the stream back when the end of a capture fails.
+            # The outer stream context restores the stream when ending the capture fails.
             with (
                 torch.cuda.stream(self._stream),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode),
             ):
                 result = work()
         except RuntimeError:
-            generator.graphsafe_set_state(state)  # else it believes for ever that a capture is going on
+            generator.graphsafe_set_state(state)  # else the generator stays registered with the failed capture
             raise
 
         def replay() -> Tensor:
@@ -105,24 +106,24 @@ class CudaGraphs:
 
 
 class Captured(NamedTuple):
-    """A graph and the tensors that it reads its batch from."""
+    """A graph and the static tensors that it reads its batch from."""
 
     buffers: list[Tensor]
     replay: Work
 
 
 class GraphedStep:
-    """A training step that is captured for each shape of batch that comes often, and replayed.
+    """A training step, captured for each frequent shape of batch and replayed.
 
-    A shape is captured when it has come `warm_up_steps` times; rarer shapes (a short last batch, an unusual padded
-    length), and new ones once there are `limit` graphs, are run as they are.
+    A shape is captured after `warm_up_steps` eager steps; rarer shapes (a short last batch, an unusual padded length),
+    and new ones once there are `limit` graphs, are run eagerly.
 
     Args:
         step: what to run.
         graphs: how to capture it.
-        warm_up_steps: how often each shape is run before it is captured.
-        limit: the most graphs to keep.
-        failed: is told why the step cannot be captured, and may raise; if it does not, nothing is captured any more.
+        warm_up_steps: eager steps of each shape before it is captured.
+        limit: largest number of graphs.
+        failed: called with the error of a failed capture, and may raise; if it does not, capturing is disabled.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class GraphedStep:
         return captured.replay().clone()
 
     def reset(self) -> None:
-        """Forget all graphs: tensors that they read were replaced."""
+        """Drop all graphs: tensors that they read were replaced."""
         self._captured.clear()
 
     def _is_due(self, shape: Hashable) -> bool:
@@ -176,7 +177,7 @@ class GraphedStep:
         self._captured[shape] = Captured([leaf for leaf in kept if isinstance(leaf, Tensor)], replay)
 
     def _captured_step(self, batch: Batch) -> Tensor:
-        """The step, its optimizer marked as capturable: the fused AdamW always is, but PyTorch looks for the mark."""
+        """The step with its optimizer marked capturable: the fused AdamW always is, but PyTorch checks the flag."""
         groups = self._step.optimizer.param_groups
         for group in groups:
             group["capturable"] = True
@@ -188,7 +189,7 @@ class GraphedStep:
 
 
 def _parts(batch: Batch) -> tuple[list[Tensor], Hashable]:
-    """The tensors of a batch, and all that a graph fixes of it: nesting, shapes, types, and values beside tensors."""
+    """The tensors of a batch, and what a graph fixes of it: structure, shapes, dtypes, non-tensor values."""
     leaves, layout = pytree.tree_flatten((batch.inputs, batch.targets))
     fixed = (_fixed(leaf) for leaf in leaves)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], (str(layout), *fixed)
@@ -199,7 +200,7 @@ def _fixed(leaf: Any) -> Hashable:
 
 
 def reason_against(config: TrainingConfig, device: torch.device, processes: Processes) -> str | None:
-    """Why the steps of such a run cannot be captured; None where nothing is known to forbid it."""
+    """Why the steps of such a run cannot be captured; None where nothing known forbids it."""
     if device.type != "cuda":
         return f"the device is {device.type}"
     if config.dtype == "float16":
@@ -212,7 +213,7 @@ def reason_against(config: TrainingConfig, device: torch.device, processes: Proc
 
 
 def choose_graphs(config: TrainingConfig, device: torch.device, processes: Processes) -> tuple[Graphs | None, str]:
-    """What captures the steps of the run, and what to tell about it.
+    """What captures the steps of the run, and the state to report.
 
     Raises:
         ValueError: --cuda-graph is "on" where that is impossible.
@@ -228,5 +229,115 @@ def choose_graphs(config: TrainingConfig, device: torch.device, processes: Proce
 
 
 def warm_up_steps(processes: Processes) -> int:
-    """How many steps PyTorch asks for before the capture."""
+    """Eager steps that PyTorch requires before a capture."""
     return WARM_UP_STEPS_DISTRIBUTED if processes.count > 1 else WARM_UP_STEPS
+
+
+class StepRunner:
+    """Runs one step after the other on batches of items.
+
+    Args:
+        loss: a `TrainingLoss`, whose weights the optimizer holds.
+        load: makes the batch of the given item numbers on the device.
+        config: dtype, clip, compile and cuda_graph are read.
+        check: as for `TrainingStep`.
+        tell: called when `graph_state` changes.
+        graphs: captures steps, instead of what `config.cuda_graph` selects on this device.
+    """
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        load: Callable[[Tensor], Batch],
+        config: TrainingConfig,
+        device: torch.device,
+        processes: Processes,
+        *,
+        check: Check,
+        tell: Callable[[], None],
+        graphs: Graphs | None = None,
+    ) -> None:
+        self._optimizer, self._config, self._tell = optimizer, config, tell
+        self.graph_state = "on"
+        if graphs is None:
+            graphs, self.graph_state = choose_graphs(config, device, processes)
+        with nullcontext() if graphs is None else graphs.side_stream():
+            called = wrapped(loss, config, device, processes)
+        step = TrainingStep(called, optimizer, scaler, dtype=config.dtype, clip=config.clip, check=check)
+        self._run: TrainingStep | GraphedStep = step
+        if graphs is not None:
+            warm_up = warm_up_steps(processes)
+            self._run = GraphedStep(step, graphs, warm_up_steps=warm_up, failed=self._capture_failed)
+        self._batches = Prefetcher(load, device)
+
+    def __call__(self, indices: Tensor, rate: float) -> tuple[Batch, Tensor]:
+        """A step on these items at this learning rate; returns the batch, and its loss and gradient norm (2,)."""
+        batch = self._batches.take(indices)
+        set_learning_rate(self._optimizer, rate)
+        with matrix_products(self._config.dtype):
+            return batch, self._run(batch)
+
+    def prepare(self, indices: Tensor) -> None:
+        """Make the batch of the next step, while the device may still be busy with this one."""
+        self._batches.prepare(indices)
+
+    def reset(self) -> None:
+        """Drop captured graphs: the optimizer's tensors were replaced."""
+        if isinstance(self._run, GraphedStep):
+            self._run.reset()
+
+    def _capture_failed(self, error: RuntimeError) -> None:
+        reason = f"the step cannot be captured: {str(error).partition(chr(10))[0]}"
+        if self._config.cuda_graph == "on":
+            raise ValueError(f"--cuda-graph on: {reason}") from error
+        self.graph_state = f"off: {reason}"
+        self._tell()
+
+
+def wrapped(loss: nn.Module, config: TrainingConfig, device: torch.device, processes: Processes) -> nn.Module:
+    """The loss as the training step calls it: compiled, and all-reducing gradients between processes."""
+    called: Any = loss
+    if processes.count > 1:
+        ids = [device.index] if device.type == "cuda" else None
+        called = nn.parallel.DistributedDataParallel(
+            loss,
+            device_ids=ids,
+            broadcast_buffers=False,  # tables of positions, the same in every process
+            gradient_as_bucket_view=True,
+        )
+    return torch.compile(called) if config.compile else called  # type: ignore[return-value]
+
+
+class Prefetcher:
+    """Makes the next batch while a GPU computes the step that was just launched.
+
+    The host is idle until that step ends, so no thread is needed; copies run on a stream of their own. A batch must be
+    a function of its item numbers alone. On a CPU, where a step is synchronous, nothing is made ahead.
+    """
+
+    def __init__(self, load: Callable[[Tensor], Batch], device: torch.device, ahead: bool | None = None) -> None:
+        self._load = load
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead = device.type == "cuda" if ahead is None else ahead
+        self._ready: tuple[Tensor, Batch] | None = None
+
+    def prepare(self, indices: Tensor) -> None:
+        """Make the batch of these items, the next to be taken."""
+        if self._ahead:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                self._ready = indices, self._load(indices)
+
+    def take(self, indices: Tensor) -> Batch:
+        """The batch of these items, ready to be read on the current stream."""
+        if self._ready is None or not torch.equal(self._ready[0], indices):
+            return self._load(indices)
+        (_, batch), self._ready = self._ready, None
+        if self._stream is not None:
+            current: Any = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            for leaf in pytree.tree_leaves((batch.inputs, batch.targets)):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(current)
+        return batch

@@ -1,24 +1,95 @@
-"""What one training step computes."""
+"""What one training step computes, in which precision, and how a model is judged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_kernels.training.evaluation import Batch, training_loss
-from transformer_kernels.training.sparse_embedding import SparseEmbeddingAdamW
+from transformer_kernels.training.optimisation import SparseEmbeddingAdamW
+
+IGNORED = -100  # a target that counts neither in the loss nor in the accuracy
 
 Check = Callable[[str, Tensor], None]
+
+
+class Batch(NamedTuple):
+    """What a step works on: `model(*inputs)` gives logits (..., classes) for `targets` (...).
+
+    `tokens` are those of the data; `positions`, padding included, are the elements of the first input unless given.
+    """
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    tokens: int
+    positions: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Positions that the model computes."""
+        return self.inputs[0].numel() if self.positions is None else self.positions
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`; to a GPU asynchronously, through pinned memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class Totals(NamedTuple):
+    """Sums over targets, so that processes can add theirs."""
+
+    loss: float
+    correct: float
+    targets: float
+
+
+def autocast(device_type: str, dtype: str) -> AbstractContextManager:
+    """Autocast for a half precision, nothing for float32 and tf32; weights and statistics are always float32."""
+    return torch.autocast(device_type, getattr(torch, dtype)) if dtype in ("bfloat16", "float16") else nullcontext()
+
+
+@contextmanager
+def matrix_products(dtype: str) -> Iterator[None]:
+    """While entered, "tf32" allows TF32 in float32 matrix products; the previous setting is restored on exit."""
+    if dtype != "tf32":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class TrainingLoss(nn.Module):
+    """A model whose forward is its loss, so that what wraps a module's forward (DDP, torch.compile) wraps the loss too.
+
+    Args:
+        model: whose parameters these are.
+        loss: `loss(model, inputs, targets)`, the mean over the targets; from the recipe.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, tuple[Tensor, ...], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        return self.loss(self.model, inputs, targets)
 
 
 class TrainingStep:
     """Forward, loss, backward, clipping and optimizer, as a function of a batch alone, so that it can be captured.
 
-    Weights, optimizer state and learning rate are changed where they lie, never replaced. Gradients are None before and
-    after: the backward pass then writes them once, into memory of its own (of the graph, when it is captured), where
-    gradients that stay would be zeroed, read and added to.
+    Weights, optimizer state and learning rate are updated in place, never replaced. Gradients are None before and
+    after a step: the backward pass then writes them once, into fresh memory (the graph's own, when captured), where
+    persistent gradients would have to be zeroed, read and accumulated into.
 
     Args:
         loss: a `TrainingLoss`, or a wrapper of one.
@@ -26,7 +97,7 @@ class TrainingStep:
         scaler: of the loss, for float16.
         dtype: float32, tf32, bfloat16 or float16.
         clip: largest norm of all gradients together; 0 for no clipping.
-        check: is shown ("loss", value) and ("gradient norm", value) before anything depends on them.
+        check: called with ("loss", value) and ("gradient norm", value) before either is used.
     """
 
     def __init__(
@@ -44,10 +115,11 @@ class TrainingStep:
         self.parameters = [each for group in optimizer.param_groups for each in group["params"]]
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Train on `batch`; returns its loss and its gradient's norm (0 where nobody looks at it), float32 (2,)."""
+        """Train on `batch`; returns its loss and gradient norm (0 where the norm is not computed), float32 (2,)."""
         self.optimizer.zero_grad(set_to_none=True)
         try:
-            loss = training_loss(self.loss, batch, self.dtype)
+            with autocast(batch.targets.device.type, self.dtype):
+                loss = self.loss(batch.inputs, batch.targets)
             self.check("loss", loss)
             self.scaler.scale(loss).backward()
             if isinstance(self.optimizer, SparseEmbeddingAdamW):
@@ -73,13 +145,13 @@ class TrainingStep:
         return norm
 
     def _clip_scaled(self) -> None:
-        """A step whose gradients overflow is left out by the scaler, so their norm alarms nobody."""
+        """Clip unscaled gradients; the scaler skips a step whose gradients overflow, so their norm is not checked."""
         if self.clip:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.parameters, self.clip)
 
     def _step_divided(self, norm: Tensor) -> None:
-        """The step with gradients shrunk to the norm `clip`; the fused AdamW divides them as it reads them."""
+        """The step with gradients clipped to the norm `clip`; the fused AdamW divides them as it reads them."""
         optimizer: torch.optim.Optimizer = self.optimizer
         if not optimizer.defaults["fused"]:
             nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
@@ -90,3 +162,39 @@ class TrainingStep:
             optimizer.step()
         finally:
             del optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+def batch_loss(model: nn.Module, batch: Batch, dtype: str = "float32") -> tuple[Tensor, Tensor, Tensor]:
+    """The mean cross-entropy in float32, how many targets have the largest logit, and how many targets count."""
+    with autocast(batch.targets.device.type, dtype):
+        logits = model(*batch.inputs)
+    logits, targets = logits.float().flatten(0, -2), batch.targets.flatten()
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED)
+    return loss, (logits.argmax(-1) == targets).sum(), (targets != IGNORED).sum()
+
+
+@torch.no_grad()
+def evaluation_totals(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    dtype: str = "float32",
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Totals:
+    """The sums over `batches` with dropout off, or over as many as came before `cancelled()` was true.
+
+    Results are read after the last batch: reading each would force a device synchronisation.
+    """
+    was_training = model.training
+    model.eval()
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    for batch in batches:
+        if cancelled():
+            break
+        with matrix_products(dtype):
+            results.append(batch_loss(model, batch, dtype))
+    model.train(was_training)
+    if not results:
+        return Totals(0.0, 0.0, 0.0)
+    losses, correct, counts = (torch.stack(column).tolist() for column in zip(*results, strict=True))
+    loss_sum = sum(loss * count for loss, count in zip(losses, counts, strict=True) if count)
+    return Totals(loss_sum, float(sum(correct)), float(sum(counts)))

@@ -6,28 +6,33 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from transformer_kernels.training import random_state
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.checkpoint import (
     Checkpoint,
     CheckpointError,
     load_checkpoint,
     load_weights,
+    random_state,
+    restore_random_state,
     save_checkpoint,
 )
-from transformer_kernels.training.config import TrainingConfig
-from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.evaluation import Batch, TrainingLoss, evaluation_totals
-from transformer_kernels.training.graphs import Graphs
+from transformer_kernels.training.distributed import (
+    Interrupted,
+    Processes,
+    StopRequest,
+    TrainingDiverged,
+    choose_device,
+)
+from transformer_kernels.training.graphs import Graphs, StepRunner
 from transformer_kernels.training.measures import Padding, RunLog, Stopwatch, peak_flops, peak_memory
 from transformer_kernels.training.optimisation import (
     learning_rate,
@@ -35,33 +40,8 @@ from transformer_kernels.training.optimisation import (
     optimizer_tensors,
     restore_optimizer,
 )
-from transformer_kernels.training.runner import StepRunner
-from transformer_kernels.training.sampler import ShuffledSampler
-from transformer_kernels.training.stopping import Interrupted, StopRequest, TrainingDiverged
-
-
-class Recipe(Protocol):
-    """A model with its data."""
-
-    tokenizer: Any
-    train_length: int
-    fingerprint: str
-
-    def sampler(self, processes: Processes) -> ShuffledSampler: ...
-
-    @property
-    def config(self) -> TrainingConfig: ...
-
-    def build_model(self) -> nn.Module: ...
-
-    @staticmethod
-    def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor: ...
-
-    def batch(self, indices: Tensor, device: torch.device) -> Batch: ...
-
-    def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]: ...
-
-    def report(self, model: nn.Module, device: torch.device) -> str: ...
+from transformer_kernels.training.recipes import Recipe
+from transformer_kernels.training.step import TrainingLoss, evaluation_totals
 
 
 class StepTaken(NamedTuple):
@@ -87,16 +67,6 @@ class Result:
     peak_memory_bytes: int
     model_flop_utilisation: float | None
     ended_by: str
-
-
-def choose_device(name: str, processes: Processes) -> torch.device:
-    """The device called `name`; "auto" is this process's GPU where there is one, else the CPU."""
-    if name != "auto":
-        device = torch.device(name)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {name!r}: this PyTorch sees no GPU; use --device cpu")
-        return device
-    return torch.device("cuda", processes.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def seed_everything(seed: int) -> None:
@@ -234,8 +204,8 @@ class Trainer:
         self.sampler.advance()
         self.step_number += 1
         self.stopwatch.add_step(batch.tokens * self.processes.count)
-        self._padded_length = batch.inputs[0].numel() // len(batch.targets)
-        self.padding.add(batch.tokens, batch.inputs[0].numel())
+        self._padded_length = batch.size // len(batch.targets)
+        self.padding.add(batch.tokens, batch.size)
         self._latest = StepTaken(*self._attempt, outcome)
         self.runner.prepare(self.sampler.peek())
         return outcome[0]
@@ -341,7 +311,7 @@ class Trainer:
         """
         if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
             raise TrainingDiverged(f"weights are not finite after step {self.step_number}; try a lower --lr")
-        generators = self.processes.gather(random_state.capture(self.device))
+        generators = self.processes.gather(random_state(self.device))
         if self.processes.first:
             trainer = {
                 "step": self.step_number,
@@ -355,9 +325,7 @@ class Trainer:
                 "data": self.recipe.fingerprint,
             }
             tensors = optimizer_tensors(self.optimizer)
-            checkpoint = Checkpoint(
-                self.model.state_dict(), tensors, self.config, self.recipe.tokenizer.describe(), trainer
-            )
+            checkpoint = Checkpoint(self.model.state_dict(), tensors, self.config, description(self.recipe), trainer)
             save_checkpoint(Path(self.config.out) / name, checkpoint)
         self.processes.wait()
 
@@ -369,7 +337,7 @@ class Trainer:
         """
         checkpoint = load_checkpoint(folder)
         state = checkpoint.trainer
-        if checkpoint.tokenizer != self.recipe.tokenizer.describe():
+        if checkpoint.tokenizer != description(self.recipe):
             raise CheckpointError(f"{folder}: written with another vocabulary; {_difference(checkpoint, self.recipe)}")
         load_weights(self.model, checkpoint.weights, folder)
         try:
@@ -393,11 +361,16 @@ class Trainer:
         self.step_number, self.evaluated_at = int(state["step"]), int(state["evaluated_at"])
         self.best_loss, self.stale_evaluations = state["best_loss"], int(state["stale_evaluations"])
         self.validation = dict(state["validation"])
-        random_state.restore(state["random"][self.processes.rank], self.device)
+        restore_random_state(state["random"][self.processes.rank], self.device)
+
+
+def description(recipe: Recipe) -> dict[str, Any]:
+    """What a checkpoint keeps of the recipe's tokenizer; empty where it has none."""
+    return recipe.tokenizer.describe() if recipe.tokenizer is not None else {}
 
 
 def _difference(checkpoint: Checkpoint, recipe: Recipe) -> str:
-    theirs, ours = checkpoint.tokenizer, recipe.tokenizer.describe()
+    theirs, ours = checkpoint.tokenizer, description(recipe)
     if theirs.get("kind") != ours["kind"] or "characters" not in ours:
         return f"expected {ours}, found {theirs}"
     missing = set(theirs["characters"]) - set(ours["characters"])

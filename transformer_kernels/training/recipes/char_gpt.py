@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from transformer_kernels.training.config import CharGPTConfig
+from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.corpus import Windows, read_corpus
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.evaluation import Batch
-from transformer_kernels.training.generation import Sampling, generate
-from transformer_kernels.training.presets import build_preset
-from transformer_kernels.training.sampler import ShuffledSampler
+from transformer_kernels.training.generation import Choice, Sampling, generate
+from transformer_kernels.training.recipes import Recipe, Trained
+from transformer_kernels.training.step import Batch, evaluation_totals
 from transformer_kernels.training.tokenizers import CharacterTokenizer
 
 VALIDATION_WINDOWS = 2048
@@ -23,13 +24,30 @@ TRAINING_PART = 0.9
 SAMPLE_LENGTH = 400
 
 
-def build_char_gpt(config: CharGPTConfig, vocabulary_size: int) -> nn.Module:
-    """A fresh model for that many characters."""
-    return build_preset("char_gpt", config, vocab_size=vocabulary_size, context=config.context)
+@dataclass(kw_only=True)
+class CharGPTConfig(TrainingConfig):
+    """A GPT that reads and writes one character at a time."""
+
+    recipe: ClassVar[str] = "char-gpt"
+    default_length: ClassVar[tuple[str, int]] = ("steps", 2000)
+
+    corpus: str = option(
+        "stdlib",
+        "stdlib (the source text of Python's standard library), tinyshakespeare (downloaded once), or a text file",
+        fixed=True,
+        later={"evaluate": "data"},
+    )
+    data_dir: str = option("", "folder that holds tinyshakespeare's input.txt already", later={"evaluate": "data_dir"})
+    split: str = option(
+        "90/10", "keep the last tenth for validation, or train on every offset", choices=("90/10", "none"), fixed=True
+    )
+    context: int = option(64, "characters that the model sees", fixed=True)
 
 
-class CharGPT:
-    """The recipe: text, characters, windows of them, and the model."""
+class CharGPT(Recipe):
+    """Text, its characters, windows of them, and the model."""
+
+    Config = CharGPTConfig
 
     def __init__(self, config: CharGPTConfig | None = None, tokenizer: CharacterTokenizer | None = None) -> None:
         self.config = config or CharGPTConfig()
@@ -51,32 +69,23 @@ class CharGPT:
             self.validation = Windows(tokens[kept:], self.config.context, name)
         self.train_length = len(self.training)
 
-    def build_model(self) -> nn.Module:
-        return build_char_gpt(self.config, self.tokenizer.vocabulary_size)
-
-    @staticmethod
-    def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-        """The model's mean loss over the characters that come next."""
-        return model.loss(*inputs, targets)
-
-    def sampler(self, processes: Processes) -> ShuffledSampler:
-        """The windows of the training part, shuffled."""
-        config = self.config
-        return ShuffledSampler(self.train_length, config.batch_size, config.seed, processes.rank, processes.count)
+    @classmethod
+    def build(cls, config: CharGPTConfig, tokenizer: CharacterTokenizer) -> nn.Module:
+        return build_preset("char_gpt", config, vocab_size=tokenizer.vocabulary_size, context=config.context)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """The windows that start at `indices`: characters (B, L), and each one's successor (B, L)."""
         return self._batch(self.training, indices, device)
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
-        """Windows that do not overlap, spread evenly over the validation part, this process's share of them."""
+        """Non-overlapping windows, spread evenly over the validation part, this process's share of them."""
         if self.validation is not None:
             starts = self.validation.spread(VALIDATION_WINDOWS)[processes.rank :: processes.count]
             for part in starts.split(self.config.batch_size):
                 yield self._batch(self.validation, part, device)
 
     def evaluation_batches(self, device: torch.device) -> Iterator[Batch]:
-        """Windows that do not overlap over all of the validation part, or over the whole text where there is none."""
+        """Non-overlapping windows over all of the validation part, or over the whole text where there is none."""
         windows = self.validation or self.training
         for part in windows.spread(len(windows)).split(self.config.batch_size):
             yield self._batch(windows, part, device)
@@ -84,16 +93,26 @@ class CharGPT:
     def report(self, model: nn.Module, device: torch.device) -> str:
         """A sample of what the model writes."""
         prompt = self.tokenizer.decode([int(self.training.tokens[0])])
-        sampling = Sampling(temperature=0.7)
-        choices = generate(
-            model,
-            self.tokenizer.encode(prompt),
-            SAMPLE_LENGTH,
-            sampling,
-            context=self.config.context,
-            device=device,
-        )
+        trained = Trained(model, self.tokenizer, self.config, device, 0, type(self))
+        choices = self.generate(trained, prompt, SAMPLE_LENGTH, Sampling(temperature=0.7))
         return "It writes:\n\n" + prompt + self.tokenizer.decode([choice.token for choice in choices])
+
+    @classmethod
+    def evaluate(cls, trained: Trained) -> str:
+        """Loss, perplexity, bits per character and accuracy on the validation part, or on all where there is none."""
+        recipe = cls(trained.config, trained.tokenizer)
+        totals = evaluation_totals(trained.model, recipe.evaluation_batches(trained.device))
+        loss = totals.loss / totals.targets
+        return (
+            f"loss {loss:.4f}, perplexity {math.exp(loss):.3f}, {loss / math.log(2):.4f} bits per character, "
+            f"accuracy {totals.correct / totals.targets:.2%} on {totals.targets:.0f} characters"
+        )
+
+    @classmethod
+    def generate(cls, trained: Trained, prompt: str, count: int, sampling: Sampling) -> Iterator[Choice]:
+        """`count` characters after the prompt."""
+        tokens = trained.tokenizer.encode(prompt)
+        return generate(trained.model, tokens, count, sampling, context=trained.config.context, device=trained.device)
 
     def _batch(self, windows: Windows, starts: Tensor, device: torch.device) -> Batch:
         windows.tokens = windows.tokens.to(device)

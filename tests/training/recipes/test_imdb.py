@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from transformer_kernels.training import Imdb, ImdbConfig, Processes, Trainer, load_trained
-from transformer_kernels.training.imdb import baseline_accuracy, classification_report, load_part, predict
-from transformer_kernels.training.report import describe_result, evaluate_imdb
-from transformer_kernels.training.token_cache import tokenise_uncached
+from transformer_kernels.training.recipes.imdb import baseline_accuracy, classification_report, load_part, predict
+from transformer_kernels.training.report import describe_result
+from transformer_kernels.training.reviews import tokenise_uncached
 
 
 def test_it_learns_to_tell_good_from_bad(imdb_config):
@@ -22,7 +22,7 @@ def test_it_learns_to_tell_good_from_bad(imdb_config):
     probabilities = predict(trained.model, reviews, trained.tokenizer, trained.config, trained.device)
     assert probabilities.argmax(-1).tolist() == [1, 0]
     assert probabilities.sum(-1).tolist() == pytest.approx([1.0, 1.0])
-    assert "accuracy 1" in evaluate_imdb(trained, baseline=False, progress=False)
+    assert "accuracy 1" in Imdb.evaluate(trained)
 
 
 def test_a_batch_of_16_real_reviews_is_learned_by_heart(imdb_config, data_folder, tmp_path):
@@ -99,8 +99,8 @@ def test_a_packed_batch_holds_what_a_padded_one_does(imdb_config):
     packed, padded = Imdb(imdb_config(batching="packed", max_length=20)), Imdb(imdb_config(max_length=20))
     cpu, indices = torch.device("cpu"), torch.tensor([5, 0, 17])
     packed.sampler(Processes())
-    (ids, cu_seqlens, position_ids), labels, tokens = packed.batch(indices, cpu)
-    (rows, mask), expected_labels, expected_tokens = padded.batch(indices, cpu)
+    (ids, cu_seqlens, position_ids), labels, tokens, _ = packed.batch(indices, cpu)
+    (rows, mask), expected_labels, expected_tokens, _ = padded.batch(indices, cpu)
     assert torch.equal(labels, expected_labels)
     assert tokens == expected_tokens == cu_seqlens[-1]
     assert torch.equal(ids[0, :tokens], rows[mask])

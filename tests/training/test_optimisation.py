@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from tests.training.test_graphs import RecordedGraphs, outcomes
-from transformer_kernels.training import Imdb, Processes, Trainer, load_checkpoint, sparse_embedding
-from transformer_kernels.training.optimisation import make_optimizer
-from transformer_kernels.training.sparse_embedding import SparseEmbeddingAdamW
+from transformer_kernels.training import Imdb, Processes, Trainer, load_checkpoint, optimisation
+from transformer_kernels.training.optimisation import SparseEmbeddingAdamW, make_optimizer
 
 OPTIONS = {"lr": 0.1, "weight_decay": 0.5}
 
@@ -69,7 +68,7 @@ def test_a_row_that_comes_twice_and_is_computed_twice_is_the_same(monkeypatch):
     results = []
     for repeated in (False, True):
         if repeated:
-            monkeypatch.setattr(sparse_embedding, "row_numbers", torch.flatten)
+            monkeypatch.setattr(optimisation, "row_numbers", torch.flatten)
         (module, optimizer), _ = twins()
         for _ in range(3):
             module.step(optimizer, torch.tensor([[1, 4], [4, 4]]))

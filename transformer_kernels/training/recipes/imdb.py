@@ -4,31 +4,88 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from transformer_kernels.training._optional import require
-from transformer_kernels.training.config import ImdbConfig
+from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.evaluation import Batch
-from transformer_kernels.training.presets import build_preset
-from transformer_kernels.training.reviews import Reviews, find_reviews, read_reviews
+from transformer_kernels.training.recipes import Classified, Recipe, Trained
+from transformer_kernels.training.reviews import (
+    Reviews,
+    TokenisedReviews,
+    find_reviews,
+    read_reviews,
+    tokenise,
+    tokenise_uncached,
+)
 from transformer_kernels.training.sampler import BucketedSampler, PackedSampler, ShuffledSampler
-from transformer_kernels.training.token_cache import TokenisedReviews, tokenise
+from transformer_kernels.training.step import Batch, to_device
 from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
-from transformer_kernels.training.transfer import to_device
 
 CLASSES = ("negative", "positive")
 PADDED_MULTIPLE = 32  # so that 256 tokens make 8 widths, as many as there may be CUDA graphs
 PACKED_MULTIPLE = 64  # tokens; whole tiles for the matrix products and the kernels
 
 
-def build_imdb_bert(config: ImdbConfig, vocabulary_size: int) -> nn.Module:
-    """A fresh classifier for that many token ids."""
-    return build_preset("imdb_bert", config, vocab_size=vocabulary_size, context=config.max_length)
+@dataclass(kw_only=True)
+class ImdbConfig(TrainingConfig):
+    """A BERT that tells good film reviews from bad ones."""
+
+    recipe: ClassVar[str] = "imdb"
+    default_length: ClassVar[tuple[str, int]] = ("epochs", 3)
+
+    batch_size: int = option(16, "reviews a step, in each process", fixed=True)
+    lr: float = option(3e-4, "peak learning rate of AdamW")
+    data: str = option(
+        "",
+        "the aclImdb folder, a folder with train.* and test.*, or a train file (CSV, JSONL, Parquet; .gz, .xz)",
+        later={"evaluate": "data"},
+    )
+    test_data: str = option("", "the test file, when --data is a file", later={"evaluate": "test_data"})
+    validation: float = option(0.1, "part of the training reviews kept for validation", fixed=True)
+    tokenizer: str = option("gpt2", "GPT-2 byte pairs, or plain bytes", choices=("gpt2", "bytes"), fixed=True)
+    vocab_dir: str = option(
+        "",
+        "folder with GPT-2's vocab.bpe, for machines without a network",
+        later={"evaluate": "vocab_dir", "classify": "vocab_dir"},
+    )
+    max_length: int = option(256, "tokens of a review, CLS and SEP included", fixed=True)
+    truncation: str = option("head", "which part of a long review is read", choices=("head", "head+tail"), fixed=True)
+    batching: str = option(
+        "shuffled",
+        "which reviews meet in a batch: any; those of similar length, so that less is padded; or such that the lengths "
+        "add up alike, to lie one after the other without padding, in batches of one shape",
+        choices=("shuffled", "bucketed", "packed"),
+        fixed=True,
+    )
+    padding: str = option(
+        "longest",
+        "pad to the longest review of the batch, that length up to a multiple of 32 (few shapes, for CUDA graphs), or "
+        "always to --max-length",
+        choices=("longest", "multiple", "max"),
+        fixed=True,
+    )
+    sparse_embedding: bool = option(
+        False,
+        "update only the batch's rows of the token embedding; this changes the mathematics: moments of absent rows do "
+        "not decay, and the rows stay as they are; one process only",
+        fixed=True,
+    )
+    baseline: bool = option(
+        False, "also report the accuracy of TF-IDF with logistic regression", later={"evaluate": "baseline"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"validation must be in [0, 1); got {self.validation}")
+        if self.max_length < 3:
+            raise ValueError(f"max_length must leave room for CLS, SEP and a token: at least 3; got {self.max_length}")
 
 
 def truncate(review: Tensor, length: int, truncation: str) -> Tensor:
@@ -88,13 +145,15 @@ def load_part(config: ImdbConfig, part: str) -> Reviews:
     return read_reviews(config.data if is_file else find_reviews(config.data, part))
 
 
-class Imdb:
-    """The recipe: reviews, tokens, batches, and the model."""
+class Imdb(Recipe):
+    """Reviews, their tokens, batches, and the model."""
 
-    def __init__(self, config: ImdbConfig) -> None:
+    Config = ImdbConfig
+
+    def __init__(self, config: ImdbConfig, tokenizer: ReviewTokenizer | None = None) -> None:
         self.config = config
         self.texts = load_part(config, "train")
-        self.tokenizer = REVIEW_TOKENIZERS[config.tokenizer](config.vocab_dir)
+        self.tokenizer = tokenizer or REVIEW_TOKENIZERS[config.tokenizer](config.vocab_dir)
         self.reviews = tokenise(self.texts, self.tokenizer, progress=config.progress)
         self.fingerprint = hashlib.sha256(self.reviews.ids.numpy().tobytes()).hexdigest()
         self.lengths = 2 + self.reviews.offsets.diff().clamp(max=config.max_length - 2)  # with CLS and SEP
@@ -103,11 +162,12 @@ class Imdb:
         kept = len(order) - int(config.validation * len(order))
         self.training, self.held_out = order[:kept], order[kept:].sort().values
         self.train_length = kept
-        self.loss = packed_loss if config.batching == "packed" else padded_loss
+        self.loss = packed_loss if config.batching == "packed" else padded_loss  # type: ignore[method-assign]
         self.budget = 0
 
-    def build_model(self) -> nn.Module:
-        return build_imdb_bert(self.config, self.tokenizer.vocabulary_size)
+    @classmethod
+    def build(cls, config: ImdbConfig, tokenizer: ReviewTokenizer) -> nn.Module:
+        return build_preset("imdb_bert", config, vocab_size=tokenizer.vocabulary_size, context=config.max_length)
 
     def sampler(self, processes: Processes) -> ShuffledSampler:
         """The reviews of the training part, in batches as the config wants them."""
@@ -147,6 +207,25 @@ class Imdb:
             parts = (self._chosen(self.training), self._chosen(self.held_out))
             lines.append(f"TF-IDF with logistic regression: {baseline_accuracy(*parts):.2%}")
         return "\n".join(lines)
+
+    @classmethod
+    def evaluate(cls, trained: Trained) -> str:
+        """scikit-learn's report and the confusion matrix on the test reviews, and what TF-IDF reaches."""
+        config = trained.config
+        test = load_part(config, "test")
+        reviews = tokenise(test, trained.tokenizer, progress=config.progress)
+        probabilities = predict(trained.model, reviews, trained.tokenizer, config, trained.device)
+        accuracy, report = classification_report(test.labels, probabilities)
+        lines = [report, f"accuracy {accuracy:.2%} on {len(test.labels)} test reviews"]
+        if config.baseline:
+            lines.append(f"TF-IDF with logistic regression: {baseline_accuracy(load_part(config, 'train'), test):.2%}")
+        return "\n".join(lines)
+
+    @classmethod
+    def classify(cls, trained: Trained, texts: list[str]) -> Classified:
+        """Whether each text is a good or a bad review."""
+        reviews = tokenise_uncached(texts, trained.tokenizer)
+        return Classified(CLASSES, predict(trained.model, reviews, trained.tokenizer, trained.config, trained.device))
 
     def _chosen(self, indices: Tensor) -> Reviews:
         numbers = indices.tolist()

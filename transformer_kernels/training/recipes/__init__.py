@@ -1,0 +1,170 @@
+"""What a recipe is, and which there are: each is one file with its config and its class, and one entry by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from transformer_kernels.training.config import TrainingConfig
+from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.generation import Choice, Sampling
+from transformer_kernels.training.sampler import ShuffledSampler
+from transformer_kernels.training.step import Batch, evaluation_totals
+from transformer_kernels.training.tokenizers import from_description
+
+ENTRIES = {
+    "char-gpt": "transformer_kernels.training.recipes.char_gpt:CharGPT",
+    "imdb": "transformer_kernels.training.recipes.imdb:Imdb",
+}
+GROUP = "transformer_kernels.recipes"  # of entry points, through which other packages add theirs
+
+
+class Trained(NamedTuple):
+    """A model in evaluation mode with what belongs to it."""
+
+    model: nn.Module
+    tokenizer: Any
+    config: Any
+    device: torch.device
+    step: int
+    recipe: type[Recipe]
+
+
+class Classified(NamedTuple):
+    """The names of the classes, and the probabilities (texts, classes), float32 on the CPU."""
+
+    classes: tuple[str, ...]
+    probabilities: Tensor
+
+
+class Recipe(ABC):
+    """A model with its data. A subclass reads the data in its constructor and sets the attributes.
+
+    Args:
+        config: of the class `Config`.
+        tokenizer: of a trained model, where the data is read for one.
+
+    Attributes:
+        Config: its options; `Config.recipe` is its name in the command line.
+        tokenizer: has `describe()`, which a checkpoint keeps; None for data without tokens.
+        train_length: number of training items.
+        fingerprint: hash of the training data; a run resumes on the same data only.
+    """
+
+    Config: ClassVar[type[TrainingConfig]]
+
+    tokenizer: Any = None
+    train_length: int
+    fingerprint: str
+
+    @abstractmethod
+    def __init__(self, config: Any, tokenizer: Any = None) -> None:
+        self.config = config
+
+    @classmethod
+    @abstractmethod
+    def build(cls, config: Any, tokenizer: Any) -> nn.Module:
+        """A fresh model; `flops_per_token(length)` is asked of it on GPUs."""
+
+    def build_model(self) -> nn.Module:
+        """A fresh model for this recipe's config and tokenizer."""
+        return self.build(self.config, self.tokenizer)
+
+    @abstractmethod
+    def batch(self, indices: Tensor, device: torch.device) -> Batch:
+        """Training items number `indices`, a function of these numbers alone."""
+
+    @abstractmethod
+    def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
+        """This process's share of the validation items; nothing where there are none."""
+
+    @staticmethod
+    def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        """The mean loss that training minimises."""
+        return model.loss(*inputs, targets)
+
+    def sampler(self, processes: Processes) -> ShuffledSampler:
+        """The order of the training items."""
+        config = self.config
+        return ShuffledSampler(self.train_length, config.batch_size, config.seed, processes.rank, processes.count)
+
+    def report(self, model: nn.Module, device: torch.device) -> str:
+        """What is printed at the end of a run."""
+        return ""
+
+    def evaluation_batches(self, device: torch.device) -> Iterator[Batch]:
+        """What `evaluate` measures."""
+        return self.validation_batches(device, Processes())
+
+    @classmethod
+    def load_tokenizer(cls, description: dict[str, Any], config: Any) -> Any:
+        """The tokenizer that a checkpoint describes; None where it has none."""
+        return from_description(description, getattr(config, "vocab_dir", "")) if description else None
+
+    @classmethod
+    def evaluate(cls, trained: Trained) -> str:
+        """What `evaluate` prints."""
+        totals = evaluation_totals(
+            trained.model, cls(trained.config, trained.tokenizer).evaluation_batches(trained.device)
+        )
+        if not totals.targets:
+            raise ValueError(f"{trained.config.recipe}: there is no validation data to evaluate on")
+        loss, accuracy = totals.loss / totals.targets, totals.correct / totals.targets
+        return f"loss {loss:.4f}, accuracy {accuracy:.2%} on {totals.targets:.0f} targets"
+
+    @classmethod
+    def generate(cls, trained: Trained, prompt: str, count: int, sampling: Sampling) -> Iterator[Choice]:
+        """`count` tokens after the prompt; overridden by recipes of language models."""
+        raise NotImplementedError
+
+    @classmethod
+    def classify(cls, trained: Trained, texts: list[str]) -> Classified:
+        """The classes of texts; overridden by recipes of classifiers."""
+        raise NotImplementedError
+
+    @classmethod
+    def supports(cls, command: str) -> bool:
+        """Whether the command ("evaluate", "generate" or "classify") works on trained models of this recipe."""
+        return command == "evaluate" or getattr(cls, command).__func__ is not getattr(Recipe, command).__func__
+
+
+@functools.cache
+def recipes() -> Mapping[str, type[Recipe]]:
+    """All recipes by name: those of `ENTRIES`, then those of other packages' entry points."""
+    found = {name: _load(name, value) for name, value in ENTRIES.items()}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        try:
+            if entry.name in found:
+                raise TypeError("another recipe has this name")
+            found[entry.name] = _load(entry.name, entry.value)
+        except (ImportError, AttributeError, TypeError) as error:
+            warnings.warn(f"recipe {entry.name!r} ({entry.value}) cannot be loaded: {error}", stacklevel=2)
+    return found
+
+
+def _load(name: str, value: str) -> type[Recipe]:
+    module, _, attribute = value.partition(":")
+    recipe = getattr(importlib.import_module(module), attribute)
+    if not (isinstance(recipe, type) and issubclass(recipe, Recipe) and recipe.Config.recipe == name):
+        raise TypeError(f"expected a subclass of Recipe with Config.recipe = {name!r}")
+    return recipe
+
+
+def find_recipe(name: str) -> type[Recipe]:
+    """The recipe of that name; ValueError lists the known ones."""
+    if name not in recipes():
+        raise ValueError(f"recipe must be one of {', '.join(recipes())}; got {name!r}")
+    return recipes()[name]
+
+
+def make_config(recipe: str, values: Mapping[str, Any], source: str = "config") -> Any:
+    """The config of the recipe of that name from option names and values."""
+    return find_recipe(recipe).Config.from_values(values, source)
