@@ -5,19 +5,25 @@ from typing import Any
 
 from python_ref import ops
 from python_ref.bert import IMDB_BERT, BERTClassifier, BERTConfig
-from python_ref.gpt import CHAR_GPT, GPT, GPT2, GPTConfig
+from python_ref.cache import KVCache
+from python_ref.gpt import CHAR_GPT, GPT, GPT2, LLAMA, GPTConfig
 from python_ref.layers import Transformer
 
-__all__ = ["GPT", "PRESETS", "BERTClassifier", "BERTConfig", "GPTConfig", "build", "ops", "preset"]
+__all__ = ["GPT", "PRESETS", "BERTClassifier", "BERTConfig", "GPTConfig", "KVCache", "build", "ops", "preset"]
 
-PRESETS: dict[str, GPTConfig | BERTConfig] = {"char_gpt": CHAR_GPT, "gpt2": GPT2, "imdb_bert": IMDB_BERT}
+PRESETS: dict[str, GPTConfig | BERTConfig] = {
+    "char_gpt": CHAR_GPT,
+    "gpt2": GPT2,
+    "imdb_bert": IMDB_BERT,
+    "llama": LLAMA,
+}
 
 
 def preset(name: str, **overrides: Any) -> GPTConfig | BERTConfig:
     """Return the configuration of a preset with some of its fields replaced.
 
     Args:
-        name: "char_gpt", "imdb_bert" or "gpt2".
+        name: "char_gpt", "gpt2", "imdb_bert" or "llama".
         overrides: fields of `GPTConfig` or `BERTConfig`.
 
     Raises:
@@ -37,7 +43,7 @@ def build(name: str, *, ops: Any = ops, **overrides: Any) -> Transformer:
     """Make one of the preset models with fresh weights.
 
     Args:
-        name: "char_gpt", "imdb_bert" or "gpt2".
+        name: "char_gpt", "gpt2", "imdb_bert" or "llama".
         ops: the operations that its layers call; `python_ref.ops` or a namespace of the same functions.
         overrides: fields of the preset's configuration, such as `dropout=0.0` or `vocab_size=96`.
 

@@ -76,7 +76,8 @@ class BERTClassifier(Transformer):
         *,
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> Tensor:
+        return_attention: bool = False,
+    ) -> Any:
         """Classify each sequence.
 
         Args:
@@ -87,14 +88,18 @@ class BERTClassifier(Transformer):
             cu_seqlens: (S + 1,) int32; sequence s is the tokens cu_seqlens[s] up to, not including, cu_seqlens[s + 1],
                 of which there is at least one.
             position_ids: (B, L) int64, the position of each token; None counts them from 0 in each sequence.
+            return_attention: also return each layer's attention weights, a list of (B, H, L, L).
 
         Returns:
             logits (B, classes), or (S, classes) with cu_seqlens.
         """
-        packing = {"cu_seqlens": cu_seqlens, "position_ids": position_ids}
-        hidden = self.hidden_states(tokens, padding_mask, segments, **packing)  # (B, L, E)
+        maps: list[Tensor] | None = [] if return_attention else None
+        hidden = self.hidden_states(
+            tokens, padding_mask, segments, cu_seqlens=cu_seqlens, position_ids=position_ids, maps=maps
+        )  # (B, L, E)
         pooled = self._pooled(hidden, padding_mask, cu_seqlens)  # (B or S, E)
-        return self.classifier(F.dropout(pooled, self.dropout_p))  # (B or S, classes)
+        logits = self.classifier(F.dropout(pooled, self.config.dropout, self.training))  # (B or S, classes)
+        return logits if maps is None else (logits, maps)
 
     def _pooled(self, hidden: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """What the classifier reads of each sequence."""

@@ -1,13 +1,16 @@
 """The numbers and choices that decide what a model looks like, checked when they are made."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-SIZES = ("vocab_size", "context", "width", "layers", "heads", "kv_heads", "ffn_width")
+SIZES = ("vocab_size", "context", "width", "layers", "heads")
+OPTIONAL_SIZES = ("kv_heads", "value_dim", "ffn_width", "window", "rotary_width")
+DROPOUTS = ("dropout", "embedding_dropout", "attention_dropout", "residual_dropout", "ffn_dropout")
 CHOICES = {
-    "activation": ("relu", "gelu", "gelu_tanh"),
-    "norm": ("pre", "post"),
-    "positions": ("learned", "sinusoidal"),
+    "activation": ("relu", "gelu", "gelu_tanh", "swiglu", "geglu"),
+    "norm": ("pre", "post", "rms"),
+    "positions": ("learned", "sinusoidal", "rotary"),
 }
 
 
@@ -22,16 +25,29 @@ class TransformerConfig:
         layers: number of blocks.
         heads: H, the number of query heads; divides `width`.
         kv_heads: number of key and value heads; divides `heads`. None means `heads`.
+        value_dim: the width of a value head. None means that of a query head, `width` / `heads`.
+        qk_norm: an RMSNorm on each query head and each key head, before they are rotated.
+        window: a query sees the nearest `window` keys only, itself included. None means all.
+        window_pattern: which layers have the window: "L" (local) or "G" (global, none) for each layer, and from the
+            first again where the layers are more than the letters.
         ffn_width: F, the width inside the feed-forward network. None means 4 * `width`.
-        activation: "relu", "gelu" (erf) or "gelu_tanh".
-        norm: "pre", x + f(norm(x)), or "post", norm(x + f(x)).
-        final_norm: a LayerNorm after the last block.
+        activation: "relu", "gelu" (erf) or "gelu_tanh", or with a gate of the same width beside it "swiglu", "geglu".
+        norm: "pre", x + f(norm(x)), or "post", norm(x + f(x)), with LayerNorm; "rms", x + f(norm(x)) with RMSNorm.
+        final_norm: a norm after the last block.
         embedding_norm: a LayerNorm after the sum of the embeddings.
-        positions: "learned", or "sinusoidal", which also scales the token embedding by sqrt(E).
+        positions: "learned", "sinusoidal", which also scales the token embedding by sqrt(E), or "rotary", where
+            queries and keys are rotated in every layer.
+        rotary_base: theta, which sets the slowest rotation.
+        rotary_width: how many columns of each head are rotated; even. None means all.
+        rotary_interleaved: a rotated pair is two neighbouring columns, not one of each half.
+        rotary_scaling: Llama 3's (factor, low, high, context), as in `ops.RotaryScaling`; None changes nothing.
         dropout: probability, on the embedding sum, the attention weights and the output of every attention projection
             and feed-forward network.
-        attention_bias, ffn_bias, norm_bias: whether those layers have biases.
-        norm_eps: added to the variance in every LayerNorm.
+        embedding_dropout, attention_dropout, residual_dropout: the probability on the first, the second and the last
+            two of these. None means `dropout`.
+        ffn_dropout: probability after the activation inside the feed-forward network.
+        attention_bias, ffn_bias, norm_bias: whether those layers have biases; an RMSNorm never has one.
+        norm_eps: added to the variance in every LayerNorm and to the mean square in every RMSNorm.
         init_std: standard deviation of the initial weights.
         init_scale_residual: divide that by sqrt(2 * layers) for the projections that write to the residual stream, as
             GPT-2 does, so that the stream's variance does not grow with depth.
@@ -47,13 +63,25 @@ class TransformerConfig:
     layers: int
     heads: int
     kv_heads: int | None = None
+    value_dim: int | None = None
+    qk_norm: bool = False
+    window: int | None = None
+    window_pattern: str = "L"
     ffn_width: int | None = None
     activation: str = "gelu"
     norm: str = "pre"
     final_norm: bool = True
     embedding_norm: bool = False
     positions: str = "learned"
+    rotary_base: float = 10_000.0
+    rotary_width: int | None = None
+    rotary_interleaved: bool = False
+    rotary_scaling: Sequence[float] | None = None
     dropout: float = 0.1
+    embedding_dropout: float | None = None
+    attention_dropout: float | None = None
+    residual_dropout: float | None = None
+    ffn_dropout: float = 0.0
     attention_bias: bool = True
     ffn_bias: bool = True
     norm_bias: bool = True
@@ -64,26 +92,46 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         for name in SIZES:
             self._check_size(name, getattr(self, name))
+        for name in OPTIONAL_SIZES:
+            if getattr(self, name) is not None:
+                self._check_size(name, getattr(self, name))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{self._name}: {name} must be one of {choices}; got {getattr(self, name)!r}")
         self._check_heads()
-        for name in ("dropout", "norm_eps", "init_std"):
-            if not isinstance(getattr(self, name), (int, float)):
-                raise TypeError(f"{self._name}: {name} must be a number; got {getattr(self, name)!r}")
-        if not 0.0 <= self.dropout <= 1.0:
-            raise ValueError(f"{self._name}: dropout must be in [0, 1]; got {self.dropout}")
-        for name in ("norm_eps", "init_std"):
+        self._check_rotary()
+        if not self.window_pattern or set(self.window_pattern) - set("LG"):
+            raise ValueError(f'{self._name}: window_pattern must be letters "L" and "G"; got {self.window_pattern!r}')
+        for name in DROPOUTS:
+            probability = getattr(self, name)
+            if probability is None and name not in ("dropout", "ffn_dropout"):
+                continue
+            self._check_number(name, probability)
+            if not 0.0 <= probability <= 1.0:
+                raise ValueError(f"{self._name}: {name} must be in [0, 1]; got {probability}")
+        for name in ("norm_eps", "init_std", "rotary_base"):
+            self._check_number(name, getattr(self, name))
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{self._name}: {name} must be positive and finite; got {getattr(self, name)}")
+
+    def dropout_on(self, place: str) -> float:
+        """The probability on "embedding", "attention" (its weights) or "residual" (what a branch adds)."""
+        probability = getattr(self, f"{place}_dropout")
+        return self.dropout if probability is None else probability
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer, counted from 0; None where it sees all keys."""
+        return self.window if self.window_pattern[layer % len(self.window_pattern)] == "L" else None
 
     @property
     def _name(self) -> str:
         return type(self).__name__
 
+    def _check_number(self, name: str, value: object) -> None:
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{self._name}: {name} must be a number; got {value!r}")
+
     def _check_size(self, name: str, size: int | None) -> None:
-        if size is None and name in ("kv_heads", "ffn_width"):
-            return
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"{self._name}: {name} must be an integer; got {size!r}")
         if size < 1:
@@ -98,4 +146,17 @@ class TransformerConfig:
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(
                 f"{self._name}: kv_heads must divide heads; got kv_heads={self.kv_heads} with heads={self.heads}"
+            )
+
+    def _check_rotary(self) -> None:
+        head_dim = self.width // self.heads
+        width = self.rotary_width or head_dim
+        if self.positions == "rotary" and (width % 2 or width > head_dim):
+            raise ValueError(
+                f"{self._name}: the rotated width must be even and at most the width of a head; got {width} with heads "
+                f"of {head_dim}"
+            )
+        if self.rotary_scaling is not None and len(self.rotary_scaling) != 4:
+            raise ValueError(
+                f"{self._name}: rotary_scaling must be (factor, low, high, context); got {self.rotary_scaling!r}"
             )

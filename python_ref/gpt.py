@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from python_ref import ops as reference_ops
+from python_ref.cache import KVCache
 from python_ref.config import TransformerConfig
-from python_ref.layers import Transformer
+from python_ref.layers import Transformer, check_padding_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,48 @@ class GPT(Transformer):
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size)) if config.head_bias else None
         self.initialise()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.linear(self.hidden_states(tokens), self._output_weight(), self.head_bias)  # (B, L, E) -> (B, L, V)
+    def forward(
+        self,
+        tokens: Tensor,
+        padding_mask: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+        return_attention: bool = False,
+    ) -> Any:
+        """The logits of the token after each of `tokens`.
+
+        Args:
+            tokens: (B, L) int64; with a cache, those that follow the ones that it holds.
+            padding_mask: (B, L) bool, True at real tokens, whose positions are counted from the first of them; with a
+                cache, only for its first tokens, and padding on the left.
+            cache: from `new_cache`; it takes up these tokens, and no gradients are kept.
+            last_only: compute the logits of the last position only.
+            return_attention: also return each layer's attention weights, a list of (B, H, L, Lk).
+        Returns:
+            (B, L, V), or (B, 1, V) with last_only.
+        """
+        if cache is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(
+                    tokens, padding_mask, cache=cache, last_only=last_only, return_attention=return_attention
+                )
+        maps: list[Tensor] | None = [] if return_attention else None
+        position_ids = None
+        if padding_mask is not None:
+            check_padding_mask(padding_mask, tokens)
+            position_ids = (padding_mask.cumsum(1) - 1).clamp(min=0)  # (B, L)
+        hidden = self.hidden_states(tokens, padding_mask, position_ids=position_ids, cache=cache, maps=maps)
+        hidden = hidden[:, -1:] if last_only else hidden
+        logits = F.linear(hidden, self._output_weight(), self.head_bias)  # (B, L, E) -> (B, L, V)
+        return logits if maps is None else (logits, maps)
+
+    def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty cache for `batch` sequences of at most `length` tokens, on the model's device.
+
+        Its dtype is that of the weights, or autocast's, unless given. Raises ValueError where `KVCache` does.
+        """
+        return KVCache(self, batch, length, dtype)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
         """The mean cross-entropy of `forward(tokens)`, without holding all the logits.
@@ -84,4 +125,23 @@ GPT2 = GPTConfig(
     heads=12,
     activation="gelu_tanh",
     init_scale_residual=True,
+)
+
+# A small Llama (Grattafiori et al. 2024) in the sizes of SmolLM2-135M: 134,515,008 parameters.
+LLAMA = GPTConfig(
+    vocab_size=49_152,
+    context=8192,
+    width=576,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    ffn_width=1536,
+    activation="swiglu",
+    norm="rms",
+    positions="rotary",
+    rotary_base=100_000.0,
+    dropout=0.0,
+    attention_bias=False,
+    ffn_bias=False,
+    init_std=1 / 24,
 )

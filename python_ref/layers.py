@@ -9,6 +9,7 @@ A layer holds parameters and says in which order operations run; the operations 
 
 import importlib
 import math
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from python_ref.cache import KVCache
 from python_ref.config import TransformerConfig
-from python_ref.ops import check_ids, positions_in_sequence, sinusoidal_positions
+from python_ref.ops import RotaryScaling, check_ids, positions_in_sequence, rotary_table, sinusoidal_positions
 
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -49,7 +51,7 @@ class LayerNorm(Layer):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis."""
 
     def __init__(self, config: TransformerConfig, ops: Any) -> None:
-        super().__init__(ops, config.dropout)
+        super().__init__(ops, config.dropout_on("residual"))
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.ones(config.width))
         self.bias = nn.Parameter(torch.zeros(config.width)) if config.norm_bias else None
@@ -64,6 +66,28 @@ class LayerNorm(Layer):
         return self.ops.add_layer_norm(branch, stream, self.weight, self.bias, eps=self.eps, dropout_p=self.dropout_p)
 
 
+class RMSNorm(Layer):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019)."""
+
+    def __init__(self, config: TransformerConfig, ops: Any, width: int | None = None) -> None:
+        super().__init__(ops, config.dropout_on("residual"))
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(width or config.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, eps=self.eps)
+
+    def add(self, branch: Tensor | None, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a branch of the network to the residual stream: norm(sum), and sum = dropout(branch) + stream."""
+        if branch is None:
+            return self(stream), stream
+        return self.ops.add_rms_norm(branch, stream, self.weight, eps=self.eps, dropout_p=self.dropout_p)
+
+
+def make_norm(config: TransformerConfig, ops: Any) -> LayerNorm | RMSNorm:
+    return RMSNorm(config, ops) if config.norm == "rms" else LayerNorm(config, ops)
+
+
 class Attention(Layer):
     """softmax(Q K^T / sqrt(D)) V in H heads, then a projection (Vaswani et al. 2017, equation 1 and section 3.2.2).
 
@@ -72,54 +96,98 @@ class Attention(Layer):
     groups of query heads share their keys and values (Ainslie et al. 2023).
     """
 
-    def __init__(self, config: TransformerConfig, ops: Any) -> None:
-        super().__init__(ops, config.dropout)
+    def __init__(self, config: TransformerConfig, ops: Any, layer: int = 0) -> None:
+        super().__init__(ops, config.dropout_on("attention"))
         self.heads = config.heads
         self.kv_heads = config.kv_heads or config.heads
         self.head_dim = config.width // config.heads
-        packed = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = nn.Linear(config.width, packed, bias=config.attention_bias)
-        self.out = nn.Linear(config.width, config.width, bias=config.attention_bias)
+        self.value_dim = config.value_dim or self.head_dim
+        self.window = config.window_of(layer)
+        self.interleaved = config.rotary_interleaved
+        self.rows = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.value_dim]
+        self.qkv = nn.Linear(config.width, sum(self.rows), bias=config.attention_bias)
+        self.query_norm = RMSNorm(config, ops, self.head_dim) if config.qk_norm else None
+        self.key_norm = RMSNorm(config, ops, self.head_dim) if config.qk_norm else None
+        self.out = nn.Linear(self.heads * self.value_dim, config.width, bias=config.attention_bias)
 
     def forward(
         self,
         x: Tensor,
         context: Tensor | None = None,
         *,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        causal: bool = False,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        remember: Any = None,
+        maps: list[Tensor] | None = None,
+        **visible: Any,
     ) -> Tensor:
-        """Let each token of x (B, L, E) look at the tokens of `context` (B, Lk, E), or of x when that is not given."""
-        visible = {"causal": causal, "key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens}
-        if context is None:
+        """Let each token of x (B, L, E) look at the tokens of `context` (B, Lk, E), or of x when that is not given.
+
+        Args:
+            rotation: cos and sin of each token's angles, for rotary positions.
+            remember: given the keys and values of x, returns those of the tokens before it too.
+            maps: a list to which the weights (B, H, L, Lk) are added, for looking at them.
+            visible: causal, key_padding_mask and cu_seqlens, as in `ops.attention`.
+        """
+        visible["window"] = self.window
+        parted = context is not None or rotation is not None or remember is not None or self.query_norm is not None
+        if not parted and self.value_dim == self.head_dim:
             packed = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, L, H + 2 kv_heads, D)
+            if maps is not None:
+                q, k, _ = self._heads(packed.flatten(2))
+                maps.append(self.ops.attention_weights(q, k, **visible))
             return self.out(self.ops.packed_attention(packed, heads=self.heads, dropout_p=self.dropout_p, **visible))
-        mixed = self.ops.attention(*self._project_across(x, context), dropout_p=self.dropout_p, **visible)
-        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, E)
+        q, k, v = self._heads(self.qkv(x)) if context is None else self._project_across(x, context)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
+            q, k = self.ops.rotary(q, k, *rotation, interleaved=self.interleaved)
+        if remember is not None:
+            k, v = remember(k, v)
+            if visible["key_padding_mask"] is not None:
+                visible["key_padding_mask"] = visible["key_padding_mask"][:, -k.shape[2] :]  # a window's keys
+        if maps is not None:
+            maps.append(self.ops.attention_weights(q, k, **visible))
+        mixed = self.ops.attention(q, k, v, dropout_p=self.dropout_p, **visible)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, H, L, Dv) -> (B, L, E)
+
+    def _heads(self, projected: Tensor) -> list[Tensor]:
+        """Queries (B, H, L, D), keys (B, kv_heads, L, D) and values (B, kv_heads, L, Dv) of a packed projection."""
+        widths = (self.head_dim, self.head_dim, self.value_dim)
+        parts = zip(projected.split(self.rows, -1), widths, strict=True)
+        return [part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in parts]
 
     def _project_across(self, x: Tensor, context: Tensor) -> list[Tensor]:
-        rows = [self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim]
+        rows = [self.rows[0], self.rows[1] + self.rows[2]]
         biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split(rows)
-        projected = map(F.linear, (x, context), self.qkv.weight.split(rows), biases)
-        q, kv = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)  # (B, L, H, D), (B, Lk, 2 kv_heads, D)
-        return [part.transpose(1, 2) for part in (q, *kv.split(self.kv_heads, dim=2))]
+        q, kv = map(F.linear, (x, context), self.qkv.weight.split(rows), biases)
+        widths = (self.head_dim, self.head_dim, self.value_dim)
+        parts = zip((q, *kv.split(self.rows[1:], -1)), widths, strict=True)
+        return [part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in parts]
 
 
 class FeedForward(Layer):
-    """activation(x W_up + b_up) W_down + b_down, the same for every token."""
+    """activation(x W_up + b_up) W_down + b_down, the same for every token.
+
+    With "swiglu" and "geglu" W_up has twice as many columns: the gate's, then those that it multiplies (Shazeer 2020).
+    """
 
     def __init__(self, config: TransformerConfig, ops: Any) -> None:
-        super().__init__(ops)
+        super().__init__(ops, config.ffn_dropout)
         inner = config.ffn_width or 4 * config.width
         self.activation = config.activation
-        self.up = nn.Linear(config.width, inner, bias=config.ffn_bias)
+        self.up = nn.Linear(config.width, 2 * inner if self.gated else inner, bias=config.ffn_bias)
         self.down = nn.Linear(inner, config.width, bias=config.ffn_bias)
 
+    @property
+    def gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self._activated(x))  # (B, L, E) -> (B, L, F) -> (B, L, E)
+        return self.down(F.dropout(self._activated(x), self.dropout_p))  # (B, L, E) -> (B, L, F) -> (B, L, E)
 
     def _activated(self, x: Tensor) -> Tensor:
+        if self.gated:
+            return getattr(self.ops, self.activation)(self.up(x))
         bias = self.up.bias
         if self.activation == "relu":
             return F.relu(self.up(x)) if bias is None else self.ops.bias_relu(F.linear(x, self.up.weight), bias)
@@ -133,47 +201,52 @@ class Block(Layer):
     """Attention, then a feed-forward network, each a branch beside the residual stream.
 
     A block takes and hands on (stream, branch): the residual stream, and what was computed but not yet added to it. So
-    each addition happens inside the LayerNorm that reads the sum, even when that LayerNorm belongs to the next block.
-    `visible` says which keys a query may see: key_padding_mask, cu_seqlens and causal, as in `Attention`.
+    each addition happens inside the norm that reads the sum, even when that norm belongs to the next block.
+    `attention` is what `Attention` is told: which keys a query may see, rotation, what is remembered.
     """
 
-    def __init__(self, config: TransformerConfig, ops: Any) -> None:
+    def __init__(self, config: TransformerConfig, ops: Any, layer: int = 0) -> None:
         super().__init__(ops)
-        self.attention_norm = LayerNorm(config, ops)
-        self.attention = Attention(config, ops)
-        self.feed_forward_norm = LayerNorm(config, ops)
+        self.attention_norm = make_norm(config, ops)
+        self.attention = Attention(config, ops, layer)
+        self.feed_forward_norm = make_norm(config, ops)
         self.feed_forward = FeedForward(config, ops)
 
 
 class PreNormBlock(Block):
     """x = x + attention(norm(x)), then x = x + feed_forward(norm(x)); the last sum is left to whoever comes next."""
 
-    def forward(self, stream: Tensor, branch: Tensor | None = None, **visible: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, stream: Tensor, branch: Tensor | None = None, **attention: Any) -> tuple[Tensor, Tensor]:
         x, stream = self.attention_norm.add(branch, stream)
-        x, stream = self.feed_forward_norm.add(self.attention(x, **visible), stream)
+        x, stream = self.feed_forward_norm.add(self.attention(x, **attention), stream)
         return stream, self.feed_forward(x)
 
 
 class PostNormBlock(Block):
     """x = norm(x + attention(x)), then x = norm(x + feed_forward(x)); no branch is left over."""
 
-    def forward(self, stream: Tensor, branch: None = None, **visible: Any) -> tuple[Tensor, None]:
-        x, _ = self.attention_norm.add(self.attention(stream, **visible), stream)
+    def forward(self, stream: Tensor, branch: None = None, **attention: Any) -> tuple[Tensor, None]:
+        x, _ = self.attention_norm.add(self.attention(stream, **attention), stream)
         x, _ = self.feed_forward_norm.add(self.feed_forward(x), x)
         return x, None
 
 
 class Embedding(Layer):
-    """What a token is + where it stands + which segment it belongs to; then LayerNorm if asked, then dropout."""
+    """What a token is + where it stands + which segment it belongs to; then LayerNorm if asked, then dropout.
+
+    Rotary positions are not added here: queries and keys are rotated by them.
+    """
 
     def __init__(self, config: TransformerConfig, ops: Any, segments: int = 0) -> None:
-        super().__init__(ops, config.dropout)
+        super().__init__(ops, config.dropout_on("embedding"))
         self.context = config.context
         self.eps = config.norm_eps
         self.scale = math.sqrt(config.width) if config.positions == "sinusoidal" else 1.0
         self.tokens = nn.Embedding(config.vocab_size, config.width)
         if config.positions == "learned":
             self.positions = nn.Parameter(torch.empty(config.context, config.width))
+        elif config.positions == "rotary":
+            self.register_parameter("positions", None)
         else:
             table = sinusoidal_positions(config.context, config.width, dtype=torch.get_default_dtype())
             self.register_buffer("positions", table, persistent=False)
@@ -206,8 +279,12 @@ class Embedding(Layer):
 
     def _places(
         self, length: int, segments: Tensor | None, position_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Position + segment for each place, and at which place each token stands (None: token l at place l)."""
+        if self.positions is None:
+            if self.segments is None or segments is not None:
+                return None if self.segments is None else self.segments.weight, segments
+            return self.segments.weight[:1].expand(length, -1), None
         positions = self.positions[:length] if position_ids is None else self.positions  # (P, E)
         if self.segments is None:
             return positions, position_ids
@@ -276,12 +353,12 @@ class Transformer(Layer):
     causal = False
 
     def __init__(self, config: TransformerConfig, ops: Any, segments: int = 0) -> None:
-        super().__init__(ops, config.dropout)
+        super().__init__(ops, config.dropout_on("residual"))
         self.config = config
         self.embedding = Embedding(config, ops, segments)
-        block = PreNormBlock if config.norm == "pre" else PostNormBlock
-        self.blocks = nn.ModuleList(block(config, ops) for _ in range(config.layers))
-        self.final_norm = LayerNorm(config, ops) if config.final_norm else None
+        block = PostNormBlock if config.norm == "post" else PreNormBlock
+        self.blocks = nn.ModuleList(block(config, ops, layer) for layer in range(config.layers))
+        self.final_norm = make_norm(config, ops) if config.final_norm else None
 
     def hidden_states(
         self,
@@ -291,11 +368,14 @@ class Transformer(Layer):
         *,
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        maps: list[Tensor] | None = None,
     ) -> Tensor:
-        """The output of the last block, (B, L) -> (B, L, E), after the final LayerNorm if there is one.
+        """The output of the last block, (B, L) -> (B, L, E), after the final norm if there is one.
 
         With cu_seqlens, int32 (S + 1,), the tokens (1, T) are S sequences one after the other, none of which sees
         another; position_ids (1, T) then say where each token stands in its own, and are counted here if not given.
+        With a cache, the tokens go on from those that it holds. Each layer adds its attention weights to `maps`.
         """
         if padding_mask is not None:
             check_padding_mask(padding_mask, tokens)
@@ -303,13 +383,37 @@ class Transformer(Layer):
             check_packing(cu_seqlens, tokens, padding_mask)
             if position_ids is None:
                 position_ids = positions_in_sequence(cu_seqlens, tokens.shape[1]).unsqueeze(0)
-        visible = {"key_padding_mask": padding_mask, "cu_seqlens": cu_seqlens, "causal": self.causal}
+        if cache is not None:
+            cache.begin(self, tokens, padding_mask)
+            padding_mask, position_ids = cache.padding_mask(tokens.shape[1]), cache.position_ids(tokens.shape[1])
+        elif position_ids is not None and self.config.positions == "rotary":
+            check_ids("position_ids", position_ids, self.config.context)
         stream, branch = self.embedding(tokens, segments, position_ids), None
-        for block in self.blocks:
-            stream, branch = block(stream, branch, **visible)
+        attention: dict[str, Any] = {"key_padding_mask": padding_mask, "cu_seqlens": cu_seqlens, "causal": self.causal}
+        attention.update(rotation=self._rotation(tokens, position_ids), maps=maps)
+        for layer, block in enumerate(self.blocks):
+            remember = None if cache is None else partial(cache.extend, layer)
+            stream, branch = block(stream, branch, remember=remember, **attention)
+        if cache is not None:
+            cache.tokens += tokens.shape[1]
         if self.final_norm is not None:
             return self.final_norm.add(branch, stream)[0]
         return stream if branch is None else stream + F.dropout(branch, self.dropout_p)
+
+    def _rotation(self, tokens: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """cos and sin for rotary positions, (L, R / 2), or (B, L, R / 2) where positions are given."""
+        config = self.config
+        if config.positions != "rotary":
+            return None
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        return rotary_table(
+            position_ids,
+            config.rotary_width or config.width // config.heads,
+            base=config.rotary_base,
+            scaling=None if config.rotary_scaling is None else RotaryScaling._make(config.rotary_scaling),
+            dtype=torch.promote_types(self.embedding.tokens.weight.dtype, torch.float32),
+        )
 
     def num_parameters(self) -> int:
         """The number of trainable numbers, shared ones counted once."""
@@ -318,10 +422,10 @@ class Transformer(Layer):
     def flops_per_token(self, length: int | None = None, *, training: bool = True) -> float:
         """Count the floating-point operations of the model's matrix products, per token.
 
-        forward = 2 * (weights of the linear layers) + 4 * layers * E * (keys that a query sees on average), where the
-        last is L, or (L + 1) / 2 when causal. The backward pass costs twice the forward. Embeddings, LayerNorm, softmax
-        and recomputation are not counted: tokens/s times this, over a device's peak, is the model FLOP utilisation
-        (Chowdhery et al. 2022, appendix B).
+        forward = 2 * (weights of the linear layers) + 2 * H * (D + Dv) * (keys that a query sees on average) in each
+        layer, where the last is L, or (L + 1) / 2 when causal, or less with a window. The backward pass costs twice the
+        forward. Embeddings, norms, softmax and recomputation are not counted: tokens/s times this, over a device's
+        peak, is the model FLOP utilisation (Chowdhery et al. 2022, appendix B).
 
         Args:
             length: L, tokens in a sequence; the model's context when not given.
@@ -329,10 +433,19 @@ class Transformer(Layer):
         """
         length = self.config.context if length is None else length
         linear_weights = sum(layer.weight.numel() for layer in self.blocks.modules() if isinstance(layer, nn.Linear))
-        keys_seen = (length + 1) / 2 if self.causal else length
-        attention = 4 * self.config.layers * self.config.width * keys_seen
+        attention = sum(
+            2 * layer.heads * (layer.head_dim + layer.value_dim) * self._keys_seen(length, layer.window)
+            for layer in self.blocks.modules()
+            if isinstance(layer, Attention)
+        )
         forward = 2 * linear_weights + attention + 2 * self.head_weights_per_token(length)
         return 3.0 * forward if training else float(forward)
+
+    def _keys_seen(self, length: int, window: int | None) -> float:
+        """How many keys a query sees on average: itself and those before it, and as many after it if not causal."""
+        window = length if window is None else min(window, length)
+        before = window - window * (window - 1) / (2 * length)
+        return before if self.causal else 2 * before - 1
 
     def head_weights_per_token(self, length: int) -> float:
         """How many weights of the head each token of a sequence is multiplied with, on average."""
@@ -340,7 +453,7 @@ class Transformer(Layer):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw all weights from N(0, init_std^2), set biases to 0 and LayerNorms to the identity.
+        """Draw all weights from N(0, init_std^2), set biases to 0 and norms to the identity.
 
         Sinusoidal positions have amplitude 1; beside them the token embedding, which is scaled by sqrt(E), starts with
         elements of about that size.

@@ -11,6 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from python_ref.positions import RotaryScaling as RotaryScaling
+from python_ref.positions import learned_positions as learned_positions
+from python_ref.positions import rotary as rotary
+from python_ref.positions import rotary_table as rotary_table
+from python_ref.positions import sinusoidal_positions as sinusoidal_positions
+
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 TANH_CUBIC = 0.044715
 
@@ -189,7 +195,7 @@ def attention(
     """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys that a query may see.
 
     Args:
-        q: floating (B, Hq, Lq, D). k, v: (B, Hk, Lk, D) where Hk divides Hq.
+        q: floating (B, Hq, Lq, D). k: (B, Hk, Lk, D), v: (B, Hk, Lk, Dv) where Hk divides Hq; Dv may differ from D.
         causal: query i sees the keys j <= i + Lk - Lq.
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores, broadcasts to (B, Hq, Lq, Lk).
@@ -199,7 +205,7 @@ def attention(
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
         return_lse: also return log(sum(exp(scores))) over the visible keys, (B, Hq, Lq).
     Returns:
-        (B, Hq, Lq, D); a query that sees no key gets 0, and -inf as its lse.
+        (B, Hq, Lq, Dv); a query that sees no key gets 0, and -inf as its lse.
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """
@@ -221,7 +227,8 @@ def attention(
         window=window,
     )
     if k.shape[2] == 0:
-        out, lse = q * 0.0 + v.sum(), torch.full(q.shape[:3], -math.inf, dtype=q.dtype, device=q.device)
+        out = (q * 0.0).sum(dim=-1, keepdim=True) + v.sum(dim=2, keepdim=True)  # zeros (B, Hq, Lq, Dv), with gradients
+        lse = torch.full(q.shape[:3], -math.inf, dtype=q.dtype, device=q.device)
         return (out, lse) if return_lse else out
     scores = _scores(q, k, attn_bias, scale)
     weights, lse = _masked_softmax(scores, visible.expand_as(scores))  # (B, Hq, Lq, Lk), (B, Hq, Lq)
@@ -276,14 +283,31 @@ def attention_weights(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The weights that `attention` gives to the values, (B, Hq, Lq, Lk): for looking at, rows sum to 1."""
+    """The weights that `attention` gives to the values, before dropout: for looking at them.
+
+    Args:
+        q, k, causal, key_padding_mask, attn_bias, cu_seqlens, window, scale: as in `attention`.
+    Returns:
+        (B, Hq, Lq, Lk); a row sums to 1, or is 0 where the query sees no key.
+    """
     k = _repeat_heads(k, q.shape[1])
+    if key_padding_mask is not None:
+        k = k.masked_fill(~key_padding_mask[:, None, :, None], 0.0)
     visible = visible_keys(
-        q.shape[2], k.shape[2], q.device, causal=causal, key_padding_mask=key_padding_mask, window=window
+        q.shape[2],
+        k.shape[2],
+        q.device,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        window=window,
     )
+    if k.shape[2] == 0:
+        return (q @ k.transpose(-2, -1)) * 0.0
     scores = _scores(q, k, attn_bias, scale)
     return _masked_softmax(scores, visible.expand_as(scores))[0]
 
@@ -319,7 +343,7 @@ def similarity_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "gaus
 
     Args:
         q: (..., Lq, D). k: (..., Lk, D). v: (..., Lk, Dv).
-        kernel: "gaussian", K(u) = exp(-u^2 / 2), or "boxcar", K(u) = 1 where u <= 1.
+        kernel: "gaussian", K(u) = exp(-u^2 / 2), or "boxcar", K(u) = 1 where u < 1.
         width: the unit of distance.
     Returns:
         (..., Lq, Dv); a query with no key in reach of the boxcar gets 0.
@@ -330,8 +354,56 @@ def similarity_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "gaus
     if kernel == "gaussian":
         return softmax(-0.5 * distance.square()) @ v
     if kernel == "boxcar":
-        return softmax(torch.zeros_like(distance), mask=distance <= 1.0) @ v
+        return softmax(torch.zeros_like(distance), mask=distance < 1.0) @ v
     raise ValueError(f'similarity_attention: kernel must be "gaussian" or "boxcar"; got {kernel!r}')
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    chunk: int = 64,
+) -> Tensor:
+    """Attention with the similarity phi(q) . phi(k), phi(x) = elu(x) + 1: linear in the length, not quadratic.
+
+    out_i = phi(q_i)^T S / phi(q_i)^T z with S = sum_j phi(k_j) v_j^T and z = sum_j phi(k_j). When causal, the sums run
+    over j <= i: S and z of all earlier chunks are carried along, and only within a chunk are weights written out.
+
+    Args:
+        q: floating (B, H, Lq, D). k: (B, H, Lk, D). v: (B, H, Lk, Dv). Lq = Lk when causal.
+        key_padding_mask: bool (B, Lk), True = a real token.
+        chunk: tokens in a chunk; it decides how the sums are grouped, not what they are.
+    Returns:
+        (B, H, Lq, Dv); a query that sees no key gets 0.
+
+    Katharopoulos et al., "Transformers are RNNs: fast autoregressive transformers with linear attention", 2020,
+    equations 5, 7 and 9.
+    """
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"linear_attention: causal needs as many queries as keys; got {q.shape[2]} and {k.shape[2]}")
+    q, k = F.elu(q) + 1.0, F.elu(k) + 1.0
+    if key_padding_mask is not None:
+        padding = ~key_padding_mask[:, None, :, None]
+        k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+    v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # a last column of ones: the weights' sum comes along
+    if not causal:
+        return _normalised(q @ (k.transpose(-2, -1) @ v))
+    state = torch.zeros((*k.shape[:2], k.shape[3], v.shape[3]), dtype=v.dtype, device=v.device)  # (B, H, D, Dv + 1)
+    outputs = []
+    for q_chunk, k_chunk, v_chunk in zip(*(x.split(chunk, dim=2) for x in (q, k, v)), strict=True):
+        within = (q_chunk @ k_chunk.transpose(-2, -1)).tril()  # (B, H, chunk, chunk)
+        outputs.append(q_chunk @ state + within @ v_chunk)
+        state = state + k_chunk.transpose(-2, -1) @ v_chunk
+    return _normalised(torch.cat(outputs, dim=2))
+
+
+def _normalised(sums: Tensor) -> Tensor:
+    """All columns but the last, divided by the last; 0 where that is 0."""
+    out, total = sums[..., :-1], sums[..., -1:]
+    return out / total.masked_fill(total == 0.0, 1.0)
 
 
 # Normalisation
@@ -372,12 +444,37 @@ def add_layer_norm(
     Returns:
         two tensors of the shape of x.
     """
-    if dropout_p > 0.0:
-        columns = x.shape[-1]
-        keep = dropout_keep(draw_seed(x.device), 1, x.numel() // max(columns, 1), columns, dropout_p)
-        x = _dropout(x, keep.view_as(x), dropout_p)
-    total = x + residual
+    total = _dropped_rows(x, dropout_p) + residual
     return layer_norm(total, weight, bias, eps=eps), total
+
+
+def _dropped_rows(x: Tensor, p: float) -> Tensor:
+    if p == 0.0:
+        return x
+    keep = dropout_keep(draw_seed(x.device), 1, x.numel() // max(x.shape[-1], 1), x.shape[-1], p)
+    return _dropout(x, keep.view_as(x), p)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis: LayerNorm without centring and without bias.
+
+    Args:
+        x: floating (..., N). weight: (N,).
+        eps: added to the mean of the squares.
+    Returns:
+        the shape of x.
+
+    Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+    """
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-5, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(s), s) with s = dropout(x) + residual; arguments as in `rms_norm` and `add_layer_norm`."""
+    total = _dropped_rows(x, dropout_p) + residual
+    return rms_norm(total, weight, eps=eps), total
 
 
 # Activation
@@ -408,6 +505,27 @@ def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
     Nair, Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2.
     """
     return torch.relu(x + bias)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) * up with silu(x) = x / (1 + exp(-x)).
+
+    Args:
+        gate: floating (..., N); without `up`, (..., 2 N): one packed projection, the gate's columns first.
+        up: (..., N), what the gate lets through.
+    Returns:
+        (..., N).
+
+    Shazeer, "GLU variants improve transformer", 2020, equation 5.
+    """
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return gate * torch.sigmoid(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up; gate and up as in `swiglu`, approximate as in `gelu` (Shazeer 2020, equation 5)."""
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return gelu(gate, approximate=approximate) * up
 
 
 # Loss
@@ -519,35 +637,4 @@ def embedding(
         x = x + positions[: tokens.shape[1]]
     if norm_weight is not None:
         x = layer_norm(x, norm_weight, norm_bias, eps=eps)
-    if dropout_p > 0.0:
-        keep = dropout_keep(draw_seed(x.device), 1, tokens.numel(), weight.shape[1], dropout_p)
-        x = _dropout(x, keep.view_as(x), dropout_p)
-    return x
-
-
-# Positions
-
-
-def sinusoidal_positions(
-    length: int,
-    width: int,
-    *,
-    base: float = 10000.0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Fixed position codes (length, width): column 2i is sin(t / base^(2i / width)), column 2i + 1 its cosine.
-
-    Vaswani et al., "Attention Is All You Need", 2017, section 3.5. An odd width ends with a sine.
-    """
-    position = torch.arange(length, dtype=torch.float64, device=device).view(-1, 1)
-    frequency = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
-    angle = position * frequency  # (length, ceil(width / 2))
-    return torch.stack((angle.sin(), angle.cos()), dim=-1).reshape(length, -1)[:, :width].to(dtype)
-
-
-def learned_positions(table: Tensor, length: int, *, offset: int = 0) -> Tensor:
-    """Rows `offset` to `offset + length` of a trained table (positions, width)."""
-    if offset + length > table.shape[0]:
-        raise ValueError(f"learned_positions: the table has {table.shape[0]} positions; got {offset + length}")
-    return table[offset : offset + length]
+    return _dropped_rows(x, dropout_p)

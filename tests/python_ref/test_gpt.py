@@ -59,6 +59,48 @@ def test_logits_are_those_of_gpt2_by_hand():
     torch.testing.assert_close(model(tokens[None])[0], expected)
 
 
+def llama_by_hand(state, tokens, heads, kv_heads, layers, base):
+    """Llama as its paper and its code give it, head by head, from a dictionary of weights."""
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{name}.weight"]
+
+    def rotated(x):
+        half = x.shape[-1] // 2
+        angle = torch.arange(len(x))[:, None] * base ** (-torch.arange(half) / half)
+        swapped = torch.cat((-x[:, half:], x[:, :half]), dim=-1)
+        return x * torch.cat((angle, angle), -1).cos() + swapped * torch.cat((angle, angle), -1).sin()
+
+    def attention(x, name):
+        length, width = x.shape
+        d = width // heads
+        q, k, v = (x @ state[f"{name}.qkv.weight"].T).split([width, kv_heads * d, kv_heads * d], dim=-1)
+        hidden = torch.ones(length, length).triu(1).bool()
+        outputs = []
+        for head in range(heads):
+            group = slice(head * kv_heads // heads * d, (head * kv_heads // heads + 1) * d)
+            scores = rotated(q[:, head * d : (head + 1) * d]) @ rotated(k[:, group]).T / math.sqrt(d)
+            outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, group])
+        return torch.cat(outputs, dim=-1) @ state[f"{name}.out.weight"].T
+
+    x = state["embedding.tokens.weight"][tokens]
+    for layer in range(layers):
+        block = f"blocks.{layer}"
+        x = x + attention(norm(x, f"{block}.attention_norm"), f"{block}.attention")
+        gate, up = (norm(x, f"{block}.feed_forward_norm") @ state[f"{block}.feed_forward.up.weight"].T).chunk(2, -1)
+        x = x + (gate / (1 + torch.exp(-gate)) * up) @ state[f"{block}.feed_forward.down.weight"].T
+    return norm(x, "final_norm") @ state["embedding.tokens.weight"].T
+
+
+def test_logits_are_those_of_llama_by_hand():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 13, "context": 16, "width": 24, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_width": 20}
+    model = python_ref.build("llama", **sizes).double()
+    tokens = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+    expected = llama_by_hand(model.state_dict(), tokens, heads=6, kv_heads=2, layers=2, base=100_000.0)
+    torch.testing.assert_close(model(tokens[None])[0], expected)
+
+
 def test_character_model_is_torch_layers_between_two_tables():
     torch.manual_seed(0)
     model = python_ref.build("char_gpt", width=12, heads=3, vocab_size=13, dropout=0.0).double()

@@ -164,6 +164,10 @@ FAMILY = {
     "embedding-norm": {"embedding_norm": True},
     "grouped-heads": {"kv_heads": 1},
     "odd-width": {"width": 15, "positions": "sinusoidal"},
+    "llama": {"norm": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 1, "ffn_bias": False},
+    "part-rotary": {"positions": "rotary", "rotary_width": 2, "rotary_interleaved": True, "activation": "geglu"},
+    "windows": {"window": 2, "window_pattern": "LG", "qk_norm": True},
+    "wide-values": {"value_dim": 5, "kv_heads": 1},
 }
 TOKENS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
 
@@ -180,6 +184,8 @@ class TestTheFamily:
     def test_every_parameter_gets_a_gradient(self, kind, fields):
         model = randomise(self.make(kind, fields))
         inputs = (TOKENS,) if kind == "gpt" else (TOKENS, None, TOKENS % 2)
+        if fields.get("norm") == "rms":
+            assert not any(isinstance(module, LayerNorm) for module in model.modules())
         model(*inputs).square().sum().backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None and parameter.grad.any(), name
@@ -222,6 +228,34 @@ def test_dropout_is_asked_for_at_every_branch():
     per_block = [("packed_attention", 0.25), ("add_layer_norm", 0.25)]
     per_block.append(("add_layer_norm", 0.25))
     assert recording.dropped == [("embedding", 0.25), *per_block, *per_block]
+
+
+def test_dropout_of_each_place_acts_there_alone():
+    places = ("embedding_dropout", "attention_dropout", "residual_dropout", "ffn_dropout")
+    for place in places:
+        model = GPT(GPTConfig(**{**SMALL, "dropout": 0.0, place: 0.5}))
+        layers = {name: module.dropout for name, module in model.named_modules() if hasattr(module, "dropout")}
+        dropping = {name.split(".")[-1] for name, probability in layers.items() if probability and name}
+        norms = {"attention_norm", "feed_forward_norm", "final_norm"}
+        wanted = ({"embedding"}, {"attention"}, norms, {"feed_forward"})[places.index(place)]
+        assert dropping == wanted
+        assert not torch.equal(model(TOKENS), model(TOKENS))
+
+
+def test_attention_maps_are_one_a_layer_and_change_nothing():
+    for fields in ({}, {"positions": "rotary", "window": 3, "head_bias": True}):
+        model = randomise(GPT(GPTConfig(**{**SMALL, "width": 24, "kv_heads": 1, **fields})))
+        logits, maps = model(TOKENS, return_attention=True)
+        assert torch.equal(logits, model(TOKENS))
+        assert [weights.shape for weights in maps] == [(2, 3, 5, 5)] * 2
+        for weights in maps:
+            torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 5))
+            assert not weights.triu(1).any()
+            assert weights[..., 4, 0].any() != ("window" in fields)
+    bert = randomise(BERTClassifier(BERTConfig(**SMALL)))
+    logits, maps = bert(TOKENS, PADDED, return_attention=True)
+    assert torch.equal(logits, bert(TOKENS, PADDED))
+    assert not maps[1][0, :, :, 3:].any() and maps[1][1].all()
 
 
 def test_dropout_of_everything_leaves_nothing():
@@ -301,6 +335,20 @@ def test_positions_of_packed_sequences_may_repeat_but_not_leave_the_context():
 def test_tokens_that_are_no_batch_of_ids_are_refused(tokens, error, message):
     with pytest.raises(error, match=message):
         GPT(GPTConfig(**SMALL))(tokens)
+
+
+@pytest.mark.parametrize("length", [3, 8])
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_flops_of_a_window_are_those_of_the_keys_seen(kind, length):
+    fields = {**SMALL, "window": 3, "window_pattern": "LG", "value_dim": 5}
+    model = GPT(GPTConfig(**fields)) if kind == "gpt" else BERTClassifier(BERTConfig(**fields))
+    seen = sum(
+        ops.visible_keys(length, length, torch.device("cpu"), causal=kind == "gpt", window=window).sum().item() / length
+        for window in (3, None)
+    )
+    linear = sum(layer.weight.numel() for layer in model.blocks.modules() if isinstance(layer, nn.Linear))
+    expected = 2 * linear + 2 * 3 * (4 + 5) * seen + 2 * model.head_weights_per_token(length)
+    assert model.flops_per_token(length, training=False) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("length", [3, 8])

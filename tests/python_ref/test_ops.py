@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -104,6 +106,13 @@ def test_every_operation_passes_gradcheck() -> None:
     tokens = torch.tensor([[1, 3, 1], [0, 2, 2]])
     embed = lambda *t: ops.embedding(tokens, *t, position_ids=tokens + 1, scale=1.5)  # noqa: E731
     assert check(embed, (make(4, 5), make(6, 5), make(5), make(5)))
+    assert check(lambda *t: ops.add_rms_norm(*t), (make(2, 5), make(2, 5), make(5)))
+    assert check(ops.swiglu, (make(2, 5), make(2, 5))) and check(ops.geglu, (make(2, 6),))
+    table = ops.rotary_table(torch.arange(3), 4, dtype=torch.float64)
+    assert check(lambda q, k: ops.rotary(q, k, *table), (make(1, 2, 3, 5), make(1, 1, 3, 5)))
+    assert check(
+        lambda *t: ops.linear_attention(*t, causal=True, chunk=2), (make(1, 1, 3, 2),) * 2 + (make(1, 1, 3, 4),)
+    )
     keys = torch.tensor([[True, False, True], [False, False, False]])
     attend = lambda *t: ops.attention(*t, causal=True, key_padding_mask=keys, attn_bias=None, window=2)  # noqa: E731
     assert check(attend, (make(2, 2, 4, 3), make(2, 1, 3, 3), make(2, 1, 3, 3)))
@@ -134,5 +143,109 @@ def test_similarity_attention_by_hand() -> None:
     torch.testing.assert_close(gaussian[0, 0], (weights * v[:, 0]).sum() / weights.sum())
     boxcar = ops.similarity_attention(q, k, v, kernel="boxcar", width=1.5)
     assert boxcar.tolist() == [[1.5], [0.0]]
+    ends = torch.tensor([[0.2], [1.0], [-1.0], [1.0]]), torch.tensor([[120.0], [95.0], [100.0], [90.0]])
+    assert ops.similarity_attention(q[:1], *ends, kernel="boxcar").item() == 120.0  # 101.25 with the keys at 1
     with pytest.raises(ValueError, match="kernel must be"):
         ops.similarity_attention(q, k, v, kernel="cosine")
+
+
+def test_attention_with_values_of_another_width() -> None:
+    q, k, v = (torch.randn(2, heads, 5, width, dtype=torch.float64) for heads, width in ((4, 8), (2, 8), (2, 3)))
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = ops.attention(q, k, v, causal=True)
+    assert out.shape == (2, 4, 5, 3)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(ops.attention_weights(q, k, causal=True) @ v.repeat_interleave(2, dim=1), want)
+    assert ops.attention(q, k[:, :, :0], v[:, :, :0]).shape == (2, 4, 5, 3)
+
+
+def test_attention_weights_of_a_query_that_sees_nothing_are_zero() -> None:
+    q, k = torch.randn(2, 1, 1, 3, 4)
+    k[:, :, 2] = torch.nan
+    weights = ops.attention_weights(q, k, key_padding_mask=torch.tensor([[True, True, False]]), window=1)
+    assert weights.sum(-1).tolist() == [[[1.0, 1.0, 0.0]]]
+
+
+def test_rms_norm_is_that_of_pytorch() -> None:
+    x, residual, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((4, 9), (4, 9), (9,)))
+    torch.testing.assert_close(ops.rms_norm(x, weight, eps=1e-3), F.rms_norm(x, (9,), weight, 1e-3))
+    normed, total = ops.add_rms_norm(x, residual, weight, eps=1e-3)
+    torch.testing.assert_close(normed, F.rms_norm(x + residual, (9,), weight, 1e-3))
+    torch.testing.assert_close(total, x + residual)
+    assert not ops.add_rms_norm(x, residual, weight, dropout_p=1.0)[1].sub(residual).any()
+
+
+def test_gated_activations_by_hand() -> None:
+    gate, up = torch.randn(2, 3, 5, dtype=torch.float64)
+    packed = torch.cat((gate, up), dim=-1)
+    torch.testing.assert_close(ops.swiglu(gate, up), F.silu(gate) * up)
+    torch.testing.assert_close(ops.swiglu(packed), F.silu(gate) * up)
+    for approximate in ("none", "tanh"):
+        want = F.gelu(gate, approximate=approximate) * up
+        torch.testing.assert_close(ops.geglu(gate, up, approximate=approximate), want)
+        torch.testing.assert_close(ops.geglu(packed, approximate=approximate), want)
+
+
+def rotated_as_complex(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Pairs as complex numbers, multiplied by exp(i angle)."""
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
+    return turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_rotary_multiplies_complex_numbers(interleaved: bool) -> None:
+    q, k = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2))
+    angle = torch.arange(5)[:, None] * 100.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
+    cos, sin = ops.rotary_table(torch.arange(5), 6, base=100.0, dtype=torch.float64)
+    for x, turned in zip((q, k), ops.rotary(q, k, cos, sin, interleaved=interleaved), strict=True):
+        torch.testing.assert_close(turned[..., :6], rotated_as_complex(x[..., :6], angle, interleaved))
+        assert torch.equal(turned[..., 6:], x[..., 6:])
+
+
+def test_scores_of_rotated_heads_depend_on_distance_only() -> None:
+    q, k = torch.randn(2, 1, 1, 4, 8, dtype=torch.float64)
+    scores = []
+    for places in (torch.arange(4), torch.tensor([[100, 101, 102, 103]])):
+        turned = ops.rotary(q, k, *ops.rotary_table(places, 8, dtype=torch.float64))
+        scores.append(turned[0] @ turned[1].transpose(-1, -2))
+    torch.testing.assert_close(*scores)
+
+
+def test_llama_scaling_of_rotary_frequencies() -> None:
+    """Those that turn 4 times or more in 8192 tokens stay, those below 1 are divided by 8, between them it blends."""
+    position, base = torch.tensor([1]), 500_000.0
+    scaling = ops.RotaryScaling(factor=8.0, low=1.0, high=4.0, context=8192)
+    plain, scaled = (ops.rotary_table(position, 64, base=base, scaling=s, dtype=torch.float64) for s in (None, scaling))
+    before, after = (torch.atan2(sin, cos)[0] for cos, sin in (plain, scaled))
+    turns = 8192 * before / (2 * math.pi)
+    torch.testing.assert_close(after[turns >= 4], before[turns >= 4])
+    torch.testing.assert_close(after[turns <= 1], before[turns <= 1] / 8)
+    between = (turns > 1) & (turns < 4)
+    blend = ((turns - 1) / 3)[between]
+    assert between.any()
+    torch.testing.assert_close(after[between], before[between] * (blend + (1 - blend) / 8))
+
+
+def test_odd_rotary_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="width must be even and positive; got 5"):
+        ops.rotary_table(torch.arange(3), 5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("chunk", [2, 3, 64])
+def test_linear_attention_is_its_formula(causal: bool, chunk: int) -> None:
+    q, k, v = (torch.randn(2, 3, 7, width, dtype=torch.float64) for width in (4, 4, 5))
+    mask = torch.tensor([[True] * 7, [False, False, True, True, True, True, False]])
+    k[1, :, 6], v[1, :, 6] = torch.nan, torch.inf
+    weights = torch.einsum("bhid,bhjd->bhij", F.elu(q) + 1, F.elu(k) + 1)
+    weights = weights.masked_fill(~mask[:, None, None], 0.0)
+    weights = weights.tril() if causal else weights
+    sums = weights.sum(-1, keepdim=True)
+    want = weights @ v.nan_to_num(posinf=0.0) / sums.masked_fill(sums == 0, 1)
+    out = ops.linear_attention(q, k, v, causal=causal, key_padding_mask=mask, chunk=chunk)
+    torch.testing.assert_close(out, want)
+    if causal:
+        assert not out[1, :, :2].any()
+        with pytest.raises(ValueError, match="causal needs as many queries as keys; got 3 and 7"):
+            ops.linear_attention(q[:, :, :3], k, v, causal=True)

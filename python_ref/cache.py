@@ -1,0 +1,120 @@
+"""What a language model remembers of the tokens that it has read: their keys and values in every layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from python_ref.layers import Transformer
+
+
+class KVCache:
+    """Keys and values of the tokens read so far, so that a new token costs one row instead of the whole sequence.
+
+    All memory is taken when the cache is made: per layer (B, kv_heads, slots, D) and (B, kv_heads, slots, Dv), with a
+    slot for each of `length` tokens. A layer with a window needs no more slots than that and overwrites the oldest, as
+    a ring; where all layers have one and positions are rotary, there is no last token.
+
+    Attributes:
+        batch, length, dtype, device: as the cache was made.
+        tokens: how many tokens each sequence has read, padding included.
+
+    Raises:
+        ValueError: batch or length is not positive, or the model has fewer positions than `length`.
+    """
+
+    def __init__(self, model: Transformer, batch: int, length: int, dtype: torch.dtype | None = None) -> None:
+        config = model.config
+        windows = [config.window_of(layer) for layer in range(config.layers)]
+        rings = all(window is not None and window <= length for window in windows)
+        self.endless = rings and config.positions == "rotary"
+        if batch < 1 or length < 1:
+            raise ValueError(f"new_cache: batch and length must be at least 1; got {batch} and {length}")
+        if length > config.context and not self.endless:
+            raise ValueError(f"new_cache: length must be at most the model's context {config.context}; got {length}")
+        self.model, self.batch, self.length, self.windows, self.tokens = model, batch, length, windows, 0
+        self.dtype, self.device = dtype or activation_dtype(model), model.embedding.tokens.weight.device
+        self.padding: Tensor | None = None  # (B,), how many tokens of padding each sequence begins with
+        head_dim = config.width // config.heads
+        self.keys, self.values = (
+            [self._empty(config.kv_heads or config.heads, window, width) for window in windows]
+            for width in (head_dim, config.value_dim or head_dim)
+        )
+
+    def _empty(self, heads: int, window: int | None, width: int) -> Tensor:
+        slots = self.length if window is None else min(window, self.length)
+        return torch.zeros(self.batch, heads, slots, width, dtype=self.dtype, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values: 2 * layers * kv_heads * D * batch * slots * itemsize."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def reset(self) -> None:
+        """Forget all tokens and keep the memory."""
+        self.tokens, self.padding = 0, None
+
+    def begin(self, model: Transformer, tokens: Tensor, padding_mask: Tensor | None) -> None:
+        """Refuse tokens (B, L) that this cache cannot take up, before anything is computed."""
+        if model is not self.model:
+            raise ValueError("cache: it was made by another model; make one with this model's new_cache")
+        if tokens.dim() != 2 or tokens.shape[0] != self.batch:
+            raise ValueError(f"cache: tokens must have shape ({self.batch}, length); got {tuple(tokens.shape)}")
+        if self.dtype != activation_dtype(model):
+            raise TypeError(f"cache: it holds {self.dtype}; the model computes in {activation_dtype(model)}")
+        if self.device != tokens.device:
+            raise ValueError(f"cache: tokens must be on {self.device}; got {tokens.device}")
+        if self.tokens + tokens.shape[1] > self.length and not self.endless:
+            raise ValueError(
+                f"cache: {self.tokens} of its {self.length} tokens are taken; there is no room for {tokens.shape[1]}"
+            )
+        if padding_mask is None:
+            return
+        if self.tokens:
+            raise ValueError("cache: a padding_mask can only be given with a cache's first tokens")
+        count = padding_mask.sum(1)
+        left = torch.arange(tokens.shape[1], device=tokens.device) >= tokens.shape[1] - count.unsqueeze(1)
+        if not torch.equal(left, padding_mask):
+            raise ValueError("cache: padding must stand on the left, before each sequence's first real token")
+        self.padding = tokens.shape[1] - count
+
+    def position_ids(self, length: int) -> Tensor:
+        """Where the next `length` tokens stand in their sequences, int64 (B, length); padding stands at 0."""
+        places = torch.arange(self.tokens, self.tokens + length, device=self.device).expand(self.batch, length)
+        return places if self.padding is None else (places - self.padding.unsqueeze(1)).clamp(min=0)
+
+    def padding_mask(self, length: int) -> Tensor | None:
+        """Which of the tokens read, and of `length` new ones, are real, bool (B, all of them); None when all are."""
+        if self.padding is None:
+            return None
+        return torch.arange(self.tokens + length, device=self.device) >= self.padding.unsqueeze(1)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values (B, kv_heads, L, D) of new tokens; return all that those tokens may see, in order.
+
+        With a window these are the `window - 1` tokens before the first new one, and the new ones.
+        """
+        first, last = self.tokens, self.tokens + k.shape[2]
+        stored, window = (self.keys[layer], self.values[layer]), self.windows[layer]
+        if window is None:
+            for memory, new in zip(stored, (k, v), strict=True):
+                memory[:, :, first:last] = new
+            return stored[0][:, :, :last], stored[1][:, :, :last]
+        slots = stored[0].shape[2]
+        older = torch.arange(max(0, first - window + 1), first, device=self.device) % slots
+        seen = [torch.cat((memory[:, :, older], new), 2) for memory, new in zip(stored, (k, v), strict=True)]
+        recent = torch.arange(max(first, last - slots), last, device=self.device)
+        for memory, new in zip(stored, (k, v), strict=True):
+            memory[:, :, recent % slots] = new[:, :, recent - first]
+        return seen[0], seen[1]
+
+
+def activation_dtype(model: Transformer) -> torch.dtype:
+    """In what dtype a model makes its keys: that of its weights, or autocast's."""
+    weight = model.embedding.tokens.weight
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype
