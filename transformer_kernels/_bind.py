@@ -75,7 +75,7 @@ def build(name: str, backend: str | None = None, **overrides: Any) -> Transforme
     freely between backends.
 
     Args:
-        name: "char_gpt", "imdb_bert" or "gpt2".
+        name: "char_gpt", "gpt2", "imdb_bert" or "llama".
         backend: "torch", "triton", "cuda", "auto", "reference", or None to follow `set_backend`, `use_backend` and the
             environment at each call.
         overrides: fields of the preset's configuration, such as `dropout=0.0` or `vocab_size=96`.
