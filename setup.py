@@ -1,4 +1,4 @@
-"""Installs the package: with the CUDA extension when nvcc is there, with compiled dropout when a C++ compiler is.
+"""Installs the package: with the CUDA extension when nvcc is there, with the CPU kernels when a C++ compiler is.
 
 TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for (default 80;90a;80+PTX), or none
 TRANSFORMER_KERNELS_REQUIRE_CUDA 1: fail instead of installing without the extension
@@ -16,6 +16,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CUDA_KERNELS = "transformer_kernels._kernels"
+CPU_KERNELS = "transformer_kernels._cpu"
 CPU_DROPOUT = "transformer_kernels._dropout_cpu"
 HASH_FILE = "_kernels_source_hash.txt"
 
@@ -42,10 +43,23 @@ class BuildKernels(build_ext):
     """Hands the compiling to _build.py and survives its failure."""
 
     def build_extension(self, extension):
-        if extension.name == CPU_DROPOUT:
+        if extension.name == CPU_KERNELS:
+            self.build_cpu(extension)
+        elif extension.name == CPU_DROPOUT:
             self.build_cpu_dropout(extension)
         else:
             self.build_cuda(extension)
+
+    def build_cpu(self, extension):
+        target = Path(self.get_ext_fullpath(extension.name))
+        try:
+            built = build.build_cpu(Path(self.build_temp).resolve() / "cpu")
+        except build.BuildError as error:
+            extension.optional = True
+            print(f"transformer_kernels: installing without the CPU kernels: {error}", file=sys.stderr)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(built, target)
 
     def build_cpu_dropout(self, extension):
         target = Path(self.get_ext_fullpath(extension.name))
@@ -103,6 +117,6 @@ class WithExtension(Distribution):
 
 setup(
     distclass=WithExtension,
-    ext_modules=[Extension(CUDA_KERNELS, sources=[]), Extension(CPU_DROPOUT, sources=[])],
+    ext_modules=[Extension(name, sources=[]) for name in (CUDA_KERNELS, CPU_KERNELS, CPU_DROPOUT)],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -30,14 +31,15 @@ class CompilerMissing(BuildError):
 
 def source_hash(csrc: Path = CSRC, emulated: bool = False) -> str:
     """SHA-256 over the names and contents of the sources that go into a build."""
+    foreign = ("cpu",) if emulated else ("cpu", "emulation")
+    return _digest(csrc, [path for path in csrc.rglob("*") if path.relative_to(csrc).parts[0] not in foreign])
+
+
+def _digest(csrc: Path, paths: list[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(csrc.rglob("*")):
-        relative = path.relative_to(csrc).as_posix()
-        foreign = relative.startswith("cpu/") or (relative.startswith("emulation/") and not emulated)
-        if path.suffix not in SOURCE_SUFFIXES or foreign:
-            continue
+    for path in sorted(path for path in paths if path.suffix in SOURCE_SUFFIXES):
         content = path.read_bytes()
-        digest.update(f"{relative}\0{len(content)}\0".encode())
+        digest.update(f"{path.relative_to(csrc).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
 
@@ -195,6 +197,73 @@ def build_cuda(folder: Path, toolkit: Toolkit, architectures: str = DEFAULT_ARCH
     _write_if_changed(folder / "build.ninja", "\n".join(lines))
     _run_ninja(folder, _jobs())
     return target
+
+
+CPU_LEVELS = {
+    "plain": "",
+    "avx2": "-mavx2 -mfma -mf16c",
+    "avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl",
+    "avx512_bf16": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16",
+    "amx": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16",
+}
+"""The instruction sets of the CPU backend, narrowest first, with the flags of GCC and Clang."""
+
+CPU_FOLDERS = {"rows": ("plain", "avx2", "avx512"), "products": tuple(CPU_LEVELS)}
+"""For which of them the kernels of a folder of csrc/cpu are compiled; others use the next narrower one."""
+
+
+def cpu_source_hash(csrc: Path = CSRC) -> str:
+    """SHA-256 over the names and contents of the sources of the CPU backend."""
+    return _digest(csrc, [*(csrc / "cpu").rglob("*"), csrc / "registry.h"])
+
+
+def build_cpu(folder: Path, sanitizer: str = "", csrc: Path = CSRC) -> Path:
+    """Builds the kernels of the CPU backend in `folder`, once for each instruction set; returns the module's path."""
+    compiler, target = find_host_compiler(), folder / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    levels = _levels_of(compiler)
+    instrumented = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr"
+    common = f"-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi {_include_flags()}"
+    common += f" {instrumented}" if sanitizer else " -O3"
+    link = "-shared -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
+    lines = [
+        "ninja_required_version = 1.5",
+        f"rule compile\n  command = {compiler} {common} $flags -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d\n  deps = gcc",
+        f"rule link\n  command = {compiler} {link} {instrumented if sanitizer else ''} $in -o $out -lpthread",
+    ]
+    objects = []
+
+    def compiled(name: str, source: Path, flags: str) -> None:
+        objects.append(name)
+        lines.append(f"build {name}: compile {_escape(source)}\n  flags = {flags}")
+
+    for kind, wanted in CPU_FOLDERS.items():
+        usable = [level for level in wanted if level in levels]
+        has = " ".join(f"-DTK_HAS_{level.upper()}" for level in usable)
+        for source in sorted((csrc / "cpu" / kind).glob("*.cpp")):
+            for level in usable:
+                own = f"-DTK_PLAIN {has}" if level == "plain" else f"{CPU_LEVELS[level]} -fno-exceptions -fno-rtti"
+                compiled(f"{source.stem}.{level}.o", source, f"-DTK_LEVEL={level} {own}")
+    compiled("parallel.o", csrc / "cpu" / "parallel.cpp", "")
+    compiled("module.o", csrc / "cpu" / "module.cpp", f"""-DTK_SOURCE_HASH='"{cpu_source_hash(csrc)}"'""")
+    lines.append(f"build {target.name}: link {' '.join(objects)}\n")
+    _write_if_changed(folder / "build.ninja", "\n".join(lines))
+    _run_ninja(folder, _jobs())
+    return target
+
+
+def _levels_of(compiler: str) -> list[str]:
+    """The instruction sets that the compiler knows for this processor's family."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ["plain"]
+    command = [*compiler.split(), "-x", "c++", "-fsyntax-only", "/dev/null"]
+    known = (
+        level
+        for level, flags in CPU_LEVELS.items()
+        if subprocess.run([*command, *flags.split()], capture_output=True, check=False).returncode == 0
+    )
+    return list(known)
 
 
 def build_cpu_dropout(target: Path, csrc: Path = CSRC) -> None:

@@ -1,0 +1,72 @@
+#include <pthread.h>
+
+#include <cstdlib>
+#include <new>
+
+#define TK_LEVEL plain
+#include "parallel.h"
+
+// PyTorch's own OpenMP threads where it brings GNU's runtime, as its Linux wheels do: a second pool would have to share the
+// cores with the first one, whose idle threads spin. Without that runtime the calling thread does all the work.
+extern "C" {
+__attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
+__attribute__((weak)) int omp_get_thread_num();
+__attribute__((weak)) int omp_get_num_threads();
+__attribute__((weak)) int omp_get_max_threads();
+}
+
+namespace transformer_kernels {
+namespace {
+
+bool forked = false;
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+struct Region {
+  int64_t tasks;
+  void (*run)(void*, int64_t, int64_t);
+  void* data;
+};
+
+void run_share(void* region) {
+  const Region& r = *static_cast<Region*>(region);
+  const int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
+  const int64_t begin = r.tasks * thread / count, end = r.tasks * (thread + 1) / count;
+  if (begin < end) r.run(r.data, begin, end);
+}
+
+struct Scratch {
+  void* memory[SCRATCH_SLOTS] = {};
+  size_t bytes[SCRATCH_SLOTS] = {};
+  ~Scratch() {
+    for (void* each : memory) std::free(each);
+  }
+};
+
+}  // namespace
+
+int64_t thread_count() {
+  const bool together = !forked && GOMP_parallel && omp_get_thread_num && omp_get_num_threads && omp_get_max_threads;
+  return together ? omp_get_max_threads() : 1;
+}
+
+void run_parallel(int64_t tasks, int64_t threads, void (*run)(void*, int64_t, int64_t), void* data) {
+  const int64_t available = thread_count(), wanted = threads < available ? threads : available;
+  if (wanted < 2) return run(data, 0, tasks);
+  Region region{tasks, run, data};
+  GOMP_parallel(run_share, &region, static_cast<unsigned>(wanted), 0);
+}
+
+void* scratch_bytes(int slot, size_t bytes) {
+  constexpr size_t ALIGNMENT = 64;
+  thread_local Scratch kept;
+  if (bytes > kept.bytes[slot]) {
+    const size_t rounded = (bytes + bytes / 4 + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    std::free(kept.memory[slot]);
+    kept.memory[slot] = nullptr, kept.bytes[slot] = 0;
+    if (posix_memalign(&kept.memory[slot], ALIGNMENT, rounded)) throw std::bad_alloc();
+    kept.bytes[slot] = rounded;
+  }
+  return kept.memory[slot];
+}
+
+}  // namespace transformer_kernels

@@ -1,0 +1,245 @@
+// Vectors of floats as wide as the level's registers. Arithmetic and comparisons are the compiler's vector operators
+// (`a * b`, `a > b ? a : b`); here is what they lack. Contraction is off: a product is fused with a sum only by fma().
+//
+// 16-bit elements are widened as they are loaded and rounded to nearest, ties to even, as they are stored.
+#pragma once
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace transformer_kernels {
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+}  // namespace transformer_kernels
+
+namespace transformer_kernels::TK_LEVEL {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint64_t Lanes __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+
+// How many lanes of a vector exist in memory: all, or the first `count` at the end of a row.
+struct Whole {
+  static constexpr int count = WIDTH;
+};
+struct Part {
+  int count;
+};
+
+template <class To, class From> TK_INLINE To bits_of(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+TK_INLINE Floats splat(float x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_set1_ps(x);
+#else
+  Floats all;
+  for (int i = 0; i < WIDTH; ++i) all[i] = x;
+  return all;
+#endif
+}
+
+// a * b + c, rounded once where the processor can.
+TK_INLINE Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  Floats sum;
+  for (int i = 0; i < WIDTH; ++i) sum[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return sum;
+#else
+  return a * b + c;
+#endif
+}
+
+// The second where the first is NaN.
+TK_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+TK_INLINE Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+
+// 1 / x to about 1 ulp, for normal x whose reciprocal is normal.
+TK_INLINE Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+  const Floats guess = (Floats)_mm512_rcp14_ps((__m512)x);
+  return fma(guess, fma(-x, guess, splat(1.f)), guess);
+#else
+  return splat(1.f) / x;
+#endif
+}
+
+// ---- Sums over the lanes of a vector, in pairs ----
+
+template <class F> TK_INLINE float folded(Floats x, const F& f) {
+  for (int half = WIDTH / 2; half; half /= 2) {
+    Floats other = x;
+    for (int i = 0; i < half; ++i) other[i] = x[i + half];
+    x = f(x, other);
+  }
+  return x[0];
+}
+
+TK_INLINE float sum(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  return folded(x, [](Floats a, Floats b) TK_LAMBDA { return a + b; });
+#endif
+}
+
+TK_INLINE float largest(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  return folded(x, [](Floats a, Floats b) TK_LAMBDA { return maximum(a, b); });
+#endif
+}
+
+// ---- Memory ----
+
+TK_INLINE Floats widened(Halves bits, Bfloat16) { return (Floats)(__builtin_convertvector(bits, Words) << 16); }
+
+TK_INLINE Halves rounded(Floats x, Bfloat16) {
+#if defined(__AVX512BF16__)
+  return bits_of<Halves>(_mm512_cvtneps_pbh((__m512)x));
+#else
+  const Words bits = (Words)x;
+  const Words nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return __builtin_convertvector(x == x ? nearest : (bits >> 16) | 0x40u, Halves);
+#endif
+}
+
+TK_INLINE Floats widened(Halves bits, Half) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtph_ps((__m128i)bits);
+#else
+  const Words wide = __builtin_convertvector(bits, Words), magnitude = (wide & 0x7FFFu) << 13;
+  const Words special = (wide & 0x7C00u) == 0x7C00u ? magnitude | 0x7F800000u : (Words)((Floats)magnitude * 0x1p112f);
+  return (Floats)(special | (wide & 0x8000u) << 16);
+#endif
+}
+
+TK_INLINE Halves rounded(Floats x, Half) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+  return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const Words sign = (Words)x & 0x80000000u, magnitude = (Words)x ^ sign;
+  // Below 2^-14 the unit is 2^-24, which is that of a float in [0.5, 1).
+  const Words small = (Words)((Floats)magnitude + 0.5f) - 0x3F000000u;
+  const Words normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  const Words large = magnitude > 0x7F800000u ? (magnitude >> 13 & 0x3FFu) | 0x7E00u : Words{} + 0x7C00u;
+  const Words chosen = magnitude < 0x38800000u ? small : magnitude >= 0x477FF000u ? large : normal;
+  return __builtin_convertvector(chosen | sign >> 16, Halves);
+#endif
+}
+
+TK_INLINE Floats load(const float* from) {
+  Floats x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+template <class T> TK_INLINE Floats load(const T* from) {
+  Halves bits;
+  memcpy(&bits, from, sizeof bits);
+  return widened(bits, T{});
+}
+TK_INLINE void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
+template <class T> TK_INLINE void store(T* to, Floats x) {
+  const Halves bits = rounded(x, T{});
+  memcpy(to, &bits, sizeof bits);
+}
+
+#if defined(__AVX512F__)
+TK_INLINE __mmask16 first_lanes(int count) { return static_cast<__mmask16>((1u << count) - 1u); }
+#endif
+
+template <class T> TK_INLINE Floats load(const T* from, Whole, float = 0.f) { return load(from); }
+template <class T> TK_INLINE void store(T* to, Floats x, Whole) { store(to, x); }
+
+// The lanes that do not exist are `fill`, and their memory is not touched.
+template <class T> TK_INLINE Floats load(const T* from, Part part, float fill = 0.f) {
+#if defined(__AVX512F__)
+  const __mmask16 lanes = first_lanes(part.count);
+  if constexpr (sizeof(T) == 4) return (Floats)_mm512_mask_loadu_ps(_mm512_set1_ps(fill), lanes, from);
+  else return (Floats)_mm512_mask_mov_ps(_mm512_set1_ps(fill), lanes, (__m512)widened((Halves)_mm256_maskz_loadu_epi16(lanes, from), T{}));
+#else
+  T edge[WIDTH] = {};
+  for (int i = 0; i < part.count; ++i) edge[i] = from[i];
+  Floats x = load(edge);
+  for (int i = part.count; i < WIDTH; ++i) x[i] = fill;
+  return x;
+#endif
+}
+
+template <class T> TK_INLINE void store(T* to, Floats x, Part part) {
+#if defined(__AVX512F__)
+  const __mmask16 lanes = first_lanes(part.count);
+  if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(to, lanes, (__m512)x);
+  else _mm256_mask_storeu_epi16(to, lanes, (__m256i)rounded(x, T{}));
+#else
+  T edge[WIDTH];
+  store(edge, x);
+  for (int i = 0; i < part.count; ++i) to[i] = edge[i];
+#endif
+}
+
+// One element as a float.
+TK_INLINE float element(float x) { return x; }
+template <class T> TK_INLINE float element(T x) { return load(&x, Part{1})[0]; }
+
+// ---- Masks of one bit a lane ----
+
+// x in the lanes whose bit is set, 0 in the others.
+TK_INLINE Floats kept(uint32_t bits, Floats x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), (__m512)x);
+#else
+  Words lanes;
+  for (int i = 0; i < WIDTH; ++i) lanes[i] = 1u << i;
+  return (Floats)((Words)((lanes & bits) != 0u) & (Words)x);
+#endif
+}
+
+// Calls f(column, lanes, u) for the vectors of a row, u = 0 ... 3 in turn, so that f can keep four independent sums.
+template <class F> TK_INLINE void over_columns(int64_t columns, const F& f) {
+  int64_t j = 0;
+  for (; j + 4 * WIDTH <= columns; j += 4 * WIDTH) {
+    f(j, Whole{}, 0);
+    f(j + WIDTH, Whole{}, 1);
+    f(j + 2 * WIDTH, Whole{}, 2);
+    f(j + 3 * WIDTH, Whole{}, 3);
+  }
+  for (; j + WIDTH <= columns; j += WIDTH) f(j, Whole{}, 0);
+  if (j < columns) f(j, Part{static_cast<int>(columns - j)}, 0);
+}
+
+TK_INLINE float sum(const Floats (&x)[4]) { return sum((x[0] + x[1]) + (x[2] + x[3])); }
+TK_INLINE float largest(const Floats (&x)[4]) {
+  return largest(maximum(maximum(x[0], x[1]), maximum(x[2], x[3])));
+}
+
+}  // namespace transformer_kernels::TK_LEVEL

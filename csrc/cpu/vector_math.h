@@ -1,0 +1,57 @@
+// exp and the normal distribution's tail, in vectors. tests/test_cpu.py holds their bounds over every float32.
+#pragma once
+#include "kernel.h"
+
+namespace transformer_kernels::TK_LEVEL {
+
+// 2^n x for an integer n in [-151, 128] and x in [0.5, 2], rounded once where the result is denormal.
+TK_INLINE Floats scaled_by_power(Floats x, Floats n, Ints whole) {
+#if defined(__AVX512F__)
+  (void)whole;
+  return (Floats)_mm512_scalef_ps((__m512)x, (__m512)n);
+#else
+  (void)n;
+  const Ints half = whole >> 1;
+  return x * (Floats)((half + 127) << 23) * (Floats)((whole - half + 127) << 23);
+#endif
+}
+
+// e^x: 0 below -104, inf above 88.8, NaN of NaN.
+TK_INLINE Floats exponential(Floats x) {
+  constexpr float LOG2_E = 1.44269504f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
+  constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: the sum's last bit is 1
+  x = x > 89.f ? splat(89.f) : x;
+  x = x < -104.5f ? splat(-104.5f) : x;
+  const Floats shifted = fma(x, splat(LOG2_E), splat(ROUND)), n = shifted - ROUND;
+  const Floats r = fma(n, splat(-LN2_LOW), fma(n, splat(-LN2_HIGH), x));
+  Floats p = splat(0x1.6a1a6ep-10f);  // minimax for |r| <= ln(2) / 2: 3.3e-9 of e^r
+  p = fma(p, r, splat(0x1.123fc6p-7f));
+  p = fma(p, r, splat(0x1.555916p-5f));
+  p = fma(p, r, splat(0x1.55548ap-3f));
+  p = fma(p, r, splat(0x1.fffffcp-2f));
+  p = fma(p * r, r, r) + 1.f;
+  return scaled_by_power(p, n, (Ints)shifted - 0x4B400000);
+}
+
+// The standard normal distribution at x: its cumulative function, to a relative error in both tails, and its density.
+struct Normal {
+  Floats cumulative, density;
+};
+
+TK_INLINE Normal normal(Floats x) {
+  const Floats z = x < 0.f ? -x : x, e = exponential(x * x * -0.5f);
+  const Floats t = reciprocal(fma(z, splat(0.3f), splat(1.f)));
+  Floats p = splat(0.03840757f);  // minimax of (1 - Phi(z)) / e over 0 <= z <= 14.5: 5.8e-8 of it
+  p = fma(p, t, splat(-0.1693083f));
+  p = fma(p, t, splat(0.22895342f));
+  p = fma(p, t, splat(-0.076841444f));
+  p = fma(p, t, splat(0.14276643f));
+  p = fma(p, t, splat(0.094585404f));
+  p = fma(p, t, splat(0.12194537f));
+  p = fma(p, t, splat(0.11948419f));
+  p = fma(p, t, splat(7.373145e-06f));
+  const Floats tail = p * e;
+  return {x < 0.f ? tail : 1.f - tail, e * 0.39894228f};
+}
+
+}  // namespace transformer_kernels::TK_LEVEL
