@@ -218,39 +218,49 @@ def cpu_source_hash(csrc: Path = CSRC) -> str:
 
 
 def build_cpu(folder: Path, sanitizer: str = "", csrc: Path = CSRC) -> Path:
-    """Builds the kernels of the CPU backend in `folder`, once for each instruction set; returns the module's path."""
-    compiler, target = find_host_compiler(), folder / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
+    """Builds the kernels of the CPU backend in `folder`, with sanitizer="address" instrumented; returns the module."""
+    target = folder / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
     folder.mkdir(parents=True, exist_ok=True)
-    levels = _levels_of(compiler)
-    instrumented = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr"
-    common = f"-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi {_include_flags()}"
-    common += f" {instrumented}" if sanitizer else " -O3"
-    link = "-shared -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
-    lines = [
-        "ninja_required_version = 1.5",
-        f"rule compile\n  command = {compiler} {common} $flags -MD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d\n  deps = gcc",
-        f"rule link\n  command = {compiler} {link} {instrumented if sanitizer else ''} $in -o $out -lpthread",
-    ]
-    objects = []
-
-    def compiled(name: str, source: Path, flags: str) -> None:
-        objects.append(name)
-        lines.append(f"build {name}: compile {_escape(source)}\n  flags = {flags}")
-
-    for kind, wanted in CPU_FOLDERS.items():
-        usable = [level for level in wanted if level in levels]
-        has = " ".join(f"-DTK_HAS_{level.upper()}" for level in usable)
-        for source in sorted((csrc / "cpu" / kind).glob("*.cpp")):
-            for level in usable:
-                own = f"-DTK_PLAIN {has}" if level == "plain" else f"{CPU_LEVELS[level]} -fno-exceptions -fno-rtti"
-                compiled(f"{source.stem}.{level}.o", source, f"-DTK_LEVEL={level} {own}")
-    compiled("parallel.o", csrc / "cpu" / "parallel.cpp", "")
-    compiled("module.o", csrc / "cpu" / "module.cpp", f"""-DTK_SOURCE_HASH='"{cpu_source_hash(csrc)}"'""")
-    lines.append(f"build {target.name}: link {' '.join(objects)}\n")
-    _write_if_changed(folder / "build.ninja", "\n".join(lines))
+    _write_if_changed(folder / "build.ninja", _cpu_ninja(csrc, find_host_compiler(), target.name, sanitizer))
     _run_ninja(folder, _jobs())
     return target
+
+
+def _cpu_ninja(csrc: Path, compiler: str, target: str, sanitizer: str) -> str:
+    flags = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi"
+    instrumented = (
+        "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr" if sanitizer else ""
+    )
+    optimised = f"-O1 -g {instrumented}" if sanitizer else "-O3"
+    shared = "-shared -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
+    lines = [
+        "ninja_required_version = 1.5",
+        f"rule compile\n  command = {compiler} {flags} {optimised} {_include_flags()} $flags"
+        " -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d\n  deps = gcc",
+        f"rule link\n  command = {compiler} {shared} {instrumented} $in -o $out -lpthread",
+    ]
+    objects = {
+        "parallel.o": (csrc / "cpu" / "parallel.cpp", ""),
+        "module.o": (csrc / "cpu" / "module.cpp", f"""-DTK_SOURCE_HASH='"{cpu_source_hash(csrc)}"'"""),
+        **_cpu_kernels(csrc, _levels_of(compiler)),
+    }
+    for name, (source, own_flags) in objects.items():
+        lines.append(f"build {name}: compile {_escape(source)}\n  flags = {own_flags}")
+    return "\n".join([*lines, f"build {target}: link {' '.join(objects)}\n"])
+
+
+def _cpu_kernels(csrc: Path, known: list[str]) -> dict[str, tuple[Path, str]]:
+    """Each object file of a kernel, with its source and the flags of its instruction set."""
+    objects = {}
+    for folder, wanted in CPU_FOLDERS.items():
+        levels = [level for level in wanted if level in known]
+        plain = "-DTK_PLAIN " + " ".join(f"-DTK_HAS_{level.upper()}" for level in levels)
+        for source in sorted((csrc / "cpu" / folder).glob("*.cpp")):
+            for level in levels:
+                own = plain if level == "plain" else f"{CPU_LEVELS[level]} -fno-exceptions -fno-rtti"
+                objects[f"{source.stem}.{level}.o"] = (source, f"-DTK_LEVEL={level} {own}")
+    return objects
 
 
 def _levels_of(compiler: str) -> list[str]:

@@ -76,11 +76,10 @@ def _load() -> Any:
             f"the CPU kernels do not load ({error}): they are broken or were built for another Python; {remedy}"
         ) from error
     if (_build.CSRC / "cpu").is_dir() and module.source_hash != (expected := _build.cpu_source_hash()):
-        cause = ImportError(
-            f"{module.__file__}: built from sources {module.source_hash[:16]}, expected {expected[:16]}"
-        )
+        found, expected = module.source_hash[:16], expected[:16]
+        cause = ImportError(f"{module.__file__}: built from sources {found}, expected {expected}")
         raise BackendUnavailable(
-            f"the CPU kernels were built from other sources ({module.source_hash[:16]}, expected {expected[:16]}): {remedy}"
+            f"the CPU kernels were built from other sources ({found}, expected {expected}): {remedy}"
         ) from cause
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
