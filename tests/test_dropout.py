@@ -35,7 +35,7 @@ SHAPES = [(1, 1, 1), (2, 3, 5), (7, 64), (3, 5, 130), (2, 2, 33, 31), (1, 1, 257
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize(("first_head", "first"), [(0, 0), (3, 0), (0, 1), (0, 6), (2, 35), (0, 64)])
+@pytest.mark.parametrize(("first_head", "first"), [(0, 0), (3, 0), (0, 1), (0, 12), (2, 39), (0, 64)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_drops_what_the_reference_drops(
     route: str, shape: tuple[int, ...], first_head: int, first: int, dtype: torch.dtype
@@ -48,13 +48,13 @@ def test_drops_what_the_reference_drops(
         torch.testing.assert_close(got.double(), want, atol=2 * unit, rtol=2 * unit)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.999999, 1.0])
+@pytest.mark.parametrize("p", [0.0, 2**-17, 0.1, 0.999999, 1.0])
 def test_extreme_probabilities(route: str, p: float) -> None:
     x = torch.randn(3, 200)
     kept = _dropout.drop(x, SEED.clone(), p)
     assert torch.equal(kept, expected(x, p, 1.0, None, 0, 0).float())
-    assert p != 0.0 or torch.equal(kept, x)
-    assert p != 1.0 or not kept.any()
+    assert p not in (0.0, 2**-17) or torch.equal(kept, x)
+    assert p not in (0.999999, 1.0) or not kept.any()
 
 
 def test_nothing_of_a_dropped_element_remains(route: str) -> None:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
+ROUNDS = 7
 WORD = 0xFFFFFFFF
 
 GROUPS_AT_ONCE = 1 << 17  # enough for all cores to share an operation, and few enough to stay in the cache
@@ -41,9 +41,15 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(0, 2**63 - 1, (1,), device=device, dtype=torch.int64)
 
 
+def keep_threshold(p: float) -> int:
+    """The least 16 bits that keep an element."""
+    return round(p * 2**16)
+
+
 def keep_scale(p: float) -> float:
-    """What a kept element is multiplied by."""
-    return 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    """What a kept element is multiplied by: one over the share that is kept on average; 0 where all are dropped."""
+    kept = 1.0 - keep_threshold(p) / 2**16
+    return 1.0 / kept if kept > 0.0 else 0.0
 
 
 def drop(
@@ -59,12 +65,12 @@ def drop(
 ) -> Tensor:
     """(x * scale where an element is kept, else 0) + residual, for a contiguous x (..., rows, columns).
 
-    The counter of an element is (column // 4, row, head, 0). Heads, the leading axes together, are counted from
+    The counter of an element is (column // 8, row, head, 0). Heads, the leading axes together, are counted from
     `first_head`, rows and columns from `first`: those of one sequence among packed ones.
     """
     *heads, rows, columns = x.shape
     place = (first_head, math.prod(heads), rows, columns, first)
-    if compiled is not None and x.device.type == "cpu" and x.dtype in COMPILED_DTYPES and p < 1.0:
+    if compiled is not None and x.device.type == "cpu" and x.dtype in COMPILED_DTYPES:
         return _drop_compiled(x, seed, p, scale, residual, place, x if in_place else torch.empty_like(x))
     mask = _dropped(seed, p, place).view(x.shape)
     kept = x.masked_fill_(mask, 0.0) if in_place else x.masked_fill(mask, 0.0)
@@ -83,7 +89,7 @@ def _drop_compiled(
         out.data_ptr(),
         x.dtype is torch.bfloat16,
         int(seed),
-        round(p * 2**24) << 8,
+        keep_threshold(p),
         scale,
         first_head,
         heads,
@@ -106,14 +112,13 @@ def _dropped(seed: Tensor, p: float, place: Place) -> Tensor:
 def _draw(seed: Tensor, p: float, place: Place) -> Tensor:
     """The mask, made in chunks of whole rows that stay in the cache."""
     first_head, heads, rows, columns, first = place
-    skipped = first % 4  # columns of the first group of four
-    groups = -(-(skipped + columns) // 4)
+    skipped = first % 8  # columns of the first group of eight
+    groups = -(-(skipped + columns) // 8)
     total = heads * rows
-    mask = torch.empty(total, groups * 4, dtype=torch.bool, device=seed.device)
-    group = torch.arange(groups, device=seed.device) + first // 4
+    mask = torch.empty(total, groups * 8, dtype=torch.bool, device=seed.device)
+    group = torch.arange(groups, device=seed.device) + first // 8
     keys = _key_schedule(seed)
     at_once = max(1, GROUPS_AT_ONCE // max(groups, 1)) if seed.device.type == "cpu" else total
-    threshold = round(p * 2**24) << 8  # (word >> 8) < t is word < t * 2^8
     for start in range(0, total, max(at_once, 1)):
         index = torch.arange(start, min(start + at_once, total), device=seed.device)
         head = torch.div(index, max(rows, 1), rounding_mode="floor")
@@ -122,10 +127,10 @@ def _draw(seed: Tensor, p: float, place: Place) -> Tensor:
             group,
             (index - head * rows + first)[:, None],
             (head + first_head)[:, None],
-            threshold,
+            keep_threshold(p),
             mask[start : start + len(index)],
         )
-    return mask.view(heads, rows, groups * 4)[..., skipped : skipped + columns]
+    return mask.view(heads, rows, groups * 8)[..., skipped : skipped + columns]
 
 
 def _key_schedule(seed: Tensor) -> list[tuple[int, int]] | list[tuple[Tensor, Tensor]]:
@@ -135,7 +140,7 @@ def _key_schedule(seed: Tensor) -> list[tuple[int, int]] | list[tuple[Tensor, Te
 
 
 def _philox_below(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, threshold: int, out: Tensor) -> None:
-    """out[..., 4 g + w] = (word w of counter (g, row, head, 0)) < threshold.
+    """out[..., 8 g + i] = (16 bits i of counter (g, row, head, 0)) < threshold.
 
     Early rounds depend on one or two of the three coordinates only and stay small by broadcasting. Words are masked to
     32 bits just before they are multiplied; the high bits that an xor carries along until then do no harm.
@@ -146,9 +151,10 @@ def _philox_below(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, threshold: int
         c0 = _mixed(product1 >> 32, c1, key0)
         c2 = _mixed(product0 >> 32, c3, key1)
         c1, c3 = product1, product0
-    words = out.view(*out.shape[:-1], -1, 4)
-    for i, word in enumerate((c0, c1 & WORD, c2, c3 & WORD)):
-        torch.lt(torch.as_tensor(word), threshold, out=words[..., i])
+    halves = out.view(*out.shape[:-1], -1, 8)
+    for i, word in enumerate((c0, c1, c2, c3)):
+        torch.lt(torch.as_tensor(word & 0xFFFF), threshold, out=halves[..., 2 * i])
+        torch.lt(torch.as_tensor(word >> 16 & 0xFFFF), threshold, out=halves[..., 2 * i + 1])
 
 
 def _mixed(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:

@@ -31,7 +31,7 @@ __attribute__((weak)) int omp_get_num_threads();
 
 namespace {
 
-constexpr int PHILOX_ROUNDS = 10;
+constexpr int PHILOX_ROUNDS = 7;
 constexpr uint32_t PHILOX_MULTIPLIER0 = 0xD2511F53u, PHILOX_MULTIPLIER1 = 0xCD9E8D57u;
 constexpr uint32_t PHILOX_WEYL0 = 0x9E3779B9u, PHILOX_WEYL1 = 0xBB67AE85u;
 constexpr int64_t ELEMENTS_PER_THREAD = 1 << 15;  // fewer are not worth waking another thread
@@ -42,7 +42,7 @@ struct Bfloat16 {
 
 struct Dropout {
   uint64_t seed;
-  uint32_t threshold;  // words below it are dropped
+  uint32_t threshold;  // 16 bits below it are dropped
   float scale;
 };
 

@@ -4,7 +4,7 @@
 constexpr int GROUPS = TK_BYTES / 8;     // philox counters in a register, one in each lane of 64 bits
 constexpr int WIDTH = TK_BYTES / 4;      // elements in a register
 constexpr int BLOCKS = 2;                // registers of counters that go through the rounds together: a product is slow
-constexpr int PARTS = 2 * BLOCKS;        // registers of elements that they serve
+constexpr int PARTS = 4 * BLOCKS;        // registers of elements that they serve
 constexpr int ELEMENTS = PARTS * WIDTH;
 
 typedef uint64_t Lanes __attribute__((vector_size(TK_BYTES)));
@@ -36,9 +36,16 @@ inline Lanes interleaved(Lanes a, Lanes b, int half) {
 #endif
 }
 
-// The words of ELEMENTS elements after the first one of a group. High halves of lanes collect rubbish, which neither the
+inline Words widened(const uint16_t* from) {
+  Halves bits;
+  memcpy(&bits, from, sizeof bits);
+  return __builtin_convertvector(bits, Words);
+}
+
+// The 16 bits of each of ELEMENTS elements after the first one of a group: the words in turn, each its lower half first, as
+// they lie in memory on processors that store low bytes first. High halves of lanes collect rubbish, which neither the
 // products nor the last shifts read.
-inline void draw(uint64_t seed, uint32_t group, uint32_t row, uint32_t head, Words words[PARTS]) {
+inline void draw(uint64_t seed, uint32_t group, uint32_t row, uint32_t head, uint16_t bits[ELEMENTS]) {
   Lanes c0[BLOCKS], c1[BLOCKS], c2[BLOCKS], c3[BLOCKS];
   for (int b = 0; b < BLOCKS; ++b) {
     for (int i = 0; i < GROUPS; ++i) c0[b][i] = group + static_cast<uint32_t>(b * GROUPS + i);
@@ -60,7 +67,10 @@ inline void draw(uint64_t seed, uint32_t group, uint32_t row, uint32_t head, Wor
   }
   for (int b = 0; b < BLOCKS; ++b) {
     const Lanes first = (c0[b] & 0xFFFFFFFFu) | c1[b] << 32, second = (c2[b] & 0xFFFFFFFFu) | c3[b] << 32;
-    for (int half = 0; half < 2; ++half) words[2 * b + half] = (Words)interleaved(first, second, half);
+    for (int half = 0; half < 2; ++half) {
+      const Lanes words = interleaved(first, second, half);
+      memcpy(bits + (2 * b + half) * 2 * WIDTH, &words, sizeof words);
+    }
   }
 }
 
@@ -72,11 +82,7 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
 
-inline Floats load(const Bfloat16* from) {
-  Halves bits;
-  memcpy(&bits, from, sizeof bits);
-  return (Floats)(__builtin_convertvector(bits, Words) << 16);
-}
+inline Floats load(const Bfloat16* from) { return (Floats)(widened(&from->bits) << 16); }
 
 // Rounds to the nearest, ties to even; a NaN stays one.
 inline void store(Bfloat16* to, Floats values) {
@@ -92,20 +98,20 @@ template <typename Element>
 void row(const Dropout& dropout, uint32_t head, uint32_t row, int64_t first, int64_t columns, const Element* x,
          const Element* residual, Element* out) {
   const Floats zero{};
-  for (int64_t done = -(first % 4); done < columns; done += ELEMENTS) {
-    Words words[PARTS];
-    draw(dropout.seed, static_cast<uint32_t>((first + done) / 4), row, head, words);
+  for (int64_t done = -(first % 8); done < columns; done += ELEMENTS) {
+    uint16_t bits[ELEMENTS];
+    draw(dropout.seed, static_cast<uint32_t>((first + done) / 8), row, head, bits);
     for (int part = 0; part < PARTS; ++part) {
       const int64_t from = done + WIDTH * part, begin = from < 0 ? 0 : from;
       const int64_t end = from + WIDTH < columns ? from + WIDTH : columns;
       if (end - begin == WIDTH) {
-        const Floats kept = words[part] >= dropout.threshold ? load(x + from) * dropout.scale : zero;
+        const Floats kept = widened(bits + WIDTH * part) >= dropout.threshold ? load(x + from) * dropout.scale : zero;
         store(out + from, residual ? kept + load(residual + from) : kept);
       } else if (begin < end) {
         Element edge[WIDTH] = {}, added[WIDTH] = {};
         for (int64_t i = begin; i < end; ++i) edge[i - from] = x[i];
         for (int64_t i = begin; residual && i < end; ++i) added[i - from] = residual[i];
-        const Floats kept = words[part] >= dropout.threshold ? load(edge) * dropout.scale : zero;
+        const Floats kept = widened(bits + WIDTH * part) >= dropout.threshold ? load(edge) * dropout.scale : zero;
         store(edge, kept + load(added));
         for (int64_t i = begin; i < end; ++i) out[i] = edge[i - from];
       }

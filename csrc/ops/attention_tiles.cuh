@@ -439,57 +439,43 @@ TK_DEVICE void add_bias_transposed(float (&scores)[TILES][4], const Arguments& a
           bias_at<T>(arguments, batch, head, first_query + 8 * n + 2 * t + e % 2, first_key + g + 8 * (e / 2));
 }
 
-// Which elements of a fragment of queries (rows) and keys (columns from first_key on) survive: bit 4 * n + e. One
-// philox draw serves four neighbouring keys of a query, which lie in two lanes: the even lane draws for row g, the odd
-// one for row g + 8, and they exchange the half that the other needs.
-template <int KEYS>
-TK_DEVICE uint32_t kept_query_rows(const Arguments& arguments, int head, int first_query, int first_key) {
-  static_assert(KEYS <= 64, "one bit per element");
-  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4, odd = t % 2;
-  uint32_t kept = 0;
-#pragma unroll
-  for (int n = 0; n < KEYS / 8; ++n) {
-    const uint32_t column = (first_key + 8 * n) / 4 + t / 2, row = first_query + g + 8 * odd;
-    const PhiloxWords words = arguments.dropout.words(column, row, head);
-    const uint32_t x = __shfl_xor_sync(ALL_LANES, odd ? words.word[0] : words.word[2], 1);
-    const uint32_t y = __shfl_xor_sync(ALL_LANES, odd ? words.word[1] : words.word[3], 1);
-    const uint32_t drawn[4] = {odd ? x : words.word[0], odd ? y : words.word[1], odd ? words.word[2] : x,
-                               odd ? words.word[3] : y};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) kept |= static_cast<uint32_t>(arguments.dropout.keeps(drawn[e])) << (4 * n + e);
-  }
-  return kept;
+// One step of transposing bits over lanes: with the lane `distance` away, whose bit of that weight differs, bits at `upper`
+// of the lower lane change places with bits `shift` below them of the upper lane.
+TK_DEVICE uint32_t exchange_bits(uint32_t bits, uint32_t upper, int shift, int distance) {
+  const uint32_t other = __shfl_xor_sync(ALL_LANES, bits, distance);
+  return threadIdx.x & distance ? (bits & upper) | (other & upper) >> shift
+                                : (bits & ~upper) | (other & ~upper) << shift;
 }
 
-// The same for a fragment of keys (rows) and queries (columns). The four keys of a draw lie in lanes 4 apart, so four
-// lanes draw for one element each of their common four and transpose the words among them.
-template <int QUERIES>
-TK_DEVICE uint32_t kept_key_rows(const Arguments& arguments, int head, int first_query, int first_key) {
-  static_assert(QUERIES <= 64, "one bit per element");
-  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4, mine = g % 4;
+// Which elements of a fragment of queries (rows) and keys (columns from first_key on) survive: bit 4 * n + e. One
+// philox draw serves eight neighbouring keys of a query, which lie two by two in the four lanes of a quad. So each of
+// them draws for one of the four rows of eight keys that make 16 keys of the fragment, and they transpose pairs of bits.
+template <int KEYS>
+TK_DEVICE uint32_t kept_query_rows(const Arguments& arguments, int head, int first_query, int first_key) {
+  static_assert(KEYS % 16 == 0 && KEYS <= 64, "one bit per element, eight by each draw");
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
   uint32_t kept = 0;
 #pragma unroll
-  for (int n = 0; n < QUERIES / 8; ++n) {
-    const uint32_t column = (first_key + 8 * (mine / 2)) / 4 + g / 4, row = first_query + 8 * n + 2 * t + mine % 2;
-    PhiloxWords words = arguments.dropout.words(column, row, head);
+  for (int pair = 0; pair < KEYS / 16; ++pair)
+    kept |= arguments.dropout.kept(first_key / 8 + 2 * pair + t / 2, first_query + g + 8 * (t % 2), head) << 8 * pair;
+  kept = exchange_bits(kept, 0xccccccccu, 2, 1);
+  return exchange_bits(kept, 0xf0f0f0f0u, 4, 2);
+}
+
+// The same for a fragment of keys (rows) and queries (columns). The eight keys of a draw lie in the eight lanes of equal t,
+// which hold eight draws' elements in 16 queries.
+template <int QUERIES>
+TK_DEVICE uint32_t kept_key_rows(const Arguments& arguments, int head, int first_query, int first_key) {
+  static_assert(QUERIES % 16 == 0 && QUERIES <= 64, "one bit per element, eight by each draw");
+  const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+  const int group = first_key / 8 + g / 2 % 2, query = first_query + 8 * (g / 4) + 2 * t + g % 2;
+  uint32_t kept = 0;
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) {  // transpose 2 x 2 blocks of lanes and words, then blocks of blocks
-      const bool upper = mine & step;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & step) continue;
-        const uint32_t received = __shfl_xor_sync(ALL_LANES, upper ? words.word[i] : words.word[i + step], 4 * step);
-        if (upper) {
-          words.word[i] = received;
-        } else {
-          words.word[i + step] = received;
-        }
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) kept |= static_cast<uint32_t>(arguments.dropout.keeps(words.word[e])) << (4 * n + e);
-  }
-  return kept;
+  for (int pair = 0; pair < QUERIES / 16; ++pair)
+    kept |= arguments.dropout.kept(group, query + 16 * pair, head) << 8 * pair;
+  kept = exchange_bits(kept, 0xaaaaaaaau, 1, 4);
+  kept = exchange_bits(kept, 0xccccccccu, 2, 8);
+  return exchange_bits(kept, 0xf0f0f0f0u, 4, 16);
 }
 
 }  // namespace transformer_kernels::attention

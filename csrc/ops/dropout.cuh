@@ -5,23 +5,23 @@
 
 namespace transformer_kernels {
 
-// Which elements of a vector at (row, column) are kept, as factors: 0 or 1 / (1 - p).
+// Which elements of a vector at (row, column) are kept, as factors: 0 or keep_scale.
 template <int V> TK_DEVICE Vector<float, V> keep_factors(const Dropout& dropout, int64_t row, int column) {
   Vector<float, V> factors;
   const uint32_t low = static_cast<uint32_t>(row), high = static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32);
-  if constexpr (V % 4 == 0) {
+  const uint32_t first_group = static_cast<uint32_t>(column) / 8;
+  if constexpr (V % 8 == 0) {
 #pragma unroll
-    for (int group = 0; group < V / 4; ++group) {
-      const PhiloxWords words = dropout.words(static_cast<uint32_t>(column) / 4 + group, low, high);
+    for (int group = 0; group < V / 8; ++group) {
+      const PhiloxWords words = dropout.words(first_group + group, low, high);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) factors[4 * group + i] = dropout.keeps(words.word[i]) ? dropout.keep_scale : 0.0f;
+      for (int i = 0; i < 8; ++i) factors[8 * group + i] = dropout.keeps(words, i) ? dropout.keep_scale : 0.0f;
     }
   } else {
-    static_assert(V == 1, "a vector covers whole groups of four words, or one element");
-    const PhiloxWords words = dropout.words(static_cast<uint32_t>(column) / 4, low, high);
-    const int i = column % 4;
-    const uint32_t word = i == 0 ? words.word[0] : i == 1 ? words.word[1] : i == 2 ? words.word[2] : words.word[3];
-    factors[0] = dropout.keeps(word) ? dropout.keep_scale : 0.0f;
+    static_assert(8 % V == 0, "a vector lies within a group of eight columns");
+    const uint32_t kept = dropout.kept(first_group, low, high) >> column % 8;
+#pragma unroll
+    for (int i = 0; i < V; ++i) factors[i] = kept >> i & 1 ? dropout.keep_scale : 0.0f;
   }
   return factors;
 }

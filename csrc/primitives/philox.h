@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011) and the dropout
+// Philox4x32-7 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011) and the dropout
 // built on it: whether an element is kept is a pure function of the seed and the element's position.
 #pragma once
 #include <cmath>
@@ -11,10 +11,10 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-TK_HOST_DEVICE PhiloxWords philox4x32_10(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+TK_HOST_DEVICE PhiloxWords philox4x32_7(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0;
     const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
     const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
@@ -33,20 +33,33 @@ TK_HOST_DEVICE PhiloxWords philox4x32_10(uint64_t seed, uint32_t c0, uint32_t c1
 // replay; it is null when nothing is dropped.
 struct Dropout {
   const int64_t* seed;
-  uint32_t threshold;  // an element is kept when the top 24 bits of its word reach this
-  float keep_scale;    // 1 / (1 - p), or 0 when everything is dropped
+  uint32_t limit;    // an element is kept when its 16 bits, as the upper half of a word, exceed this
+  float keep_scale;  // one over the share that is kept on average, or 0 when everything is dropped
 
-  // The four words for the columns 4 * column_group .. 4 * column_group + 3.
+  // The four words for the columns 8 * column_group .. 8 * column_group + 7.
   TK_DEVICE PhiloxWords words(uint32_t column_group, uint32_t row, uint32_t head) const {
-    return philox4x32_10(static_cast<uint64_t>(*seed), column_group, row, head, 0u);
+    return philox4x32_7(static_cast<uint64_t>(*seed), column_group, row, head, 0u);
   }
-  TK_DEVICE bool keeps(uint32_t word) const { return (word >> 8) >= threshold; }
+  // Column i of a group takes half i % 2 of word i / 2; half 0 is the lower one.
+  TK_DEVICE bool keeps(const PhiloxWords& words, int i) const {
+    return (i % 2 ? words.word[i / 2] : words.word[i / 2] << 16) > limit;
+  }
+  // Bit i: whether column i of the group is kept.
+  TK_DEVICE uint32_t kept(uint32_t column_group, uint32_t row, uint32_t head) const {
+    const PhiloxWords drawn = words(column_group, row, head);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits |= static_cast<uint32_t>(keeps(drawn, i)) << i;
+    return bits;
+  }
 };
 
 inline Dropout make_dropout(const void* seed, double probability) {
   // nearbyint rounds halves to even, as Python's round does, which the other backends use.
-  return Dropout{static_cast<const int64_t*>(seed), static_cast<uint32_t>(std::nearbyint(probability * 16777216.0)),
-                 probability < 1.0 ? static_cast<float>(1.0 / (1.0 - probability)) : 0.0f};
+  const int64_t threshold = static_cast<int64_t>(std::nearbyint(probability * 65536.0));  // of 16 bits
+  if (!seed || threshold == 0) return Dropout{nullptr, 0, 1.0f};
+  return Dropout{static_cast<const int64_t*>(seed), static_cast<uint32_t>((threshold << 16) - 1),
+                 threshold < 65536 ? static_cast<float>(65536.0 / static_cast<double>(65536 - threshold)) : 0.0f};
 }
 
 }  // namespace transformer_kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -42,14 +43,14 @@ def test_learned_positions() -> None:
         ops.learned_positions(table, 7)
 
 
-# Random123's known answers (kat_vectors): counter, key, result
+# Random123's known answers for seven rounds (kat_vectors, philox4x32 7): counter, key, result
 PHILOX_VECTORS = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     ),
 ]
 
@@ -68,6 +69,69 @@ def test_dropout_keeps_the_right_share(p: float) -> None:
     deviation = (p * (1 - p) / keep.numel()) ** 0.5
     assert abs(share - (1 - p)) <= 4 * deviation
     assert keep.any(dim=-1).all() or p == 1.0
+
+
+def test_dropout_takes_sixteen_bits_of_the_words_in_turn() -> None:
+    """The contract by hand: column c takes half c % 2 of word c // 2 % 4 of the counter (c // 8, row, head, 0)."""
+    seed, heads, rows, columns = torch.tensor([0x1234567890ABCDEF]), 2, 3, 21
+    place = [(head, row, column) for head in range(heads) for row in range(rows) for column in range(columns)]
+    taken = []
+    for head, row, column in place:
+        words = ops.philox4x32(seed, tuple(torch.tensor([value]) for value in (column // 8, row, head, 0)))
+        taken.append(int(words[column // 2 % 4]) >> 16 * (column % 2) & 0xFFFF)
+    for p in (0.1, 0.5, 2**-16, 1 - 2**-16):
+        wanted = torch.tensor([half >= round(p * 65536) for half in taken]).view(heads, rows, columns)
+        assert torch.equal(ops.dropout_keep(seed, heads, rows, columns, p), wanted)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 2**-17, 1 - 2**-17, 1.0])
+def test_the_mean_stays_for_probabilities_between_two_of_sixteen_bits(p: float) -> None:
+    """What is kept of 2^16 equally likely values, times the scale, is one; nothing where all are dropped."""
+    kept = 65536 - round(p * 65536)
+    scaled = ops._dropout(torch.ones(1, dtype=torch.float64), torch.tensor([True]), p)
+    assert float(scaled) * kept == pytest.approx(65536 if kept else 0, rel=1e-15)
+
+
+@functools.cache
+def drawn_halves(seed: int) -> torch.Tensor:
+    """The 16 bits of each of 4 heads x 64 rows x 4096 columns."""
+    group, row, head = torch.arange(4096 // 8), torch.arange(64)[:, None], torch.arange(4)[:, None, None]
+    words = ops.philox4x32(torch.tensor([seed]), (group, row, head, torch.zeros_like(group)))
+    return torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1).flatten(2)
+
+
+def chi_square_deviations(counts: torch.Tensor) -> float:
+    """How many standard deviations the chi-square statistic of equally likely cells is from its mean."""
+    expected = counts.sum().double() / counts.numel()
+    freedom = counts.numel() - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 0x7234567890ABCDEF])
+@pytest.mark.parametrize("shift", [0, 4, 8], ids="bits {}+".format)
+def test_sixteen_bits_are_uniform(seed: int, shift: int) -> None:
+    halves = drawn_halves(seed)
+    assert abs(chi_square_deviations(torch.bincount((halves >> shift & 0xFF).flatten(), minlength=256))) < 4.5
+    for half in range(8):  # each place in a counter by itself
+        counts = torch.bincount((halves[..., half::8] >> shift & 0xFF).flatten(), minlength=256)
+        assert abs(chi_square_deviations(counts)) < 4.5
+
+
+@pytest.mark.parametrize("seed", [0, 1, 0x7234567890ABCDEF])
+@pytest.mark.parametrize(
+    "lag",
+    [(0, 0, 1), (0, 0, 2), (0, 0, 4), (0, 0, 8), (0, 1, 0), (1, 0, 0)],
+    ids="head {0[0]} row {0[1]} column {0[2]}".format,
+)
+def test_neighbours_are_independent(seed: int, lag: tuple[int, int, int]) -> None:
+    """The serial test: pairs of 4-bit values that lie `lag` apart fill 256 cells evenly, and nearby seeds as well."""
+    upper = drawn_halves(seed) >> 12
+    moved = upper[lag[0] :, lag[1] :, lag[2] :]
+    heads, rows, columns = moved.shape
+    pairs = upper[:heads, :rows, :columns] * 16 + moved
+    assert abs(chi_square_deviations(torch.bincount(pairs.flatten(), minlength=256))) < 4.5
+    next_seed = upper * 16 + (drawn_halves(seed + 1) >> 12)
+    assert abs(chi_square_deviations(torch.bincount(next_seed.flatten(), minlength=256))) < 4.5
 
 
 def test_attention_is_that_of_pytorch() -> None:

@@ -64,24 +64,25 @@ def dot_operand(x, dtype: tl.constexpr):
 
 @triton.jit
 def philox_words(seed, group, row, head):
-    """Four uint32 words of philox4x32-10 for counter (group, row, head, 0) under the 64-bit key `seed`.
+    """Four uint32 words of philox4x32-7 for counter (group, row, head, 0) under the 64-bit key `seed`.
 
     Random123's definition (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The arguments broadcast.
     """
     zero = (group * 0 + row * 0 + head * 0).to(tl.uint32)
-    return tl.philox(seed, group.to(tl.uint32) + zero, row.to(tl.uint32) + zero, head.to(tl.uint32) + zero, zero)
+    return tl.philox(seed, group.to(tl.uint32) + zero, row.to(tl.uint32) + zero, head.to(tl.uint32) + zero, zero, 7)
 
 
 @triton.jit
 def keep_by_column(seed, group, row, head, threshold):
-    """Which elements dropout keeps: int1 [R, 4 * G] for column groups `group` [1, G] and rows `row` [R, 1].
+    """Which elements dropout keeps: int1 [R, 8 * G] for groups of eight columns `group` [1, G] and rows `row` [R, 1].
 
-    Column 4 g + i takes word i of group g and is kept when (word >> 8) >= threshold = round(p * 2**24).
+    Column 8 g + 2 i + j takes half j of word i of group g (0 = the lower); it is kept when it reaches `threshold`,
+    round(p * 2**16).
     """
     word_0, word_1, word_2, word_3 = philox_words(seed, group, row, head)  # each [R, G]
     pairs = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))  # [R, G, 2, 2]: word 2 i + j at [i, j]
-    words = tl.reshape(pairs, (word_0.shape[0], 4 * word_0.shape[1]))  # [R, 4 G]
-    return (words >> 8).to(tl.int32) >= threshold
+    halves = tl.join(pairs & 0xFFFF, pairs >> 16)  # [R, G, 2, 2, 2]
+    return tl.reshape(halves, (word_0.shape[0], 8 * word_0.shape[1])).to(tl.int32) >= threshold
 
 
 @triton.jit

@@ -47,8 +47,8 @@ def attention(
             the CPU only.
         window: with i' = i + Lk - Lq, a query sees i' - j < window and, unless causal, j - i' < window.
         dropout_p: probability in [0, 1] with which a weight is dropped; the others are multiplied by
-            1 / (1 - dropout_p). The mask is philox4x32-10 of (seed, position), the same in every backend; the seed is
-            drawn from torch's generator.
+            1 / (1 - dropout_p), with dropout_p rounded to a multiple of 2^-16. The mask is philox4x32-7 of (seed,
+            position), the same in every backend; the seed is drawn from torch's generator.
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
         return_lse: also return the natural log of the sum of exponentials of the scores, before dropout.
         backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).

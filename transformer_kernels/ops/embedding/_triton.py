@@ -49,7 +49,7 @@ def embedding_forward_kernel(
     N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
-    groups = tl.program_id(1) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
+    groups = tl.program_id(1) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)[None, :]
     inside = (row < M) & (columns < N)
     values = gathered(
         weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale, HAS_POSITIONS, HAS_IDS
@@ -85,7 +85,7 @@ def embedding_backward_kernel(
     programs = tl.num_programs(0)
     rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
-    groups = tl.arange(0, BLOCK_N // 4)[None, :]
+    groups = tl.arange(0, BLOCK_N // 8)[None, :]
     norm_scale = to_fp32(tl.load(norm_weight + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
     dweight_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
     dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -122,7 +122,7 @@ def embedding_dropout_kernel(
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
-    groups = tl.program_id(1) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
+    groups = tl.program_id(1) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)[None, :]
     inside = (row < M) & (columns < N)
     gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
     gradient = dropped_out(gradient, seed, row, groups, threshold, keep_scale)

@@ -56,7 +56,7 @@ def layer_norm_backward_kernel(
     programs = tl.num_programs(0)
     rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
-    groups = tl.arange(0, BLOCK_N // 4)[None, :]
+    groups = tl.arange(0, BLOCK_N // 8)[None, :]
     scale = to_fp32(tl.load(weight + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
     dweight_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
     dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -94,7 +94,7 @@ def layer_norm_backward_two_pass_kernel(
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
-    groups = tl.arange(0, BLOCK_N // 4)[None, :]
+    groups = tl.arange(0, BLOCK_N // 8)[None, :]
     row_mean = tl.load(mean + row)
     row_rstd = tl.load(rstd + row)
     lane_scaled = tl.zeros([1, BLOCK_N], tl.float32)
@@ -121,7 +121,7 @@ def layer_norm_backward_two_pass_kernel(
         normed = (values - row_mean) * row_rstd
         result = row_rstd * (scaled - mean_scaled - normed * mean_product)
         store_gradients(
-            result, dsummed, seed, dx, dresidual, offsets, inside, row, start // 4 + groups, threshold, keep_scale,
+            result, dsummed, seed, dx, dresidual, offsets, inside, row, start // 8 + groups, threshold, keep_scale,
             HAS_DSUMMED, DROPOUT,
         )  # fmt: skip
 

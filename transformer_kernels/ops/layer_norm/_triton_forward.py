@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_kernels._dropout import keep_scale, keep_threshold
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton import Capability, Configuration, RowTile
 from transformer_kernels.backends.triton_language import from_fp32, keep_by_column, round_to, to_fp32
@@ -13,7 +14,7 @@ from transformer_kernels.ops.layer_norm._triton_table import FORWARD
 
 @triton.jit
 def dropped_out(values, seed, row, group, threshold, keep_scale):
-    """`values` [R, C] with dropout: kept where the philox word of (column, row) says so, times 1 / (1 - p)."""
+    """`values` [R, C] with dropout: kept where philox of (column, row) says so, times `keep_scale`."""
     keep = keep_by_column(tl.load(seed), group, row, row >> 32, threshold)  # [R, C]
     return tl.where(keep, values * keep_scale, 0.0)
 
@@ -57,7 +58,7 @@ def layer_norm_forward_kernel(
     inside = (row < M) & (columns < N)
     offsets = row * N + columns
     if ADD:
-        groups = tl.arange(0, BLOCK_N // 4)[None, :]
+        groups = tl.arange(0, BLOCK_N // 8)[None, :]
         values = added(x, residual, seed, summed, offsets, inside, row, groups, threshold, keep_scale, DROPOUT)
         pivot = to_fp32(tl.load(residual + row * N, mask=row < M, other=0.0))  # [ROWS, 1]
     else:
@@ -84,7 +85,7 @@ def layer_norm_forward_two_pass_kernel(
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
-    groups = tl.arange(0, BLOCK_N // 4)[None, :]
+    groups = tl.arange(0, BLOCK_N // 8)[None, :]
     lane_mean = tl.zeros([1, BLOCK_N], tl.float32)
     lane_square = tl.zeros([1, BLOCK_N], tl.float32)  # sum of squared deviations from lane_mean
     steps = 0.0
@@ -94,7 +95,7 @@ def layer_norm_forward_two_pass_kernel(
         offsets = row * N + columns
         if ADD:
             values = added(
-                x, residual, seed, summed, offsets, inside, row, start // 4 + groups, threshold, keep_scale, DROPOUT
+                x, residual, seed, summed, offsets, inside, row, start // 8 + groups, threshold, keep_scale, DROPOUT
             )
         else:
             values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
@@ -163,8 +164,8 @@ def forward_rows(
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
-    """The threshold of a philox word's upper 24 bits, and 1 / (1 - p) (0 where everything is dropped)."""
-    return round(dropout_p * 2**24), 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+    """The least 16 bits that keep an element, and what a kept one is multiplied by."""
+    return keep_threshold(dropout_p), keep_scale(dropout_p)
 
 
 def forward_configurations(add: bool) -> list[Configuration]:
