@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from transformer_kernels._dropout import keep_scale, keep_threshold
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.ops.attention import _triton_config as config
 from transformer_kernels.ops.attention._triton_backward import attention_backward_query_kernel
@@ -161,11 +162,10 @@ class _Call:
         self.strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         self.gradient_strides = tuple(stride for x in gradients for stride in x.stride()[:3])
         self.bias_strides = _broadcast_strides(attn_bias)
-        keep_scale = 1.0 if seed is None else 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
         self.scale = scale
         light = attn_bias is None and seed is None and window is None and cu_seqlens is None
         self.heavy = "" if light else " heavy"
-        self.numbers = (scale, window or 0, round(dropout_p * 2**24), keep_scale)
+        self.numbers = (scale, window or 0, keep_threshold(dropout_p), keep_scale(dropout_p))
         self.constants: dict[str, Any] = {
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,

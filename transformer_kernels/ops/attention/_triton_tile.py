@@ -313,7 +313,7 @@ def load_lse(pointer, rows, query_length, BOUNDED: tl.constexpr, NATURAL: tl.con
 @triton.jit
 def keep_tile(seed, start, rows, head, threshold, BLOCK_N: tl.constexpr):
     """Which probabilities of `rows` [M, 1] by keys [start, start + BLOCK_N) dropout keeps: int1 [M, BLOCK_N]."""
-    groups = start // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    groups = start // 8 + tl.arange(0, BLOCK_N // 8)[None, :]
     return keep_by_column(seed, groups, rows, head, threshold)
 
 
