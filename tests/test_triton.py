@@ -55,7 +55,10 @@ def test_an_unsupported_version_states_the_range(version: str) -> None:
 
 
 def test_cpu_tensors_need_the_interpreter() -> None:
-    source = "import torch; from transformer_kernels.backends import triton as _triton; print(_triton.unavailable(torch.device('cpu')))"
+    source = (
+        "import torch; from transformer_kernels.backends import triton as _triton\n"
+        "print(_triton.unavailable(torch.device('cpu')))"
+    )
     assert "TRITON_INTERPRET=1" in run_python(source, TRITON_INTERPRET=None)
     assert run_python(source, TRITON_INTERPRET="1") == "None"
 
