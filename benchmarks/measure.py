@@ -30,6 +30,10 @@ def identity(row: Row) -> str:
     return "|".join([*(str(row[name]) for name in IDENTITY[:-1]), shape])
 
 
+class BeyondLimit(Exception):
+    """Work was faster than the device can be: a limit or a count of bytes or FLOPs is wrong."""
+
+
 @dataclass
 class Bench:
     """A device, the seconds that a row may be timed for, and what was found out about the device in this run."""
@@ -50,14 +54,23 @@ class Bench:
         return {**named, "shape": {}, **more, **self.stamp}
 
     def judged(self, row: Row, measured: timing.Timing, bytes: int, flops: float) -> Row:
-        """The row with its time, its rates and its fraction of what this device can do."""
+        """The row with its time, its rates and its fraction of what this device can do.
+
+        Work that stays in the cache has no fraction of the memory's rate.
+
+        Raises:
+            BeyondLimit: the fraction is more than noise explains.
+        """
         seconds = measured.median
-        row |= measured_columns(measured) | {"bytes": bytes, "flops": flops}
-        row |= {"gbps": bytes / seconds / 1e9, "tflops": flops / seconds / 1e12}
+        judged = row | measured_columns(measured) | {"bytes": bytes, "flops": flops}
+        judged |= {"gbps": bytes / seconds / 1e9, "tflops": flops / seconds / 1e12}
         if self.limits is not None:
-            shortest, row["bound"] = self.limits.shortest(bytes, flops, row["dtype"])
-            row["fraction"] = shortest / seconds
-        return row
+            shortest, bound = self.limits.shortest(bytes, flops, row["dtype"])
+            if bound == "compute" or timing.leaves_cache(self.device, bytes):
+                judged |= {"bound": bound, "fraction": shortest / seconds}
+            if judged.get("fraction", 0.0) > timing.MOST_OF_A_LIMIT:
+                raise BeyondLimit(f"{seconds:.3g} s is {judged['fraction']:.0%} of the {bound} limit")
+        return judged
 
     def attempt(self, row: Row, work: Callable[[], Row]) -> Row:
         """What `work` gives, or the row with the reason why there is none. A broken device is not survived."""
@@ -126,7 +139,9 @@ def measure(workload: Workload, candidate: Candidate, bench: Bench) -> Row:
 
 def _timed(row: Row, workload: Workload, function: Callable[..., Any], bench: Bench) -> Row:
     sets = timing.input_sets(bench.device, workload.bytes)
-    calls = [prepared(workload, function, workload.inputs(bench.device, seed)) for seed in range(sets)]
+    drawn = workload.inputs(bench.device)
+    copies = [{name: tensor.clone() for name, tensor in drawn.items()} for _ in range(sets)]
+    calls = [prepared(workload, function, tensors) for tensors in copies]
     row["input_sets"] = sets
     measured = timing.time_calls(bench.device, calls, bench.seconds)
     row["peak_memory"] = timing.peak_memory(bench.device, calls[0])

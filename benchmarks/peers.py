@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import transformer_kernels as tk
+from benchmarks import pytorch
 from benchmarks.workloads import Workload
 from transformer_kernels import _dispatch
 
@@ -54,21 +54,23 @@ def candidates(op: str) -> list[Candidate]:
     return listed
 
 
-# Ours
-
-
-def _ours(backend: str, workload: Workload, device: torch.device) -> Function:
-    if device.type == "cpu" and backend != "torch":
+def require(backend: str, device: torch.device) -> None:
+    """Raise Skipped where one of our backends does not run, or runs only for tests."""
+    if device.type == "cpu" and backend in ("triton", "cuda"):
         raise Skipped("its kernels run on a GPU; on a CPU they are only interpreted or emulated, for tests")
     if (reason := _dispatch.unavailable(backend, device)) is not None:
         raise Skipped(reason)
+
+
+def _ours(backend: str, workload: Workload, device: torch.device) -> Function:
+    require(backend, device)
     return functools.partial(getattr(tk, workload.op), **workload.options, backend=backend)
 
 
-# PyTorch
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def textbook_attention(
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v with the scores in memory."""
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]))
@@ -80,59 +82,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None 
     return scores.softmax(dim=-1) @ v
 
 
-def _softmax(x: Tensor) -> Tensor:
-    return F.softmax(x, dim=-1)
-
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias)
-
-
-def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return F.layer_norm(total, weight.shape, weight, bias), total
-
-
-def _gelu(x: Tensor, approximate: str) -> Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
-def _bias_gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    return F.gelu(x + bias, approximate=approximate)
-
-
-def _bias_relu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.relu(x + bias)
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), targets)
-
-
-def _linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return _cross_entropy(F.linear(x, weight), targets)
-
-
-def _embedding(tokens: Tensor, weight: Tensor, positions: Tensor, norm_weight: Tensor, norm_bias: Tensor) -> Tensor:
-    return F.layer_norm(F.embedding(tokens, weight) + positions, norm_weight.shape, norm_weight, norm_bias)
-
-
-EAGER: dict[str, Function] = {
-    "attention": _attention,
-    "softmax": _softmax,
-    "layer_norm": _layer_norm,
-    "add_layer_norm": _add_layer_norm,
-    "gelu": _gelu,
-    "bias_gelu": _bias_gelu,
-    "bias_relu": _bias_relu,
-    "cross_entropy": _cross_entropy,
-    "linear_cross_entropy": _linear_cross_entropy,
-    "embedding": _embedding,
-}
-
-
 def _eager(workload: Workload, device: torch.device) -> Function:
-    return functools.partial(EAGER[workload.op], **workload.options)
+    function = textbook_attention if workload.op == "attention" else getattr(pytorch, workload.op)
+    return functools.partial(function, **workload.options)
 
 
 def _compiled(mode: str | None, workload: Workload, device: torch.device) -> Function:
@@ -140,12 +92,7 @@ def _compiled(mode: str | None, workload: Workload, device: torch.device) -> Fun
         raise Skipped("max-autotune chooses among GPU kernels; it needs a GPU")
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False  # the backward pass is timed by running it many times
-    eager = EAGER[workload.op]
-
-    def call(**tensors: Tensor) -> Any:
-        return eager(**tensors, **workload.options)
-
-    return torch.compile(call, dynamic=False, mode=mode)
+    return torch.compile(_eager(workload, device), dynamic=False, mode=mode)
 
 
 SDPA_BACKENDS = {
@@ -159,16 +106,11 @@ SDPA_BACKENDS = {
 def _sdpa(name: str, workload: Workload, device: torch.device) -> Function:
     if device.type == "cpu" and name in ("efficient", "cudnn"):
         raise Skipped("needs a GPU")
-    grouped = workload.shape["H"] != workload.shape["Hk"]
-    backend = SDPA_BACKENDS[name]
 
-    def call(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        mask = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
-        with sdpa_kernel(backend):
+    def call(**tensors: Tensor) -> Tensor:
+        with sdpa_kernel(SDPA_BACKENDS[name]):
             try:
-                return F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=workload.options["causal"], enable_gqa=grouped
-                )
+                return pytorch.attention(**tensors, **workload.options)
             except RuntimeError as error:
                 if "No available kernel" in str(error) or "No viable backend" in str(error):
                     raise Skipped(f"this backend of SDPA does not take the call: {error}") from error
@@ -184,31 +126,19 @@ def _flex(workload: Workload, device: torch.device) -> Function:
 
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False
-    size = workload.shape
-    mask = None
+    size, block_mask = workload.shape, None
+    make = functools.partial(create_block_mask, B=None, H=None, Q_LEN=size["Lq"], KV_LEN=size["L"], device=str(device))
     if workload.options["causal"]:
-        mask = create_block_mask(
-            lambda batch, head, query, key: query >= key, None, None, size["Lq"], size["L"], device=str(device)
-        )
+        block_mask = make(lambda batch, head, query, key: query >= key)
     elif workload.key_lengths:
         lengths = torch.tensor(workload.key_lengths, device=device)
-        mask = create_block_mask(
-            lambda batch, head, query, key: key < lengths[batch],
-            size["B"],
-            None,
-            size["Lq"],
-            size["L"],
-            device=str(device),
-        )
+        block_mask = make(lambda batch, head, query, key: key < lengths[batch], B=size["B"])
     attend = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return attend(q, k, v, block_mask=mask, enable_gqa=size["H"] != size["Hk"])
+        return attend(q, k, v, block_mask=block_mask, enable_gqa=size["H"] != size["Hk"])
 
     return call
-
-
-# Other packages
 
 
 def _require(package: str, device: torch.device) -> None:

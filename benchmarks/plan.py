@@ -13,6 +13,7 @@ from benchmarks.measure import Bench, Row, identity, measure
 from benchmarks.peers import Candidate, candidates
 from benchmarks.steps import Recipe
 from benchmarks.workloads import OPERATIONS, ROW_OPERATIONS, Sizes, Workload
+from transformer_kernels import BACKENDS
 
 HEADLINE_LENGTHS = (512, 2048, 8192, 16384)
 HEADLINE_WIDTHS = (256, 768, 1024, 4096, 16384)
@@ -55,23 +56,19 @@ def step_tasks(device: torch.device, recipe: Recipe, names: Iterable[str] | None
     """The ladder of one model and batch."""
     for rung in steps.rungs(device):
         if names is None or rung.name in names:
-            dtype = "bfloat16" if rung.precision == "bfloat16" else "float32"
             shape = {"B": recipe.batch, "L": recipe.length}
-            key = _key("step", recipe.model, "training step", "step", rung.name, dtype, shape)
+            key = _key("step", recipe.model, "training step", "step", rung.name, rung.precision, shape)
             yield Task(key, "step", rung.name, functools.partial(steps.measure_step, recipe, rung))
 
 
 def call_tasks() -> Iterator[Task]:
-    """What the host pays for each call, and for each way of registering an operation."""
+    """What the host pays for each call."""
     for route in calls.ROUTES:
         for op in OPERATIONS:
             workload = calls.tiny(op)
             for candidate in calls.call_candidates(op):
                 key = _key("call", op, "host", route, candidate.name, workload.dtype_name, workload.shape)
                 yield Task(key, op, candidate.name, functools.partial(calls.measure_call, op, candidate, route))
-        for name in calls.REGISTRATIONS:
-            key = _key("call", "registration", "host", route, name, "float32", {"N": 32})
-            yield Task(key, "registration", name, functools.partial(calls.measure_registration, name, route))
 
 
 def _key(kind: str, op: str, case: str, direction: str, candidate: str, dtype: str, shape: dict[str, int]) -> str:
@@ -104,16 +101,14 @@ def _quick() -> Iterator[Task]:
     for direction in ("forward", "both"):
         yield from operation_tasks(
             workloads.attention_sweep(sizes, torch.float32, 64, direction, "causal"),
-            ("ours torch", "ours triton", "ours cuda", "eager", "sdpa flash"),
+            (*OURS, "eager", "sdpa flash"),
         )
         for op in ROW_OPERATIONS:
             yield from operation_tasks(
                 workloads.row_sweep(sizes, op, torch.float32, direction),
-                ("ours torch", "ours triton", "ours cuda", "eager"),
+                (*OURS, "eager"),
             )
-        yield from _output_layers(
-            sizes, torch.float32, (direction,), ("ours torch", "ours triton", "ours cuda", "eager")
-        )
+        yield from _output_layers(sizes, torch.float32, (direction,), (*OURS, "eager"))
 
 
 def _attention(
@@ -149,8 +144,10 @@ def _narrowed(sizes: Sizes, lengths: tuple[int, ...] = (), widths: tuple[int, ..
     return Sizes(sizes.tokens, sizes.heads, kept_lengths, sizes.elements, kept_widths, sizes.decode, sizes.dtypes)
 
 
-UNCOMPILED = tuple(rung.name for rung in steps.LADDER if rung.compile is None)
+UNCOMPILED = tuple(rung.name for rung in steps.ladder() if rung.compile is None)
+OURS = tuple(f"ours {name}" for name in BACKENDS)
 KERNELS = ("ours triton", "ours cuda")
+ON_CPU = tuple(name for name in OURS if name not in KERNELS)
 EVERY_KIND = (("causal", 64), ("full", 128), ("full", 64), ("causal", 128))
 
 
@@ -182,7 +179,8 @@ def _on_gpu(device: torch.device) -> Iterator[Task]:
         yield from _attention(headline, dtype, EVERY_KIND[:2], ("forward", "both"), (*fused, "sdpa efficient"))
         yield from _rows(headline, dtype, ("forward", "backward"), (*KERNELS, "eager"))
     yield from _attention(headline, bf16, EVERY_KIND[:2], ("both",), ("eager", "sdpa math"))
-    swept = ("SDPA + compile", "SDPA + one graph", "ours triton + one graph", "ours cuda + one graph", "reference bf16")
+    named = ("reference", "SDPA + compile", "SDPA + one graph", "ours triton + one graph", "ours cuda + one graph")
+    swept = tuple(f"{name}, bf16" for name in named)
     for recipe in _step_sweep():
         yield from step_tasks(device, recipe, swept)
     compiled = ("compile", "compile max-autotune")
@@ -203,10 +201,10 @@ def _step_sweep() -> Iterator[Recipe]:
 
 def _on_cpu(device: torch.device) -> Iterator[Task]:
     sizes, fp32 = workloads.CPU, torch.float32
-    fused = ("ours torch", "sdpa flash", "sdpa math", "eager")
+    fused = (*ON_CPU, "sdpa flash", "sdpa math", "eager")
     yield from _attention(sizes, fp32, EVERY_KIND[:1], ("forward", "both"), fused)
-    yield from _rows(sizes, fp32, ("forward", "backward"), ("ours torch", "eager"))
-    yield from _output_layers(sizes, fp32, ("forward", "both"), ("ours torch", "eager"))
+    yield from _rows(sizes, fp32, ("forward", "backward"), (*ON_CPU, "eager"))
+    yield from _output_layers(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
     recipes = Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)
     for recipe in recipes:
         yield from step_tasks(device, recipe, UNCOMPILED)
@@ -218,7 +216,9 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
     yield from _attention(_narrowed(sizes, (512,)), fp32, EVERY_KIND[:1], ("forward", "both"), ("compile",))
     yield from step_tasks(device, Recipe("gpt2", 1, 128), UNCOMPILED)
     for recipe in (Recipe("char_gpt", 16, 64), Recipe("char_gpt", 16, 256), Recipe("imdb_bert", 4, 256)):
-        yield from step_tasks(device, recipe, ("reference fp32", "SDPA + fused AdamW, fp32", "ours torch, fp32"))
+        yield from step_tasks(
+            device, recipe, ("reference, fp32", f"{steps.HEADLINE}, fp32", *(f"{name}, fp32" for name in ON_CPU))
+        )
     everyone = _narrowed(sizes, (512,), (768,))  # one point with every candidate, so that each is timed or explained
     yield from operation_tasks(workloads.attention_sweep(everyone, fp32, 64, "forward", "causal"))
     for op in ROW_OPERATIONS:
@@ -228,7 +228,7 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
 
 
 def chosen(tasks: Iterable[Task], operations: Iterable[str] = (), backends: Iterable[str] = ()) -> list[Task]:
-    """The tasks of the named operations (or "step", "registration") and of our named backends; peers stay."""
+    """The tasks of the named operations (or "step") and of our named backends; peers stay."""
     operations, backends = set(operations), set(backends)
 
     def wanted(task: Task) -> bool:

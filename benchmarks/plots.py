@@ -19,12 +19,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from benchmarks.measure import Row
-from benchmarks.results import growth, timed
-from benchmarks.workloads import ROW_OPERATIONS
+from benchmarks.results import against_headline, growth, timed
+from benchmarks.steps import HEADLINE
+from benchmarks.workloads import OPERATIONS, ROW_OPERATIONS
 
 STYLES: dict[str, dict[str, Any]] = {
     "ours triton": {"color": "#000000", "linestyle": "-", "marker": "o", "linewidth": 2.2},
     "ours cuda": {"color": "#b03030", "linestyle": "-", "marker": "s", "linewidth": 2.2},
+    "ours cpu": {"color": "#5a3d1e", "linestyle": "-", "marker": "d", "linewidth": 2.2},
     "ours torch": {"color": "#1f5fa8", "linestyle": "-", "marker": "^", "linewidth": 2.2},
     "eager": {"color": "#777777", "linestyle": ":", "marker": "x"},
     "sdpa flash": {"color": "#2a8a5f", "linestyle": "--", "marker": "D", "markerfacecolor": "white"},
@@ -198,6 +200,7 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
         row
         for row in timed(rows, "operation")
         if row["op"] != "attention" and row["dtype"] == dtype and row["direction"] != "both" and row["case"] != "tanh"
+        if row.get("bound") == "memory"
     ]
     if not shown:
         return None
@@ -209,7 +212,7 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
     )
     for (i, direction), (j, op) in itertools.product(enumerate(directions), enumerate(operations)):
         axes = grid[i][j]
-        panel = [row for row in shown if row["direction"] == direction and row["op"] == op and "fraction" in row]
+        panel = [row for row in shown if row["direction"] == direction and row["op"] == op]
         if not panel:
             axes.set_axis_off()
             continue
@@ -240,12 +243,13 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
     )
     for axes, (model, (batch, length)) in zip(grid.flat, largest.items(), strict=True):
         panel = [row for row in found if _in_panel(row, model, (batch, length))]
-        first = panel[0]["tokens_per_second"]
         for i, row in enumerate(panel):
             ours = row["candidate"].startswith("ours")
             speed = row["tokens_per_second"]
             axes.barh(i, speed, color="#4a4a4a" if ours else "#ffffff", edgecolor="#000000", hatch="" if ours else "//")
-            axes.text(speed, i, f" {speed:,.0f} ({speed / first:.2f}x)", va="center", fontsize=7.5)
+            ratio = against_headline(row, panel)
+            told = "" if ratio is None else f" ({ratio:.2f}x)"
+            axes.text(speed, i, f" {speed:,.0f}{told}", va="center", fontsize=7.5)
         axes.set_yticks(range(len(panel)), [row["candidate"] for row in panel])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
@@ -254,7 +258,7 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlim(0, 1.25 * max(row["tokens_per_second"] for row in panel))
         axes.set_title(f"{model}: training step of {batch} x {length} tokens")
-    grid.flat[-1].set_xlabel("tokens a second (solid: ours)")
+    grid.flat[-1].set_xlabel(f"tokens a second (times {HEADLINE} in the same precision; solid: ours)")
     figure.tight_layout(rect=(0, 0.22 / height, 1, 1))
     return figure
 
@@ -263,18 +267,7 @@ def _in_panel(row: Row, model: str, size: tuple[int, int]) -> bool:
     return row["op"] == model and (row["shape"]["B"], row["shape"]["L"]) == size
 
 
-MARKERS = {
-    "attention": "o",
-    "softmax": "s",
-    "layer_norm": "^",
-    "add_layer_norm": "v",
-    "gelu": "D",
-    "bias_gelu": "P",
-    "bias_relu": "X",
-    "cross_entropy": "*",
-    "linear_cross_entropy": "h",
-    "embedding": "p",
-}
+MARKERS = dict(zip(OPERATIONS, itertools.cycle("os^vDPX*hp<>8d")))
 
 
 def roofline(rows: Sequence[Row]) -> Figure | None:

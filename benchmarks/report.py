@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.measure import Row
 from benchmarks.plots import caption
-from benchmarks.results import Growth, growth, timed
+from benchmarks.results import Growth, against_headline, growth, timed
+from benchmarks.steps import HEADLINE
 
 LINEAR = 1.15
 """A memory exponent up to here counts as linear: small tensors beside the large ones bend the fit."""
@@ -42,13 +43,15 @@ def _how(rows: Sequence[Row]) -> str:
     limits = [row for row in rows if row["kind"] == "limit"]
     text = (
         "Medians; the spread is the interquartile range. Every candidate gave the result of `python_ref` in float64 "
-        "before it was timed. Input sets take turns, so that none is found in the cache. The fraction is the least "
-        "time that the bytes and FLOPs can take on this device, over the measured time."
+        "before it was timed. Input sets and outputs take turns, so that none is found in the cache. The fraction is "
+        "the least time that the bytes and FLOPs can take on this device, over the measured time; work too small to "
+        "leave the cache has no fraction of the memory's rate."
     )
     if limits:
         newest = max(limits, key=lambda row: row["date"])
         products = ", ".join(f"{dtype} {rate / 1e12:,.3g} TFLOP/s" for dtype, rate in newest["compute"].items())
         text += f" Limits measured in the run: copy {newest['memory'] / 1e9:,.0f} GB/s; matrix product {products}."
+        text += " Of a CPU's copy the read that allocates a line before its write counts too."
     return text
 
 
@@ -127,13 +130,15 @@ def _steps(rows: Sequence[Row]) -> str:
             f"{row['seconds'] * 1e3:,.2f}",
             f"{row['spread']:.0%}",
             f"{row['tokens_per_second']:,.0f}",
+            "" if (ratio := against_headline(row, found)) is None else f"{ratio:.2f}",
             f"{row['tflops']:.2f}",
             f"{row['fraction']:.0%}" if "fraction" in row else "",
             mebibytes(row.get("peak_memory")),
         )
         for row in sorted(found, key=lambda row: (row["op"], row["shape"]["L"], row["shape"]["B"]))
     ]
-    head = ("step", "rung", "median ms", "spread", "tokens/s", "model TFLOP/s", "of the product", "memory MiB")
+    head = ("step", "rung", "median ms", "spread", "tokens/s", f"times {HEADLINE}")
+    head += ("model TFLOP/s", "of the product", "memory MiB")
     return f"## Training steps\n\n{_table(head, lines)}"
 
 

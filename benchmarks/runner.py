@@ -124,13 +124,15 @@ def limits_row(bench: Bench, limits: timing.Limits) -> Row:
     return row | asdict(limits)
 
 
-def find_or_measure_limits(bench: Bench, path: Path, quick: bool) -> timing.Limits:
-    """The limits that an earlier worker of this run wrote down, or new ones."""
+def find_or_measure_limits(bench: Bench, path: Path, quick: bool) -> timing.Limits | None:
+    """The limits that an earlier worker of this run wrote down, or new ones; none where it has to be quick."""
     for row in read_lines(path):
         if row["kind"] == "limit":
             return timing.Limits(row["memory"], row["compute"])
-    dtypes = (torch.float32, torch.bfloat16, torch.float16) if bench.device.type == "cuda" else (torch.float32,)
-    limits = timing.measure_limits(bench.device, dtypes, bench.seconds, quick)
+    if quick:
+        return None
+    dtypes = [torch.float32, torch.bfloat16] + [torch.float16] * (bench.device.type == "cuda")
+    limits = timing.measure_limits(bench.device, dtypes, bench.seconds)
     append(path, limits_row(bench, limits))
     return limits
 

@@ -12,20 +12,27 @@ import math
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from transformer_kernels.training.step import matrix_products
 
 Call = Callable[[], object]
 
 SHORTEST_SAMPLE = 1e-3
 """Seconds; faster calls are timed several at a time."""
 FEWEST_SAMPLES, MOST_SAMPLES = 5, 101
-MOST_INPUT_SETS = 32
+MOST_INPUT_SETS = 256
 CPU_CACHE_BYTES = 32 * 2**20
-"""A last-level cache to stay out of, where the system does not tell."""
+"""The size of a last-level cache where the system does not tell."""
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+MOST_OF_A_LIMIT = 1.1
+"""No work takes a larger fraction of a limit, noise included: else the limit or the count of the work is wrong."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +65,24 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@functools.cache
 def cache_bytes(device: torch.device) -> int:
-    """The size of the cache that data must not be found in."""
+    """The size of the cache that data must not be found in: the largest that the system knows of."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
-    return CPU_CACHE_BYTES
+    sizes = [file.read_text().strip() for file in CACHES.glob("index*/size")]
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return max([int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units], default=CPU_CACHE_BYTES)
 
 
 def input_sets(device: torch.device, bytes_per_call: int) -> int:
     """How many input sets take turns so that twice the cache lies between two uses of one."""
     return max(1, min(MOST_INPUT_SETS, math.ceil(2 * cache_bytes(device) / max(bytes_per_call, 1))))
+
+
+def leaves_cache(device: torch.device, bytes_per_call: int) -> bool:
+    """Whether the input sets of such a call are too many for the cache."""
+    return input_sets(device, bytes_per_call) * bytes_per_call >= 2 * cache_bytes(device)
 
 
 def work_stream(device: torch.device) -> AbstractContextManager[object]:
@@ -110,12 +125,13 @@ def _time_by_clock(calls: Sequence[Call], seconds: float) -> Timing:
     estimate = (time.perf_counter() - start) / len(calls)
     batch = max(1, math.ceil(SHORTEST_SAMPLE / estimate))
     samples, turn = [], 0
+    kept: deque[object] = deque(maxlen=len(calls))  # so that outputs take turns in memory as inputs do
     for _ in range(_sample_count(seconds, estimate * batch)):
         chosen = [calls[(turn + i) % len(calls)] for i in range(batch)]
         turn += batch
         start = time.perf_counter()
         for call in chosen:
-            call()
+            kept.append(call())
         samples.append((time.perf_counter() - start) / batch)
     return Timing(tuple(samples), "clock")
 
@@ -213,7 +229,7 @@ def _standard_error_silenced() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What this device reached in this run: bytes a second of a large copy, FLOP/s of a large product by dtype."""
+    """The best that this device reached in this run: bytes a second that a large copy moved, FLOP/s by dtype."""
 
     memory: float
     compute: dict[str, float]
@@ -224,23 +240,43 @@ class Limits:
         return (moving, "memory") if moving >= computing else (computing, "compute")
 
 
-def _copy_rate(device: torch.device, elements: int, seconds: float) -> float:
-    """Bytes a second, read and written, of a copy between two tensors."""
-    source = torch.randn(elements, device=device)
+def copied_transfers(device: torch.device) -> int:
+    """How often each byte of a copy crosses the memory bus: read, written, and on a CPU read before it is written.
+
+    That last one is the write-allocate of a cache line. Stores that pass the cache by save it, so work whose bytes are
+    counted without it stays within the rate of all that crosses.
+    """
+    return 3 if device.type == "cpu" else 2
+
+
+def _memory_rate(device: torch.device, seconds: float) -> float:
+    """Bytes a second that cross the memory bus in the fastest copy between two tensors beyond the cache."""
+    source = torch.randn(max(2 * cache_bytes(device), LEAST_COPY[device.type]) // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / time_calls(device, [lambda: target.copy_(source)], seconds).median
+    fastest = min(time_calls(device, [lambda: target.copy_(source)], seconds).samples)
+    return copied_transfers(device) * source.nbytes / fastest
 
 
-def measure_limits(device: torch.device, dtypes: Sequence[torch.dtype], seconds: float, quick: bool = False) -> Limits:
+def _product_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of the fastest square matrix product; the largest is not always the fastest."""
+    rates = []
+    for side in PRODUCT_SIDES[device.type]:
+        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        fastest = min(time_calls(device, [functools.partial(torch.matmul, left, right)], seconds).samples)
+        rates.append(2.0 * side**3 / fastest)
+    return max(rates)
+
+
+LEAST_COPY = {"cpu": 2**28, "cuda": 2**31}
+PRODUCT_SIDES = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 8192, 16384)}
+
+
+def measure_limits(device: torch.device, dtypes: Sequence[torch.dtype], seconds: float) -> Limits:
     """Measure them on random data: the numbers that every fraction in this run refers to."""
-    big = device.type == "cuda" and not quick
-    elements = 2**29 if big else 2**22 if quick else 2**26
-    side = 8192 if big else 256 if quick else 2048
     with work_stream(device):
-        memory = _copy_rate(device, elements, seconds)
-        compute = {}
-        for dtype in dtypes:
-            left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-            product = time_calls(device, [functools.partial(torch.matmul, left, right)], seconds)
-            compute[str(dtype).removeprefix("torch.")] = 2.0 * side**3 / product.median
+        memory = _memory_rate(device, seconds)
+        compute = {str(dtype).removeprefix("torch."): _product_rate(device, dtype, seconds) for dtype in dtypes}
+        if device.type == "cuda":
+            with matrix_products("tf32"):
+                compute["tf32"] = _product_rate(device, torch.float32, seconds)
     return Limits(memory, compute)

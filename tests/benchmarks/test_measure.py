@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from benchmarks import calls, timing, workloads
 from benchmarks.correctness import WrongResult, check
 from benchmarks.measure import Bench, measure
 from benchmarks.peers import Candidate, candidates
-from benchmarks.steps import LADDER, Recipe, check_step, measure_step, rungs
+from benchmarks.results import RESULTS, load_rows
+from benchmarks.steps import Recipe, check_step, ladder, measure_step, rungs
 
 CPU = torch.device("cpu")
 STAMP = dict.fromkeys(("device", "torch", "triton", "driver", "commit", "date"))
@@ -22,7 +24,7 @@ STAMP = dict.fromkeys(("device", "torch", "triton", "driver", "commit", "date"))
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(CPU, seconds=0.005, limits=timing.Limits(1e10, {"float32": 1e11}), stamp=dict(STAMP))
+    return Bench(CPU, seconds=0.005, limits=timing.Limits(1e30, {"float32": 1e14}), stamp=dict(STAMP))
 
 
 def attention_work(direction: str, **options: Any) -> workloads.Workload:
@@ -116,7 +118,8 @@ def test_each_operation_is_measured_in_each_direction(bench: Bench, op: str, dir
         assert row["status"] == "ok", row
         assert row["low"] <= row["seconds"] <= row["high"] and row["error"] < 2e-5
         assert row["gbps"] == pytest.approx(workload.bytes / row["seconds"] / 1e9)
-        assert row["fraction"] == pytest.approx(max(workload.bytes / 1e10, workload.flops / 1e11) / row["seconds"])
+        assert row["bound"] == "compute"
+        assert row["fraction"] == pytest.approx(workload.flops / 1e14 / row["seconds"])
         assert row["peak_memory"] > 0 and row["method"] == "clock"
 
 
@@ -166,6 +169,50 @@ def test_limits_tell_what_bounds() -> None:
     assert limits.shortest(50, 5000.0, "float32") == (5.0, "compute")
 
 
+def test_work_that_stays_in_the_cache_has_no_fraction_of_the_memory(bench: Bench) -> None:
+    measured = timing.Timing((1.0, 1.0), "clock")
+    large, small = 2 * timing.cache_bytes(CPU), timing.cache_bytes(CPU) // timing.MOST_INPUT_SETS
+    assert bench.judged(bench.row(*"abcd", "e", "float32"), measured, large, 0.0)["bound"] == "memory"
+    assert "fraction" not in bench.judged(bench.row(*"abcd", "e", "float32"), measured, small, 0.0)
+
+
+def test_a_row_faster_than_its_limit_fails(bench: Bench) -> None:
+    workload = workloads.rows("gelu", torch.float32, "forward", M=64, N=64)
+    bench.limits = timing.Limits(1e10, {"float32": 1.0})
+    row = measure(workload, {each.name: each for each in candidates("gelu")}["eager"], bench)
+    assert row["status"] == "failed" and "of the compute limit" in row["reason"] and "fraction" not in row
+
+
+@pytest.mark.parametrize("record", sorted(RESULTS.glob("*/rows.jsonl")), ids=lambda path: path.parent.name)
+def test_no_recorded_row_is_faster_than_its_limit(record: Path) -> None:
+    beyond = [row for row in load_rows(record) if row.get("fraction", 0.0) > timing.MOST_OF_A_LIMIT]
+    assert not beyond, beyond[:3]
+
+
+def test_the_cache_is_what_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, size in enumerate(("48K", "2048K", "107520K")):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(timing, "CACHES", tmp_path)
+    assert timing.cache_bytes.__wrapped__(CPU) == 105 * 2**20
+    monkeypatch.setattr(timing, "CACHES", tmp_path / "nowhere")
+    assert timing.cache_bytes.__wrapped__(CPU) == timing.CPU_CACHE_BYTES
+
+
+def test_a_copy_is_counted_with_its_write_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+
+    def timed(device: torch.device, calls: list[Callable[[], Tensor]], seconds: float) -> timing.Timing:
+        copied.append(calls[0]())
+        return timing.Timing((2.0, 1.0, 3.0), "clock")
+
+    monkeypatch.setattr(timing, "time_calls", timed)
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 2**19)
+    monkeypatch.setitem(timing.LEAST_COPY, "cpu", 2**18)
+    assert timing._memory_rate(CPU, 0.1) == 3 * 2**20  # read, allocated, written in the fastest second
+    assert copied[0].nbytes == 2**20  # twice the cache
+
+
 def test_peak_memory_is_the_most_at_one_time() -> None:
     x = torch.randn(1000, 250)  # 1 MB
 
@@ -179,36 +226,54 @@ def test_peak_memory_is_the_most_at_one_time() -> None:
 
 
 def test_input_sets_reach_past_the_cache() -> None:
-    assert timing.input_sets(CPU, 100 * timing.CPU_CACHE_BYTES) == 1
-    assert timing.input_sets(CPU, timing.CPU_CACHE_BYTES) == 2
-    assert timing.input_sets(CPU, 8) == timing.MOST_INPUT_SETS
+    cache = timing.cache_bytes(CPU)
+    assert timing.input_sets(CPU, 100 * cache) == 1
+    assert timing.input_sets(CPU, cache) == 2 and timing.leaves_cache(CPU, cache)
+    assert timing.input_sets(CPU, 8) == timing.MOST_INPUT_SETS and not timing.leaves_cache(CPU, 8)
+
+
+def test_outputs_take_turns_in_memory() -> None:
+    seen = []
+
+    def call() -> Tensor:
+        result = torch.empty(1000)
+        seen.append(result.data_ptr())
+        return result
+
+    timing.time_calls(CPU, [call] * 3, 0.001)
+    assert len(set(seen[-3:])) == 3
 
 
 SMALL = Recipe("char_gpt", 2, 8)
 
 
 def test_a_training_step_is_checked_and_timed(bench: Bench) -> None:
-    rows = {rung.name: measure_step(SMALL, rung, bench) for rung in rungs(CPU) if rung.compile is None}
-    assert rows["reference fp32"]["status"] == rows["SDPA + fused AdamW, fp32"]["status"] == "ok"
-    assert rows["ours torch, fp32"]["tokens_per_second"] > 0
-    assert rows["ours auto + one graph"]["reason"] == "CUDA graphs need a GPU"
-    assert rows["reference TF32"]["status"] == "skipped"
+    named = {rung.name: rung for rung in rungs(CPU)}
+    timed = ("reference, fp32", "SDPA + fused AdamW, fp32", "ours torch, bf16")
+    rows = {
+        name: measure_step(SMALL, named[name], bench)
+        for name in (*timed, "reference, TF32", "ours auto + one graph, bf16")
+    }
+    for name in timed:
+        assert rows[name]["status"] == "ok" and rows[name]["tokens_per_second"] > 0, rows[name]
+    assert rows["ours auto + one graph, bf16"]["reason"] == "CUDA graphs need a GPU"
+    assert rows["reference, TF32"]["status"] == "skipped"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_rung_has_a_name_of_its_own_that_says_its_precision(device: str) -> None:
+    ladder = rungs(torch.device(device))
+    assert len({rung.name for rung in ladder}) == len(ladder)
+    for rung in ladder:
+        assert rung.name.endswith({"float32": ", fp32", "tf32": ", TF32", "bfloat16": ", bf16"}[rung.precision])
 
 
 def test_a_step_that_learns_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     only_values = lambda qkv, heads, **options: qkv[:, :, -heads:].flatten(2)  # noqa: E731
-    monkeypatch.setattr("benchmarks.steps.PYTORCH_OPERATIONS.packed_attention", only_values)
-    rung = next(rung for rung in LADDER if rung.operations == "pytorch")
+    monkeypatch.setattr("benchmarks.pytorch.packed_attention", only_values)
+    rung = next(rung for rung in ladder() if rung.operations == "pytorch")
     with pytest.raises(WrongResult, match=r"loss|gradient norm"):
         check_step(SMALL, rung, CPU)
-
-
-@pytest.mark.parametrize("name", calls.REGISTRATIONS)
-def test_every_registration_route_computes_its_gradient(name: str) -> None:
-    x = torch.randn(8, requires_grad=True)
-    y = calls.registrations()[name](x)
-    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    assert y.shape == dx.shape == x.shape
 
 
 def test_the_cost_of_a_call_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,4 +283,3 @@ def test_the_cost_of_a_call_is_measured(bench: Bench, monkeypatch: pytest.Monkey
     for route in calls.ROUTES:
         row = calls.measure_call("attention", named["ours torch"], route, bench)
         assert row["status"] == "ok" and 0 < row["seconds"] < 0.1
-        assert calls.measure_registration("split route", route, bench)["status"] == "ok"

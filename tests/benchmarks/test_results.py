@@ -157,7 +157,7 @@ def test_the_report_gathers_everything() -> None:
         "copy 4,000 GB/s; matrix product bfloat16 700 TFLOP/s",
         "3 passed",
         "quack is not installed",
-        "| char_gpt B64 L64 | ours triton + one graph | 0.50 |",
+        "| char_gpt B64 L64 | ours triton + one graph, bf16 | 0.50 | 2% | 8,192,000 | 8.00 |",
     ):
         assert text in page, text
 
