@@ -155,6 +155,19 @@ def test_generate_streams_the_prompt_and_as_many_characters_as_asked(folder, cap
         assert len(told) == 4 + 20 + 1
 
 
+def test_generate_continues_several_prompts(folder, capsys):
+    generate = ["generate", "--checkpoint", folder / "gpt", "--length", 12, "--greedy", "--repetition-penalty", 1.2]
+    prompts = ["the ", "q", "brown fox jumps "]
+    alone = []
+    for prompt in prompts:
+        assert run(*generate, "--prompt", prompt) == 0
+        alone.append(capsys.readouterr().out)
+    assert run(*generate, *(word for prompt in prompts for word in ("--prompt", prompt))) == 0
+    assert capsys.readouterr().out == "".join(alone)
+    told = refused(capsys, *generate, "--prompt", "a", "--prompt", "b", "--top", 3)
+    assert "--top lists the tokens after one --prompt; got 2" in told
+
+
 def test_generate_stops_before_the_stop_text(folder, capsys):
     run("generate", "--checkpoint", folder / "gpt", "--prompt", "the ", "--length", 30, "--seed", 1)
     whole = capsys.readouterr().out[4:-1]

@@ -148,7 +148,9 @@ def _add_model_options(parser: argparse.ArgumentParser, example: str) -> None:
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "write text with a trained language model", _generate)
     _add_model_options(parser, "runs/char-gpt")
-    parser.add_argument("--prompt", default="\n", help="the text to continue (default: a line break)")
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="the text to continue (default: a line break); repeatable"
+    )
     parser.add_argument("--length", type=int, default=500, metavar="N", help="tokens to write (default: %(default)s)")
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
@@ -156,6 +158,9 @@ def _add_generate(commands: Any) -> None:
     )
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most likely; 0 means all")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest that have mass P")
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1, repetitions become less likely"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--stop", default="", metavar="TEXT", help="end before this text would appear")
     parser.add_argument("--top", type=int, default=0, metavar="N", help="list the N most likely tokens at each step")
@@ -266,18 +271,29 @@ def _generate(chosen: argparse.Namespace) -> None:
     from transformer_kernels.training.generation import Sampling, text_until
     from transformer_kernels.training.report import most_likely
 
-    temperature = 0.0 if chosen.greedy else chosen.temperature
-    sampling = Sampling(temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p, seed=chosen.seed)
+    sampling = Sampling(
+        temperature=0.0 if chosen.greedy else chosen.temperature,
+        top_k=chosen.top_k,
+        top_p=chosen.top_p,
+        repetition_penalty=chosen.repetition_penalty,
+        seed=chosen.seed,
+    )
+    prompts = chosen.prompt or ["\n"]
+    if chosen.top and len(prompts) > 1:
+        raise ValueError(f"--top lists the tokens after one --prompt; got {len(prompts)}")
     trained = _load_trained(chosen, "generate")
-    choices = trained.recipe.generate(trained, chosen.prompt, chosen.length, sampling)
+    steps = trained.recipe.generate(trained, prompts, chosen.length, sampling)
     if chosen.top:
-        for choice in choices:
-            print(most_likely(choice, trained.tokenizer, chosen.top), flush=True)
+        for choices in steps:
+            print(most_likely(choices[0], trained.tokenizer, chosen.top), flush=True)
         return
-    print(chosen.prompt, end="", flush=True)
-    for piece in text_until((trained.tokenizer.decode([choice.token]) for choice in choices), chosen.stop):
-        print(piece, end="", flush=True)
-    print()
+    if len(prompts) > 1:  # one after the other can be read, all at once cannot
+        steps = list(steps)
+    for row, prompt in enumerate(prompts):
+        print(prompt, end="", flush=True)
+        for piece in text_until((trained.tokenizer.decode([choices[row].token]) for choices in steps), chosen.stop):
+            print(piece, end="", flush=True)
+        print()
 
 
 def _classify(chosen: argparse.Namespace) -> None:

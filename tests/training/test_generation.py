@@ -1,8 +1,10 @@
 import pytest
 import torch
 
-from transformer_kernels.training import Sampling, generate
-from transformer_kernels.training.generation import sampling_distribution, text_until
+import transformer_kernels
+from python_ref import GPT, GPTConfig
+from transformer_kernels.training import Sampling, generate, generate_many
+from transformer_kernels.training.generation import penalised, sampling_distribution, text_until
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 CPU = torch.device("cpu")
@@ -64,7 +66,10 @@ def test_text_streams_up_to_the_stop(pieces, stop, expected):
     assert list(text_until(pieces, stop)) == expected
 
 
-@pytest.mark.parametrize("values", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}])
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"repetition_penalty": 0.0}],
+)
 def test_bad_sampling_is_told(values):
     with pytest.raises(ValueError, match=f"{next(iter(values))} must"):
         Sampling(**values)
@@ -73,3 +78,67 @@ def test_bad_sampling_is_told(values):
 def test_an_empty_prompt_is_told():
     with pytest.raises(ValueError, match="the prompt must have at least one token"):
         next(generate(Successor(), [], 1, Sampling(), context=3, device=CPU))
+
+
+def test_a_penalty_makes_what_was_seen_less_likely():
+    told = penalised(torch.tensor([2.0, -1.0, 3.0, -1.0]), torch.tensor([0, 1, 1, 0]), 2.0)
+    assert told.tolist() == [1.0, -2.0, 3.0, -1.0]
+    texts = []
+    for penalty in (1.0, 3.0):
+        sampling = Sampling(temperature=0.0, repetition_penalty=penalty)
+        texts.append([choice.token for choice in generate(language_model(), [1], 12, sampling, context=16, device=CPU)])
+    assert len(set(texts[1])) > len(set(texts[0]))
+
+
+SMALL = {"vocab_size": 13, "context": 16, "width": 24, "layers": 2, "heads": 6, "dropout": 0.0}
+WINDOW = {"window": 4, "positions": "rotary", "kv_heads": 2}
+
+
+def language_model(**fields):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**SMALL, **fields}), transformer_kernels.bind("reference"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+class Forgetful(torch.nn.Module):
+    """A model without its cache."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, *mask):
+        return self.model(tokens, *mask)
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_heads": 1}, WINDOW], ids=["full", "one-key-head", "window"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_cache_changes_no_token_also_past_the_context(fields, temperature):
+    """Past it, a model with a window in each layer is that of a longer context; another reads its last tokens again."""
+    model = language_model(**fields)
+    whole = Forgetful(language_model(**{**fields, "context": 110 if "window" in fields else 16}))
+    reach = 110 if "window" in fields else 16
+    prompts, sampling = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]], Sampling(temperature=temperature, repetition_penalty=1.1)
+    many = list(generate_many(model, prompts, 100, sampling, context=16, device=CPU))
+    for row, prompt in enumerate(prompts):
+        alone = Sampling(temperature=temperature, repetition_penalty=1.1, seed=row)
+        expected = [choice.token for choice in generate(whole, prompt, 100, alone, context=reach, device=CPU)]
+        assert [choices[row].token for choices in many] == expected
+        assert len(set(expected)) > 1
+
+
+def test_a_cached_step_reads_one_token():
+    model, lengths = language_model(), []
+    model.embedding.register_forward_hook(lambda module, inputs, output: lengths.append(output.shape[1]))
+    list(generate(model, [1, 2, 3], 16, Sampling(), context=16, device=CPU))
+    assert lengths == [3] + [1] * 13 + [16, 16]
+
+
+def test_a_prompt_longer_than_the_context_is_read_from_its_end():
+    model = language_model()
+    prompt = torch.randint(13, (30,)).tolist()
+    ends = (generate(model, prompt[start:], 5, Sampling(), context=16, device=CPU) for start in (0, 14))
+    first, second = ([choice.token for choice in choices] for choices in ends)
+    assert first == second

@@ -10,7 +10,7 @@ from transformer_kernels.training.checkpoint import (
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Interrupted, Processes, TrainingDiverged, joined_processes
 from transformer_kernels.training.files import DataFileError
-from transformer_kernels.training.generation import Sampling, generate
+from transformer_kernels.training.generation import Sampling, generate, generate_many
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.recipes.imdb import Imdb, ImdbConfig
 from transformer_kernels.training.trainer import Result, Trainer
@@ -31,6 +31,7 @@ __all__ = [
     "TrainingConfig",
     "TrainingDiverged",
     "generate",
+    "generate_many",
     "joined_processes",
     "load_checkpoint",
     "load_trained",

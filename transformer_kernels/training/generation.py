@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,20 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: `temperature` 0 takes the most likely one, always."""
+    """How the next token is chosen.
+
+    Args:
+        temperature: divides the logits; 0 takes the most likely token, always.
+        top_k: draw from the `top_k` most likely tokens; 0 means all.
+        top_p: draw from the fewest tokens that have this probability together.
+        repetition_penalty: above 1, tokens that stand in the text already become less likely.
+        seed: of the draws.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -26,6 +35,8 @@ class Sampling:
             raise ValueError(f"top_k must not be negative (0 means all tokens); got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1]; got {self.top_p}")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be positive and finite; got {self.repetition_penalty}")
 
 
 class Choice(NamedTuple):
@@ -51,22 +62,83 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return probabilities / probabilities.sum()
 
 
-@torch.no_grad()
+def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits (V,) with those of the tokens `seen` made less likely: divided by `penalty` if positive, else multiplied.
+
+    Keskar et al., "CTRL: a conditional transformer language model for controllable generation", 2019, section 4.1.
+    """
+    chosen = logits[seen]
+    return logits.scatter(0, seen, torch.where(chosen > 0, chosen / penalty, chosen * penalty))
+
+
 def generate(
     model: nn.Module, prompt: Sequence[int], count: int, sampling: Sampling, *, context: int, device: torch.device
 ) -> Iterator[Choice]:
     """Choose `count` tokens after `prompt`, which must not be empty; the model sees the last `context` tokens."""
-    if not prompt:
+    for choices in generate_many(model, [prompt], count, sampling, context=context, device=device):
+        yield choices[0]
+
+
+@torch.no_grad()
+def generate_many(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sampling: Sampling,
+    *,
+    context: int,
+    device: torch.device,
+) -> Iterator[list[Choice]]:
+    """Choose `count` tokens after each of several prompts, step by step, all of them in one batch.
+
+    Shorter prompts are padded on the left. A prompt's tokens are those that it would get alone, but that the draws of
+    prompt n come from the seed `sampling.seed + n`.
+    """
+    if not prompts or not all(prompts):
         raise ValueError("the prompt must have at least one token")
     model.eval()
-    generator = torch.Generator().manual_seed(sampling.seed)
-    tokens = list(prompt)
+    generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])  # (B, longest)
+    real = torch.arange(longest) >= torch.tensor([[longest - len(prompt)] for prompt in prompts])
+    reader = _Reader(model, context, device, longest + count)
     for _ in range(count):
-        visible = torch.tensor([tokens[-context:]], device=device)  # (1, at most context)
-        logits = model(visible)[0, -1].float().cpu()  # (V,)
-        drawn = torch.multinomial(sampling_distribution(logits, sampling), 1, generator=generator)
-        tokens.append(int(drawn))
-        yield Choice(tokens[-1], logits.softmax(-1))
+        logits = reader.logits(tokens, real).float().cpu()  # (B, V)
+        choices = []
+        for row, generator in zip(range(len(prompts)), generators, strict=True):
+            seen = tokens[row][real[row]]
+            scores = penalised(logits[row], seen, sampling.repetition_penalty)
+            drawn = torch.multinomial(sampling_distribution(scores, sampling), 1, generator=generator)
+            choices.append(Choice(int(drawn), logits[row].softmax(-1)))
+        tokens = torch.cat((tokens, torch.tensor([[choice.token] for choice in choices])), 1)
+        real = torch.cat((real, torch.ones(len(prompts), 1, dtype=torch.bool)), 1)
+        yield choices
+
+
+class _Reader:
+    """The logits after a growing sequence: from the model's cache while it has room, else by reading again.
+
+    A model whose positions end at `context` reads the last `context` tokens again for every token from there on; one
+    that has a window in every layer goes on with its cache.
+    """
+
+    def __init__(self, model: Any, context: int, device: torch.device, total: int) -> None:
+        self.model, self.context, self.device, self.total = model, context, device, total
+        self.cache: Any = None
+
+    def logits(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """(B, V) after tokens (B, L), of which the first of a row may not be real."""
+        batch, length = tokens.shape
+        if self.cache is None and hasattr(self.model, "new_cache"):
+            self.cache = self.model.new_cache(batch, min(self.context, self.total))
+        if self.cache is None or (length > self.cache.length and not self.cache.endless):
+            tokens, real = tokens[:, -self.context :], real[:, -self.context :]
+            options = {}
+        else:
+            tokens, real = tokens[:, self.cache.tokens :], real[:, self.cache.tokens :]
+            options = {"cache": self.cache, "last_only": True}
+        mask = () if real.all() else (real.to(self.device),)
+        return self.model(tokens.to(self.device), *mask, **options)[:, -1]
 
 
 def text_until(pieces: Iterable[str], stop: str = "") -> Iterator[str]:

@@ -121,8 +121,8 @@ class Recipe(ABC):
         return f"loss {loss:.4f}, accuracy {accuracy:.2%} on {totals.targets:.0f} targets"
 
     @classmethod
-    def generate(cls, trained: Trained, prompt: str, count: int, sampling: Sampling) -> Iterator[Choice]:
-        """`count` tokens after the prompt; overridden by recipes of language models."""
+    def generate(cls, trained: Trained, prompts: list[str], count: int, sampling: Sampling) -> Iterator[list[Choice]]:
+        """`count` tokens after each prompt, step by step; overridden by recipes of language models."""
         raise NotImplementedError
 
     @classmethod

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.corpus import Windows, read_corpus
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.generation import Choice, Sampling, generate
+from transformer_kernels.training.generation import Choice, Sampling, generate_many
 from transformer_kernels.training.recipes import Recipe, Trained
 from transformer_kernels.training.step import Batch, evaluation_totals
 from transformer_kernels.training.tokenizers import CharacterTokenizer
@@ -94,8 +94,8 @@ class CharGPT(Recipe):
         """A sample of what the model writes."""
         prompt = self.tokenizer.decode([int(self.training.tokens[0])])
         trained = Trained(model, self.tokenizer, self.config, device, 0, type(self))
-        choices = self.generate(trained, prompt, SAMPLE_LENGTH, Sampling(temperature=0.7))
-        return "It writes:\n\n" + prompt + self.tokenizer.decode([choice.token for choice in choices])
+        steps = self.generate(trained, [prompt], SAMPLE_LENGTH, Sampling(temperature=0.7))
+        return "It writes:\n\n" + prompt + self.tokenizer.decode([choices[0].token for choices in steps])
 
     @classmethod
     def evaluate(cls, trained: Trained) -> str:
@@ -109,10 +109,11 @@ class CharGPT(Recipe):
         )
 
     @classmethod
-    def generate(cls, trained: Trained, prompt: str, count: int, sampling: Sampling) -> Iterator[Choice]:
-        """`count` characters after the prompt."""
-        tokens = trained.tokenizer.encode(prompt)
-        return generate(trained.model, tokens, count, sampling, context=trained.config.context, device=trained.device)
+    def generate(cls, trained: Trained, prompts: list[str], count: int, sampling: Sampling) -> Iterator[list[Choice]]:
+        """`count` characters after each prompt, step by step."""
+        tokens = [trained.tokenizer.encode(prompt) for prompt in prompts]
+        context, device = trained.config.context, trained.device
+        return generate_many(trained.model, tokens, count, sampling, context=context, device=device)
 
     def _batch(self, windows: Windows, starts: Tensor, device: torch.device) -> Batch:
         windows.tokens = windows.tokens.to(device)
