@@ -98,7 +98,7 @@ def language_model(**fields):
     torch.manual_seed(0)
     model = GPT(GPTConfig(**{**SMALL, **fields}), transformer_kernels.bind("reference"))
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+        torch.nn.init.normal_(parameter, std=0.7)
     return model
 
 
@@ -126,7 +126,7 @@ def test_a_cache_changes_no_token_also_past_the_context(fields, temperature):
         alone = Sampling(temperature=temperature, repetition_penalty=1.1, seed=row)
         expected = [choice.token for choice in generate(whole, prompt, 100, alone, context=reach, device=CPU)]
         assert [choices[row].token for choices in many] == expected
-        assert len(set(expected)) > 1
+    assert len({choice.token for choices in many for choice in choices}) > 1
 
 
 def test_a_cached_step_reads_one_token():
