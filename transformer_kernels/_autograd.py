@@ -1,4 +1,4 @@
-"""What the operations share in their three routes: raw call, autograd.Function, registered operator.
+"""Operation: the three routes of a call, written once.
 
 A call without gradients goes straight to the backend (cheapest), one with gradients through an autograd.Function, and
 one that is being traced (torch.compile, fake or meta tensors, a dispatch mode) through an operator registered with
@@ -7,8 +7,8 @@ torch.library. The last costs several times the others, so it is taken only wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,14 +16,38 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from transformer_kernels import _dispatch
+
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_is_active = torch._C._are_functorch_transforms_active
+
+Grads = tuple[Any, ...]
+"""The incoming gradients of a backend's backward; None in one that did not come in, where there are several."""
+
+Wanted = tuple[bool, ...]
+"""Which of the differentiable fields' gradients are wanted."""
 
 LIBRARY = torch.library.Library("transformer_kernels", "FRAGMENT")
 
 
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "int",
+    int | None: "int?",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+    str | None: "str?",
+    torch.dtype: "ScalarType",
+    list[bool]: "bool[]",
+}
+"""What a field of a call may be, and how torch.library spells it."""
+
+
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd must record this call."""
+    """Whether autograd must record a call with these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -42,27 +66,300 @@ def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
         raise RuntimeError(f"{op}: forward-mode AD is not supported; use python_ref.ops.{op}")
 
 
-class _FirstOrderOnly(torch.autograd.Function):
-    """The identity; going backward through it is an error."""
+class Operation:
+    """One operation: what its call and its results are, what backward keeps of them, and the routes to a backend.
+
+    A backend is a module with `forward(call) -> result` and `backward(call, result, grads, wanted) -> gradients`. For
+    backward, `call` and `result` hold None in the fields that are not kept; `grads` are those of the public outputs,
+    and `wanted` says which of the differentiable fields' gradients are.
+
+    Args:
+        name: that of the public function.
+        call: a NamedTuple of the checked arguments, its fields of the types in SCHEMA_TYPES; the first is a tensor.
+        fake: call -> the results as empty tensors (None for an absent one), which is what a tracer sees.
+        differentiable: the fields that have a gradient.
+        result: a NamedTuple of what forward returns, or None where that is one tensor.
+        public: how many of the results, the first ones, are the caller's.
+        dropped: tensor fields of the call that backward does without.
+        kept: results that backward needs, or () ; "" stands for the only one. The first has the shape of the first
+            output wherever there are several outputs.
+        like: for a dropped differentiable field, the kept result that its gradient is shaped as.
+        sizes: the fields that make the call empty when one of them has no element; the first field unless given.
+        kernels: the operation whose backend files answer, and `adapt`: from such a module to one of this operation.
+        second_order: (call, result, grads, wanted) -> gradients, in differentiable PyTorch. Without it a gradient that
+            is to be differentiated again is an error.
+        layout: what backends want of an incoming gradient.
+        empty_gradients: call -> empty tensors laid out as the gradients are; contiguous ones unless given.
+        check_when_run: call -> None, what a traced call could not check because its tensors had no values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: type[Any],
+        *,
+        fake: Callable[[Any], Any],
+        differentiable: tuple[str, ...],
+        result: type[Any] | None = None,
+        public: int = 1,
+        dropped: tuple[str, ...] = (),
+        kept: tuple[str, ...] = (),
+        like: Mapping[str, str] | None = None,
+        sizes: tuple[str, ...] = (),
+        kernels: str | None = None,
+        adapt: Callable[[Any], Any] | None = None,
+        second_order: Callable[..., tuple[Tensor | None, ...]] | None = None,
+        layout: Callable[[Tensor], Tensor] = Tensor.contiguous,
+        empty_gradients: Callable[[Any], tuple[Tensor | None, ...]] | None = None,
+        check_when_run: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.name, self.call, self.result, self.public = name, call, result, public
+        self.kernels, self.adapt, self.second_order = kernels or name, adapt, second_order
+        self.fake, self.layout, self.check_when_run = fake, layout, check_when_run
+        self.empty_gradients = empty_gradients or self._empty_gradients
+        fields: tuple[str, ...] = call._fields
+        results: tuple[str, ...] = ("",) if result is None else result._fields
+        types = {field: SCHEMA_TYPES[hint] for field, hint in get_type_hints(call).items()}
+        tensors = [field for field in fields if types[field].startswith("Tensor")]
+        self.differentiable = tuple(fields.index(field) for field in differentiable)
+        self._sizes = tuple(fields.index(field) for field in sizes or fields[:1])
+        self._kept_call = tuple(fields.index(field) for field in tensors if field not in dropped)
+        self._kept_results = tuple(results.index(field) for field in kept)
+        self._numbers = tuple(i for i, field in enumerate(fields) if field not in tensors)
+        self._like = {fields.index(field): results.index(other) for field, other in (like or {}).items()}
+        _dispatch.OPERATIONS[name] = self
+        self._register(types, len(results))
+
+    def __call__(self, call: Any, backend: str | None) -> Any:
+        """The public outputs, by the cheapest route that the call allows: one tensor or a tuple of them."""
+        if is_traced(call[0]):
+            outputs = self._registered(*call, backend)
+            return outputs if self.result is None else self._outputs(outputs)
+        module = _dispatch.select(self, backend, call)
+        if torch.is_grad_enabled():
+            for i in self.differentiable:
+                if call[i] is not None and call[i].requires_grad:
+                    return _Recorded.apply(self, module, *call)
+        outputs = module.forward(call)
+        return outputs if self.result is None else self._outputs(outputs)
+
+    def is_empty(self, call: Any) -> bool:
+        """Whether there is nothing to launch; such calls are answered in PyTorch."""
+        return any(call[i].numel() == 0 for i in self._sizes)
+
+    def _outputs(self, results: Any) -> Any:
+        return results[0] if self.public == 1 else results[: self.public]
+
+    # What is kept between forward and backward
+
+    def keep(self, ctx: Any, call: Any, results: Any) -> None:
+        """Save on an autograd context what `kept` finds again."""
+        results = (results,) if self.result is None else results
+        ctx.numbers = [call[i] for i in self._numbers]
+        tensors = [call[i] for i in self._kept_call]
+        ctx.save_for_backward(*tensors, *[results[i] for i in self._kept_results])
+        if self.public > 1:
+            ctx.set_materialize_grads(False)
+
+    def kept(self, tensors: Iterable[Any], numbers: Iterable[Any]) -> tuple[Any, Any]:
+        """The call and the results from what was saved of them, None in the other fields."""
+        values: list[Any] = [None] * len(self.call._fields)
+        following = iter(tensors)
+        for i in self._kept_call:
+            values[i] = next(following)
+        for i, number in zip(self._numbers, numbers, strict=True):
+            values[i] = number
+        call = self.call(*values)
+        if self.result is None:
+            return call, next(following, None)
+        results: list[Any] = [None] * len(self.result._fields)
+        for i in self._kept_results:
+            results[i] = next(following)
+        return call, self.result(*results)
+
+    def incoming(self, tensors: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        """The outputs' gradients as backends want them; zeros for the first output's where none came in."""
+        first, *others = grads
+        first = torch.zeros_like(tensors[len(self._kept_call)]) if first is None else self.layout(first)
+        return first, *(None if grad is None else grad.contiguous() for grad in others)
+
+    def _placed(self, gradients: Iterable[Any], wanted: tuple[bool, ...]) -> list[Any]:
+        """The gradients at their fields' places among the arguments."""
+        placed: list[Any] = [None] * len(self.call._fields)
+        for i, gradient, want in zip(self.differentiable, gradients, wanted, strict=True):
+            placed[i] = gradient if want else None
+        return placed
+
+    # The registered operator
+
+    def _register(self, types: Mapping[str, str], results: int) -> None:
+        fields = self.call._fields
+        name = self.name
+        returned = ", ".join(["Tensor"] * results)
+        signature = ", ".join(f"{types[field]} {field}" for field in fields)
+        self._registered = _define(
+            f"{name}({signature}, str? backend) -> {f'({returned})' if self.result else returned}",
+            self._run,
+            self._fake,
+        )
+        kept = [f"{types[fields[i]]} {fields[i]}" for i in self._kept_call]
+        arguments = [f"Tensor? grad{i}" for i in range(self.public)] + kept
+        arguments += [f"Tensor result{i}" for i in self._kept_results]
+        arguments += [f"{types[fields[i]]} {fields[i]}" for i in self._numbers]
+        gradients = ", ".join(["Tensor"] * len(self.differentiable))
+        self._registered_backward = _define(
+            f"{name}_backward({', '.join(arguments)}, bool[] wanted, str? backend)"
+            f" -> {f'({gradients})' if len(self.differentiable) > 1 else gradients}",
+            self._run_backward,
+            self._fake_backward,
+        )
+        torch.library.register_autograd(
+            f"transformer_kernels::{name}", self._gradient, setup_context=self._setup_context, lib=LIBRARY
+        )
+        torch.library.register_autograd(
+            f"transformer_kernels::{name}_backward", self._refuse_second_order, setup_context=_nothing, lib=LIBRARY
+        )
+
+    def _run(self, *arguments: Any) -> Any:
+        *values, backend = arguments
+        call = self.call(*values)
+        if self.check_when_run is not None:
+            self.check_when_run(call)
+        outputs = _dispatch.select(self, backend, call).forward(call)
+        if self.result is None:
+            return outputs
+        if any(each is None for each in outputs):
+            pairs = zip(outputs, self._fake(*arguments), strict=True)
+            outputs = [torch.zeros_like(like) if each is None else each for each, like in pairs]
+        return _unaliased(outputs)
+
+    def _fake(self, *arguments: Any) -> Any:
+        call = self.call(*arguments[:-1])
+        outputs = self.fake(call)
+        if self.result is None:
+            return outputs
+        return tuple(call[0].new_empty(0) if each is None else each for each in outputs)
+
+    def _unpacked(self, arguments: tuple[Any, ...]) -> tuple[Any, Any, tuple[Any, ...], tuple[bool, ...], Any]:
+        """The kept call and results, the incoming gradients, what is wanted and the backend."""
+        *values, wanted, backend = arguments
+        grads, values = tuple(values[: self.public]), values[self.public :]
+        tensors = len(self._kept_call) + len(self._kept_results)
+        call, results = self.kept(values[:tensors], values[tensors:])
+        return call, results, self.incoming(tuple(values), grads), tuple(wanted), backend
+
+    def _run_backward(self, *arguments: Any) -> Any:
+        call, results, grads, wanted, backend = self._unpacked(arguments)
+        call = self._with_shapes(call, results)
+        gradients = _dispatch.select(self, backend, call).backward(call, results, grads, wanted)
+        return self._returned(_unaliased(_absent_as_empty(gradients, wanted, grads[0])))
+
+    def _fake_backward(self, *arguments: Any) -> Any:
+        call, results, grads, wanted, _ = self._unpacked(arguments)
+        gradients = self.empty_gradients(self._with_shapes(call, results))
+        return self._returned(_absent_as_empty(gradients, wanted, grads[0]))
+
+    def _with_shapes(self, call: Any, results: Any) -> Any:
+        """The kept call, with a kept result of its shape in the place of each field that was dropped for one."""
+        if not self._like:
+            return call
+        values = list(call)
+        for i, index in self._like.items():
+            values[i] = results if self.result is None else results[index]
+        return self.call(*values)
+
+    def _empty_gradients(self, call: Any) -> tuple[Tensor | None, ...]:
+        fields = [call[i] for i in self.differentiable]
+        contiguous = torch.contiguous_format
+        return tuple(None if each is None else torch.empty_like(each, memory_format=contiguous) for each in fields)
+
+    def _returned(self, gradients: tuple[Tensor, ...]) -> Any:
+        return gradients if len(gradients) > 1 else gradients[0]
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *call, ctx.backend = inputs
+        self.keep(ctx, call, output)
+        if self.result is not None:
+            ctx.mark_non_differentiable(*output[self.public :])
+
+    def _gradient(self, ctx: Any, *grads: Tensor | None) -> Any:
+        wanted = [ctx.needs_input_grad[i] for i in self.differentiable]
+        arguments = (*grads[: self.public], *ctx.saved_tensors, *ctx.numbers)
+        gradients = self._registered_backward(*arguments, wanted, ctx.backend)
+        gradients = gradients if len(wanted) > 1 else (gradients,)
+        return *self._placed(gradients, tuple(wanted)), None
+
+    def _refuse_second_order(self, *_: Any) -> Any:
+        raise RuntimeError(f"{self.name}: double backward is not supported; use python_ref.ops.{self.name}")
+
+
+class _Recorded(torch.autograd.Function):
+    """A call that autograd records: forward, and the backend's backward."""
 
     @staticmethod
-    def forward(ctx: Any, op: str, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.op = op
-        return tuple(grad if grad is None else grad.view_as(grad) for grad in grads)
+    def forward(ctx: Any, operation: Operation, module: Any, *values: Any) -> Any:
+        call = operation.call(*values)
+        results = module.forward(call)
+        ctx.operation, ctx.module = operation, module
+        operation.keep(ctx, call, results)
+        return results if operation.result is None else operation._outputs(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        operation: Operation = ctx.operation
+        needed, tensors = ctx.needs_input_grad, ctx.saved_tensors
+        wanted = tuple([needed[2 + i] for i in operation.differentiable])
+        if torch.is_grad_enabled():  # under create_graph
+            if operation.second_order is None:
+                gradients = _OnlyOnce.apply(operation, ctx.module, ctx.numbers, wanted, *grads, *tensors)
+            else:
+                call, results = operation.kept(tensors, ctx.numbers)
+                gradients = operation.second_order(call, results, operation.incoming(tensors, grads), wanted)
+        else:
+            call, results = operation.kept(tensors, ctx.numbers)
+            gradients = ctx.module.backward(call, results, operation.incoming(tensors, grads), wanted)
+        return None, None, *operation._placed(gradients, wanted)
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """A backward pass that stands in the graph between its gradients and all that they depend on, and refuses there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operation: Operation, module: Any, numbers: list[Any], wanted: tuple[bool, ...], *given: Any
+    ) -> Any:
+        ctx.operation = operation
+        grads, tensors = given[: operation.public], given[operation.public :]
+        call, results = operation.kept(tensors, numbers)
+        gradients = module.backward(call, results, operation.incoming(tensors, grads), wanted)
+        return tuple(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise RuntimeError(f"{ctx.op}: double backward is not supported; use python_ref.ops.{ctx.op}")
+        ctx.operation._refuse_second_order()
 
 
-def first_order_only(op: str, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Pass gradients on; under create_graph=True, such that differentiating them again is an error, never a zero."""
-    if not torch.is_grad_enabled():
-        return grads
-    return _FirstOrderOnly.apply(op, *(grad if grad is None else grad.detach().requires_grad_() for grad in grads))
+def differentiated(
+    outputs: Tensor, inputs: Iterable[Tensor | None], grad: Tensor, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `outputs`, computed in PyTorch from `inputs`, that are wanted: differentiable once more."""
+    inputs = list(inputs)
+    asked = [each for each, want in zip(inputs, wanted, strict=True) if want and each is not None]
+    found = iter(torch.autograd.grad(outputs, asked, grad.to(outputs.dtype), create_graph=True))
+    return tuple(next(found) if want and each is not None else None for each, want in zip(inputs, wanted, strict=True))
 
 
-def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def _absent_as_empty(gradients: Iterable[Tensor | None], wanted: Wanted, like: Tensor) -> tuple[Tensor, ...]:
+    """The gradients as an operator returns them: an empty tensor stands for one that is absent or not wanted."""
+    pairs = zip(gradients, wanted, strict=True)
+    return tuple(grad if want and grad is not None else like.new_empty(0) for grad, want in pairs)
+
+
+def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """A context for an operator whose gradient is always an error."""
+
+
+def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define `transformer_kernels::<schema>` for every device and return the callable operator."""
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
@@ -71,12 +368,7 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     return getattr(torch.ops.transformer_kernels, name).default
 
 
-def register_backward(name: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """Give a registered operator its gradient."""
-    torch.library.register_autograd(f"transformer_kernels::{name}", backward, setup_context=setup_context, lib=LIBRARY)
-
-
-def unaliased(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _unaliased(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """The tensors, with a copy in place of one that shares memory with an earlier one: operators must not return such.
 
     Kernels may allocate two small results at once; only the traced route pays for taking them apart.

@@ -9,41 +9,30 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.backends import triton as _triton
 
 BACKENDS = ("torch", "triton", "cuda")
-OPERATIONS = (
-    "attention",
-    "packed_attention",
-    "softmax",
-    "layer_norm",
-    "add_layer_norm",
-    "gelu",
-    "bias_gelu",
-    "bias_relu",
-    "embedding",
-    "cross_entropy",
-    "linear_cross_entropy",
-)
-KERNELS_OF = {"packed_attention": "attention"}  # operations that are answered by the backends' files of another
-WITH_KERNELS = tuple(name for name in OPERATIONS if name not in KERNELS_OF)
+OPERATIONS: dict[str, Operation] = {}
+"""Every operation by its name; each enters itself where it is defined."""
+
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_BACKEND"
 
 # The order in which "auto" asks. On a CPU the kernels of the other two run only interpreted or emulated, for tests.
 AUTO_ORDER = {"cuda": ("triton", "cuda", "torch")}
 AUTO_ORDER_ELSEWHERE = ("torch",)
 
+if TYPE_CHECKING:
+    from transformer_kernels._autograd import Operation
+
 _scoped: ContextVar[str | None] = ContextVar("transformer_kernels_backend", default=None)
 _default: str | None = None
-_modules: dict[tuple[str, str], ModuleType | None] = {}
+_modules: dict[tuple[str, str], Any] = {}
 
 
 def _checked(backend: str) -> str:
@@ -90,12 +79,13 @@ def requested(backend: str | None) -> str:
     return get_backend() if backend is None else _checked(backend)
 
 
-def _module(op: str, backend: str) -> ModuleType | None:
-    """The backend's file for an operation, imported once; None where it has none."""
-    key = (op, backend)
+def _module(operation: Operation, backend: str) -> Any:
+    """The backend's `forward` and `backward` of an operation, imported once; None where it has none."""
+    key = (operation.name, backend)
     if key not in _modules:
-        name = f"transformer_kernels.ops.{KERNELS_OF.get(op, op)}._{backend}"
-        _modules[key] = import_module(name) if find_spec(name) is not None else None
+        name = f"transformer_kernels.ops.{operation.kernels}._{backend}"
+        module = import_module(name) if find_spec(name) is not None else None
+        _modules[key] = module if module is None or operation.adapt is None else operation.adapt(module)
     return _modules[key]
 
 
@@ -108,47 +98,46 @@ def unavailable(backend: str, device: torch.device) -> str | None:
     return None
 
 
-def _refusal(op: str, backend: str, arguments: tuple[Any, ...]) -> str | None:
+def _refusal(operation: Operation, backend: str, call: Any) -> str | None:
     """Why an available backend does not take this call; None if it does."""
-    if backend != "torch" and arguments[0].dtype is torch.float64:
+    if backend != "torch" and call[0].dtype is torch.float64:
         return "float64 is computed by backend='torch' only"
-    module = _module(op, backend)
+    module = _module(operation, backend)
     if module is None:
-        return f"it has no {op} kernel"
-    return module.unsupported(*arguments)
+        return f"it has no {operation.name} kernel"
+    unsupported = getattr(module, "unsupported", None)
+    return None if unsupported is None else unsupported(call)
 
 
-def select(op: str, backend: str | None, arguments: tuple[Any, ...]) -> ModuleType:
-    """The module whose `forward(*arguments)` answers this call; arguments[0] is a tensor.
+def select(operation: Operation, backend: str | None, call: Any) -> Any:
+    """The module whose `forward(call)` answers this call; call[0] is a tensor.
 
     Raises:
         BackendUnavailable: the named backend cannot run on this device.
         UnsupportedByBackend: it runs here, but does not take this call.
     """
     name = requested(backend)
-    device = arguments[0].device
+    device = call[0].device
     if name == "auto":
-        name = _automatic(op, arguments)[0]
+        name = _automatic(operation, call)[0]
     elif (reason := unavailable(name, device)) is not None:
         cause = _extension.cause() if name == "cuda" else None
-        raise BackendUnavailable(f"{op}: backend {name!r} is not available: {reason}") from cause
-    elif (reason := _refusal(op, name, arguments)) is not None:
-        raise UnsupportedByBackend(f"{op}: backend {name!r} does not support this call: {reason}")
-    module = _module(op, name)
-    assert module is not None
-    return module
+        raise BackendUnavailable(f"{operation.name}: backend {name!r} is not available: {reason}") from cause
+    elif (reason := _refusal(operation, name, call)) is not None:
+        raise UnsupportedByBackend(f"{operation.name}: backend {name!r} does not support this call: {reason}")
+    return _module(operation, "torch" if operation.is_empty(call) else name)
 
 
-def _automatic(op: str, arguments: tuple[Any, ...]) -> tuple[str, dict[str, str]]:
+def _automatic(operation: Operation, call: Any) -> tuple[str, dict[str, str]]:
     """The first backend in the order for this device that takes the call, and why those before it did not."""
-    device = arguments[0].device
+    device = call[0].device
     refusals: dict[str, str] = {}
     for name in AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE):
-        reason = unavailable(name, device) or _refusal(op, name, arguments)
+        reason = unavailable(name, device) or _refusal(operation, name, call)
         if reason is None:
             return name, refusals
         refusals[name] = reason
-    raise UnsupportedByBackend(f"{op}: no backend supports this call: {refusals}")
+    raise UnsupportedByBackend(f"{operation.name}: no backend supports this call: {refusals}")
 
 
 @dataclass(frozen=True)
@@ -179,19 +168,14 @@ def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None
     op = operation if isinstance(operation, str) else operation.__name__
     if op not in OPERATIONS:
         raise ValueError(f"explain: operation must be one of {', '.join(OPERATIONS)}; got {op!r}")
-    arguments = import_module(f"transformer_kernels.ops.{op}").prepare(*args, **kwargs)
-    device, name = arguments[0].device, requested(backend)
-    reasons = {each: unavailable(each, device) or _refusal(op, each, arguments) for each in BACKENDS}
+    call = import_module(f"transformer_kernels.ops.{op}").prepare(*args, **kwargs)
+    device, name = call[0].device, requested(backend)
+    reasons = {each: unavailable(each, device) or _refusal(OPERATIONS[op], each, call) for each in BACKENDS}
     if name == "auto":
-        chosen: str | None = _automatic(op, arguments)[0]
+        chosen: str | None = _automatic(OPERATIONS[op], call)[0]
     else:
         chosen = name if reasons[name] is None else None
     order = AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE)
     supported = f"supports the call; auto asks in the order {', '.join(order)} on {device.type} tensors"
     told = {each: reason or ("chosen" if each == chosen else supported) for each, reason in reasons.items()}
     return Explanation(op, name, chosen, told)
-
-
-def is_empty(*tensors: Tensor) -> bool:
-    """Whether any of the tensors has no element: then there is nothing to launch."""
-    return any(tensor.numel() == 0 for tensor in tensors)

@@ -1,5 +1,6 @@
 """The operations, each in a folder of its own: the promise in `__init__.py`, one file for each backend."""
 
+from transformer_kernels._dispatch import OPERATIONS
 from transformer_kernels.ops.add_layer_norm import add_layer_norm
 from transformer_kernels.ops.attention import attention
 from transformer_kernels.ops.bias_gelu import bias_gelu
@@ -25,3 +26,6 @@ __all__ = [
     "packed_attention",
     "softmax",
 ]
+
+WITH_KERNELS = tuple(name for name, operation in OPERATIONS.items() if operation.kernels == name)
+"""The operations that backends have files for; the others are answered by those of another."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformer_kernels._dispatch import WITH_KERNELS
+from transformer_kernels.ops import WITH_KERNELS
 
 OPERATIONS = WITH_KERNELS
 BACKENDS = ("triton", "cuda")

@@ -23,8 +23,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformer_kernels._dispatch import WITH_KERNELS
 from transformer_kernels.backends.triton import Configuration, load
+from transformer_kernels.ops import WITH_KERNELS
 
 MODULE = "transformer_kernels.reports.triton"
 MINIMUM_VERSION = (3, 3)

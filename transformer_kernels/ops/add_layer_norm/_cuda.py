@@ -5,32 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, partial_rows, stream_of
+from transformer_kernels.ops.add_layer_norm import AddLayerNormCall, AddLayerNormResult
 from transformer_kernels.ops.layer_norm._cuda import rows_per_block
 
 
-def unsupported(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    eps: float,
-    dropout_p: float,
-) -> str | None:
-    return None
-
-
-def forward(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    eps: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(call: AddLayerNormCall) -> AddLayerNormResult:
     """normed, summed, and per row the mean and 1 / sqrt(var + eps) in float32."""
+    x, residual, weight, bias, seed, eps, dropout_p = call
     columns = x.shape[-1]
     rows = x.numel() // columns
     y, summed = torch.empty_like(x), torch.empty_like(x)
@@ -54,21 +37,15 @@ def forward(
         DTYPE_CODES[x.dtype],
         *stream_of(x),
     )
-    return y, summed, mean, rstd
+    return AddLayerNormResult(y, summed, mean, rstd)
 
 
 def backward(
-    dy: Tensor,
-    dsummed: Tensor | None,
-    summed: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    seed: Tensor | None,
-    dropout_p: float,
-    has_bias: bool,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    call: AddLayerNormCall, result: AddLayerNormResult, grads: Grads, wanted: Wanted
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dx (None where it equals dresidual), dresidual, dweight, dbias."""
+    (dy, dsummed), (_, _, weight, bias, seed, _, dropout_p), (_, summed, mean, rstd) = grads, call, result
+    has_bias = bias is not None
     columns = summed.shape[-1]
     rows = summed.numel() // columns
     device, stream = stream_of(summed)
@@ -99,4 +76,4 @@ def backward(
         device,
         stream,
     )
-    return dx, dresidual, dweight, dbias
+    return dresidual if dx is None else dx, dresidual, dweight, dbias

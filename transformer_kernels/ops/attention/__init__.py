@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
-from transformer_kernels._dispatch import is_empty, select
 from transformer_kernels._dropout import draw_seed
 
 OP = "attention"
+
+
+class AttentionCall(NamedTuple):
+    """q, k and v with contiguous last axes, the bias with four axes; the seed is None without dropout."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_padding_mask: Tensor | None
+    attn_bias: Tensor | None
+    seed: Tensor | None
+    cu_seqlens: Tensor | None
+    causal: bool
+    window: int | None
+    dropout_p: float
+    scale: float
+
+
+class AttentionResult(NamedTuple):
+    """out (B, Hq, Lq, D), laid out in memory as (B, Lq, Hq, D), and lse (B, Hq, Lq) in float32 or float64."""
+
+    out: Tensor
+    lse: Tensor
+
+
+Into = tuple[Tensor, Tensor, Tensor]
+"""Where a backward pass writes the gradients of q, k and v."""
 
 
 def attention(
@@ -62,7 +87,7 @@ def attention(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
     """
-    arguments = prepare(
+    call = prepare(
         q,
         k,
         v,
@@ -75,16 +100,7 @@ def attention(
         scale=scale,
         return_lse=return_lse,
     )
-    if _autograd.is_traced(arguments[0]):
-        out, lse = _registered(*arguments, backend)
-    else:
-        module = select(OP, backend, arguments)
-        if is_empty(q, k):
-            module = _torch
-        if _autograd.needs_grad(*arguments[:3], arguments[4]):
-            out, lse = _Attention.apply(module, *arguments)
-        else:
-            out, lse = module.forward(*arguments)
+    out, lse = OPERATION(call, backend)
     return (out, lse) if return_lse else out
 
 
@@ -101,12 +117,8 @@ def prepare(
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
-) -> tuple[Any, ...]:
-    """The checked arguments of a backend's `forward`:
-
-    (q, k, v, key_padding_mask, attn_bias 4-D, seed, cu_seqlens, causal, window, dropout_p, scale), the last axes of
-    q, k and v contiguous.
-    """
+) -> AttentionCall:
+    """The checked arguments."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         _checks.tensor(OP, name, value)
         if value.dim() != 4:
@@ -131,8 +143,9 @@ def prepare(
     _checks.same_device(OP, q, k=k, v=v, key_padding_mask=key_padding_mask, attn_bias=attn_bias, cu_seqlens=cu_seqlens)
     _autograd.refuse_transforms(OP, q, k, v, attn_bias)
     seed = draw_seed(q.device) if dropout_p > 0.0 else None
-    q, k, v = _last_axis_contiguous(q), _last_axis_contiguous(k), _last_axis_contiguous(v)
-    return q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, float(dropout_p), float(scale)
+    q, k, v = last_axis_contiguous(q), last_axis_contiguous(k), last_axis_contiguous(v)
+    numbers = causal, window, float(dropout_p), float(scale)
+    return AttentionCall(q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *numbers)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -170,7 +183,7 @@ def _checked_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if _autograd.autocast_dtype(q) is None:
             raise ValueError(f"{OP}: attn_bias must have the dtype of q ({q.dtype}) or torch.float32; got {bias.dtype}")
         bias = bias.to(q.dtype)
-    return _last_axis_contiguous(bias[(None,) * (4 - bias.dim())])
+    return last_axis_contiguous(bias[(None,) * (4 - bias.dim())])
 
 
 def _checked_sequences(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -190,130 +203,37 @@ def _checked_sequences(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return cu_seqlens.contiguous()
 
 
-def _last_axis_contiguous(x: Tensor) -> Tensor:
+def last_axis_contiguous(x: Tensor) -> Tensor:
+    """x, copied where its last axis is strided."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        module: ModuleType,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_bias: Tensor | None,
-        seed: Tensor | None,
-        cu_seqlens: Tensor | None,
-        *options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = module.forward(q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *options)
-        ctx.module, ctx.options = module, options
-        ctx.save_for_backward(q, k, v, out, lse, key_padding_mask, attn_bias, seed, cu_seqlens)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
-        dout = torch.zeros_like(saved[3]) if dout is None else _last_axis_contiguous(dout)
-        dlse = None if dlse is None else dlse.contiguous()
-        grads = ctx.module.backward(dout, dlse, *saved, *ctx.options, ctx.needs_input_grad[5])
-        dq, dk, dv, dbias = _autograd.first_order_only(OP, grads)
-        return None, dq, dk, dv, None, dbias, None, None, None, None, None, None
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-    backend: str | None,
-) -> tuple[Tensor, ...]:
-    arguments = (q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale)
-    module = select(OP, backend, arguments)
-    return _autograd.unaliased(*(_torch if is_empty(q, k) else module).forward(*arguments))
-
-
-def _run_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-    bias_needs_grad: bool,
-    backend: str | None,
-) -> tuple[Tensor, ...]:
-    options = (causal, window, dropout_p, scale)
-    masks = (key_padding_mask, attn_bias, seed, cu_seqlens)
-    module = _torch if is_empty(q, k) else select(OP, backend, (q, k, v, *masks, *options))
-    dlse = None if dlse is None else dlse.contiguous()
-    dout = _last_axis_contiguous(dout)
-    dq, dk, dv, dbias = module.backward(dout, dlse, q, k, v, out, lse, *masks, *options, bias_needs_grad)
-    return _autograd.unaliased(dq, dk, dv, q.new_empty(0) if dbias is None else dbias)
-
-
-def _like_output(x: Tensor) -> Tensor:
-    """An empty tensor of x's shape, laid out in memory as (B, L, H, D)."""
+def like_output(x: Tensor) -> Tensor:
+    """Uninitialised, of x's shape (B, H, L, D), laid out in memory as (B, L, H, D)."""
     batch, heads, length, width = x.shape
     return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like_output(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+def _fake(call: AttentionCall) -> AttentionResult:
+    q = call.q
+    return AttentionResult(like_output(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)))
 
 
-def _fake_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    attn_bias, bias_needs_grad = rest[3], rest[10]
-    dbias = torch.empty_like(attn_bias, memory_format=torch.contiguous_format) if bias_needs_grad else q.new_empty(0)
-    return _like_output(q), _like_output(k), _like_output(v), dbias
+def _empty_gradients(call: AttentionCall) -> tuple[Tensor | None, ...]:
+    bias = call.attn_bias
+    dbias = None if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    return like_output(call.q), like_output(call.k), like_output(call.v), dbias
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *ctx.options, ctx.backend = inputs
-    ctx.save_for_backward(q, k, v, *output, key_padding_mask, attn_bias, seed, cu_seqlens)
-    ctx.set_materialize_grads(False)
-
-
-def _registered_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-    saved = ctx.saved_tensors
-    dout = torch.zeros_like(saved[3]) if dout is None else dout
-    bias_needs_grad = ctx.needs_input_grad[4]
-    dq, dk, dv, dbias = _registered_backward(dout, dlse, *saved, *ctx.options, bias_needs_grad, ctx.backend)
-    return dq, dk, dv, None, dbias if bias_needs_grad else None, None, None, None, None, None, None, None
-
-
-_registered = _autograd.register(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? attn_bias, Tensor? seed,"
-    " Tensor? cu_seqlens, bool causal, int? window, float dropout_p, float scale, str? backend) -> (Tensor, Tensor)",
-    _run,
-    _fake,
+OPERATION = _autograd.Operation(
+    OP,
+    AttentionCall,
+    result=AttentionResult,
+    public=2,
+    fake=_fake,
+    differentiable=("q", "k", "v", "attn_bias"),
+    kept=("out", "lse"),
+    sizes=("q", "k"),
+    layout=last_axis_contiguous,
+    empty_gradients=_empty_gradients,
 )
-_registered_backward = _autograd.register(
-    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    " Tensor? key_padding_mask, Tensor? attn_bias, Tensor? seed, Tensor? cu_seqlens, bool causal, int? window,"
-    " float dropout_p, float scale, bool bias_needs_grad, str? backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
-)
-_autograd.register_backward(OP, _setup_context, _registered_gradient)
-
-from transformer_kernels.ops.attention import _torch  # noqa: E402

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 
 MAX_HEAD_DIM = 256
 PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.cu
@@ -13,42 +15,17 @@ PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.c
 path = "auto"  # tests and benchmarks name the kernels that they mean
 
 
-def unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-) -> str | None:
+def unsupported(call: AttentionCall) -> str | None:
     """Why these kernels cannot take this call, or None."""
-    if q.dtype not in DTYPE_CODES:
-        return f"dtype {q.dtype} is not supported; use float32, float16 or bfloat16"
-    if q.shape[3] > MAX_HEAD_DIM:
-        return f"the head dimension is {q.shape[3]}, above {MAX_HEAD_DIM}; backend='torch' takes it"
+    if call.q.shape[3] > MAX_HEAD_DIM:
+        return f"the head dimension is {call.q.shape[3]}, above {MAX_HEAD_DIM}; backend='torch' takes it"
     return None
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def forward(call: AttentionCall) -> AttentionResult:
     """(out, lse)."""
-    out = _empty_like_output(q)
+    q, k, v = call[:3]
+    out = like_output(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     load().attention_forward(
         DTYPE_CODES[q.dtype],
@@ -57,36 +34,21 @@ def forward(
         *_rows(v),
         *_rows(out),
         lse.data_ptr(),
-        *_problem(q, k, key_padding_mask, cu_seqlens, attn_bias, seed, causal, window, dropout_p, scale),
+        *_problem(call),
         PATHS[path],
     )
-    return out, lse
+    return AttentionResult(out, lse)
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-    bias_needs_grad: bool,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dbias), bit for bit the same each time; the first three are `grads` where it is given."""
-    dq, dk, dv = grads or (_empty_like_output(q), _empty_like_output(k), _empty_like_output(v))
+    call: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, into: Into | None = None
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, dbias), bit for bit the same each time; the first three are `into` where it is given."""
+    (q, k, v), attn_bias, (out, lse), (dout, dlse) = call[:3], call.attn_bias, result, grads
+    dq, dk, dv = into or (like_output(q), like_output(k), like_output(v))
     dbias: Tensor | None = None
     computed_dbias: tuple[int, ...] = (0, 1, 1, 1, 1)  # address and shape of what the kernels compute
-    if attn_bias is not None and bias_needs_grad:
+    if attn_bias is not None and wanted[3]:
         dbias = torch.empty(attn_bias.shape, dtype=attn_bias.dtype, device=q.device)
         if attn_bias.shape[3] == k.shape[2] > 1:
             computed_dbias = (dbias.data_ptr(), *dbias.shape)
@@ -107,16 +69,10 @@ def backward(
         *_rows(dk),
         *_rows(dv),
         *computed_dbias,
-        *_problem(q, k, key_padding_mask, cu_seqlens, attn_bias, seed, causal, window, dropout_p, scale),
+        *_problem(call),
         PATHS[path],
     )
     return dq, dk, dv, dbias
-
-
-def _empty_like_output(x: Tensor) -> Tensor:
-    """Of x's shape, laid out in memory as (B, L, H, D)."""
-    batch, heads, length, width = x.shape
-    return torch.empty((batch, length, heads, width), dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
 def _gradient_of_row_shift(dlse: Tensor | None, lse: Tensor, attn_bias: Tensor) -> Tensor:
@@ -134,19 +90,9 @@ def _rows(x: Tensor) -> tuple[int, int, int, int]:
     return x.data_ptr(), batch, head, row
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-) -> tuple[int | float | bool, ...]:
+def _problem(call: AttentionCall) -> tuple[int | float | bool, ...]:
     """The arguments that forward and backward share: sizes, masks, dropout, and where to launch."""
+    q, k, _, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale = call
     batch, query_heads, query_length, width = q.shape
     bias: tuple[int | bool, ...] = (0, False, 0, 0, 0, 0)
     if attn_bias is not None:

@@ -12,32 +12,23 @@ import math
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads
 from transformer_kernels._dropout import drop, keep_scale
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 
 aten = torch.ops.aten
-
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 SCORES_AT_ONCE = 1 << 19  # on the CPU: a chunk of scores and its gradient stay in a second-level cache
 
 
-def forward_in_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    scale: float,
-    first: int,
-) -> tuple[Tensor, Tensor]:
+def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: int) -> AttentionResult:
     """out and lse; dropout counts rows and columns from `first`."""
+    q, k, v, _, attn_bias, seed, _, _, _, dropout_p, scale = call
     heads = q.shape[1]
     out = like_output(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), lse
+        return AttentionResult(out.zero_(), lse)
     clean = _clean(k, v, visible)
     operand = _operand_dtype(q)
     for chunk in _chunks(q, k.shape[2]):
@@ -53,32 +44,22 @@ def forward_in_chunks(
             place = {"first_head": chunk.start * heads, "first": first}
             drop(weights, seed, dropout_p, scale=keep_scale(dropout_p), **place, in_place=True)
         out[chunk] = _weighted(weights.to(operand), value, seen, clean)
-    return out, lse
+    return AttentionResult(out, lse)
 
 
 def backward_in_chunks(
-    grads: Gradients,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    scale: float,
-    bias_needs_grad: bool,
-    first: int,
+    call: AttentionCall, visible: Tensor | None, grads: Grads, bias_wanted: bool, into: Into, first: int
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
+    q, k, v, _, attn_bias, seed, _, _, _, dropout_p, scale = call
+    dout, dlse = grads
     heads = q.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = grads
-    wanted = attn_bias if bias_needs_grad else None
+    dq, dk, dv = into
+    wanted = attn_bias if bias_wanted else None
     dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide, memory_format=torch.contiguous_format)
     if q.numel() == 0 or k.numel() == 0:
-        for grad in grads:
+        for grad in into:
             grad.zero_()
         return as_dtype_of(wanted, dbias)
     clean = _clean(k, v, visible)
@@ -184,7 +165,7 @@ def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -
 
 def _clean(k: Tensor, v: Tensor, visible: Tensor | None) -> bool:
     """Whether no key or value can spoil a row that must not see it; found out on the CPU, assumed nowhere else."""
-    return visible is None or (k.device.type == "cpu" and math.isfinite(float(k.detach().sum() + v.detach().sum())))
+    return visible is None or (k.device.type == "cpu" and math.isfinite(float(k.sum() + v.sum())))
 
 
 def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
@@ -203,12 +184,6 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 def sum_heads(x: Tensor, heads: int) -> Tensor:
     """(b, Hq, Lk, D) -> (b, Hk, Lk, D), summed over the query heads of each key head."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(dim=2)
-
-
-def like_output(x: Tensor) -> Tensor:
-    """Uninitialised, of x's shape, with the memory of a contiguous (B, L, H, D)."""
-    batch, heads, length, width = x.shape
-    return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
 def as_dtype_of(like: Tensor | None, x: Tensor | None) -> Tensor | None:

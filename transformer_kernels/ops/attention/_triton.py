@@ -12,7 +12,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from transformer_kernels._dropout import keep_scale, keep_threshold
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention import _triton_config as config
 from transformer_kernels.ops.attention._triton_backward import attention_backward_query_kernel
 from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel
@@ -30,42 +32,17 @@ from transformer_kernels.ops.attention._triton_short import (
 __all__ = ["backward", "configurations", "forward", "unsupported"]
 
 
-def unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-) -> str | None:
+def unsupported(call: AttentionCall) -> str | None:
     """The reason why these kernels do not take the call, or None."""
-    if q.shape[3] > config.MAXIMUM_HEAD_DIM:
-        return f"supports head dimensions up to {config.MAXIMUM_HEAD_DIM}, not {q.shape[3]}; use backend='torch'"
-    return _triton.unsupported_dtype(q.dtype)
+    if call.q.shape[3] > config.MAXIMUM_HEAD_DIM:
+        return f"supports head dimensions up to {config.MAXIMUM_HEAD_DIM}, not {call.q.shape[3]}; use backend='torch'"
+    return None
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def forward(arguments: AttentionCall) -> AttentionResult:
     """Output and log-sum-exp, by the path that suits the lengths."""
-    masks = (key_padding_mask, attn_bias, seed, cu_seqlens)
-    call = _Call(q, k, v, (), *masks, causal, window, dropout_p, scale)
-    out = _empty_like(q)
+    call, q = _Call(arguments, ()), arguments.q
+    out = like_output(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with _triton.launching_on(q.device):
         call.find_sequences()
@@ -75,47 +52,31 @@ def forward(
             _launch_short_forward(call, tile, out, lse)
         else:
             _launch_forward(call, out, lse)
-    return out, lse
+    return AttentionResult(out, lse)
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    seed: Tensor | None,
-    cu_seqlens: Tensor | None,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    scale: float,
-    bias_needs_grad: bool,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    arguments: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, into: Into | None = None
+) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and, if it needs one, of the bias."""
-    dq, dk, dv = grads = (_empty_like(q), _empty_like(k), _empty_like(v)) if grads is None else grads
-    masks = (key_padding_mask, attn_bias, seed, cu_seqlens)
-    call = _Call(q, k, v, (dout, *grads), *masks, causal, window, dropout_p, scale)
+    (out, lse), (dout, dlse), bias_wanted = result, grads, wanted[3]
+    into = into or (like_output(arguments.q), like_output(arguments.k), like_output(arguments.v))
+    call = _Call(arguments, (dout, *into))
     out = out if out.transpose(1, 2).is_contiguous() else out.transpose(1, 2).contiguous().transpose(1, 2)
     tile = call.short_tile("backward")
     statistics = _Statistics(lse, dlse)
-    if bias_needs_grad or tile is None:
+    if bias_wanted or tile is None:
         statistics.delta = torch.empty_like(lse)
         if call.itemsize == config.SINGLE:
             statistics.correction = torch.empty_like(lse)
-    with _triton.launching_on(q.device):
+    with _triton.launching_on(dout.device):
         call.find_sequences()
         if tile is not None:
             _launch_short_backward(call, tile, statistics)
         else:
             _launch_backward(call, out, statistics)
-        dbias = _bias_gradient(call, statistics) if bias_needs_grad else None
-    return dq, dk, dv, dbias
+        dbias = _bias_gradient(call, statistics) if bias_wanted else None
+    return *into, dbias
 
 
 @dataclass
@@ -131,21 +92,8 @@ class _Statistics:
 class _Call:
     """One call as kernels are told of it: tensors, sizes, strides and numbers, and the compile-time constants."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gradients: tuple[Tensor, ...],
-        key_padding_mask: Tensor | None,
-        attn_bias: Tensor | None,
-        seed: Tensor | None,
-        cu_seqlens: Tensor | None,
-        causal: bool,
-        window: int | None,
-        dropout_p: float,
-        scale: float,
-    ) -> None:
+    def __init__(self, arguments: AttentionCall, gradients: tuple[Tensor, ...]) -> None:
+        q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale = arguments
         self.q, self.k, self.v = q, k, v
         self.gradients = gradients  # dout, dq, dk, dv in the backward pass
         self.batch, self.query_heads, self.queries, self.head_dim = q.shape
@@ -230,12 +178,6 @@ def _find_within(table: str, capability: _triton.Capability, itemsize: int, widt
     rows = config.TABLES[table]
     newest = max(known for known in rows.capabilities(itemsize) if known <= capability)
     return next((tile for largest, tile in rows.entries(newest, itemsize) if largest and width <= largest), None)
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    """An empty tensor of x's shape, laid out in memory as (B, L, H, D)."""
-    batch, heads, length, head_dim = x.shape
-    return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
 def _alignment(itemsize: int, strides: tuple[int, ...]) -> int:

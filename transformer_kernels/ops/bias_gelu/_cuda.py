@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, partial_rows, stream_of
+from transformer_kernels.ops.bias_gelu import BiasGeluCall
 
 ROWS_PER_BLOCK = 8  # csrc/ops/bias_activation_forward.cuh: the rows of one tile
 
 
-def unsupported(x: Tensor, bias: Tensor, approximate: str) -> str | None:
-    return None
-
-
-def forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+def forward(call: BiasGeluCall) -> Tensor:
     """gelu(x + bias), the sum in float32."""
+    x, bias, approximate = call
     columns = x.shape[-1]
     y = torch.empty_like(x)
     load().bias_gelu_forward(
@@ -32,8 +31,9 @@ def forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     return y
 
 
-def backward(dy: Tensor, x: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+def backward(call: BiasGeluCall, result: None, grads: Grads, wanted: Wanted) -> tuple[Tensor, Tensor]:
     """dx, and dbias through float32 partial sums in a fixed order."""
+    (dy,), (x, bias, approximate) = grads, call
     columns = x.shape[-1]
     rows = x.numel() // columns
     device, stream = stream_of(x)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
-from transformer_kernels._dispatch import is_empty, select
 
 OP = "bias_relu"
+
+
+class BiasReluCall(NamedTuple):
+    """Both tensors are contiguous; backward has the result for x."""
+
+    x: Tensor
+    bias: Tensor
 
 
 def bias_relu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
@@ -31,19 +36,11 @@ def bias_relu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
 
     Nair, Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2.
     """
-    arguments = prepare(x, bias)
-    if _autograd.is_traced(arguments[0]):
-        return _registered(*arguments, backend)
-    module = select(OP, backend, arguments)
-    if is_empty(x):
-        module = _torch
-    if _autograd.needs_grad(*arguments):
-        return _BiasRelu.apply(module, *arguments)
-    return module.forward(*arguments)
+    return OPERATION(prepare(x, bias), backend)
 
 
-def prepare(x: Tensor, bias: Tensor) -> tuple[Any, ...]:
-    """The checked arguments of a backend's `forward`: (x, bias), both contiguous."""
+def prepare(x: Tensor, bias: Tensor) -> BiasReluCall:
+    """The checked arguments."""
     _checks.tensor(OP, "x", x)
     _checks.at_least_1d(OP, x)
     if _autograd.autocast_dtype(x) is not None and isinstance(bias, Tensor) and bias.dtype is not torch.float32:
@@ -51,57 +48,25 @@ def prepare(x: Tensor, bias: Tensor) -> tuple[Any, ...]:
     _checks.row_parameter(OP, "bias", bias, x)
     _checks.same_device(OP, x, bias=bias)
     _autograd.refuse_transforms(OP, x, bias)
-    return x.contiguous(), bias.contiguous()
+    return BiasReluCall(x.contiguous(), bias.contiguous())
 
 
-class _BiasRelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, module: ModuleType, x: Tensor, bias: Tensor) -> Tensor:
-        y = module.forward(x, bias)
-        ctx.module, ctx.dbias_dtype = module, bias.dtype
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        grads = ctx.module.backward(dy.contiguous(), *ctx.saved_tensors, ctx.dbias_dtype)
-        return None, *_autograd.first_order_only(OP, grads)
+def _second_order(
+    call: BiasReluCall, y: Tensor, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor, Tensor]:
+    """The gradients are linear in the incoming one and piecewise constant in x."""
+    dx = grads[0].masked_fill(y <= 0, 0.0)
+    rows = dx.reshape(-1, dx.shape[-1]).sum(dim=0, dtype=torch.promote_types(dx.dtype, torch.float32))
+    return dx, rows.to(call.bias.dtype)
 
 
-def _run(x: Tensor, bias: Tensor, backend: str | None) -> Tensor:
-    module = select(OP, backend, (x, bias))
-    return (_torch if is_empty(x) else module).forward(x, bias)
-
-
-def _run_backward(dy: Tensor, y: Tensor, dbias_dtype: torch.dtype, backend: str | None) -> tuple[Tensor, ...]:
-    module = _torch if is_empty(y) else select(OP, backend, (y, y))
-    return _autograd.unaliased(*module.backward(dy.contiguous(), y, dbias_dtype))
-
-
-def _fake_backward(dy: Tensor, y: Tensor, dbias_dtype: torch.dtype, backend: str | None) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y), y.new_empty(y.shape[-1:], dtype=dbias_dtype)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, bias, ctx.backend = inputs
-    ctx.dbias_dtype = bias.dtype
-    ctx.save_for_backward(output)
-
-
-def _registered_gradient(ctx: Any, dy: Tensor) -> Any:
-    return *_registered_backward(dy, *ctx.saved_tensors, ctx.dbias_dtype, ctx.backend), None
-
-
-_registered = _autograd.register(
-    "bias_relu(Tensor x, Tensor bias, str? backend) -> Tensor",
-    _run,
-    lambda x, bias, backend: torch.empty_like(x),
+OPERATION = _autograd.Operation(
+    OP,
+    BiasReluCall,
+    fake=lambda call: torch.empty_like(call.x),
+    differentiable=("x", "bias"),
+    dropped=("x",),
+    kept=("",),
+    like={"x": ""},
+    second_order=_second_order,
 )
-_registered_backward = _autograd.register(
-    "bias_relu_backward(Tensor dy, Tensor y, ScalarType dbias_dtype, str? backend) -> (Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
-)
-_autograd.register_backward(OP, _setup_context, _registered_gradient)
-
-from transformer_kernels.ops.bias_relu import _torch  # noqa: E402

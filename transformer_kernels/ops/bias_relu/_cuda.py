@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, partial_rows, stream_of
 from transformer_kernels.ops.bias_gelu._cuda import ROWS_PER_BLOCK
+from transformer_kernels.ops.bias_relu import BiasReluCall
 
 
-def unsupported(x: Tensor, bias: Tensor) -> str | None:
-    return None
-
-
-def forward(x: Tensor, bias: Tensor) -> Tensor:
+def forward(call: BiasReluCall) -> Tensor:
     """relu(x + bias), the sum in float32."""
+    x, bias = call
     columns = x.shape[-1]
     y = torch.empty_like(x)
     load().bias_relu_forward(
@@ -30,8 +29,9 @@ def forward(x: Tensor, bias: Tensor) -> Tensor:
     return y
 
 
-def backward(dy: Tensor, y: Tensor, dbias_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def backward(call: BiasReluCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor, Tensor]:
     """dx, and dbias through float32 partial sums in a fixed order."""
+    (dy,), dbias_dtype = grads, call.bias.dtype
     columns = y.shape[-1]
     rows = y.numel() // columns
     device, stream = stream_of(y)

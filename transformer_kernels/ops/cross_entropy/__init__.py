@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
-from transformer_kernels._dispatch import is_empty, select
 
 OP = "cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
+
+
+class CrossEntropyCall(NamedTuple):
+    """Both tensors are contiguous, the targets int64."""
+
+    logits: Tensor
+    targets: Tensor
+    ignore_index: int
+    label_smoothing: float
+    reduction: str
+
+
+class CrossEntropyResult(NamedTuple):
+    """The loss, two numbers (2, M) for each row that a backend may leave for its backward, and the rows in a mean."""
+
+    loss: Tensor
+    statistics: Tensor | None
+    counted: Tensor | None
 
 
 def cross_entropy(
@@ -37,17 +53,15 @@ def cross_entropy(
         float32 (float64 for float64), computed in it: a scalar, or (...) for "none". The mean is NaN when every row is
         ignored.
     Raises:
-        IndexError: a target is neither a class nor ignore_index. On a GPU nobody looks: such a row's loss is NaN.
+        IndexError: a target is neither a class nor ignore_index. Not validated on a GPU: the row's loss is NaN there.
         TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
 
     Szegedy et al., "Rethinking the Inception architecture for computer vision", 2016, section 7 (smoothing); Milakov,
     Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
     """
-    arguments = prepare(
-        logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
-    )
-    return route(OP, backend, arguments)
+    call = prepare(logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
+    return OPERATION(call, backend)
 
 
 def prepare(
@@ -57,8 +71,8 @@ def prepare(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> tuple[Any, ...]:
-    """The checked arguments of a backend's `forward`: both tensors contiguous, targets int64."""
+) -> CrossEntropyCall:
+    """The checked arguments."""
     _checks.tensor(OP, "logits", logits)
     _checks.at_least_1d(OP, logits)
     if logits.shape[-1] == 0:
@@ -71,103 +85,43 @@ def prepare(
     _autograd.refuse_transforms(OP, logits, targets)
     if not _autograd.is_traced(logits):
         _checks.classes_in_range(OP, "targets", targets, logits.shape[-1], ignore_index)
-    return logits.contiguous(), targets.long().contiguous(), int(ignore_index), float(label_smoothing), reduction
+    return CrossEntropyCall(
+        logits.contiguous(), targets.long().contiguous(), int(ignore_index), float(label_smoothing), reduction
+    )
 
 
-def route(op: str, backend: str | None, arguments: tuple[Any, ...]) -> Tensor:
-    """The loss by the route that the call needs; `op` is who asks, for errors that come later."""
-    logits = arguments[0]
-    if _autograd.is_traced(logits):
-        return _registered(*arguments, backend)[0]
-    module = select(OP, backend, arguments)
-    if is_empty(logits):
-        module = _torch
-    if _autograd.needs_grad(logits):
-        return _CrossEntropy.apply(op, module, *arguments)
-    return module.forward(*arguments)[0]
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        op: str,
-        module: ModuleType,
-        logits: Tensor,
-        targets: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        reduction: str,
-    ) -> Tensor:
-        loss, statistics, count = module.forward(logits, targets, ignore_index, label_smoothing, reduction)
-        ctx.op, ctx.module, ctx.options = op, module, (ignore_index, label_smoothing, reduction)
-        ctx.save_for_backward(logits, targets, statistics, count)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        dlogits = ctx.module.backward(dloss.contiguous(), *ctx.saved_tensors, *ctx.options)
-        return None, None, *_autograd.first_order_only(ctx.op, (dlogits,)), None, None, None, None
-
-
-def _run(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str, backend: str | None
-) -> tuple[Tensor, ...]:
-    _checks.classes_in_range(OP, "targets", targets, logits.shape[-1], ignore_index)
-    arguments = (logits, targets, ignore_index, label_smoothing, reduction)
-    module = select(OP, backend, arguments)
-    loss, statistics, count = (_torch if is_empty(logits) else module).forward(*arguments)
-    pairs = zip((loss, statistics, count), _fake(*arguments, backend), strict=True)
-    found = [torch.zeros_like(like) if result is None else result for result, like in pairs]
-    return _autograd.unaliased(*found)
-
-
-def _fake(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(call: CrossEntropyCall) -> CrossEntropyResult:
+    logits, targets = call.logits, call.targets
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    loss = logits.new_empty(targets.shape if reduction == "none" else (), dtype=dtype)
-    return loss, logits.new_empty((2, targets.numel()), dtype=dtype), logits.new_empty((), dtype=dtype)
+    loss = logits.new_empty(targets.shape if call.reduction == "none" else (), dtype=dtype)
+    statistics = logits.new_empty((2, targets.numel()), dtype=dtype)
+    return CrossEntropyResult(loss, statistics, logits.new_empty((), dtype=dtype))
 
 
-def _run_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    statistics: Tensor,
-    count: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    backend: str | None,
-) -> Tensor:
-    options = (ignore_index, label_smoothing, reduction)
-    module = _torch if is_empty(logits) else select(OP, backend, (logits, targets, *options))
-    return module.backward(dloss.contiguous(), logits, targets, statistics, count, *options)
+def _second_order(
+    call: CrossEntropyCall, result: CrossEntropyResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    logits, targets, ignore_index, label_smoothing, reduction = call
+    with torch.enable_grad():
+        rows = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+        loss = torch.nn.functional.cross_entropy(
+            rows, targets.view(-1), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        )
+    return _autograd.differentiated(loss, [logits], grads[0].reshape(loss.shape), wanted)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, targets, *ctx.options = inputs
-    ctx.save_for_backward(logits, targets, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+def _check_when_run(call: CrossEntropyCall) -> None:
+    """A traced call is checked when it runs: its targets have no values before."""
+    _checks.classes_in_range(OP, "targets", call.targets, call.logits.shape[-1], call.ignore_index)
 
 
-def _registered_gradient(ctx: Any, dloss: Tensor, *_: Tensor | None) -> Any:
-    return _registered_backward(dloss, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
-
-
-_registered = _autograd.register(
-    "cross_entropy(Tensor logits, Tensor targets, int ignore_index, float label_smoothing, str reduction, str? backend)"
-    " -> (Tensor, Tensor, Tensor)",
-    _run,
-    _fake,
+OPERATION = _autograd.Operation(
+    OP,
+    CrossEntropyCall,
+    result=CrossEntropyResult,
+    fake=_fake,
+    differentiable=("logits",),
+    kept=("statistics", "counted"),
+    second_order=_second_order,
+    check_when_run=_check_when_run,
 )
-_registered_backward = _autograd.register(
-    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor statistics, Tensor count,"
-    " int ignore_index, float label_smoothing, str reduction, str? backend) -> Tensor",
-    _run_backward,
-    lambda dloss, logits, *_: torch.empty_like(logits),
-)
-_autograd.register_backward(OP, _setup_context, _registered_gradient)
-
-from transformer_kernels.ops.cross_entropy import _torch  # noqa: E402

@@ -5,28 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
+from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
 
 ROWS_OF_ONE_BLOCK = 1 << 16
 """How many losses one block adds up; a sum over more is worth PyTorch's several launches."""
 
 
-def unsupported(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
-) -> str | None:
-    return None
-
-
-def forward(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(call: CrossEntropyCall) -> CrossEntropyResult:
     """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
+    logits, targets, ignore_index, label_smoothing, reduction = call
     statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
     losses = _launch_rows(logits, logits.shape[-1], targets, statistics, ignore_index, label_smoothing)
     if reduction == "none":
-        return losses, statistics, None
+        return CrossEntropyResult(losses, statistics, None)
     loss, count = reduced(losses, targets, ignore_index, reduction)
-    return loss, statistics, count
+    return CrossEntropyResult(loss, statistics, count)
 
 
 def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
@@ -83,17 +78,11 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
     return loss, count
 
 
-def backward(
-    dloss: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    statistics: Tensor,
-    count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
+def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
+    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call
+    _, statistics, count = result
+    assert statistics is not None
     dlogits = torch.empty_like(logits)
     load().cross_entropy_backward(
         dloss.data_ptr(),
@@ -110,4 +99,4 @@ def backward(
         DTYPE_CODES[logits.dtype],
         *stream_of(logits),
     )
-    return dlogits
+    return (dlogits,)

@@ -8,41 +8,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
+
 aten = torch.ops.aten
 
 ELEMENTS_AT_ONCE = 1 << 18  # on the CPU: a chunk of logits and its log-probabilities stay in a second-level cache
 NO_REDUCTION = 0  # of aten.nll_loss_forward
 
 
-def unsupported(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
-) -> str | None:
-    return None
-
-
-def forward(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
-) -> tuple[Tensor, None, Tensor | None]:
+def forward(call: CrossEntropyCall) -> CrossEntropyResult:
     """(loss, None, rows in the mean): there are no statistics, backward takes its softmax anew."""
+    logits, targets, ignore_index, label_smoothing, reduction = call
     losses = row_losses(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index, label_smoothing)
     if reduction == "none":
-        return losses.view(targets.shape), None, None
+        return CrossEntropyResult(losses.view(targets.shape), None, None)
     loss, count = reduced(losses, targets, ignore_index, reduction)
-    return loss, None, count
+    return CrossEntropyResult(loss, None, count)
 
 
-def backward(
-    dloss: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    statistics: None,
-    count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
+def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
-    dloss, logits = dloss.detach(), logits.detach()  # under create_graph nothing here is to be recorded
+    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call
+    count = result.counted
     dlogits = torch.empty_like(logits)
     classes = logits.shape[-1]
     scales = (dloss if count is None or reduction != "mean" else dloss / count).expand(targets.shape).reshape(-1)
@@ -50,7 +38,7 @@ def backward(
     for chunk, target, scale, out in _chunks(*every):
         p = torch.softmax(chunk, dim=-1, dtype=scale.dtype)
         _write_gradient(p, target, scale, ignore_index, label_smoothing, out)
-    return dlogits
+    return (dlogits,)
 
 
 def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:

@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton import Capability, Configuration, RowTile
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
+from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
 from transformer_kernels.ops.cross_entropy._triton_table import BACKWARD, FORWARD
 
 ROWS_OF_ONE_PROGRAM = 1 << 16
@@ -195,25 +197,17 @@ def sum_losses_kernel(losses, targets, loss, count, M, ignore_index, MEAN: tl.co
     tl.store(loss, result)
 
 
-def unsupported(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
-) -> str | None:
-    """The reason why these kernels do not take the call, or None."""
-    return _triton.unsupported_dtype(logits.dtype)
-
-
-def forward(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(call: CrossEntropyCall) -> CrossEntropyResult:
     """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
+    logits, targets, ignore_index, label_smoothing, reduction = call
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
     rows = logits.view(-1, logits.shape[-1])
     _launch_rows(rows, targets, losses, statistics, ignore_index, label_smoothing)
     if reduction == "none":
-        return losses, statistics, None
+        return CrossEntropyResult(losses, statistics, None)
     loss, count = reduced(losses, targets, ignore_index, reduction)
-    return loss, statistics, count
+    return CrossEntropyResult(loss, statistics, count)
 
 
 def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
@@ -272,17 +266,10 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
     return loss, count if mean else None
 
 
-def backward(
-    dloss: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    statistics: Tensor,
-    count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
+def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
+    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call
+    _, statistics, count = result
     N = logits.shape[-1]
     M = logits.numel() // N
     tile = BACKWARD.find(_triton.capability(logits.device), logits.element_size(), N)
@@ -295,7 +282,7 @@ def backward(
             label_smoothing > 0.0, reduction == "none", reduction == "mean", vector, tile.rows, tile.columns,
             num_warps=tile.num_warps, num_stages=1,
         )  # fmt: skip
-    return dlogits
+    return (dlogits,)
 
 
 def configurations() -> list[Configuration]:

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
-from transformer_kernels._dispatch import is_empty, select
 from transformer_kernels._dropout import draw_seed
-from transformer_kernels.ops.embedding._scatter import position_gradient, scattered
 
 OP = "embedding"
+
+
+class EmbeddingCall(NamedTuple):
+    """All tensors are contiguous; the seed is None without dropout."""
+
+    weight: Tensor
+    tokens: Tensor
+    positions: Tensor | None
+    position_ids: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    seed: Tensor | None
+    scale: float
+    eps: float
+    dropout_p: float
+
+
+class EmbeddingResult(NamedTuple):
+    """y, and with LayerNorm per row (M,) the mean and 1 / sqrt(var + eps) in float32 (float64 for float64)."""
+
+    y: Tensor
+    mean: Tensor | None
+    rstd: Tensor | None
 
 
 def embedding(
@@ -47,15 +67,15 @@ def embedding(
     Returns:
         (B, L, E) in the dtype of weight, also under autocast; computed in float32 (float64 for float64).
     Raises:
-        IndexError: an id outside its table. On a GPU nobody looks: the row is NaN and nothing is read or written out of
-            bounds; with backend="torch" PyTorch's own assertion stops the device.
+        IndexError: an id outside its table. Not validated on a GPU: there such an id gives a row of NaN, and nothing is
+            read or written out of bounds; with backend="torch" PyTorch's own assertion stops the device.
         TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
 
     Vaswani et al., "Attention Is All You Need", 2017, sections 3.4 and 5.4; Ba, Kiros, Hinton, "Layer Normalization",
     2016, equation 4.
     """
-    arguments = prepare(
+    call = prepare(
         tokens,
         weight,
         positions,
@@ -66,14 +86,7 @@ def embedding(
         eps=eps,
         dropout_p=dropout_p,
     )
-    if _autograd.is_traced(arguments[0]):
-        return _registered(*arguments, backend)[0]
-    module = select(OP, backend, arguments)
-    if is_empty(tokens, weight):
-        module = _torch
-    if _autograd.needs_grad(weight, positions, norm_weight, norm_bias):
-        return _Embedding.apply(module, *arguments)
-    return module.forward(*arguments)[0]
+    return OPERATION(call, backend)
 
 
 def prepare(
@@ -87,11 +100,8 @@ def prepare(
     scale: float = 1.0,
     eps: float = 1e-5,
     dropout_p: float = 0.0,
-) -> tuple[Any, ...]:
-    """The checked arguments of a backend's `forward`, all contiguous.
-
-    They are (weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p).
-    """
+) -> EmbeddingCall:
+    """The checked arguments."""
     _check_table("weight", weight, "V", None)
     _checks.row_ids(OP, "tokens", tokens)
     if tokens.dim() != 2:
@@ -111,7 +121,7 @@ def prepare(
     seed = draw_seed(weight.device) if dropout_p > 0.0 else None
     tensors = (weight, tokens, positions, position_ids, norm_weight, norm_bias)
     contiguous = (None if tensor is None else tensor.contiguous() for tensor in tensors)
-    return *contiguous, seed, float(scale), eps, float(dropout_p)
+    return EmbeddingCall._make((*contiguous, seed, float(scale), eps, float(dropout_p)))
 
 
 def _check_table(name: str, value: Any, rows: str, weight: Tensor | None) -> None:
@@ -154,184 +164,21 @@ def _check_norm(weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | 
         _checks.row_parameter(OP, "norm_bias", norm_bias, weight)
 
 
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        module: ModuleType,
-        weight: Tensor,
-        tokens: Tensor,
-        positions: Tensor | None,
-        position_ids: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        seed: Tensor | None,
-        scale: float,
-        eps: float,
-        dropout_p: float,
-    ) -> Tensor:
-        y, mean, rstd = module.forward(
-            weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p
-        )
-        ctx.module, ctx.numbers = module, (scale, dropout_p, norm_bias is not None)
-        ctx.save_for_backward(weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        _, wants_weight, _, wants_positions, *_ = ctx.needs_input_grad
-        with torch.no_grad():  # also under create_graph: first_order_only answers for that
-            wanted = {"wants_weight": wants_weight, "wants_positions": wants_positions}
-            grads = _gradients(ctx.module, dy, *ctx.saved_tensors, *ctx.numbers, **wanted)
-        dweight, dpositions, dnorm_weight, dnorm_bias = _autograd.first_order_only(OP, grads)
-        return None, dweight, None, dpositions, None, dnorm_weight, dnorm_bias, None, None, None, None
+def _fake(call: EmbeddingCall) -> EmbeddingResult:
+    weight = call.weight
+    y = weight.new_empty((*call.tokens.shape, weight.shape[1]))
+    if call.norm_weight is None:
+        return EmbeddingResult(y, None, None)
+    mean = weight.new_empty((call.tokens.numel(),), dtype=torch.promote_types(weight.dtype, torch.float32))
+    return EmbeddingResult(y, mean, torch.empty_like(mean))
 
 
-def _gradients(
-    module: ModuleType,
-    dy: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    has_bias: bool,
-    wants_weight: bool,
-    wants_positions: bool,
-) -> tuple[Tensor | None, ...]:
-    """dweight, dpositions, dnorm_weight, dnorm_bias: ds by the backend, its sums over equal ids by PyTorch."""
-    rows = (weight, tokens, positions, position_ids, norm_weight)
-    ds, dnorm_weight, dnorm_bias = module.backward(dy.contiguous(), *rows, mean, rstd, seed, scale, dropout_p, has_bias)
-    dweight = scattered(ds, tokens, weight.shape[0], scale) if wants_weight else None
-    dpositions = None
-    if positions is not None and wants_positions:
-        dpositions = position_gradient(ds, position_ids, positions.shape[0])
-    return dweight, dpositions, dnorm_weight, dnorm_bias
-
-
-def _run(
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    eps: float,
-    dropout_p: float,
-    backend: str | None,
-) -> tuple[Tensor, ...]:
-    arguments = (weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p)
-    module = select(OP, backend, arguments)
-    y, mean, rstd = (_torch if is_empty(tokens, weight) else module).forward(*arguments)
-    none = weight.new_empty(0, dtype=_statistics_dtype(weight))
-    mean, rstd = (none.clone() if each is None else each.view(-1) for each in (mean, rstd))
-    return _autograd.unaliased(y, mean, rstd)
-
-
-def _run_backward(
-    dy: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    has_bias: bool,
-    wants_weight: bool,
-    wants_positions: bool,
-    backend: str | None,
-) -> tuple[Tensor, ...]:
-    rows = (weight, tokens, positions, position_ids, norm_weight)
-    module = _torch if is_empty(tokens, weight) else select(OP, backend, (*rows, None, seed, scale, 1.0, dropout_p))
-    grads = _gradients(module, dy, *rows, mean, rstd, seed, scale, dropout_p, has_bias, wants_weight, wants_positions)
-    return _autograd.unaliased(*(weight.new_empty(0) if each is None else each for each in grads))
-
-
-def _statistics_dtype(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)
-
-
-def _fake(
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = 0 if norm_weight is None else tokens.numel()
-    mean = weight.new_empty((rows,), dtype=_statistics_dtype(weight))
-    return weight.new_empty((*tokens.shape, weight.shape[1])), mean, torch.empty_like(mean)
-
-
-def _fake_backward(
-    dy: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    has_bias: bool,
-    wants_weight: bool,
-    wants_positions: bool,
-    backend: str | None,
-) -> tuple[Tensor, ...]:
-    wanted = (
-        weight if wants_weight else None,
-        positions if wants_positions else None,
-        norm_weight,
-        norm_weight if has_bias else None,
-    )
-    return tuple(weight.new_empty(0) if each is None else torch.empty_like(each) for each in wanted)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tables, norm_bias, seed, scale, _, dropout_p, ctx.backend = inputs
-    _, mean, rstd = output
-    ctx.numbers = (scale, dropout_p, norm_bias is not None)
-    ctx.save_for_backward(*tables, mean, rstd, seed)
-    ctx.mark_non_differentiable(mean, rstd)
-
-
-def _registered_gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> Any:
-    wanted = tuple(ctx.needs_input_grad[i] for i in (0, 2, 4, 5))
-    grads = _registered_backward(dy, *ctx.saved_tensors, *ctx.numbers, *wanted[:2], ctx.backend)
-    dweight, dpositions, dnorm_weight, dnorm_bias = (
-        grad if want else None for grad, want in zip(grads, wanted, strict=True)
-    )
-    return dweight, None, dpositions, None, dnorm_weight, dnorm_bias, None, None, None, None, None
-
-
-_registered = _autograd.register(
-    "embedding(Tensor weight, Tensor tokens, Tensor? positions, Tensor? position_ids, Tensor? norm_weight,"
-    " Tensor? norm_bias, Tensor? seed, float scale, float eps, float dropout_p, str? backend)"
-    " -> (Tensor, Tensor, Tensor)",
-    _run,
-    _fake,
+OPERATION = _autograd.Operation(
+    OP,
+    EmbeddingCall,
+    result=EmbeddingResult,
+    fake=_fake,
+    differentiable=("weight", "positions", "norm_weight", "norm_bias"),
+    kept=("mean", "rstd"),
+    sizes=("weight", "tokens"),
 )
-_registered_backward = _autograd.register(
-    "embedding_backward(Tensor dy, Tensor weight, Tensor tokens, Tensor? positions, Tensor? position_ids,"
-    " Tensor? norm_weight, Tensor mean, Tensor rstd, Tensor? seed, float scale, float dropout_p, bool has_bias,"
-    " bool wants_weight, bool wants_positions, str? backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
-)
-_autograd.register_backward(OP, _setup_context, _registered_gradient)
-
-from transformer_kernels.ops.embedding import _torch  # noqa: E402

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, partial_rows, stream_of
+from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
+from transformer_kernels.ops.embedding._scatter import table_gradients
 from transformer_kernels.ops.layer_norm._cuda import rows_per_block
-
-
-def unsupported(weight: Tensor, *_: object) -> str | None:
-    return None
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -27,19 +26,9 @@ def _id_types(tokens: Tensor, position_ids: Tensor | None) -> tuple[bool, bool]:
     return tokens.dtype is torch.int64, position_ids is not None and position_ids.dtype is torch.int64
 
 
-def forward(
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    eps: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def forward(call: EmbeddingCall) -> EmbeddingResult:
     """y, and with LayerNorm per row the mean and 1 / sqrt(var + eps) in float32."""
+    weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
     y = weight.new_empty((*tokens.shape, weight.shape[1]))
     mean, rstd = None, None
     if norm_weight is not None:
@@ -65,26 +54,17 @@ def forward(
         DTYPE_CODES[weight.dtype],
         *stream_of(weight),
     )
-    return y, mean, rstd
+    return EmbeddingResult(y, mean, rstd)
 
 
-def backward(
-    dy: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """ds, the gradient of the gathered sum (dy itself where nothing changes it), dnorm_weight, dnorm_bias."""
+def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    """dweight, dpositions, dnorm_weight, dnorm_bias."""
+    _, mean, rstd = result
+    (dy,), (weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, _, dropout_p) = grads, call
+    has_bias = norm_bias is not None
     if norm_weight is None:
-        return dy if seed is None else _undropped(dy, seed, dropout_p), None, None
+        ds = dy if seed is None else _undropped(dy, seed, dropout_p)
+        return *table_gradients(call, ds, wanted), None, None
     rows, columns, *_ = sizes = _sizes(weight, tokens, positions)
     device, stream = stream_of(weight)
     partials = partial_rows(device, rows, rows_per_block(columns))
@@ -115,7 +95,7 @@ def backward(
         device,
         stream,
     )
-    return ds, dnorm_weight, dnorm_bias
+    return *table_gradients(call, ds, wanted), dnorm_weight, dnorm_bias
 
 
 def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:

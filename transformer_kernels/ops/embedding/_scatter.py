@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Wanted
+from transformer_kernels.ops.embedding import EmbeddingCall
+
 aten = torch.ops.aten
 
 NO_ROW = -1
@@ -29,7 +32,15 @@ def _summable(ds: Tensor) -> Tensor:
     return ds.to(torch.promote_types(ds.dtype, torch.float32)) if ds.device.type == "cpu" else ds
 
 
-def position_gradient(ds: Tensor, position_ids: Tensor | None, count: int) -> Tensor:
+def table_gradients(call: EmbeddingCall, ds: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
+    """dweight and dpositions, where they are wanted, from the gradient ds (B, L, E) of the gathered sum."""
+    dweight = scattered(ds, call.tokens, call.weight.shape[0], call.scale) if wanted[0] else None
+    if call.positions is None or not wanted[1]:
+        return dweight, None
+    return dweight, _position_gradient(ds, call.position_ids, call.positions.shape[0])
+
+
+def _position_gradient(ds: Tensor, position_ids: Tensor | None, count: int) -> Tensor:
     """The gradient (count, E) of the position table, from ds (B, L, E)."""
     if position_ids is not None:
         return scattered(ds, position_ids, count)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels._dropout import drop, keep_scale
+from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
+from transformer_kernels.ops.embedding._scatter import table_gradients
+from transformer_kernels.ops.layer_norm import LayerNormCall, LayerNormResult
 from transformer_kernels.ops.layer_norm import _torch as layer_norm
-
-
-def unsupported(weight: Tensor, *_: object) -> str | None:
-    return None
 
 
 def _dropped(x: Tensor, seed: Tensor, dropout_p: float, in_place: bool) -> Tensor:
@@ -30,46 +30,27 @@ def _gathered(
     return torch.add(places, rows, alpha=scale, out=rows)
 
 
-def forward(
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    eps: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def forward(call: EmbeddingCall) -> EmbeddingResult:
     """y, and with LayerNorm per row the mean and 1 / sqrt(var + eps)."""
+    weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
     y, mean, rstd = _gathered(weight, tokens, positions, position_ids, scale), None, None
     if norm_weight is not None:
-        y, mean, rstd = layer_norm.forward(y, norm_weight, norm_bias, eps)
+        y, mean, rstd = layer_norm.forward(LayerNormCall(y, norm_weight, norm_bias, eps))
     if seed is not None:
         y = _dropped(y, seed, dropout_p, in_place=True)
-    return y, mean, rstd
+    return EmbeddingResult(y, mean, rstd)
 
 
-def backward(
-    dy: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """ds, the gradient of the sum before LayerNorm (it may be dy), dnorm_weight, dnorm_bias."""
+def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    """dweight, dpositions, dnorm_weight, dnorm_bias."""
+    _, mean, rstd = result
+    (dy,), (weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, _, dropout_p) = grads, call
     if seed is not None:
         dy = _dropped(dy, seed, dropout_p, in_place=False)
     if norm_weight is None:
-        return dy, None, None
+        return *table_gradients(call, dy, wanted), None, None
     assert mean is not None and rstd is not None
     rows = _gathered(weight, tokens, positions, position_ids, scale)
-    return layer_norm.backward(dy, rows, norm_weight, mean, rstd, has_bias)
+    inner = LayerNormCall(rows, norm_weight, norm_bias, call.eps), LayerNormResult(dy, mean, rstd)
+    ds, dnorm_weight, dnorm_bias = layer_norm.backward(*inner, (dy,), wanted[1:])
+    return *table_gradients(call, ds, wanted), dnorm_weight, dnorm_bias

@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton import Capability, Configuration, RowTile
 from transformer_kernels.backends.triton_language import from_fp32, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
+from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
+from transformer_kernels.ops.embedding._scatter import table_gradients
 from transformer_kernels.ops.embedding._triton_table import BACKWARD, FORWARD
 from transformer_kernels.ops.layer_norm._triton_backward import normalised_gradient
 from transformer_kernels.ops.layer_norm._triton_forward import centred_rows, dropout_numbers, dropped_out
@@ -129,18 +132,12 @@ def embedding_dropout_kernel(
     tl.store(ds + row * N + columns, from_fp32(gradient, ds.dtype.element_ty), mask=inside)
 
 
-def unsupported(
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    *_: Any,
-) -> str | None:
+def unsupported(call: EmbeddingCall) -> str | None:
     """The reason why these kernels do not take the call, or None."""
-    if norm_weight is not None and weight.shape[1] > WIDEST_NORMALISED:
-        return f"rows of {weight.shape[1]} columns with LayerNorm; up to {WIDEST_NORMALISED}, use backend='cuda'"
-    return _triton.unsupported_dtype(weight.dtype)
+    columns = call.weight.shape[1]
+    if call.norm_weight is None or columns <= WIDEST_NORMALISED:
+        return None
+    return f"rows of {columns} columns with LayerNorm; up to {WIDEST_NORMALISED}, use backend='cuda'"
 
 
 def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[int, int, int, int, int]:
@@ -148,19 +145,9 @@ def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[in
     return tokens.numel(), weight.shape[1], tokens.shape[1], weight.shape[0], 0 if positions is None else len(positions)
 
 
-def forward(
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    eps: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def forward(call: EmbeddingCall) -> EmbeddingResult:
     """(y, mean, rstd); mean and rstd fp32 (M,), None without LayerNorm."""
+    weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
     sizes = M, N, *_ = _sizes(weight, tokens, positions)
     tile = FORWARD.find(_triton.capability(weight.device), weight.element_size(), N)
     y = torch.empty((*tokens.shape, N), dtype=weight.dtype, device=weight.device)
@@ -173,26 +160,17 @@ def forward(
             *dropout_numbers(dropout_p), *kind, seed is not None, _triton.vector_width(weight.element_size(), N),
             tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1,
         )  # fmt: skip
-    return y, mean, rstd
+    return EmbeddingResult(y, mean, rstd)
 
 
-def backward(
-    dy: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    position_ids: Tensor | None,
-    norm_weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(ds, dnorm_weight, dnorm_bias); ds is the gradient of the gathered sum, dy itself where nothing changes it."""
+def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    """dweight, dpositions, dnorm_weight, dnorm_bias."""
+    _, mean, rstd = result
+    (dy,), (weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, _, dropout_p) = grads, call
+    has_bias = norm_bias is not None
     if norm_weight is None:
-        return dy if seed is None else _undropped(dy, seed, dropout_p), None, None
+        ds = dy if seed is None else _undropped(dy, seed, dropout_p)
+        return *table_gradients(call, ds, wanted), None, None
     sizes = M, N, *_ = _sizes(weight, tokens, positions)
     tile = BACKWARD.find(_triton.capability(weight.device), weight.element_size(), N)
     programs = min(_triton.ceil_div(M, tile.rows), tile.programs * _triton.multiprocessors(weight.device))
@@ -206,7 +184,7 @@ def backward(
             tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
         sums = sum_partials(partials, norm_weight.dtype)
-    return ds, sums[0], sums[1] if has_bias else None
+    return *table_gradients(call, ds, wanted), sums[0], sums[1] if has_bias else None
 
 
 def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops.gelu import GeluCall
+
 aten = torch.ops.aten
 
 
-def unsupported(x: Tensor, approximate: str) -> str | None:
-    return None
+def forward(call: GeluCall) -> Tensor:
+    return torch.nn.functional.gelu(call.x, approximate=call.approximate)
 
 
-def forward(x: Tensor, approximate: str) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate=approximate)
-
-
-def backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
-    return aten.gelu_backward.default(dy, x, approximate=approximate)
+def backward(call: GeluCall, result: None, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
+    return (aten.gelu_backward.default(grads[0], call.x, approximate=call.approximate),)

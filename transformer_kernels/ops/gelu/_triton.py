@@ -5,9 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton import Configuration
 from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
+from transformer_kernels.ops.gelu import GeluCall
 from transformer_kernels.ops.gelu._triton_table import BACKWARD, FORWARD
 
 
@@ -46,33 +48,30 @@ def gelu_backward_kernel(dy, x, dx, count, TANH: tl.constexpr, BLOCK_N: tl.const
         tl.store(dx + lanes, from_fp32(gradient * gelu_slope(values, TANH), dx.dtype.element_ty), mask=inside)
 
 
-def unsupported(x: Tensor, approximate: str) -> str | None:
-    """The reason why these kernels do not take the call, or None."""
-    return _triton.unsupported_dtype(x.dtype)
-
-
-def forward(x: Tensor, approximate: str) -> Tensor:
+def forward(call: GeluCall) -> Tensor:
     """y = gelu(x)."""
+    x = call.x
     count = x.numel()
     tile = FORWARD.find(_triton.capability(x.device), x.element_size(), count)
     y = torch.empty_like(x)
     with _triton.launching_on(x.device):
         gelu_forward_kernel[(_triton.ceil_div(count, tile.columns),)](
-            x, y, count, approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
+            x, y, count, call.approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
         )
     return y
 
 
-def backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
+def backward(call: GeluCall, result: None, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dx = dy * gelu'(x)."""
+    x, (dy,) = call.x, grads
     count = x.numel()
     tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), count)
     dx = torch.empty_like(x)
     with _triton.launching_on(x.device):
         gelu_backward_kernel[(_triton.ceil_div(count, tile.columns),)](
-            dy, x, dx, count, approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
+            dy, x, dx, count, call.approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
         )
-    return dx
+    return (dx,)
 
 
 def configurations() -> list[Configuration]:

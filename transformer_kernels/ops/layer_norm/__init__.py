@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
-from transformer_kernels._dispatch import is_empty, select
 
 OP = "layer_norm"
+
+
+class LayerNormCall(NamedTuple):
+    """All tensors are contiguous."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+class LayerNormResult(NamedTuple):
+    """y, and per row (M,) the mean and 1 / sqrt(var + eps) in float32 (float64 for float64)."""
+
+    y: Tensor
+    mean: Tensor
+    rstd: Tensor
 
 
 def layer_norm(
@@ -32,22 +47,14 @@ def layer_norm(
 
     Ba, Kiros, Hinton, "Layer Normalization", 2016, equation 4.
     """
-    arguments = prepare(x, weight, bias, eps=eps)
-    if _autograd.is_traced(arguments[0]):
-        return _registered(*arguments, backend)[0]
-    module = select(OP, backend, arguments)
-    if is_empty(x):
-        module = _torch
-    if _autograd.needs_grad(*arguments[:3]):
-        return _LayerNorm.apply(module, *arguments)
-    return module.forward(*arguments)[0]
+    return OPERATION(prepare(x, weight, bias, eps=eps), backend)
 
 
-def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> tuple[Any, ...]:
-    """The checked arguments of a backend's `forward`: (x, weight, bias, eps), x contiguous."""
+def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> LayerNormCall:
+    """The checked arguments."""
     _checks.tensor(OP, "x", x)
     _checks.at_least_1d(OP, x)
-    if _autograd.autocast_dtype(x) is not None:
+    if x.device.type == "cuda" and _autograd.autocast_dtype(x) is not None:  # on a CPU autocast leaves LayerNorm alone
         x = _autograd.promoted(x, weight)[0]
     _checks.row_parameter(OP, "weight", weight, x)
     if bias is not None:
@@ -55,74 +62,30 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float
     _checks.same_device(OP, x, weight=weight, bias=bias)
     _checks.positive(OP, "eps", eps)
     _autograd.refuse_transforms(OP, x, weight, bias)
-    return x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), eps
+    return LayerNormCall(x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), eps)
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, module: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        y, mean, rstd = module.forward(x, weight, bias, eps)
-        ctx.module, ctx.has_bias = module, bias is not None
-        ctx.save_for_backward(x, weight, mean, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        grads = ctx.module.backward(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
-        return None, *_autograd.first_order_only(OP, grads), None
+def _second_order(
+    call: LayerNormCall, result: LayerNormResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    wide = torch.promote_types(call.x.dtype, torch.float32)
+    with torch.enable_grad():
+        bias = None if call.bias is None else call.bias.to(wide)
+        y = torch.nn.functional.layer_norm(call.x.to(wide), call.weight.shape, call.weight.to(wide), bias, call.eps)
+    return _autograd.differentiated(y, call[:3], grads[0], wanted)
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str | None) -> tuple[Tensor, ...]:
-    arguments = (x, weight, bias, eps)
-    module = select(OP, backend, arguments)
-    y, mean, rstd = (_torch if is_empty(x) else module).forward(*arguments)
-    return _autograd.unaliased(y, mean.view(-1), rstd.view(-1))
+def _fake(call: LayerNormCall) -> LayerNormResult:
+    statistics = call.x.new_empty((call.x.shape[:-1].numel(),), dtype=torch.promote_types(call.x.dtype, torch.float32))
+    return LayerNormResult(torch.empty_like(call.x), statistics, torch.empty_like(statistics))
 
 
-def _run_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool, backend: str | None
-) -> tuple[Tensor, ...]:
-    module = _torch if is_empty(x) else select(OP, backend, (x, weight, None, 0.0))
-    dx, dweight, dbias = module.backward(dy.contiguous(), x, weight, mean, rstd, has_bias)
-    return _autograd.unaliased(dx, dweight, weight.new_empty(0) if dbias is None else dbias)
-
-
-def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = x.new_empty((x.shape[:-1].numel(),), dtype=torch.promote_types(x.dtype, torch.float32))
-    return torch.empty_like(x), statistics, torch.empty_like(statistics)
-
-
-def _fake_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight) if has_bias else weight.new_empty(0)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, _, ctx.backend = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, weight, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _registered_gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> Any:
-    dx, dweight, dbias = _registered_backward(dy, *ctx.saved_tensors, ctx.has_bias, ctx.backend)
-    return dx, dweight, dbias if ctx.has_bias else None, None, None
-
-
-_registered = _autograd.register(
-    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, str? backend) -> (Tensor, Tensor, Tensor)",
-    _run,
-    _fake,
+OPERATION = _autograd.Operation(
+    OP,
+    LayerNormCall,
+    result=LayerNormResult,
+    fake=_fake,
+    differentiable=("x", "weight", "bias"),
+    kept=("mean", "rstd"),
+    second_order=_second_order,
 )
-_registered_backward = _autograd.register(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool has_bias, str? backend)"
-    " -> (Tensor, Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
-)
-_autograd.register_backward(OP, _setup_context, _registered_gradient)
-
-from transformer_kernels.ops.layer_norm import _torch  # noqa: E402

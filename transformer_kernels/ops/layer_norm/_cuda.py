@@ -5,21 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, partial_rows, stream_of
+from transformer_kernels.ops.layer_norm import LayerNormCall, LayerNormResult
 
 WIDEST_ROW_PER_WARP = 1024  # csrc/ops/row.cuh: up to here a block holds four rows, above it one
-
-
-def unsupported(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> str | None:
-    return None
 
 
 def rows_per_block(columns: int) -> int:
     return 4 if columns <= WIDEST_ROW_PER_WARP else 1
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def forward(call: LayerNormCall) -> LayerNormResult:
     """y, and per row the mean and 1 / sqrt(var + eps) in float32."""
+    x, weight, bias, eps = call
     columns = x.shape[-1]
     rows = x.numel() // columns
     y = torch.empty_like(x)
@@ -39,13 +38,15 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple
         DTYPE_CODES[x.dtype],
         *stream_of(x),
     )
-    return y, mean, rstd
+    return LayerNormResult(y, mean, rstd)
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool
+    call: LayerNormCall, result: LayerNormResult, grads: Grads, wanted: Wanted
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dweight, dbias; the two sums over rows go through float32 partial sums in a fixed order."""
+    (dy,), (x, weight, bias, _), (_, mean, rstd) = grads, call, result
+    has_bias = bias is not None
     columns = x.shape[-1]
     rows = x.numel() // columns
     device, stream = stream_of(x)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops.layer_norm import LayerNormCall, LayerNormResult
+
 aten = torch.ops.aten
 
 _ONE_DTYPE = (torch.float32,)
-
-
-def unsupported(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> str | None:
-    return None
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
@@ -32,19 +31,23 @@ def _operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return x, weight, bias
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def forward(call: LayerNormCall) -> LayerNormResult:
     """y, and per row the mean and 1 / sqrt(var + eps), with a last axis of size 1."""
+    x, weight, bias, eps = call
     if x.dtype in _ONE_DTYPE:  # then every operand has it: the common call pays for no conversion
-        return torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        return LayerNormResult(y, mean.view(-1), rstd.view(-1))
     operand, scale, shift = _operands(x, weight, bias)
     y, mean, rstd = torch.native_layer_norm(operand, weight.shape, scale, shift, eps)
-    return y.to(x.dtype), mean, rstd
+    return LayerNormResult(y.to(x.dtype), mean.view(-1), rstd.view(-1))
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool
+    call: LayerNormCall, result: LayerNormResult, grads: Grads, wanted: Wanted
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dweight, dbias."""
+    (dy,), (x, weight, bias, _), (_, mean, rstd) = grads, call, result
+    has_bias = bias is not None
     if x.dtype in _ONE_DTYPE:
         dx, dweight, dbias = _native_backward(dy, x, weight, mean, rstd, has_bias, True)
         return dx, dweight, dbias if has_bias else None

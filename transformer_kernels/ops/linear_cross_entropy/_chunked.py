@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
+
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 """What a chunk's logits may fill. On a CPU about a last-level cache. On a GPU little beside a model's other tensors,
 and yet so many rows that the products run at full rate and adding up dweight costs a fraction of them."""
@@ -23,7 +25,21 @@ ROW_ALIGNMENT = 16
 """Bytes: with an odd vocabulary, rows without gaps would keep kernels and products from vector access."""
 
 
-class Result(NamedTuple):
+class LinearCrossEntropyCall(NamedTuple):
+    """Targets contiguous and int64; the products are in `dtype`; `wanted` are the gradients of x, weight and bias."""
+
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+    bias: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    reduction: str
+    dtype: torch.dtype
+    wanted: list[bool]
+
+
+class LinearCrossEntropyResult(NamedTuple):
     """The loss, the number of rows in a mean, and the gradients of the sum of losses (None where not wanted)."""
 
     loss: Tensor
@@ -39,46 +55,55 @@ def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
     return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), FEWEST_ROWS[kind])
 
 
-def forward(
-    kernels: ModuleType,
-    wanted: tuple[bool, bool, bool],
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    dtype: torch.dtype,
-) -> Result:
-    """The loss, and those gradients of x (..., E), weight (V, E) and bias (V,) that are `wanted`; targets (...).
+class ChunkedCrossEntropy:
+    """The operation in chunks, on the row kernels of a backend's cross_entropy."""
 
-    The products are in `dtype`. A gradient has the dtype of what it belongs to; across chunks it is summed in float32.
-    """
-    flat, classes = x.reshape(-1, x.shape[-1]), targets.view(-1)
-    head = _Head(flat, weight.to(dtype), None if bias is None else bias.to(dtype), wanted, x.dtype)
-    rows = rows_at_once(weight.shape[0], dtype, x.device)
-    buffer = head.logits_buffer(min(rows, flat.shape[0]))
-    losses = [
-        head.losses(kernels, slice(start, start + rows), classes, buffer, ignore_index, label_smoothing)
-        for start in range(0, max(1, flat.shape[0]), rows)
-    ]
-    loss, counted = kernels.reduced(torch.cat(losses), classes, ignore_index, reduction)
-    dx = None if head.dx is None else head.dx.view(x.shape)
-    dweight = None if head.dweight is None else head.dweight.to(weight.dtype)
-    dbias = None if head.dbias is None or bias is None else head.dbias.to(bias.dtype)
-    return Result(loss, counted, dx, dweight, dbias)
+    def __init__(self, kernels: ModuleType) -> None:
+        self.kernels = kernels
+
+    def forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
+        """The loss, and the gradients that are wanted, each in the dtype of what it belongs to.
+
+        The products' dtypes are chosen here, not by autocast once more; across chunks sums are in float32.
+        """
+        with torch.autocast(call.x.device.type, enabled=False):
+            return self._forward(call)
+
+    def _forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
+        x, weight, targets, bias = call[:4]
+        flat, classes = x.reshape(-1, x.shape[-1]), targets.view(-1)
+        head = _Head(self.kernels, call, flat)
+        rows = rows_at_once(weight.shape[0], call.dtype, x.device)
+        buffer = head.logits_buffer(min(rows, flat.shape[0]))
+        starts = range(0, max(1, flat.shape[0]), rows)
+        losses = [head.losses(slice(start, start + rows), classes, buffer) for start in starts]
+        loss, count = self.kernels.reduced(torch.cat(losses), classes, call.ignore_index, call.reduction)
+        dx = None if head.dx is None else head.dx.view(x.shape)
+        dweight = None if head.dweight is None else head.dweight.to(weight.dtype)
+        dbias = None if head.dbias is None or bias is None else head.dbias.to(bias.dtype)
+        return LinearCrossEntropyResult(loss, count, dx, dweight, dbias)
+
+    def backward(
+        self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the sum of losses, times the incoming scalar and over the number of rows in a mean."""
+        (dloss,), (_, counted, *sums) = grads, result
+        in_mean = counted if call.reduction == "mean" else None
+        scale = (dloss if in_mean is None else dloss / in_mean.clamp(min=1)).view(
+            1
+        )  # not 0-d: multiplied in its own float32
+        return tuple(grad if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad)) for grad in sums)
 
 
 class _Head:
     """The linear layer, and the sums of its gradients over the chunks so far."""
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, bool, bool], dtype: torch.dtype
-    ) -> None:
-        self.x, self.weight, self.bias = x, weight, bias
-        self.wanted = wanted
-        self.dx = torch.empty_like(x, dtype=dtype) if wanted[0] else None
+    def __init__(self, kernels: ModuleType, call: LinearCrossEntropyCall, x: Tensor) -> None:
+        self.kernels, self.x, self.weight = kernels, x, call.weight.to(call.dtype)
+        self.bias = None if call.bias is None else call.bias.to(call.dtype)
+        self.options = call.ignore_index, call.label_smoothing
+        self.wanted = call.wanted
+        self.dx = torch.empty_like(x) if call.wanted[0] else None
         self.dweight: Tensor | None = None
         self.dbias: Tensor | None = None
 
@@ -87,21 +112,13 @@ class _Head:
         classes, step = self.weight.shape[0], ROW_ALIGNMENT // self.weight.dtype.itemsize
         return self.weight.new_empty((rows, -(-classes // step) * step))[:, :classes]
 
-    def losses(
-        self,
-        kernels: ModuleType,
-        rows: slice,
-        targets: Tensor,
-        buffer: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-    ) -> Tensor:
+    def losses(self, rows: slice, targets: Tensor, buffer: Tensor) -> Tensor:
         """The losses of a chunk of rows (R,); its gradients are added to the sums."""
         x, targets = self.x[rows].to(self.weight.dtype), targets[rows]  # (R, E), (R,)
         logits = self._logits(x, buffer[: x.shape[0]])
         if not any(self.wanted):
-            return kernels.row_losses(logits, targets, ignore_index, label_smoothing)
-        losses, dlogits = kernels.row_losses_and_gradient(logits, targets, ignore_index, label_smoothing)
+            return self.kernels.row_losses(logits, targets, *self.options)
+        losses, dlogits = self.kernels.row_losses_and_gradient(logits, targets, *self.options)
         if self.dx is not None:
             _product(dlogits, self.weight, self.dx[rows])  # (R, V) (V, E) -> (R, E)
         if self.wanted[1]:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
-from transformer_kernels._dispatch import is_empty, select
-from transformer_kernels.ops.attention import _last_axis_contiguous, _registered, _torch
-from transformer_kernels.ops.attention import prepare as _prepare_attention
+from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, last_axis_contiguous
+from transformer_kernels.ops.attention import prepare as prepare_attention
 
 OP = "packed_attention"
+
+
+class PackedAttentionCall(NamedTuple):
+    """qkv with a contiguous last axis; the seed is None without dropout."""
+
+    qkv: Tensor
+    key_padding_mask: Tensor | None
+    seed: Tensor | None
+    cu_seqlens: Tensor | None
+    heads: int
+    causal: bool
+    window: int | None
+    dropout_p: float
+    scale: float
 
 
 def packed_attention(
@@ -47,17 +60,17 @@ def packed_attention(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
     """
-    qkv = _checked(qkv, heads)
-    arguments = _arguments(qkv, heads, causal, key_padding_mask, cu_seqlens, window, dropout_p, scale)
-    if _autograd.is_traced(qkv):
-        out = _registered(*arguments, backend)[0]
-        return out.transpose(1, 2).flatten(2)
-    module = select(OP, backend, arguments)
-    if is_empty(qkv):
-        module = _torch
-    if _autograd.needs_grad(qkv):
-        return _PackedAttention.apply(module, qkv, heads, *arguments[3:])
-    return _joined(module.forward(*arguments)[0])
+    call = prepare(
+        qkv,
+        heads=heads,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        window=window,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    return OPERATION(call, backend)
 
 
 def prepare(
@@ -70,9 +83,23 @@ def prepare(
     window: int | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
-) -> tuple[Any, ...]:
-    """The checked arguments of a backend's `forward`, those of `attention`."""
-    return _arguments(_checked(qkv, heads), heads, causal, key_padding_mask, cu_seqlens, window, dropout_p, scale)
+) -> PackedAttentionCall:
+    """The checked arguments."""
+    qkv = _checked(qkv, heads)
+    x = qkv.detach().transpose(1, 2)  # stands for q, k and v: their lengths, width and strides are its own
+    call = prepare_attention(
+        x,
+        x,
+        x,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        window=window,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    masks = call.key_padding_mask, call.seed, call.cu_seqlens
+    return PackedAttentionCall._make((qkv, *masks, heads, *call[7:]))
 
 
 def _checked(qkv: Tensor, heads: int) -> Tensor:
@@ -91,28 +118,7 @@ def _checked(qkv: Tensor, heads: int) -> Tensor:
     dtype = _autograd.autocast_dtype(qkv)
     if dtype is not None and qkv.dtype is not torch.float64:
         qkv = qkv.to(dtype)
-    return _last_axis_contiguous(qkv)
-
-
-def _arguments(
-    qkv: Tensor,
-    heads: int,
-    causal: bool,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    window: int | None,
-    dropout_p: float,
-    scale: float | None,
-) -> tuple[Any, ...]:
-    return _prepare_attention(
-        *_split(qkv, heads),
-        causal=causal,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        window=window,
-        dropout_p=dropout_p,
-        scale=scale,
-    )
+    return last_axis_contiguous(qkv)
 
 
 def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,24 +133,50 @@ def _joined(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, module: ModuleType, qkv: Tensor, heads: int, *options: Any) -> Tensor:
-        out, lse = module.forward(*_split(qkv, heads), *options)
-        ctx.module, ctx.heads = module, heads
-        tensors, ctx.options = options[:4], options[4:]
-        joined = _joined(out)
-        ctx.save_for_backward(qkv, joined, lse, *tensors)
-        return joined
+def _on_views(call: PackedAttentionCall) -> AttentionCall:
+    masks = call.key_padding_mask, None, call.seed, call.cu_seqlens
+    return AttentionCall._make((*_split(call.qkv, call.heads), *masks, *call[5:]))
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
-        qkv, out, lse, *tensors = ctx.saved_tensors
-        dout, out = (x.unflatten(2, (ctx.heads, -1)).transpose(1, 2) for x in (dout, out))
-        dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        with torch.no_grad():
-            ctx.module.backward(
-                _last_axis_contiguous(dout), None, *_split(qkv, ctx.heads), out, lse, *tensors, *ctx.options,
-                False, _split(dqkv, ctx.heads),
-            )  # fmt: skip
-        return None, *_autograd.first_order_only(OP, (dqkv,)), *[None] * (1 + len(tensors) + len(ctx.options))
+
+class _Packed:
+    """The operation on the kernels of a backend's attention."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+
+    def unsupported(self, call: PackedAttentionCall) -> str | None:
+        refusal = getattr(self.kernels, "unsupported", None)
+        return None if refusal is None else refusal(_on_views(call))
+
+    def forward(self, call: PackedAttentionCall) -> AttentionResult:
+        out, lse = self.kernels.forward(_on_views(call))
+        return AttentionResult(_joined(out), lse)
+
+    def backward(
+        self, call: PackedAttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor]:
+        """dqkv, into which the three gradients are written where they belong."""
+        dout, out = (x.unflatten(2, (call.heads, -1)).transpose(1, 2) for x in (grads[0], result.out))
+        dqkv = torch.empty(call.qkv.shape, dtype=call.qkv.dtype, device=call.qkv.device)
+        inner = _on_views(call), AttentionResult(out, result.lse), (last_axis_contiguous(dout), None)
+        self.kernels.backward(*inner, (True, True, True, False), _split(dqkv, call.heads))
+        return (dqkv,)
+
+
+def _fake(call: PackedAttentionCall) -> AttentionResult:
+    qkv, heads = call.qkv, call.heads
+    batch, length, _, width = qkv.shape
+    lse = qkv.new_empty((batch, heads, length), dtype=torch.promote_types(qkv.dtype, torch.float32))
+    return AttentionResult(qkv.new_empty(batch, length, heads * width), lse)
+
+
+OPERATION = _autograd.Operation(
+    OP,
+    PackedAttentionCall,
+    result=AttentionResult,
+    fake=_fake,
+    differentiable=("qkv",),
+    kept=("out", "lse"),
+    kernels="attention",
+    adapt=_Packed,
+)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
-from transformer_kernels._dispatch import is_empty, select
 
 OP = "softmax"
+
+
+class SoftmaxCall(NamedTuple):
+    """x is contiguous, the mask seen as (d0, d1, d2, N) over its rows."""
+
+    x: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
 
 
 def softmax(
@@ -34,19 +41,11 @@ def softmax(
 
     Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
     """
-    arguments = prepare(x, mask=mask, causal=causal, scale=scale)
-    if _autograd.is_traced(x):
-        return _registered(*arguments, backend)
-    module = select(OP, backend, arguments)
-    if is_empty(x):
-        module = _torch
-    if _autograd.needs_grad(x):
-        return _Softmax.apply(module, *arguments)
-    return module.forward(*arguments)
+    return OPERATION(prepare(x, mask=mask, causal=causal, scale=scale), backend)
 
 
-def prepare(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float = 1.0) -> tuple[Any, ...]:
-    """The checked arguments of a backend's `forward`: (x contiguous, mask 4-D over x's rows, causal, scale)."""
+def prepare(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float = 1.0) -> SoftmaxCall:
+    """The checked arguments."""
     _checks.tensor(OP, "x", x)
     _checks.at_least_1d(OP, x)
     _checks.flag(OP, "causal", causal)
@@ -59,7 +58,7 @@ def prepare(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scal
         _checks.same_device(OP, x, mask=mask)
         mask = _over_rows(mask, x)
     _autograd.refuse_transforms(OP, x)
-    return x.contiguous(), mask, causal, float(scale)
+    return SoftmaxCall(x.contiguous(), mask, causal, float(scale))
 
 
 def _over_rows(mask: Tensor, x: Tensor) -> Tensor:
@@ -70,49 +69,22 @@ def _over_rows(mask: Tensor, x: Tensor) -> Tensor:
     return mask[(None,) * (4 - x.dim())]
 
 
-class _Softmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, module: ModuleType, x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-        y = module.forward(x, mask, causal, scale)
-        ctx.module, ctx.scale = module, scale
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        dx = ctx.module.backward(dy.contiguous(), *ctx.saved_tensors, ctx.scale)
-        return None, *_autograd.first_order_only(OP, (dx,)), None, None, None
+def _second_order(
+    call: SoftmaxCall, y: Tensor, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None]:
+    """scale * y * (dy - sum(dy * y)), whose path to x is that of y."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    p, dy = y.to(wide), grads[0].to(wide)
+    return ((p * (dy - (dy * p).sum(dim=-1, keepdim=True)) * call.scale).to(y.dtype),)
 
 
-def _run(x: Tensor, mask: Tensor | None, causal: bool, scale: float, backend: str | None) -> Tensor:
-    module = select(OP, backend, (x, mask, causal, scale))
-    return (_torch if is_empty(x) else module).forward(x, mask, causal, scale)
-
-
-def _run_backward(dy: Tensor, y: Tensor, scale: float, backend: str | None) -> Tensor:
-    module = _torch if is_empty(y) else select(OP, backend, (y, None, False, scale))
-    return module.backward(dy.contiguous(), y, scale)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, _, ctx.scale, ctx.backend = inputs
-    ctx.save_for_backward(output)
-
-
-def _registered_gradient(ctx: Any, dy: Tensor) -> Any:
-    return _registered_backward(dy, *ctx.saved_tensors, ctx.scale, ctx.backend), None, None, None, None
-
-
-_registered = _autograd.register(
-    "softmax(Tensor x, Tensor? mask, bool causal, float scale, str? backend) -> Tensor",
-    _run,
-    lambda x, mask, causal, scale, backend: torch.empty_like(x),
+OPERATION = _autograd.Operation(
+    OP,
+    SoftmaxCall,
+    fake=lambda call: torch.empty_like(call.x),
+    differentiable=("x",),
+    dropped=("x", "mask"),
+    kept=("",),
+    like={"x": ""},
+    second_order=_second_order,
 )
-_registered_backward = _autograd.register(
-    "softmax_backward(Tensor dy, Tensor y, float scale, str? backend) -> Tensor",
-    _run_backward,
-    lambda dy, y, scale, backend: torch.empty_like(y),
-)
-_autograd.register_backward(OP, _setup_context, _registered_gradient)
-
-from transformer_kernels.ops.softmax import _torch  # noqa: E402

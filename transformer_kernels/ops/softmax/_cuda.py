@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
+from transformer_kernels.ops.softmax import SoftmaxCall
 
 NO_MASK = (0, 1, 1, 1, 0, 0, 0, 0)  # address, sizes, strides
 
 
-def unsupported(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> str | None:
-    return None
-
-
-def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def forward(call: SoftmaxCall) -> Tensor:
     """softmax(scale * x) over the last axis; x contiguous."""
+    x, mask, causal, scale = call
     columns = x.shape[-1]
     y = torch.empty_like(x)
     seen = NO_MASK if mask is None else (mask.data_ptr(), *mask.shape[:3], *mask.stride())
@@ -33,8 +32,9 @@ def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tenso
     return y
 
 
-def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """scale * y * (dy - sum(dy * y))."""
+    (dy,), scale = grads, call.scale
     columns = y.shape[-1]
     dx = torch.empty_like(y)
     load().softmax_backward(
@@ -47,4 +47,4 @@ def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
         DTYPE_CODES[y.dtype],
         *stream_of(y),
     )
-    return dx
+    return (dx,)

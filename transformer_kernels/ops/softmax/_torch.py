@@ -7,16 +7,15 @@ import math
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.ops._visible import causal_mask
+from transformer_kernels.ops.softmax import SoftmaxCall
 
 aten = torch.ops.aten
 
 
-def unsupported(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> str | None:
-    return None
-
-
-def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def forward(call: SoftmaxCall) -> Tensor:
+    x, mask, causal, scale = call
     wide = torch.promote_types(x.dtype, torch.float32)  # scaled in float32: a large scale must not overflow float16
     scores = x if scale == 1.0 else x.to(wide) * scale
     if mask is None and not causal:
@@ -28,7 +27,8 @@ def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tenso
     return aten._safe_softmax.default(scores, -1).to(x.dtype)
 
 
-def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """scale * y * (dy - sum(dy * y))."""
+    (dy,), scale = grads, call.scale
     dx = aten._softmax_backward_data.default(dy, y, -1, y.dtype)
-    return dx if scale == 1.0 else dx.mul_(scale)
+    return (dx if scale == 1.0 else dx.mul_(scale),)

@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton import Capability, Configuration, RowTile
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
+from transformer_kernels.ops.softmax import SoftmaxCall
 from transformer_kernels.ops.softmax._triton_table import BACKWARD, FORWARD
 
 
@@ -183,13 +185,9 @@ def softmax_backward_two_pass_kernel(dy, y, dx, M, N, scale, VECTOR: tl.constexp
         tl.store(dx + row * N + columns, from_fp32(result, dx.dtype.element_ty), mask=inside)
 
 
-def unsupported(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> str | None:
-    """The reason why these kernels do not take the call, or None."""
-    return _triton.unsupported_dtype(x.dtype)
-
-
-def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def forward(call: SoftmaxCall) -> Tensor:
     """softmax(scale * x) over the visible entries of the last axis; x contiguous (..., N)."""
+    x, mask, causal, scale = call
     N = x.shape[-1]
     M = x.numel() // N
     tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
@@ -215,8 +213,9 @@ def forward(x: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tenso
     return y
 
 
-def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """Gradient of x from the saved output y."""
+    (dy,), scale = grads, call.scale
     N = y.shape[-1]
     M = y.numel() // N
     tile = BACKWARD.find(_triton.capability(y.device), y.element_size(), N)
@@ -229,7 +228,7 @@ def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
             softmax_backward_kernel[grid](*arguments, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1)
         else:
             softmax_backward_two_pass_kernel[(M,)](*arguments, tile.columns, num_warps=tile.num_warps, num_stages=1)
-    return dx
+    return (dx,)
 
 
 def configurations() -> list[Configuration]:
