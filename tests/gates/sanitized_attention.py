@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops.attention import _cuda, _torch
+from transformer_kernels.ops.attention import AttentionCall, _cuda, _torch
 
 
 class Case(NamedTuple):
@@ -56,18 +56,17 @@ def check_case(case: Case) -> None:
         seed, window = torch.tensor([1234]), case.keys // 2
     cu_seqlens = torch.tensor(case.starts, dtype=torch.int32) if case.starts else None
     dropout_p = 0.25 if case.everything else 0.0
-    arguments = (mask, bias, seed, cu_seqlens, True, window, dropout_p, case.width**-0.5)
+    call = AttentionCall(q, k, v, mask, bias, seed, cu_seqlens, True, window, dropout_p, case.width**-0.5)
     _cuda.path = case.family
-    out, lse = _cuda.forward(q, k, v, *arguments)
-    want = _torch.forward(q, k, v, *arguments)
-    check(f"{case} forward", (out, lse), want)
+    result, want = _cuda.forward(call), _torch.forward(call)
+    check(f"{case} forward", result, want)
     if case.family == "sm90":  # a forward kernel; its backward is the general one
         _cuda.path = "general"
     dout = random(*q.shape, dtype=case.dtype, seed=5)
-    bias_needs_grad = case.everything and case.family != "short"  # that family has no gradient of a bias
-    grads = views_of_one_buffer(q, k) if case.starts else None
-    gradients = _cuda.backward(dout, None, q, k, v, out, lse, *arguments, bias_needs_grad, grads)
-    expected = _torch.backward(dout, None, q, k, v, *want, *arguments, bias_needs_grad)
+    wanted = (True, True, True, case.everything and case.family != "short")  # that family has no gradient of a bias
+    into = views_of_one_buffer(q, k) if case.starts else None
+    gradients = _cuda.backward(call, result, (dout, None), wanted, into)
+    expected = _torch.backward(call, want, (dout, None), wanted)
     check(f"{case} backward", gradients, expected)
 
 
@@ -82,11 +81,12 @@ def views_of_one_buffer(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def check_nonsense(starts: list[int]) -> None:
     """Starts that no caller may pass give numbers without meaning, but nothing outside the tensors is touched."""
     q, k, v = (random(1, 1, 100, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3))
-    arguments = (None, None, None, torch.tensor(starts, dtype=torch.int32), True, None, 0.0, 0.125)
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    call = AttentionCall(q, k, v, None, None, None, cu_seqlens, True, None, 0.0, 0.125)
     for family in ("general", "sm90"):
         _cuda.path = family
-        out, lse = _cuda.forward(q, k, v, *arguments)
-    _cuda.backward(out, None, q, k, v, out, lse, *arguments, False)
+        result = _cuda.forward(call)
+    _cuda.backward(call, result, (result.out, None), (True, True, True, False))
 
 
 def check(name: str, ours: tuple[Tensor | None, ...], theirs: tuple[Tensor | None, ...]) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+import transformer_kernels as tk
 from tests.support import interpreter
-from tests.support.arguments import BACKENDS, DTYPES, dtype_id
+from tests.support.arguments import DTYPES, dtype_id
 from tests.support.parity import require
 
 
@@ -17,7 +18,7 @@ def _operation(request: pytest.FixtureRequest) -> str:
     return request.module.OP
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=tk.BACKENDS)
 def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
     require(_operation(request), request.param, device, torch.float32)
     return request.param

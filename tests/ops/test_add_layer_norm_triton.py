@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.arguments import normal
+from tests.support.operations import backward, prepared
 from tests.support.parity import check_parity, require
 from tests.support.triton_tables import every_width
 from transformer_kernels.backends.triton import RowTile
@@ -36,22 +37,22 @@ def test_two_passes_match_the_reference(
     check_parity(OP, backend, tensors, {"dropout_p": dropout_p}, seed=3)
 
 
-def test_without_dropout_dx_is_left_to_the_caller(backend: str, device: torch.device) -> None:
+def test_without_dropout_both_gradients_are_one_tensor(backend: str, device: torch.device) -> None:
     from transformer_kernels.ops.add_layer_norm import _triton as add_layer_norm
 
     x, weight = torch.randn(4, 40, device=device), torch.ones(40, device=device)
-    y, summed, mean, rstd = add_layer_norm.forward(x, x, weight, None, None, 1e-5, 0.0)
-    dx, dresidual, _, dbias = add_layer_norm.backward(y, None, summed, weight, mean, rstd, None, 0.0, False)
-    assert dx is None and dbias is None and dresidual.shape == x.shape
+    call = prepared(OP, x, x, weight)
+    result = add_layer_norm.forward(call)
+    dx, dresidual, _, dbias = backward(add_layer_norm, call, result, result.y, None)
+    assert dx is dresidual and dbias is None and dresidual.shape == x.shape
 
 
 def test_dropped_elements_have_no_gradient(backend: str, device: torch.device) -> None:
     from transformer_kernels.ops.add_layer_norm import _triton as add_layer_norm
 
     x, weight = torch.ones(30, 70, device=device), torch.ones(70, device=device)
-    seed = torch.tensor([11], device=device)
-    zero = torch.zeros_like(x)
-    y, summed, mean, rstd = add_layer_norm.forward(x, zero, weight, None, seed, 1e-5, 0.5)
-    dx, dresidual, *_ = add_layer_norm.backward(y, x, summed, weight, mean, rstd, seed, 0.5, True)
-    assert torch.equal(dx != 0, summed != 0)
-    assert torch.equal(dx, torch.where(summed != 0, 2 * dresidual, 0.0))
+    call = prepared(OP, x, torch.zeros_like(x), weight, weight, dropout_p=0.5)
+    result = add_layer_norm.forward(call)
+    dx, dresidual, *_ = backward(add_layer_norm, call, result, result.y, x)
+    assert torch.equal(dx != 0, result.summed != 0)
+    assert torch.equal(dx, torch.where(result.summed != 0, 2 * dresidual, 0.0))

@@ -16,7 +16,7 @@ import transformer_kernels as tk
 from tests.support.arguments import dtype_id, normal
 from tests.support.parity import check_parity, require
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops.attention import _cuda
+from transformer_kernels.ops.attention import AttentionCall, _cuda
 
 HALF = (torch.float16, torch.bfloat16)
 SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("one_warp_ahead", 2), ("random", 1), ("random", 2)]
@@ -421,10 +421,10 @@ def test_gradients_are_written_where_they_are_wanted(
 ) -> None:
     """Into views of any strides, the same bits as into tensors of its own, and nothing beside them."""
     tensors = {name: x.detach() for name, x in make(dtype, device, (70, 70), heads=(4, 2), width=width).items()}
-    arguments = (padding(2, 70, device), None, None, None, True, None, 0.0, 0.2)
-    out, lse = _cuda.forward(*tensors.values(), *arguments)
+    call = AttentionCall(*tensors.values(), padding(2, 70, device), None, None, None, True, None, 0.0, 0.2)
+    result = _cuda.forward(call)
     dout = normal(2, 4, 70, width, dtype=dtype, device=device, seed=9).detach()
-    saved = (dout, None, *tensors.values(), out, lse, *arguments, False)
+    saved = (call, result, (dout, None), (True, True, True, False))
     wanted = _cuda.backward(*saved)[:3]
     buffer, views = gradient_views(case, tensors, device)
     given = _cuda.backward(*saved, tuple(views))[:3]

@@ -13,6 +13,7 @@ from python_ref import ops as reference
 from tests.ops.test_attention import make, padding
 from tests.support.parity import check_parity, require
 from transformer_kernels.backends import triton as _triton
+from transformer_kernels.ops.attention import AttentionCall
 
 OP = "attention"
 
@@ -150,9 +151,9 @@ def test_gradients_are_written_in_the_layouts_that_are_given(
 ) -> None:
     tensors = make(torch.float16, device, lengths, batch=2, heads=(2, 1))
     q, k, v = (tensors[name].detach() for name in "qkv")
-    masks, options = (None, None, None, None), (True, None, 0.0, 0.2)
-    out, lse = triton_attention.forward(q, k, v, *masks, *options)
-    saved = (torch.ones_like(out), None, q, k, v, out, lse, *masks, *options, False)
+    call = AttentionCall(q, k, v, None, None, None, None, True, None, 0.0, 0.2)
+    result = triton_attention.forward(call)
+    saved = (call, result, (torch.ones_like(result.out), None), (True, True, True, False))
     *wanted, _ = triton_attention.backward(*saved)
     queries, keys = lengths
     grads = (

@@ -9,6 +9,7 @@ import torch
 
 import transformer_kernels as tk
 from tests.support.arguments import normal
+from tests.support.operations import backward, prepared
 from tests.support.parity import check_parity
 
 OP = "bias_relu"
@@ -45,12 +46,6 @@ def test_the_sum_is_not_rounded_before_its_sign_is_taken(backend: str, device: t
     assert x.grad.tolist() == [[1.0, 0.0, 0.0]] * 2
 
 
-def test_only_the_wanted_gradients(backend: str, device: torch.device) -> None:
-    tensors = make(torch.float32, device, 12, 64)
-    tensors["bias"].requires_grad_(False)
-    check_parity(OP, backend, tensors)
-
-
 def test_silent_units_give_zero_and_nan_passes(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     x = torch.tensor([[-2.0, 0.0, 1.0, math.nan]], dtype=dtype, device=device, requires_grad=True)
     y = tk.bias_relu(x, torch.zeros(4, dtype=dtype, device=device), backend=backend)
@@ -69,42 +64,6 @@ def test_the_inputs_are_not_needed_for_the_gradient(backend: str, device: torch.
     assert torch.equal(tensors["x"].grad, (y > 0).float())
 
 
-def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    def once() -> list[torch.Tensor]:
-        tensors = make(dtype, device, 301, 96)
-        y = tk.bias_relu(**tensors, backend=backend)
-        y.backward(torch.ones_like(y) * 0.37)
-        return [y.detach(), tensors["x"].grad, tensors["bias"].grad]
-
-    assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
-
-
-@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded", "misaligned"])
-def test_any_layout(backend: str, dtype: torch.dtype, device: torch.device, kind: str) -> None:
-    tensors = make(dtype, device, 12, 64)
-    views = {
-        "transposed": lambda: normal(64, 12, dtype=dtype, device=device).detach().T,
-        "sliced": lambda: normal(12, 100, dtype=dtype, device=device).detach()[:, 7:71],
-        "expanded": lambda: normal(1, 64, dtype=dtype, device=device).detach().expand(12, 64),
-        "misaligned": lambda: normal(12 * 64 + 1, dtype=dtype, device=device).detach()[1:].view(12, 64),
-    }
-    tensors["x"] = views[kind]().requires_grad_()
-    check_parity(OP, backend, tensors)
-
-
-def test_expanded_gradient(backend: str, device: torch.device) -> None:
-    check_parity(
-        OP, backend, make(torch.float32, device, 12, 64), transform=lambda cotangent: cotangent[:1].expand(12, 64)
-    )
-
-
-def test_empty(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    tensors = make(dtype, device, 0, 8)
-    y = tk.bias_relu(**tensors, backend=backend)
-    y.sum().backward()
-    assert y.shape == (0, 8) and (tensors["bias"].grad == 0).all()
-
-
 def test_dbias_does_not_depend_on_the_order_of_programs(device: torch.device) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from tests.support.interpreter import shuffled_programs
@@ -116,10 +75,5 @@ def test_dbias_does_not_depend_on_the_order_of_programs(device: torch.device) ->
     sums = []
     for seed in range(3):
         with shuffled_programs(seed):
-            sums.append(bias_relu.backward(x, x, torch.float32)[1])
+            sums.append(backward(bias_relu, prepared(OP, x, torch.zeros(70)), x, x)[1])
     assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
-
-
-def test_gradcheck_in_float64(device: torch.device) -> None:
-    tensors = make(torch.float64, device, 3, 5)
-    assert torch.autograd.gradcheck(lambda x, bias: tk.bias_relu(x, bias, backend="torch"), tuple(tensors.values()))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.ops.test_cross_entropy import make
 from tests.support.arguments import normal
+from tests.support.operations import backward, prepared
 from tests.support.parity import check_parity, require
 from tests.support.triton_tables import every_width
 from transformer_kernels.backends.triton import RowTile
@@ -120,10 +121,11 @@ def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
     logits[-1] = torch.linspace(-3, 3, classes).to(logits)
     targets = torch.full((rows,), 7, device=device)
     expected = F.cross_entropy(logits[-1:].float(), targets[-1:])
-    losses, statistics, _ = cross_entropy.forward(logits, targets, -100, 0.0, "none")
-    torch.testing.assert_close(losses[-1], expected)
+    call = prepared(OP, logits, targets, reduction="none")
+    result = cross_entropy.forward(call)
+    torch.testing.assert_close(result.loss[-1], expected)
     ones = torch.ones(rows, device=device)
-    dlogits = cross_entropy.backward(ones, logits, targets, statistics, None, -100, 0.0, "none")
+    (dlogits,) = backward(cross_entropy, call, result, ones)
     p = torch.softmax(logits[-1].float(), -1)
     p[7] -= 1.0
     torch.testing.assert_close(dlogits[-1].float(), p, atol=1e-4, rtol=2e-2)

@@ -12,7 +12,9 @@ from torch import Tensor
 import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.support.arguments import normal
+from tests.support.operations import backward
 from tests.support.parity import check_parity
+from transformer_kernels.ops.embedding import EmbeddingCall
 from transformer_kernels.ops.embedding._scatter import scattered
 
 OP = "embedding"
@@ -133,46 +135,6 @@ def test_float32_norm_parameters(backend: str, dtype: torch.dtype, device: torch
     check_parity(OP, backend, make(dtype, device, 96, 9, 9, parameters=torch.float32), {"dropout_p": 0.1})
 
 
-@pytest.mark.parametrize("wanted", ["weight", "positions", "norm_weight", "norm_bias"])
-def test_only_the_wanted_gradients(backend: str, device: torch.device, wanted: str) -> None:
-    tensors = make(torch.float32, device, 24)
-    for name in ("weight", "positions", "norm_weight", "norm_bias"):
-        tensors[name].requires_grad_(name == wanted)
-    check_parity(OP, backend, tensors)
-
-
-def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    def once() -> list[Tensor]:
-        tensors = make(dtype, device, 96, 60, 5)
-        torch.manual_seed(0)
-        y = tk.embedding(**tensors, position_ids=places_of(tensors["tokens"]), dropout_p=0.3, backend=backend)
-        (y * 0.37).sum().backward()
-        return [y.detach()] + [tensors[name].grad for name in tensors if name != "tokens"]
-
-    assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
-
-
-@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded", "misaligned"])
-def test_any_layout(backend: str, dtype: torch.dtype, device: torch.device, kind: str) -> None:
-    tensors = make(dtype, device, 64, vocabulary=12)
-    views = {
-        "transposed": lambda: normal(64, 12, dtype=dtype, device=device).detach().T,
-        "sliced": lambda: normal(12, 100, dtype=dtype, device=device).detach()[:, 7:71],
-        "expanded": lambda: normal(1, 64, dtype=dtype, device=device).detach().expand(12, 64),
-        "misaligned": lambda: normal(12 * 64 + 1, dtype=dtype, device=device).detach()[1:].view(12, 64),
-    }
-    for name in ("weight", "positions"):
-        tensors[name] = views[kind]().requires_grad_()
-    tensors["tokens"] = tensors["tokens"].T.contiguous().T
-    check_parity(OP, backend, tensors, {"dropout_p": 0.1})
-
-
-def test_expanded_gradient(backend: str, device: torch.device) -> None:
-    check_parity(
-        OP, backend, make(torch.float32, device, 24), transform=lambda cotangent: cotangent[:, :1].expand(3, 5, 24)
-    )
-
-
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
 @pytest.mark.parametrize("norm", [False, True])
 def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], norm: bool) -> None:
@@ -214,7 +176,7 @@ def test_an_unknown_id_is_an_index_error_on_the_cpu(backend: str, device: torch.
     ("token", "place"), [(-1, 2), (VOCABULARY, 2), (2**40, 2), (3, -5), (3, PLACES), (3, 2**40), (-1, -1)]
 )
 def test_a_kernel_reads_nothing_for_an_unknown_id(
-    backend: str, device: torch.device, token: int, place: int, norm: bool
+    backend: str, device: torch.device, token: int, place: int, norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What happens on a GPU: the row is NaN, the others are what they are, and its gradient has no row."""
     if backend == "torch":
@@ -229,12 +191,15 @@ def test_a_kernel_reads_nothing_for_an_unknown_id(
     whole = tk.embedding(**tensors, position_ids=ids, backend=backend)
     tensors["tokens"][1, 2], ids[1, 2] = token, place
     order = (tensors["weight"], tensors["tokens"], tensors["positions"], ids, tensors["norm_weight"])
-    module = _dispatch._module(OP, backend)
-    y, mean, rstd = module.forward(*order, tensors["norm_bias"], None, 1.0, 1e-5, 0.0)
+    call = EmbeddingCall(*order, tensors["norm_bias"], None, 1.0, 1e-5, 0.0)
+    module = _dispatch._module(_dispatch.OPERATIONS[OP], backend)
+    result = module.forward(call)
+    y = result.y.clone()
     assert y[1, 2].isnan().all()
     y[1, 2] = whole[1, 2]
     assert torch.equal(y, whole)
-    ds, *_ = module.backward(torch.ones_like(y), *order, mean, rstd, None, 1.0, 0.0, norm)
+    monkeypatch.setattr(module, "table_gradients", lambda call, ds, wanted: (ds, None))
+    ds, *_ = backward(module, call, result, torch.ones_like(y))
     assert ds[1, 2].isnan().all() == norm and ds[0].isfinite().all()
 
 

@@ -37,27 +37,3 @@ def test_limits(backend: str, dtype: torch.dtype, device: torch.device, approxim
         torch.testing.assert_close(y, torch.nn.functional.gelu(x, approximate=approximate), equal_nan=True)
         return
     assert y[0] == float("inf") and torch.isnan(y[1]) and y[2] == x[2]
-
-
-@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded", "misaligned"])
-def test_any_layout(backend: str, dtype: torch.dtype, device: torch.device, kind: str) -> None:
-    views = {
-        "transposed": lambda: normal(64, 12, dtype=dtype, device=device).detach().T,
-        "sliced": lambda: normal(12, 100, dtype=dtype, device=device).detach()[:, 7:71],
-        "expanded": lambda: normal(1, 64, dtype=dtype, device=device).detach().expand(12, 64),
-        "misaligned": lambda: normal(12 * 64 + 1, dtype=dtype, device=device).detach()[1:],
-    }
-    check_parity(OP, backend, {"x": views[kind]().requires_grad_()})
-
-
-def test_empty(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    x = normal(0, 8, dtype=dtype, device=device)
-    y = tk.gelu(x, backend=backend)
-    y.sum().backward()
-    assert y.shape == x.grad.shape == (0, 8)
-
-
-@pytest.mark.parametrize("approximate", APPROXIMATIONS)
-def test_gradcheck_in_float64(device: torch.device, approximate: str) -> None:
-    x = normal(11, dtype=torch.float64, device=device)
-    assert torch.autograd.gradcheck(lambda x: tk.gelu(x, approximate=approximate, backend="torch"), (x,))

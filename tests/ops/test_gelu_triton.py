@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from tests.support.operations import backward
 from tests.support.parity import require
+from transformer_kernels.ops.gelu import GeluCall
 
 OP = "gelu"
 
@@ -26,7 +28,7 @@ def test_exact_gelu_is_closer_than_eager(backend: str, device: torch.device) -> 
     from transformer_kernels.ops.gelu import _triton as gelu
 
     x = torch.linspace(-14.0, 14.0, 60001, device=device)
-    y = gelu.forward(x, "none")
+    y = gelu.forward(GeluCall(x, "none"))
     error = (y.double() - exact(x)).abs()
     eager = (torch.nn.functional.gelu(x).double() - exact(x)).abs()
     assert error.max() <= eager.max() and error.square().mean() <= eager.square().mean()
@@ -40,12 +42,13 @@ def test_extremes(backend: str, device: torch.device, approximate: str) -> None:
     from transformer_kernels.ops.gelu import _triton as gelu
 
     x = torch.tensor([0.0, -0.0, 100.0, -100.0, 6e4, -6e4, 1e-30, torch.nan], device=device)
-    y = gelu.forward(x, approximate)
+    call = GeluCall(x, approximate)
+    y = gelu.forward(call)
     torch.testing.assert_close(y, torch.nn.functional.gelu(x, approximate=approximate), equal_nan=True)
-    dx = gelu.backward(torch.ones_like(x), x, approximate)
+    (dx,) = backward(gelu, call, None, torch.ones_like(x))
     torch.testing.assert_close(dx[:7], torch.tensor([0.5, 0.5, 1, 0, 1, 0, 0.5], device=device))
     assert torch.isnan(dx[7])
-    assert gelu.forward(torch.full((1,), torch.inf, device=device), approximate).item() == torch.inf
+    assert gelu.forward(GeluCall(torch.full((1,), torch.inf, device=device), approximate)).item() == torch.inf
 
 
 @pytest.mark.parametrize("count", [1, 2047, 2048, 2049, 4096])
@@ -53,5 +56,5 @@ def test_counts_around_a_program(backend: str, dtype: torch.dtype, device: torch
     from transformer_kernels.ops.gelu import _triton as gelu
 
     x = torch.linspace(-4.0, 4.0, count, device=device).to(dtype)
-    y = gelu.forward(x, "none")
+    y = gelu.forward(GeluCall(x, "none"))
     torch.testing.assert_close(y.double(), exact(x), atol=2 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.arguments import normal
+from tests.support.operations import prepared
 from tests.support.parity import check_parity, require
 from tests.support.triton_tables import every_width
 from transformer_kernels.backends.triton import RowTile
@@ -65,7 +66,7 @@ def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device
     from transformer_kernels.ops.layer_norm import _triton as layer_norm
 
     x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).add(1e6).to(device)
-    y, mean, _ = layer_norm.forward(x, torch.ones(width, device=device), None, 1e-5)
+    y, mean, _ = layer_norm.forward(prepared(OP, x, torch.ones(width, device=device)))
     want = torch.nn.functional.layer_norm(x.double(), (width,))
     torch.testing.assert_close(y.double(), want, atol=1e-5, rtol=0)
     torch.testing.assert_close(mean.double(), x.double().mean(-1), atol=0.04, rtol=0)

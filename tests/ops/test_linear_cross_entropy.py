@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.support.arguments import normal
 from tests.support.parity import check_parity
+from transformer_kernels import _dispatch
 from transformer_kernels.ops.linear_cross_entropy import _chunked
 
 OP = "linear_cross_entropy"
@@ -208,13 +208,14 @@ class LargestResult(TorchDispatchMode):
 def test_never_holds_all_the_logits(backend: str, device: torch.device, wanted: bool) -> None:
     rows, classes, width = 700, 16411, 8
     tensors = make(torch.float32, device, rows, classes, width)
-    kernels = importlib.import_module(f"transformer_kernels.ops.{OP}._{backend}")
+    module = _dispatch._module(_dispatch.OPERATIONS[OP], backend)
     leaves = [tensors[name].detach() for name in ("x", "weight", "targets", "bias")]
+    call = _chunked.LinearCrossEntropyCall(*leaves, -100, 0.0, "mean", torch.float32, [wanted] * 3)
     chunk = _chunked.rows_at_once(classes, torch.float32, torch.device("cpu"))
     assert chunk < rows // 2
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch, LargestResult() as seen:
         patch.setattr(_chunked, "rows_at_once", lambda *_: chunk)
-        _chunked.forward(kernels, (wanted,) * 3, *leaves, -100, 0.0, "mean", torch.float32)
+        module.forward(call)
     aligned = -(-classes // 4) * 4
     assert chunk * classes * 4 <= seen.bytes <= chunk * aligned * 4
 

@@ -81,14 +81,3 @@ def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tu
     assert out.shape == (*shape[:2], 64)
     out.sum().backward()
     assert qkv.grad is not None and qkv.grad.shape == shape
-
-
-def test_gradcheck_in_float64(device: torch.device) -> None:
-    qkv = torch.randn(1, 5, 8, 3, dtype=torch.float64, device=device, requires_grad=True)
-    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
-
-    def function(qkv: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(0)
-        return tk.packed_attention(qkv, heads=4, cu_seqlens=cu_seqlens, dropout_p=0.3, backend="torch")
-
-    assert torch.autograd.gradcheck(function, (qkv,))

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import transformer_kernels as tk
 from tests.support.arguments import DTYPES, dtype_id, normal
+from tests.support.operations import EXAMPLES, backward, function, prepared
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops.add_layer_norm import _cuda as add_layer_norm
-from transformer_kernels.ops.bias_gelu import _cuda as bias_gelu
-from transformer_kernels.ops.bias_relu import _cuda as bias_relu
 from transformer_kernels.ops.cross_entropy import _cuda as cross_entropy
 from transformer_kernels.ops.embedding import _cuda as embedding
 from transformer_kernels.ops.gelu import _cuda as gelu
@@ -53,10 +52,11 @@ def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) ->
     x, dy = random(rows, columns, dtype=dtype), random(rows, columns, dtype=dtype, seed=2)
     weight = torch.ones(columns)
     row_bytes = rows * columns * x.element_size()
-    assert counted(emulation, softmax.forward, x, None, False, 1.0)["global_load_bytes"] == row_bytes
-    assert counted(emulation, softmax.backward, dy, x, 1.0)["global_load_bytes"] == 2 * row_bytes
+    call = prepared("softmax", x)
+    assert counted(emulation, softmax.forward, call)["global_load_bytes"] == row_bytes
+    assert counted(emulation, backward, softmax, call, x, dy)["global_load_bytes"] == 2 * row_bytes
     parameters = 2 * rows * columns * 4  # weight and bias, which stay in the L2 cache
-    forward = counted(emulation, layer_norm.forward, x, weight, weight, 1e-5)
+    forward = counted(emulation, layer_norm.forward, prepared("layer_norm", x, weight, weight))
     assert forward["global_load_bytes"] == row_bytes + parameters
     assert forward["global_store_bytes"] == row_bytes + 2 * 4 * rows
 
@@ -98,8 +98,8 @@ def test_an_embedding_reads_each_token_and_each_place_once(emulation: Any, dtype
     tokens = torch.tensor([[4, 0, 1, 1, 3, 2, 0, 4]])
     row_bytes, ids = rows * columns * weight.element_size(), rows * columns // (16 // weight.element_size()) * 8
     for factor, parameters, statistics in ((None, 0, 0), (norm, 2 * rows * columns * 4, 8 * rows)):
-        arguments = (weight, tokens, positions, None, factor, factor, None, 1.0, 1e-5, 0.0)
-        counters = counted(emulation, embedding.forward, *arguments)
+        call = prepared("embedding", tokens, weight, positions, factor, factor)
+        counters = counted(emulation, embedding.forward, call)
         assert counters["global_load_bytes"] == 2 * row_bytes + ids + parameters
         assert counters["global_store_bytes"] == row_bytes + statistics
 
@@ -107,8 +107,8 @@ def test_an_embedding_reads_each_token_and_each_place_once(emulation: Any, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
     x = random(4, 768, dtype=dtype)
-    for function, arguments in ((softmax.forward, (x, None, False, 1.0)), (gelu.forward, (x, "none"))):
-        counters = counted(emulation, function, *arguments)
+    for forward, call in ((softmax.forward, prepared("softmax", x)), (gelu.forward, prepared("gelu", x))):
+        counters = counted(emulation, forward, call)
         assert counters["global_load_bytes"] == 16 * counters["global_loads"]
         assert counters["global_store_bytes"] == 16 * counters["global_stores"]
 
@@ -124,46 +124,34 @@ def test_a_misaligned_address_takes_the_scalar_path(
     shifted, aligned = storage[shift:].view(5, columns), storage[shift:].clone().view(5, columns)
     assert shifted.data_ptr() % 16 == shift_bytes
     weight = torch.ones(columns)
-    for function, arguments in (
-        (softmax.forward, (None, False, 1.0)),
-        (layer_norm.forward, (weight, None, 1e-5)),
-        (gelu.forward, ("tanh",)),
-        (bias_gelu.forward, (weight, "tanh")),
-        (bias_relu.forward, (weight,)),
-    ):
-        ours, expected = function(shifted, *arguments), function(aligned, *arguments)
-        if isinstance(ours, tuple):
-            ours, expected = ours[0], expected[0]
+    for op, *others in (("softmax",), ("layer_norm", weight), ("gelu",), ("bias_gelu", weight), ("bias_relu", weight)):
+        ours, expected = (getattr(tk, op)(x, *others, backend="cuda") for x in (shifted, aligned))
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
 
 
-def all_results(x: Tensor, dy: Tensor) -> list[Tensor]:
-    weight = torch.linspace(0.5, 1.5, x.shape[-1])
-    seed = torch.tensor([77])
-    y, summed, mean, rstd = add_layer_norm.forward(x, dy, weight, weight, seed, 1e-5, 0.3)
-    probabilities = softmax.forward(x, None, True, 0.7)
-    results = [y, summed, mean, rstd, probabilities, softmax.backward(dy, probabilities, 0.7)]
-    results += [*add_layer_norm.backward(dy, x, summed, weight, mean, rstd, seed, 0.3, True)]
-    results += [*layer_norm.backward(dy, summed, weight, mean, rstd, True), *bias_gelu.backward(dy, x, weight, "none")]
-    targets = torch.arange(len(x))
-    options = (3, 0.1, "mean")
-    loss, statistics, count = cross_entropy.forward(x, targets, *options)
-    results += [loss, statistics, cross_entropy.backward(loss, x, targets, statistics, count, *options)]
-    results += [*cross_entropy.row_losses_and_gradient(x.clone(), targets, 3, 0.1)]
-    rows = (x, torch.arange(len(x))[None] // 2, dy, None, weight)
-    y, mean, rstd = embedding.forward(*rows, weight, seed, 1.5, 1e-5, 0.3)
-    results += [y, mean, rstd, *embedding.backward(dy[None], *rows, mean, rstd, seed, 1.5, 0.3, True)]
-    results += [bias_relu.forward(x, weight), *bias_relu.backward(dy, x, torch.float32)]
-    return [result for result in results if result is not None]
+ROW_OPERATIONS = [op for op in EXAMPLES if "attention" not in op and op != "linear_cross_entropy"]
+
+
+def all_results(rows: int, columns: int) -> list[Tensor]:
+    """The outputs and gradients of every row operation's example."""
+    results: list[Tensor] = []
+    for op in ROW_OPERATIONS:
+        tensors = EXAMPLES[op].make(rows, columns, torch.bfloat16)
+        torch.manual_seed(77)
+        outputs = function(op, "cuda")(**tensors)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.backward(outputs, [torch.full_like(output, 0.37) for output in outputs])
+        results += [*outputs, *(x.grad for x in tensors.values() if x.grad is not None)]
+    logits = random(rows, columns, dtype=torch.bfloat16)
+    return [*results, *cross_entropy.row_losses_and_gradient(logits, torch.arange(rows), 3, 0.1)]
 
 
 @pytest.mark.parametrize("columns", [40, 45, 1000, 1100, 4100, 8300, 8301])
 def test_every_schedule_gives_the_same_bits(emulation: Any, columns: int) -> None:
-    x, dy = random(11, columns, dtype=torch.bfloat16), random(11, columns, dtype=torch.bfloat16, seed=2)
-    expected = all_results(x, dy)
+    expected = all_results(12, columns)
     for kind, seed in SCHEDULES[1:]:
         emulation.set_schedule(kind, seed)
-        for ours, first in zip(all_results(x, dy), expected, strict=True):
+        for ours, first in zip(all_results(12, columns), expected, strict=True):
             assert torch.equal(ours, first), f"{kind} {seed}"
 
 
@@ -174,18 +162,16 @@ def test_a_mask_of_any_strides_equals_its_copy(emulation: Any, columns: int) -> 
     views = [wide[..., ::2], wide[..., 1 : columns + 1], wide[:, :, :1, :columns], wide[..., :1]]
     for view in views:
         mask = view.expand(2, 3, 4, columns)
-        assert torch.equal(softmax.forward(x, mask, False, 1.0), softmax.forward(x, mask.contiguous(), False, 1.0)), (
-            mask.stride()
-        )
+        ours, expected = (softmax.forward(prepared("softmax", x, mask=each)) for each in (mask, mask.contiguous()))
+        assert torch.equal(ours, expected), mask.stride()
 
 
 def test_partial_sums_do_not_depend_on_their_number_of_rows(emulation: Any) -> None:
     """dweight of all-equal rows is the row count times one term, whatever blocks the rows fell into."""
     x = random(1, 96, dtype=torch.float32).expand(67, 96).contiguous()
     weight = torch.ones(96)
-    _, mean, rstd = layer_norm.forward(x, weight, None, 1e-5)
-    ones = torch.ones_like(x)
-    _, dweight, dbias = layer_norm.backward(ones, x, weight, mean, rstd, True)
+    call = prepared("layer_norm", x, weight, weight)
+    _, dweight, dbias = backward(layer_norm, call, layer_norm.forward(call), torch.ones_like(x))
     normalised = (x[0] - x[0].mean()) / (x[0].var(unbiased=False) + 1e-5).sqrt()
     torch.testing.assert_close(dweight, 67 * normalised, atol=1e-4, rtol=1e-5)
     assert dbias is not None and torch.equal(dbias, torch.full_like(dbias, 67.0))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.arguments import DTYPES, dtype_id, normal
+from tests.support.operations import backward, prepared
 from tests.support.parity import check_parity, require
 from tests.support.triton_tables import every_width
 from transformer_kernels.backends.triton import RowTile
@@ -81,8 +82,9 @@ def test_more_than_two_to_the_31_elements(device: torch.device, dtype: torch.dty
     rows = 2**31 // width + 7
     x = torch.zeros(rows, width, dtype=dtype, device=device)
     x[-1] = torch.linspace(-3, 3, width).to(x)
-    y = softmax.forward(x, None, False, 1.0)
+    call = prepared(OP, x)
+    y = softmax.forward(call)
     torch.testing.assert_close(y[-1], torch.softmax(x[-1].float(), -1).to(dtype))
-    dx = softmax.backward(x, y, 1.0)
+    (dx,) = backward(softmax, call, y, x)
     want = torch.ops.aten._softmax_backward_data(x[-1:].float(), y[-1:].float(), -1, torch.float32)
     torch.testing.assert_close(dx[-1:], want.to(dtype), atol=1e-4, rtol=2e-2)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BACKENDS = ("torch", "triton", "cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

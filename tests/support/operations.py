@@ -1,0 +1,124 @@
+"""One example of each operation, which the tests of every operation, the gates and the benchmarks call it with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from tests.support.arguments import normal
+from transformer_kernels import _dispatch
+
+Tensors = dict[str, Any]
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call over `rows` rows of `columns`; of attention over sequences of `rows` in heads of `columns`.
+
+    `tensors` makes the tensor arguments, `options` are the others, and `view` names the tensor that tests give other
+    strides, a storage offset or no elements.
+    """
+
+    tensors: Callable[[int, int, torch.dtype, torch.device], Tensors]
+    options: dict[str, Any] = field(default_factory=dict)
+    view: str = "x"
+
+    def make(self, rows: int = 12, columns: int = 64, dtype: torch.dtype = torch.float32, device: Any = CPU) -> Tensors:
+        """The tensors, leaves that require a gradient wherever they can have one."""
+        return self.tensors(rows, columns, dtype, device)
+
+
+def _rows(*parameters: str, like_x: tuple[str, ...] = ()) -> Callable[..., Tensors]:
+    """x (rows, columns), others of its shape, and parameters (columns,)."""
+
+    def make(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+        shapes = {**dict.fromkeys(("x", *like_x), (rows, columns)), **dict.fromkeys(parameters, (columns,))}
+        return {
+            name: normal(*shape, dtype=dtype, device=device, seed=i)
+            for i, (name, shape) in enumerate(shapes.items(), start=1)
+        }
+
+    return make
+
+
+def _targets(rows: int, classes: int, device: torch.device) -> Tensor:
+    """A class for each row, one of them ignored."""
+    targets = torch.arange(rows, device=device) * 7 % classes
+    return targets.masked_fill(torch.arange(rows, device=device) == 1, -100)
+
+
+def _logits(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    logits = normal(rows, columns, dtype=dtype, device=device, seed=1)
+    return {"logits": logits, "targets": _targets(rows, columns, device)}
+
+
+def _head(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    classes = 17
+    return {
+        "x": normal(rows, columns, dtype=dtype, device=device, seed=1),
+        "weight": normal(classes, columns, dtype=dtype, device=device, seed=2),
+        "targets": _targets(rows, classes, device),
+        "bias": normal(classes, dtype=dtype, device=device, seed=3),
+    }
+
+
+def _tables(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Two sequences of half the rows."""
+    length = rows // 2
+    return {
+        "tokens": (torch.arange(2 * length, device=device) * 5 % 11).view(2, length),
+        "weight": normal(11, columns, dtype=dtype, device=device, seed=1),
+        "positions": normal(length + 3, columns, dtype=dtype, device=device, seed=2),
+        "norm_weight": normal(columns, dtype=dtype, device=device, seed=3),
+        "norm_bias": normal(columns, dtype=dtype, device=device, seed=4),
+    }
+
+
+def _heads(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    return {
+        name: normal(2, heads, rows, columns, dtype=dtype, device=device, seed=i)
+        for i, (name, heads) in enumerate((("q", 4), ("k", 2), ("v", 2)))
+    }
+
+
+def _packed(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    return {"qkv": normal(2, rows, 8, columns, dtype=dtype, device=device, seed=1)}
+
+
+EXAMPLES: dict[str, Example] = {
+    "attention": Example(_heads, {"causal": True, "dropout_p": 0.2}, view="q"),
+    "packed_attention": Example(_packed, {"heads": 4, "causal": True, "dropout_p": 0.2}, view="qkv"),
+    "softmax": Example(_rows(), {"causal": True, "scale": 0.5}),
+    "layer_norm": Example(_rows("weight", "bias")),
+    "add_layer_norm": Example(_rows("weight", "bias", like_x=("residual",)), {"dropout_p": 0.3}),
+    "gelu": Example(_rows()),
+    "bias_gelu": Example(_rows("bias"), {"approximate": "tanh"}),
+    "bias_relu": Example(_rows("bias")),
+    "cross_entropy": Example(_logits, {"label_smoothing": 0.1}, view="logits"),
+    "linear_cross_entropy": Example(_head, {"label_smoothing": 0.1}),
+    "embedding": Example(_tables, {"scale": 1.5, "dropout_p": 0.2}, view="weight"),
+}
+
+
+def function(op: str, backend: str | None = None) -> Callable[..., Any]:
+    """The public operation with its example's options, a function of the example's tensors."""
+    options = EXAMPLES[op].options
+    return lambda **tensors: getattr(tk, op)(**tensors, **options, backend=backend)
+
+
+def prepared(op: str, *arguments: Any, **options: Any) -> Any:
+    """The checked call of an operation, from what its public function takes."""
+    return import_module(f"transformer_kernels.ops.{op}").prepare(*arguments, **options)
+
+
+def backward(module: Any, call: Any, result: Any, *grads: Tensor | None, wanted: tuple[bool, ...] | None = None) -> Any:
+    """A backend's backward for a call and the result of its forward, all gradients wanted unless told otherwise."""
+    operation = next(each for each in _dispatch.OPERATIONS.values() if each.call is type(call))
+    return module.backward(call, result, grads, wanted or (True,) * len(operation.differentiable))
