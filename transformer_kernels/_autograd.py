@@ -208,7 +208,7 @@ class Operation:
         arguments += [f"{types[fields[i]]} {fields[i]}" for i in self._numbers]
         gradients = ", ".join(["Tensor"] * len(self.differentiable))
         self._registered_backward = _define(
-            f"{name}_backward({', '.join(arguments)}, bool[] wanted, str? backend)"
+            f"{name}_backward({', '.join(arguments)}, bool[] gradients, str? backend)"
             f" -> {f'({gradients})' if len(self.differentiable) > 1 else gradients}",
             self._run_backward,
             self._fake_backward,

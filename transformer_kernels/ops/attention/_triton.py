@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from transformer_kernels._dropout import keep_scale, keep_threshold
 from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels._dropout import keep_scale, keep_threshold
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention import _triton_config as config
