@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import transformers_models as models
+from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
 
 huggingface = pytest.importorskip("transformer_kernels.huggingface", reason="transformers is not installed")
 masking = pytest.importorskip("transformers.masking_utils")

@@ -47,8 +47,10 @@ def test_public_names() -> None:
         "layer_norm",
         "linear_cross_entropy",
         "packed_attention",
+        "patch",
         "set_backend",
         "softmax",
+        "unpatch",
         "use_backend",
     }
     assert all(hasattr(tk, name) for name in tk.__all__)

@@ -24,6 +24,7 @@ from transformer_kernels.ops import (
     packed_attention,
     softmax,
 )
+from transformer_kernels.patching import patch, unpatch
 
 __all__ = [
     "BACKENDS",
@@ -44,7 +45,9 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "packed_attention",
+    "patch",
     "set_backend",
     "softmax",
+    "unpatch",
     "use_backend",
 ]

@@ -1,0 +1,352 @@
+"""Patched models of transformers give what they give unpatched, and stay what they were in every other way."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+
+import pytest
+import torch
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+
+import transformer_kernels as tk
+from tests.support import transformers_models as models
+from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
+from transformer_kernels.patching._swap import Patched
+
+transformers = pytest.importorskip("transformers")
+
+ONE_OF_EACH = ("bert", "distilbert", "gpt2", "llama", "t5", "vit")
+
+
+def pair(family, **options):
+    """The model, and a patched copy of it."""
+    eager = models.make(family, **options)
+    ours = copy.deepcopy(eager)
+    report = tk.patch(ours)
+    assert report.patched
+    return eager, ours
+
+
+@pytest.mark.parametrize("padding", ["right", "left", None])
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_forward_and_gradients_match_eager(family, padding):
+    if family == "vit" and padding is not None:
+        pytest.skip("images have no padding")
+    eager, ours = pair(family)
+    batch = models.inputs(family, padding)
+    exact = models.run(family, models.exact(eager), batch)
+    models.assert_within_budget(models.run(family, ours, batch), models.run(family, eager, batch), exact)
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_bfloat16_matches_eager(family):
+    eager, ours = pair(family)
+    eager, ours, batch = eager.bfloat16(), ours.bfloat16(), models.inputs(family)
+    exact = models.run(family, models.exact(eager), batch)
+    models.assert_within_budget(models.run(family, ours, batch), models.run(family, eager, batch), exact)
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_twenty_steps_of_training_give_the_same_losses(family):
+    losses = []
+    for model in pair(family):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses.append([])
+        for step in range(20):
+            loss = model(**models.inputs(family, ("right", None)[step % 2])).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-5)
+    assert losses[1][-1] < losses[1][0]
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_dropout_of_everything_matches_eager(family):
+    eager, ours = pair(family, dropout=1.0)
+    batch = models.inputs(family)
+    torch.testing.assert_close(ours(**batch).logits, eager(**batch).logits)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_dropout_follows_the_seed_and_the_mode(family):
+    _, ours = pair(family, dropout=0.3)
+    eager, batch = models.make(family), models.inputs(family)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(ours(**batch).logits)
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+    where = models.real(family, batch)
+    expected = (eager.eval()(**batch).logits * where).detach()
+    torch.testing.assert_close((ours.eval()(**batch).logits * where).detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ("bert", "gpt2"))
+def test_each_dropout_keeps_its_rate(family):
+    """The variance that dropout adds to the logits is that of eager, within the noise of 150 draws."""
+    eager, ours = pair(family, dropout=0.2)
+    batch = models.inputs(family, None)
+    spreads = []
+    for model in (eager, ours):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            spreads.append(torch.stack([model(**batch).logits for _ in range(150)]).var(0).mean())
+    assert 0.8 < spreads[1] / spreads[0] < 1.25
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_unpatched_models_are_what_they_were(family):
+    eager, ours = pair(family)
+    tk.unpatch(ours)
+    assert [type(module) for module in ours.modules()] == [type(module) for module in eager.modules()]
+    assert [sorted(vars(module)) for module in ours.modules()] == [sorted(vars(module)) for module in eager.modules()]
+    assert ours.config._attn_implementation == "eager"
+    batch = models.inputs(family)
+    assert torch.equal(ours(**batch).logits, eager(**batch).logits)
+
+
+def test_patching_twice_changes_the_backend_only():
+    _, ours = pair("gpt2")
+    kinds, names = [type(module) for module in ours.modules()], [row.name for row in tk.patch(ours).rows]
+    report = tk.patch(ours, backend="torch")
+    assert [type(module) for module in ours.modules()] == kinds and [row.name for row in report.rows] == names
+    backends = {module.backend for module in ours.modules() if isinstance(module, Patched)}
+    assert backends == {"torch"} == {ours._loss_function.keywords["backend"]}
+
+
+def test_a_named_backend_never_falls_back(monkeypatch):
+    model = models.make("bert")
+    with pytest.raises(ValueError, match="backend must be one of"):
+        tk.patch(model, backend="nonsense")
+    monkeypatch.setattr("transformer_kernels.patching.unavailable", lambda *_: "no such device")
+    with pytest.raises(tk.BackendUnavailable, match="patch: backend 'cuda' is not available: no such device"):
+        tk.patch(model, backend="cuda")
+    assert not any(isinstance(module, Patched) for module in model.modules())
+    with pytest.raises(TypeError, match="patch: model must be a torch"):
+        tk.patch("bert")
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_every_patched_module_asks_its_backend(family):
+    """With one module's backend unknown, the model cannot be run: none is passed by, and none falls back."""
+    _, ours = pair(family)
+    batch = models.inputs(family)
+    fused = ("LayerNorm", "Activation", "Dropout")  # where the module around them computes for them
+    for module in ours.modules():
+        if not isinstance(module, Patched) or any(word in type(module).__name__ for word in fused):
+            continue
+        module.backend = "nonsense"
+        with pytest.raises(ValueError, match="backend must be one of"):
+            ours(**batch)
+        module.backend = None
+    ours(**batch)
+
+
+def test_only_this_instance_changes():
+    config = transformers.BertConfig(**models.ENCODER)
+    first, second = transformers.BertModel(config), transformers.BertModel(config)
+    tk.patch(first)
+    assert (first.config._attn_implementation, second.config._attn_implementation) == ("transformer_kernels", "sdpa")
+    assert not any(isinstance(module, Patched) for module in second.modules())
+    assert config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_saved_and_loaded(family, tmp_path):
+    eager, ours = pair(family)
+    assert list(ours.state_dict()) == list(eager.state_dict())
+    ours.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["architectures"] == [type(eager).__name__]
+    assert "transformer_kernels" not in json.dumps(saved)
+    loaded = type(eager).from_pretrained(tmp_path, attn_implementation="eager").train()
+    batch = models.inputs(family)
+    torch.testing.assert_close(loaded(**batch).logits, eager(**batch).logits)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_copies_stay_patched(family, duplicate):
+    _, ours = pair(family)
+    twin = duplicate(ours)
+    assert [type(module) for module in twin.modules()] == [type(module) for module in ours.modules()]
+    batch = models.inputs(family)
+    assert torch.equal(twin(**batch).logits, ours(**batch).logits)
+    tk.unpatch(twin)
+    assert not any(isinstance(module, Patched) for module in twin.modules())
+    assert any(isinstance(module, Patched) for module in ours.modules())
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_signatures_that_trainers_read_stay(family):
+    eager, ours = pair(family)
+    for mine, theirs in zip(ours.modules(), eager.modules(), strict=True):
+        if not type(mine).__module__.startswith("torch.nn"):
+            assert list(inspect.signature(mine.forward).parameters) == list(
+                inspect.signature(theirs.forward).parameters
+            )
+        assert isinstance(mine, type(theirs)) and type(mine).__name__ == type(theirs).__name__
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_hidden_states_and_tuples(family):
+    eager, ours = pair(family)
+    batch = models.inputs(family, None)
+    mine, theirs = (model(**batch, output_hidden_states=True, return_dict=False) for model in (ours, eager))
+    assert len(mine) == len(theirs)
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-4, atol=1e-5)
+    named = "encoder_hidden_states" if family == "t5" else "hidden_states"
+    mine, theirs = (model(**batch, output_hidden_states=True) for model in (ours, eager))
+    assert list(mine) == list(theirs)
+    for a, b in zip(mine[named], theirs[named], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_gradient_checkpointing(family):
+    _, ours = pair(family)
+    batch = models.inputs(family)
+    plain = models.run(family, ours, batch)
+    ours.gradient_checkpointing_enable()
+    for name, value in models.run(family, ours, batch).items():
+        torch.testing.assert_close(value, plain[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_autocast(family):
+    eager, ours = pair(family)
+    batch = models.inputs(family, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, theirs = ours(**batch), eager(**batch)
+    assert (mine.loss - theirs.loss).abs() < 0.02
+    mine.loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in ours.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("family", ("bert", "gpt2"))
+def test_compiled(family):
+    eager, ours = pair(family)
+    batch = models.inputs(family, None)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    loss = compiled(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, eager(**batch).loss, rtol=1e-5, atol=1e-6)
+    gradients = [p.grad for p in ours.parameters()]
+    ours.zero_grad(set_to_none=True)
+    ours(**batch).loss.backward()
+    for mine, plain in zip(gradients, [p.grad for p in ours.parameters()], strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_distributed_data_parallel(tmp_path):
+    eager, ours = pair("bert")
+    batch = models.inputs("bert")
+    init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        DistributedDataParallel(ours)(**batch).loss.backward()
+    finally:
+        destroy_process_group()
+    eager(**batch).loss.backward()
+    for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6, msg=lambda text, n=name: n + text)
+
+
+class LowRank(torch.nn.Module):
+    """What an adapter does: it stands where the layer stood, and has it inside."""
+
+    def __init__(self, layer, width):
+        super().__init__()
+        self.base_layer, self.change = layer, torch.nn.Linear(width, width, bias=False)
+        torch.nn.init.normal_(self.change.weight, std=0.1)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        out = self.base_layer(x)
+        return out + torch.nn.functional.pad(self.change(x), (0, out.shape[-1] - x.shape[-1]))
+
+
+@pytest.mark.parametrize("first", ["patch", "adapters"])
+@pytest.mark.parametrize("family", ("bert", "gpt2"))
+def test_adapters_and_hooks_are_called(family, first):
+    eager = models.make(family)
+    ours = copy.deepcopy(eager)
+    calls = []
+    for model in (eager, ours):
+        if first == "patch" and model is ours:
+            tk.patch(model)
+        torch.manual_seed(3)
+        block = model.bert.encoder.layer[0] if family == "bert" else model.transformer.h[0]
+        owner, name = (block.intermediate, "dense") if family == "bert" else (block.mlp, "c_fc")
+        setattr(owner, name, LowRank(getattr(owner, name), 32))
+        norm = block.output.LayerNorm if family == "bert" else block.ln_2
+        norm.register_forward_hook(lambda module, given, out: calls.append(module) or out * 2)
+        if first == "adapters" and model is ours:
+            tk.patch(model)
+    batch = models.inputs(family, None)
+    torch.testing.assert_close(ours(**batch).logits, eager(**batch).logits, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2
+
+
+def test_the_loss_of_a_part_of_a_batch():
+    eager, ours = pair("llama")
+    batch = models.inputs("llama")
+    for items in (7, torch.tensor(7)):
+        mine, theirs = (model(**batch, num_items_in_batch=items).loss for model in (ours, eager))
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_exact_is_left_with_its_reason():
+    report = tk.patch(reordered := models.make("gpt2", reorder_and_upcast_attn=True))
+    assert {row.reason for row in report.left} == {"reorder_and_upcast_attn"}
+    assert reordered.config._attn_implementation == "eager"
+    batch = models.inputs("gpt2")
+    torch.testing.assert_close(reordered(**batch).loss, models.make("gpt2", reorder_and_upcast_attn=True)(**batch).loss)
+    crossed = tk.patch(models.make("gpt2", add_cross_attention=True))
+    assert any("cross-attention" in row.reason for row in crossed.left)
+    own = models.make("llama")
+    own.loss_function = lambda **_: torch.zeros(())
+    assert [row.reason for row in tk.patch(own).left] == ["the model has a loss function of its own"]
+    weights = models.make("bert")
+    weights.config.output_attentions = True
+    assert "wants the weights" in tk.patch(weights).left[0].reason
+    assert weights(**batch).attentions[0] is not None
+
+
+def test_segments_and_positions_of_bert():
+    eager, ours = pair("bert")
+    generator = torch.Generator().manual_seed(4)
+    tokens = models.inputs("bert", None)["input_ids"]
+    segments = torch.randint(0, 2, tokens.shape, generator=generator)
+    places = torch.randint(0, 64, tokens.shape, generator=generator)
+    for given in ({"token_type_ids": segments}, {"position_ids": places}, {"position_ids": places[:1]}):
+        for extra in ({}, {"token_type_ids": segments}):
+            mine, theirs = (model(tokens, **given | extra).logits for model in (ours, eager))
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    embeds = eager.bert.embeddings.word_embeddings(tokens)
+    mine, theirs = (model(inputs_embeds=embeds, token_type_ids=segments).logits for model in (ours, eager))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(IndexError, match="token_type_ids"):
+        ours(tokens, token_type_ids=segments + 1)
+
+
+def test_the_report_is_a_table():
+    text = str(tk.patch(models.make("bert"), backend="torch"))
+    lines = text.splitlines()
+    assert lines[0].split() == ["module", "class", "answered", "by", "count"]
+    assert any(line.split() == ["bert.encoder.layer.*.output", "BertOutput", "add_layer_norm", "2"] for line in lines)
+    assert lines[-1] == "19 modules patched, 0 left; backend 'torch'"

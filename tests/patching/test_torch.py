@@ -1,0 +1,162 @@
+"""Patched modules of torch.nn give what they give unpatched: in float64, so that it is exact."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import transformer_kernels as tk
+from transformer_kernels.patching._swap import Patched
+
+PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+
+
+def randomised(module):
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return module.double()
+
+
+def assert_same_with_gradients(module, *inputs, **options):
+    """The module and its patched copy give the same outputs and gradients."""
+    results = []
+    ours = copy.deepcopy(randomised(module))
+    assert tk.patch(ours).patched
+    for each in (module, ours):
+        each.zero_grad()
+        leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in inputs]
+        out = each(*leaves, **options)
+        out.square().sum().backward()
+        results.append([out, *(x.grad for x in leaves), *(p.grad for p in each.parameters())])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    return ours
+
+
+def leaky(x):
+    return torch.nn.functional.leaky_relu(x)
+
+
+ACTIVATIONS = ["relu", "gelu", nn.GELU("tanh"), nn.ReLU(), nn.SiLU(), leaky]
+MASKS = [{}, {"src_key_padding_mask": PADDING}, {"src_mask": CAUSAL, "is_causal": True}]
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda value: str(value).split(" at")[0])
+def test_encoder_layer(norm_first, activation):
+    layer = nn.TransformerEncoderLayer(12, 2, 24, 0.0, activation, batch_first=True, norm_first=norm_first)
+    for masks in MASKS:
+        assert_same_with_gradients(layer, torch.randn(2, 5, 12), **masks)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_decoder_layer(norm_first, bias):
+    layer = nn.TransformerDecoderLayer(12, 2, 24, 0.0, "gelu", norm_first=norm_first, bias=bias)
+    tgt, memory = torch.randn(5, 2, 12), torch.randn(7, 2, 12)
+    assert_same_with_gradients(layer, tgt, memory)
+    hidden = torch.arange(7) >= torch.tensor([[7], [4]])
+    assert_same_with_gradients(
+        layer,
+        tgt,
+        memory,
+        tgt_mask=CAUSAL,
+        tgt_key_padding_mask=PADDING.double() * -9.0,
+        memory_key_padding_mask=hidden,
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_whole_transformer(training):
+    model = nn.Transformer(12, 2, 2, 2, 24, dropout=0.0, batch_first=True).train(training)
+    src, tgt = torch.randn(2, 5, 12), torch.randn(2, 5, 12)
+    masks = {"src_key_padding_mask": PADDING, "memory_key_padding_mask": PADDING, "tgt_mask": CAUSAL}
+    ours = assert_same_with_gradients(model, src, tgt, **masks)
+    with torch.no_grad():  # where torch would take its fast path, and nested tensors
+        torch.testing.assert_close(
+            ours(src.double(), tgt.double(), **masks), model(src.double(), tgt.double(), **masks)
+        )
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_dropout_of_a_layer(norm_first, rate):
+    layer = nn.TransformerEncoderLayer(12, 2, 24, rate, batch_first=True, norm_first=norm_first).double()
+    ours, x = copy.deepcopy(layer), torch.randn(2, 5, 12, dtype=torch.float64)
+    tk.patch(ours)
+    if rate == 0.5:
+        assert not torch.equal(ours(x), ours(x))
+        ours, layer = ours.eval(), layer.eval()
+    torch.testing.assert_close(ours(x), layer(x))
+
+
+def test_no_fast_path_passes_a_backend_by():
+    layer = nn.TransformerEncoderLayer(12, 2, 24, batch_first=True)
+    ours = nn.TransformerEncoder(layer, 1).eval()
+    tk.patch(ours)
+    for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer):
+        (module,) = (module for module in ours.modules() if isinstance(module, kind))
+        module.backend = "nonsense"
+        with torch.no_grad(), pytest.raises(ValueError, match="backend must be one of"):
+            ours(torch.randn(2, 5, 12), src_key_padding_mask=PADDING)
+        module.backend = None
+
+
+def test_single_modules_wherever_they_stand():
+    model = nn.Sequential(nn.LayerNorm(12), nn.ModuleDict({"a": nn.Sequential(nn.GELU("tanh"), nn.Softmax(-2))})["a"])
+    report = tk.patch(ours := copy.deepcopy(model))
+    assert [row.answered for row in report.rows] == ["layer_norm", "gelu", "softmax"]
+    x = torch.randn(3, 4, 12)
+    torch.testing.assert_close(ours(x), model(x))
+    assert isinstance(ours[0], nn.LayerNorm) and list(ours.state_dict()) == list(model.state_dict())
+    assert tk.patch(alone := nn.GELU()).rows[0].name == "" and "(the model)" in str(tk.patch(alone))
+
+
+class Shifted(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_what_is_not_known_exactly_is_left():
+    model = nn.Sequential(
+        Shifted(12), nn.Softmax(), nn.MultiheadAttention(12, 2, kdim=6), nn.MultiheadAttention(12, 2, add_bias_kv=True)
+    )
+    kept = [type(module) for module in model]
+    report = tk.patch(model)
+    assert [row.reason for row in report.left] == [
+        "a subclass of torch.nn.LayerNorm with code of its own",
+        "dim is not given",
+        "kdim or vdim differ from embed_dim",
+        "add_bias_kv or add_zero_attn",
+    ]
+    assert [type(module) for module in model] == kept
+
+
+def test_our_own_modules_keep_their_backend():
+    model = nn.Sequential(tk.nn.LayerNorm(12, backend="torch"))
+    assert not tk.patch(model, backend="auto").rows
+    tk.unpatch(model)
+    assert model[0].backend == "torch" and type(model[0]) is tk.nn.LayerNorm
+
+
+def test_unpatched_and_pickled():
+    model = nn.Transformer(12, 2, 1, 1, 24, dropout=0.0)
+    before = [(type(module), sorted(vars(module).items(), key=lambda item: item[0])) for module in model.modules()]
+    tk.patch(model)
+    twin = pickle.loads(pickle.dumps(model))
+    src, tgt = torch.randn(5, 2, 12), torch.randn(5, 2, 12)
+    assert torch.equal(twin(src, tgt), model(src, tgt))
+    for each in (model, twin):
+        tk.unpatch(each)
+        assert not any(isinstance(module, Patched) for module in each.modules())
+    after = [(type(module), sorted(vars(module).items(), key=lambda item: item[0])) for module in model.modules()]
+    assert [(kind, [name for name, _ in content]) for kind, content in after] == [
+        (kind, [name for name, _ in content]) for kind, content in before
+    ]
+    assert all(module._qkv_same_embed_dim for module in model.modules() if isinstance(module, nn.MultiheadAttention))

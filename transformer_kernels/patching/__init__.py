@@ -1,0 +1,97 @@
+"""Your own model on these kernels, in one line: `print(transformer_kernels.patch(model))`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import nn
+
+from transformer_kernels._dispatch import requested, unavailable
+from transformer_kernels._errors import BackendUnavailable
+from transformer_kernels.patching import _torch, _transformers
+from transformer_kernels.patching._models import patch_models, unpatch_models
+from transformer_kernels.patching._report import PatchReport, Row
+from transformer_kernels.patching._swap import Patched, class_path, original_class, restore, swap
+
+__all__ = ["PatchReport", "Row", "patch", "unpatch"]
+
+
+def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
+    """Let this package's operations compute what they can of a model of transformers or torch.nn, in place.
+
+    Replaced are, wherever they stand, torch.nn's LayerNorm, GELU, Softmax, MultiheadAttention, TransformerEncoderLayer
+    and TransformerDecoderLayer; in BERT, RoBERTa, DistilBERT, GPT-2 and ViT of transformers 5.23 the residual additions
+    with their dropout and LayerNorm, the activations with their bias, and the embeddings; in every model of
+    transformers whose attention goes through its `AttentionInterface` the attention; and the loss over tokens.
+    Parameters, state dict, class names and hooks stay. Only this instance changes, and it can be patched again with
+    another backend.
+
+    A part that is no longer what its class says (an adapter, a quantised or sharded layer, one with hooks) is called as
+    it stands and not fused with its neighbours.
+
+    Args:
+        model: any module.
+        backend: "torch", "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the environment
+            at each call. A named backend never falls back.
+    Returns:
+        a `PatchReport`; print it.
+    Raises:
+        TypeError: not a module.
+        ValueError: the name of the backend is unknown.
+        BackendUnavailable: the named backend cannot run on the model's device.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch: model must be a torch.nn.Module; got {type(model).__name__}")
+    _check_backend(model, backend)
+    rows = list(patch_models(model, backend))
+    answered = {row.name for row in rows}
+    for name, module in list(model.named_modules()):
+        if name not in answered and (row := _patch_module(name, module, backend)) is not None:
+            rows.append(row)
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return PatchReport(backend, tuple(sorted(rows, key=lambda row: order.get(row.name, -1))))
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`: every module is again of the class that it was, and computes what it did.
+
+    Args:
+        model: a module; one that was never patched stays as it is.
+    """
+    unpatch_models(model)
+    for module in model.modules():
+        if isinstance(module, Patched):
+            restore(module)
+
+
+def _check_backend(model: nn.Module, backend: str | None) -> None:
+    if backend is None or requested(backend) == "auto":
+        return
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.device.type != "meta" and (reason := unavailable(backend, tensor.device)) is not None:
+            raise BackendUnavailable(f"patch: backend {backend!r} is not available: {reason}")
+
+
+def _patch_module(name: str, module: Any, backend: str | None) -> Row | None:
+    """Patch one module if it is known; None if there is nothing to tell of it."""
+    if isinstance(module, Patched):
+        module.backend = backend
+    kind = original_class(module).__name__
+    mixin = _mixin_of(module)
+    if mixin is None:
+        known = next((known for known in _torch.REPLACEMENTS if isinstance(module, known)), None)
+        if known is None or known is nn.TransformerEncoder or type(module).__module__ == "transformer_kernels.nn":
+            return None
+        return Row(name, kind, None, f"a subclass of torch.nn.{known.__name__} with code of its own")
+    if not isinstance(module, Patched):
+        if (reason := getattr(mixin, "refuses", lambda _: None)(module)) is not None:
+            return Row(name, kind, None, reason)
+        swap(module, mixin, backend)
+    return Row(name, kind, mixin.answered) if hasattr(mixin, "answered") else None
+
+
+def _mixin_of(module: nn.Module) -> Any:
+    """What takes the place of a module of exactly this class."""
+    by_class = _torch.REPLACEMENTS.get(original_class(module))
+    return _transformers.REPLACEMENTS.get(class_path(module)) if by_class is None else by_class

@@ -1,0 +1,98 @@
+"""The fused forms that patched modules call, for parts that are plain; other parts are called as they stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from transformer_kernels import ops
+from transformer_kernels.nn import without_gradient
+from transformer_kernels.patching._swap import MovedDropout, class_path, is_plain, original_class
+
+GELU_CLASSES = {
+    "transformers.activations.GELUActivation": "none",
+    "transformers.activations.NewGELUActivation": "tanh",
+    "transformers.activations.GELUTanh": "tanh",
+    "transformers.activations.FastGELUActivation": "tanh",
+}
+CONV1D = "transformers.pytorch_utils.Conv1D"
+
+
+def dropped(branch: Tensor, dropout: Any) -> Tensor:
+    """The branch after its dropout, also where that was moved here."""
+    if isinstance(dropout, MovedDropout):
+        return F.dropout(branch, dropout.p, dropout.training)
+    return branch if dropout is None else dropout(branch)
+
+
+def add_norm(branch: Tensor, stream: Tensor, dropout: Any, norm: Any, backend: str | None) -> tuple[Tensor, Tensor]:
+    """(norm(s), s) with s = dropout(branch) + stream."""
+    fused = is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.weight.dim() == 1
+    if not fused or not (dropout is None or is_plain(dropout, nn.Dropout)):
+        summed = dropped(branch, dropout) + stream
+        return norm(summed), summed
+    rate = dropout.p if dropout is not None and dropout.training else 0.0
+    return ops.add_layer_norm(branch, stream, norm.weight, norm.bias, eps=norm.eps, dropout_p=rate, backend=backend)
+
+
+def gelu_kind(activation: Any) -> str | None:
+    """ "none" or "tanh" for a plain GELU, None for every other activation."""
+    if activation is F.gelu:
+        return "none"
+    if not isinstance(activation, nn.Module):
+        return None
+    if is_plain(activation, nn.GELU):
+        return str(activation.approximate)
+    return GELU_CLASSES.get(class_path(activation)) if is_plain(activation, original_class(activation)) else None
+
+
+def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> Tensor:
+    """activation(linear(x)), where the bias is added in the activation's pass."""
+    approximate = gelu_kind(activation)
+    relu = activation is F.relu or is_plain(activation, nn.ReLU) if approximate is None else False
+    transposed = class_path(linear) == CONV1D
+    plain = is_plain(linear, original_class(linear) if transposed else nn.Linear)
+    bias = linear.bias
+    if not plain or not isinstance(bias, Tensor) or not (relu or approximate):
+        return activation(linear(x))
+    product = x @ linear.weight if transposed else F.linear(x, linear.weight)
+    if relu:
+        return ops.bias_relu(product, bias, backend=backend)
+    return ops.bias_gelu(product, bias, approximate=approximate or "none", backend=backend)
+
+
+def is_plain_table(table: Any) -> bool:
+    """Whether an embedding is a lookup and nothing else."""
+    if not is_plain(table, nn.Embedding):
+        return False
+    return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
+
+
+def rows(table: Any) -> Tensor:
+    """The rows of an embedding, whose padding row gets no gradient."""
+    return without_gradient(table.weight, table.padding_idx)
+
+
+def embedded(
+    tokens: Tensor,
+    table: Any,
+    places: Tensor,
+    place_ids: Tensor | None,
+    norm: Any,
+    dropout: Any,
+    backend: str | None,
+) -> Tensor:
+    """dropout(norm(table[tokens] + places[place_ids])) of plain parts."""
+    return ops.embedding(
+        tokens,
+        rows(table),
+        places,
+        norm.weight,
+        norm.bias,
+        position_ids=None if place_ids is None else place_ids.expand_as(tokens),
+        eps=norm.eps,
+        dropout_p=dropout.p if dropout.training else 0.0,
+        backend=backend,
+    )

@@ -1,0 +1,126 @@
+"""What a whole model of transformers has beside its modules: the attention function by its name, and the loss."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from transformer_kernels.patching._report import Row
+from transformer_kernels.patching._swap import Mixin, Patched, original_class, swap
+from transformer_kernels.patching._transformers import LOSSES
+
+
+class Attention(Mixin):
+    """An attention layer that asks for its function by `config._attn_implementation`; it reads `backend` from here."""
+
+    answered = "attention"
+
+
+def pretrained_models(model: nn.Module) -> list[tuple[str, Any]]:
+    """The models of transformers in here, each before those inside it; nothing is imported to find none."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+
+
+def patch_models(model: nn.Module, backend: str | None) -> Iterator[Row]:
+    """Patch the attention and the loss of each model of transformers in here."""
+    found = pretrained_models(model)
+    if not found:
+        return
+    from transformer_kernels.huggingface import NAME
+
+    for name, each in found:
+        outermost = not any(other is not each and _holds(other, each) for _, other in found)
+        if outermost:
+            yield from _patch_attention(name, each, backend, NAME)
+        yield from _patch_loss(name, each, backend)
+
+
+def unpatch_models(model: nn.Module) -> None:
+    """Undo `patch_models`."""
+    for _, each in pretrained_models(model):
+        if "_attention_before" in vars(each):
+            each.config._attn_implementation_internal = vars(each).pop("_attention_before")
+        if _is_ours(vars(each).get("_loss_function")):
+            del each._loss_function
+
+
+def _holds(model: nn.Module, part: nn.Module) -> bool:
+    return any(module is part for module in model.modules())
+
+
+def _patch_attention(name: str, model: Any, backend: str | None, ours: str) -> Iterator[Row]:
+    layers = [(path, layer) for path, layer in model.named_modules(prefix=name) if _asks_for_its_function(layer)]
+    reason = _why_not(model, [layer for _, layer in layers])
+    if reason is None:
+        _own_configs(model)
+        inside = [each for _, each in pretrained_models(model)]
+        for each in inside:
+            if each.config._attn_implementation != ours:
+                each._attention_before = each.config._attn_implementation
+        model.set_attn_implementation(ours)
+    for path, layer in layers:
+        kind = original_class(layer).__name__
+        if reason is not None:
+            yield Row(path, kind, None, reason)
+            continue
+        if isinstance(layer, Patched):
+            layer.backend = backend
+        else:
+            swap(layer, Attention, backend)
+        yield Row(path, kind, Attention.answered)
+
+
+def _asks_for_its_function(layer: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(original_class(layer).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _why_not(model: Any, layers: list[Any]) -> str | None:
+    """Why this model's attention stays as it is; None if it need not."""
+    if any(getattr(layer, "reorder_and_upcast_attn", False) for layer in layers):
+        return "reorder_and_upcast_attn"
+    if getattr(model.config, "output_attentions", False):
+        return "config.output_attentions wants the weights"
+    if any(getattr(layer, name, None) is not None for layer in layers for name in ("sinks", "attn_logit_softcapping")):
+        return "attention sinks or softcapped scores"
+    return None if model._can_set_attn_implementation() else "the model does not let its attention be chosen"
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give the model configurations of its own: the name of the attention stands there, and models may share them."""
+    from transformers import PreTrainedConfig
+
+    copies: dict[int, Any] = {}
+    module: Any
+    for module in model.modules():
+        if isinstance(config := vars(module).get("config"), PreTrainedConfig):
+            module.config = copy.deepcopy(config, copies)
+
+
+def _patch_loss(name: str, model: Any, backend: str | None) -> Iterator[Row]:
+    code = getattr(inspect.unwrap(original_class(model).forward), "__code__", None)
+    if code is None or "loss_function" not in code.co_names:
+        return
+    path, kind = f"{name}.loss".lstrip("."), original_class(model).__name__
+    before = vars(model).get("_loss_function")
+    if before is not None and not _is_ours(before):
+        yield Row(path, kind, None, "the model has a loss function of its own")
+    elif (loss := LOSSES.get(model.loss_type or "ForCausalLM")) is None:  # transformers falls back to that one too
+        yield Row(path, kind, None, f"{model.loss_type} is not a loss over tokens")
+    else:
+        model._loss_function = functools.partial(loss, backend=backend)
+        yield Row(path, kind, "cross_entropy")
+
+
+def _is_ours(loss: Any) -> bool:
+    return getattr(loss, "func", None) in LOSSES.values()

@@ -1,0 +1,112 @@
+"""How one module is patched: its class becomes a subclass of itself whose `forward` calls the operations.
+
+Nothing else changes: parameters, buffers, hooks and the name of the class stay, so that state dicts, `save_pretrained`,
+`isinstance` and everything that looks modules up by their class go on working, and going back is one assignment.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Patched:
+    """Mixed into the class of a patched module. `backend` is the one that was asked for; None follows the default."""
+
+    backend: str | None = None
+    _mixin: type
+    _original: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The class is made at run time: it is pickled and copied as the two classes it is made of."""
+        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        return _blank, (type(self)._mixin, type(self)._original), *reduced[2:]
+
+
+class Mixin(nn.Module):
+    """What a patched module of transformers does otherwise; its parts are those of the class that it is mixed into."""
+
+    answered: str
+    backend: str | None
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def _blank(mixin: Any, original: Any) -> nn.Module:
+    made = patched_class(mixin, original)
+    return made.__new__(made)
+
+
+@functools.cache
+def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
+    """The subclass of `original` that behaves as `mixin` says, under the same name."""
+    bases = (Patched, mixin) if issubclass(mixin, original) else (Patched, mixin, original)
+    content = {"_mixin": mixin, "_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
+    if forward := vars(mixin).get("forward"):
+        content["forward"] = _with_signature(forward, original.forward)
+    return cast(Any, type(original.__name__, bases, content))
+
+
+def _with_signature(function: Any, original: Any) -> Any:
+    """A copy of the function that presents itself with the signature of another: trainers look at it for their data."""
+    copied: Any = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__doc__ = original.__doc__
+    copied.__signature__ = inspect.signature(original)
+    return copied
+
+
+def swap(module: Any, mixin: type, backend: str | None) -> None:
+    """Patch one module."""
+    kind: Any = type(module)
+    module.__class__ = patched_class(mixin, kind)
+    module.backend = backend
+    if hasattr(mixin, "_adopt"):
+        module._adopt()
+
+
+def restore(module: Any) -> None:
+    """Undo `swap`."""
+    if hasattr(module, "_release"):
+        module._release()
+    module.__class__ = type(module)._original
+    del module.backend
+
+
+def original_class(module: Any) -> Any:
+    """The class of a module as it was before it was patched."""
+    return getattr(type(module), "_original", type(module))
+
+
+def class_path(module: Any) -> str:
+    kind = original_class(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_plain(module: Any, *kinds: type) -> bool:
+    """Whether a module is just what its class says, so that what it does may be done elsewhere.
+
+    Adapters replace modules, quantisation and sharding replace their class, and offloading replaces their `forward`;
+    hooks want to be called. All of these are called as they stand.
+    """
+    if original_class(module) not in kinds or "forward" in vars(module):
+        return False
+    return not any(getattr(module, hooks) for hooks in HOOKS)
+
+
+class MovedDropout(nn.Dropout):
+    """Dropout that the block around it applies, in the same pass as the residual addition and the LayerNorm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x

@@ -1,0 +1,124 @@
+"""What takes the place of the modules of torch.nn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from transformer_kernels import nn as ours
+from transformer_kernels.patching._fused import activated, add_norm, dropped
+
+
+class LayerNorm(ours.LayerNorm):
+    answered = "layer_norm"
+
+
+class GELU(ours.GELU):
+    answered = "gelu"
+
+
+class Softmax(ours.Softmax):
+    answered = "softmax"
+
+    @staticmethod
+    def refuses(module: Any) -> str | None:
+        return "dim is not given" if module.dim is None else None
+
+
+class MultiHeadAttention(ours.MultiHeadAttention):
+    answered = "attention"
+
+    @staticmethod
+    def refuses(module: Any) -> str | None:
+        if not module._qkv_same_embed_dim:
+            return "kdim or vdim differ from embed_dim"
+        return "add_bias_kv or add_zero_attn" if module.bias_k is not None or module.add_zero_attn else None
+
+    def _adopt(self) -> None:
+        self._qkv_same_embed_dim = False
+
+    def _release(self) -> None:
+        self._qkv_same_embed_dim = True
+
+
+class TransformerEncoder(nn.TransformerEncoder):
+    """It goes on as it is, but never hands nested tensors to its layers."""
+
+    def _adopt(self) -> None:
+        self._nested_before, self.use_nested_tensor = self.use_nested_tensor, False
+
+    def _release(self) -> None:
+        self.use_nested_tensor = self._nested_before
+        del self._nested_before
+
+
+class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """Self-attention and a feed-forward network, each fused with its dropout, residual addition and LayerNorm."""
+
+    answered = "add_layer_norm, bias_gelu or bias_relu"
+    backend: str | None
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+        return _stacked(self, src, [(self.self_attn, None, masks)], [self.norm1, self.norm2])
+
+
+class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+    """Self-attention, cross-attention and a feed-forward network, fused as in the encoder's layer."""
+
+    answered = "add_layer_norm, bias_gelu or bias_relu"
+    backend: str | None
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        own = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
+        other = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask, "is_causal": memory_is_causal}
+        attentions = [(self.self_attn, None, own), (self.multihead_attn, memory, other)]
+        return _stacked(self, tgt, attentions, [self.norm1, self.norm2, self.norm3])
+
+
+def _stacked(layer: Any, stream: Tensor, attentions: list[tuple[Any, Tensor | None, Any]], norms: list[Any]) -> Tensor:
+    """The sublayers of a layer in order, with the norms before them (norm_first) or after them."""
+    dropouts = [layer.dropout1, layer.dropout2, getattr(layer, "dropout3", None)][: len(norms)]
+    x = norms[0](stream) if layer.norm_first else stream
+    for index, norm in enumerate(norms):
+        if index < len(attentions):
+            attention, memory, masks = attentions[index]
+            context = x if memory is None else memory
+            branch = attention(x, context, context, need_weights=False, **masks)[0]
+        else:
+            branch = layer.linear2(layer.dropout(activated(x, layer.linear1, layer.activation, layer.backend)))
+        if not layer.norm_first:
+            x, _ = add_norm(branch, x, dropouts[index], norm, layer.backend)
+        elif index + 1 < len(norms):
+            x, stream = add_norm(branch, stream, dropouts[index], norms[index + 1], layer.backend)
+        else:
+            x = stream + dropped(branch, dropouts[index])
+    return x
+
+
+REPLACEMENTS: dict[type[nn.Module], type] = {
+    nn.LayerNorm: LayerNorm,
+    nn.GELU: GELU,
+    nn.Softmax: Softmax,
+    nn.MultiheadAttention: MultiHeadAttention,
+    nn.TransformerEncoder: TransformerEncoder,
+    nn.TransformerEncoderLayer: TransformerEncoderLayer,
+    nn.TransformerDecoderLayer: TransformerDecoderLayer,
+}

@@ -1,0 +1,309 @@
+"""What takes the place of the modules of transformers 5.23, by the path of their class; nothing is imported for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from transformer_kernels import _checks, ops
+from transformer_kernels.patching import _fused
+from transformer_kernels.patching._fused import activated, add_norm, dropped, embedded, is_plain_table, rows
+from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap
+
+
+class Activation(Mixin):
+    """A GELU of transformers.activations."""
+
+    answered = "gelu"
+
+    def forward(self, x: Tensor) -> Tensor:
+        approximate = _fused.GELU_CLASSES[_fused.class_path(self)]
+        return ops.gelu(x, approximate=approximate, backend=self.backend)
+
+
+class ResidualNorm(Mixin):
+    """LayerNorm(dropout(dense(x)) + residual): the output of BERT's attention and feed-forward network."""
+
+    answered = "add_layer_norm"
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        branch = self.dense(hidden_states)
+        return add_norm(branch, input_tensor, self.dropout, self.LayerNorm, self.backend)[0]
+
+
+class Intermediate(Mixin):
+    """activation(dense(x)) of BERT."""
+
+    answered = "bias_gelu"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return activated(hidden_states, self.dense, self.intermediate_act_fn, self.backend)
+
+
+class _Embeddings(Mixin):
+    """Token + position + segment, LayerNorm, dropout."""
+
+    answered = "embedding"
+
+    def _is_plain(self) -> bool:
+        tables = [self.word_embeddings, self.position_embeddings, getattr(self, "token_type_embeddings", None)]
+        parts = is_plain(self.LayerNorm, nn.LayerNorm) and is_plain(self.dropout, nn.Dropout)
+        return parts and all(table is None or is_plain_table(table) for table in tables)
+
+    def _embed(self, tokens: Tensor, places: Tensor, ids: Tensor | None) -> Tensor:
+        parts = (self.LayerNorm, self.dropout, self.backend)
+        return embedded(tokens, self.word_embeddings, places, ids, *parts)
+
+    def _embed_with_segments(
+        self, tokens: Tensor, segments: Tensor | None, position_ids: Tensor | None, first: int
+    ) -> Tensor:
+        """One table of places holds position + segment for each pair of them."""
+        positions, kinds = rows(self.position_embeddings), rows(self.token_type_embeddings)
+        if position_ids is None:
+            positions = positions[first : first + tokens.shape[1]]
+        if segments is None:
+            return self._embed(tokens, positions + kinds[0], position_ids)
+        if not torch.compiler.is_compiling():
+            _checks.rows_in_range("embedding", "token_type_ids", segments, kinds.shape[0])
+            if position_ids is not None:
+                _checks.rows_in_range("embedding", "position_ids", position_ids, positions.shape[0])
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        places = (positions + kinds[:, None]).flatten(0, 1)  # (segments * P, E)
+        return self._embed(tokens, places, segments * positions.shape[0] + position_ids)
+
+
+class BertEmbeddings(_Embeddings):
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values_length: int = 0,
+    ) -> Tensor:
+        if input_ids is None or inputs_embeds is not None or not self._is_plain():
+            return super().forward(input_ids, token_type_ids, position_ids, inputs_embeds, past_key_values_length)
+        return self._embed_with_segments(input_ids, token_type_ids, position_ids, past_key_values_length)
+
+
+class RobertaEmbeddings(_Embeddings):
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values_length: int = 0,
+    ) -> Tensor:
+        if input_ids is None or inputs_embeds is not None or not self._is_plain():
+            return super().forward(input_ids, token_type_ids, position_ids, inputs_embeds, past_key_values_length)
+        if position_ids is None:
+            counted = self.create_position_ids_from_input_ids
+            position_ids = counted(input_ids, self.padding_idx, past_key_values_length)
+        return self._embed_with_segments(input_ids, token_type_ids, position_ids, 0)
+
+
+class DistilBertEmbeddings(_Embeddings):
+    def forward(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        if input_ids is None or inputs_embeds is not None or not self._is_plain():
+            return super().forward(input_ids, inputs_embeds, position_ids)
+        positions = rows(self.position_embeddings)
+        places = positions[: input_ids.shape[1]] if position_ids is None else positions
+        return self._embed(input_ids, places, position_ids)
+
+
+class DistilBertBlock(Mixin):
+    """Attention and the feed-forward network, each fused with its residual addition and LayerNorm."""
+
+    answered = "add_layer_norm"
+
+    def _adopt(self) -> None:
+        move(self.ffn, "dropout", self.backend)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
+        hidden_states, _ = add_norm(attended, hidden_states, None, self.sa_layer_norm, self.backend)
+        moved = moved_dropout(self.ffn.dropout)
+        return add_norm(self.ffn(hidden_states), hidden_states, moved, self.output_layer_norm, self.backend)[0]
+
+
+class DistilBertFFN(Mixin):
+    answered = "bias_gelu"
+
+    def ff_chunk(self, input: Tensor) -> Tensor:
+        return self.dropout(self.lin2(activated(input, self.lin1, self.activation, self.backend)))
+
+
+class GPT2Block(Mixin):
+    """The residual addition after attention is fused with its dropout and the LayerNorm that reads the sum."""
+
+    answered = "add_layer_norm"
+
+    @staticmethod
+    def refuses(module: Any) -> str | None:
+        return "the block has cross-attention; its parts are patched" if hasattr(module, "crossattention") else None
+
+    def _adopt(self) -> None:
+        move(self.attn, "resid_dropout", self.backend)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        if encoder_hidden_states is not None:
+            raise ValueError("GPT2Block: encoder_hidden_states need a model made with config.add_cross_attention=True")
+        attended, _ = self.attn(
+            self.ln_1(hidden_states),
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        moved = moved_dropout(self.attn.resid_dropout)
+        x, stream = add_norm(attended, hidden_states, moved, self.ln_2, self.backend)
+        return stream + self.mlp(x)
+
+
+class GPT2MLP(Mixin):
+    answered = "bias_gelu"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(activated(hidden_states, self.c_fc, self.act, self.backend)))
+
+
+class ViTLayer(Mixin):
+    """The residual addition after attention is fused with its dropout and the LayerNorm that reads the sum."""
+
+    answered = "add_layer_norm"
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
+        x, stream = add_norm(attended, hidden_states, self.dropout, self.layernorm_after, self.backend)
+        return dropped(self.mlp(x), self.dropout) + stream
+
+
+class ViTMLP(Mixin):
+    answered = "bias_gelu"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.fc2(activated(hidden_states, self.fc1, self.activation_fn, self.backend))
+
+
+class LabelsOutside(Mixin):
+    """A model that computes torch's cross-entropy of its logits and labels inside its forward: here it is ours."""
+
+    answered = "cross_entropy"
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is None:
+            return super().forward(*args, **kwargs)
+        given = self._given(labels, len(args), kwargs)
+        out = super().forward(*args, **given)
+        logits = out[0] if isinstance(out, tuple) else out.logits
+        loss = ops.cross_entropy(logits.flatten(0, -2), labels.to(logits.device).flatten(), backend=self.backend)
+        return (loss, *out) if isinstance(out, tuple) else type(out)(loss=loss, **out)
+
+    def _given(self, labels: Tensor, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return kwargs
+
+
+class LabelsShiftedIn(LabelsOutside):
+    """T5 makes the decoder's tokens of the labels."""
+
+    def _given(self, labels: Tensor, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        given = any(kwargs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+        return kwargs if given or positional > 2 else {**kwargs, "decoder_input_ids": self._shift_right(labels)}
+
+    forward = LabelsOutside.forward
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    backend: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The loss of causal language models as transformers calls it: token l predicts label l + 1."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return masked_lm_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index, backend=backend)
+
+
+def masked_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    *,
+    backend: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The loss of masked language models: the mean, or with num_items_in_batch the sum over that number."""
+    loss = ops.cross_entropy(
+        logits.reshape(-1, vocab_size),
+        labels.reshape(-1).to(logits.device),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        backend=backend,
+    )
+    if num_items_in_batch is None:
+        return loss
+    return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
+
+
+LOSSES = {"ForCausalLM": causal_lm_loss, "ForMaskedLM": masked_lm_loss}
+
+
+def move(owner: Any, name: str, backend: str | None) -> None:
+    """Leave a plain dropout to the block around it."""
+    if is_plain(dropout := getattr(owner, name), nn.Dropout) and not isinstance(dropout, MovedDropout):
+        swap(dropout, MovedDropout, backend)
+
+
+def moved_dropout(dropout: nn.Module) -> nn.Module | None:
+    """The dropout if the block has to apply it."""
+    return dropout if isinstance(dropout, MovedDropout) else None
+
+
+BERT, ROBERTA = "transformers.models.bert.modeling_bert.Bert", "transformers.models.roberta.modeling_roberta.Roberta"
+DISTILBERT = "transformers.models.distilbert.modeling_distilbert."
+GPT2, VIT = "transformers.models.gpt2.modeling_gpt2.GPT2", "transformers.models.vit.modeling_vit.ViT"
+T5 = "transformers.models.t5.modeling_t5.T5"
+
+REPLACEMENTS: dict[str, type] = {
+    **dict.fromkeys(_fused.GELU_CLASSES, Activation),
+    **{f"{family}{name}": ResidualNorm for family in (BERT, ROBERTA) for name in ("SelfOutput", "Output")},
+    **{f"{family}Intermediate": Intermediate for family in (BERT, ROBERTA)},
+    f"{BERT}Embeddings": BertEmbeddings,
+    f"{ROBERTA}Embeddings": RobertaEmbeddings,
+    f"{DISTILBERT}Embeddings": DistilBertEmbeddings,
+    f"{DISTILBERT}TransformerBlock": DistilBertBlock,
+    f"{DISTILBERT}FFN": DistilBertFFN,
+    f"{GPT2}Block": GPT2Block,
+    f"{GPT2}MLP": GPT2MLP,
+    f"{VIT}Layer": ViTLayer,
+    f"{VIT}MLP": ViTMLP,
+    f"{BERT}ForMaskedLM": LabelsOutside,
+    f"{ROBERTA}ForMaskedLM": LabelsOutside,
+    f"{DISTILBERT}DistilBertForMaskedLM": LabelsOutside,
+    f"{T5}ForConditionalGeneration": LabelsShiftedIn,
+}
