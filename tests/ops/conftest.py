@@ -12,6 +12,31 @@ from tests.support import interpreter
 from tests.support.arguments import DTYPES, dtype_id
 from tests.support.parity import require
 
+EXECUTED_SLOWLY = ("triton", "cuda")
+"""Backends whose kernels are interpreted or emulated where there is no GPU."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a GPU an interpreted or emulated kernel meets each case of a grid in one dtype; gates have the others.
+
+    The dtype changes from case to case, so that every case and every dtype of a grid stays in the quick suite (the
+    interpreter has no bfloat16 products).
+    """
+    if torch.cuda.is_available():
+        return
+    cases: dict[tuple[str, str], int] = {}
+    for item in items:
+        parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+        dtype = parameters.pop("dtype", None)
+        if dtype not in DTYPES or parameters.get("backend") not in EXECUTED_SLOWLY:
+            continue
+        function = item.nodeid.split("[", 1)[0]
+        case = function, repr(sorted(parameters.items(), key=lambda pair: pair[0]))
+        number = cases.setdefault(case, zlib.crc32(function.encode()) + len(cases))
+        executed = DTYPES[:2] if parameters["backend"] == "triton" and "attention" in function else DTYPES
+        if executed[number % len(executed)] is not dtype:
+            item.add_marker(pytest.mark.slow)
+
 
 def _operation(request: pytest.FixtureRequest) -> str:
     """The operation that a test module is about: tests/ops/test_layer_norm.py -> layer_norm."""
