@@ -16,6 +16,7 @@ from benchmarks import results
 from benchmarks.record import ALL_STEPS, DEFAULT_BUDGET, STEPS, record
 from benchmarks.report import growth_text, report
 from benchmarks.runner import add_selection, selection, supervise
+from transformer_kernels.training._optional import require
 
 DESCRIPTION = """\
 Without an action: measure on this device and print each row.
@@ -93,6 +94,7 @@ def _measure(chosen: argparse.Namespace) -> int:
 
 def draw(folders: Sequence[Path]) -> int:
     """Figures and report.md of each recorded device."""
+    require("matplotlib")
     from benchmarks.plots import draw_all
 
     folders = [folder for folder in folders if (folder / "rows.jsonl").is_file()]

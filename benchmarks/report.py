@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Row
-from benchmarks.plots import caption
 from benchmarks.results import Growth, against_headline, growth, timed
 from benchmarks.steps import HEADLINE
 
@@ -17,6 +16,8 @@ LINEAR = 1.15
 
 def report(rows: Sequence[Row], pictures: Iterable[Path] = (), tests: dict[str, Any] | None = None) -> str:
     """The page; pictures are linked as given."""
+    from benchmarks.plots import caption  # imports matplotlib
+
     if not timed(rows):
         return "# Benchmarks\n\nNothing has been timed.\n"
     sections = [

@@ -308,18 +308,33 @@ def test_failures_set_the_status_and_print_no_traceback(raised, status, told, ca
     assert told in capsys.readouterr().err
 
 
-def test_a_missing_extra_tells_how_to_install_it(folder, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    told = refused(capsys, "train", "char-gpt", "--corpus", folder / "text.txt", "--context", 8, "--steps", 1, *TINY)
-    assert "tqdm is needed for this: pip install 'transformer_kernels[train]'" in told
+@pytest.mark.parametrize(
+    "arguments, status, told", [(["--help"], 0, "--budget"), (["--plot"], 2, "pip install matplotlib")]
+)
+def test_bench_without_matplotlib_helps_and_tells(arguments, status, told, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("benchmarks", "matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    try:
+        ended = run("bench", *arguments)
+    except SystemExit as end:
+        ended = end.code
+    assert ended == status
+    printed = "".join(capsys.readouterr())
+    assert told in printed
+    assert "Traceback" not in printed
 
 
-def test_a_full_disk_is_a_nonzero_exit(folder, capsys, monkeypatch, tmp_path):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
+def test_the_sample_after_training_can_be_turned_off(folder, capsys, tmp_path):
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, *TINY]
+    assert run("train", "char-gpt", *options, "--out", tmp_path / "one") == 0
+    assert "It writes:" in capsys.readouterr().out
+    assert run("train", "char-gpt", *options, "--out", tmp_path / "two", "--no-sample") == 0
+    assert "It writes:" not in capsys.readouterr().out
 
-    monkeypatch.setattr("os.fsync", full)
-    out = tmp_path / "run"
-    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, "--out", out, *TINY]
-    assert "No space left on device" in refused(capsys, "train", "char-gpt", *options)
-    assert os.listdir(out) == ["log.jsonl"]
+
+def test_an_option_of_another_recipe_is_refused_by_evaluate(folder, capsys):
+    told = refused(capsys, "evaluate", "--checkpoint", folder / "gpt", "--baseline")
+    assert "--baseline is not an option of char-gpt" in told
+    assert run("evaluate", "--checkpoint", folder / "gpt", "--data", folder / "train.csv") == 1
+    assert "never seen" in capsys.readouterr().err

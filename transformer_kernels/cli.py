@@ -32,19 +32,22 @@ first steps:
 
 TRAIN_NOTE = """\
 Every option can also stand in a --config file under its name (batch_size: 32); the command line wins.
-Ctrl-C or SIGTERM writes the last checkpoint and ends with status 130 or 143; go on with --resume FOLDER.
-Several processes: torchrun --nproc-per-node 2 -m transformer_kernels train ...
+Ctrl-C or SIGTERM writes the last checkpoint and ends with status 130 or 143; continue with --resume FOLDER.
+Several processes: --processes 2, or torchrun --nproc-per-node 2 -m transformer_kernels train ... (after Ctrl-C the
+status of torchrun itself is 1).
 """
+
+SHARED_ERRORS = ("Interrupted", "RunFolderError")  # every process of a run meets them, and the first prints
+NOT_IN_CONFIG = ("run", "arguments", "recipe", "config", "resume", "overwrite", "processes")  # arguments of `train`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] in (["bench"], ["kernels"]):
-        return _forwarded(arguments[0], arguments[1:])
-    chosen = _parser().parse_args(arguments)
+    forwarded = arguments[:1] in (["bench"], ["kernels"])
+    chosen = None if forwarded else _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
-        return chosen.run(chosen) or 0
+        return _forwarded(arguments[0], arguments[1:]) if chosen is None else chosen.run(chosen) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -55,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("TRANSFORMER_KERNELS_TRACEBACK") == "1":
             raise
         remedy = "; try a smaller --batch-size" if type(error).__name__ == "OutOfMemoryError" else ""
-        print(f"transformer-kernels: error: {error}{remedy}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0" or type(error).__name__ not in SHARED_ERRORS:
+            print(f"transformer-kernels: error: {error}{remedy}", file=sys.stderr)
         return 128 + error.signum if hasattr(error, "signum") else 1
 
 
@@ -65,7 +69,14 @@ def _expected_errors() -> tuple[type[BaseException], ...]:
 
     from transformer_kernels import BackendUnavailable, UnsupportedByBackend, training
 
-    ours = (training.CheckpointError, training.DataFileError, training.Interrupted, training.TrainingDiverged)
+    ours = (
+        training.CheckpointError,
+        training.DataFileError,
+        training.Interrupted,
+        training.ProcessLost,
+        training.RunFolderError,
+        training.TrainingDiverged,
+    )
     return (*ours, BackendUnavailable, UnsupportedByBackend, torch.OutOfMemoryError, ImportError, OSError, ValueError)
 
 
@@ -82,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = _command(commands, "demo", "train the character GPT for two minutes, then time each backend", _demo)
     demo.add_argument("--seconds", type=float, default=120.0, help="how long to train (default: %(default)g)")
     demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="for training (default: auto)")
-    demo.add_argument("--out", default="runs/demo", help="folder for checkpoints and the log (default: %(default)s)")
+    demo.add_argument("--out", default="", help="folder for checkpoints and the log (default: a new runs/demo)")
     info = _command(
         commands, "info", "versions, devices, backends and why some are missing, state of the kernels", _info
     )
@@ -112,6 +123,8 @@ def _add_train(commands: Any) -> None:
         told = f"YAML, TOML or JSON file with options, or the name of a bundled one ({bundled})"
         parser.add_argument("--config", metavar="FILE", help=told)
         parser.add_argument("--resume", metavar="FOLDER", help="continue exactly from this run or checkpoint")
+        parser.add_argument("--overwrite", action="store_true", help="delete the run that --out holds")
+        parser.add_argument("--processes", type=int, default=1, metavar="N", help="train in N processes (default: 1)")
         for spec, kind in options.typed_fields(recipe.Config):
             _add_option(parser, spec, kind, dict([recipe.Config.default_length]).get(spec.name))
 
@@ -204,16 +217,21 @@ def _later_options(command: str) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def _train(chosen: argparse.Namespace) -> int:
-    from transformer_kernels.training.distributed import joined_processes
+    from transformer_kernels.training.checkpoint import refuse_other_run
+    from transformer_kernels.training.distributed import joined_processes, launch
     from transformer_kernels.training.report import describe_result
     from transformer_kernels.training.trainer import Trainer
 
+    if chosen.processes > 1 and "WORLD_SIZE" not in os.environ:
+        return launch(chosen.processes, chosen.arguments)
     with joined_processes() as processes:
         config, start = _train_config(chosen)
+        if config.out and not chosen.overwrite:
+            refuse_other_run(Path(config.out), start)
         trainer = Trainer(find_recipe(config.recipe)(config), processes)
         if start is not None:
             trainer.restore(start)
-        result = trainer.fit()
+        result = trainer.fit(overwrite=chosen.overwrite)
         if processes.first:
             print(describe_result(trainer, result))
             if told := trainer.recipe.report(trainer.model, trainer.device):
@@ -225,7 +243,7 @@ def _train_config(chosen: argparse.Namespace) -> tuple[Any, Path | None]:
     """The config from file, command line and resumed checkpoint, and the folder of that checkpoint."""
     from transformer_kernels.training.checkpoint import checkpoint_config, checkpoint_folder
 
-    given = {key: value for key, value in vars(chosen).items() if key not in ("run", "recipe", "config", "resume")}
+    given = {key: value for key, value in vars(chosen).items() if key not in NOT_IN_CONFIG}
     from_file = options.read_config_file(chosen.config) if chosen.config else {}
     if from_file:
         make_config(chosen.recipe, from_file, chosen.config)

@@ -15,103 +15,107 @@ PROGRAM = """
 import json, sys, torch
 torch.set_num_threads(1)
 from transformer_kernels.training import CharGPT, CharGPTConfig, Trainer, joined_processes
-corpus, out, resume = sys.argv[1:]
-config = CharGPTConfig(
-    corpus=corpus, out=out, model={"layers": 1, "width": 16, "heads": 2}, context=8, batch_size=4, device="cpu",
-    steps=6, log_every=2, eval_every=3, save_every=3, progress=False,
-)
-with joined_processes() as processes:
+from tests.training.test_graphs import RecordedGraphs
+from transformer_kernels.training import graphs as module
+
+corpus, folder = sys.argv[1:]
+module.warm_up_steps = lambda processes: 2
+
+
+def train(name, processes, graphs=None, start=None):
+    config = CharGPTConfig(
+        corpus=corpus, out=f"{folder}/{name}", model={"layers": 1, "width": 16, "heads": 2}, context=8, batch_size=4,
+        device="cpu", steps=6, log_every=2, eval_every=3, save_every=3, progress=False,
+    )
     recipe = CharGPT(config)
-    graphs = None
-    if resume == "graphs":
-        from tests.training.test_graphs import RecordedGraphs
-        from transformer_kernels.training import graphs as module
-        module.warm_up_steps = lambda processes: 2
-        graphs = RecordedGraphs()
     trainer = Trainer(recipe, processes, graphs=graphs)
-    if resume == "resume":
-        trainer.restore(out.replace("second", "first") + "/middle")
+    if start is not None:
+        trainer.restore(start)
     seen = []
     batch = recipe.batch
 
     def watched_batch(indices, device):
         seen.append(indices.tolist())
-        if len(seen) == 4 and resume != "resume":
+        if len(seen) == 4 and start is None:
             trainer.save("middle")
         return batch(indices, device)
 
     recipe.batch = watched_batch
-    start = sum(parameter.double().sum().item() for parameter in trainer.model.parameters())
+    begun = sum(parameter.double().sum().item() for parameter in trainer.model.parameters())
     dropout = torch.get_rng_state().sum().item()
     result = trainer.fit()
     end = [parameter.detach().flatten().tolist() for parameter in trainer.model.parameters()]
     replays = graphs.replays if graphs else 0
-    report = dict(replays=replays, start=start, dropout=dropout, end=end, seen=seen, validation=result.validation)
-    with open(f"{out}.{processes.rank}.json", "w") as file:
-        json.dump(report, file)
+    return dict(replays=replays, start=begun, dropout=dropout, end=end, seen=seen, validation=result.validation)
+
+
+with joined_processes() as processes:
+    reports = dict(
+        first=train("first", processes),
+        resumed=train("second", processes, start=f"{folder}/first/middle"),
+        graphed=train("graphed", processes, graphs=RecordedGraphs()),
+    )
+    with open(f"{folder}/{processes.rank}.json", "w") as file:
+        json.dump(reports, file)
 """
 
 
-def run_two(text_file, out, resume="no"):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    (out.parent / "program.py").write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
-    command += [str(out.parent / "program.py"), str(text_file), str(out), resume]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(2)]
-
-
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """Both processes' reports of a run, its checkpoint after three steps, its log, and where all that is."""
+def runs(tmp_path_factory):
+    """The reports of both processes by run, and the folder with the runs."""
     folder = tmp_path_factory.mktemp("two")
-    text = folder / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
-    first = run_two(text, folder / "first")
-    checkpoint = json.loads((folder / "first" / "middle" / "trainer.json").read_text())
-    log = (folder / "first" / "log.jsonl").read_text().splitlines()
-    return first, checkpoint, [json.loads(line) for line in log], (text, folder)
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(folder / "program.py"), str(folder / "text.txt"), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return {name: [report[name] for report in ranks] for name in ranks[0]}, folder
 
 
-def test_weights_start_equal_and_stay_equal(reports):
-    (one, two), *_ = reports
+@pytest.fixture
+def first(runs):
+    return runs[0]["first"]
+
+
+def test_weights_start_equal_and_stay_equal(first):
+    one, two = first
     assert one["start"] == two["start"]
     assert one["end"] == two["end"]
 
 
-def test_dropout_differs(reports):
-    (one, two), *_ = reports
+def test_dropout_differs(first):
+    one, two = first
     assert one["dropout"] != two["dropout"]
 
 
-def test_the_data_is_shared_out(reports):
-    (one, two), *_ = reports
-    seen = [set(chain.from_iterable(report["seen"])) for report in (one, two)]
+def test_the_data_is_shared_out(first):
+    seen = [set(chain.from_iterable(report["seen"])) for report in first]
     assert len(seen[0]) == len(seen[1]) == 24
     assert not seen[0] & seen[1]
 
 
-def test_both_know_the_validation_loss_of_all(reports):
-    (one, two), *_ = reports
+def test_both_know_the_validation_loss_of_all(first):
+    one, two = first
     assert one["validation"] == two["validation"] != {}
 
 
-def test_one_process_writes(reports):
-    _, checkpoint, log, _ = reports
-    assert len(checkpoint["random"]) == 2
+def test_one_process_writes(runs):
+    folder = runs[1] / "first"
+    assert len(json.loads((folder / "middle" / "trainer.json").read_text())["random"]) == 2
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if line["event"] == "train"] == [2, 3, 4, 6]
 
 
-def test_resuming_is_bit_exact(reports):
-    (one, two), checkpoint, _, (text, folder) = reports
-    resumed = run_two(text, folder / "second", "resume")
-    assert checkpoint["step"] == 3
-    assert [report["end"] for report in resumed] == [one["end"], two["end"]]
+def test_resuming_is_bit_exact(runs):
+    reports, folder = runs
+    assert json.loads((folder / "first" / "middle" / "trainer.json").read_text())["step"] == 3
+    assert [report["end"] for report in reports["resumed"]] == [report["end"] for report in reports["first"]]
 
 
-def test_captured_steps_share_gradients_and_change_no_bit(reports):
-    plain, *_, (text, folder) = reports
-    graphed = run_two(text, folder / "graphed", "graphs")
-    assert [report["replays"] for report in graphed] == [4, 4]
-    assert [report["end"] for report in graphed] == [report["end"] for report in plain]
+def test_captured_steps_share_gradients_and_change_no_bit(runs):
+    reports, _ = runs
+    assert [report["replays"] for report in reports["graphed"]] == [4, 4]
+    assert [report["end"] for report in reports["graphed"]] == [report["end"] for report in reports["first"]]

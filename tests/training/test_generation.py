@@ -75,6 +75,15 @@ def test_bad_sampling_is_told(values):
         Sampling(**values)
 
 
+def test_a_model_with_dropout_generates_without_it():
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(5, 5)
+    model = torch.nn.Sequential(embedding, torch.nn.Dropout(0.5)).train()
+    choices = list(generate(model, [0], 8, Sampling(temperature=0.0), context=3, device=CPU))
+    for before, choice in zip([0, *(choice.token for choice in choices)], choices, strict=False):
+        assert torch.equal(choice.probabilities, embedding.weight[before].detach().softmax(-1))
+
+
 def test_an_empty_prompt_is_told():
     with pytest.raises(ValueError, match="the prompt must have at least one token"):
         next(generate(Successor(), [], 1, Sampling(), context=3, device=CPU))

@@ -40,7 +40,13 @@ def start(text_file, tmp_path):
         rarely = ["--eval-every", "10000000", "--save-every", "10000000", "--log-every", "5", "--no-progress"]
         command = [sys.executable, "-c", PROGRAM, "train", "char-gpt", *options, *rarely, *model, *extra]
         process = subprocess.Popen(
-            list(map(str, command)), cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            list(map(str, command)),
+            cwd=CHECKOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         processes.append(process)
         log, deadline = tmp_path / "run" / "log.jsonl", time.monotonic() + 60
@@ -52,7 +58,8 @@ def start(text_file, tmp_path):
 
     yield start
     for process in processes:
-        process.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
@@ -65,7 +72,37 @@ def test_a_signal_makes_one_checkpoint_and_sets_the_status(start, tmp_path, sign
     step = load_checkpoint(tmp_path / "run" / "last").trainer["step"]
     assert f"stopped by {signum.name} after step {step}" in told
     assert "Traceback" not in told
-    assert sorted(os.listdir(tmp_path / "run")) == ["last", "log.jsonl"]
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "last", "log.jsonl"]
+
+
+def test_an_interrupt_of_several_processes_makes_one_checkpoint_and_sets_the_status(start, tmp_path):
+    process = start("--processes", "2")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    step = load_checkpoint(tmp_path / "run" / "last").trainer["step"]
+    assert told.count(f"error: stopped by SIGINT after step {step}") == 1
+    assert "Traceback" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_the_others_soon_and_is_named(start, rank):
+    process = start("--processes", "2", "--save-every", "1")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [child for child in children if f"RANK={rank}" in environment_of(child)]
+    assert len(workers) == 1
+    begun = time.monotonic()
+    os.kill(int(workers[0]), signal.SIGKILL)
+    _, told = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 30
+    assert process.returncode == 128 + signal.SIGKILL
+    assert f"error: process {rank} ended with SIGKILL" in told
+    assert "Traceback" not in told
+
+
+def environment_of(pid):
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
 
 
 def test_a_second_interrupt_ends_at_once(start):

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from transformer_kernels.training import CharGPT, Trainer
-from transformer_kernels.training.step import Batch, autocast, evaluation_totals, matrix_products
+from transformer_kernels.training.step import IGNORED, Batch, autocast, evaluation_totals, matrix_products
 
 
 def batches():
@@ -29,6 +29,24 @@ def test_what_came_before_the_cancellation_counts():
     model = nn.Linear(3, 4).train()
     assert evaluation_totals(model, batches(), cancelled=lambda: next(answers)).targets == 5
     assert model.training
+
+
+def test_dropout_is_off_in_evaluation_and_on_again_after_it():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 4)).train()
+    expected = evaluation_totals(model[1], batches())
+    assert evaluation_totals(model, batches()) == expected
+    assert model.training and model[0].training
+
+
+def test_ignored_targets_count_neither_in_the_loss_nor_in_the_accuracy():
+    model, (batch, *_) = nn.Linear(3, 4), batches()
+    targets = torch.where(torch.tensor([True, False, True, False, False]), batch.targets, IGNORED)
+    kept = Batch((batch.inputs[0][[0, 2]],), batch.targets[[0, 2]], 2)
+    expected = evaluation_totals(model, [kept])
+    nothing = batch._replace(targets=torch.full_like(targets, IGNORED))
+    found = evaluation_totals(model, [batch._replace(targets=targets), nothing])
+    assert found == pytest.approx(expected)
+    assert found.targets == 2
 
 
 def test_no_batch_is_no_total():
@@ -69,6 +87,7 @@ def test_a_tf32_run_steps_and_validates_in_tf32_and_restores(char_config):
     assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
 
 
+@pytest.mark.slow
 def test_bfloat16_learns_as_float32_does(char_config):
     """The loss curves, in windows of 50 steps, differ by less than those of float32 runs with other seeds do."""
 

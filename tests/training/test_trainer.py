@@ -120,6 +120,15 @@ def test_patience_ends_a_run_that_no_longer_improves(char_config):
     assert trainer.step_number == 6
 
 
+def test_an_equal_loss_is_no_better_one(char_config):
+    config = char_config(steps=100, eval_every=2, patience=2)
+    trainer = Trainer(CharGPT(config))
+    trainer.evaluate = lambda stop=None: {"loss": 1.0, "accuracy": 0.0}
+    assert trainer.fit().ended_by == "patience"
+    assert trainer.step_number == 6
+    assert load_checkpoint(Path(config.out, "best")).trainer["step"] == 2
+
+
 def test_a_time_limit_ends_a_run(char_config):
     result = Trainer(CharGPT(char_config(steps=100_000, time_limit=0.2, eval_every=100_000))).fit()
     assert result.ended_by == "time limit"
@@ -150,6 +159,30 @@ def test_resuming_is_bit_exact(char_config, tmp_path, stop_at):
     assert_same(second.optimizer, first.optimizer)
     assert second.trainer == first.trainer
     assert by_step(log_of(parted, "validation")) == by_step(log_of(straight, "validation"))
+
+
+def test_resuming_in_float16_keeps_the_loss_scale(char_config, tmp_path):
+    whole, half = (char_config(out=str(tmp_path / name), dtype="float16") for name in ("whole", "half"))
+
+    def trainer(config, steps):
+        result = Trainer(CharGPT(config))
+        torch.manual_seed(1)
+        result.step()
+        result.scaler.update(new_scale=64.0)
+        for _ in range(steps - 1):
+            result.step()
+        return result
+
+    straight, parted = trainer(whole, 5), trainer(half, 3)
+    parted.save("last")
+    resumed = Trainer(CharGPT(half))
+    resumed.restore(tmp_path / "half" / "last")
+    assert resumed.scaler.get_scale() == 64.0
+    assert resumed.scaler.state_dict() == parted.scaler.state_dict()
+    for _ in range(2):
+        resumed.step()
+    assert resumed.scaler.state_dict() == straight.scaler.state_dict()
+    assert_same(resumed.model.state_dict(), straight.model.state_dict())
 
 
 def by_step(lines):

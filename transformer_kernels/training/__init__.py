@@ -3,12 +3,19 @@
 from transformer_kernels.training.checkpoint import (
     Checkpoint,
     CheckpointError,
+    RunFolderError,
     load_checkpoint,
     load_trained,
     save_checkpoint,
 )
 from transformer_kernels.training.config import TrainingConfig
-from transformer_kernels.training.distributed import Interrupted, Processes, TrainingDiverged, joined_processes
+from transformer_kernels.training.distributed import (
+    Interrupted,
+    Processes,
+    ProcessLost,
+    TrainingDiverged,
+    joined_processes,
+)
 from transformer_kernels.training.files import DataFileError
 from transformer_kernels.training.generation import Sampling, generate, generate_many
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
@@ -24,8 +31,10 @@ __all__ = [
     "Imdb",
     "ImdbConfig",
     "Interrupted",
+    "ProcessLost",
     "Processes",
     "Result",
+    "RunFolderError",
     "Sampling",
     "Trainer",
     "TrainingConfig",

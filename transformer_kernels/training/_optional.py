@@ -3,11 +3,13 @@
 import importlib
 from types import ModuleType
 
+PACKAGES = {"sklearn": "scikit-learn", "yaml": "PyYAML"}  # whose names are not those of their modules
 
-def require(module: str, extra: str = "train") -> ModuleType:
-    """Import `module`, or say which extra of this package brings it."""
+
+def require(module: str) -> ModuleType:
+    """Import `module`, or raise ImportError with the package to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(f"{package} is needed for this: pip install 'transformer_kernels[{extra}]'") from error
+        name = module.partition(".")[0]
+        raise ImportError(f"{name} is needed for this: pip install {PACKAGES.get(name, name)}") from error

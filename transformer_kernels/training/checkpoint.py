@@ -19,7 +19,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,24 @@ from transformer_kernels._version import __version__
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes, choose_device
+from transformer_kernels.training.files import write_synced
 from transformer_kernels.training.recipes import Trained, find_recipe, make_config, recipes
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json", "trainer.json")
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 1 << 20
+NAMES = ("best", "last")  # of the checkpoints in a run's folder
+LOG = "log.jsonl"
+LOCK = ".lock"
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged, hostile, or belongs to another model, vocabulary or run."""
+
+
+class RunFolderError(RuntimeError):
+    """The folder of a run holds another run, or another process is writing to it."""
 
 
 @dataclasses.dataclass
@@ -123,14 +132,66 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | 
     model.load_state_dict(weights)
 
 
-def checkpoint_folder(folder: str | Path, order: Sequence[str] = ("best", "last")) -> Path:
+def checkpoint_folder(folder: str | Path, order: Sequence[str] = NAMES) -> Path:
     """`folder` itself, or the first checkpoint of `order` in it if it is a run's folder."""
     folder = Path(folder)
-    if (folder / "log.jsonl").exists():
+    if (folder / LOG).exists():
         for name in order:
             if (folder / name).is_dir() or _previous(folder / name).is_dir():
                 return folder / name
     return folder
+
+
+def refuse_other_run(folder: Path, start: Path | None) -> None:
+    """Raise RunFolderError if `folder` holds a checkpoint, unless `start`, from which the run resumes, lies in it."""
+    if start is not None and start.resolve().parent == folder.resolve():
+        return
+    if any(path.exists() for name in NAMES for path in (folder / name, _previous(folder / name))):
+        raise RunFolderError(
+            f"{folder}: holds a run already; continue it with train --resume {folder}, replace it with --overwrite, "
+            "or choose another --out"
+        )
+
+
+@contextmanager
+def claimed(folder: Path, start: Path | None = None, *, overwrite: bool = False) -> Iterator[None]:
+    """While entered, `folder` belongs to a run of this process.
+
+    Args:
+        folder: created where it is missing.
+        start: the checkpoint from which the run resumes.
+        overwrite: delete the run that `folder` holds, unless `start` lies in it.
+
+    Raises:
+        RunFolderError: it holds another run, or another process has claimed it.
+    """
+    from filelock import FileLock, Timeout  # a dependency of torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunFolderError(f"{folder}: another process is training into it; choose another --out") from None
+    try:
+        try:
+            refuse_other_run(folder, start)
+        except RunFolderError:
+            if not overwrite:
+                raise
+            _delete_run(folder)
+        yield
+    finally:
+        lock.release()
+
+
+def _delete_run(folder: Path) -> None:
+    """Delete checkpoints, log and TensorBoard events of a run; other files stay."""
+    for name in NAMES:
+        for path in (folder / name, _previous(folder / name)):
+            shutil.rmtree(path, ignore_errors=True)
+    (folder / LOG).unlink(missing_ok=True)
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
 
 
 def load_trained(
@@ -190,10 +251,7 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     files = {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in contents.items()}
     contents[MANIFEST] = _dump({"format": FORMAT, "transformer_kernels": __version__, "files": files})
     for name, data in contents.items():
-        with open(folder / name, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(folder / name, data)
 
 
 def _previous(folder: Path) -> Path:

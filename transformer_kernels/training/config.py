@@ -51,7 +51,7 @@ def option(
 class TrainingConfig:
     """The options of every recipe."""
 
-    out: str = option("", "folder for checkpoints and log.jsonl (default: runs/<recipe>)")
+    out: str = option("", "folder for checkpoints and log.jsonl (default: runs/RECIPE, or the next free runs/RECIPE-N)")
     backend: str = option("auto", "whose kernels run the model", choices=BACKENDS)
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto takes the GPU if there is one")
     dtype: str = option(
@@ -84,7 +84,7 @@ class TrainingConfig:
     eval_every: int = option(250, "steps between validations")
     save_every: int = option(500, "steps between saves of the last checkpoint")
     patience: int = option(0, "stop after so many validations without a better loss; 0 means never")
-    tensorboard: bool = option(False, "also write TensorBoard events (pip install 'transformer_kernels[tensorboard]')")
+    tensorboard: bool = option(False, "also write TensorBoard events (pip install tensorboard)")
     progress: bool = option(True, "show a progress bar")
     model: dict = option({}, "another model size, NAME=VALUE as in python_ref (repeatable)", fixed=True)  # noqa: RUF009
 
@@ -98,7 +98,6 @@ class TrainingConfig:
             if choices and value not in choices:
                 raise ValueError(f"{spec.name} must be one of {', '.join(choices)}; got {value!r}")
             setattr(self, spec.name, value)
-        self.out = self.out or f"runs/{self.recipe}"
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps and epochs exclude each other; got steps {self.steps} and epochs {self.epochs}")
         if self.steps is None and self.epochs is None:

@@ -25,6 +25,8 @@ def read_corpus(name: str, data_dir: str = "") -> str:
     if name == "tinyshakespeare":
         return _tinyshakespeare_text(data_dir)
     path = Path(name)
+    if path.is_dir():
+        raise ValueError(f"corpus must be stdlib, tinyshakespeare or a text file; {name!r} is a folder")
     if not path.is_file():
         raise ValueError(f"corpus must be stdlib, tinyshakespeare or a text file; there is no file {name!r}")
     try:

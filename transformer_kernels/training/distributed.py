@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -62,20 +65,70 @@ def joined_processes() -> Iterator[Processes]:
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
+    rank = dist.get_rank()
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), local_rank)
+        yield Processes(rank, dist.get_world_size(), local_rank)
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        if isinstance(error, dist.DistError) or "gloo" in first_line:
+            raise ProcessLost(f"process {rank}: another process ended or cannot be reached: {first_line}") from error
+        raise
     finally:
         dist.destroy_process_group()
 
 
+def launch(count: int, arguments: Sequence[str]) -> int:
+    """Run `transformer-kernels` with these arguments in `count` processes, as torchrun does.
+
+    Returns:
+        The exit status: 0, 128 + the signal that ended the run, or the status of the first process that failed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the lines below say it
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "transformer_kernels", *arguments)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        ended = f"status {failure.exitcode}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name
+        print(f"transformer-kernels: error: process {rank} ended with {ended}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
+
+
 def choose_device(name: str, processes: Processes) -> torch.device:
     """The device called `name`; "auto" is this process's GPU where there is one, else the CPU."""
-    if name != "auto":
+    if name == "auto":
+        return torch.device("cuda", processes.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    try:
         device = torch.device(name)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {name!r}: this PyTorch sees no GPU; use --device cpu")
-        return device
-    return torch.device("cuda", processes.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:1, ...; got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: this PyTorch sees no GPU; use --device cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).partition(chr(10))[0]}") from error
+    return device
+
+
+class ProcessLost(RuntimeError):
+    """A process of several that train together ended, or the connection to it."""
 
 
 class TrainingDiverged(RuntimeError):

@@ -1,8 +1,9 @@
-"""Files that are whole or absent: checked downloads, atomic writes, the cache folder."""
+"""Files that are whole or absent: checked downloads, atomic writes, locks, new folders."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tempfile
 import time
@@ -29,18 +30,48 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Add `path` to an OSError that names no file, as those of write and fsync do: a full disk, an I/O error."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write `data` to `path` and flush it to the disk."""
+    with naming(path), open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` under a temporary name, flush it to the disk, then rename it to `path`."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    os.close(descriptor)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(Path(temporary), data)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def numbered_folder(name: str) -> Path:
+    """Create the folder `name`, or the first of name-2, name-3, ... that does not exist, and return it."""
+    for number in itertools.count(1):
+        folder = Path(name if number == 1 else f"{name}-{number}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError
 
 
 def check_hash(path: str | Path, data: bytes, sha256: str, remedy: str) -> None:

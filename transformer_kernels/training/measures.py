@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from transformer_kernels.training._optional import require
+from transformer_kernels.training.files import naming
 
 # Dense peak of the matrix units in FLOP/s, from the makers' data sheets: (float32, TF32 off; bfloat16 and float16).
 # TF32 has half the rate of the half precisions on all of them.
@@ -141,7 +142,7 @@ class RunLog:
     def __init__(self, folder: Path, tensorboard: bool = False) -> None:
         self._writer = None
         if tensorboard:
-            require("tensorboard", "tensorboard")
+            require("tensorboard")
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(folder / "tensorboard"))
@@ -150,14 +151,16 @@ class RunLog:
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Add a line; numbers also become TensorBoard scalars named <event>/<name>."""
-        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
-        self._file.flush()
+        with naming(self._file.name):
+            self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+            self._file.flush()
         if self._writer is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self._writer.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._file.name):
+            self._file.close()
         if self._writer is not None:
             self._writer.close()

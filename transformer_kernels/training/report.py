@@ -12,6 +12,7 @@ import torch
 
 import transformer_kernels
 from transformer_kernels._dispatch import unavailable
+from transformer_kernels.training.files import numbered_folder
 from transformer_kernels.training.generation import Choice
 from transformer_kernels.training.graphs import WARM_UP_STEPS
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
@@ -39,7 +40,7 @@ def describe_result(trainer: Trainer, result: Result) -> str:
     if result.padding_fraction:
         lines.append(f"padding          {result.padding_fraction:.1%} of what the model worked on")
     lines.append(f"peak memory      {result.peak_memory_bytes / 2**20:,.0f} MiB")
-    return "\n".join([*lines, f"checkpoints in   {trainer.config.out}"])
+    return "\n".join([*lines, f"checkpoints in   {trainer.folder}"])
 
 
 def most_likely(choice: Choice, tokenizer: Any, count: int) -> str:
@@ -50,8 +51,9 @@ def most_likely(choice: Choice, tokenizer: Any, count: int) -> str:
     return f"{tokenizer.decode([choice.token])!r:>6} | {listed}"
 
 
-def demo(*, seconds: float = 120.0, backend: str = "auto", out: str = "runs/demo") -> None:
+def demo(*, seconds: float = 120.0, backend: str = "auto", out: str = "") -> None:
     """Train the character GPT on the standard library's source and print what came of it."""
+    out = out or str(numbered_folder("runs/demo"))
     config = CharGPTConfig(
         backend=backend, out=out, time_limit=seconds, steps=100_000, schedule="constant", eval_every=100, model=MODEL
     )

@@ -89,7 +89,7 @@ def _file_rows(path: Path) -> Iterator[tuple[object, object]]:
         except (OSError, EOFError, lzma.LZMAError) as error:
             raise ValueError(f"{path}: damaged or incomplete {packed} file: {error}") from error
     if ending == ".parquet":
-        rows = require("pyarrow.parquet", "parquet").read_table(io.BytesIO(data)).to_pylist()
+        rows = require("pyarrow.parquet").read_table(io.BytesIO(data)).to_pylist()
     else:
         lines = io.StringIO(data.decode("utf-8-sig"), newline="")
         rows = _csv_rows(lines) if ending == ".csv" else _json_rows(path, lines)

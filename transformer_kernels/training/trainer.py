@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ from transformer_kernels.training._optional import require
 from transformer_kernels.training.checkpoint import (
     Checkpoint,
     CheckpointError,
+    RunFolderError,
+    claimed,
     load_checkpoint,
     load_weights,
     random_state,
@@ -32,6 +36,7 @@ from transformer_kernels.training.distributed import (
     TrainingDiverged,
     choose_device,
 )
+from transformer_kernels.training.files import numbered_folder
 from transformer_kernels.training.graphs import Graphs, StepRunner
 from transformer_kernels.training.measures import Padding, RunLog, Stopwatch, peak_flops, peak_memory
 from transformer_kernels.training.optimisation import (
@@ -127,17 +132,47 @@ class Trainer:
         self._train_loss = float("nan")
         self._padded_length = 0
         self.padding = Padding()
+        self._start: Path | None = None
 
-    def fit(self) -> Result:
+    @functools.cached_property
+    def folder(self) -> Path:
+        """Where checkpoints and log go; without `config.out` a new folder, runs/<recipe> or the next free number."""
+        if not self.config.out:
+            self.config.out = str(numbered_folder(f"runs/{self.config.recipe}"))
+        return Path(self.config.out)
+
+    def fit(self, *, overwrite: bool = False) -> Result:
         """Train to the end, or until time, patience or a signal ends it; the last checkpoint is written in every case
         but divergence.
 
+        Args:
+            overwrite: delete the run that the folder holds.
+
         Raises:
-            TrainingDiverged: a loss or gradient is not finite; the checkpoints are those from before.
-            Interrupted: SIGINT or SIGTERM came; the last checkpoint is of the step that was just complete.
+            RunFolderError: the folder holds a run that this one does not resume, or another process trains into it.
+            TrainingDiverged: a loss or gradient is not finite; the earlier checkpoints are kept.
+            Interrupted: SIGINT or SIGTERM was received; the last checkpoint is of the step just completed.
         """
-        out = Path(self.config.out)
-        self._log = RunLog(out, self.config.tensorboard) if self.processes.first else None
+        with self._claimed_folder(overwrite):
+            return self._fit()
+
+    @contextmanager
+    def _claimed_folder(self, overwrite: bool) -> Iterator[None]:
+        """The folder, claimed by the first process; an error there is raised in every process."""
+        with ExitStack() as stack:
+            error: Exception | None = None
+            if self.processes.first:
+                try:
+                    stack.enter_context(claimed(self.folder, self._start, overwrite=overwrite))
+                except (OSError, RunFolderError) as caught:
+                    error = caught
+            error = self.processes.gather(error)[0]
+            if error is not None:
+                raise error
+            yield
+
+    def _fit(self) -> Result:
+        self._log = RunLog(self.folder, self.config.tensorboard) if self.processes.first else None
         self._write_log("start", device=str(self.device), backend=self.config.backend, torch=torch.__version__)
         self._tell_graph_state()
         try:
@@ -326,7 +361,7 @@ class Trainer:
             }
             tensors = optimizer_tensors(self.optimizer)
             checkpoint = Checkpoint(self.model.state_dict(), tensors, self.config, description(self.recipe), trainer)
-            save_checkpoint(Path(self.config.out) / name, checkpoint)
+            save_checkpoint(self.folder / name, checkpoint)
         self.processes.wait()
 
     def restore(self, folder: str | Path) -> None:
@@ -336,7 +371,7 @@ class Trainer:
             CheckpointError: it is damaged, or of another model, vocabulary, data or number of processes.
         """
         checkpoint = load_checkpoint(folder)
-        state = checkpoint.trainer
+        state, self._start = checkpoint.trainer, Path(folder)
         if checkpoint.tokenizer != description(self.recipe):
             raise CheckpointError(f"{folder}: written with another vocabulary; {_difference(checkpoint, self.recipe)}")
         load_weights(self.model, checkpoint.weights, folder)

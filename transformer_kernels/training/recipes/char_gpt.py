@@ -42,6 +42,7 @@ class CharGPTConfig(TrainingConfig):
         "90/10", "keep the last tenth for validation, or train on every offset", choices=("90/10", "none"), fixed=True
     )
     context: int = option(64, "characters that the model sees", fixed=True)
+    sample: bool = option(True, "write a sample of text at the end")
 
 
 class CharGPT(Recipe):
@@ -91,7 +92,9 @@ class CharGPT(Recipe):
             yield self._batch(windows, part, device)
 
     def report(self, model: nn.Module, device: torch.device) -> str:
-        """A sample of what the model writes."""
+        """A sample of what the model writes, unless it is turned off."""
+        if not self.config.sample:
+            return ""
         prompt = self.tokenizer.decode([int(self.training.tokens[0])])
         trained = Trained(model, self.tokenizer, self.config, device, 0, type(self))
         steps = self.generate(trained, [prompt], SAMPLE_LENGTH, Sampling(temperature=0.7))

@@ -1,0 +1,368 @@
+"""What faults do to a run: each row names a fault and what users are promised, and is tried as a user meets it."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from transformer_kernels import cli
+from transformer_kernels.training import (
+    CharGPT,
+    Checkpoint,
+    RunFolderError,
+    Trainer,
+    load_checkpoint,
+    save_checkpoint,
+)
+from transformer_kernels.training.checkpoint import claimed
+
+TINY = ["--model", "layers=1", "--model", "width=16", "--model", "heads=2", "--batch-size", 4, "--no-progress"]
+ROWS: dict[str, Callable] = {}
+
+
+def row(name):
+    """Adds a check to the table under its row."""
+
+    def add(check):
+        ROWS[name] = check
+        return check
+
+    return add
+
+
+class Session:
+    """A user's folder and terminal."""
+
+    def __init__(self, folder, text_file, capsys, monkeypatch):
+        self.folder, self.text, self.capsys, self.monkeypatch = folder, text_file, capsys, monkeypatch
+
+    def run(self, *arguments):
+        """The exit status of a command, and what it printed to both streams."""
+        self.capsys.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        return status, "".join(self.capsys.readouterr())
+
+    def train(self, out, *extra, corpus=None, steps=4):
+        length = [] if "--resume" in extra else ["--corpus", corpus or self.text, "--context", 8, *TINY]
+        where = [] if out is None else ["--out", self.folder / out]
+        return self.run("train", "char-gpt", *length, "--steps", steps, *where, "--no-sample", *extra)
+
+    def refused(self, result, *told):
+        """The command failed with status 1 and one line that has these parts."""
+        status, printed = result
+        lines = [line for line in printed.splitlines() if "error" in line or "Traceback" in line]
+        assert status == 1
+        assert len(lines) == 1 and lines[0].startswith("transformer-kernels: error: "), printed
+        for part in told:
+            assert str(part) in lines[0]
+
+    def step(self, name):
+        return load_checkpoint(self.folder / name).trainer["step"]
+
+
+@pytest.fixture
+def session(tmp_path, text_file, capsys, monkeypatch):
+    return Session(tmp_path, text_file, capsys, monkeypatch)
+
+
+@contextmanager
+def file_size_limit(count):
+    """The disk is full after so many bytes of a file."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+@row("a folder that holds a run already: refused, nothing is lost")
+def holds_a_run(session):
+    assert session.train("run")[0] == 0
+    before = snapshot(session.folder / "run")
+    refusal = session.train("run", "--seed", 1)
+    session.refused(refusal, session.folder / "run", "holds a run already", "--resume", "--overwrite", "--out")
+    assert snapshot(session.folder / "run") == before
+
+
+@row("a folder that holds a run already: continued with --resume")
+def holds_a_run_and_is_resumed(session):
+    assert session.train("run")[0] == session.train(None, "--resume", session.folder / "run", steps=6)[0] == 0
+    assert session.step("run/last") == 6
+
+
+@row("a folder that holds a run already: replaced with --overwrite")
+def holds_a_run_and_is_overwritten(session):
+    assert session.train("run", steps=6)[0] == 0
+    (session.folder / "run" / "notes.txt").write_text("mine")
+    assert session.train("run", "--overwrite", steps=2)[0] == 0
+    assert session.step("run/best") == session.step("run/last") == 2
+    log = (session.folder / "run" / "log.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["event"] == "start" for line in log) == 1
+    assert (session.folder / "run" / "notes.txt").exists()
+
+
+@row("a folder that holds another run than the resumed one: refused")
+def resumed_into_another_run(session):
+    assert session.train("one")[0] == session.train("two")[0] == 0
+    before = snapshot(session.folder / "two")
+    session.refused(session.train("two", "--resume", session.folder / "one", steps=6), "two: holds a run already")
+    assert snapshot(session.folder / "two") == before
+
+
+@row("a folder that holds only a checkpoint put aside by an interrupted save: refused")
+def holds_a_run_put_aside(session):
+    assert session.train("run")[0] == 0
+    shutil.rmtree(session.folder / "run" / "best")
+    os.rename(session.folder / "run" / "last", session.folder / "run" / ".last.previous")
+    session.refused(session.train("run"), "holds a run already")
+    assert session.step("run/last") == 4
+
+
+@row("a folder that is being written by another process: refused, with --resume and --overwrite too")
+def is_being_written(session):
+    assert session.train("run")[0] == 0
+    with claimed(session.folder / "run", session.folder / "run" / "last"):
+        before = snapshot(session.folder / "run")
+        told = "another process is training into it"
+        session.refused(session.train(None, "--resume", session.folder / "run", steps=6), told)
+        session.refused(session.train("run", "--overwrite"), told)
+        assert snapshot(session.folder / "run") == before
+    assert session.train(None, "--resume", session.folder / "run", steps=6)[0] == 0
+
+
+@row("a process that was killed leaves its folder unlocked")
+def lock_of_a_killed_process(session):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with claimed(session.folder / "run"):
+            os.write(writer, b".")
+            time.sleep(60)
+    os.read(reader, 1)
+    with pytest.raises(RunFolderError, match="another process"), claimed(session.folder / "run"):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with claimed(session.folder / "run"):
+        pass
+
+
+@row("the default folder: each run has its own")
+def default_folders(session):
+    session.monkeypatch.chdir(session.folder)
+    for name in ("char-gpt", "char-gpt-2", "char-gpt-3"):
+        status, printed = session.train(None, steps=1)
+        assert status == 0 and f"runs/{name}\n" in printed
+        assert session.step(f"runs/{name}/last") == 1
+    assert session.train(None, "--resume", "runs/char-gpt-2", steps=2)[0] == 0
+    assert [session.step(f"runs/{name}/last") for name in ("char-gpt", "char-gpt-2")] == [1, 2]
+
+
+@row("the Python interface: a second fit into a folder is refused as well")
+def python_interface(session):
+    usual = {"corpus": str(session.text), "context": 8, "batch_size": 4, "steps": 2, "progress": False}
+    config = CharGPT.Config(out=str(session.folder / "run"), model={"layers": 1, "width": 16, "heads": 2}, **usual)
+    Trainer(CharGPT(config)).fit()
+    with pytest.raises(RunFolderError, match="holds a run already"):
+        Trainer(CharGPT(config)).fit()
+    assert Trainer(CharGPT(config)).fit(overwrite=True).step == 2
+
+
+@row("a read-only folder: told before the first step, with its path")
+def read_only_folder(session):
+    folder = Path("/sys/run") if os.geteuid() == 0 else session.folder / "closed" / "run"
+    if os.geteuid():
+        folder.parent.mkdir(mode=0o500)
+    session.monkeypatch.setattr(Trainer, "step", lambda self: pytest.fail("trained before the folder was there"))
+    session.refused(session.train(folder), folder)
+
+
+@row("disk full while a checkpoint is written: the previous one is intact, the error names the file")
+def full_disk(session):
+    assert session.train("run")[0] == 0
+    with file_size_limit(4000):
+        result = session.train(None, "--resume", session.folder / "run", steps=6)
+    session.refused(result, "File too large", session.folder / "run")
+    assert session.step("run/last") == 4
+    assert not [path for path in (session.folder / "run").iterdir() if path.name.endswith(".partial")]
+
+
+@row("disk full while the log is written: the error names the file")
+def full_disk_for_the_log(session):
+    assert session.train("run")[0] == 0
+    log = session.folder / "run" / "log.jsonl"
+    with file_size_limit(log.stat().st_size):
+        result = session.train(None, "--resume", session.folder / "run", steps=6)
+    session.refused(result, "File too large", log)
+    assert session.step("run/last") == 4
+
+
+@row("truncated or bit-flipped checkpoint: path, expected and found; in every command")
+def damaged_checkpoint(session):
+    assert session.train("run")[0] == 0
+    for name in ("best", "last"):
+        path = session.folder / "run" / name / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    told = (path.name, "expected", "bytes, found")
+    session.refused(session.run("evaluate", "--checkpoint", session.folder / "run"), *told)
+    session.refused(session.run("generate", "--checkpoint", session.folder / "run", "--prompt", "t"), *told)
+    session.refused(session.train(None, "--resume", session.folder / "run", steps=6), *told)
+
+
+@row("hostile checkpoint: a pickle is not loaded")
+def pickle_as_checkpoint(session):
+    torch.save({"weight": torch.ones(2)}, session.folder / "model.pt")
+    session.refused(session.run("evaluate", "--checkpoint", session.folder / "model.pt"), "pickles", "never loaded")
+
+
+@row("checkpoint of another model: strict list of mismatched keys")
+def checkpoint_of_another_model(session):
+    assert session.train("run")[0] == session.train("wide", "--model", "width=32")[0] == 0
+    shutil.copytree(session.folder / "wide" / "last", session.folder / "mixed")
+    small, mixed = session.folder / "run" / "last", session.folder / "mixed"
+    shutil.copy(small / "config.json", mixed / "config.json")
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (mixed, small)]
+    manifests[0]["files"]["config.json"] = manifests[1]["files"]["config.json"]
+    (mixed / "manifest.json").write_text(json.dumps(manifests[0]))
+    told = ("another model or vocabulary", "mismatched: ", "(model (28, 16), checkpoint (28, 32))")
+    session.refused(session.run("evaluate", "--checkpoint", session.folder / "mixed"), *told)
+
+
+@row("checkpoint of another vocabulary or other data: resuming is refused")
+def checkpoint_of_other_data(session):
+    assert session.train("run")[0] == 0
+    text = session.text.read_text()
+    for content, told in ((text.upper(), "another vocabulary"), (text[::-1], "other data")):
+        session.text.write_text(content)
+        session.refused(session.train(None, "--resume", session.folder / "run", steps=6), told)
+
+
+@row("resume: bit-exact on the CPU")
+def exact_resumption(session):
+    usual = ("--schedule", "constant", "--eval-every", 2)
+    assert session.train("whole", *usual, steps=6)[0] == session.train("half", *usual, steps=2)[0] == 0
+    assert session.train(None, "--resume", session.folder / "half", steps=6)[0] == 0
+    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
+        whole, half = (session.folder / folder / "last" / name for folder in ("whole", "half"))
+        assert whole.read_bytes() == half.read_bytes(), name
+
+
+@row("data file with the wrong hash: expected and actual hash, path and remedy")
+def wrong_hash(session):
+    (session.folder / "input.txt").write_text("To be")
+    result = session.train("run", "--data-dir", session.folder, corpus="tinyshakespeare")
+    session.refused(result, session.folder / "input.txt", "expected SHA-256", ", got ", "fetch it again from")
+
+
+@row("empty or too short corpus, and one that is a folder or missing: what is needed")
+def unusable_corpus(session):
+    for content, told in (("", "has 0 characters; at least 9 are needed"), ("short", "at least 9")):
+        (session.folder / "few.txt").write_text(content)
+        session.refused(session.train("run", corpus=session.folder / "few.txt"), told)
+    session.refused(session.train("run", corpus=session.folder), "is a folder")
+    session.refused(session.train("run", corpus=session.folder / "none"), "there is no file")
+    assert not (session.folder / "run").exists()
+
+
+@row("NaN loss: stop with step, learning rate and batch; never saved as the best")
+def nan_loss(session):
+    result = session.train("run", "--lr", "1e30", "--warmup-steps", 0, "--clip", 0, "--eval-every", 1, steps=9)
+    session.refused(result, "is nan at step", "learning rate 9.73e+29", "batch of items", "try a lower --lr")
+    weights = load_checkpoint(session.folder / "run" / "best").weights
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+@row("out of memory in a step: a remedy")
+def out_of_memory(session):
+    def exhausted(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    session.monkeypatch.setattr("transformer_kernels.training.graphs.TrainingStep.__call__", exhausted)
+    session.refused(session.train("run"), "Tried to allocate 2.00 GiB; try a smaller --batch-size")
+
+
+@row("a device that is not there, or no device: told")
+def no_device(session):
+    session.refused(session.train("run", "--device", "gpu"), "device must be auto, cpu, cuda, cuda:1, ...; got 'gpu'")
+    session.refused(session.train("run", "--device", "xpu"), "device 'xpu' cannot be used")
+    if not torch.cuda.is_available():
+        session.refused(session.train("run", "--device", "cuda"), "this PyTorch sees no GPU; use --device cpu")
+
+
+@row("a missing package: the remedy works without an index entry for this one")
+def missing_package(session):
+    for module, package in (("tqdm", "tqdm"), ("yaml", "PyYAML")):
+        (session.folder / "run.yaml").write_text("lr: 0.1")
+        with session.monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            result = session.train("run", "--config", session.folder / "run.yaml")
+        session.refused(result, f"{module} is needed for this: pip install {package}")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_faults(name, session):
+    ROWS[name](session)
+
+
+def snapshot(folder):
+    """The content of every file but the lock."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_kill_9_at_random_moments_of_saves_loses_no_checkpoint(tmp_path, kills):
+    """Row "killed while a checkpoint is written": what was reported as saved, or newer, can be loaded."""
+    generator, inside, step = random.Random(kills), 0, 0
+    for _ in range(kills):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            save_for_ever(tmp_path / "last", step, writer)
+        os.close(writer)
+        seen = wait_for_saves(reader, 1)
+        time.sleep(generator.uniform(0.0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        reported = seen + wait_for_saves(reader, None)
+        os.close(reader)
+        inside += (tmp_path / ".last.partial").exists() or (tmp_path / ".last.previous").exists()
+        checkpoint = load_checkpoint(tmp_path / "last")
+        assert checkpoint.trainer["step"] - (step + reported) in (0, 1)
+        assert (checkpoint.weights["weight"] == checkpoint.trainer["step"]).all()
+        step = checkpoint.trainer["step"]
+    assert inside >= kills // 4  # else the kills missed the saves
+    save_checkpoint(tmp_path / "last", numbered(step + 1))
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def numbered(step):
+    return Checkpoint({"weight": torch.full((64, 64), float(step))}, {}, CharGPT.Config(), {}, {"step": step})
+
+
+def save_for_ever(folder, step, writer):
+    while True:
+        step += 1
+        save_checkpoint(folder, numbered(step))
+        os.write(writer, b".")
+
+
+def wait_for_saves(reader, count):
+    """How many saves were reported: `count` of them, or all before the end."""
+    seen = 0
+    while count is None or seen < count:
+        data = os.read(reader, 1)
+        if not data:
+            break
+        seen += len(data)
+    return seen
