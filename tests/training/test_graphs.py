@@ -264,7 +264,7 @@ def test_a_replayed_loss_that_is_not_finite_ends_the_run(char_config):
 
 def test_a_whole_run_reports_losses_of_replays(char_config):
     plain = Trainer(CharGPT(char_config(steps=STEPS))).fit()
-    graphed = Trainer(CharGPT(char_config(steps=STEPS)), graphs=RecordedGraphs()).fit()
+    graphed = Trainer(CharGPT(char_config(steps=STEPS)), graphs=RecordedGraphs()).fit(overwrite=True)
     assert graphed.train_loss == plain.train_loss
     assert graphed.validation == plain.validation
 
