@@ -389,7 +389,8 @@ class Transformer(Layer):
         elif position_ids is not None and self.config.positions == "rotary":
             check_ids("position_ids", position_ids, self.config.context)
         stream, branch = self.embedding(tokens, segments, position_ids), None
-        attention: dict[str, Any] = {"key_padding_mask": padding_mask, "cu_seqlens": cu_seqlens, "causal": self.causal}
+        causal = self.causal and tokens.shape[1] > 1  # from the last token nothing is hidden
+        attention: dict[str, Any] = {"key_padding_mask": padding_mask, "cu_seqlens": cu_seqlens, "causal": causal}
         attention.update(rotation=self._rotation(tokens, position_ids), maps=maps)
         for layer, block in enumerate(self.blocks):
             remember = None if cache is None else partial(cache.extend, layer)

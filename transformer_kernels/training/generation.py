@@ -106,9 +106,13 @@ def generate_many(
         logits = reader.logits(tokens, real).float().cpu()  # (B, V)
         choices = []
         for row, generator in zip(range(len(prompts)), generators, strict=True):
-            seen = tokens[row][real[row]]
-            scores = penalised(logits[row], seen, sampling.repetition_penalty)
-            drawn = torch.multinomial(sampling_distribution(scores, sampling), 1, generator=generator)
+            scores = logits[row]
+            if sampling.repetition_penalty != 1.0:
+                scores = penalised(scores, tokens[row][real[row]], sampling.repetition_penalty)
+            if sampling.temperature == 0.0:
+                drawn = scores.argmax()
+            else:
+                drawn = torch.multinomial(sampling_distribution(scores, sampling), 1, generator=generator)
             choices.append(Choice(int(drawn), logits[row].softmax(-1)))
         tokens = torch.cat((tokens, torch.tensor([[choice.token] for choice in choices])), 1)
         real = torch.cat((real, torch.ones(len(prompts), 1, dtype=torch.bool)), 1)
