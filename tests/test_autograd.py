@@ -17,7 +17,17 @@ from tests.support.operations import EXAMPLES, prepared
 from tests.support.operations import function as public
 from transformer_kernels import _dispatch, _dropout
 
-SECOND_ORDER = ["softmax", "layer_norm", "gelu", "bias_gelu", "bias_relu", "cross_entropy"]
+SECOND_ORDER = [
+    "softmax",
+    "layer_norm",
+    "gelu",
+    "bias_gelu",
+    "bias_relu",
+    "cross_entropy",
+    "rms_norm",
+    "swiglu",
+    "geglu",
+]
 """The operations whose gradients can be differentiated again."""
 
 

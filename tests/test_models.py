@@ -20,7 +20,9 @@ OPERATIONS = {
     "char_gpt": ("embedding", "attention", "add_layer_norm", "bias_relu"),
     "imdb_bert": ("embedding", "attention", "layer_norm", "add_layer_norm", "bias_gelu"),
     "gpt2": ("embedding", "attention", "layer_norm", "add_layer_norm", "bias_gelu"),
+    "llama": ("embedding", "attention", "rms_norm", "add_rms_norm", "rotary", "swiglu"),
 }
+SIZES = {"llama": {"kv_heads": 1, "ffn_width": 24, "dropout": 0.1}}
 TOKENS = torch.arange(24).view(2, 12) % 23
 REAL = torch.arange(12) < torch.tensor([[12], [7]])
 
@@ -32,7 +34,7 @@ def require(name, backend):
 
 def build(name, backend, **overrides):
     torch.manual_seed(0)
-    return tk.build(name, backend, **{**SMALL, **overrides})
+    return tk.build(name, backend, **{**SMALL, **SIZES.get(name, {}), **overrides})
 
 
 def loss_of(model, name):
@@ -167,7 +169,9 @@ def test_packed_sequences_compile_without_a_break_in_the_graph(pooling):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_state_dict_moves_between_operations(name):
-    ours, theirs = build(name, "torch").eval(), tk.build(name, "reference", **SMALL).eval()
+    ours, theirs = build(name, "torch").eval(), build(name, "reference").eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.zeros_(parameter)
     theirs.load_state_dict(ours.state_dict())
     torch.testing.assert_close(loss_of(ours, name), loss_of(theirs, name))
 

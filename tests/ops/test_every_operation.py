@@ -80,7 +80,7 @@ def test_misaligned_in_16_bits(op: str, backend: str, dtype: torch.dtype, device
     tensors = EXAMPLES[op].make(dtype=dtype, device=device)
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            tensors[name] = misaligned(tensor.detach()).requires_grad_()
+            tensors[name] = misaligned(tensor.detach()).requires_grad_(tensor.requires_grad)
     parity(op, backend, tensors)
 
 

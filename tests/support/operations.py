@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import transformer_kernels as tk
+from python_ref import ops as reference
 from tests.support.arguments import normal
 from transformer_kernels import _dispatch
 
@@ -92,6 +93,26 @@ def _packed(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return {"qkv": normal(2, rows, 8, columns, dtype=dtype, device=device, seed=1)}
 
 
+def _gate_and_up(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    return {
+        name: normal(rows, columns, dtype=dtype, device=device, seed=i)
+        for i, name in enumerate(("gate", "up"), start=1)
+    }
+
+
+def _queries_and_keys(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    heads = _heads(rows, columns, dtype, device)
+    return {"q": heads["q"], "k": heads["k"]}
+
+
+def _turned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """All pairs of columns but the last are rotated."""
+    places = torch.arange(2 * rows, device=device).view(2, rows)
+    wide = torch.promote_types(dtype, torch.float32)
+    cos, sin = reference.rotary_table(places, max(2, columns // 2 * 2 - 2), dtype=wide)
+    return {**_queries_and_keys(rows, columns, dtype, device), "cos": cos, "sin": sin}
+
+
 EXAMPLES: dict[str, Example] = {
     "attention": Example(_heads, {"causal": True, "dropout_p": 0.2}, view="q"),
     "packed_attention": Example(_packed, {"heads": 4, "causal": True, "dropout_p": 0.2}, view="qkv"),
@@ -104,6 +125,12 @@ EXAMPLES: dict[str, Example] = {
     "cross_entropy": Example(_logits, {"label_smoothing": 0.1}, view="logits"),
     "linear_cross_entropy": Example(_head, {"label_smoothing": 0.1}),
     "embedding": Example(_tables, {"scale": 1.5, "dropout_p": 0.2}, view="weight"),
+    "rms_norm": Example(_rows("weight")),
+    "add_rms_norm": Example(_rows("weight", like_x=("residual",)), {"dropout_p": 0.3}),
+    "swiglu": Example(_gate_and_up, view="gate"),
+    "geglu": Example(_gate_and_up, {"approximate": "tanh"}, view="gate"),
+    "rotary": Example(_turned, view="q"),
+    "attention_weights": Example(_queries_and_keys, {"causal": True, "window": 5}, view="q"),
 }
 
 

@@ -1,0 +1,89 @@
+"""The weights of attention: the reference's, and those with which attention mixes its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import transformer_kernels as tk
+from tests.support.arguments import DTYPES, dtype_id, normal
+from tests.support.parity import check_parity, require
+
+OP = "attention_weights"
+PADDED = torch.tensor([[True] * 9, [False, True, True, False, True, True, False, False, False]])
+SEQUENCES = torch.tensor([0, 4, 4, 7], dtype=torch.int32)
+
+
+@pytest.fixture(params=tk.BACKENDS)
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    require("softmax", request.param, device, torch.float32)
+    return request.param
+
+
+@pytest.fixture(params=DTYPES, ids=dtype_id)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def make(dtype: torch.dtype, device: torch.device, queries: int = 7, keys: int = 9, batch: int = 2) -> dict[str, Any]:
+    return {
+        "q": normal(batch, 4, queries, 16, dtype=dtype, device=device, seed=1),
+        "k": normal(batch, 2, keys, 16, dtype=dtype, device=device, seed=2),
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": 3}, {"causal": True, "window": 2, "scale": 0.7}],
+    ids=["all", "causal", "window", "both"],
+)
+def test_matches_reference(backend: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> None:
+    check_parity(OP, backend, make(dtype, device), options)
+    check_parity(OP, backend, {**make(dtype, device), "key_padding_mask": PADDED.to(device)}, options)
+
+
+def test_bias_has_a_gradient(backend: str, device: torch.device) -> None:
+    for shape in ((4, 7, 9), (2, 1, 7, 1), (9,)):
+        bias = normal(*shape, dtype=torch.float32, device=device, seed=3)
+        check_parity(OP, backend, {**make(torch.float32, device), "attn_bias": bias}, {"causal": True})
+
+
+def test_packed_sequences(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 8, 8, batch=1)
+    check_parity(OP, backend, {**tensors, "cu_seqlens": SEQUENCES.to(device)}, {"causal": True})
+
+
+def test_attention_mixes_values_with_these_weights(device: torch.device) -> None:
+    tensors = make(torch.float32, device)
+    v = normal(2, 2, 9, 16, dtype=torch.float32, device=device, seed=4)
+    options = {"causal": True, "key_padding_mask": PADDED.to(device)}
+    weights = tk.attention_weights(**tensors, **options, backend="torch")
+    mixed = weights @ v.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(mixed, tk.attention(**tensors, v=v, **options, backend="torch"))
+    assert not weights[1, :, :, 6:].any()
+
+
+def test_nan_behind_the_mask_never_gets_out(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device)
+    with torch.no_grad():
+        tensors["k"][1, :, 6:] = torch.nan
+    weights = tk.attention_weights(**tensors, key_padding_mask=PADDED.to(device), backend=backend)
+    weights.square().sum().backward()
+    assert torch.isfinite(weights).all()
+    assert torch.isfinite(tensors["q"].grad).all() and not tensors["k"].grad[1, :, 6:].any()
+
+
+def test_scores_are_float32_also_under_autocast(device: torch.device) -> None:
+    tensors = make(torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        weights = tk.attention_weights(**tensors, backend="torch")
+    low = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    assert weights.dtype is torch.bfloat16
+    assert torch.equal(weights, tk.attention_weights(**low, backend="torch"))
+
+
+def test_wrong_arguments_are_told_as_of_attention() -> None:
+    with pytest.raises(ValueError, match="k must have the head dimension of q"):
+        tk.attention_weights(torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 4))

@@ -1,0 +1,108 @@
+"""Rotary positions: queries and keys turned by the angles of their tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_kernels import _autograd, _checks
+from transformer_kernels.ops.attention import last_axis_contiguous
+
+OP = "rotary"
+
+
+class RotaryCall(NamedTuple):
+    """q and k with contiguous last axes, cos and sin contiguous (1 or B, L, R / 2)."""
+
+    q: Tensor
+    k: Tensor
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+class RotaryResult(NamedTuple):
+    """Contiguous, in the shapes and dtypes of q and k."""
+
+    q: Tensor
+    k: Tensor
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotate pairs (a, b) of columns by the angle of their token: (a cos - b sin, b cos + a sin).
+
+    Args:
+        q: (B, Hq, L, D), float32, float16, bfloat16 (float64 with backend="torch"). Any strides; with a contiguous last
+            axis, such as a view of a packed (B, L, heads, D) projection, nothing is copied first.
+        k: (B, Hk, L, D), the dtype of q.
+        cos, sin: (L, R / 2), or (B, L, R / 2) where each sequence has its own positions; float32 or the dtype of q.
+            R <= D columns are rotated, the others stay as they are. `python_ref.ops.rotary_table` makes them; they have
+            no gradient.
+        interleaved: pair i is the columns 2i and 2i + 1 (RoFormer); else i and i + R / 2 (GPT-NeoX, Llama).
+        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+    Returns:
+        q and k rotated, contiguous; computed in float32 (float64 for float64).
+    Raises:
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
+    """
+    return OPERATION(prepare(q, k, cos, sin, interleaved=interleaved), backend)
+
+
+def prepare(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> RotaryCall:
+    """The checked arguments."""
+    for name, value in (("q", q), ("k", k)):
+        _checks.tensor(OP, name, value)
+        if value.dim() != 4:
+            raise ValueError(f"{OP}: {name} must have 4 dimensions (B, H, L, D); got {tuple(value.shape)}")
+    if _autograd.autocast_dtype(q) is not None:
+        q, k = _autograd.promoted(q, k)
+    if q.dtype is not k.dtype:
+        raise TypeError(f"{OP}: q and k must have one dtype; got {q.dtype} and {k.dtype}")
+    if (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
+        raise ValueError(f"{OP}: k must have the shape of q but for its heads; got {tuple(q.shape)}, {tuple(k.shape)}")
+    for name, value in (("cos", cos), ("sin", sin)):
+        _check_table(name, value, q)
+    if sin.shape != cos.shape or sin.dtype is not cos.dtype:
+        raise ValueError(f"{OP}: cos and sin must have one shape and dtype; got {tuple(cos.shape)}, {tuple(sin.shape)}")
+    _checks.flag(OP, "interleaved", interleaved)
+    _checks.same_device(OP, q, k=k, cos=cos, sin=sin)
+    _autograd.refuse_transforms(OP, q, k)
+    cos, sin = (table.contiguous()[(None,) * (3 - table.dim())] for table in (cos, sin))
+    return RotaryCall(last_axis_contiguous(q), last_axis_contiguous(k), cos, sin, interleaved)
+
+
+def _check_table(name: str, table: Tensor, q: Tensor) -> None:
+    """cos or sin, a row for each token."""
+    _checks.tensor(OP, name, table)
+    batch, _, length, width = q.shape
+    half = table.shape[-1] if table.dim() else 0
+    if tuple(table.shape) not in ((length, half), (batch, length, half)) or not 0 < 2 * half <= width:
+        raise ValueError(
+            f"{OP}: {name} must have shape (L, R / 2) or (B, L, R / 2) with B = {batch}, L = {length} and R at most "
+            f"{width}; got {tuple(table.shape)}"
+        )
+    if table.dtype not in (q.dtype, torch.float32):
+        raise TypeError(f"{OP}: {name} must have the dtype of q ({q.dtype}) or torch.float32; got {table.dtype}")
+    if _autograd.needs_grad(table):
+        raise ValueError(f"{OP}: {name} has no gradient; detach it")
+
+
+OPERATION = _autograd.Operation(
+    OP,
+    RotaryCall,
+    result=RotaryResult,
+    public=2,
+    fake=lambda call: RotaryResult(call.q.new_empty(call.q.shape), call.k.new_empty(call.k.shape)),
+    differentiable=("q", "k"),
+    dropped=("q", "k"),
+    kept=("q", "k"),
+    like={"q": "q", "k": "k"},
+    sizes=("q", "k"),
+)
