@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _expected_errors() -> tuple[type[BaseException], ...]:
-    """What a user can put right: printed without a traceback, unless TRANSFORMER_KERNELS_TRACEBACK=1."""
+    """Errors that a user can correct: printed without a traceback, unless TRANSFORMER_KERNELS_TRACEBACK=1."""
     import torch
 
     from transformer_kernels import BackendUnavailable, UnsupportedByBackend, training

@@ -135,7 +135,7 @@ def test_resuming_is_exact(imdb_config, tmp_path):
 def test_where_it_is_impossible_is_told(imdb_config):
     config = sparse_config(imdb_config)
     model = Imdb(config).build_model()
-    with pytest.raises(ValueError, match="several processes would have to know the rows of each other"):
+    with pytest.raises(ValueError, match="works in one process only: processes do not exchange"):
         make_optimizer(model, config, torch.device("cpu"), Processes(count=2))
     with pytest.raises(ValueError, match="needs the fused AdamW of a CPU or a CUDA device, not of meta"):
         make_optimizer(model.to("meta"), config, torch.device("meta"), Processes())

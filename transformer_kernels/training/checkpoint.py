@@ -64,10 +64,10 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: str | Path, checkpoint: Checkpoint) -> None:
-    """Write `checkpoint` to `folder`; whatever happens meanwhile, a complete one can be loaded from there afterwards.
+    """Write `checkpoint` to `folder`; if interrupted at any moment, a complete checkpoint can still be loaded from it.
 
-    The new folder is complete on the disk before the old one is put aside, and `load_checkpoint` finds the one put
-    aside, should the process end between the two renames.
+    The new folder is complete on the disk before the old one is renamed, and `load_checkpoint` finds the renamed one if
+    the process ends between the two renames.
     """
     folder = Path(folder)
     fresh, previous = folder.with_name(f".{folder.name}.partial"), _previous(folder)
@@ -259,7 +259,7 @@ def _previous(folder: Path) -> Path:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder to read: the named one, or the one that an interrupted save put aside."""
+    """The folder to read: the named one, or the one that an interrupted save renamed."""
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -349,7 +349,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back to where `random_state` found it."""
+    """Restore every generator to the state that `random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     numpy_words, position, has_gauss, cached = state["numpy"]

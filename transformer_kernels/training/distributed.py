@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Processes:
-    """This process and how many there are; alone, every method does nothing."""
+    """This process and how many there are; for a single one, every method is a no-op."""
 
     rank: int = 0
     count: int = 1
@@ -87,7 +87,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the lines below say it
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the error is printed below
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     config = LaunchConfig(
         min_nodes=1,

@@ -17,12 +17,12 @@ CHUNK = 1 << 16
 
 
 class DataFileError(RuntimeError):
-    """A data or vocabulary file could not be had, or is not the file it should be."""
+    """A data or vocabulary file is unavailable, or is not the expected file."""
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock beside `path`, so that of several processes one fills it and the others find it full."""
+    """Hold the lock beside `path`, so that one of several processes writes it and the others find it written."""
     from filelock import FileLock  # a dependency of torch
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def check_hash(path: str | Path, data: bytes, sha256: str, remedy: str) -> None:
 def fetch(url: str, path: Path, sha256: str, *, max_bytes: int, remedy: str, timeout: float = 60.0) -> bytes:
     """The bytes of `path`, downloaded from `url` first where they are missing or wrong.
 
-    `timeout` seconds bound both a silent connection and the download as a whole.
+    `timeout` seconds limit both a stalled connection and the whole download.
     """
     with locked(path):
         if path.exists() and hashlib.sha256(data := path.read_bytes()).hexdigest() == sha256:

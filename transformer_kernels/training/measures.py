@@ -1,4 +1,4 @@
-"""What a run reports about itself: speed, memory, and the log that it goes to."""
+"""Speed, memory and padding of a run, and its log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.files import naming
 
-# Dense peak of the matrix units in FLOP/s, from the makers' data sheets: (float32, TF32 off; bfloat16 and float16).
+# Dense peak of the matrix units in FLOP/s, from the vendors' data sheets: (float32, TF32 off; bfloat16 and float16).
 # TF32 has half the rate of the half precisions on all of them.
 PEAK_FLOPS = {
     "H200": (67e12, 989e12),
@@ -43,7 +43,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes in use so far: on the GPU as PyTorch counts them, else of the whole process; 0 if unknown."""
+    """Peak memory in bytes: PyTorch's count on a GPU, else the resident set of the process; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -54,7 +54,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Stopwatch:
-    """Tokens and seconds of the steps alone, the first one (which compiles) apart from the others."""
+    """Tokens and seconds of training steps, the first one (which compiles) counted separately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class Stopwatch:
         self.seconds = 0.0
 
     def start(self) -> None:
-        """Count time from here on."""
+        """Start counting time."""
         self._synchronise()
         self._running_since = time.perf_counter()
 
@@ -103,7 +103,7 @@ class Stopwatch:
 
     @property
     def compile_seconds(self) -> float:
-        """What the first step took longer than the later ones did."""
+        """Extra seconds of the first step compared with the later ones."""
         usual = self.seconds / self.steps if self.steps else 0.0
         return max(0.0, (self.first_step_seconds or 0.0) - usual)
 
@@ -113,7 +113,7 @@ class Stopwatch:
 
 
 class Padding:
-    """How much of what the model works on is no token of the data."""
+    """The fraction of computed positions that holds no token of the data."""
 
     def __init__(self) -> None:
         self._tokens = self._positions = 0
@@ -137,7 +137,7 @@ class Padding:
 
 
 class RunLog:
-    """One JSON object a line in log.jsonl, and TensorBoard events where they are wanted."""
+    """One JSON object a line in log.jsonl, and TensorBoard events if requested."""
 
     def __init__(self, folder: Path, tensorboard: bool = False) -> None:
         self._writer = None

@@ -28,10 +28,10 @@ def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
 def make_optimizer(
     model: nn.Module, config: TrainingConfig, device: torch.device, processes: Processes
 ) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves biases and LayerNorms alone; its learning rate is one float32 tensor.
+    """AdamW with weight decay for matrices only, not for biases and LayerNorms; the learning rate is a float32 tensor.
 
-    Each parameter stays a tensor of its own: gradients of flat groups would have to be added into views, which costs
-    more than one flat update saves (figures in training/README.md).
+    Parameters are not flattened: gradients would have to be accumulated into views of a flat buffer, which costs more
+    than a flat update saves (figures in training/README.md).
 
     Raises:
         ValueError: the config's sparse embedding is impossible here.
@@ -46,7 +46,9 @@ def make_optimizer(
     betas = (0.9, config.beta2)
     if getattr(config, "sparse_embedding", False):
         if processes.count > 1:
-            raise ValueError("--sparse-embedding: several processes would have to know the rows of each other")
+            raise ValueError(
+                "--sparse-embedding works in one process only: processes do not exchange the rows of their batches"
+            )
         if not fused:
             raise ValueError(
                 f"--sparse-embedding needs the fused AdamW of a CPU or a CUDA device, not of {device.type}"
@@ -67,7 +69,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` took; the state's tensors are new ones, the learning rate's stays."""
+    """Load what `optimizer_tensors` returned; state tensors are replaced, the learning rate's tensor is kept."""
     rate = optimizer.param_groups[0]["lr"]
     state: dict[int, dict[str, Any]] = {}
     for key, value in tensors.items():
@@ -83,15 +85,15 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tenso
 
 
 class SparseEmbeddingAdamW(torch.optim.AdamW):
-    """Fused AdamW, except that of one embedding only the rows in `tokens` are read and written.
+    """Fused AdamW that reads and writes only the rows in `tokens` of one embedding.
 
-    This is another algorithm than AdamW (Loshchilov and Hutter 2019): the moments of an absent row do not decay, and
-    the row itself neither moves nor decays until it comes again. Bias correction counts all steps. A step reads weight,
-    gradient and moments of the rows that are there, in place of those of the whole embedding.
+    This differs from AdamW (Loshchilov and Hutter 2019): an absent row is neither updated nor decayed, and its moments
+    do not decay. Bias correction counts all steps. A step reads weight, gradient and moments of the present rows
+    instead of the whole embedding.
 
     Args:
         params: as for AdamW; `embedding` is in one of the groups.
-        embedding: (V, E), of which no other part of the model makes a gradient.
+        embedding: (V, E), which receives gradients from the token lookup only.
         options: as for AdamW.
     """
 
@@ -113,7 +115,7 @@ class SparseEmbeddingAdamW(torch.optim.AdamW):
         return loss
 
     def _update_rows(self, gradient: Tensor) -> None:
-        """Take the rows out, update them as tensors of their own, and put them back."""
+        """Gather the rows, update them as separate tensors, and scatter them back."""
         assert self.tokens is not None
         tokens = row_numbers(self.tokens)  # (N,)
         state, group = self._state(), self._group()
@@ -155,8 +157,8 @@ class SparseEmbeddingAdamW(torch.optim.AdamW):
 
 
 def row_numbers(tokens: Tensor) -> Tensor:
-    """The rows to update, each once on the CPU; on a GPU, where to count them is to wait, as often as they come.
+    """The rows to update: unique on the CPU; with duplicates on a GPU, where `unique` would force a synchronisation.
 
-    A row that comes twice is computed twice there, by the same instructions and so with the same result.
+    A duplicate row is computed twice there, by the same instructions and so with the same result.
     """
     return tokens.unique() if tokens.device.type == "cpu" else tokens.flatten()

@@ -19,7 +19,7 @@ from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.trainer import Result, Trainer
 
 TIMED_SECONDS = 4.0
-UNTIMED_STEPS = WARM_UP_STEPS + 2  # compiling and capturing are over then
+UNTIMED_STEPS = WARM_UP_STEPS + 2  # compiling and capturing are done by then
 MODEL: dict[str, int] = {}
 
 
@@ -44,7 +44,7 @@ def describe_result(trainer: Trainer, result: Result) -> str:
 
 
 def most_likely(choice: Choice, tokenizer: Any, count: int) -> str:
-    """The chosen character, then the `count` most likely ones with their probabilities."""
+    """The chosen token, then the `count` most likely ones with their probabilities."""
     top = choice.probabilities.topk(min(count, len(choice.probabilities)))
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     listed = "  ".join(f"{tokenizer.decode([index])!r} {probability:.4f}" for index, probability in pairs)
@@ -66,7 +66,7 @@ def demo(*, seconds: float = 120.0, backend: str = "auto", out: str = "") -> Non
 
 
 def speed_table(recipe: CharGPT, device: torch.device) -> str:
-    """Tokens per second of a training step with each backend, against the reference; or why it does not run here."""
+    """Tokens per second of a training step with each backend, against the reference; or why it is not available."""
     reasons = {backend: unavailable(backend, device) for backend in transformer_kernels.BACKENDS}
     working = ["reference", *(backend for backend, reason in reasons.items() if reason is None)]
     speeds = training_speeds(recipe, working, device)
@@ -78,7 +78,7 @@ def speed_table(recipe: CharGPT, device: torch.device) -> str:
 
 
 def training_speeds(recipe: CharGPT, backends: list[str], device: torch.device) -> dict[str, float]:
-    """Tokens per second in the median of whole training steps; backends take turns, to meet the same load."""
+    """Tokens per second in the median of whole training steps; backends alternate, for equal load."""
     trainers = {backend: Trainer(_with_backend(recipe, backend, device)) for backend in backends}
     for trainer in trainers.values():
         for _ in range(UNTIMED_STEPS):

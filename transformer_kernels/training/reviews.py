@@ -143,7 +143,7 @@ class TokenisedReviews:
 
 
 def tokenise(reviews: Reviews, tokenizer: ReviewTokenizer, *, progress: bool = False) -> TokenisedReviews:
-    """The reviews as ids, from the cache where the same texts met the same tokenizer before."""
+    """The reviews as ids, from the cache if these texts were tokenised by this tokenizer before."""
     key = _key(reviews.texts, tokenizer)
     path = cache_folder() / "tokens" / f"{key}.safetensors"
     with locked(path):
@@ -155,7 +155,7 @@ def tokenise(reviews: Reviews, tokenizer: ReviewTokenizer, *, progress: bool = F
 
 
 def tokenise_uncached(texts: list[str], tokenizer: ReviewTokenizer) -> TokenisedReviews:
-    """A few texts as ids, with label 0, leaving no trace in the cache folder."""
+    """A few texts as ids, with label 0, without using the cache."""
     tensors = _encode(texts, tokenizer, progress=False)
     return TokenisedReviews(tensors["ids"], tensors["offsets"], torch.zeros(len(texts), dtype=torch.int64))
 
@@ -184,7 +184,7 @@ def _pack(tensors: dict[str, Tensor]) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:
-    """The cached tensors; None where there are none, or where they are damaged and must be made again."""
+    """The cached tensors; None if they are missing or damaged."""
     safetensors = require("safetensors")
     try:
         with safetensors.safe_open(path, framework="pt") as file:

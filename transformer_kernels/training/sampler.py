@@ -1,4 +1,4 @@
-"""The order in which a run sees its data."""
+"""The order of the training data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ POOL = 50  # batches that are sorted by length together
 
 
 class ShuffledSampler:
-    """Batches of item numbers, every item at most once an epoch, shared out over processes without overlap.
+    """Batches of item numbers, every item at most once per epoch, sharded over processes without overlap.
 
-    The order is a function of (seed, epoch) alone, so that two numbers are its whole state. What does not fill a
-    batch at the end of an epoch is left out, unless there is no full batch at all.
+    The order is a function of (seed, epoch) alone, so that epoch and batch number are its whole state. An incomplete
+    batch at the end of an epoch is dropped, unless there is no complete batch at all.
     """
 
     def __init__(self, length: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -25,11 +25,11 @@ class ShuffledSampler:
         self._batches = self._epoch_batches()
 
     def peek(self) -> Tensor:
-        """The numbers of the batch whose turn it is, for this process."""
+        """The item numbers of the next batch of this process."""
         return self._batches[self.batch, self.rank :: self.world_size]
 
     def advance(self) -> None:
-        """Go to the next batch; a step that failed before this is made again with the same batch."""
+        """Go to the next batch; a step that failed before this call is repeated with the same batch."""
         self.batch += 1
         if self.batch == self.batches_per_epoch:
             self.epoch, self.batch = self.epoch + 1, 0
@@ -43,7 +43,7 @@ class ShuffledSampler:
         self._batches = self._epoch_batches()
 
     def _epoch_batches(self) -> Tensor:
-        """The batches of all processes, (batches_per_epoch, batch_size * world_size); columns take turns by process."""
+        """The batches of all processes, (batches_per_epoch, batch_size * world_size); columns alternate by process."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**32)
         order = torch.randperm(self.length, generator=generator)
         kept = order[: self.batches_per_epoch * self.batch_size * self.world_size]
@@ -58,7 +58,7 @@ class BucketedSampler(ShuffledSampler):
     """Batches of items of similar length, so that little is padded.
 
     The epoch's shuffled items are cut into pools of `POOL` batches, each pool is sorted by length and cut into batches,
-    and the batches are shuffled. An epoch leaves out the same items as `ShuffledSampler` does.
+    and the batches are shuffled. An epoch drops the same items as `ShuffledSampler` does.
     """
 
     def __init__(self, lengths: Tensor, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -73,7 +73,7 @@ class BucketedSampler(ShuffledSampler):
 
 
 class PackedSampler(ShuffledSampler):
-    """Batches of equally many items that all have nearly the same total length, to be laid one after the other.
+    """Batches of equally many items that all have nearly the same total length, to be concatenated.
 
     The epoch's items, sorted by length, are cut into `batch_size` groups, and a batch takes one item of each group at
     random. So no batch of any epoch is longer than `budget`, the sum of the longest items that each group can hold.

@@ -18,7 +18,7 @@ GPT2_END_OF_TEXT = 50256
 
 
 class Tokenizer(Protocol):
-    """What the recipes need of a tokenizer; `describe` is what a checkpoint keeps of it."""
+    """What recipes need of a tokenizer; `describe` is what a checkpoint stores."""
 
     vocabulary_size: int
 
@@ -73,7 +73,7 @@ class ReviewTokenizer:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint keeps, and what the cache of tokens is keyed by."""
+        """What a checkpoint stores, and the token cache's key."""
         raise NotImplementedError
 
 
@@ -123,7 +123,7 @@ REVIEW_TOKENIZERS: dict[str, Callable[[str], ReviewTokenizer]] = {
 
 
 def from_description(description: dict[str, Any], vocab_dir: str = "") -> Any:
-    """The tokenizer that `describe` was called on."""
+    """The tokenizer with this description."""
     kind = description.get("kind")
     if kind == "characters" and isinstance(description.get("characters"), str):
         return CharacterTokenizer(description["characters"])

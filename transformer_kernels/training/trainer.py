@@ -50,7 +50,7 @@ from transformer_kernels.training.step import TrainingLoss, evaluation_totals
 
 
 class StepTaken(NamedTuple):
-    """A step, and its loss and gradient norm (2,) where the device will have put them."""
+    """A step, and its loss and gradient norm (2,), on the device, possibly still being computed."""
 
     number: int
     learning_rate: float
@@ -88,8 +88,8 @@ class Trainer:
 
     Args:
         recipe: the model and its data.
-        processes: who trains it together.
-        graphs: what captures steps, in place of what the config's `cuda_graph` means on this device.
+        processes: those that train it together.
+        graphs: captures steps, instead of what the config's `cuda_graph` selects on this device.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes | None = None, *, graphs: Graphs | None = None) -> None:
@@ -211,7 +211,7 @@ class Trainer:
         return ended_by
 
     def _validation_is_due(self) -> bool:
-        """Asked before a step rather than after one, so that a resumed run makes up for an interrupted validation."""
+        """Checked before a step rather than after one, so that a resumed run repeats an interrupted validation."""
         at_end = self.step_number >= self.total_steps
         regular = self.step_number > 0 and self.step_number % self.config.eval_every == 0
         return (at_end or regular) and self.evaluated_at != self.step_number
@@ -231,7 +231,7 @@ class Trainer:
         return None
 
     def step(self) -> Tensor:
-        """One optimizer step; if it fails, for want of memory say, weights, optimizer and data position stay."""
+        """One optimizer step; if it fails (out of memory, say), weights, optimizer and data position are unchanged."""
         rate = learning_rate(self.step_number, self.total_steps, self.config)
         indices = self.sampler.peek()
         self._attempt = (self.step_number + 1, rate, indices)
@@ -246,13 +246,13 @@ class Trainer:
         return outcome[0]
 
     def _tell_graph_state(self) -> None:
-        """Log whether steps are graphs; where a GPU could replay them, tell why it does not."""
+        """Log whether steps are CUDA graphs; on a GPU, print the reason if they are not."""
         self._write_log("cuda_graph", state=self.runner.graph_state)
         if self.runner.graph_state.startswith("off") and self.device.type == "cuda" and self.processes.first:
             require("tqdm").tqdm.write(f"CUDA graph {self.runner.graph_state}", file=sys.stderr)
 
     def _check_on_cpu(self, what: str, value: Tensor) -> None:
-        """On a GPU looking at each value would make it wait; there `_report` looks at all of them."""
+        """On a GPU, reading each value would force a synchronisation; there `_report` reads them all at once."""
         if self.device.type == "cpu" and not torch.isfinite(value):
             self._diverged(what, value.item(), *self._attempt)
 
@@ -265,7 +265,7 @@ class Trainer:
         )
 
     def evaluate(self, stop: StopRequest | None = None) -> dict[str, float]:
-        """Mean loss and accuracy over the validation data; empty if there is none or `stop` came."""
+        """Mean loss and accuracy over the validation data; empty if there is none or `stop` was requested."""
         batches = self.recipe.validation_batches(self.device, self.processes)
         totals = evaluation_totals(self.model, batches, self.config.dtype, lambda: stop is not None and stop.signum > 0)
         stopped = float(stop is not None and stop.signum > 0)
@@ -273,7 +273,7 @@ class Trainer:
         return {} if stopped or not count else {"loss": loss / count, "accuracy": correct / count}
 
     def _validate(self, stop: StopRequest, bar: Any) -> None:
-        """Evaluate, keep the best, and count how long there was no better."""
+        """Evaluate, save the best, and count evaluations without improvement."""
         self._report(bar)
         self.stopwatch.pause()
         self.validation = self.evaluate(stop)
@@ -289,7 +289,7 @@ class Trainer:
         self.stopwatch.start()
 
     def _report(self, bar: Any) -> None:
-        """Look at losses and norms since the last time, log the mean loss, stop at the first that is not finite."""
+        """Read the losses and norms since the last report, log the mean loss, stop at the first non-finite one."""
         if not self._pending:
             return
         outcomes = torch.stack([taken.outcome for taken in self._pending]).tolist()
@@ -317,7 +317,7 @@ class Trainer:
     def _progress_bar(self) -> Any:
         hidden = not (self.config.progress and self.processes.first)
         bar = require("tqdm").tqdm
-        total = None if self.config.time_limit else self.total_steps  # the clock ends such a run, not the count
+        total = None if self.config.time_limit else self.total_steps  # such a run ends by time, not by steps
         return bar(total=total, initial=self.step_number, desc="training", unit="step", disable=hidden)
 
     def _result(self, ended_by: str) -> Result:
@@ -342,7 +342,7 @@ class Trainer:
         """Write the whole state to the folder `name` of the run; one process writes, all take part.
 
         Raises:
-            TrainingDiverged: a weight is not finite; what was saved before stays.
+            TrainingDiverged: a weight is not finite; earlier checkpoints are kept.
         """
         if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
             raise TrainingDiverged(f"weights are not finite after step {self.step_number}; try a lower --lr")
@@ -365,7 +365,7 @@ class Trainer:
         self.processes.wait()
 
     def restore(self, folder: str | Path) -> None:
-        """Go on exactly where the checkpoint in `folder` was written.
+        """Continue exactly from the checkpoint in `folder`.
 
         Raises:
             CheckpointError: it is damaged, or of another model, vocabulary, data or number of processes.

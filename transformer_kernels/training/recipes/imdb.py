@@ -28,7 +28,7 @@ from transformer_kernels.training.step import Batch, to_device
 from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
 
 CLASSES = ("negative", "positive")
-PADDED_MULTIPLE = 32  # so that 256 tokens make 8 widths, as many as there may be CUDA graphs
+PADDED_MULTIPLE = 32  # 256 tokens make 8 widths, the largest number of CUDA graphs
 PACKED_MULTIPLE = 64  # tokens; whole tiles for the matrix products and the kernels
 
 
@@ -58,8 +58,8 @@ class ImdbConfig(TrainingConfig):
     truncation: str = option("head", "which part of a long review is read", choices=("head", "head+tail"), fixed=True)
     batching: str = option(
         "shuffled",
-        "which reviews meet in a batch: any; those of similar length, so that less is padded; or such that the lengths "
-        "add up alike, to lie one after the other without padding, in batches of one shape",
+        "how batches are formed: at random; from reviews of similar length, with less padding; or with nearly equal "
+        "total length, concatenated without padding, in batches of one shape",
         choices=("shuffled", "bucketed", "packed"),
         fixed=True,
     )
@@ -72,8 +72,8 @@ class ImdbConfig(TrainingConfig):
     )
     sparse_embedding: bool = option(
         False,
-        "update only the batch's rows of the token embedding; this changes the mathematics: moments of absent rows do "
-        "not decay, and the rows stay as they are; one process only",
+        "update only the batch's rows of the token embedding; a different algorithm: absent rows are not updated and "
+        "their moments do not decay; one process only",
         fixed=True,
     )
     baseline: bool = option(
@@ -111,7 +111,7 @@ def pad_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: Imd
 
 
 class PackedReviews(NamedTuple):
-    """Reviews one after the other: ids (1, T), where each begins and the last one ends (S + 1,), positions (1, T)."""
+    """Concatenated reviews: ids (1, T), offsets of each start and the last end (S + 1,), positions (1, T)."""
 
     ids: Tensor
     cu_seqlens: Tensor
@@ -121,7 +121,7 @@ class PackedReviews(NamedTuple):
 def pack_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: ImdbConfig, budget: int) -> PackedReviews:
     """CLS, the truncated review and SEP of each; T is `budget`, or what they need, up to a multiple of 64.
 
-    Behind the last review stands PAD at position 0, which no review sees.
+    After the last review comes PAD at position 0, which no review attends to.
     """
     parts = [truncate(review, config.max_length - 2, config.truncation) for review in reviews]
     lengths = torch.tensor([0] + [len(part) + 2 for part in parts])
@@ -251,7 +251,7 @@ def packed_batch(
     *,
     budget: int,
 ) -> Batch:
-    """The reviews of those numbers one after the other, with their labels."""
+    """The reviews of those numbers concatenated, with their labels."""
     packed = pack_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config, budget)
     inputs = tuple(to_device(tensor, device) for tensor in packed)
     return Batch(inputs, to_device(reviews.labels[indices], device), int(packed.cu_seqlens[-1]))
@@ -274,7 +274,7 @@ def predict(
 ) -> Tensor:
     """The probabilities of both classes, (len(reviews), 2)."""
     model.eval()
-    order = reviews.offsets.diff().argsort()  # texts of a length together, so that little is padded
+    order = reviews.offsets.diff().argsort()  # similar lengths together, for little padding
     probabilities = torch.empty(len(reviews), len(CLASSES))
     for part in order.split(2 * config.batch_size):
         batch = review_batch(reviews, part, tokenizer, config, device)
@@ -296,7 +296,7 @@ def classification_report(labels: list[int], probabilities: Tensor) -> tuple[flo
 
 
 def baseline_accuracy(train: Reviews, test: Reviews) -> float:
-    """The test accuracy of logistic regression on TF-IDF of words and word pairs: what no transformer is needed for."""
+    """Test accuracy of logistic regression on TF-IDF of words and word pairs, a baseline without a transformer."""
     text: Any = require("sklearn.feature_extraction.text")
     linear: Any = require("sklearn.linear_model")
     vectorizer = text.TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True)
