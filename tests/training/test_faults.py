@@ -265,6 +265,15 @@ def wrong_hash(session):
     session.refused(result, session.folder / "input.txt", "expected SHA-256", ", got ", "fetch it again from")
 
 
+@row("partial download or offline: URL, path and remedy; nothing is kept")
+def offline(session):
+    address = "http://127.0.0.1:9/input.txt"
+    session.monkeypatch.setattr("transformer_kernels.training.corpus.TINYSHAKESPEARE_URL", address)
+    result = session.train("run", corpus="tinyshakespeare")
+    session.refused(result, "cannot download", address, session.folder / "cache", "--data-dir")
+    assert not list((session.folder / "cache").rglob("input.txt"))
+
+
 @row("empty or too short corpus, and one that is a folder or missing: what is needed")
 def unusable_corpus(session):
     for content, told in (("", "has 0 characters; at least 9 are needed"), ("short", "at least 9")):

@@ -20,7 +20,7 @@ from torch import nn
 import transformer_kernels
 from transformer_kernels.training._optional import require
 
-BACKENDS = ("auto", "torch", "triton", "cuda", "reference")
+BACKENDS = ("auto", *transformer_kernels.BACKENDS, "reference")
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
 

@@ -13,6 +13,7 @@ while capturing, so a run gives the same numbers with and without graphs.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -301,12 +302,14 @@ def wrapped(loss: nn.Module, config: TrainingConfig, device: torch.device, proce
     called: Any = loss
     if processes.count > 1:
         ids = [device.index] if device.type == "cuda" else None
-        called = nn.parallel.DistributedDataParallel(
-            loss,
-            device_ids=ids,
-            broadcast_buffers=False,  # tables of positions, the same in every process
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers, older ones need it
+            called = nn.parallel.DistributedDataParallel(
+                loss,
+                device_ids=ids,
+                broadcast_buffers=False,  # tables of positions, the same in every process
+                gradient_as_bucket_view=True,
+            )
     return torch.compile(called) if config.compile else called  # type: ignore[return-value]
 
 
