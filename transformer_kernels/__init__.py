@@ -14,6 +14,7 @@ from transformer_kernels._version import __version__
 from transformer_kernels.ops import *  # noqa: F403 - every operation; ops/__init__.py lists them
 from transformer_kernels.ops import __all__ as _operations
 from transformer_kernels.patching import patch, unpatch
+from transformer_kernels.pretrained import export_pretrained, load_pretrained
 
 __all__ = [
     "BACKENDS",
@@ -23,7 +24,9 @@ __all__ = [
     "bind",
     "build",
     "explain",
+    "export_pretrained",
     "get_backend",
+    "load_pretrained",
     "patch",
     "set_backend",
     "unpatch",

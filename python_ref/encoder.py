@@ -1,0 +1,108 @@
+"""The encoder as it was pretrained: BERT and DistilBERT, with the heads that their weights come with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from python_ref import ops as reference_ops
+from python_ref.bert import mean_of_real
+from python_ref.config import TransformerConfig
+from python_ref.layers import GELU_APPROXIMATION, LayerNorm, Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(TransformerConfig):
+    """`TransformerConfig`, the segments and the heads.
+
+    Args:
+        segments: number of segment embeddings; 0 for none.
+        pooler: a dense layer and tanh on the first token (Devlin et al. 2019).
+        masked_lm: the head that predicts masked tokens, tied to the token embedding.
+    """
+
+    segments: int = 2
+    pooler: bool = True
+    masked_lm: bool = False
+
+
+class MaskedLMHead(nn.Module):
+    """logits = W norm(activation(dense(x))) + bias, where W is the token embedding."""
+
+    def __init__(self, config: EncoderConfig, ops: Any) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.dense = nn.Linear(config.width, config.width)
+        self.norm = LayerNorm(config, ops)
+        self.bias = nn.Parameter(torch.empty(config.vocab_size))
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        product = F.linear(x, self.dense.weight)
+        if self.activation == "relu":
+            hidden = self.norm.ops.bias_relu(product, self.dense.bias)
+        else:
+            approximate = GELU_APPROXIMATION[self.activation]
+            hidden = self.norm.ops.bias_gelu(product, self.dense.bias, approximate=approximate)
+        return F.linear(self.norm(hidden), embedding, self.bias)  # (..., E) -> (..., V)
+
+
+class Encoder(Transformer):
+    """tokens (B, L) int64 -> hidden states (B, L, E), and from those what the heads make of them."""
+
+    def __init__(self, config: EncoderConfig, ops: Any = reference_ops) -> None:
+        super().__init__(config, ops, config.segments)
+        self.pooler = nn.Linear(config.width, config.width) if config.pooler else None
+        self.masked_lm = MaskedLMHead(config, ops) if config.masked_lm else None
+        self.initialise()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        padding_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        *,
+        return_attention: bool = False,
+    ) -> Any:
+        """The hidden states (B, L, E) of the last block.
+
+        Args:
+            tokens: (B, L) int64.
+            padding_mask: (B, L) bool, True at real tokens; None when all are real.
+            segments: (B, L) int64; None when all tokens are in segment 0.
+            return_attention: also return each layer's attention weights, a list of (B, H, L, L).
+        """
+        maps: list[Tensor] | None = [] if return_attention else None
+        hidden = self.hidden_states(tokens, padding_mask, segments, maps=maps)
+        return hidden if maps is None else (hidden, maps)
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """tanh(dense(the first token)), (B, L, E) -> (B, E). ValueError for a model without a pooler."""
+        if self.pooler is None:
+            raise ValueError("pooled: the model has no pooler")
+        return self.pooler(hidden[:, 0]).tanh()
+
+    def sentences(self, tokens: Tensor, padding_mask: Tensor | None = None, *, pooling: str = "mean") -> Tensor:
+        """One vector of length 1 for each sequence, (B, L) -> (B, E): of the mean over real tokens, or of the first.
+
+        Raises:
+            ValueError: pooling is neither "mean" nor "cls".
+        """
+        if pooling not in ("mean", "cls"):
+            raise ValueError(f"sentences: pooling must be 'mean' or 'cls'; got {pooling!r}")
+        hidden = self(tokens, padding_mask)
+        return F.normalize(mean_of_real(hidden, padding_mask) if pooling == "mean" else hidden[:, 0], dim=-1)
+
+    def token_logits(self, hidden: Tensor) -> Tensor:
+        """What stands at each place, (B, L, E) -> (B, L, V). ValueError for a model without that head."""
+        if self.masked_lm is None:
+            raise ValueError("token_logits: the model has no head for masked tokens")
+        return self.masked_lm(hidden, self.embedding.tokens.weight)
+
+    def head_weights_per_token(self, length: int) -> float:
+        return (
+            0.0
+            if self.masked_lm is None
+            else self.masked_lm.dense.weight.numel() + self.embedding.tokens.weight.numel()
+        )

@@ -1,0 +1,361 @@
+"""How pretrained models of transformers are laid out: their configurations and names in the terms of `python_ref`.
+
+A `Layout` says for each parameter of ours which tensors of theirs it is made of: those are stacked along the rows, and
+where `transposed`, stored with inputs first (GPT-2's Conv1D). It is read in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from python_ref import GPT, GPTConfig
+from python_ref.encoder import Encoder, EncoderConfig
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+
+
+class Entry(NamedTuple):
+    """A parameter of ours, and the tensors of theirs that it is made of."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models in the form of transformers.
+
+    Attributes:
+        name: `model_type` in config.json.
+        prefix: what stands before the names where a model has a head.
+        ignored: beginnings and ends of names that hold nothing of ours: buffers, tied copies.
+        configure: their config and the names of their tensors -> our config.
+        describe: our config -> their config; ValueError where they have no such model.
+        entries: our config -> the parameters.
+    """
+
+    name: str
+    prefix: str
+    ignored: tuple[str, ...]
+    configure: Callable[[dict[str, Any], set[str]], Any]
+    describe: Callable[[Any], dict[str, Any]]
+    entries: Callable[[Any], Iterator[Entry]]
+
+    def make(self, config: Any, ops: Any) -> GPT | Encoder:
+        return Encoder(config, ops) if isinstance(config, EncoderConfig) else GPT(config, ops)
+
+
+def require(theirs: dict[str, Any], **expected: Any) -> None:
+    """Refuse a config that asks for what our definitions do not have."""
+    for name, value in expected.items():
+        if theirs.get(name, value) not in (value, None):
+            raise ValueError(f"config.json: {name} must be {value!r}; got {theirs[name]!r}")
+
+
+def activation_of(theirs: dict[str, Any], name: str) -> str:
+    if (given := theirs.get(name, "gelu")) not in ACTIVATIONS:
+        raise ValueError(f"config.json: {name} must be one of {', '.join(ACTIVATIONS)}; got {given!r}")
+    return ACTIVATIONS[given]
+
+
+def their_activation(ours: str) -> str:
+    return {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}[ours]
+
+
+def with_bias(ours: str, *theirs: str, transposed: bool = False) -> Iterator[Entry]:
+    """The weight and the bias of one layer."""
+    yield Entry(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), transposed)
+    yield Entry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs))
+
+
+# GPT-2 and DistilGPT-2
+
+
+def gpt2_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
+    require(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    return GPTConfig(
+        vocab_size=theirs["vocab_size"],
+        context=theirs["n_positions"],
+        width=theirs["n_embd"],
+        layers=theirs["n_layer"],
+        heads=theirs["n_head"],
+        ffn_width=theirs.get("n_inner"),
+        activation=activation_of(theirs | {"hidden_act": theirs.get("activation_function", "gelu_new")}, "hidden_act"),
+        norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
+        dropout=theirs.get("resid_pdrop", 0.1),
+        embedding_dropout=theirs.get("embd_pdrop", 0.1),
+        attention_dropout=theirs.get("attn_pdrop", 0.1),
+        tied=theirs.get("tie_word_embeddings", True) or "lm_head.weight" not in names,
+        init_scale_residual=True,
+    )
+
+
+def describe_gpt2(ours: GPTConfig) -> dict[str, Any]:
+    wanted = {"norm": "pre", "positions": "learned", "final_norm": True, "embedding_norm": False, "head_bias": False}
+    wanted |= {"attention_bias": True, "ffn_bias": True, "norm_bias": True, "kv_heads": None, "window": None}
+    refuse_others(ours, wanted | {"qk_norm": False, "value_dim": None, "ffn_dropout": 0.0})
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": ours.vocab_size,
+        "n_positions": ours.context,
+        "n_embd": ours.width,
+        "n_layer": ours.layers,
+        "n_head": ours.heads,
+        "n_inner": ours.ffn_width,
+        "activation_function": their_activation(ours.activation),
+        "layer_norm_epsilon": ours.norm_eps,
+        "resid_pdrop": ours.dropout_on("residual"),
+        "embd_pdrop": ours.dropout_on("embedding"),
+        "attn_pdrop": ours.dropout_on("attention"),
+        "tie_word_embeddings": ours.tied,
+        "bos_token_id": ours.vocab_size - 1,
+        "eos_token_id": ours.vocab_size - 1,
+    }
+
+
+def gpt2_entries(config: GPTConfig) -> Iterator[Entry]:
+    yield Entry("embedding.tokens.weight", ("transformer.wte.weight",))
+    yield Entry("embedding.positions", ("transformer.wpe.weight",))
+    for layer in range(config.layers):
+        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+        yield from with_bias(f"{ours}.attention_norm", f"{theirs}.ln_1")
+        yield from with_bias(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", transposed=True)
+        yield from with_bias(f"{ours}.attention.out", f"{theirs}.attn.c_proj", transposed=True)
+        yield from with_bias(f"{ours}.feed_forward_norm", f"{theirs}.ln_2")
+        yield from with_bias(f"{ours}.feed_forward.up", f"{theirs}.mlp.c_fc", transposed=True)
+        yield from with_bias(f"{ours}.feed_forward.down", f"{theirs}.mlp.c_proj", transposed=True)
+    yield from with_bias("final_norm", "transformer.ln_f")
+    if not config.tied:
+        yield Entry("head_weight", ("lm_head.weight",))
+
+
+# BERT, MiniLM and DistilBERT
+
+
+def bert_config(theirs: dict[str, Any], names: set[str]) -> EncoderConfig:
+    require(theirs, position_embedding_type="absolute", is_decoder=False, tie_word_embeddings=True)
+    return EncoderConfig(
+        vocab_size=theirs["vocab_size"],
+        context=theirs["max_position_embeddings"],
+        width=theirs["hidden_size"],
+        layers=theirs["num_hidden_layers"],
+        heads=theirs["num_attention_heads"],
+        ffn_width=theirs["intermediate_size"],
+        activation=activation_of(theirs, "hidden_act"),
+        norm_eps=theirs.get("layer_norm_eps", 1e-12),
+        dropout=theirs.get("hidden_dropout_prob", 0.1),
+        attention_dropout=theirs.get("attention_probs_dropout_prob", 0.1),
+        segments=theirs.get("type_vocab_size", 2),
+        pooler="bert.pooler.dense.weight" in names,
+        masked_lm="cls.predictions.bias" in names,
+        **ENCODER,
+    )
+
+
+ENCODER: dict[str, Any] = {"norm": "post", "final_norm": False, "embedding_norm": True}
+ENCODER_LIKE = {**ENCODER, "positions": "learned", "kv_heads": None, "attention_bias": True, "ffn_bias": True}
+ENCODER_LIKE |= {"norm_bias": True, "window": None, "qk_norm": False, "value_dim": None, "ffn_dropout": 0.0}
+
+
+def describe_bert(ours: EncoderConfig) -> dict[str, Any]:
+    refuse_others(ours, ENCODER_LIKE)
+    return {
+        "architectures": ["BertForMaskedLM" if ours.masked_lm else "BertModel"],
+        "vocab_size": ours.vocab_size,
+        "max_position_embeddings": ours.context,
+        "hidden_size": ours.width,
+        "num_hidden_layers": ours.layers,
+        "num_attention_heads": ours.heads,
+        "intermediate_size": ours.ffn_width or 4 * ours.width,
+        "hidden_act": their_activation(ours.activation),
+        "layer_norm_eps": ours.norm_eps,
+        "hidden_dropout_prob": ours.dropout,
+        "attention_probs_dropout_prob": ours.dropout_on("attention"),
+        "type_vocab_size": ours.segments,
+    }
+
+
+def bert_entries(config: EncoderConfig) -> Iterator[Entry]:
+    yield Entry("embedding.tokens.weight", ("bert.embeddings.word_embeddings.weight",))
+    yield Entry("embedding.positions", ("bert.embeddings.position_embeddings.weight",))
+    yield Entry("embedding.segments.weight", ("bert.embeddings.token_type_embeddings.weight",))
+    yield from with_bias("embedding.norm", "bert.embeddings.LayerNorm")
+    for layer in range(config.layers):
+        ours, theirs = f"blocks.{layer}", f"bert.encoder.layer.{layer}"
+        parts = (f"{theirs}.attention.self.{name}" for name in ("query", "key", "value"))
+        yield from with_bias(f"{ours}.attention.qkv", *parts)
+        yield from with_bias(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
+        yield from with_bias(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
+        yield from with_bias(f"{ours}.feed_forward.up", f"{theirs}.intermediate.dense")
+        yield from with_bias(f"{ours}.feed_forward.down", f"{theirs}.output.dense")
+        yield from with_bias(f"{ours}.feed_forward_norm", f"{theirs}.output.LayerNorm")
+    if config.pooler:
+        yield from with_bias("pooler", "bert.pooler.dense")
+    if config.masked_lm:
+        yield from with_bias("masked_lm.dense", "cls.predictions.transform.dense")
+        yield from with_bias("masked_lm.norm", "cls.predictions.transform.LayerNorm")
+        yield Entry("masked_lm.bias", ("cls.predictions.bias",))
+
+
+def distilbert_config(theirs: dict[str, Any], names: set[str]) -> EncoderConfig:
+    require(theirs, sinusoidal_pos_embds=False, tie_word_embeddings=True)
+    return EncoderConfig(
+        vocab_size=theirs["vocab_size"],
+        context=theirs["max_position_embeddings"],
+        width=theirs["dim"],
+        layers=theirs["n_layers"],
+        heads=theirs["n_heads"],
+        ffn_width=theirs["hidden_dim"],
+        activation=activation_of(theirs, "activation"),
+        norm_eps=1e-12,
+        dropout=theirs.get("dropout", 0.1),
+        attention_dropout=theirs.get("attention_dropout", 0.1),
+        segments=0,
+        pooler=False,
+        masked_lm="vocab_projector.bias" in names,
+        **ENCODER,
+    )
+
+
+def describe_distilbert(ours: EncoderConfig) -> dict[str, Any]:
+    refuse_others(ours, ENCODER_LIKE | {"norm_eps": 1e-12, "pooler": False, "segments": 0})
+    return {
+        "architectures": ["DistilBertForMaskedLM" if ours.masked_lm else "DistilBertModel"],
+        "vocab_size": ours.vocab_size,
+        "max_position_embeddings": ours.context,
+        "dim": ours.width,
+        "n_layers": ours.layers,
+        "n_heads": ours.heads,
+        "hidden_dim": ours.ffn_width or 4 * ours.width,
+        "activation": their_activation(ours.activation),
+        "dropout": ours.dropout,
+        "attention_dropout": ours.dropout_on("attention"),
+    }
+
+
+def distilbert_entries(config: EncoderConfig) -> Iterator[Entry]:
+    yield Entry("embedding.tokens.weight", ("distilbert.embeddings.word_embeddings.weight",))
+    yield Entry("embedding.positions", ("distilbert.embeddings.position_embeddings.weight",))
+    yield from with_bias("embedding.norm", "distilbert.embeddings.LayerNorm")
+    for layer in range(config.layers):
+        ours, theirs = f"blocks.{layer}", f"distilbert.transformer.layer.{layer}"
+        yield from with_bias(f"{ours}.attention.qkv", *(f"{theirs}.attention.{name}_lin" for name in "qkv"))
+        yield from with_bias(f"{ours}.attention.out", f"{theirs}.attention.out_lin")
+        yield from with_bias(f"{ours}.attention_norm", f"{theirs}.sa_layer_norm")
+        yield from with_bias(f"{ours}.feed_forward.up", f"{theirs}.ffn.lin1")
+        yield from with_bias(f"{ours}.feed_forward.down", f"{theirs}.ffn.lin2")
+        yield from with_bias(f"{ours}.feed_forward_norm", f"{theirs}.output_layer_norm")
+    if config.masked_lm:
+        yield from with_bias("masked_lm.dense", "vocab_transform")
+        yield from with_bias("masked_lm.norm", "vocab_layer_norm")
+        yield Entry("masked_lm.bias", ("vocab_projector.bias",))
+
+
+# Llama
+
+
+def llama_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
+    require(theirs, hidden_act="silu", mlp_bias=False, head_dim=theirs["hidden_size"] // theirs["num_attention_heads"])
+    rotary = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta", 10_000.0)}
+    rotary |= theirs.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"config.json: rope_type must be 'default' or 'llama3'; got {kind!r}")
+    scaling = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return GPTConfig(
+        vocab_size=theirs["vocab_size"],
+        context=theirs["max_position_embeddings"],
+        width=theirs["hidden_size"],
+        layers=theirs["num_hidden_layers"],
+        heads=theirs["num_attention_heads"],
+        kv_heads=theirs.get("num_key_value_heads"),
+        ffn_width=theirs["intermediate_size"],
+        activation="swiglu",
+        norm="rms",
+        norm_eps=theirs.get("rms_norm_eps", 1e-6),
+        positions="rotary",
+        rotary_base=rotary["rope_theta"],
+        rotary_scaling=tuple(rotary[name] for name in scaling) if kind == "llama3" else None,
+        dropout=0.0,
+        attention_dropout=theirs.get("attention_dropout", 0.0),
+        attention_bias=theirs.get("attention_bias", False),
+        ffn_bias=False,
+        tied=theirs.get("tie_word_embeddings", False) or "lm_head.weight" not in names,
+    )
+
+
+def describe_llama(ours: GPTConfig) -> dict[str, Any]:
+    wanted = {"norm": "rms", "positions": "rotary", "activation": "swiglu", "final_norm": True, "head_bias": False}
+    wanted |= {"ffn_bias": False, "window": None, "qk_norm": False, "value_dim": None, "ffn_dropout": 0.0}
+    wanted |= {"rotary_width": None, "rotary_interleaved": False, "rotary_scaling": None, "embedding_norm": False}
+    refuse_others(ours, wanted)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": ours.vocab_size,
+        "max_position_embeddings": ours.context,
+        "hidden_size": ours.width,
+        "num_hidden_layers": ours.layers,
+        "num_attention_heads": ours.heads,
+        "num_key_value_heads": ours.kv_heads or ours.heads,
+        "intermediate_size": ours.ffn_width or 4 * ours.width,
+        "hidden_act": "silu",
+        "rms_norm_eps": ours.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ours.rotary_base},
+        "attention_bias": ours.attention_bias,
+        "attention_dropout": ours.dropout_on("attention"),
+        "tie_word_embeddings": ours.tied,
+    }
+
+
+def llama_entries(config: GPTConfig) -> Iterator[Entry]:
+    yield Entry("embedding.tokens.weight", ("model.embed_tokens.weight",))
+    for layer in range(config.layers):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        yield Entry(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
+        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+            parts = tuple(f"{theirs}.self_attn.{name}_proj.{kind}" for name in "qkv")
+            yield Entry(f"{ours}.attention.qkv.{kind}", parts)
+            yield Entry(f"{ours}.attention.out.{kind}", (f"{theirs}.self_attn.o_proj.{kind}",))
+        yield Entry(f"{ours}.feed_forward_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+        gate = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
+        yield Entry(f"{ours}.feed_forward.up.weight", gate)
+        yield Entry(f"{ours}.feed_forward.down.weight", (f"{theirs}.mlp.down_proj.weight",))
+    yield Entry("final_norm.weight", ("model.norm.weight",))
+    if not config.tied:
+        yield Entry("head_weight", ("lm_head.weight",))
+
+
+def refuse_others(ours: Any, wanted: dict[str, Any]) -> None:
+    """ValueError where a field of our config is not what the family has."""
+    for name, value in wanted.items():
+        if getattr(ours, name) != value:
+            raise ValueError(
+                f"export_pretrained: {name}={getattr(ours, name)!r} has no counterpart; it must be {value!r}"
+            )
+
+
+ARCHITECTURES = {
+    "gpt2": Architecture(
+        "gpt2", "transformer.", (".attn.bias", ".attn.masked_bias"), gpt2_config, describe_gpt2, gpt2_entries
+    ),
+    "bert": Architecture(
+        "bert",
+        "bert.",
+        ("embeddings.position_ids", "cls.predictions.decoder.", "cls.seq_relationship."),
+        bert_config,
+        describe_bert,
+        bert_entries,
+    ),
+    "distilbert": Architecture(
+        "distilbert",
+        "distilbert.",
+        ("vocab_projector.weight",),
+        distilbert_config,
+        describe_distilbert,
+        distilbert_entries,
+    ),
+    "llama": Architecture("llama", "model.", ("rotary_emb.inv_freq",), llama_config, describe_llama, llama_entries),
+}
