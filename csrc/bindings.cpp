@@ -1,6 +1,7 @@
 // The module `_kernels`: what the build knows about itself, and the functions of every operation in csrc/ops.
 // pybind11 only: tensors arrive as addresses, sizes and strides, so one build serves every release of torch.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "build_info.h"
 #include "device.h"
@@ -18,7 +19,19 @@ std::vector<Export>& exports() {
   return all;
 }
 
+std::vector<Structure>& exported_structures() {
+  static std::vector<Structure> all;
+  return all;
+}
+
 namespace {
+
+// The names of the fields of each structure, by its name: what Python's side of it must have.
+py::dict structures() {
+  py::dict result;
+  for (const Structure& structure : exported_structures()) result[structure.name] = py::tuple(py::cast(structure.fields));
+  return result;
+}
 
 void add_exports(py::module_& m) {
   // Python keeps pointers to these definitions for as long as the process runs.
@@ -78,5 +91,7 @@ PYBIND11_MODULE(_kernels, m, py::mod_gil_not_used()) {
 #endif
   m.def("device_problem", &device_problem, "Why this build cannot run on the device, or an empty string.");
   m.def("multiprocessors", &device_multiprocessors);
+  m.def("shared_memory_per_block", &device_shared_memory_per_block);
+  m.attr("structures") = structures();
   add_exports(m);
 }

@@ -20,12 +20,13 @@ struct Stream {
 
 #if defined(__CUDACC__)
 
-// Makes a device current for a scope.
+// Makes a device current for a scope. It is set even where it is current already: a thread that has called nothing of
+// CUDA before gets its context so.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     if (cudaGetDevice(&previous_) != cudaSuccess || previous_ == device) previous_ = -1;
-    if (previous_ >= 0) cudaSetDevice(device);
+    cudaSetDevice(device);
   }
   ~DeviceGuard() {
     if (previous_ >= 0) cudaSetDevice(previous_);
@@ -119,7 +120,19 @@ inline int architecture(int device) {
   return value;
 }
 
+// The bytes of shared memory that one block may use: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86, sm_89 and sm_120.
+inline int shared_memory_per_block(int device) {
+  static int known[64] = {};
+  int& value = known[device & 63];
+  if (!value) cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return value;
+}
+
 #else
+
+struct DeviceGuard {
+  explicit DeviceGuard(int) {}
+};
 
 template <auto KERNEL, class... Parameters, class... Arguments>
 void launch_typed(void (*)(Parameters...), const char* name, dim3 grid, dim3 block, size_t shared_bytes, Stream,
@@ -130,6 +143,9 @@ void launch_typed(void (*)(Parameters...), const char* name, dim3 grid, dim3 blo
 // Few, so that persistent kernels loop even over small tensors.
 inline int multiprocessor_count(int) { return 4; }
 inline int architecture(int) { return emulation::emulated_architecture(); }
+inline int shared_memory_per_block(int) {
+  return static_cast<int>(emulation::shared_bytes_per_block(emulation::emulated_architecture()));
+}
 
 #endif
 

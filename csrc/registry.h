@@ -29,15 +29,38 @@ struct Export {
 };
 std::vector<Export>& exports();
 
+// A structure crosses the boundary as a tuple of its fields in order. Its C++ type has `fields(visit)`, which calls
+// visit(name, member) for each; the module's `structures` tells Python the names.
+struct Structure {
+  const char* name;
+  std::vector<const char*> fields;
+};
+std::vector<Structure>& exported_structures();
+
 template <class T> T from_python(PyObject* object) {
   if constexpr (std::is_same_v<T, bool>) {
     return PyObject_IsTrue(object) == 1;
+  } else if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(object)));
+  } else if constexpr (std::is_class_v<T>) {
+    T result{};
+    Py_ssize_t count = 0;
+    result.fields([&](const char*, auto&) { ++count; });
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != count) {
+      PyErr_Format(PyExc_TypeError, "expected a tuple of %zd fields", count);
+      return result;
+    }
+    Py_ssize_t place = 0;
+    result.fields([&](const char*, auto& field) {
+      field = from_python<std::remove_reference_t<decltype(field)>>(PyTuple_GET_ITEM(object, place++));
+    });
+    return result;
   } else if constexpr (std::is_floating_point_v<T>) {
     return static_cast<T>(PyFloat_AsDouble(object));
   } else if constexpr (std::is_unsigned_v<T>) {
     return static_cast<T>(PyLong_AsUnsignedLongLong(object));
   } else {
-    static_assert(std::is_integral_v<T>, "exported functions take numbers, flags and addresses");
+    static_assert(std::is_integral_v<T>, "exported functions take numbers, flags, addresses and structures of them");
     return static_cast<T>(PyLong_AsLongLong(object));
   }
 }
@@ -66,6 +89,17 @@ PyObject* call_checked(void (*function)(Parameters...), const char* name, PyObje
 struct Registration {
   Registration(const char* name, FastCall call) { exports().push_back({name, call}); }
 };
+
+template <class T> struct StructureRegistration {
+  explicit StructureRegistration(const char* name) {
+    Structure structure{name, {}};
+    T{}.fields([&](const char* field, auto&) { structure.fields.push_back(field); });
+    exported_structures().push_back(std::move(structure));
+  }
+};
+
+#define TK_EXPORT_STRUCTURE(type) \
+  static const ::transformer_kernels::StructureRegistration<type> structure_registration_of_##type(#type)
 
 #define TK_EXPORT(function)                                                                                \
   static PyObject* call_##function(PyObject*, PyObject* const* arguments, Py_ssize_t count) {              \

@@ -145,7 +145,7 @@ void run(const LaunchRequest& request, const std::function<void()>& kernel);
 void set_schedule(Schedule schedule);
 Counters counters();
 void reset_counters();
-int emulated_architecture();              // 80 or 90, from TRANSFORMER_KERNELS_EMULATE_ARCH
+int emulated_architecture();  // 80, 86, 89, 90, 100 or 120, from TRANSFORMER_KERNELS_EMULATE_ARCH
 size_t shared_bytes_per_block(int architecture);
 
 }  // namespace emulation

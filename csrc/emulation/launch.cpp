@@ -15,6 +15,12 @@
 namespace emulation {
 namespace {
 
+// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory per thread block.
+struct Architecture {
+  int number, shared_kibibytes;
+};
+constexpr Architecture ARCHITECTURES[] = {{80, 163}, {86, 99}, {89, 99}, {90, 227}, {100, 227}, {120, 99}};
+
 long from_environment(const char* name, long otherwise) {
   const char* value = std::getenv(name);
   return value && *value ? std::strtol(value, nullptr, 10) : otherwise;
@@ -140,10 +146,18 @@ void forget_workers() { workers = nullptr; }
 }  // namespace
 
 int emulated_architecture() {
-  return from_environment("TRANSFORMER_KERNELS_EMULATE_ARCH", 80) >= 90 ? 90 : 80;
+  const long wanted = from_environment("TRANSFORMER_KERNELS_EMULATE_ARCH", 80);
+  for (const Architecture& known : ARCHITECTURES)
+    if (known.number == wanted) return known.number;
+  throw std::runtime_error("TRANSFORMER_KERNELS_EMULATE_ARCH is " + std::to_string(wanted) +
+                           "; the emulation knows 80, 86, 89, 90, 100 and 120");
 }
 
-size_t shared_bytes_per_block(int architecture) { return (architecture >= 90 ? 227 : 163) * size_t{1024}; }
+size_t shared_bytes_per_block(int architecture) {
+  for (const Architecture& known : ARCHITECTURES)
+    if (known.number == architecture) return known.shared_kibibytes * size_t{1024};
+  throw std::logic_error("an unknown architecture");
+}
 
 void run(const LaunchRequest& request, const std::function<void()>& kernel) {
   check_limits(request);

@@ -4,34 +4,55 @@
 
 namespace transformer_kernels::attention {
 
-struct Strided {
-  const void* data;
+template <class Pointer> struct Rows {
+  Pointer data;
   int64_t batch, head, row;  // strides in elements; the last axis is contiguous
-};
 
-struct StridedOutput {
-  void* data;
-  int64_t batch, head, row;
+  template <class Visit> void fields(Visit&& visit) {
+    visit("data", data);
+    visit("batch", batch);
+    visit("head", head);
+    visit("row", row);
+  }
 };
+using Strided = Rows<const void*>;
+using StridedOutput = Rows<void*>;
 
 struct Bias {
   const void* data;                  // null: no bias
-  int64_t batch, head, row, column;  // strides in elements, 0 along a broadcast axis
   bool is_float;                     // else of the element type of query
+  int64_t batch, head, row, column;  // strides in elements, 0 along a broadcast axis
+
+  template <class Visit> void fields(Visit&& visit) {
+    visit("data", data);
+    visit("is_float", is_float);
+    visit("batch", batch);
+    visit("head", head);
+    visit("row", row);
+    visit("column", column);
+  }
 };
 
 struct BiasGradient {
   void* data;                         // contiguous, of the bias's own type
   int batches, heads, rows, columns;  // its shape: each that of the scores, or 1
+
+  template <class Visit> void fields(Visit&& visit) {
+    visit("data", data);
+    visit("batches", batches);
+    visit("heads", heads);
+    visit("rows", rows);
+    visit("columns", columns);
+  }
 };
 
 struct Arguments {
-  Strided query, key, value, grad_out;
-  StridedOutput out, grad_query, grad_key, grad_value;
+  Strided query, key, value, dout;
+  StridedOutput out, dq, dk, dv;
   Bias bias;
-  BiasGradient grad_bias;
+  BiasGradient dbias;
   float* lse;                       // [batch, query head, query], natural log
-  float* delta;                     // [batch, query head, query], rowsum(grad_out * out) - grad_lse
+  float* delta;                     // [batch, query head, query], rowsum(dout * out) - dlse
   const uint8_t* key_padding_mask;  // [batch, key], 1 = a real token, or null
   const int* cu_seqlens;            // [sequences + 1], the first token of each packed sequence and one more, or null
   Dropout dropout;
@@ -40,7 +61,7 @@ struct Arguments {
   int sequences;  // packed ones
   int window;     // 0: none
   bool causal;
-  bool vectorized;         // rows of query, key, value and grad_out lie on 16 bytes
+  bool vectorized;         // rows of query, key, value and dout lie on 16 bytes
   bool vectorized_output;  // and so do those of what is written
 };
 

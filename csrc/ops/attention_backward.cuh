@@ -12,28 +12,30 @@ template <class T, int HEAD_DIM> struct BackwardShape {
   static constexpr bool WIDE = HEAD_DIM > 128;
   static constexpr bool FLOAT = sizeof(T) == 4;
   static constexpr int OWNED = FLOAT && WIDE ? 32 : 64;  // rows that a block owns
-  static constexpr int STREAMED = FLOAT ? (HEAD_DIM > 64 ? 16 : 32) : (HEAD_DIM > 64 ? 32 : 64);  // rows per step
+  // Rows per step. What is streamed and owned fits the 99 KiB of the smaller GPUs, fp32 above head dimension 128 excepted.
+  static constexpr int STREAMED = FLOAT ? (HEAD_DIM > 64 ? 16 : 32) : WIDE ? 16 : HEAD_DIM > 64 ? 32 : 64;
   static constexpr int COLUMNS = WIDE ? HEAD_DIM / 2 : HEAD_DIM;  // of dK and dV per block: more do not fit registers
   static constexpr int THREADS = OWNED / 16 * WARP_SIZE;
   static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; asking for more makes the compiler spill
   static constexpr int TILE_BYTES = (2 * OWNED + 4 * STREAMED) * HEAD_DIM * static_cast<int>(sizeof(T));
-  static constexpr int SHARED_BYTES = shared_bytes_after<float>(4 * STREAMED, TILE_BYTES);
+  static constexpr int SHARED_BYTES =
+      shared_bytes_after<uint8_t>(2 * STREAMED, shared_bytes_after<float>(4 * STREAMED, TILE_BYTES));
 };
 
-// One warp owns a query: delta = rowsum(grad_out * out) - grad_lse.
+// One warp owns a query: delta = rowsum(dout * out) - dlse.
 template <class T>
-__global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments arguments, const float* grad_lse) {
+__global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments arguments, const float* dlse) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / WARP_SIZE;
   if (row >= static_cast<int64_t>(arguments.batches) * arguments.query_heads * arguments.query_length) return;
   const int query = row % arguments.query_length, head = row / arguments.query_length % arguments.query_heads;
   const int batch = row / arguments.query_length / arguments.query_heads;
-  const T* grad_out = rows_of<T>(arguments.grad_out, batch, head) + query * arguments.grad_out.row;
+  const T* dout = rows_of<T>(arguments.dout, batch, head) + query * arguments.dout.row;
   const T* out = rows_of<T>(arguments.out, batch, head) + query * arguments.out.row;
   float sum = 0.f;
   for (int column = threadIdx.x % WARP_SIZE; column < arguments.head_dim; column += WARP_SIZE)
-    sum = fmaf(to_float(grad_out[column]), to_float(out[column]), sum);
+    sum = fmaf(to_float(dout[column]), to_float(out[column]), sum);
   sum = warp_sum(sum);
-  if (threadIdx.x % WARP_SIZE == 0) arguments.delta[row] = sum - (grad_lse ? grad_lse[row] : 0.f);
+  if (threadIdx.x % WARP_SIZE == 0) arguments.delta[row] = sum - (dlse ? dlse[row] : 0.f);
 }
 
 // exp(score - lse). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have hidden
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   constexpr int QUERIES = Shape::OWNED, KEYS = Shape::STREAMED, THREADS = Shape::THREADS;
   SharedMemory shared;
   const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
-  const Tile<T, HEAD_DIM> grad_outs{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
+  const Tile<T, HEAD_DIM> douts{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
   T* const key_stages = shared.take<T, 1024>(2 * KEYS * HEAD_DIM);
   T* const value_stages = shared.take<T, 1024>(2 * KEYS * HEAD_DIM);
   uint8_t* const tainted = shared.take<uint8_t>(KEYS);
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   };
   load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                               arguments.query_length, ~0ull, arguments);
-  load_tile<QUERIES, THREADS>(grad_outs, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
+  load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
                               block_query, arguments.query_length, ~0ull, arguments);
   if (tile < tiles.end) load_keys_and_values(tile, 0, bits);
   copy_async_commit();
@@ -98,7 +100,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     delta[half] = real ? arguments.delta[statistics + query] : 0.f;
   }
 
-  float grad_query[HEAD_DIM / 8][4] = {};
+  float dq[HEAD_DIM / 8][4] = {};
+  Poison poison;
   const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
   for (int stage = 0; tile < tiles.end; stage ^= 1) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
@@ -110,10 +113,13 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     __syncthreads();
 
     const bool edge = !is_inside<KEYS>(first_key, common);
-    if (edge) quarantine<KEYS, THREADS>(k, tainted);
+    if (edge && arguments.cu_seqlens) {
+      quarantine<KEYS, THREADS>(k, tainted);
+      poison.note(keys, first_key, KEYS, tainted);
+    }
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
     multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
-    multiply_transposed<KEYS>(gradients, grad_outs, warp_row, v);  // [16, KEYS]: dP
+    multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
     uint32_t kept = ~0u;
     if constexpr (EXTRAS) {
       scale_scores(scores, arguments.scale);
@@ -134,23 +140,19 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
-          if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1)) {
-            gradients[n][e] = 0.f;
-          } else if (edge && tainted[column]) {
-            gradients[n][e] = NAN;
-          }
+          if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1)) gradients[n][e] = 0.f;
         }
     }
-    multiply<KEYS, HEAD_DIM>(grad_query, gradients, k, 0);  // [16, HEAD_DIM]
+    multiply<KEYS, HEAD_DIM>(dq, gradients, k, 0);  // [16, HEAD_DIM]
     __syncthreads();
     tile = following;
     bits = next_bits;
   }
   copy_async_wait<0>();
   __syncthreads();
-  const float factors[2] = {arguments.scale, arguments.scale};
-  store_fragment<HEAD_DIM>(grad_query, factors, queries, warp_row, rows_of<T>(arguments.grad_query, batch, head),
-                           arguments.grad_query.row, warp_query, arguments.query_length, 0, arguments);
+  const float factors[2] = {arguments.scale + poison.of_row(0), arguments.scale + poison.of_row(1)};
+  store_fragment<HEAD_DIM>(dq, factors, queries, warp_row, rows_of<T>(arguments.dq, batch, head),
+                           arguments.dq.row, warp_query, arguments.query_length, 0, arguments);
 }
 
 // One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and walks the queries of every
@@ -166,9 +168,10 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const Tile<T, HEAD_DIM> keys{shared.take<T, 1024>(KEYS * HEAD_DIM)};
   const Tile<T, HEAD_DIM> values{shared.take<T, 1024>(KEYS * HEAD_DIM)};
   T* const query_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
-  T* const grad_out_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
+  T* const dout_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
   float* const lse_stages = shared.take<float>(2 * QUERIES);
   float* const delta_stages = shared.take<float>(2 * QUERIES);
+  uint8_t* const tainted = shared.take<uint8_t>(2 * QUERIES);
 
   const int first_column = static_cast<int>(blockIdx.x % PARTS) * COLUMNS;
   const int key_tiles = (arguments.key_length + KEYS - 1) / KEYS;
@@ -190,17 +193,18 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   for (int half = 0; half < 2; ++half)
     if (!(bits >> (warp_row + g + 8 * half) & 1)) queries[half] = {1, 0};
   const int last_key = min(block_key + KEYS, arguments.key_length) - 1;
-  const Interval visited = seen_by_any(queries_seeing(arguments, block_key), queries_seeing(arguments, last_key));
+  const Interval first_seen = queries_seeing(arguments, block_key), last_seen = queries_seeing(arguments, last_key);
+  const Interval visited = seen_by_any(first_seen, last_seen), block_common = seen_by_all(first_seen, last_seen);
   const TileRange range = bits ? tiles_touching<QUERIES>(visited) : TileRange{0, 0};
   const int tiles = range.end - range.first, steps = tiles * group;
 
   const auto load_step = [&](int step) {
     const int head = key_head * group + step / tiles, first_query = (range.first + step % tiles) * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
-    const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
+    const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     load_tile<QUERIES, THREADS>(q, rows_of<T>(arguments.query, batch, head), arguments.query.row, first_query,
                                 visited.last + 1, ~0ull, arguments);
-    load_tile<QUERIES, THREADS>(grad_out, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
+    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
                                 first_query, visited.last + 1, ~0ull, arguments);
     const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
     for (int row = threadIdx.x; row < QUERIES; row += THREADS) {
@@ -217,12 +221,13 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   if (steps > 0) load_step(0);
   copy_async_commit();
 
-  float grad_key[COLUMNS / 8][4] = {}, grad_value[COLUMNS / 8][4] = {};
+  float dk[COLUMNS / 8][4] = {}, dv[COLUMNS / 8][4] = {};
+  Poison poison;
   const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
   for (int step = 0; step < steps; ++step) {
     const int head = key_head * group + step / tiles, first_query = (range.first + step % tiles) * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
-    const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
+    const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     const float* lse = lse_stages + step % 2 * QUERIES;
     const float* delta = delta_stages + step % 2 * QUERIES;
     if (step + 1 < steps) load_step(step + 1);
@@ -230,10 +235,16 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     copy_async_wait<1>();
     __syncthreads();
 
+    if (arguments.cu_seqlens && !is_inside<QUERIES>(first_query, block_common)) {
+      quarantine<QUERIES, THREADS>(q, tainted);
+      quarantine<QUERIES, THREADS>(dout, tainted + QUERIES);
+      poison.note(queries, first_query, QUERIES, tainted);
+      poison.note(queries, first_query, QUERIES, tainted + QUERIES);
+    }
     const bool edge = warp_has_hidden || !is_inside<QUERIES>(first_query, common);
     float scores[QUERIES / 8][4] = {}, gradients[QUERIES / 8][4] = {};
     multiply_transposed<QUERIES>(scores, keys, warp_row, q);              // [16 keys, QUERIES]
-    multiply_transposed<QUERIES>(gradients, values, warp_row, grad_out);  // [16 keys, QUERIES]: dP^T
+    multiply_transposed<QUERIES>(gradients, values, warp_row, dout);  // [16 keys, QUERIES]: dP^T
     uint32_t kept = ~0u;
     if constexpr (EXTRAS) {
       scale_scores(scores, arguments.scale);
@@ -242,30 +253,44 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
         kept = kept_key_rows<QUERIES>(arguments, batch * arguments.query_heads + head, first_query, warp_key);
     }
 #pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n)
+    for (int n = 0; n < QUERIES / 8; ++n) {
+      const Vector<float, 2> row_lse = load_vector<2>(lse + 8 * n + 2 * t);
+      const Vector<float, 2> row_delta = load_vector<2>(delta + 8 * n + 2 * t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int row = 8 * n + 2 * t + e % 2, query = first_query + row;
-        const bool visible = !edge || (query >= queries[e / 2].first && query <= queries[e / 2].last);
-        const bool survives = visible && (!EXTRAS || (kept >> (4 * n + e) & 1));
-        const float p = visible ? probability<EXTRAS>(scores[n][e], lse[row], factor) : 0.f;
-        const float grad_p = survives ? gradients[n][e] * (EXTRAS ? arguments.dropout.keep_scale : 1.f) : 0.f;
+        const bool survives = !EXTRAS || (kept >> (4 * n + e) & 1);
+        const float p = probability<EXTRAS>(scores[n][e], row_lse[e % 2], factor);
+        const float grad_p =
+            EXTRAS ? (survives ? gradients[n][e] * arguments.dropout.keep_scale : 0.f) : gradients[n][e];
         scores[n][e] = survives ? p : 0.f;
-        gradients[n][e] = visible ? p * (grad_p - delta[row]) : 0.f;
+        gradients[n][e] = p * (grad_p - row_delta[e % 2]);
       }
-    multiply<QUERIES, COLUMNS>(grad_value, scores, grad_out, first_column);  // [16 keys, COLUMNS]
-    multiply<QUERIES, COLUMNS>(grad_key, gradients, q, first_column);        // [16 keys, COLUMNS]
+    }
+    if (edge) {  // in a pass of its own: else each exponential gets a branch around it
+#pragma unroll
+      for (int n = 0; n < QUERIES / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int query = first_query + 8 * n + 2 * t + e % 2;
+          const bool visible = query >= queries[e / 2].first && query <= queries[e / 2].last;
+          scores[n][e] = visible ? scores[n][e] : 0.f;
+          gradients[n][e] = visible ? gradients[n][e] : 0.f;
+        }
+    }
+    multiply<QUERIES, COLUMNS>(dv, scores, dout, first_column);  // [16 keys, COLUMNS]
+    multiply<QUERIES, COLUMNS>(dk, gradients, q, first_column);        // [16 keys, COLUMNS]
     __syncthreads();
   }
   copy_async_wait<0>();
   __syncthreads();
-  const float value_factors[2] = {arguments.dropout.keep_scale, arguments.dropout.keep_scale};
-  const float key_factors[2] = {arguments.scale, arguments.scale};
-  store_fragment<COLUMNS>(grad_value, value_factors, values, warp_row,
-                          rows_of<T>(arguments.grad_value, batch, key_head), arguments.grad_value.row, warp_key,
+  const float seen[2] = {poison.of_row(0), poison.of_row(1)};
+  const float value_factors[2] = {arguments.dropout.keep_scale + seen[0], arguments.dropout.keep_scale + seen[1]};
+  const float key_factors[2] = {arguments.scale + seen[0], arguments.scale + seen[1]};
+  store_fragment<COLUMNS>(dv, value_factors, values, warp_row,
+                          rows_of<T>(arguments.dv, batch, key_head), arguments.dv.row, warp_key,
                           arguments.key_length, first_column, arguments);
-  store_fragment<COLUMNS>(grad_key, key_factors, keys, warp_row, rows_of<T>(arguments.grad_key, batch, key_head),
-                          arguments.grad_key.row, warp_key, arguments.key_length, first_column, arguments);
+  store_fragment<COLUMNS>(dk, key_factors, keys, warp_row, rows_of<T>(arguments.dk, batch, key_head),
+                          arguments.dk.row, warp_key, arguments.key_length, first_column, arguments);
 }
 
 // One block owns up to OWNED queries x STREAMED keys of the bias's gradient, which is dS summed over every axis along
@@ -279,11 +304,11 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   constexpr int QUERIES = Shape::OWNED, KEYS = Shape::STREAMED, THREADS = Shape::THREADS, WARPS = THREADS / WARP_SIZE;
   SharedMemory shared;
   const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
-  const Tile<T, HEAD_DIM> grad_outs{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
+  const Tile<T, HEAD_DIM> douts{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
   const Tile<T, HEAD_DIM> k{shared.take<T, 1024>(KEYS * HEAD_DIM)}, v{shared.take<T, 1024>(KEYS * HEAD_DIM)};
   float* const partial = shared.take<float>(WARPS * KEYS);
 
-  const BiasGradient& out = arguments.grad_bias;
+  const BiasGradient& out = arguments.dbias;
   const bool over_rows = out.rows == 1;
   const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
   const int key_tiles = (arguments.key_length + KEYS - 1) / KEYS;
@@ -307,13 +332,16 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     const int batch = own_batch + step / tiles_down / heads;
     const int block_query = query_tile * QUERIES, warp_query = block_query + warp_row;
     const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
-    const Interval visited = seen_by_any(keys_seen_by(arguments, block_query), keys_seen_by(arguments, last_query));
+    const Interval first_sees = keys_seen_by(arguments, block_query), last_sees = keys_seen_by(arguments, last_query);
+    const Interval visited = seen_by_any(first_sees, last_sees);
     const uint64_t bits = real_keys<KEYS>(padding_of(arguments, batch), first_key, arguments.key_length);
     if (!bits || first_key > visited.last || first_key + KEYS <= visited.first) continue;
+    const bool edge = bits != ALL_KEYS<KEYS> || block_query + QUERIES > arguments.query_length ||
+                      !is_inside<KEYS>(first_key, seen_by_all(first_sees, last_sees));
     const int key_head = head / (arguments.query_heads / arguments.key_heads);
     load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                                 arguments.query_length, ~0ull, arguments);
-    load_tile<QUERIES, THREADS>(grad_outs, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
+    load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
                                 block_query, arguments.query_length, ~0ull, arguments);
     load_tile<KEYS, THREADS>(k, rows_of<T>(arguments.key, batch, key_head), arguments.key.row, first_key,
                              arguments.key_length, bits, arguments);
@@ -325,7 +353,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
     multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
-    multiply_transposed<KEYS>(gradients, grad_outs, warp_row, v);  // [16, KEYS]: dP
+    multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
     scale_scores(scores, arguments.scale);
     add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
     const uint32_t kept =
@@ -343,12 +371,23 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
-          if (key < seen.first || key > seen.last || !(bits >> column & 1)) continue;
           const float grad_p = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
-          sum[n][e] += probability<true>(scores[n][e], lse, LOG2_E) * (grad_p - delta);
+          gradients[n][e] = probability<true>(scores[n][e], lse, LOG2_E) * (grad_p - delta);
         }
+      if (edge) {
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
+            if (key < seen.first || key > seen.last || !(bits >> column & 1)) gradients[n][e] = 0.f;
+          }
+      }
     }
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[n][e] += gradients[n][e];
     __syncthreads();  // the next step overwrites the tiles
   }
 
@@ -399,16 +438,16 @@ template <class T, int HEAD_DIM, bool EXTRAS> void launch_backward_products(cons
                                                                Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
 }
 
-template <class T> void launch_backward(const Arguments& arguments, const float* grad_lse, Stream stream) {
+template <class T> void launch_backward(const Arguments& arguments, const float* dlse, Stream stream) {
   const int64_t rows = static_cast<int64_t>(arguments.batches) * arguments.query_heads * arguments.query_length;
-  launch<attention_delta_kernel<T>>("attention_delta", grid_of(ceil_div(rows, 4)), 128, 0, stream, arguments, grad_lse);
+  launch<attention_delta_kernel<T>>("attention_delta", grid_of(ceil_div(rows, 4)), 128, 0, stream, arguments, dlse);
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto extras) {
     launch_backward_products<T, head_dim.value, extras.value>(arguments, stream);
   });
-  if (!arguments.grad_bias.data) return;
+  if (!arguments.dbias.data) return;
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto) {
     using Shape = BackwardShape<T, head_dim.value>;
-    const BiasGradient& out = arguments.grad_bias;
+    const BiasGradient& out = arguments.dbias;
     const int64_t tiles =
         (out.rows == 1 ? 1 : ceil_div(out.rows, Shape::OWNED)) * ceil_div(out.columns, Shape::STREAMED);
     launch<attention_backward_bias_kernel<T, head_dim.value>>("attention_backward_bias",

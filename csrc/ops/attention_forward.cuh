@@ -55,7 +55,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
   Interval keys[2];  // that this lane's rows see
   float out[HEAD_DIM / 8][4] = {};
   OnlineSoftmax softmax;
-  float poison[2] = {0.f, 0.f};  // NaN for a row that sees a value of inf or NaN which others may not see
+  Poison poison;
 
   TK_DEVICE AttendedRows(const Arguments& arguments_, int batch_, int head_, int first_query_)
       : arguments(arguments_), batch(batch_), head(head_), first_query(first_query_) {
@@ -63,18 +63,18 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
     for (int half = 0; half < 2; ++half) keys[half] = keys_seen_by(arguments, first_query + g + 8 * half);
   }
 
-  // Takes in KEYS keys. `queries` holds the rows from tile_row on; `tainted` comes from quarantine(v), or is null where
-  // every row may see all keys that are real.
+  // Takes in KEYS keys. `queries` holds the rows from tile_row on; without `edge` every row may see all keys that are
+  // real.
   template <int KEYS>
   TK_DEVICE void add(Tile<T, HEAD_DIM> queries, int tile_row, Tile<T, HEAD_DIM> k, Tile<T, HEAD_DIM> v, int first_key,
-                     uint64_t bits, const uint8_t* tainted) {
+                     uint64_t bits, bool edge) {
     float scores[KEYS / 8][4] = {};
     multiply_transposed<KEYS>(scores, queries, tile_row, k);  // [16, KEYS]
     if constexpr (SCALED) {
       scale_scores(scores, arguments.scale);
       if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
     }
-    if (tainted || bits != ALL_KEYS<KEYS>) hide(scores, first_key, bits, tainted);
+    if (edge || bits != ALL_KEYS<KEYS>) hide<KEYS>(scores, 0, first_key, bits);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor = SCALED ? LOG2_E : arguments.scale * LOG2_E;
@@ -96,28 +96,12 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
     multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM]
   }
 
-  template <int TILES>
-  TK_DEVICE void hide(float (&scores)[TILES][4], int first_key, uint64_t bits, const uint8_t* tainted) {
+  // Hides what this lane's rows may not see of the KEYS keys that begin at a fragment's n-th 8 columns.
+  template <int KEYS, int TILES>
+  TK_DEVICE void hide(float (&scores)[TILES][4], int first_tile, int first_key, uint64_t bits) {
     const int t = threadIdx.x % 4;
 #pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
-        if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1)) {
-          scores[n][e] = -INFINITY;
-        } else if (tainted && tainted[column]) {
-          poison[e / 2] = NAN;
-        }
-      }
-  }
-
-  // hide() for the 64 keys that begin at the n-th 8 columns of a wider fragment, of whose values nothing is known yet.
-  template <int TILES>
-  TK_DEVICE void hide_half(float (&scores)[TILES][4], int first_tile, int first_key, uint64_t bits) {
-    const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
@@ -126,21 +110,13 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
       }
   }
 
-  // Marks this lane's rows that see a key noted in `tainted`; padding is never noted.
-  TK_DEVICE void note_poison(int first_key, int count, const uint8_t* tainted) {
-    for (int column = threadIdx.x % 4; column < count; column += 4)
-      for (int half = 0; half < 2; ++half)
-        if (tainted[column] && first_key + column >= keys[half].first && first_key + column <= keys[half].last)
-          poison[half] = NAN;
-  }
-
   // Divides by the sums and writes out and lse. The warp's rows of `staging` are overwritten.
   TK_DEVICE void finish(Tile<T, HEAD_DIM> staging, int tile_row) {
     const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
     float normaliser[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float total = quad_sum(softmax.total[half]), seen = quad_sum(poison[half]);
+      const float total = quad_sum(softmax.total[half]), seen = poison.of_row(half);
       const int query = first_query + g + 8 * half;
       normaliser[half] = total == 0.f ? 0.f : arguments.dropout.keep_scale / total + seen;
       if (t != 0 || query >= arguments.query_length) continue;
@@ -203,8 +179,11 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BL
     copy_async_wait<1>();
     __syncthreads();
     const bool edge = !is_inside<KEYS>(first_key, common);
-    if (edge) quarantine<KEYS, THREADS>(v, tainted);
-    rows.template add<KEYS>(queries, warp_row, k, v, first_key, bits, edge ? tainted : nullptr);
+    if (edge && arguments.cu_seqlens) {
+      quarantine<KEYS, THREADS>(v, tainted);
+      rows.poison.note(rows.keys, first_key, KEYS, tainted);
+    }
+    rows.template add<KEYS>(queries, warp_row, k, v, first_key, bits, edge);
     __syncthreads();  // the next round copies into the stage read in this one
     tile = following;
     bits = next_bits;

@@ -43,8 +43,7 @@ template <int KEYS> struct TileWalk {
   TK_DEVICE bool has_hidden() const { return (low & high) != ~0ull; }
 };
 
-// Zeroes the rows of a value tile that nobody may see or that hold inf or NaN, noting the latter. All consumers take
-// part.
+// Zeroes the rows of a value tile that are padding or hold inf or NaN, noting the latter. All consumers take part.
 template <class T, int HEAD_DIM, int KEYS, int THREADS>
 TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, uint8_t* tainted, int thread) {
   for (int row = thread / 4; row < KEYS; row += THREADS / 4) {
@@ -163,9 +162,10 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     T* v = value_stages + stage * KEYS * HEAD_DIM;
     uint8_t* tainted = tainted_stages + stage * KEYS;
     barrier_wait(values_full + stage, at.step / STAGES % 2);
-    if (needs_mask(at)) {
+    const bool padded = arguments.key_padding_mask && at.has_hidden();
+    if (padded || (arguments.cu_seqlens && needs_mask(at))) {
       quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, tainted, thread);
-      rows.note_poison(at.tile * KEYS, KEYS, tainted);
+      rows.poison.note(rows.keys, at.tile * KEYS, KEYS, tainted);
     }
     wgmma_pin(rows.out);
     wgmma_pin(probabilities);
@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   float shrink[2];
   const auto take_scores = [&](const TileWalk<KEYS>& at) {  // scores become exponentials
     if (needs_mask(at)) {
-      rows.hide_half(scores, 0, at.tile * KEYS, at.low);
-      rows.hide_half(scores, 8, at.tile * KEYS + 64, at.high);
+      rows.template hide<64>(scores, 0, at.tile * KEYS, at.low);
+      rows.template hide<64>(scores, 8, at.tile * KEYS + 64, at.high);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -232,6 +232,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
 }
 
 template <class T> void launch_forward_sm90(const Arguments& arguments, Stream stream) {
+  const DeviceGuard guard(stream.device);  // a tensor map is made in a context
   const auto map_of = [&](const Strided& tensor, int64_t length, int64_t heads) {
     return tensor_map<T>(tensor.data, arguments.head_dim, length, heads, arguments.batches, tensor.row, tensor.head,
                          tensor.batch, 128);

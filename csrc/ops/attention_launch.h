@@ -10,10 +10,12 @@
 namespace transformer_kernels::attention {
 
 template <class T> void launch_forward(const Arguments& arguments, Stream stream);
-template <class T> void launch_backward(const Arguments& arguments, const float* grad_lse, Stream stream);
+template <class T> void launch_backward(const Arguments& arguments, const float* dlse, Stream stream);
 template <class T> void launch_forward_sm90(const Arguments& arguments, Stream stream);
+// The bytes of shared memory that the short kernels need for a call; with a dout it is a backward pass.
+template <class T> int short_shared_bytes(const Arguments& arguments);
 template <class T> void launch_short_forward(const Arguments& arguments, Stream stream);
-template <class T> void launch_short_backward(const Arguments& arguments, const float* grad_lse, Stream stream);
+template <class T> void launch_short_backward(const Arguments& arguments, const float* dlse, Stream stream);
 
 inline dim3 grid_of(int64_t blocks) {
   if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("attention: too many tiles for one launch");

@@ -16,7 +16,7 @@ template <class T, int HEAD_DIM, int KEYS_> struct ShortShape {
   static constexpr int WARPS = KEYS < 128 ? 4 : 8;
   static constexpr int THREADS = WARPS * WARP_SIZE;
   static constexpr int ELEMENT = sizeof(T);
-  static constexpr int KEY_BYTES = shared_bytes_after<uint8_t>(KEYS, 2 * KEYS * HEAD_DIM * ELEMENT + KEYS / 8);
+  static constexpr int KEY_BYTES = 2 * KEYS * HEAD_DIM * ELEMENT + KEYS / 8;
   static constexpr int FORWARD_BYTES = shared_bytes_after<T, 1024>(16 * WARPS * HEAD_DIM, KEY_BYTES);
   static constexpr int BACKWARD_BYTES = shared_bytes_after<float>(
       QUERIES, shared_bytes_after<T, 1024>(4 * QUERIES * HEAD_DIM + 2 * QUERIES * KEYS, KEY_BYTES));
@@ -61,7 +61,6 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
   keys.k.data = shared.take<T, 1024>(KEYS * HEAD_DIM);
   keys.v.data = shared.take<T, 1024>(KEYS * HEAD_DIM);
   keys.bits = shared.take<uint64_t>(KEYS / 64);
-  uint8_t* const tainted = shared.take<uint8_t>(KEYS);
   const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(16 * Shape::WARPS * HEAD_DIM)};
 
   const int head = blockIdx.x % arguments.query_heads, batch = blockIdx.x / arguments.query_heads;
@@ -70,8 +69,6 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
   copy_async_commit();
   copy_async_wait<0>();
   __syncthreads();
-  const bool hides = arguments.causal || arguments.window;
-  if (hides) quarantine<KEYS, THREADS>(keys.v, tainted);
 
   const Tile<T, HEAD_DIM> slab{queries.data + warp_row * HEAD_DIM};
   for (int query = warp_row; query < arguments.query_length; query += 16 * Shape::WARPS) {
@@ -81,13 +78,13 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     copy_async_wait<0>();
     __syncwarp();
     AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query);
+    const bool hides = arguments.causal || arguments.window;
     const Interval seen{keys_seen_by(arguments, query).first, keys_seen_by(arguments, query + 15).last};
 #pragma unroll 1
     for (int first_key = 0; first_key < KEYS; first_key += 64) {
       const uint64_t bits = keys.bits_from(first_key);
       if (!bits || first_key > seen.last || first_key + 63 < seen.first) continue;
-      rows.template add<64>(slab, 0, keys.from(keys.k, first_key), keys.from(keys.v, first_key), first_key, bits,
-                            hides ? tainted + first_key : nullptr);
+      rows.template add<64>(slab, 0, keys.from(keys.k, first_key), keys.from(keys.v, first_key), first_key, bits, hides);
     }
     __syncwarp();
     rows.finish(slab, 0);
@@ -95,19 +92,19 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
   }
 }
 
-// delta = rowsum(grad_out * out) - grad_lse of ROWS queries; grad_out is in shared memory.
+// delta = rowsum(dout * out) - dlse of ROWS queries; dout is in shared memory.
 template <int ROWS, int THREADS, class T, int HEAD_DIM>
-TK_DEVICE void row_deltas(const Arguments& arguments, const float* grad_lse, int batch, int head, int first_query,
-                          Tile<T, HEAD_DIM> grad_out, float* delta) {
+TK_DEVICE void row_deltas(const Arguments& arguments, const float* dlse, int batch, int head, int first_query,
+                          Tile<T, HEAD_DIM> dout, float* delta) {
   constexpr int LANES = THREADS / ROWS;
   const int row = threadIdx.x / LANES, query = first_query + row;
   float sum = 0.f;
   if (query < arguments.query_length) {
     const T* out = rows_of<T>(arguments.out, batch, head) + query * arguments.out.row;
     for (int column = threadIdx.x % LANES; column < arguments.head_dim; column += LANES)
-      sum = fmaf(to_float(*grad_out.at(row, column)), to_float(out[column]), sum);
-    if (grad_lse && threadIdx.x % LANES == 0)
-      sum -= grad_lse[(static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + query];
+      sum = fmaf(to_float(*dout.at(row, column)), to_float(out[column]), sum);
+    if (dlse && threadIdx.x % LANES == 0)
+      sum -= dlse[(static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + query];
   }
   sum = warp_reduce<Sum, LANES>(sum);
   if (threadIdx.x % LANES == 0) delta[row] = sum;
@@ -117,19 +114,20 @@ TK_DEVICE void row_deltas(const Arguments& arguments, const float* grad_lse, int
 template <int WIDTH, class T, int HEAD_DIM, int KEYS>
 TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int head, int tile_query, int row,
                                      int first_key, const ResidentKeys<T, HEAD_DIM, KEYS>& keys, Tile<T, HEAD_DIM> q,
-                                     Tile<T, HEAD_DIM> grad_out, const float* delta, const uint8_t* tainted,
-                                     Tile<T, KEYS> probabilities, Tile<T, KEYS> gradients) {
+                                     Tile<T, HEAD_DIM> dout, const float* delta, Tile<T, KEYS> probabilities,
+                                     Tile<T, KEYS> gradients) {
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
   const int first_query = tile_query + row;
   const uint64_t bits = keys.bits_from(first_key) & ALL_KEYS<WIDTH>;
-  const bool hides = arguments.causal || arguments.window;
-  const bool any = bits && first_key <= keys_seen_by(arguments, first_query + 15).last &&
-                   first_key + WIDTH > keys_seen_by(arguments, first_query).first;
+  const Interval first_sees = keys_seen_by(arguments, first_query), last_sees = keys_seen_by(arguments, first_query + 15);
+  const bool any = bits && first_key <= last_sees.last && first_key + WIDTH > first_sees.first;
+  const bool edge =
+      !any || bits != ALL_KEYS<WIDTH> || !is_inside<WIDTH>(first_key, seen_by_all(first_sees, last_sees));
   float scores[WIDTH / 8][4] = {}, grad_scores[WIDTH / 8][4] = {};
   uint32_t kept = ~0u;
   if (any) {
     multiply_transposed<WIDTH>(scores, q, row, keys.from(keys.k, first_key));              // [16, WIDTH]
-    multiply_transposed<WIDTH>(grad_scores, grad_out, row, keys.from(keys.v, first_key));  // [16, WIDTH]: dP
+    multiply_transposed<WIDTH>(grad_scores, dout, row, keys.from(keys.v, first_key));  // [16, WIDTH]: dP
     scale_scores(scores, arguments.scale);
     if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
     if (arguments.dropout.seed)
@@ -143,21 +141,31 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
     const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
     const float lse = real ? arguments.lse[statistics + query] : 0.f, row_delta = delta[row + g + 8 * half];
 #pragma unroll
-    for (int n = 0; n < WIDTH / 8; ++n) {
-      float p[2], ds[2];
+    for (int n = 0; n < WIDTH / 8; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = 8 * n + 2 * t + i, key = first_key + column, e = 2 * half + i;
-        const bool visible = key >= seen.first && key <= seen.last && (bits >> column & 1);
-        const bool survives = visible && (kept >> (4 * n + e) & 1);
-        const float probability_ = visible ? probability<true>(scores[n][e], lse, LOG2_E) : 0.f;
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        const bool survives = kept >> (4 * n + e) & 1;
+        const float p = probability<true>(scores[n][e], lse, LOG2_E);
         const float grad_p = survives ? grad_scores[n][e] * arguments.dropout.keep_scale : 0.f;
-        p[i] = survives ? probability_ : 0.f;
-        ds[i] = visible ? probability_ * (grad_p - row_delta) : 0.f;
-        if (hides && visible && tainted[key]) ds[i] = NAN;
+        scores[n][e] = survives ? p : 0.f;
+        grad_scores[n][e] = p * (grad_p - row_delta);
       }
-      store_pair(probabilities.at(row + g + 8 * half, first_key + 8 * n + 2 * t), p[0], p[1]);
-      store_pair(gradients.at(row + g + 8 * half, first_key + 8 * n + 2 * t), ds[0], ds[1]);
+    if (edge) {
+#pragma unroll
+      for (int n = 0; n < WIDTH / 8; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
+          const bool visible = key >= seen.first && key <= seen.last && (bits >> column & 1);
+          scores[n][e] = visible ? scores[n][e] : 0.f;
+          grad_scores[n][e] = visible ? grad_scores[n][e] : 0.f;
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; ++n) {
+      const int place = first_key + 8 * n + 2 * t;
+      store_pair(probabilities.at(row + g + 8 * half, place), scores[n][2 * half], scores[n][2 * half + 1]);
+      store_pair(gradients.at(row + g + 8 * half, place), grad_scores[n][2 * half], grad_scores[n][2 * half + 1]);
     }
   }
 }
@@ -167,7 +175,7 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
 // the keys that it owns, and finishes a part of dQ.
 template <class T, int HEAD_DIM, int KEYS>
 __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
-    attention_short_backward_kernel(const Arguments arguments, const float* grad_lse) {
+    attention_short_backward_kernel(const Arguments arguments, const float* dlse) {
   using Shape = ShortShape<T, HEAD_DIM, KEYS>;
   constexpr int QUERIES = Shape::QUERIES, SCORE_KEYS = Shape::SCORE_KEYS;
   constexpr int WARPS = Shape::WARPS, THREADS = Shape::THREADS;
@@ -178,9 +186,8 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
   keys.k.data = shared.take<T, 1024>(KEYS * HEAD_DIM);
   keys.v.data = shared.take<T, 1024>(KEYS * HEAD_DIM);
   keys.bits = shared.take<uint64_t>(KEYS / 64);
-  uint8_t* const tainted = shared.take<uint8_t>(KEYS);
   T* const query_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
-  T* const grad_out_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
+  T* const dout_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
   const Tile<T, KEYS> probabilities{shared.take<T, 1024>(QUERIES * KEYS)};
   const Tile<T, KEYS> gradients{shared.take<T, 1024>(QUERIES * KEYS)};
   float* const delta = shared.take<float>(QUERIES);
@@ -192,32 +199,31 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
   const auto load_step = [&](int step) {
     const int head = key_head * group + step / tiles, first_query = step % tiles * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
-    const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
+    const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     load_tile<QUERIES, THREADS>(q, rows_of<T>(arguments.query, batch, head), arguments.query.row, first_query,
                                 arguments.query_length, ~0ull, arguments);
-    load_tile<QUERIES, THREADS>(grad_out, rows_of<T>(arguments.grad_out, batch, head), arguments.grad_out.row,
+    load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
                                 first_query, arguments.query_length, ~0ull, arguments);
     copy_async_commit();
   };
   keys.template load<THREADS>(arguments, batch, key_head);
   load_step(0);
 
-  float grad_key[OWNED][HEAD_DIM / 8][4] = {}, grad_value[OWNED][HEAD_DIM / 8][4] = {};
+  float dk[OWNED][HEAD_DIM / 8][4] = {}, dv[OWNED][HEAD_DIM / 8][4] = {};
   for (int step = 0; step < tiles * group; ++step) {
     const int head = key_head * group + step / tiles, first_query = step % tiles * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
-    const Tile<T, HEAD_DIM> grad_out{grad_out_stages + step % 2 * QUERIES * HEAD_DIM};
+    const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     copy_async_wait<0>();
     __syncthreads();  // also: the last step has been read, so its stage, P and dS may be overwritten
     if (step + 1 < tiles * group) load_step(step + 1);
-    if (step == 0 && (arguments.causal || arguments.window)) quarantine<KEYS, THREADS>(keys.k, tainted);
-    row_deltas<QUERIES, THREADS>(arguments, grad_lse, batch, head, first_query, grad_out, delta);
+    row_deltas<QUERIES, THREADS>(arguments, dlse, batch, head, first_query, dout, delta);
     __syncthreads();
 
 #pragma unroll 1
     for (int block = warp; block < QUERIES / 16 * (KEYS / SCORE_KEYS); block += WARPS)
       short_score_gradients<SCORE_KEYS>(arguments, batch, head, first_query, block % (QUERIES / 16) * 16,
-                                        block / (QUERIES / 16) * SCORE_KEYS, keys, q, grad_out, delta, tainted,
+                                        block / (QUERIES / 16) * SCORE_KEYS, keys, q, dout, delta,
                                         probabilities, gradients);
     __syncthreads();
 
@@ -225,17 +231,17 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     for (int slab = 0; slab < OWNED; ++slab) {
       const int own_key = (warp * OWNED + slab) * 16;
       if (!(keys.bits_from(own_key) & ALL_KEYS<16>)) continue;
-      multiply_left_transposed<QUERIES>(grad_value[slab], probabilities, own_key, grad_out);  // [16 keys, HEAD_DIM]
-      multiply_left_transposed<QUERIES>(grad_key[slab], gradients, own_key, q);               // [16 keys, HEAD_DIM]
+      multiply_left_transposed<QUERIES>(dv[slab], probabilities, own_key, dout);  // [16 keys, HEAD_DIM]
+      multiply_left_transposed<QUERIES>(dk[slab], gradients, own_key, q);               // [16 keys, HEAD_DIM]
     }
     const int row = warp % (QUERIES / 16) * 16, column = warp / (QUERIES / 16) * COLUMNS;
-    float grad_query[COLUMNS / 8][4] = {};
+    float dq[COLUMNS / 8][4] = {};
 #pragma unroll 1
     for (int first_key = 0; first_key < KEYS; first_key += 64)
       if (keys.bits_from(first_key))
-        multiply<64, COLUMNS>(grad_query, gradients, row, keys.k, column, first_key);  // [16 queries, COLUMNS]
-    store_scaled<T, COLUMNS>(grad_query, arguments.scale, rows_of<T>(arguments.grad_query, batch, head),
-                             arguments.grad_query.row, first_query + row, arguments.query_length, column, arguments);
+        multiply<64, COLUMNS>(dq, gradients, row, keys.k, column, first_key);  // [16 queries, COLUMNS]
+    store_scaled<T, COLUMNS>(dq, arguments.scale, rows_of<T>(arguments.dq, batch, head),
+                             arguments.dq.row, first_query + row, arguments.query_length, column, arguments);
   }
   copy_async_wait<0>();
   __syncthreads();
@@ -244,11 +250,11 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
 #pragma unroll
   for (int slab = 0; slab < OWNED; ++slab) {
     const int own_key = (warp * OWNED + slab) * 16;
-    store_fragment<HEAD_DIM>(grad_value[slab], value_factors, keys.v, own_key,
-                             rows_of<T>(arguments.grad_value, batch, key_head), arguments.grad_value.row, own_key,
+    store_fragment<HEAD_DIM>(dv[slab], value_factors, keys.v, own_key,
+                             rows_of<T>(arguments.dv, batch, key_head), arguments.dv.row, own_key,
                              arguments.key_length, 0, arguments);
-    store_fragment<HEAD_DIM>(grad_key[slab], key_factors, keys.k, own_key,
-                             rows_of<T>(arguments.grad_key, batch, key_head), arguments.grad_key.row, own_key,
+    store_fragment<HEAD_DIM>(dk[slab], key_factors, keys.k, own_key,
+                             rows_of<T>(arguments.dk, batch, key_head), arguments.dk.row, own_key,
                              arguments.key_length, 0, arguments);
   }
 }
@@ -263,6 +269,15 @@ template <class F> void dispatch_short(const Arguments& arguments, F&& f) {
   arguments.head_dim <= 32 ? with_keys(Constant<32>{}) : with_keys(Constant<64>{});
 }
 
+template <class T> int short_shared_bytes(const Arguments& arguments) {
+  int bytes = 0;
+  dispatch_short(arguments, [&](auto head_dim, auto keys) {
+    using Shape = ShortShape<T, head_dim.value, keys.value>;
+    bytes = arguments.dout.data ? Shape::BACKWARD_BYTES : Shape::FORWARD_BYTES;
+  });
+  return bytes;
+}
+
 template <class T> void launch_short_forward(const Arguments& arguments, Stream stream) {
   dispatch_short(arguments, [&](auto head_dim, auto keys) {
     using Shape = ShortShape<T, head_dim.value, keys.value>;
@@ -272,12 +287,12 @@ template <class T> void launch_short_forward(const Arguments& arguments, Stream 
   });
 }
 
-template <class T> void launch_short_backward(const Arguments& arguments, const float* grad_lse, Stream stream) {
+template <class T> void launch_short_backward(const Arguments& arguments, const float* dlse, Stream stream) {
   dispatch_short(arguments, [&](auto head_dim, auto keys) {
     using Shape = ShortShape<T, head_dim.value, keys.value>;
     launch<attention_short_backward_kernel<T, head_dim.value, keys.value>>(
         "attention_short_backward", grid_of(static_cast<int64_t>(arguments.batches) * arguments.key_heads),
-        Shape::THREADS, Shape::BACKWARD_BYTES, stream, arguments, grad_lse);
+        Shape::THREADS, Shape::BACKWARD_BYTES, stream, arguments, dlse);
   });
 }
 

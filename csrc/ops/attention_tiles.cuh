@@ -248,8 +248,9 @@ TK_DEVICE void store_scaled(const float (&fragment)[COLUMNS / 8][4], float facto
   }
 }
 
-// Replaces inf and NaN in a tile by zeros and notes the rows that held one. A product would carry them to rows that may
-// not see them, since 0 * NaN is NaN. All threads of the block take part; ends with a barrier.
+// Replaces inf and NaN in a tile by zeros and notes the rows that held one. Where packed sequences share a tile, a
+// product would carry them from one sequence into the other, since 0 * NaN is NaN. All threads of the block take part;
+// ends with a barrier.
 template <int ROWS, int THREADS, class T, int COLUMNS>
 TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, uint8_t* tainted) {
   for (int row = threadIdx.x / 4; row < ROWS; row += THREADS / 4) {
@@ -268,6 +269,19 @@ TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, uint8_t* tainted) {
   }
   __syncthreads();
 }
+
+// NaN for those of this lane's two rows of a fragment that see a row which quarantine() noted, else 0. The lanes of a quad
+// look at different rows.
+struct Poison {
+  float found[2] = {0.f, 0.f};
+
+  TK_DEVICE void note(const Interval (&seen)[2], int first, int count, const uint8_t* tainted) {
+    for (int row = threadIdx.x % 4; row < count; row += 4)
+      for (int half = 0; half < 2; ++half)
+        if (tainted[row] && first + row >= seen[half].first && first + row <= seen[half].last) found[half] = NAN;
+  }
+  TK_DEVICE float of_row(int half) const { return quad_sum(found[half]); }
+};
 
 // ---- products; a warp computes 16 rows
 

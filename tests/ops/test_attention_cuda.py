@@ -30,6 +30,8 @@ def _cuda_backend(device: torch.device) -> None:
 @pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(_cuda, "path", request.param)
+    if request.param == "sm90":
+        monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90")
     return request.param
 
 
@@ -154,17 +156,6 @@ def test_sm90_reads_a_packed_projection_and_writes_what_backward_needs(path: str
 
 
 @sm90
-def test_sm90_hides_values_by_position(path: str, device: torch.device) -> None:
-    tensors = {name: t.detach() for name, t in make(torch.float16, device, (200, 200), batch=1, width=64).items()}
-    want = tk.attention(**tensors, causal=True, backend="cuda")
-    tensors["v"][0, 0, 150, 7] = float("inf")
-    got = tk.attention(**tensors, causal=True, backend="cuda")
-    assert torch.equal(got[0, 0, :150], want[0, 0, :150])
-    assert torch.equal(got[0, 1], want[0, 1])
-    assert not torch.isfinite(got[0, 0, 150:]).all(dim=-1).any()
-
-
-@sm90
 def test_sm90_refuses_what_it_does_not_do(path: str, device: torch.device) -> None:
     with pytest.raises(ValueError, match="the sm90 kernels do not take this call"):
         tk.attention(**make(torch.float16, device, (8, 8), width=32), backend="cuda")
@@ -177,32 +168,6 @@ def test_wide_heads_with_everything_together(dtype: torch.dtype, width: int, dev
     tensors["key_padding_mask"] = padding(2, 100, device)
     tensors["attn_bias"] = torch.randn(1, 2, 70, 100).to(dtype).to(device).requires_grad_()
     check_parity("attention", "cuda", tensors, {"causal": True, "dropout_p": 0.2, "return_lse": True})
-
-
-@pytest.mark.parametrize("path", ["general", "short"], indirect=True)
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("options", [{"causal": True}, {"window": 20}], ids=["causal", "window"])
-def test_values_hidden_by_position_reach_nobody(
-    path: str, poison: float, options: dict[str, Any], device: torch.device
-) -> None:
-    """Inside one tile some rows see the poisoned key and others do not: 0 * NaN must not reach the latter."""
-    clean = make(torch.bfloat16, device, (70, 70), batch=1)
-    dirty = {name: value.detach().clone() for name, value in clean.items()}
-    for name in "kv":
-        dirty[name][:, :, 45, 3] = poison
-    dirty = {name: value.requires_grad_() for name, value in dirty.items()}
-    cotangent = torch.ones(1, 2, 70, 32, device=device).to(torch.bfloat16)
-    position = torch.arange(70, device=device)
-    sees = position >= 45 if "causal" in options else (position - 45).abs() < 20
-    cotangent[:, :, sees] = 0  # so that only rows that do not see key 45 have gradients
-    results = []
-    for tensors in (clean, dirty):
-        out = tk.attention(**tensors, **options, backend="cuda")
-        out.backward(cotangent)
-        results.append((out.detach()[:, :, ~sees], tensors["q"].grad[:, :, ~sees]))
-    assert all(torch.equal(want, got) for want, got in zip(*results, strict=True))
-    out = tk.attention(**dirty, **options, backend="cuda").detach()
-    assert not torch.isfinite(out[:, :, sees]).all(dim=-1).any()
 
 
 @both_paths
@@ -337,29 +302,42 @@ def test_bias_gradient_of_packed_sequences_costs_what_each_costs_alone(device: t
     assert work[0][0] == 4 * work[1][0]
 
 
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
-def test_no_sequence_reads_another_beyond_the_tiles_they_share(path: str, device: torch.device) -> None:
-    """NaN in the keys, values, queries and gradients of one sequence stays out of those that share no tile with it."""
+def test_no_sequence_reads_another(path: str, poison: float, device: torch.device) -> None:
+    """What is broken in one sequence stays out of those that share a tile with it, and comes out where it is seen."""
     needs_sm90(device) if path == "sm90" else None
-    clean = make(torch.bfloat16, device, (700, 700), batch=1, heads=(1, 1), width=64)
-    cu_seqlens = torch.tensor([0, 250, 430, 690], dtype=torch.int32, device=device)
-    others = torch.tensor([*range(250), *range(430, 690)], device=device)
-    dirty = {name: x.detach().clone() for name, x in clean.items()}
-    for x in dirty.values():
-        x[:, :, 256:384] = float("nan")  # whole tiles inside the second sequence
-        x[:, :, 690:] = float("nan")  # nobody's
-    dirty = {name: x.requires_grad_() for name, x in dirty.items()}
-    cotangent = normal(1, 1, 700, 64, dtype=torch.bfloat16, device=device, seed=7).detach()
-    cotangent[:, :, 250:430] = 0.0
+    clean = make(torch.bfloat16, device, (300, 300), batch=1, heads=(1, 1), width=64)
+    cu_seqlens = torch.tensor([0, 90, 180, 290], dtype=torch.int32, device=device)
+    second = torch.arange(300, device=device).ge(90) & torch.arange(300, device=device).lt(180)
+    broken = second.clone()
+    broken[290:] = True  # nobody's
+    cotangent = normal(1, 1, 300, 64, dtype=torch.bfloat16, device=device, seed=7).detach()
     results = []
-    for tensors in (clean, dirty):
-        out = tk.attention(**tensors, cu_seqlens=cu_seqlens, backend="cuda")
-        out.backward(cotangent)
-        results.append([out.detach(), *(x.grad for x in tensors.values())])
+    for tensors, dout in ((clean, cotangent), ({}, cotangent.masked_fill(broken[:, None], poison))):
+        if not tensors:
+            tensors = {name: x.detach().masked_fill(broken[:, None], poison) for name, x in clean.items()}
+            tensors = {name: x.requires_grad_() for name, x in tensors.items()}
+        out, lse = tk.attention(**tensors, cu_seqlens=cu_seqlens, return_lse=True, backend="cuda")
+        out.backward(dout)
+        results.append([out.detach(), lse.detach()[..., None], *(x.grad for x in tensors.values())])
     for want, got in zip(*results, strict=True):
-        assert torch.equal(want[:, :, :192], got[:, :, :192])
-        assert torch.equal(want[:, :, 448:], got[:, :, 448:])
-    assert torch.equal(results[0][0][:, :, others], results[1][0][:, :, others])
+        assert torch.equal(want[:, :, ~broken], got[:, :, ~broken])
+        assert not torch.isfinite(got[:, :, second]).all(dim=-1).any()
+
+
+@pytest.mark.parametrize("name", ["v", "dout"])
+def test_a_sequence_keeps_its_own_nan(name: str, device: torch.device) -> None:
+    """One broken value on a border tile comes out in all rows of its sequence that see it, and in no other."""
+    tensors = {**make(torch.float16, device, (100, 100), batch=1, heads=(1, 1)), "dout": torch.ones(1, 1, 100, 32)}
+    dout = tensors.pop("dout").to(device).half()
+    (dout if name == "dout" else tensors[name].data)[0, 0, 50, 3] = float("nan")
+    cu_seqlens = torch.tensor([0, 40, 70, 100], dtype=torch.int32, device=device)
+    out = tk.attention(**tensors, cu_seqlens=cu_seqlens, backend="cuda")
+    out.backward(dout)
+    for got in (out.detach() if name == "v" else tensors["v"].grad, tensors["k"].grad):
+        assert torch.isnan(got[0, 0, 40:70]).any(dim=-1).all()
+        assert torch.isfinite(got[0, 0, :40]).all() and torch.isfinite(got[0, 0, 70:]).all()
 
 
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
@@ -384,6 +362,82 @@ def test_short_kernels_refuse_what_they_cannot_hold(path: str, device: torch.dev
         tensors = make(torch.float16, device, lengths, batch=1)
         with pytest.raises(ValueError, match="up to 256 queries and keys that are not packed"):
             tk.attention(**tensors, **options, backend="cuda")
+
+
+@sm90
+def test_sm90_kernels_refuse_another_gpu(path: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        pytest.skip("this is a Hopper GPU")
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "100")
+    with pytest.raises(ValueError, match="run on sm_90 and in a build for sm_90a only; this is sm_"):
+        tk.attention(**make(torch.float16, device, (8, 8), width=64), backend="cuda")
+
+
+ARCHITECTURES = [80, 86, 89, 90, 100, 120]
+WITH_99_KIB = (86, 89, 120)
+
+
+@pytest.fixture(params=ARCHITECTURES, ids="sm_{}".format)
+def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    if not _extension.emulating():
+        pytest.skip("a device is what it is")
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", str(request.param))
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "width"),
+    [
+        (torch.float16, (40, 256), 64),
+        (torch.bfloat16, (40, 250), 32),
+        (torch.float16, (30, 50), 256),
+        (torch.float16, (20, 300), 128),
+        (torch.float32, (20, 40), 128),
+    ],
+    ids=str,
+)
+def test_every_gpu_has_kernels_that_fit(
+    architecture: int, dtype: torch.dtype, lengths: tuple[int, int], width: int, device: torch.device
+) -> None:
+    """The emulation refuses a launch above its architecture's shared memory, as a device does."""
+    tensors = make(dtype, device, lengths, batch=1, heads=(1, 1), width=width)
+    check_parity("attention", "cuda", tensors, {"causal": True})
+
+
+def test_what_fits_nowhere_is_refused_before_a_launch(
+    architecture: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = make(torch.float32, device, (20, 40), batch=1, heads=(1, 1), width=192)
+    if architecture not in WITH_99_KIB:
+        check_parity("attention", "cuda", tensors)
+        return
+    with pytest.raises(
+        tk.UnsupportedByBackend, match="131360 bytes of shared memory and this GPU gives a block 101376"
+    ):
+        tk.attention(**tensors, backend="cuda")
+    monkeypatch.setattr(_cuda, "FLOAT32_WIDE_BYTES", 0)  # the limit is what the launch needs
+    out = tk.attention(**tensors, backend="cuda")
+    with pytest.raises(RuntimeError, match="131360 bytes of shared memory: a block of sm_.* at most 101376"):
+        out.sum().backward()
+    monkeypatch.setattr(_cuda, "path", "short")
+    tensors = make(torch.float16, device, (8, 256), batch=1, heads=(1, 1), width=64)
+    out = tk.attention(**tensors, backend="cuda")
+    with pytest.raises(
+        ValueError, match="need 165120 bytes of shared memory for this call; this GPU gives a block 101376"
+    ):
+        out.sum().backward()
+
+
+def test_the_emulation_knows_its_architectures(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not _extension.emulating():
+        pytest.skip("a device is what it is")
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "75")
+    with pytest.raises(RuntimeError, match="EMULATE_ARCH is 75; the emulation knows 80, 86, 89, 90, 100 and 120"):
+        tk.attention(**make(torch.float16, device, (8, 8)), backend="cuda")
+
+
+def test_a_launch_has_the_fields_that_the_kernels_read() -> None:
+    assert _extension.load().structures["AttentionLaunch"] == _cuda.Launch._fields
 
 
 def test_unsupported_says_why(device: torch.device) -> None:

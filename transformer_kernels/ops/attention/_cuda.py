@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,68 +12,122 @@ from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 
 MAX_HEAD_DIM = 256
+MAX_FLOAT32_HEAD_DIM = 128
+"""In fp32 on GPUs that give a block less than FLOAT32_WIDE_BYTES of shared memory, as those with 99 KiB do."""
+FLOAT32_WIDE_BYTES = 131360
+
 PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.cu
 
 path = "auto"  # tests and benchmarks name the kernels that they mean
 
 
+class Rows(NamedTuple):
+    """Address of a tensor (B, H, L, D), 0 for none, and its strides in elements."""
+
+    data: int
+    batch: int
+    head: int
+    row: int
+
+
+class Bias(NamedTuple):
+    """Address of a bias, 0 for none, and its strides, 0 along a broadcast axis."""
+
+    data: int
+    is_float: bool
+    batch: int
+    head: int
+    row: int
+    column: int
+
+
+class BiasGradient(NamedTuple):
+    """Address of a contiguous tensor, 0 for none, and its shape."""
+
+    data: int
+    batches: int
+    heads: int
+    rows: int
+    columns: int
+
+
+class Launch(NamedTuple):
+    """What the kernels are told: AttentionLaunch of csrc/ops/attention.cu, field by field. 0 stands for an absent tensor."""
+
+    q: Rows
+    k: Rows
+    v: Rows
+    out: Rows
+    lse: int
+    dtype: int
+    batches: int
+    query_heads: int
+    key_heads: int
+    query_length: int
+    key_length: int
+    head_dim: int
+    key_padding_mask: int
+    cu_seqlens: int
+    sequences: int
+    bias: Bias
+    seed: int
+    dropout_p: float
+    scale: float
+    causal: bool
+    window: int
+    device: int
+    stream: int
+    path: int
+    dout: Rows = Rows(0, 0, 0, 0)
+    dlse: int = 0
+    delta: int = 0
+    dq: Rows = Rows(0, 0, 0, 0)
+    dk: Rows = Rows(0, 0, 0, 0)
+    dv: Rows = Rows(0, 0, 0, 0)
+    dbias: BiasGradient = BiasGradient(0, 1, 1, 1, 1)
+
+
 def unsupported(call: AttentionCall) -> str | None:
     """Why these kernels cannot take this call, or None."""
-    if call.q.shape[3] > MAX_HEAD_DIM:
-        return f"the head dimension is {call.q.shape[3]}, above {MAX_HEAD_DIM}; backend='torch' takes it"
+    width = call.q.shape[3]
+    if width > MAX_HEAD_DIM:
+        return f"the head dimension is {width}, above {MAX_HEAD_DIM}; backend='torch' takes it"
+    if call.q.dtype is torch.float32 and width > MAX_FLOAT32_HEAD_DIM:
+        given = load().shared_memory_per_block(call.q.device.index or 0)
+        if given < FLOAT32_WIDE_BYTES:
+            return (
+                f"the head dimension is {width}; in float32 above {MAX_FLOAT32_HEAD_DIM} the backward pass needs "
+                f"{FLOAT32_WIDE_BYTES} bytes of shared memory and this GPU gives a block {given}; use float16 or "
+                "bfloat16, or backend='torch'"
+            )
     return None
 
 
 def forward(call: AttentionCall) -> AttentionResult:
     """(out, lse)."""
-    q, k, v = call[:3]
-    out = like_output(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    load().attention_forward(
-        DTYPE_CODES[q.dtype],
-        *_rows(q),
-        *_rows(k),
-        *_rows(v),
-        *_rows(out),
-        lse.data_ptr(),
-        *_problem(call),
-        PATHS[path],
-    )
-    return AttentionResult(out, lse)
+    q = call.q
+    result = AttentionResult(like_output(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+    load().attention_forward(_launch(call, result))
+    return result
 
 
 def backward(
     call: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, into: Into | None = None
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dbias), bit for bit the same each time; the first three are `into` where it is given."""
-    (q, k, v), attn_bias, (out, lse), (dout, dlse) = call[:3], call.attn_bias, result, grads
+    (q, k, v), attn_bias, lse, (dout, dlse) = call[:3], call.attn_bias, result.lse, grads
     dq, dk, dv = into or (like_output(q), like_output(k), like_output(v))
+    delta = torch.empty_like(lse)
+    gradients: dict[str, Any] = {"dout": _rows(dout), "dlse": _address(dlse), "delta": delta.data_ptr()}
+    gradients |= {"dq": _rows(dq), "dk": _rows(dk), "dv": _rows(dv)}
     dbias: Tensor | None = None
-    computed_dbias: tuple[int, ...] = (0, 1, 1, 1, 1)  # address and shape of what the kernels compute
     if attn_bias is not None and wanted[3]:
         dbias = torch.empty(attn_bias.shape, dtype=attn_bias.dtype, device=q.device)
         if attn_bias.shape[3] == k.shape[2] > 1:
-            computed_dbias = (dbias.data_ptr(), *dbias.shape)
+            gradients["dbias"] = BiasGradient(dbias.data_ptr(), *dbias.shape)
         else:
             dbias.copy_(_gradient_of_row_shift(dlse, lse, attn_bias))
-    delta = torch.empty_like(lse)
-    load().attention_backward(
-        DTYPE_CODES[q.dtype],
-        *_rows(dout),
-        0 if dlse is None else dlse.data_ptr(),
-        *_rows(q),
-        *_rows(k),
-        *_rows(v),
-        *_rows(out),
-        lse.data_ptr(),
-        delta.data_ptr(),
-        *_rows(dq),
-        *_rows(dk),
-        *_rows(dv),
-        *computed_dbias,
-        *_problem(call),
-        PATHS[path],
-    )
+    load().attention_backward(_launch(call, result, **gradients))
     return dq, dk, dv, dbias
 
 
@@ -84,34 +140,50 @@ def _gradient_of_row_shift(dlse: Tensor | None, lse: Tensor, attn_bias: Tensor) 
     return (seen.sum(broadcast, keepdim=True) if broadcast else seen)[..., None]
 
 
-def _rows(x: Tensor) -> tuple[int, int, int, int]:
-    """Address, and the strides of batch, head and row."""
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _rows(x: Tensor) -> Rows:
     batch, head, row, _ = x.stride()
-    return x.data_ptr(), batch, head, row
+    return Rows(x.data_ptr(), batch, head, row)
 
 
-def _problem(call: AttentionCall) -> tuple[int | float | bool, ...]:
-    """The arguments that forward and backward share: sizes, masks, dropout, and where to launch."""
-    q, k, _, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale = call
-    batch, query_heads, query_length, width = q.shape
-    bias: tuple[int | bool, ...] = (0, False, 0, 0, 0, 0)
-    if attn_bias is not None:
-        strides = [0 if size == 1 else stride for size, stride in zip(attn_bias.shape, attn_bias.stride(), strict=True)]
-        bias = (attn_bias.data_ptr(), attn_bias.dtype is torch.float32, *strides)
-    return (
-        batch,
+def _bias(attn_bias: Tensor | None) -> Bias:
+    if attn_bias is None:
+        return Bias(0, False, 0, 0, 0, 0)
+    strides = [0 if size == 1 else stride for size, stride in zip(attn_bias.shape, attn_bias.stride(), strict=True)]
+    return Bias(attn_bias.data_ptr(), attn_bias.dtype is torch.float32, *strides)
+
+
+def _launch(call: AttentionCall, result: AttentionResult, **gradients: Any) -> Launch:
+    q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale = call
+    batches, query_heads, query_length, head_dim = q.shape
+    device, stream = stream_of(q)
+    return Launch(
+        _rows(q),
+        _rows(k),
+        _rows(v),
+        _rows(result.out),
+        result.lse.data_ptr(),
+        DTYPE_CODES[q.dtype],
+        batches,
         query_heads,
         k.shape[1],
         query_length,
         k.shape[2],
-        width,
-        0 if key_padding_mask is None else key_padding_mask.data_ptr(),
-        *((0, 0) if cu_seqlens is None else (cu_seqlens.data_ptr(), len(cu_seqlens) - 1)),
-        *bias,
-        0 if seed is None else seed.data_ptr(),
+        head_dim,
+        _address(key_padding_mask),
+        _address(cu_seqlens),
+        0 if cu_seqlens is None else len(cu_seqlens) - 1,
+        _bias(attn_bias),
+        _address(seed),
         dropout_p,
         scale,
         causal,
-        0 if window is None else window,
-        *stream_of(q),
+        window or 0,
+        device,
+        stream,
+        PATHS[path],
+        **gradients,
     )

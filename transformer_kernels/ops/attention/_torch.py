@@ -91,7 +91,7 @@ def _forward(call: AttentionCall, first: int) -> AttentionResult:
     """out and lse; `first` is the token that dropout counts rows and columns from."""
     if _fused(call):
         result = _fused_forward(call)
-        if not _restricted(call) or call.q.device.type != "cpu" or math.isfinite(float(result.out.sum())):
+        if call.key_padding_mask is None or call.q.device.type != "cpu" or math.isfinite(float(result.out.sum())):
             return result
     return forward_in_chunks(call, _visible(call), first)
 
@@ -103,7 +103,7 @@ def _backward(
     q, k, v = call[:3]
     dout, dlse = grads
     fused = dlse is None and not bias_wanted and _fused(call)
-    if fused and _restricted(call) and q.device.type == "cpu":
+    if fused and call.key_padding_mask is not None and q.device.type == "cpu":
         fused = math.isfinite(float(k.sum() + v.sum()))
     if not fused:
         return backward_in_chunks(call, _visible(call), grads, bias_wanted, into, first)
@@ -126,11 +126,6 @@ def _backward(
     return None
 
 
-def _restricted(call: AttentionCall) -> bool:
-    """Whether anything but a bias hides keys."""
-    return call.causal or call.window is not None or call.key_padding_mask is not None
-
-
 def _visible(call: AttentionCall) -> Tensor | None:
     queries, keys = call.q.shape[2], call.k.shape[2]
     return visible_mask(queries, keys, call.q.device, call.causal, call.window, call.key_padding_mask, call.cu_seqlens)
@@ -142,8 +137,8 @@ def _visible(call: AttentionCall) -> Tensor | None:
 def _fused(call: AttentionCall) -> bool:
     """Whether PyTorch has a fused kernel for this call on this device.
 
-    It multiplies hidden keys by a weight of 0, so an inf or NaN among keys or values reaches rows that must not see it.
-    On the CPU one sum finds that out, and the call is computed in chunks. On a CUDA device reading a sum would stop the
+    It multiplies hidden keys by a weight of 0, so an inf or NaN behind the padding mask would reach every row. On the
+    CPU one sum finds that out, and the call is computed in chunks. On a CUDA device reading a sum would stop the
     device, so there keys behind the padding mask are zeroed instead (see `_operands`); it wants 16-byte aligned rows.
     """
     q, k, v = call[:3]

@@ -29,7 +29,7 @@ def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: int) -
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     if q.numel() == 0 or k.numel() == 0:
         return AttentionResult(out.zero_(), lse)
-    clean = _clean(k, v, visible)
+    clean = _clean(call)
     operand = _operand_dtype(q)
     for chunk in _chunks(q, k.shape[2]):
         seen = _seen(visible, chunk)
@@ -62,7 +62,7 @@ def backward_in_chunks(
         for grad in into:
             grad.zero_()
         return as_dtype_of(wanted, dbias)
-    clean = _clean(k, v, visible)
+    clean = _clean(call)
     operand = _operand_dtype(q)
     for chunk in _chunks(q, k.shape[2]):
         seen = _seen(visible, chunk)
@@ -163,9 +163,11 @@ def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -
     return out.masked_fill(sees_broken > 0.0, math.nan)
 
 
-def _clean(k: Tensor, v: Tensor, visible: Tensor | None) -> bool:
-    """Whether no key or value can spoil a row that must not see it; found out on the CPU, assumed nowhere else."""
-    return visible is None or (k.device.type == "cpu" and math.isfinite(float(k.sum() + v.sum())))
+def _clean(call: AttentionCall) -> bool:
+    """Whether padding and other sequences hold nothing that could spoil a row: seen on the CPU, else assumed nowhere."""
+    if call.key_padding_mask is None and call.cu_seqlens is None:
+        return True
+    return call.k.device.type == "cpu" and math.isfinite(float(call.k.sum() + call.v.sum()))
 
 
 def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
