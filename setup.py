@@ -1,6 +1,7 @@
-"""Installs the package: with the CUDA extension when nvcc is there, with the CPU kernels when a C++ compiler is.
+"""Installs the package: with the CUDA extension where nvcc and a GPU are, with the CPU kernels where a C++ compiler is.
 
-TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for (default 80;90a;80+PTX), or none
+TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for, as 80;90a;120+PTX, or release, or none; else those of this
+                                 machine
 TRANSFORMER_KERNELS_REQUIRE_CUDA 1: fail instead of installing without the extension
 MAX_JOBS                         how many compilers run at once
 """
@@ -70,14 +71,14 @@ class BuildKernels(build_ext):
             print(f"transformer_kernels: dropout on the CPU stays in tensor algebra: {error}", file=sys.stderr)
 
     def build_cuda(self, extension):
-        toolkit = build.find_toolkit()
-        architectures = os.environ.get("TRANSFORMER_KERNELS_CUDA_ARCHS") or build.DEFAULT_ARCHITECTURES
+        architectures, why = build.wanted_architectures()
+        target = Path(self.get_ext_fullpath(extension.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        note = target.with_name(build.BUILD_NOTE)
         try:
-            if architectures == "none":
-                raise build.CompilerMissing("TRANSFORMER_KERNELS_CUDA_ARCHS is none")
-            if toolkit is None:
-                raise build.CompilerMissing("no nvcc in CUDA_HOME, PATH or the pip package nvidia-cuda-nvcc")
-            built = build.build_cuda(Path(self.build_temp).resolve() / "kernels", toolkit, architectures)
+            if not architectures:
+                raise build.CompilerMissing(why)
+            built = build.build_cuda(Path(self.build_temp).resolve() / "kernels", build.find_toolkit(), architectures)
         except (build.BuildError, ValueError) as error:
             if required():
                 raise SystemExit(
@@ -85,11 +86,11 @@ class BuildKernels(build_ext):
                 ) from error
             extension.optional = True
             self.announce_skip(error)
+            note.write_text(f"{error}\n")
             return
-        target = Path(self.get_ext_fullpath(extension.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(built, target)
         target.with_name(HASH_FILE).write_text(build.source_hash() + "\n")
+        note.write_text(f"built for {build.gencode_flags(architectures)[1]}: {why}\n")
 
     def announce_skip(self, error):
         print(f"transformer_kernels: installing without the CUDA extension: {error}", file=sys.stderr)
@@ -98,14 +99,16 @@ class BuildKernels(build_ext):
         return [path for path in super().get_outputs() if os.path.exists(path)]
 
     def copy_extensions_to_source(self):
-        """For --inplace and editable installs: only what was built."""
+        """For --inplace and editable installs: only what was built, and the note on what was not."""
+        folder = Path(self.build_lib) / "transformer_kernels"
+        for name in (HASH_FILE, build.BUILD_NOTE):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, ROOT / "transformer_kernels" / name)
         for extension in self.extensions:
             built = Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(extension.name))
             if built.is_file():
                 package = ROOT / "transformer_kernels"
                 shutil.copyfile(built, package / built.name)
-                if extension.name == CUDA_KERNELS:
-                    shutil.copyfile(built.with_name(HASH_FILE), package / HASH_FILE)
 
 
 class WithExtension(Distribution):

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -150,10 +151,65 @@ def test_the_hash_sees_names_and_contents(tmp_path: Path) -> None:
 def test_architectures_are_read() -> None:
     flags, names = _build.gencode_flags("8.0; sm_90a,80+PTX")
     assert names == "sm_80 sm_90a compute_80"
-    assert flags[0] == "-gencode=arch=compute_80,code=sm_80" and flags[2].endswith("code=compute_80")
+    assert flags[0] == "-gencode=arch=compute_80,code=sm_80" and flags[2].endswith("=compute_80,code=compute_80")
+    assert _build.gencode_flags("compute_80") == (["-gencode=arch=compute_80,code=compute_80"], "compute_80")
+    release = "sm_80 sm_86 sm_89 sm_90a sm_100 sm_120 compute_120"
+    assert _build.gencode_flags(_build.RELEASE_ARCHITECTURES)[1] == release
     for bad in ("", "hopper", "90+SASS"):
         with pytest.raises(ValueError, match="TRANSFORMER_KERNELS_CUDA_ARCHS"):
             _build.gencode_flags(bad)
+
+
+@pytest.fixture
+def nvidia_smi(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Puts a program of that name first on PATH, and an nvcc into CUDA_HOME."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    fresh.setenv("CUDA_HOME", str(tmp_path))
+    fresh.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    fresh.delenv("TRANSFORMER_KERNELS_CUDA_ARCHS", raising=False)
+
+    def install(script: str) -> None:
+        path = tmp_path / "bin" / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    return install
+
+
+def test_an_installation_builds_for_the_gpus_that_are_there(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi("echo 9.0; echo 8.6; echo 9.0; echo '[N/A]'")
+    assert _build.wanted_architectures() == ("86;90a", "the GPUs of the machine it was installed on")
+    nvidia_smi("echo 'NVIDIA-SMI has failed' >&2; exit 9")
+    assert _build.wanted_architectures() == ("", _build.NO_GPU)
+    monkeypatch.setenv("TRANSFORMER_KERNELS_CUDA_ARCHS", "80;89")
+    assert _build.wanted_architectures() == ("80;89", "TRANSFORMER_KERNELS_CUDA_ARCHS is 80;89")
+    monkeypatch.setenv("TRANSFORMER_KERNELS_CUDA_ARCHS", "release")
+    assert _build.wanted_architectures()[0] == _build.RELEASE_ARCHITECTURES
+    monkeypatch.setenv("TRANSFORMER_KERNELS_CUDA_ARCHS", "none")
+    assert _build.wanted_architectures() == ("", "TRANSFORMER_KERNELS_CUDA_ARCHS is none")
+
+
+def test_the_error_says_what_the_installation_did(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.setattr(_extension, "PACKAGE", tmp_path)
+    with pytest.raises(BackendUnavailable, match="is not built: no nvcc"):
+        _extension.load()
+    fresh.setattr(_extension, "_failure", None)
+    (tmp_path / _build.BUILD_NOTE).write_text(_build.NO_GPU + "\n")
+    with pytest.raises(
+        BackendUnavailable, match=r"is not built: nvcc is there and no GPU .*CUDA_ARCHS=90a pip install"
+    ):
+        _extension.load()
+
+
+def test_emulation_without_pybind11(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.setenv("TRANSFORMER_KERNELS_EMULATE", "1")
+    fresh.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path))
+    fresh.setitem(sys.modules, "pybind11", None)
+    with pytest.raises(BackendUnavailable, match=r"pybind11 was not found: pip install 'pybind11"):
+        _extension.load()
 
 
 def test_threads_that_come_together_build_and_load_once(fresh: pytest.MonkeyPatch) -> None:
@@ -207,6 +263,18 @@ def test_setup_without_nvcc_goes_on_and_says_so_in_one_line(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_setup_with_nvcc_and_no_gpu_builds_nothing_and_leaves_a_note(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    result = run_setup(tmp_path, CUDA_HOME=str(tmp_path), PATH=path)
+    assert result.returncode == 0 and "nvcc is there and no GPU" in result.stderr
+    assert (tmp_path / "lib" / "transformer_kernels" / _build.BUILD_NOTE).read_text().strip() == _build.NO_GPU
+
+
+@pytest.mark.slow
 def test_setup_with_a_failing_nvcc_shows_its_last_lines(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib64").mkdir()
@@ -214,10 +282,12 @@ def test_setup_with_a_failing_nvcc_shows_its_last_lines(tmp_path: Path) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'unsupported host compiler' >&2\nexit 1\n")
     nvcc.chmod(0o755)
-    result = run_setup(tmp_path, CUDA_HOME=str(tmp_path))
+    result = run_setup(tmp_path, CUDA_HOME=str(tmp_path), TRANSFORMER_KERNELS_CUDA_ARCHS="80")
     assert result.returncode == 0
     assert "without the CUDA extension" in result.stderr and "unsupported host compiler" in result.stderr
-    result = run_setup(tmp_path, CUDA_HOME=str(tmp_path), TRANSFORMER_KERNELS_REQUIRE_CUDA="1")
+    result = run_setup(
+        tmp_path, CUDA_HOME=str(tmp_path), TRANSFORMER_KERNELS_CUDA_ARCHS="80", TRANSFORMER_KERNELS_REQUIRE_CUDA="1"
+    )
     assert result.returncode != 0 and "unsupported host compiler" in result.stderr
 
 

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +62,18 @@ def test_tf32_is_set_while_entered_and_put_back():
         assert torch.get_float32_matmul_precision() == "high"
         raise KeyError
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this torch has one setting")
+def test_tf32_where_the_newer_setting_is_in_use():
+    program = (
+        "import torch; from transformer_kernels.training.step import matrix_products\n"
+        "products = torch.backends.cuda.matmul; products.fp32_precision = 'ieee'\n"
+        "with matrix_products('tf32'): print(products.fp32_precision)\n"
+        "print(products.fp32_precision)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["tf32", "ieee"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

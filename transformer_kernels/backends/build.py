@@ -16,7 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-DEFAULT_ARCHITECTURES = "80;90a;80+PTX"
+RELEASE_ARCHITECTURES = "80;86;89;90a;100;120+PTX"
+BUILD_NOTE = "_kernels_build.txt"
+"""Beside the extension, or in its place: what the installation built for GPUs and why, for `info` and errors."""
+
+NO_NVCC = (
+    "no nvcc in CUDA_HOME, PATH or the pip package nvidia-cuda-nvcc. Install a CUDA toolkit, or pip install "
+    "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, all of one release, and run "
+    "pip install . again in the checkout"
+)
+NO_GPU = (
+    "nvcc is there and no GPU to build for. For GPUs that are elsewhere name them, as in "
+    "TRANSFORMER_KERNELS_CUDA_ARCHS=90a pip install . in the checkout, or release for all that a release has"
+)
 SANITIZERS = ("address", "thread")
 SOURCE_SUFFIXES = (".h", ".cuh", ".cu", ".cpp")
 
@@ -87,21 +99,48 @@ def _same_release(include: Path, nvcc: Path) -> bool:
 
 
 def gencode_flags(architectures: str) -> tuple[list[str], str]:
-    """nvcc's flags for "80;90a;80+PTX", and the list as the module will show it."""
-    flags, names = [], []
+    """nvcc's flags for "80;90a;120+PTX", and the list as the module will show it; +PTX adds code for later GPUs."""
+    names: list[str] = []
     for entry in architectures.replace(",", ";").replace(" ", ";").split(";"):
         number = entry.strip().lower().removeprefix("sm_").replace(".", "")
+        only_ptx, number = number.startswith("compute_"), number.removeprefix("compute_")
         if not number:
             continue
         number, _, ptx = number.partition("+")
         if not number.rstrip("af").isdigit() or ptx not in ("", "ptx"):
-            raise ValueError(f"TRANSFORMER_KERNELS_CUDA_ARCHS: cannot read {entry!r}; write for example 80;90a;80+PTX")
-        kind = "compute" if ptx else "sm"
-        flags.append(f"-gencode=arch=compute_{number},code={kind}_{number}")
-        names.append(f"{kind}_{number}")
-    if not flags:
+            raise ValueError(f"TRANSFORMER_KERNELS_CUDA_ARCHS: cannot read {entry!r}; write for example 80;90a;120+PTX")
+        names += [f"sm_{number}"] * (not only_ptx) + [f"compute_{number}"] * bool(ptx or only_ptx)
+    if not names:
         raise ValueError("TRANSFORMER_KERNELS_CUDA_ARCHS is empty")
-    return flags, " ".join(names)
+    names = list(dict.fromkeys(names))
+    return [f"-gencode=arch=compute_{name.partition('_')[2]},code={name}" for name in names], " ".join(names)
+
+
+def present_architectures() -> str:
+    """The GPUs of this machine as nvidia-smi names them, such as "86;90a"; empty without one."""
+    tool = shutil.which("nvidia-smi")
+    if not tool:
+        return ""
+    query = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    numbers = {line.strip().replace(".", "") for line in result.stdout.splitlines()}
+    return ";".join("90a" if number == "90" else number for number in sorted(numbers) if number.isdigit())
+
+
+def wanted_architectures() -> tuple[str, str]:
+    """What an installation builds for GPUs, and why; nothing is built for an empty first part."""
+    named = os.environ.get("TRANSFORMER_KERNELS_CUDA_ARCHS", "").strip()
+    if named == "none":
+        return "", "TRANSFORMER_KERNELS_CUDA_ARCHS is none"
+    if find_toolkit() is None:
+        return "", NO_NVCC
+    if named:
+        return RELEASE_ARCHITECTURES if named == "release" else named, f"TRANSFORMER_KERNELS_CUDA_ARCHS is {named}"
+    present = present_architectures()
+    return present, "the GPUs of the machine it was installed on" if present else NO_GPU
 
 
 def find_host_compiler() -> str:
@@ -140,8 +179,10 @@ def _write_if_changed(path: Path, text: str) -> None:
 
 
 def _include_flags() -> str:
-    import pybind11
-
+    try:
+        import pybind11
+    except ImportError as error:
+        raise CompilerMissing("pybind11 was not found: pip install 'pybind11>=2.13'") from error
     return f"-I{sysconfig.get_paths()['include']} -I{pybind11.get_include()}"
 
 
@@ -164,7 +205,7 @@ def _jobs() -> int | None:
     return int(os.environ["MAX_JOBS"]) if os.environ.get("MAX_JOBS", "").isdigit() else None
 
 
-def build_cuda(folder: Path, toolkit: Toolkit, architectures: str = DEFAULT_ARCHITECTURES, csrc: Path = CSRC) -> Path:
+def build_cuda(folder: Path, toolkit: Toolkit, architectures: str, csrc: Path = CSRC) -> Path:
     """Builds the extension for GPUs in `folder` and returns its path."""
     if not toolkit.library:
         raise CompilerMissing(

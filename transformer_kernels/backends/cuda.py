@@ -127,11 +127,7 @@ def _load_emulated() -> Any:
 def _load_built() -> Any:
     path = _built_file()
     if path is None:
-        raise BackendUnavailable(
-            "the CUDA extension is not built: install a CUDA toolkit with nvcc (or pip install nvidia-cuda-nvcc "
-            "nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, all of one release) and run pip install . again, or "
-            "python setup.py build_ext --inplace"
-        )
+        raise BackendUnavailable(f"the CUDA extension is not built: {build_note() or _build.NO_NVCC}")
     try:
         module = _import_from(path)
     except (OSError, ImportError) as error:
@@ -141,6 +137,12 @@ def _load_built() -> Any:
         ) from error
     _refuse_stale(module, path)
     return module
+
+
+def build_note() -> str:
+    """What the installation built for GPUs, or why it built nothing; empty where no installation left a note."""
+    note = PACKAGE / _build.BUILD_NOTE
+    return note.read_text().strip() if note.is_file() else ""
 
 
 def _built_file() -> Path | None:

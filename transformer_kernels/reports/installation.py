@@ -12,6 +12,7 @@ import torch
 
 from transformer_kernels import BACKENDS, __version__, _dropout
 from transformer_kernels._dispatch import AUTO_ORDER, AUTO_ORDER_ELSEWHERE, unavailable
+from transformer_kernels.backends import cuda as _cuda
 from transformer_kernels.backends import triton as _triton
 
 PACKAGES = (
@@ -69,6 +70,8 @@ def _backends() -> tuple[str, list[str]]:
     reasons = {backend: unavailable(backend, device) for backend in BACKENDS}
     lines = [f"{backend:<10} {reason or 'works'}" for backend, reason in reasons.items()]
     order = AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE)
+    note = _cuda.build_note().splitlines()
+    lines += [f"{'':<10} CUDA extension: {note[0]}"] if note else []
     return f"backends on {device.type}", [*lines, f"{'auto':<10} asks {', then '.join(order)}"]
 
 

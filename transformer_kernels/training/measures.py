@@ -37,9 +37,16 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
         if key in name.split("NVIDIA ")[-1]:
             tf32 = half / 2
             if dtype == "float32":
-                return float32 if torch.get_float32_matmul_precision() == "highest" else tf32
+                return tf32 if _allows_tf32() else float32
             return tf32 if dtype == "tf32" else half
     return None
+
+
+def _allows_tf32() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # torch.backends' fp32_precision was set instead
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def peak_memory(device: torch.device) -> int:

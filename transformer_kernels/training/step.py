@@ -60,7 +60,16 @@ def matrix_products(dtype: str) -> Iterator[None]:
     if dtype != "tf32":
         yield
         return
-    before = torch.get_float32_matmul_precision()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch.backends' fp32_precision was set, with which the older setting may not be mixed
+        products = torch.backends.cuda.matmul
+        before, products.fp32_precision = products.fp32_precision, "tf32"
+        try:
+            yield
+        finally:
+            products.fp32_precision = before
+        return
     torch.set_float32_matmul_precision("high")
     try:
         yield

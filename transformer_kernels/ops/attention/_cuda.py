@@ -52,7 +52,7 @@ class BiasGradient(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What the kernels are told: AttentionLaunch of csrc/ops/attention.cu, field by field. 0 stands for an absent tensor."""
+    """AttentionLaunch of csrc/ops/attention.cu, field by field. 0 stands for an absent tensor."""
 
     q: Rows
     k: Rows
