@@ -1,0 +1,274 @@
+// What attention's two passes share. Scores are held transposed, a row of S^T for each key with one query in each lane:
+// then maxima, sums and masks are lane by lane, a hidden key costs nothing, and K and V are read as they lie, row by row;
+// only the queries have to be transposed.
+#pragma once
+#include "lanes.h"
+#include "product.h"
+
+namespace transformer_kernels {
+
+// A (B, H, L, D) tensor: its address and strides in elements; the last axis is contiguous.
+struct Heads {
+  Address data;
+  int64_t batch, head, row;
+};
+
+// The arguments of a call in the order in which ops/attention/_cpu.py packs them; an absent tensor has address 0.
+struct AttentionCall {
+  int64_t dtype, batch, heads, kv_heads, queries, keys, width;
+  int64_t causal, window;  // window: -1 without
+  Heads q, k, v, out;
+  Address lse, padding, seed;
+  Address bias;
+  int64_t bias_dtype, bias_strides[4];
+  Address starts;
+  int64_t sequences;
+  Heads dout, dq, dk, dv;
+  Address dlse, dbias;
+  int64_t bias_sizes[4];
+};
+
+}  // namespace transformer_kernels
+
+namespace transformer_kernels::TK_LEVEL {
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+// Into how many tasks the blocks of one owner are cut, so that threads share the work evenly. No result depends on it.
+inline int64_t parts_of(int64_t owners, int64_t blocks) {
+  constexpr int64_t TASKS_OF_A_THREAD = 4;
+  const int64_t wanted = TASKS_OF_A_THREAD * thread_count();
+  return owners >= wanted || thread_count() < 2 ? 1 : smaller(blocks, (wanted + owners - 1) / owners);
+}
+
+// A stretch of tokens that is computed alone: a batch, or one of the packed sequences.
+struct Span {
+  int64_t batch, first, queries, keys;
+};
+
+TK_INLINE int64_t span_count(const AttentionCall& call) { return call.starts ? call.sequences : call.batch; }
+
+TK_INLINE Span span_at(const AttentionCall& call, int64_t index) {
+  if (!call.starts) return {index, 0, call.queries, call.keys};
+  const int32_t* starts = at<int32_t>(call.starts);
+  const int64_t tokens = starts[index + 1] - starts[index];
+  return {0, starts[index], tokens, tokens};
+}
+
+// The keys of a span that padding leaves, packed: `position` of each among the span's, and the `rank` of each position
+// among the packed; both null where nothing is padded.
+struct Keys {
+  int64_t count;
+  const int32_t *position, *rank;
+};
+
+TK_INLINE int64_t position_of(const Keys& keys, int64_t key) { return keys.position ? keys.position[key] : key; }
+
+inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
+  if (!call.padding) return {span.keys, nullptr, nullptr};
+  const uint8_t* present = at<const uint8_t>(call.padding) + span.batch * call.keys + span.first;
+  int32_t* position = scratch<int32_t>(slot, 2 * span.keys + 1);
+  int32_t* rank = position + span.keys;
+  int32_t count = 0;
+  for (int64_t j = 0; j < span.keys; ++j) {
+    rank[j] = count;
+    position[count] = static_cast<int32_t>(j);
+    count += present[j] != 0;
+  }
+  rank[span.keys] = count;
+  if (count == span.keys) return {span.keys, nullptr, nullptr};
+  return {count, position, rank};
+}
+
+// The queries in the lanes of one block: which head and token each is, and the packed keys [low, high) that it sees. Query
+// heads that share a key head stand one after the other, so that a block may hold several of them.
+template <int REGISTERS>
+struct Block {
+  static constexpr int SIZE = REGISTERS * WIDTH;
+  alignas(64) int32_t head[SIZE], query[SIZE], low[SIZE], high[SIZE];
+  int64_t count;                     // lanes that are used; the others repeat the first
+  int64_t any_low, any_high;         // keys that some lane sees
+  int64_t all_low, all_high;         // keys that all lanes see
+};
+
+template <int REGISTERS>
+inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const Span& span, const Keys& keys,
+                      int64_t first_head, int64_t first_row, int64_t rows) {
+  constexpr int SIZE = Block<REGISTERS>::SIZE;
+  block.count = smaller(SIZE, rows - first_row);
+  int32_t head = static_cast<int32_t>(first_head + first_row / span.queries);
+  int32_t query = static_cast<int32_t>(first_row % span.queries);
+  for (int64_t done = 0; done < block.count;) {
+    const int64_t run = smaller(block.count - done, span.queries - query);
+    for (int64_t i = 0; i < run; ++i) block.head[done + i] = head, block.query[done + i] = query + static_cast<int32_t>(i);
+    done += run, ++head, query = 0;
+  }
+  for (int64_t i = block.count; i < SIZE; ++i) block.head[i] = block.head[0], block.query[i] = block.query[0];
+  const int32_t shift = static_cast<int32_t>(span.keys - span.queries), last = static_cast<int32_t>(span.keys);
+  const int32_t window = call.window < 0 || call.window > span.keys + span.queries
+                             ? static_cast<int32_t>(span.keys + span.queries) : static_cast<int32_t>(call.window);
+  const int32_t ahead = call.causal ? 1 : window;
+  for (int i = 0; i < SIZE; ++i) {
+    const int32_t place = block.query[i] + shift, from = place - window + 1, to = place + ahead;
+    block.low[i] = from > 0 ? (from < last ? from : last) : 0;
+    block.high[i] = to < last ? (to > 0 ? to : 0) : last;
+  }
+  if (keys.rank)
+    for (int i = 0; i < SIZE; ++i) block.low[i] = keys.rank[block.low[i]], block.high[i] = keys.rank[block.high[i]];
+  int32_t least_low = block.low[0], most_low = least_low, least_high = block.high[0], most_high = least_high;
+  for (int i = 0; i < SIZE; ++i) {
+    least_low = block.low[i] < least_low ? block.low[i] : least_low;
+    most_low = block.low[i] > most_low ? block.low[i] : most_low;
+    least_high = block.high[i] < least_high ? block.high[i] : least_high;
+    most_high = block.high[i] > most_high ? block.high[i] : most_high;
+  }
+  block.any_low = least_low, block.all_low = most_low, block.all_high = least_high;
+  block.any_high = most_high > least_low ? most_high : least_low;
+}
+
+// Which lanes of register n see the key.
+template <int REGISTERS> TK_INLINE auto sees(const Block<REGISTERS>& block, int n, int64_t key) {
+  const Ints place = splat_int(static_cast<int32_t>(key));
+  return (place >= load_ints(block.low + n * WIDTH)) & (place < load_ints(block.high + n * WIDTH));
+}
+
+template <class T> TK_INLINE T* row_of(const Heads& tensor, const Span& span, int64_t head, int64_t row) {
+  return at<T>(tensor.data) + span.batch * tensor.batch + head * tensor.head + (span.first + row) * tensor.row;
+}
+
+// One row as float32, zeros behind it up to whole registers.
+template <class T> TK_INLINE void widen_row(const T* from, int64_t width, float* to) {
+  int64_t d = 0;
+  for (; d + WIDTH <= width; d += WIDTH) store(to + d, load(from + d));
+  if (d < width) store(to + d, load(from + d, Part{static_cast<int>(width - d)}));
+}
+
+template <class T> TK_INLINE void narrow_row(const float* from, Floats factor, int64_t width, T* to) {
+  int64_t d = 0;
+  for (; d + WIDTH <= width; d += WIDTH) store(to + d, load(from + d) * factor);
+  if (d < width) store(to + d, load(from + d) * factor, Part{static_cast<int>(width - d)});
+}
+
+// How far behind an element the same one of the next owner (key head, then batch) lies: it is fetched while this one is
+// computed, since heads of a packed projection are short pieces that the processor's own prefetching does not follow.
+TK_INLINE int64_t next_owner(const Heads& tensor, int64_t owners, int64_t owner, int64_t heads) {
+  return owner + 1 < owners ? heads * tensor.head : tensor.batch - owner * heads * tensor.head;
+}
+
+struct Place {
+  int64_t head, row;
+};
+
+// Fetches the rows at place(from) ... place(to - 1), moved by `ahead` elements; WRITE: they will be written.
+template <bool WRITE = false, class F>
+TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, const Span& span, int64_t ahead, int64_t from, int64_t to,
+                     const F& place) {
+  if (!tensor.data) return;
+  const int64_t size = call.dtype == 0 ? 4 : 2;
+  const Heads bytes{tensor.data + ahead * size, size * tensor.batch, size * tensor.head, size * tensor.row};
+  for (int64_t i = from; i < to; ++i) {
+    const auto [head, row] = place(i);
+    const char* line = row_of<const char>(bytes, span, head, row);
+    for (int64_t d = 0; d < size * call.width; d += 64) __builtin_prefetch(line + d, WRITE);
+  }
+}
+
+// Packed keys [from, to) of a tensor in rows of `pitch` float32.
+inline void widen_keys(const AttentionCall& call, const Heads& tensor, const Span& span, const Keys& keys, int64_t kv_head,
+                       int64_t from, int64_t to, int64_t pitch, float* packed) {
+  by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
+    using T = typename decltype(type)::type;
+    for (int64_t key = from; key < to; ++key)
+      widen_row(row_of<const T>(tensor, span, kv_head, position_of(keys, key)), call.width, packed + (key - from) * pitch);
+  });
+}
+
+// The rows of a block's queries; rows without a query are zero.
+template <int REGISTERS>
+inline void widen_queries(const AttentionCall& call, const Heads& tensor, const Span& span, const Block<REGISTERS>& block,
+                          int64_t pitch, float* packed) {
+  by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
+    using T = typename decltype(type)::type;
+    for (int64_t i = 0; i < block.count; ++i)
+      widen_row(row_of<const T>(tensor, span, block.head[i], block.query[i]), call.width, packed + i * pitch);
+  });
+  for (int64_t i = block.count; i < Block<REGISTERS>::SIZE; ++i)
+    for (int64_t d = 0; d < pitch; d += WIDTH) store(packed + i * pitch + d, splat(0.0f));
+}
+
+// to[c][r] = from[r][c] for `rows` rows, a multiple of the lanes, of `pitch` columns, another; times `factor`.
+inline void transpose(const float* from, int64_t pitch, int64_t rows, float factor, float* to, int64_t to_pitch) {
+  for (int64_t r = 0; r < rows; r += WIDTH)
+    for (int64_t c = 0; c < pitch; c += WIDTH)
+      transpose_square(from + r * pitch + c, pitch, factor, to + c * to_pitch + r, to_pitch);
+}
+
+// Dropout: bit l of bits[key * REGISTERS + n] says whether the weight of lane l of register n survives; eight columns come
+// from one philox counter. Even lanes and odd lanes are drawn in two registers of 64-bit products.
+template <int REGISTERS> struct Draw {
+  int64_t group = -1;
+  uint16_t bits[8 * REGISTERS];
+};
+
+template <int REGISTERS>
+inline void draw_group(Draw<REGISTERS>& draw, const AttentionCall& call, const Dropout& dropout, const Span& span, const Block<REGISTERS>& block,
+                       int64_t group) {
+  draw.group = group;
+  const Ints first = splat_int(static_cast<int32_t>(span.first)),
+             head = splat_int(static_cast<int32_t>(span.batch * call.heads));
+  for (int n = 0; n < REGISTERS; ++n) {
+    const Words row = (Words)(load_ints(block.query + n * WIDTH) + first);
+    const Words column = (Words)(load_ints(block.head + n * WIDTH) + head);
+    Words words[4];
+    philox_lanes(dropout.seed, static_cast<uint32_t>(group), row, column, words);
+    const Words threshold = splat_word(dropout.threshold);
+    for (int w = 0; w < 4; ++w) {
+      draw.bits[(2 * w) * REGISTERS + n] = lane_bits((words[w] & 0xFFFFu) >= threshold);
+      draw.bits[(2 * w + 1) * REGISTERS + n] = lane_bits((words[w] >> 16) >= threshold);
+    }
+  }
+}
+
+template <int REGISTERS>
+inline void draw_keys(const AttentionCall& call, const Dropout& dropout, const Span& span, const Keys& keys, const Block<REGISTERS>& block,
+                      int64_t from, int64_t to, uint16_t* bits) {
+  Draw<REGISTERS> draw;
+  for (int64_t key = from; key < to; ++key) {
+    const int64_t column = span.first + position_of(keys, key);
+    if (column >> 3 != draw.group) draw_group(draw, call, dropout, span, block, column >> 3);
+    for (int n = 0; n < REGISTERS; ++n) bits[(key - from) * REGISTERS + n] = draw.bits[(column & 7) * REGISTERS + n];
+  }
+}
+
+// Scores of the packed keys [from, to) become scale * score + bias.
+template <int REGISTERS>
+inline void add_bias(const AttentionCall& call, const Span& span, const Keys& keys, const Block<REGISTERS>& block,
+                     float scale, int64_t from, int64_t to, float* scores) {
+  constexpr int SIZE = Block<REGISTERS>::SIZE;
+  const int64_t* stride = call.bias_strides;
+  const bool dense = stride[3] == 1 && !keys.position;
+  const Floats factor = splat(scale);
+  alignas(64) float rows[WIDTH * WIDTH], columns[WIDTH * WIDTH];
+  by_dtype(call.bias_dtype, [&](auto type) TK_LAMBDA {
+    using T = typename decltype(type)::type;
+    for (int n = 0; n < REGISTERS; ++n)
+      for (int64_t key = from; key < to; key += WIDTH) {
+        const int64_t some = smaller(WIDTH, to - key);
+        for (int lane = 0; lane < WIDTH; ++lane) {
+          const int64_t head = block.head[n * WIDTH + lane], row = span.first + block.query[n * WIDTH + lane];
+          const T* bias = at<const T>(call.bias) + span.batch * stride[0] + head * stride[1] + row * stride[2];
+          if (dense && some == WIDTH) store(rows + lane * WIDTH, load(bias + span.first + key));
+          else if (dense) store(rows + lane * WIDTH, load(bias + span.first + key, Part{static_cast<int>(some)}));
+          else for (int64_t i = 0; i < WIDTH; ++i)
+            rows[lane * WIDTH + i] = i < some ? element(bias[(span.first + position_of(keys, key + i)) * stride[3]]) : 0.0f;
+        }
+        transpose_square(rows, WIDTH, 1.0f, columns, WIDTH);
+        for (int64_t i = 0; i < some; ++i) {
+          float* score = scores + (key - from + i) * SIZE + n * WIDTH;
+          store(score, fma(load(score), factor, load(columns + i * WIDTH)));
+        }
+      }
+  });
+}
+
+}  // namespace transformer_kernels::TK_LEVEL

@@ -1,0 +1,415 @@
+// Gradients of attention: weights recomputed from the saved log-sum-exp, tile by tile (Dao 2023, algorithm 2).
+#include "attention.h"
+
+namespace transformer_kernels::TK_LEVEL {
+namespace {
+
+constexpr int REGISTERS = 4;
+using Queries = Block<REGISTERS>;
+constexpr int64_t SIZE = Queries::SIZE;  // queries of a tile
+constexpr int64_t CHUNK = 64;            // keys of a tile
+constexpr int64_t SLACK = 16;            // rows that a product may read or write behind the last
+
+enum Slot { POSITIONS = 8, CHUNK_ROWS, TILE, QUERY_BLOCKS, LANES_OF_BLOCKS };
+
+struct Options {
+  float scale;
+  Dropout dropout;
+  int64_t pitch;  // floats in a packed row
+};
+
+// A block of queries as the tiles need it.
+struct QueryBlock {
+  Queries lanes;
+  int64_t any_low[REGISTERS], any_high[REGISTERS], all_low[REGISTERS], all_high[REGISTERS];
+  float *q, *dout, *q_transposed, *dout_transposed;  // (SIZE, pitch) twice, (pitch, SIZE) twice
+  float *base, *delta, *total;  // (SIZE): lse, +inf in rows without keys; sum(out dout) - dlse; sum of the weights
+  float* dq;                                         // (SIZE, pitch)
+
+  static int64_t floats(int64_t pitch) { return SIZE * (5 * pitch + 3); }
+};
+
+// Keys, values and their gradients of one chunk, and the scores of one tile.
+struct ChunkRows {
+  float *keys, *values, *dkeys, *dvalues;  // (CHUNK + SLACK, pitch)
+  explicit ChunkRows(int64_t pitch) {
+    const int64_t size = (CHUNK + SLACK) * pitch;
+    keys = scratch<float>(CHUNK_ROWS, 4 * size);
+    values = keys + size, dkeys = values + size, dvalues = dkeys + size;
+  }
+};
+struct Tile {
+  float *weights, *gradients;  // (CHUNK + SLACK, SIZE): S^T then P^T, dP^T then dS^T
+  uint16_t* bits;              // (CHUNK, REGISTERS)
+  int64_t low[REGISTERS], high[REGISTERS];  // the rows that some lane of a register sees
+  Tile() {
+    const int64_t size = (CHUNK + SLACK) * SIZE;
+    weights = scratch<float>(TILE, 2 * size + CHUNK * REGISTERS / 2);
+    gradients = weights + size;
+    bits = reinterpret_cast<uint16_t*>(gradients + size);
+  }
+};
+
+void set_ranges(QueryBlock& block) {
+  for (int n = 0; n < REGISTERS; ++n) {
+    const int32_t *low = block.lanes.low + n * WIDTH, *high = block.lanes.high + n * WIDTH;
+    block.any_low[n] = block.all_low[n] = low[0], block.any_high[n] = block.all_high[n] = high[0];
+    for (int i = 1; i < WIDTH; ++i) {
+      block.any_low[n] = smaller(block.any_low[n], low[i]), block.all_low[n] = larger(block.all_low[n], low[i]);
+      block.any_high[n] = larger(block.any_high[n], high[i]), block.all_high[n] = smaller(block.all_high[n], high[i]);
+    }
+    if (n * WIDTH >= block.lanes.count) block.any_high[n] = block.any_low[n];
+  }
+}
+
+void load_block(QueryBlock& block, const AttentionCall& call, const Options& options, const Span& span, float* memory) {
+  const int64_t pitch = options.pitch, count = block.lanes.count;
+  block.q = memory, block.dout = block.q + SIZE * pitch, block.q_transposed = block.dout + SIZE * pitch;
+  block.dout_transposed = block.q_transposed + SIZE * pitch, block.dq = block.dout_transposed + SIZE * pitch;
+  block.base = block.dq + SIZE * pitch, block.delta = block.base + SIZE, block.total = block.delta + SIZE;
+  widen_queries(call, call.out, span, block.lanes, pitch, block.dq);
+  widen_queries(call, call.dout, span, block.lanes, pitch, block.dout);
+  widen_queries(call, call.q, span, block.lanes, pitch, block.q);
+  for (int64_t i = 0; i < SIZE; ++i) {
+    block.base[i] = INFINITY, block.delta[i] = block.total[i] = 0.f;
+    if (i >= count) continue;
+    const int64_t row = (span.batch * call.heads + block.lanes.head[i]) * call.queries + span.first + block.lanes.query[i];
+    const float lse = at<const float>(call.lse)[row];
+    if (lse != -INFINITY) block.base[i] = lse;
+    Floats total = splat(0.f);
+    for (int64_t d = 0; d < pitch; d += WIDTH) total = fma(load(block.dq + i * pitch + d), load(block.dout + i * pitch + d), total);
+    block.delta[i] = sum(total) - (call.dlse ? at<const float>(call.dlse)[row] : 0.f);
+  }
+  memset(block.dq, 0, sizeof(float) * SIZE * pitch);
+  transpose(block.q, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, block.q_transposed, SIZE);
+  transpose(block.dout, pitch, SIZE, 1.f, block.dout_transposed, SIZE);
+  set_ranges(block);
+}
+
+// How a weight is made of a score.
+struct Weighing {
+  float factor, keep;  // of a score, which becomes natural, and of a weight that dropout keeps
+  bool dropped;
+};
+
+// S^T and dP^T of rows [from, to) and one register -> dropped P^T, dS^T; HIDDEN: some lanes do not see some of the keys.
+template <bool HIDDEN>
+inline void differentiate(QueryBlock& block, const Weighing& how, int n, int64_t key, int64_t from, int64_t to,
+                          Tile& tile) {
+  const Floats factor = splat(how.factor), delta = load(block.delta + n * WIDTH), keep = splat(how.keep);
+  const Floats lse = load(block.base + n * WIDTH);
+  Floats total = splat(0.f);
+  for (int64_t row = from; row < to; ++row) {
+    float *weight = tile.weights + row * SIZE + n * WIDTH, *gradient = tile.gradients + row * SIZE + n * WIDTH;
+    Floats p = exp2(fma(load(weight), factor, -lse) * LOG2_E), dp = load(gradient);
+    const uint32_t bits = how.dropped ? tile.bits[row * REGISTERS + n] : 0;
+    if (how.dropped) dp = kept(bits, dp) * keep;
+    Floats ds = p * (dp - delta);
+    if (HIDDEN) {
+      const auto seen = sees(block.lanes, n, key + row);
+      p = seen ? p : splat(0.f), ds = seen ? ds : splat(0.f);
+    }
+    total += p;
+    store(weight, how.dropped ? kept(bits, p) : p);
+    store(gradient, ds);
+  }
+  store(block.total + n * WIDTH, load(block.total + n * WIDTH) + total);
+}
+
+// P^T and dS^T of a block of queries and the packed keys [key, key + rows), 0 where a query does not see a key. False
+// where none sees any.
+bool fill_tile(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t key,
+               int64_t rows, const ChunkRows& chunk, QueryBlock& block, Tile& tile) {
+  bool any = false;
+  for (int n = 0; n < REGISTERS; ++n) {
+    tile.low[n] = larger(0, smaller(rows, block.any_low[n] - key));
+    tile.high[n] = larger(tile.low[n], smaller(rows, block.any_high[n] - key));
+    any |= tile.low[n] < tile.high[n];
+  }
+  if (!any) return false;
+  for (int n = 0; n < REGISTERS; n += 2) {
+    const bool first = tile.low[n] < tile.high[n], second = tile.low[n + 1] < tile.high[n + 1];
+    if (!first && !second) continue;
+    const int64_t low = !second ? tile.low[n] : !first ? tile.low[n + 1] : smaller(tile.low[n], tile.low[n + 1]);
+    const int64_t high = larger(first ? tile.high[n] : 0, second ? tile.high[n + 1] : 0);
+    const int64_t column = (n + !first) * WIDTH, at_tile = low * SIZE + column, wide = first + second;
+    const int64_t count = aligned(high - low, 8), pitch = options.pitch;
+    product<false>(chunk.keys + low * pitch, {pitch, 1}, block.q_transposed + column, SIZE, tile.weights + at_tile, SIZE,
+                   count, wide, call.width);
+    product<false>(chunk.values + low * pitch, {pitch, 1}, block.dout_transposed + column, SIZE, tile.gradients + at_tile,
+                   SIZE, count, wide, call.width);
+  }
+  const float magnitude = __builtin_fabsf(options.scale);
+  if (call.bias) add_bias(call, span, keys, block.lanes, magnitude, key, key + rows, tile.weights);
+  if (call.seed) draw_keys(call, options.dropout, span, keys, block.lanes, key, key + rows, tile.bits);
+  const Weighing how{call.bias ? 1.f : magnitude, options.dropout.scale, call.seed != 0};
+  for (int n = 0; n < REGISTERS; ++n) {
+    const int64_t low = tile.low[n], high = tile.high[n];
+    const int64_t whole_from = larger(low, smaller(high, block.all_low[n] - key));
+    const int64_t whole_to = larger(whole_from, smaller(high, block.all_high[n] - key));
+    differentiate<true>(block, how, n, key, low, whole_from, tile);
+    differentiate<false>(block, how, n, key, whole_from, whole_to, tile);
+    differentiate<true>(block, how, n, key, whole_to, high, tile);
+    for (int64_t row = 0; row < aligned(rows, 8); ++row)
+      if (row < low || row >= high)
+        store(tile.weights + row * SIZE + n * WIDTH, splat(0.f)), store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));
+  }
+  return true;
+}
+
+// dK += dS^T Q and dV += P^T dO, for groups of eight keys from the registers that see some of them.
+void add_key_gradients(const AttentionCall& call, int64_t pitch, int64_t rows, const QueryBlock& block, const Tile& tile,
+                       const ChunkRows& chunk) {
+  int64_t begin = 0;
+  int first = 0, last = 0;
+  auto flush = [&](int64_t end) {
+    if (first < last) {
+      const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH * pitch, depth = (last - first) * WIDTH;
+      if (call.dv.data)
+        product<true>(tile.weights + from, {SIZE, 1}, block.dout + queries, pitch, chunk.dvalues + begin * pitch, pitch,
+                      end - begin, pitch / WIDTH, depth);
+      if (call.dk.data)
+        product<true>(tile.gradients + from, {SIZE, 1}, block.q + queries, pitch, chunk.dkeys + begin * pitch, pitch,
+                      end - begin, pitch / WIDTH, depth);
+    }
+    begin = end;
+  };
+  for (int64_t row = 0; row < rows; row += 8) {
+    int low = REGISTERS, high = 0;
+    for (int n = 0; n < REGISTERS; ++n)
+      if (tile.low[n] < row + 8 && tile.high[n] > row && tile.low[n] < tile.high[n]) low = n < low ? n : low, high = n + 1;
+    if (low > high) low = high = 0;
+    if (row && (low != first || high != last)) flush(row);
+    first = low, last = high;
+  }
+  flush(aligned(rows, 8));
+}
+
+// dQ += dS K, for neighbouring registers that see the same keys.
+void add_query_gradients(int64_t pitch, const QueryBlock& block, const Tile& tile, const ChunkRows& chunk) {
+  for (int n = 0; n < REGISTERS;) {
+    int end = n + 1;
+    while (end < REGISTERS && tile.low[end] == tile.low[n] && tile.high[end] == tile.high[n]) ++end;
+    const int64_t low = tile.low[n], depth = tile.high[n] - low;
+    if (depth)
+      product<true>(tile.gradients + low * SIZE + n * WIDTH, {1, SIZE}, chunk.keys + low * pitch, pitch,
+                    block.dq + n * WIDTH * pitch, pitch, (end - n) * WIDTH, pitch / WIDTH, depth);
+    n = end;
+  }
+}
+
+template <class T>
+void write_key_gradients(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys,
+                         int64_t kv_head, int64_t key, int64_t rows, const ChunkRows& chunk) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t position = position_of(keys, key + i);
+    if (call.dk.data)
+      narrow_row(chunk.dkeys + i * options.pitch, splat(options.scale), call.width, row_of<T>(call.dk, span, kv_head, position));
+    if (call.dv.data)
+      narrow_row(chunk.dvalues + i * options.pitch, splat(options.dropout.scale), call.width, row_of<T>(call.dv, span, kv_head, position));
+  }
+}
+
+// Zeros for the gradients of the tokens [from, to) of a head that nothing sees; with `keys`, only for those padding hides.
+template <class T>
+void clear(const AttentionCall& call, const Heads& tensor, const Span& span, int64_t head, int64_t from, int64_t to,
+           const int32_t* rank) {
+  if (!tensor.data) return;
+  for (int64_t row = from; row < to; ++row)
+    if (!rank || rank[row + 1] == rank[row]) memset(row_of<T>(tensor, span, head, row), 0, sizeof(T) * call.width);
+}
+
+// lse was rounded to float32, which scales all weights of a query alike: their sum, which should be 1, tells by how much.
+// Where one chunk holds all keys the correction comes in time for the gradients of keys too.
+void correct(QueryBlock& block, int64_t pitch) {
+  for (int64_t i = 0; i < block.lanes.count; ++i) {
+    const Floats inverse = splat(block.total[i] == 0.f ? 1.f : 1.f / block.total[i]);
+    block.total[i] = 1.f;
+    for (int64_t d = 0; d < pitch; d += WIDTH) {
+      float *q = block.q + i * pitch + d, *dout = block.dout + i * pitch + d, *dq = block.dq + i * pitch + d;
+      store(q, load(q) * inverse), store(dout, load(dout) * inverse), store(dq, load(dq) * inverse);
+    }
+  }
+}
+
+// What a task computes: every `parts`-th chunk of the keys, or every `parts`-th block of the queries, or all of both.
+struct Share {
+  bool queries, keys;  // whose gradients
+  int64_t part, parts;
+};
+
+// Where the tile of a task's loops stands: block `index` of `blocks` and the `rows` keys from `key` on.
+struct Step {
+  int64_t key, rows, index, blocks;
+};
+
+// A tile's part of what is fetched: what the next owner will read, and the gradients that this one will write.
+void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head, const Step& step,
+                 const Queries& lanes, const Share& share) {
+  const int64_t group = call.heads / call.kv_heads;
+  const auto key_place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, position_of(keys, i)}; };
+  const auto query_place = [&](int64_t i) TK_LAMBDA { return Place{lanes.head[i], lanes.query[i]}; };
+  const int64_t from = step.key + step.rows * step.index / step.blocks, to = step.key + step.rows * (step.index + 1) / step.blocks;
+  fetch(call, call.k, span, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
+  fetch(call, call.v, span, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
+  if (share.keys) fetch<true>(call, call.dk, span, 0, from, to, key_place);
+  if (share.keys) fetch<true>(call, call.dv, span, 0, from, to, key_place);
+  const int64_t first = lanes.count * step.key / keys.count, last = lanes.count * smaller(step.key + CHUNK, keys.count) / keys.count;
+  fetch(call, call.q, span, next_owner(call.q, call.kv_heads, kv_head, group), first, last, query_place);
+  fetch(call, call.out, span, next_owner(call.out, call.kv_heads, kv_head, group), first, last, query_place);
+  fetch(call, call.dout, span, next_owner(call.dout, call.kv_heads, kv_head, group), first, last, query_place);
+  if (share.queries) fetch<true>(call, call.dq, span, 0, first, last, query_place);
+}
+
+// One task owns its share of the gradients of one key head of one span, and of the query heads that use it.
+void backward_task(const AttentionCall& call, const Options& options, const Span& span, int64_t kv_head, const Share& share) {
+  const int64_t group = call.heads / call.kv_heads, total = group * span.queries, pitch = options.pitch;
+  const Keys keys = keys_of(call, span, POSITIONS);
+  const int64_t block_step = share.keys ? 1 : share.parts, first_block = share.keys ? 0 : share.part;
+  const int64_t blocks = ((total + SIZE - 1) / SIZE - first_block + block_step - 1) / block_step;
+  if (blocks <= 0) return;
+  QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, blocks);
+  float* memory = scratch<float>(QUERY_BLOCKS, blocks * QueryBlock::floats(pitch));
+  for (int64_t i = 0; i < blocks; ++i) {
+    set_block(block[i].lanes, call, span, keys, kv_head * group, (first_block + i * block_step) * SIZE, total);
+    load_block(block[i], call, options, span, memory + i * QueryBlock::floats(pitch));
+  }
+  const ChunkRows chunk(pitch);
+  Tile tile;
+  const bool exact = call.dtype == 0;  // operands of 16 bits are rounded by more than lse is
+  const int64_t chunk_step = share.queries ? 1 : share.parts, first_chunk = share.queries ? 0 : share.part;
+  for (int64_t key = first_chunk * CHUNK; key < keys.count; key += chunk_step * CHUNK) {
+    const int64_t rows = smaller(CHUNK, keys.count - key);
+    widen_keys(call, call.k, span, keys, kv_head, key, key + rows, pitch, chunk.keys);
+    widen_keys(call, call.v, span, keys, kv_head, key, key + rows, pitch, chunk.values);
+    if (share.keys) memset(chunk.dkeys, 0, sizeof(float) * 2 * (CHUNK + SLACK) * pitch);
+    for (int64_t i = 0; i < blocks; ++i) {
+      fetch_ahead(call, span, keys, kv_head, {key, rows, i, blocks}, block[i].lanes, share);
+      if (!fill_tile(call, options, span, keys, key, rows, chunk, block[i], tile)) continue;
+      if (share.queries) add_query_gradients(pitch, block[i], tile, chunk);
+      if (exact && keys.count <= CHUNK) correct(block[i], pitch);
+      if (share.keys) add_key_gradients(call, pitch, rows, block[i], tile, chunk);
+    }
+    if (share.keys)
+      by_dtype(call.dtype, [&](auto type) {
+        write_key_gradients<typename decltype(type)::type>(call, options, span, keys, kv_head, key, rows, chunk);
+      });
+  }
+  by_dtype(call.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (share.keys && share.part == 0 && keys.rank) {
+      clear<T>(call, call.dk, span, kv_head, 0, span.keys, keys.rank);
+      clear<T>(call, call.dv, span, kv_head, 0, span.keys, keys.rank);
+    }
+    for (int64_t i = 0; i < blocks && share.queries; ++i)
+      for (int64_t lane = 0; lane < block[i].lanes.count; ++lane)
+        narrow_row(block[i].dq + lane * pitch, splat(exact && block[i].total[lane] != 0.f ? options.scale / block[i].total[lane] : options.scale),
+                   call.width, row_of<T>(call.dq, span, block[i].lanes.head[lane], block[i].lanes.query[lane]));
+  });
+}
+
+// Where threads would be idle, gradients of keys and of queries are made apart, at the cost of two products of seven.
+void backward(const AttentionCall& call, const Options& options) {
+  const int64_t owners = span_count(call) * call.kv_heads, threads = thread_count();
+  const int64_t rows = call.heads / call.kv_heads * call.queries, rounds = (owners + threads - 1) / threads;
+  const bool queries = call.dq.data, keys = call.dk.data || call.dv.data;
+  const bool apart = queries && keys && !call.starts && 5 * owners < 4 * rounds * threads && owners < 4 * threads;
+  const int64_t parts = apart || !(queries && keys) ? parts_of(owners, smaller((rows + SIZE - 1) / SIZE, (call.keys + CHUNK - 1) / CHUNK)) : 1;
+  const int64_t kinds = apart ? 2 : 1, tasks = owners * parts * kinds;
+  const int64_t length = call.starts ? call.queries / span_count(call) + 1 : call.keys;
+  parallel_for(tasks, rows * length / parts * call.width / 4, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t owner = task / (parts * kinds), kind = task % kinds, part = task / kinds % parts;
+      const Span span = span_at(call, owner / call.kv_heads);
+      if (!span.queries) continue;
+      backward_task(call, options, span, owner % call.kv_heads, {queries && (!apart || kind == 0), keys && (!apart || kind == 1), part, parts});
+    }
+  });
+}
+
+void clear_filler(const AttentionCall& call) {
+  const Span all{0, 0, call.queries, call.keys};
+  const int64_t from = at<int32_t>(call.starts)[call.sequences];
+  by_dtype(call.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    for (int64_t head = 0; head < call.heads; ++head) clear<T>(call, call.dq, all, head, from, call.queries, nullptr);
+    for (int64_t head = 0; head < call.kv_heads; ++head) {
+      clear<T>(call, call.dk, all, head, from, call.keys, nullptr);
+      clear<T>(call, call.dv, all, head, from, call.keys, nullptr);
+    }
+  });
+}
+
+// Adds a tile's dS to the bias's gradient, in whose shape a broadcast axis has size 1.
+void add_bias_gradient(const AttentionCall& call, const Span& span, const Keys& keys, const QueryBlock& block,
+                       const Tile& tile, int64_t key, int64_t rows, float* dbias) {
+  const int64_t *sizes = call.bias_sizes, columns = sizes[3];
+  const bool dense = columns > 1 && sizes[2] > 1 && !keys.position;
+  alignas(64) float square[WIDTH * WIDTH];
+  for (int64_t lane = 0; lane < block.lanes.count; lane += WIDTH)
+    for (int64_t row = 0; row < rows; row += WIDTH) {
+      transpose_square(tile.gradients + row * SIZE + lane, SIZE, 1.f, square, WIDTH);
+      const int64_t some = smaller(WIDTH, rows - row), used = smaller(WIDTH, block.lanes.count - lane);
+      for (int64_t i = 0; i < used; ++i) {
+        float* to = dbias + (sizes[2] > 1 ? (span.first + block.lanes.query[lane + i]) * columns : 0);
+        if (dense && some == WIDTH) {
+          to += span.first + key + row;
+          store(to, load(to) + load(square + i * WIDTH));
+        } else {
+          for (int64_t j = 0; j < some; ++j)
+            to[columns > 1 ? span.first + position_of(keys, key + row + j) : 0] += square[i * WIDTH + j];
+        }
+      }
+    }
+}
+
+// The gradient of the bias recomputes the scores: one task owns a stretch of it and adds up all that was broadcast there,
+// always in the same order.
+void bias_gradient(const AttentionCall& call, const Options& options) {
+  const int64_t* sizes = call.bias_sizes;
+  const int64_t blocks = sizes[2] > 1 && !call.starts ? (call.queries + SIZE - 1) / SIZE : 1;
+  const int64_t tasks = sizes[0] * sizes[1] * blocks, group = call.heads / call.kv_heads;
+  parallel_for(tasks, call.batch * call.heads * call.queries * call.keys / tasks * call.width / 8, [&](int64_t begin, int64_t end) {
+    const ChunkRows chunk(options.pitch);
+    QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, 1);
+    float* memory = scratch<float>(QUERY_BLOCKS, QueryBlock::floats(options.pitch));
+    Tile tile;
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t bias_batch = task / blocks / sizes[1], bias_head = task / blocks % sizes[1];
+      float* dbias = at<float>(call.dbias) + (bias_batch * sizes[1] + bias_head) * sizes[2] * sizes[3];
+      for (int64_t index = 0; index < span_count(call); ++index) {
+        const Span span = span_at(call, index);
+        if (sizes[0] > 1 && span.batch != bias_batch) continue;
+        const Keys keys = keys_of(call, span, POSITIONS);
+        const int64_t first = blocks > 1 ? task % blocks * SIZE : 0, last = blocks > 1 ? smaller(first + SIZE, span.queries) : span.queries;
+        for (int64_t head = sizes[1] > 1 ? bias_head : 0; head < (sizes[1] > 1 ? bias_head + 1 : call.heads); ++head)
+          for (int64_t query = first; query < last; query += SIZE) {
+            set_block(block->lanes, call, span, keys, head, query, span.queries);
+            load_block(*block, call, options, span, memory);
+            for (int64_t key = 0; key < keys.count; key += CHUNK) {
+              const int64_t rows = smaller(CHUNK, keys.count - key);
+              widen_keys(call, call.k, span, keys, head / group, key, key + rows, options.pitch, chunk.keys);
+              widen_keys(call, call.v, span, keys, head / group, key, key + rows, options.pitch, chunk.values);
+              if (fill_tile(call, options, span, keys, key, rows, chunk, *block, tile))
+                add_bias_gradient(call, span, keys, *block, tile, key, rows, dbias);
+            }
+          }
+      }
+    }
+  });
+}
+
+}  // namespace
+
+// As attention_forward; gradients with address 0 are not wanted, that of the bias starts as zeros.
+void attention_backward(Address packed_call, double scale, double dropout_p) {
+  const AttentionCall& call = *at<const AttentionCall>(packed_call);
+  const Options options{static_cast<float>(scale), make_dropout(at<const int64_t>(call.seed), dropout_p), aligned(call.width, WIDTH)};
+  if (call.starts) clear_filler(call);
+  if (call.dq.data || call.dk.data || call.dv.data) backward(call, options);
+  if (call.dbias) bias_gradient(call, options);
+}
+
+}  // namespace transformer_kernels::TK_LEVEL
+
+TK_KERNEL(attention_backward)

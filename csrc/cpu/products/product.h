@@ -1,0 +1,74 @@
+// The micro-kernel of every product on the CPU: C (M, N) = [C +] A B with A read one element at a time from wherever it
+// lies, B and C in rows of whole registers. Attention and the linear layers differ only in what they pack for it.
+#pragma once
+#include "../kernel.h"
+
+namespace transformer_kernels::TK_LEVEL {
+
+constexpr int64_t aligned(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+TK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+TK_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Accumulators of a micro-tile: two registers of B and one of A beside ROWS x 2 of C stay within the register file.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TILE_ROWS = 8;
+#else
+constexpr int TILE_ROWS = 6;
+#endif
+
+// How A is read: element (m, k) is a[m * row + k * depth].
+struct Strides {
+  int64_t row, depth;
+};
+
+// One micro-tile: M rows, N registers wide, K deep. What C held is added last, so that long sums are made of short ones.
+template <int M, int N, bool ADD>
+TK_INLINE void micro_tile(const float* a, Strides stride, const float* b, int64_t b_row, float* c, int64_t c_row,
+                          int64_t K) {
+  Floats sum[M][N];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sum[m][n] = splat(0.0f);
+  for (int64_t k = 0; k < K; ++k) {
+    Floats right[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) right[n] = load(b + k * b_row + n * WIDTH);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      const Floats left = splat(a[m * stride.row + k * stride.depth]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sum[m][n] = fma(left, right[n], sum[m][n]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      float* to = c + m * c_row + n * WIDTH;
+      store(to, ADD ? load(to) + sum[m][n] : sum[m][n]);
+    }
+}
+
+// All rows of a strip N registers wide. A strip of one register takes twice the rows, for as many accumulators.
+template <int N, bool ADD>
+inline __attribute__((noinline)) void strip(const float* a, Strides stride, const float* b, int64_t b_row, float* c,
+                                            int64_t c_row, int64_t M, int64_t K) {
+  constexpr int ROWS = N == 1 ? 16 : TILE_ROWS;
+  int64_t m = 0;
+  for (; m + ROWS <= M; m += ROWS)
+    micro_tile<ROWS, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
+  for (; m + 4 <= M; m += 4) micro_tile<4, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
+  for (; m < M; ++m) micro_tile<1, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
+}
+
+// C (M, N registers) = [C +] A (M, K) B (K, N registers).
+template <bool ADD>
+TK_INLINE void product(const float* a, Strides stride, const float* b, int64_t b_row, float* c, int64_t c_row,
+                       int64_t M, int64_t N, int64_t K) {
+  int64_t n = 0;
+  for (; n + 2 <= N; n += 2) strip<2, ADD>(a, stride, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K);
+  if (n < N) strip<1, ADD>(a, stride, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K);
+}
+
+}  // namespace transformer_kernels::TK_LEVEL

@@ -1,0 +1,158 @@
+"""What is peculiar to attention on the CPU: instruction sets, threads and keys split among them, where it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from tests.support.parity import check_parity
+from transformer_kernels import BackendUnavailable
+from transformer_kernels.backends import cpu
+from transformer_kernels.ops.attention import AttentionCall, _cpu
+
+if "cpu" not in tk.BACKENDS:
+    pytest.skip("cpu is not among the backends", allow_module_level=True)
+try:
+    SETS = cpu.load().instruction_sets
+except BackendUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = cpu.load().instruction_set()
+    cpu.load().use(request.param)
+    yield request.param
+    cpu.load().use(before)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make(
+    lengths: tuple[int, int],
+    heads: tuple[int, int] = (4, 2),
+    width: int = 40,
+    batch: int = 2,
+    dtype: Any = torch.float32,
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    queries, keys = lengths
+    shapes = {"q": (heads[0], queries), "k": (heads[1], keys), "v": (heads[1], keys)}
+    return {
+        name: torch.randn(batch, *shape, width, generator=generator).to(dtype).requires_grad_()
+        for name, shape in shapes.items()
+    }
+
+
+def run(tensors: dict[str, Any], **options: Any) -> list[Tensor]:
+    torch.manual_seed(3)
+    out, lse = tk.attention(**tensors, **options, return_lse=True, backend="cpu")
+    wanted = [each for each in tensors.values() if each.requires_grad]
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    return [
+        out.detach(),
+        lse.detach(),
+        *torch.autograd.grad([out, finite], wanted, [torch.ones_like(out), finite.detach()]),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("everything", [False, True], ids=["plain", "all masks"])
+def test_each_instruction_set_matches_the_reference(instruction_set: str, dtype: torch.dtype, everything: bool) -> None:
+    tensors, options = make((37, 150), dtype=dtype), {"causal": True, "return_lse": True}
+    if everything:
+        tensors["key_padding_mask"] = torch.arange(150).expand(2, 150) % 7 != torch.tensor([[3], [5]])
+        tensors["attn_bias"] = torch.randn(1, 4, 37, 150).to(dtype).requires_grad_()
+        options |= {"window": 60, "dropout_p": 0.2}
+    check_parity("attention", "cpu", tensors, options)
+
+
+CALLS = {
+    "one head": (make((300, 300), (1, 1), batch=1), {"causal": True}),
+    "grouped": (make((200, 333), (6, 2), batch=1), {"dropout_p": 0.3}),
+    "many heads": (make((64, 64), (4, 4), 32, 8), {"causal": True}),
+    "decoding": (make((2, 3000), (8, 2), 64), {"causal": True}),
+    "bias": ({**make((130, 70)), "attn_bias": torch.linspace(-1, 1, 280).view(4, 1, 70).requires_grad_()}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_number_of_threads_changes_no_bit(name: str, threads: None) -> None:
+    tensors, options = CALLS[name]
+    results = []
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        results.append(run(tensors, **options))
+    for other in results[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ["plain", "padded", "causal", "biased", "dropout"])
+def test_keys_split_among_threads_match_the_reference(case: str, dtype: torch.dtype) -> None:
+    tensors, options = make((3, 2500), (4, 2), 24, dtype=dtype), {"return_lse": True}
+    if case == "padded":  # the second batch sees no key of the first two pieces
+        tensors["key_padding_mask"] = torch.stack([torch.arange(2500) % 3 > 0, torch.arange(2500) >= 2100])
+    if case == "biased":
+        tensors["attn_bias"] = torch.randn(4, 1, 2500).to(dtype).requires_grad_()
+    options |= {"causal": case == "causal", "dropout_p": 0.25 if case == "dropout" else 0.0}
+    check_parity("attention", "cpu", tensors, options)
+
+
+def test_a_negative_scale_and_none_at_all() -> None:
+    for scale in (-0.3, 0.0):
+        check_parity("attention", "cpu", make((40, 70)), {"scale": scale, "causal": True, "return_lse": True})
+
+
+def test_the_lowest_bias_still_gives_a_mean() -> None:
+    tensors = make((5, 9), (2, 2))
+    bias = torch.full((1, 1, 5, 9), torch.finfo(torch.float32).min)
+    out = tk.attention(**tensors, attn_bias=bias, backend="cpu")
+    torch.testing.assert_close(out, tensors["v"].mean(dim=2, keepdim=True).expand_as(out))
+
+
+def _guarded(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A tensor (B, H, L, D) between NaNs, in rows that are longer than it needs, and all of that memory."""
+    batch, heads, length, width = shape
+    memory = torch.full((batch + 2, heads, length + 2, width + 3), float("nan"))
+    return memory[1:-1, :, 1:-1, 1 : width + 1], memory
+
+
+def test_nothing_beside_the_operands_is_read_or_written() -> None:
+    shape = (2, 3, 37, 21)
+    views = [_guarded(shape) for _ in range(7)]
+    for view, _ in views[:4]:
+        view.copy_(torch.randn(shape))
+    q, k, v, dout = (view for view, _ in views[:4])
+    call = AttentionCall(q, k, v, None, None, None, None, True, None, 0.0, 0.2)
+    result = _cpu.forward(call)
+    into = tuple(view for view, _ in views[4:])
+    plain = _cpu.backward(call, result, (dout, None), (True, True, True, False))
+    _cpu.backward(call, result, (dout, None), (True, True, True, False), into)
+    for got, want, (_, memory) in zip(into, plain, views[4:], strict=False):
+        assert torch.equal(got, want)
+        got.fill_(float("nan"))
+        assert memory.isnan().all()
+
+
+def test_unwanted_gradients_are_not_computed() -> None:
+    tensors = make((20, 30))
+    call = AttentionCall(*(tensors[name].detach() for name in "qkv"), None, None, None, None, False, None, 0.0, 0.2)
+    result = _cpu.forward(call)
+    whole = _cpu.backward(call, result, (torch.ones_like(result.out), None), (True, True, True, False))
+    for i in range(3):
+        wanted = tuple(j == i for j in range(4))
+        gradients = _cpu.backward(call, result, (torch.ones_like(result.out), None), wanted)
+        assert torch.equal(gradients[i], whole[i]) and sum(each is not None for each in gradients) == 1

@@ -1,0 +1,91 @@
+"""Attention on the CPU: csrc/cpu/products, one call for each pass."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.backends import cpu
+from transformer_kernels.backends.cpu import DTYPE_CODES, address
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+
+NO_HEADS = (0, 0, 0, 0)
+
+
+def forward(call: AttentionCall) -> AttentionResult:
+    """out (B, Hq, Lq, D), in memory (B, Lq, Hq, D), and lse (B, Hq, Lq)."""
+    out = like_output(call.q)
+    lse = torch.empty(call.q.shape[:3], dtype=torch.float32)
+    packed = _packed(call, out, lse)
+    cpu.load().attention_forward(packed.buffer_info()[0], call.scale, call.dropout_p)
+    return AttentionResult(out, lse)
+
+
+def backward(
+    call: AttentionCall,
+    result: AttentionResult,
+    grads: tuple[Tensor | None, ...],
+    wanted: tuple[bool, ...],
+    into: Into | None = None,
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv (written into `into` where that is given) and dbias, None where not wanted."""
+    dout, dlse = grads
+    dout = torch.zeros_like(result.out) if dout is None else dout
+    bias = call.attn_bias
+    if into is None:
+        heads = zip((call.q, call.k, call.v), wanted[:3], strict=True)
+        gradients = tuple(like_output(x) if needed else None for x, needed in heads)
+    else:
+        gradients = into
+    computed = torch.zeros(bias.shape) if bias is not None and wanted[3] and bias.shape[3] > 1 else None
+    packed = _packed(call, result.out, result.lse, (dout, *gradients), dlse, computed)
+    cpu.load().attention_backward(packed.buffer_info()[0], call.scale, call.dropout_p)
+    if bias is None or not wanted[3]:
+        return *gradients, None
+    dbias = _shift_gradient(bias, result.lse, dlse) if computed is None else computed
+    return *gradients, dbias.to(bias.dtype)
+
+
+def _shift_gradient(bias: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """The gradient of a bias that is one number for all keys of a query, over which dS sums to dlse."""
+    if dlse is None:
+        return torch.zeros(bias.shape)
+    return dlse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1).sum_to_size(bias.shape)
+
+
+def _packed(
+    call: AttentionCall,
+    out: Tensor,
+    lse: Tensor,
+    gradients: tuple[Tensor | None, ...] = (None, None, None, None),
+    dlse: Tensor | None = None,
+    dbias: Tensor | None = None,
+) -> array[int]:
+    """The fields of AttentionCall in csrc/cpu/products/attention.h."""
+    q, k = call.q, call.k
+    bias, starts = call.attn_bias, call.cu_seqlens
+    no_bias = (0, 0, 0, 0, 0, 0)
+    return array(
+        "q",
+        (
+            DTYPE_CODES[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
+            call.causal, -1 if call.window is None else call.window,
+            *_heads(q), *_heads(k), *_heads(call.v), *_heads(out),
+            lse.data_ptr(), address(call.key_padding_mask), address(call.seed),
+            *(no_bias if bias is None else (bias.data_ptr(), DTYPE_CODES[bias.dtype], *_broadcast_strides(bias))),
+            address(starts), 0 if starts is None else len(starts) - 1,
+            *(stride for gradient in gradients for stride in _heads(gradient)),
+            address(dlse), address(dbias), *((0, 0, 0, 0) if bias is None else bias.shape),
+        ),
+    )  # fmt: skip
+
+
+def _heads(x: Tensor | None) -> tuple[int, ...]:
+    """Address, and strides of batches, heads and rows."""
+    return NO_HEADS if x is None else (x.data_ptr(), *x.stride()[:3])
+
+
+def _broadcast_strides(bias: Tensor) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
