@@ -11,12 +11,13 @@ export TRANSFORMER_KERNELS_CUDA_ARCHS ?= none
 endif
 SOURCES := pyproject.toml setup.py constraints.txt
 
-.PHONY: help demo test gates lint gpu bench clean
+.PHONY: help demo test gates mutants lint gpu bench clean
 
 help:
 	@echo "make demo   train a character GPT on this machine and compare the backends (a few minutes)"
 	@echo "make test   the test suite (about ten minutes on two cores)"
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
+	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"
 	@echo "make lint   ruff and mypy"
 	@echo "make gpu    on a GPU: build, test, benchmark and record in OUT=runs/benchmarks"
 	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results/cpu (twelve minutes)"
@@ -44,6 +45,9 @@ test: $(VENV)/.test
 
 gates: $(VENV)/.test
 	$(BIN)/python -m pytest tests -m slow -n 2 --durations=15
+
+mutants: $(VENV)/.test
+	$(BIN)/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE))
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
