@@ -58,7 +58,7 @@ class KVCache:
         self.tokens, self.padding = 0, None
 
     def begin(self, model: Transformer, tokens: Tensor, padding_mask: Tensor | None) -> None:
-        """Refuse tokens (B, L) that this cache cannot take up, before anything is computed."""
+        """Refuse tokens (B, L) that this cache cannot hold, before anything is computed."""
         if model is not self.model:
             raise ValueError("cache: it was made by another model; make one with this model's new_cache")
         if tokens.dim() != 2 or tokens.shape[0] != self.batch:

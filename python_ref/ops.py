@@ -597,7 +597,7 @@ def linear_cross_entropy(
 
 
 def check_ids(name: str, ids: Tensor, count: int) -> None:
-    """Refuse ids that an embedding of `count` rows lacks; on the CPU only: on a GPU, to look is to wait for it."""
+    """Refuse ids that an embedding of `count` rows lacks; on the CPU only, since on a GPU that would synchronise."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding: {name} must be int64 or int32; got {ids.dtype}")
     readable = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()

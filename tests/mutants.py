@@ -37,33 +37,135 @@ EVERY = "tests/ops/test_every_operation.py"
 
 MUTANTS = [
     # The routes
-    Mutant(f"{PACKAGE}/_autograd.py", "if operation.second_order is None:", "if False:", f"{AUTOGRAD} -k double_backward"),
-    Mutant(f"{PACKAGE}/_autograd.py", "grad.to(outputs.dtype), create_graph=True", "grad.to(outputs.dtype), create_graph=False", f"{AUTOGRAD} -k second_derivatives"),
-    Mutant(f"{PACKAGE}/_autograd.py", "first = torch.zeros_like(tensors[len(self._kept_call)]) if first is None", "first = torch.ones_like(tensors[len(self._kept_call)]) if first is None", "tests/ops/test_add_layer_norm.py -k one_output_is_used"),
-    Mutant(f"{PACKAGE}/_autograd.py", "apart.append(tensor.clone() if address in seen and tensor.numel() else tensor)", "apart.append(tensor)", f"{AUTOGRAD} -k opcheck"),
-    Mutant(f"{PACKAGE}/_autograd.py", "else self.layout(first)", "else first", f"{EVERY} -k 'gradient_of_any_layout and torch'"),
+    Mutant(
+        f"{PACKAGE}/_autograd.py", "if operation.second_order is None:", "if False:", f"{AUTOGRAD} -k double_backward"
+    ),
+    Mutant(
+        f"{PACKAGE}/_autograd.py",
+        "grad.to(outputs.dtype), create_graph=True",
+        "grad.to(outputs.dtype), create_graph=False",
+        f"{AUTOGRAD} -k second_derivatives",
+    ),
+    Mutant(
+        f"{PACKAGE}/_autograd.py",
+        "first = torch.zeros_like(tensors[len(self._kept_call)]) if first is None",
+        "first = torch.ones_like(tensors[len(self._kept_call)]) if first is None",
+        "tests/ops/test_add_layer_norm.py -k one_output_is_used",
+    ),
+    Mutant(
+        f"{PACKAGE}/_autograd.py",
+        "apart.append(tensor.clone() if address in seen and tensor.numel() else tensor)",
+        "apart.append(tensor)",
+        f"{AUTOGRAD} -k opcheck",
+    ),
+    Mutant(
+        f"{PACKAGE}/_autograd.py",
+        "else self.layout(first)",
+        "else first",
+        f"{EVERY} -k 'gradient_of_any_layout and torch'",
+    ),
     Mutant(f"{PACKAGE}/_autograd.py", "if _functorch_is_active():", "if False:", f"{AUTOGRAD} -k vmap"),
-    Mutant(f"{PACKAGE}/_dispatch.py", 'return _module(operation, "torch" if operation.is_empty(call) else name)', 'return _module(operation, "torch")', "tests/test_dispatch.py tests/test_nn.py -k 'backend'"),
+    Mutant(
+        f"{PACKAGE}/_dispatch.py",
+        'return _module(operation, "torch" if operation.is_empty(call) else name)',
+        'return _module(operation, "torch")',
+        "tests/test_dispatch.py tests/test_nn.py -k 'backend'",
+    ),
     Mutant(f"{PACKAGE}/_dispatch.py", "_scoped.reset(token)", "pass", "tests/test_dispatch.py"),
     # PyTorch
-    Mutant(f"{OPS}/_visible.py", ".tril_(keys - queries)", ".tril_(keys - queries + 1)", "tests/ops/test_attention.py -k 'over_lengths and torch-float32 and causal'"),
-    Mutant(f"{OPS}/_visible.py", "triu_(keys - queries - window + 1)", "triu_(keys - queries - window)", "tests/ops/test_attention.py -k 'all_masks and torch-float32'"),
-    Mutant(f"{OPS}/attention/_torch.py", "return lse.masked_fill(blind, -math.inf)", "return lse", "tests/ops/test_attention.py -k 'see_nothing and torch-float32'"),
-    Mutant(f"{OPS}/attention/_torch_chunks.py", "dq[chunk] = (low @ key).mul_(scale)", "dq[chunk] = low @ key", f"{EVERY} -k 'gradcheck and attention'"),
-    Mutant(f"{OPS}/cross_entropy/_torch.py", "p.sub_(label_smoothing / p.shape[1])", "pass", "tests/ops/test_cross_entropy.py -k 'torch and matches_pytorch'"),
-    Mutant(f"{OPS}/embedding/_scatter.py", "rows = ds.sum(dim=0, dtype=torch.promote_types(ds.dtype, torch.float32)).to(ds.dtype)", "rows = ds.sum(dim=0)", "tests/ops/test_embedding.py -k 'torch-bfloat16 or torch-float16'"),
-    Mutant(f"{OPS}/linear_cross_entropy/_chunked.py", "return total.add_(first @ second)", "return total.add_((first @ second) * 0.99)", "tests/ops/test_linear_cross_entropy.py -k 'summed_in_float32 or matches_reference_over_shapes and torch'"),
+    Mutant(
+        f"{OPS}/_visible.py",
+        ".tril_(keys - queries)",
+        ".tril_(keys - queries + 1)",
+        "tests/ops/test_attention.py -k 'over_lengths and torch-float32 and causal'",
+    ),
+    Mutant(
+        f"{OPS}/_visible.py",
+        "triu_(keys - queries - window + 1)",
+        "triu_(keys - queries - window)",
+        "tests/ops/test_attention.py -k 'all_masks and torch-float32'",
+    ),
+    Mutant(
+        f"{OPS}/attention/_torch.py",
+        "return lse.masked_fill(blind, -math.inf)",
+        "return lse",
+        "tests/ops/test_attention.py -k 'see_nothing and torch-float32'",
+    ),
+    Mutant(
+        f"{OPS}/attention/_torch_chunks.py",
+        "dq[chunk] = (low @ key).mul_(scale)",
+        "dq[chunk] = low @ key",
+        f"{EVERY} -k 'gradcheck and attention'",
+    ),
+    Mutant(
+        f"{OPS}/cross_entropy/_torch.py",
+        "p.sub_(label_smoothing / p.shape[1])",
+        "pass",
+        "tests/ops/test_cross_entropy.py -k 'torch and matches_pytorch'",
+    ),
+    Mutant(
+        f"{OPS}/embedding/_scatter.py",
+        "rows = ds.sum(dim=0, dtype=torch.promote_types(ds.dtype, torch.float32)).to(ds.dtype)",
+        "rows = ds.sum(dim=0)",
+        "tests/ops/test_embedding.py -k 'torch-bfloat16 or torch-float16'",
+    ),
+    Mutant(
+        f"{OPS}/linear_cross_entropy/_chunked.py",
+        "return total.add_(first @ second)",
+        "return total.add_((first @ second) * 0.99)",
+        "tests/ops/test_linear_cross_entropy.py -k 'summed_in_float32 or matches_reference_over_shapes and torch'",
+    ),
     Mutant(f"{PACKAGE}/_dropout.py", "return round(p * 2**16)", "return round(p * 2**16) + 1", "tests/test_dropout.py"),
-    Mutant(f"{PACKAGE}/_checks.py", "if lowest < 0 or highest >= count:", "if lowest < 0 or highest > count:", "tests/ops/test_embedding.py -k 'unknown_id and torch'"),
+    Mutant(
+        f"{PACKAGE}/_checks.py",
+        "if lowest < 0 or highest >= count:",
+        "if lowest < 0 or highest > count:",
+        "tests/ops/test_embedding.py -k 'unknown_id and torch'",
+    ),
     # Triton, interpreted
-    Mutant(f"{OPS}/gelu/_triton.py", "inside = lanes < count - start", "inside = lanes <= count - start", "tests/ops/test_gelu.py tests/ops/test_gelu_triton.py -k triton"),
-    Mutant(f"{OPS}/_triton_bias.py", "dbias_sum += gradient", "dbias_sum = gradient", "tests/ops/test_bias_gelu.py tests/ops/test_bias_gelu_triton.py -k triton"),
-    Mutant(f"{OPS}/layer_norm/_triton_forward.py", "row_rstd = tl.rsqrt(variance + eps)", "row_rstd = tl.rsqrt(variance)", "tests/ops/test_layer_norm.py tests/ops/test_layer_norm_triton.py -k triton"),
-    Mutant(f"{OPS}/softmax/_triton.py", "result = tl.where(weights == 0.0, 0.0, scale * weights * (gradient - inner))", "result = tl.where(weights == 0.0, 0.0, weights * (gradient - inner))", "tests/ops/test_softmax.py -k 'triton and masks'"),
+    Mutant(
+        f"{OPS}/gelu/_triton.py",
+        "inside = lanes < count - start",
+        "inside = lanes <= count - start",
+        "tests/ops/test_gelu.py tests/ops/test_gelu_triton.py -k triton",
+    ),
+    Mutant(
+        f"{OPS}/_triton_bias.py",
+        "dbias_sum += gradient",
+        "dbias_sum = gradient",
+        "tests/ops/test_bias_gelu.py tests/ops/test_bias_gelu_triton.py -k triton",
+    ),
+    Mutant(
+        f"{OPS}/layer_norm/_triton_forward.py",
+        "row_rstd = tl.rsqrt(variance + eps)",
+        "row_rstd = tl.rsqrt(variance)",
+        "tests/ops/test_layer_norm.py tests/ops/test_layer_norm_triton.py -k triton",
+    ),
+    Mutant(
+        f"{OPS}/softmax/_triton.py",
+        "result = tl.where(weights == 0.0, 0.0, scale * weights * (gradient - inner))",
+        "result = tl.where(weights == 0.0, 0.0, weights * (gradient - inner))",
+        "tests/ops/test_softmax.py -k 'triton and masks'",
+    ),
     # Training
-    Mutant(f"{TRAINING}/sampler.py", "self.epoch, self.batch = self.epoch + 1, 0", "self.epoch, self.batch = self.epoch, 0", "tests/training/test_sampler.py"),
-    Mutant(f"{TRAINING}/sampler.py", "self.epoch, self.batch = int(state", "self.epoch, self.batch = 0 * int(state", "tests/training/test_sampler.py"),
-    Mutant(f"{TRAINING}/step.py", "self.scaler.scale(loss).backward()", "loss.backward()", "tests/training/test_trainer.py tests/training/test_step.py"),
+    Mutant(
+        f"{TRAINING}/sampler.py",
+        "self.epoch, self.batch = self.epoch + 1, 0",
+        "self.epoch, self.batch = self.epoch, 0",
+        "tests/training/test_sampler.py",
+    ),
+    Mutant(
+        f"{TRAINING}/sampler.py",
+        "self.epoch, self.batch = int(state",
+        "self.epoch, self.batch = 0 * int(state",
+        "tests/training/test_sampler.py",
+    ),
+    Mutant(
+        f"{TRAINING}/step.py",
+        "self.scaler.scale(loss).backward()",
+        "loss.backward()",
+        "tests/training/test_trainer.py tests/training/test_step.py",
+    ),
     Mutant("python_ref/ops.py", "PHILOX_ROUNDS = 7", "PHILOX_ROUNDS = 6", "tests/test_dropout.py"),
 ]
 

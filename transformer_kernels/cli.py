@@ -119,7 +119,7 @@ def _add_train(commands: Any) -> None:
         about = (recipe.Config.__doc__ or "").strip()
         parser = commands.add_parser(name, help=about, description=about, epilog=TRAIN_NOTE, formatter_class=formatter)
         parser.set_defaults(run=_train)
-        bundled = ", ".join(options.shipped_configs(name)) or "none"
+        bundled = ", ".join(options.bundled_configs(name)) or "none"
         told = f"YAML, TOML or JSON file with options, or the name of a bundled one ({bundled})"
         parser.add_argument("--config", metavar="FILE", help=told)
         parser.add_argument("--resume", metavar="FOLDER", help="continue exactly from this run or checkpoint")

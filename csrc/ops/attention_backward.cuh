@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
 // One block owns up to OWNED queries x STREAMED keys of the bias's gradient, which is dS summed over every axis along
 // which the bias is broadcast: it walks batches, heads and, where the bias has one row for all queries, their tiles,
-// always in the same order. dS is computed anew: two products more, and no other kernel has to know about the bias's
+// always in the same order. dS is recomputed: two products more, and no other kernel has to know about the bias's
 // shape. A bias broadcast along the keys does not come here: it shifts whole rows, so that only lse depends on it.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)

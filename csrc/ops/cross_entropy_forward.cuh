@@ -48,7 +48,7 @@ TK_DEVICE Vector<float, VECTOR> load_logits(const T* logits, int column, int cla
 }
 
 // One group of Layout::THREADS threads owns one row and holds it in registers: the logits are read once. Rows are
-// `stride` elements apart; what lies beyond the classes is not looked at, and becomes 0 where the gradient is written.
+// `stride` elements apart; what lies beyond the classes is ignored, and becomes 0 where the gradient is written.
 template <class Layout, bool GRADIENT>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     cross_entropy_forward_kernel(typename Layout::T* logits, const int64_t* __restrict__ targets,

@@ -15,7 +15,7 @@ from tests.support.parity import check_parity, require
 
 OP = "attention"
 
-LSE_ROUNDING = "P is taken up again from an lse rounded to fp32: a gradient was up to 5 % over the budget on a CPU"
+LSE_ROUNDING = "P is recomputed from an lse rounded to fp32: a gradient was up to 5 % over the budget on a CPU"
 
 
 def make(

@@ -1,4 +1,4 @@
-"""What is particular to the CUDA attention kernels: each family of them, their schedules, and values nobody may see.
+"""What is particular to the CUDA attention kernels: each family of them, their schedules, and values that must stay hidden.
 
 The grid that every backend passes is in test_attention.py; it takes the kernels that suit each call.
 """
@@ -311,7 +311,7 @@ def test_no_sequence_reads_another(path: str, poison: float, device: torch.devic
     cu_seqlens = torch.tensor([0, 90, 180, 290], dtype=torch.int32, device=device)
     second = torch.arange(300, device=device).ge(90) & torch.arange(300, device=device).lt(180)
     broken = second.clone()
-    broken[290:] = True  # nobody's
+    broken[290:] = True  # behind the last sequence
     cotangent = normal(1, 1, 300, 64, dtype=torch.bfloat16, device=device, seed=7).detach()
     results = []
     for tensors, dout in ((clean, cotangent), ({}, cotangent.masked_fill(broken[:, None], poison))):

@@ -159,7 +159,7 @@ def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device
 @pytest.mark.parametrize("stray", [-1, VOCABULARY])
 def test_an_unknown_id_is_an_index_error_on_the_cpu(backend: str, device: torch.device, stray: int) -> None:
     if device.type != "cpu":
-        pytest.skip("on a GPU nobody looks")
+        pytest.skip("ids are not validated on a GPU")
     tensors = make(torch.float32, device, 24)
     tensors["tokens"][1, 2] = stray
     with pytest.raises(IndexError, match=rf"embedding: tokens must be in \[0, {VOCABULARY}\); got ids from"):
@@ -180,7 +180,7 @@ def test_a_kernel_reads_nothing_for_an_unknown_id(
 ) -> None:
     """What happens on a GPU: the row is NaN, the others are what they are, and its gradient has no row."""
     if backend == "torch":
-        pytest.skip("PyTorch looks for itself")
+        pytest.skip("PyTorch validates ids itself")
     from transformer_kernels import _dispatch
 
     tensors = make(torch.float32, device, 24)

@@ -11,7 +11,7 @@ import transformer_kernels as tk
 from tests.support.parity import check_parity
 
 OP = "attention"
-LSE_ROUNDING = "P is taken up again from an lse rounded to fp32, where eager PyTorch has it exactly: 1"
+LSE_ROUNDING = "P is recomputed from an lse rounded to fp32, where eager PyTorch has it exactly: 1"
 
 
 def make(

@@ -1,7 +1,7 @@
 import pytest
 
 from transformer_kernels.training import CharGPT, CharGPTConfig, ImdbConfig
-from transformer_kernels.training.config import read_config_file, resumed_config, shipped_configs
+from transformer_kernels.training.config import read_config_file, resumed_config, bundled_configs
 from transformer_kernels.training.recipes import find_recipe, make_config
 from transformer_kernels.training.tokenizers import CharacterTokenizer
 
@@ -67,10 +67,10 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, name, text):
         read_config_file(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", shipped_configs())
+@pytest.mark.parametrize("name", bundled_configs())
 def test_every_bundled_config_names_its_recipe_and_makes_a_model(name):
     values = read_config_file(name)
-    assert name in shipped_configs(values["recipe"])
+    assert name in bundled_configs(values["recipe"])
     config = make_config(values["recipe"], values, name)
     assert find_recipe(values["recipe"]).build(config, LETTERS).num_parameters() > 0
 

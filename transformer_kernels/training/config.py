@@ -154,7 +154,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
     return converted
 
 
-def shipped_configs(recipe: str = "") -> dict[str, Path]:
+def bundled_configs(recipe: str = "") -> dict[str, Path]:
     """The bundled config files by name, all or those written for `recipe`."""
     paths = sorted((Path(__file__).parent / "configs").glob("*.yaml"))
     return {path.stem: path for path in paths if not recipe or f"recipe: {recipe}\n" in path.read_text("utf-8")}
@@ -162,11 +162,11 @@ def shipped_configs(recipe: str = "") -> dict[str, Path]:
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
     """The names and values in a YAML, TOML or JSON file, or in the bundled config of that name."""
-    shipped, path = shipped_configs(), Path(path)
+    bundled, path = bundled_configs(), Path(path)
     if not path.is_file():
-        path = shipped.get(str(path), path)
+        path = bundled.get(str(path), path)
     if not path.suffix and not path.exists():
-        raise ValueError(f"{path}: no such config file; the bundled ones are {', '.join(shipped)}")
+        raise ValueError(f"{path}: no such config file; the bundled ones are {', '.join(bundled)}")
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
         try:

@@ -18,7 +18,7 @@ NO_REDUCTION = 0  # of aten.nll_loss_forward
 
 
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
-    """(loss, None, rows in the mean): there are no statistics, backward takes its softmax anew."""
+    """(loss, None, rows in the mean): there are no statistics, backward recomputes its softmax."""
     logits, targets, ignore_index, label_smoothing, reduction = call
     losses = row_losses(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index, label_smoothing)
     if reduction == "none":

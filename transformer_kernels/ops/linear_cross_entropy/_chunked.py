@@ -89,9 +89,8 @@ class ChunkedCrossEntropy:
         """The gradients of the sum of losses, times the incoming scalar and over the number of rows in a mean."""
         (dloss,), (_, counted, *sums) = grads, result
         in_mean = counted if call.reduction == "mean" else None
-        scale = (dloss if in_mean is None else dloss / in_mean.clamp(min=1)).view(
-            1
-        )  # not 0-d: multiplied in its own float32
+        scale = dloss if in_mean is None else dloss / in_mean.clamp(min=1)
+        scale = scale.view(1)  # a 0-d tensor would be multiplied in the gradient's dtype
         return tuple(grad if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad)) for grad in sums)
 
 
