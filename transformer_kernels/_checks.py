@@ -49,7 +49,7 @@ def class_indices(op: str, name: str, value: Any, shape: torch.Size) -> None:
 
 
 def classes_in_range(op: str, name: str, value: Tensor, classes: int, ignored: int) -> None:
-    """Every class is below `classes` or ignored; checked on the CPU only: on a GPU, reading it would force a device synchronisation."""
+    """Every class is below `classes` or ignored; checked on the CPU only: on a GPU it would synchronise."""
     if value.device.type != "cpu" or not value.numel():
         return
     lowest, highest = value.aminmax()
@@ -71,7 +71,7 @@ def row_ids(op: str, name: str, value: Any) -> None:
 
 
 def rows_in_range(op: str, name: str, value: Tensor, count: int) -> None:
-    """Every id is below `count`; checked on the CPU only: on a GPU, reading it would force a device synchronisation."""
+    """Every id is below `count`; checked on the CPU only: on a GPU it would synchronise."""
     if value.device.type != "cpu" or not value.numel():
         return
     lowest, highest = (int(end) for end in value.aminmax())

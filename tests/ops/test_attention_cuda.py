@@ -1,4 +1,4 @@
-"""What is particular to the CUDA attention kernels: each family of them, their schedules, and values that must stay hidden.
+"""What is particular to the CUDA attention kernels: each family of them, their schedules, and hidden values.
 
 The grid that every backend passes is in test_attention.py; it takes the kernels that suit each call.
 """

@@ -1,7 +1,7 @@
 import pytest
 
 from transformer_kernels.training import CharGPT, CharGPTConfig, ImdbConfig
-from transformer_kernels.training.config import read_config_file, resumed_config, bundled_configs
+from transformer_kernels.training.config import bundled_configs, read_config_file, resumed_config
 from transformer_kernels.training.recipes import find_recipe, make_config
 from transformer_kernels.training.tokenizers import CharacterTokenizer
 
