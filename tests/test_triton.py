@@ -12,7 +12,7 @@ import torch
 from python_ref import ops as reference
 from tests.support.interpreter import hardened
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import RowTile, Table
+from transformer_kernels.backends.triton_tiles import TUNED, RowTile, Tiles, column_blocks, persistent_rows, whole_rows
 
 requires_interpreter = pytest.mark.skipif(
     _triton.unavailable(torch.device("cpu")) is not None, reason="needs TRITON_INTERPRET=1 before the process starts"
@@ -72,12 +72,27 @@ def test_the_variable_set_after_triton_was_imported_is_refused() -> None:
     assert "before the process starts" in run_python(source, TRITON_INTERPRET=None)
 
 
-def test_a_table_takes_the_newest_capability_that_is_not_newer() -> None:
-    old, new, wide = (RowTile(rows=1, columns=columns, num_warps=4) for columns in (64, 128, 256))
-    table = Table("sample", {((8, 0), 2): ((64, old), (None, wide)), ((9, 0), 2): ((64, new), (None, wide))})
-    assert table.find((8, 9), 2, 64) is old
-    assert table.find((9, 0), 2, 1) is new
-    assert table.find((12, 0), 2, 65) is wide
+def test_tiles_follow_the_rule_or_what_was_tuned_for_the_newest_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (RowTile(rows=1, columns=64, num_warps=warps) for warps in (1, 2))
+    monkeypatch.setitem(TUNED, ("sample", (8, 0), 2, 64), (old, "measured"))
+    monkeypatch.setitem(TUNED, ("sample", (9, 0), 2, 64), (new, "measured"))
+    tiles = Tiles("sample", whole_rows, widest=256)
+    assert tiles.find((8, 9), 2, 64) is old
+    assert tiles.find((9, 0), 2, 33) is new and tiles.find((12, 0), 2, 64) is new
+    assert tiles.find((9, 0), 4, 64) == whole_rows(64, 4, 256)
+    assert tiles.find((9, 0), 2, 1) == whole_rows(32, 2, 256)
+    assert tiles.find((9, 0), 2, 257) == tiles.find((9, 0), 2, 10**6) == RowTile(1, 8192, 16)
+    assert tiles.widths() == [32, 64, 128, 256, 512]
+
+
+@pytest.mark.parametrize("columns", [2**power for power in range(4, 17)])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_rule_gives_every_thread_about_as_much(columns: int, itemsize: int) -> None:
+    for rule in (whole_rows, persistent_rows, column_blocks):
+        tile = rule(columns, itemsize, 16384)
+        assert 8 <= tile.rows * tile.columns / (32 * tile.num_warps) <= 16
+        prefetched = tile.num_stages * 2 * tile.rows * tile.columns * itemsize  # of two inputs, in shared memory
+        assert tile.num_stages == 1 or prefetched <= 99 * 1024
 
 
 def test_a_vector_needs_every_size_to_be_a_multiple() -> None:

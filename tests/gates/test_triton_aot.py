@@ -4,65 +4,63 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.tune_triton import targets
 from tests.support.compilations import OPERATIONS as COUNTED
 from tests.support.compilations import compilations
 from transformer_kernels.reports import triton as kernel_report
+from transformer_kernels.reports.row_calls import WIDTHS
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 QUICK = {
-    "attention": "key gradient packed sequences bf16 D <= 64",
-    "softmax": "forward bf16 <= 4096",
-    "layer_norm": "backward bf16 <= 4096",
-    "add_layer_norm": "forward dropout fp16 <= 1024",
-    "gelu": "backward none bf16",
-    "bias_gelu": "forward none fp32 wider",
-    "bias_relu": "backward bf16 <= 256",
-    "cross_entropy": "in place bf16 <= 4096",
-    "embedding": "forward norm bf16 <= 256",
+    "attention": "any length sequences bfloat16 D 64: attention_backward_key",
+    "softmax": "softmax bf16 4096: softmax_forward",
+    "layer_norm": "bf16 4096: layer_norm_backward",
+    "add_layer_norm": "dropout fp16 1024: layer_norm_forward",
+    "gelu": "none bf16 16: gelu_backward",
+    "bias_gelu": "none fp32 512: bias_activation_forward",
+    "bias_relu": "bf16 256: bias_activation_backward",
+    "cross_entropy": "in place bf16 4096:",
+    "embedding": "norm bf16 256: embedding_forward",
 }
 
 
 @pytest.mark.parametrize(("operation", "matching"), QUICK.items(), ids=QUICK)
-def test_a_sample_of_the_tables_passes_its_gates(operation: str, matching: str) -> None:
+def test_a_sample_of_the_launches_passes_its_gates(operation: str, matching: str) -> None:
     _assert_gates(kernel_report.report([operation], matching, jobs=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", kernel_report.OPERATIONS)
-def test_every_configuration_passes_its_gates(operation: str) -> None:
-    if not kernel_report.configurations([operation]):
-        pytest.skip(f"triton has no {operation} kernel of its own")
+def test_every_launch_passes_its_gates(operation: str) -> None:
     _assert_gates(kernel_report.report([operation], jobs=2))
-
-
-VARIANTS = {
-    "cross_entropy_forward_kernel": 2,  # with statistics, and in place
-    "softmax_forward_kernel": 3,
-    "layer_norm_forward_kernel": 2,
-    "layer_norm_backward_kernel": 2,
-    "bias_activation_forward_kernel": 2,  # gelu and relu
-    "bias_activation_backward_kernel": 2,
-    "attention_forward_kernel": 5,
-    "attention_backward_query_kernel": 4,
-    "attention_backward_key_kernel": 4,
-    "attention_short_forward_kernel": 2,
-    "attention_short_backward_kernel": 2,
-}
-"""How many compilations the counted calls of each kernel ask for by their options; one where it is not named."""
 
 
 @pytest.mark.parametrize("operation", COUNTED)
 @pytest.mark.parametrize("shapes", ["batches", "aligned", "odd"])
 def test_twenty_shapes_need_no_second_compilation(operation: str, shapes: str) -> None:
     counted = compilations(f"{operation}-{shapes}")
-    assert counted and counted == {name: VARIANTS.get(name, 1) for name in counted}
+    assert counted and all(one == every for one, every in counted.values()), counted
+
+
+@pytest.mark.parametrize("operation", kernel_report.OPERATIONS)
+def test_the_calls_of_every_operation_are_known(operation: str) -> None:
+    label, call = next(iter(kernel_report.calls_of(operation).calls(operation)))
+    assert label.startswith(operation) and callable(call)
+
+
+def test_the_rows_recorded_meet_every_tile() -> None:
+    for target in targets():
+        below = {width for width in target.tiles.widths() if width > 2 and width <= target.tiles.widest}
+        assert below <= set(WIDTHS) and max(WIDTHS) > target.tiles.widest, target
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert kernel_report.main(["gelu", "--matching", "forward tanh bf16", "--jobs", "1"]) == 0
+    assert kernel_report.main(["gelu", "--matching", "tanh bf16 16: gelu_forward", "--jobs", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "gelu forward tanh bf16" in printed and "sm_80" in printed and "2 compilations, 0 failing" in printed
+    assert (
+        "gelu tanh bf16 16: gelu_forward" in printed and "sm_80" in printed and "2 compilations, 0 failing" in printed
+    )
 
 
 def test_a_gate_that_fails_is_named() -> None:
@@ -82,6 +80,6 @@ def test_a_gate_that_fails_is_named() -> None:
 
 
 def _assert_gates(reports: list[kernel_report.KernelReport]) -> None:
-    assert reports, "no configuration matches"
+    assert reports, "no launch matches"
     failing = [row for row in reports if row.failures]
     assert not failing, "\n" + kernel_report.table(failing)

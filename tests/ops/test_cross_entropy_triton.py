@@ -11,7 +11,7 @@ from tests.support.arguments import normal
 from tests.support.operations import backward, prepared
 from tests.support.parity import check_parity, require
 from tests.support.triton_tables import every_width
-from transformer_kernels.backends.triton import RowTile
+from transformer_kernels.backends.triton_tiles import RowTile
 
 OP = "cross_entropy"
 

@@ -9,7 +9,7 @@ from tests.support.arguments import DTYPES, dtype_id, normal
 from tests.support.operations import backward, prepared
 from tests.support.parity import check_parity, require
 from tests.support.triton_tables import every_width
-from transformer_kernels.backends.triton import RowTile
+from transformer_kernels.backends.triton_tiles import RowTile
 
 OP = "softmax"
 

@@ -5,6 +5,7 @@ Run as a program, without TRITON_INTERPRET: `python -m tests.support.compilation
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -16,11 +17,12 @@ from unittest import mock
 
 import torch
 
+from transformer_kernels.reports import row_calls
 from transformer_kernels.reports.launches import record
 
 
-def compilations(case: str) -> dict[str, int]:
-    """How many compilations of each kernel the case needs, found in a process without the interpreter."""
+def compilations(case: str) -> dict[str, list[int]]:
+    """How many compilations of each kernel one shape and all shapes need, in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
@@ -30,70 +32,17 @@ def compilations(case: str) -> dict[str, int]:
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-def _count(case: Callable[[], None]) -> dict[str, int]:
-    return dict(Counter(launch.kernel_name for launch in record([("counted", case)], (9, 0))))
-
-
 BATCHES = range(1, 21)
 ALIGNED_WIDTHS = range(528, 528 + 20 * 8, 8)
 ODD_WIDTHS = range(513, 513 + 40, 2)
 
 
-def _softmax(rows: int, width: int) -> None:
-    from transformer_kernels.ops.softmax import _triton as softmax
-
-    x = torch.empty(rows, width, dtype=torch.bfloat16)
-    mask = torch.ones(1, 1, 1, width, dtype=torch.bool).expand(1, 1, rows, width)
-    for arguments in ((x, None, False, 1.0), (x, mask, False, 1.0), (x, None, True, 0.5)):
-        softmax.forward(*arguments)
-    softmax.backward(x, x, 1.0)
-
-
-def _layer_norm(rows: int, width: int) -> None:
-    from transformer_kernels.ops.add_layer_norm import _triton as add_layer_norm
-    from transformer_kernels.ops.layer_norm import _triton as layer_norm
-
-    x, weight = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(width)
-    statistics, seed = torch.empty(rows), torch.ones(1, dtype=torch.int64)
-    layer_norm.forward(x, weight, weight, 1e-5)
-    layer_norm.backward(x, x, weight, statistics, statistics, True)
-    add_layer_norm.forward(x, x, weight, weight, seed, 1e-5, 0.1)
-    add_layer_norm.backward(x, x, x, weight, statistics, statistics, seed, 0.1, True)
-
-
-def _gelu(rows: int, width: int) -> None:
-    from transformer_kernels.ops.bias_gelu import _triton as bias_gelu
-    from transformer_kernels.ops.bias_relu import _triton as bias_relu
-    from transformer_kernels.ops.gelu import _triton as gelu
-
-    x, bias = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(width)
-    gelu.forward(x, "none")
-    gelu.backward(x, x, "none")
-    bias_gelu.forward(x, bias, "none")
-    bias_gelu.backward(x, x, bias, "none")
-    bias_relu.forward(x, bias)
-    bias_relu.backward(x, x, torch.float32)
-
-
-def _cross_entropy(rows: int, width: int) -> None:
-    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
-
-    logits, targets = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
-    options = (-100, 0.0, "mean")
-    loss, statistics, count = cross_entropy.forward(logits, targets, *options)
-    cross_entropy.backward(loss, logits, targets, statistics, count, *options)
-    cross_entropy.row_losses_and_gradient(logits, targets, -100, 0.0)
-
-
-def _embedding(rows: int, width: int) -> None:
-    from transformer_kernels.ops.embedding import _triton as embedding
-
-    weight, tokens = torch.empty(100 + rows, width, dtype=torch.bfloat16), torch.zeros(2, rows, dtype=torch.int64)
-    norm, statistics, seed = torch.empty(width), torch.empty(2 * rows), torch.ones(1, dtype=torch.int64)
-    dy = torch.empty(2, rows, width, dtype=torch.bfloat16)
-    embedding.forward(weight, tokens, weight, None, norm, norm, seed, 1.0 + rows, 1e-5, 0.1)
-    embedding.backward(dy, weight, tokens, weight, None, norm, statistics, statistics, seed, 1.0 + rows, 0.1, True)
-    embedding.backward(dy, weight, tokens, weight, None, None, None, None, seed, 1.0, 0.1, False)
+def _rows(rows: int, width: int) -> None:
+    """Every call of every row operation, forward and backward, in bf16."""
+    for operation, makes in row_calls.CALLS.items():
+        for make in makes:
+            for arguments in make(torch.bfloat16, rows, width).values():
+                row_calls.run(operation, make, arguments)
 
 
 def _attention(rows: int, width: int) -> None:
@@ -144,12 +93,8 @@ def _projected(batch: int, length: int) -> tuple[torch.Tensor, ...]:
     return torch.empty(batch, length, 3, HEADS, 64, dtype=torch.bfloat16).transpose(1, 3).unbind(2)
 
 
-OPERATIONS = {
-    "softmax": _softmax,
-    "layer_norm": _layer_norm,
-    "gelu": _gelu,
-    "cross_entropy": _cross_entropy,
-    "embedding": _embedding,
+OPERATIONS: dict[str, Callable[[int, int], None]] = {
+    "rows": _rows,
     "attention": _attention,
     "short_attention": _short_attention,
 }
@@ -160,11 +105,13 @@ SHAPES = {
 }
 
 
-def _run(case: str) -> None:
+def _count(case: str) -> dict[str, list[int]]:
+    """Of each kernel how many compilations the first shape of a case needs, and how many all of them."""
     operation, shapes = case.split("-")
-    for rows, width in SHAPES[shapes]:
-        OPERATIONS[operation](rows, width)
+    calls = [(str(shape), functools.partial(OPERATIONS[operation], *shape)) for shape in SHAPES[shapes]]
+    found = [Counter(launch.kernel_name for launch in record(chosen, (9, 0))) for chosen in (calls[:1], calls)]
+    return {name: [counted[name] for counted in found] for name in found[1]}
 
 
 if __name__ == "__main__":
-    print(json.dumps(_count(lambda: _run(sys.argv[1]))))
+    print(json.dumps(_count(sys.argv[1])))

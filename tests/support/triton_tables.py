@@ -1,10 +1,10 @@
-"""Tables for tests: a tile that makes narrow rows take the road of wide ones."""
+"""Tiles for tests: one that makes narrow rows take the road of wide ones."""
 
 from __future__ import annotations
 
-from transformer_kernels.backends.triton import RowTile, Table
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles
 
 
-def every_width(tile: RowTile) -> Table[RowTile]:
-    """A table whose only tile serves all widths; rows wider than its columns are walked in blocks."""
-    return Table("test", {((8, 0), itemsize): ((None, tile),) for itemsize in (2, 4)})
+def every_width(tile: RowTile) -> Tiles:
+    """Tiles that are this one for all widths; rows wider than its columns are walked in blocks."""
+    return Tiles("test", lambda columns, itemsize, widest: tile, widest=1)

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -51,13 +51,6 @@ def unavailable(device: torch.device) -> str | None:
     return _unavailable_on(device.type, device.index)
 
 
-def unsupported_dtype(dtype: torch.dtype) -> str | None:
-    """The reason why kernels do not take `dtype`; None for the three that they do."""
-    if dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return None
-    return f"supports float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}; use backend='torch'"
-
-
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` current for a launch; free of cost where it already is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -87,22 +80,6 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class RowTile:
-    """What one program of a row kernel holds at a time: `rows` x `columns` elements, on `num_warps` warps.
-
-    Where `columns` reaches the width, a row is read once and kept in registers; else the kernel walks over blocks of
-    `columns`. `num_stages` is how many tiles of a persistent loop are in flight, `programs` how many persistent
-    programs are launched on each multiprocessor.
-    """
-
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int = 1
-    programs: int = 1
-
-
-@dataclass(frozen=True)
 class Table(Generic[Tile]):
     """A static table of launch configurations, by device capability, element size in bytes and width.
 
@@ -129,76 +106,6 @@ class Table(Generic[Tile]):
     def entries(self, device_capability: Capability, itemsize: int) -> Sequence[tuple[int | None, Tile]]:
         """The (largest width, tile) pairs of one capability and element size."""
         return self.rows[device_capability, itemsize]
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One compilation that a table can lead to, for the ahead-of-time report.
-
-    `signature` maps every argument of `kernel` to a Triton type ("*bf16", "i32", "fp32", "constexpr"); `constants` has
-    the constexpr values (None for a pointer that is absent: its type is "constexpr" too). Pointers are taken as 16-byte
-    aligned unless they are named in `unaligned`; `divisible` names the integers that are multiples of 16. `gates` names
-    what the report asserts besides shared memory: "no_spills", "matrix" (HMMA or HGMMA), "wide_loads" and "wide_stores"
-    (16 bytes, through registers, cp.async or TMA).
-    """
-
-    name: str
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
-    capabilities: tuple[Capability, ...] = ((8, 0), (9, 0))
-    gates: frozenset[str] = field(default_factory=lambda: frozenset({"no_spills"}))
-    divisible: frozenset[str] = frozenset()
-    unaligned: frozenset[str] = frozenset()
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-TYPE_NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.bool: "i1",
-    torch.int64: "i64",
-}
-"""Triton's names of the element types, for signatures."""
-
-
-ROW_GATES = frozenset({"no_spills", "wide_loads", "wide_stores"})
-"""What a row kernel must show in its machine code when its rows are aligned."""
-
-
-def configuration(
-    name: str,
-    kernel: Any,
-    arguments: Mapping[str, Any],
-    tile: RowTile,
-    capability: Capability,
-    gates: frozenset[str] = ROW_GATES,
-) -> Configuration:
-    """A `Configuration` from what a launch would pass.
-
-    A torch.dtype stands for a pointer to it, a string for a number of that type ("i32", "fp32"), anything else for a
-    compile-time constant. ROWS and BLOCK_N come from the tile, where the kernel has them.
-    """
-    named = {**arguments, "ROWS": tile.rows, "BLOCK_N": tile.columns}
-    signature, constants = {}, {}
-    for argument in kernel.arg_names:
-        value = named[argument]
-        if isinstance(value, torch.dtype):
-            signature[argument] = f"*{TYPE_NAMES[value]}"
-        elif isinstance(value, str):
-            signature[argument] = value
-        else:
-            signature[argument] = "constexpr"
-            constants[argument] = value
-    return Configuration(name, kernel, signature, constants, tile.num_warps, tile.num_stages, (capability,), gates)
-
-
-def width_label(dtype: torch.dtype, width: int | None) -> str:
-    """How a configuration names its element type and its widths: "bf16 <= 1024", "fp32 wider"."""
-    return f"{TYPE_NAMES[dtype]} " + ("wider" if width is None else f"<= {width}")
 
 
 def vector_width(itemsize: int, *sizes: int) -> int:

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import Configuration, RowTile
 from transformer_kernels.backends.triton_language import from_fp32
+from transformer_kernels.backends.triton_tiles import RowTile
 
 NARROW_TILE = RowTile(rows=128, columns=32, num_warps=8)
 """Up to WIDE columns there are hundreds of partial rows: few columns a program, for enough programs."""
@@ -45,20 +45,3 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> list[Tensor]:
         partials, sums[0], sums[-1], P, N, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
     )
     return sums
-
-
-def configurations() -> list[Configuration]:
-    """The compilations of the reduction, for the ahead-of-time report."""
-    return [
-        _triton.configuration(
-            f"sum partials to {_triton.width_label(dtype, width)}",
-            sum_partials_kernel,
-            {"partials": torch.float32, "first": dtype, "second": dtype, "P": "i32", "N": "i32"},
-            tile,
-            capability,
-            frozenset({"no_spills"}),
-        )
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for width, tile in ((WIDE, NARROW_TILE), (None, WIDE_TILE))
-        for capability in ((8, 0), (9, 0))
-    ]

@@ -3,17 +3,15 @@
 The bias is added in fp32 and the sum is not rounded; dbias is summed without atomics, over dx before it is rounded.
 """
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import Configuration, RowTile, Table
 from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
+from transformer_kernels.backends.triton_tiles import Tiles
 
 ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2}
 """What ACTIVATION stands for in the kernels."""
@@ -85,11 +83,11 @@ def bias_activation_backward_kernel(
     tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
 
 
-def forward(x: Tensor, bias: Tensor, activation: str, table: Table[RowTile]) -> Tensor:
+def forward(x: Tensor, bias: Tensor, activation: str, tiles: Tiles) -> Tensor:
     """y = f(x + bias), the sum in fp32."""
     N = x.shape[-1]
     M = x.numel() // N
-    tile = table.find(_triton.capability(x.device), x.element_size(), N)
+    tile = tiles.find(_triton.capability(x.device), x.element_size(), N)
     vector = _triton.vector_width(x.element_size(), N)
     y = torch.empty_like(x)
     grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
@@ -102,12 +100,12 @@ def forward(x: Tensor, bias: Tensor, activation: str, table: Table[RowTile]) -> 
 
 
 def backward(
-    dy: Tensor, saved: Tensor, bias: Tensor | None, dbias_dtype: torch.dtype, activation: str, table: Table[RowTile]
+    dy: Tensor, saved: Tensor, bias: Tensor | None, dbias_dtype: torch.dtype, activation: str, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """(dx, dbias), from x and the bias or, without one, from what f's gradient is taken from."""
     N = saved.shape[-1]
     M = saved.numel() // N
-    tile = table.find(_triton.capability(saved.device), saved.element_size(), N)
+    tile = tiles.find(_triton.capability(saved.device), saved.element_size(), N)
     vector = _triton.vector_width(saved.element_size(), N)
     column_blocks = _triton.ceil_div(N, tile.columns)
     programs = tile.programs * _triton.multiprocessors(saved.device)
@@ -121,36 +119,3 @@ def backward(
         )  # fmt: skip
         (dbias,) = sum_partials(partials, dbias_dtype)
     return dx, dbias
-
-
-def configurations(
-    operation: str, activations: Mapping[str, str], forward_table: Table[RowTile], backward_table: Table[RowTile]
-) -> list[Configuration]:
-    """Every compilation that an operation's tables lead to for aligned rows; `activations` by their label there."""
-    return [
-        _triton.configuration(
-            f"{operation} {direction}{label} {_triton.width_label(dtype, width)}",
-            kernel,
-            {
-                **dict.fromkeys(("dy", "x", "saved", "y", "dx"), dtype),
-                "bias": None if activation == "relu" and direction == "backward" else dtype,
-                "partials": torch.float32,
-                "M": "i32",
-                "N": "i32",
-                "ACTIVATION": ACTIVATIONS[activation],
-                "HAS_BIAS": activation != "relu",
-                "VECTOR": 16 // dtype.itemsize,
-                "STAGES": tile.num_stages,
-            },
-            tile,
-            capability,
-        )
-        for direction, kernel, table in (
-            ("forward", bias_activation_forward_kernel, forward_table),
-            ("backward", bias_activation_backward_kernel, backward_table),
-        )
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for capability in table.capabilities(dtype.itemsize)
-        for width, tile in table.entries(capability, dtype.itemsize)
-        for label, activation in activations.items()
-    ]

@@ -1,7 +1,7 @@
 """What the compiler made of every Triton kernel, read from the machine code; no GPU is needed.
 
-Each configuration of every table is compiled ahead of time for sm_80 and sm_90, and its SASS is disassembled with the
-tools that ship inside Triton. The gates (see `failures`) are what `make gates` and the tests assert.
+What real launches ask for is compiled ahead of time for sm_80 and sm_90, and its SASS is disassembled with the tools
+that ship inside Triton. The gates (see `failures`) are what `make gates` and the tests assert.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -22,13 +23,17 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from transformer_kernels.backends.triton import Configuration, load
+from transformer_kernels.backends.triton import load
 from transformer_kernels.ops import WITH_KERNELS
+from transformer_kernels.reports import row_calls
+from transformer_kernels.reports.launches import Launch, record
 
 MODULE = "transformer_kernels.reports.triton"
-MINIMUM_VERSION = (3, 3)
-OPERATIONS = WITH_KERNELS
+OPERATIONS = tuple(
+    name for name in WITH_KERNELS if importlib.util.find_spec(f"transformer_kernels.ops.{name}._triton") is not None
+)
 
 SHARED_MEMORY_LIMIT = {(8, 0): 163 * 1024, (9, 0): 227 * 1024}
 """Bytes that one block may use, by capability."""
@@ -42,7 +47,7 @@ INSTRUCTION = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][\w
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What one compiled configuration uses, and which gates it fails."""
+    """What one compiled launch uses, and which gates it fails."""
 
     name: str
     capability: tuple[int, int]
@@ -59,43 +64,33 @@ class KernelReport:
     failures: tuple[str, ...]
 
 
-def configurations(operations: Iterable[str] = OPERATIONS) -> list[Configuration]:
-    """Every entry of every Triton table of the named operations; none for one without Triton kernels of its own."""
-    listed: list[Configuration] = []
-    for operation in operations:
-        name = f"transformer_kernels.ops.{operation}._triton"
-        if importlib.util.find_spec(name) is not None:
-            module = importlib.import_module(name)
-            listed += module.configurations() if hasattr(module, "configurations") else []
-    return listed
+def launches(operations: Iterable[str] = OPERATIONS) -> list[Launch]:
+    """What the calls of the named operations ask the compiler for, on each capability."""
+    return [
+        launch
+        for operation in operations
+        for capability in SHARED_MEMORY_LIMIT
+        for launch in record(calls_of(operation).calls(operation), capability)
+    ]
 
 
-def compile_configuration(configuration: Configuration, capability: tuple[int, int]) -> tuple[bytes, int]:
+def calls_of(operation: str) -> Any:
+    """The module with the calls and the gates of an operation: its own, or that of the row kernels.
+
+    Raises:
+        KeyError: the operation has Triton kernels, but no calls to record their launches from.
+    """
+    own = f"transformer_kernels.ops.{operation}._triton_calls"
+    if importlib.util.find_spec(own) is not None:
+        return importlib.import_module(own)
+    if operation not in row_calls.CALLS:
+        raise KeyError(f"kernel report: no calls of {operation}; add them to reports/row_calls.py")
+    return row_calls
+
+
+def compile_launch(launch: Launch) -> tuple[bytes, int]:
     """Compile ahead of time; return the cubin and the bytes of shared memory that a block needs."""
-    triton = load()
-    if tuple(map(int, triton.__version__.split(".")[:2])) < MINIMUM_VERSION:
-        raise RuntimeError(
-            f"kernel report: needs Triton 3.3 or newer, its compiler's interface; got {triton.__version__}"
-        )
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = list(configuration.kernel.arg_names)
-    assert set(names) == set(configuration.signature), (configuration.name, names, list(configuration.signature))
-    aligned = {
-        name
-        for name, kind in configuration.signature.items()
-        if kind.startswith("*") and name not in configuration.unaligned
-    } | configuration.divisible
-    source = ASTSource(
-        configuration.kernel,
-        {name: configuration.signature[name] for name in names},
-        dict(configuration.constants),
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages, **configuration.options}
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    kernel = triton.compile(source, target=target, options=options)
+    kernel = load().compile(launch.source, target=launch.target, options=dict(launch.options))
     return kernel.asm["cubin"], kernel.metadata.shared
 
 
@@ -110,9 +105,9 @@ def disassemble(cubin: bytes) -> tuple[dict[str, int], str]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}, sass
 
 
-def examine(configuration: Configuration, capability: tuple[int, int]) -> KernelReport:
-    """Compile one configuration, read its machine code and judge it by its gates."""
-    cubin, shared = compile_configuration(configuration, capability)
+def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
+    """Compile one launch, read its machine code and judge it by its gates."""
+    cubin, shared = compile_launch(launch)
     usage, sass = disassemble(cubin)
     counts = Counter(INSTRUCTION.findall(sass))
 
@@ -120,9 +115,9 @@ def examine(configuration: Configuration, capability: tuple[int, int]) -> Kernel
         return sum(number for name, number in counts.items() if re.match(pattern, name))
 
     report = KernelReport(
-        name=configuration.name,
-        capability=capability,
-        num_warps=configuration.num_warps,
+        name=launch.name,
+        capability=launch.capability,
+        num_warps=launch.options["num_warps"],
         registers=usage["REG"],
         stack=usage["STACK"],
         spills=count(r"(LDL|STL)\b"),
@@ -134,11 +129,11 @@ def examine(configuration: Configuration, capability: tuple[int, int]) -> Kernel
         instructions=sum(counts.values()),
         failures=(),
     )
-    return dataclasses.replace(report, failures=failures(report, configuration.gates))
+    return dataclasses.replace(report, failures=failures(report, gates))
 
 
 def failures(report: KernelReport, gates: Iterable[str]) -> tuple[str, ...]:
-    """Which gates a report does not pass: shared memory always, the others where the configuration names them."""
+    """Which gates a report does not pass: shared memory always, the others where they are named."""
     found = []
     if report.shared > SHARED_MEMORY_LIMIT[report.capability]:
         found.append(f"{report.shared} bytes of shared memory")
@@ -157,19 +152,17 @@ def failures(report: KernelReport, gates: Iterable[str]) -> tuple[str, ...]:
 
 
 def examine_all(operations: Sequence[str], matching: str, jobs: int) -> list[KernelReport]:
-    """Reports of the configurations of `operations` whose name contains `matching`, in the order of the tables."""
-    listed = configurations(operations)
+    """Reports of the launches of `operations` whose name contains `matching`, in the order of the calls."""
     work = [
-        (index, capability)
-        for index, configuration in enumerate(listed)
-        if matching in configuration.name
-        for capability in configuration.capabilities
+        (operation, index)
+        for operation in operations
+        for index, launch in enumerate(_launches(operation))
+        if matching in launch.name
     ]
-    examine_one = functools.partial(_examine_listed, tuple(operations))
     if jobs == 1:
-        return [examine_one(item) for item in work]
-    with ProcessPoolExecutor(jobs) as pool:
-        return list(pool.map(examine_one, work, chunksize=4))
+        return [_examine_listed(item) for item in work]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:  # which inherits what was recorded
+        return list(pool.map(_examine_listed, work, chunksize=4))
 
 
 def report(operations: Sequence[str] = OPERATIONS, matching: str = "", jobs: int | None = None) -> list[KernelReport]:
@@ -211,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "operations", nargs="*", metavar="operation", help=f"some of {', '.join(OPERATIONS)}; all by default"
     )
-    parser.add_argument("--matching", default="", help="only configurations whose name contains this")
+    parser.add_argument("--matching", default="", help="only launches whose name contains this")
     parser.add_argument("--jobs", type=int, default=_default_jobs(), help="processes that compile side by side")
     parser.add_argument(
         "--json", action="store_true", help="compile in this process and print JSON instead of the table"
@@ -230,14 +223,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(row.failures for row in reports))
 
 
-def _examine_listed(operations: tuple[str, ...], item: tuple[int, tuple[int, int]]) -> KernelReport:
-    index, capability = item
-    return examine(_listed(operations)[index], capability)
+def _examine_listed(item: tuple[str, int]) -> KernelReport:
+    operation, index = item
+    launch = _launches(operation)[index]
+    return examine(launch, calls_of(operation).gates(launch))
 
 
 @functools.cache
-def _listed(operations: tuple[str, ...]) -> list[Configuration]:
-    return configurations(operations)
+def _launches(operation: str) -> list[Launch]:
+    return launches([operation])
 
 
 def _output(*command: str | Path) -> str:

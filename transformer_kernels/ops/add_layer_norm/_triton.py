@@ -3,10 +3,9 @@
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.backends.triton import Configuration
 from transformer_kernels.ops.add_layer_norm import AddLayerNormCall, AddLayerNormResult
-from transformer_kernels.ops.layer_norm._triton_backward import backward_configurations, backward_rows
-from transformer_kernels.ops.layer_norm._triton_forward import forward_configurations, forward_rows
+from transformer_kernels.ops.layer_norm._triton_backward import backward_rows
+from transformer_kernels.ops.layer_norm._triton_forward import forward_rows
 
 
 def forward(call: AddLayerNormCall) -> AddLayerNormResult:
@@ -25,8 +24,3 @@ def backward(
     has_bias = bias is not None
     dx, dresidual, dweight, dbias = backward_rows(dy, dsummed, summed, seed, weight, mean, rstd, dropout_p, has_bias)
     return dresidual if dx is None else dx, dresidual, dweight, dbias
-
-
-def configurations() -> list[Configuration]:
-    """Every compilation that the tables lead to, for the ahead-of-time report."""
-    return forward_configurations(add=True) + backward_configurations(add=True)

@@ -20,7 +20,6 @@ from transformer_kernels.ops.attention._triton_backward import attention_backwar
 from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel
 from transformer_kernels.ops.attention._triton_backward_key import attention_backward_key_kernel
 from transformer_kernels.ops.attention._triton_config import Tile
-from transformer_kernels.ops.attention._triton_configurations import configurations
 from transformer_kernels.ops.attention._triton_decode import attention_combine_kernel, attention_decode_kernel
 from transformer_kernels.ops.attention._triton_forward import attention_forward_kernel
 from transformer_kernels.ops.attention._triton_sequences import attention_sequences_kernel
@@ -29,7 +28,7 @@ from transformer_kernels.ops.attention._triton_short import (
     attention_short_forward_kernel,
 )
 
-__all__ = ["backward", "configurations", "forward", "unsupported"]
+__all__ = ["backward", "forward", "unsupported"]
 
 
 def unsupported(call: AttentionCall) -> str | None:

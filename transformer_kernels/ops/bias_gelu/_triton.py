@@ -3,10 +3,12 @@
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.backends.triton import Configuration
+from transformer_kernels.backends.triton_tiles import Tiles, column_blocks, persistent_blocks
 from transformer_kernels.ops import _triton_bias
 from transformer_kernels.ops.bias_gelu import BiasGeluCall
-from transformer_kernels.ops.bias_gelu._triton_table import BACKWARD, FORWARD
+
+FORWARD = Tiles("bias_gelu forward", column_blocks, widest=256, narrowest=64)
+BACKWARD = Tiles("bias_gelu backward", persistent_blocks, widest=256, narrowest=64)
 
 ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -20,9 +22,3 @@ def backward(call: BiasGeluCall, result: None, grads: Grads, wanted: Wanted) -> 
     """(dx, dbias) with dx = dy * gelu'(x + bias) and dbias the sum of its unrounded rows."""
     x, bias, approximate = call
     return _triton_bias.backward(grads[0], x, bias, bias.dtype, ACTIVATIONS[approximate], BACKWARD)
-
-
-def configurations() -> list[Configuration]:
-    """Every compilation that the tables lead to for aligned rows, for the ahead-of-time report."""
-    labels = {f" {name}": activation for name, activation in ACTIVATIONS.items()}
-    return _triton_bias.configurations("bias_gelu", labels, FORWARD, BACKWARD)

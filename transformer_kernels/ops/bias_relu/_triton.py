@@ -3,10 +3,12 @@
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.backends.triton import Configuration
+from transformer_kernels.backends.triton_tiles import Tiles, column_blocks, persistent_blocks
 from transformer_kernels.ops import _triton_bias
 from transformer_kernels.ops.bias_relu import BiasReluCall
-from transformer_kernels.ops.bias_relu._triton_table import BACKWARD, FORWARD
+
+FORWARD = Tiles("bias_relu forward", column_blocks, widest=256, narrowest=64)
+BACKWARD = Tiles("bias_relu backward", persistent_blocks, widest=256, narrowest=64)
 
 
 def forward(call: BiasReluCall) -> Tensor:
@@ -19,8 +21,3 @@ def backward(call: BiasReluCall, y: Tensor, grads: Grads, wanted: Wanted) -> tup
     """(dx, dbias) with dx = dy where y > 0, and dbias the sum of its rows."""
     (dy,), dbias_dtype = grads, call.bias.dtype
     return _triton_bias.backward(dy, y, None, dbias_dtype, "relu", BACKWARD)
-
-
-def configurations() -> list[Configuration]:
-    """Every compilation that the tables lead to for aligned rows, for the ahead-of-time report."""
-    return _triton_bias.configurations("bias_relu", {"": "relu"}, FORWARD, BACKWARD)

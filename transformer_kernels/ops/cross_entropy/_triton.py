@@ -4,8 +4,6 @@ Rows of logits may stand `S` elements apart. Whole rows of S are loaded, so that
 what lies beyond the N classes is not looked at; where the gradient is written over the logits it gets zeros.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,10 +11,12 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import Capability, Configuration, RowTile
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles, column_blocks, whole_rows
 from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
-from transformer_kernels.ops.cross_entropy._triton_table import BACKWARD, FORWARD
+
+FORWARD = Tiles("cross_entropy forward", whole_rows, widest=16384, narrowest=16)
+BACKWARD = Tiles("cross_entropy backward", column_blocks, widest=256, narrowest=16)
 
 ROWS_OF_ONE_PROGRAM = 1 << 16
 """How many losses one program adds up; a sum over more is worth PyTorch's several launches."""
@@ -283,50 +283,3 @@ def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, w
             num_warps=tile.num_warps, num_stages=1,
         )  # fmt: skip
     return (dlogits,)
-
-
-def configurations() -> list[Configuration]:
-    """Every compilation that the tables lead to for aligned rows, and the sum of losses."""
-    listed = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for capability in FORWARD.capabilities(dtype.itemsize):
-            for width, tile in FORWARD.entries(capability, dtype.itemsize):
-                for smooth in (False, True) if width in (128, 1024, 16384, None) else (False,):
-                    for gradient in (False, True):
-                        listed.append(_forward_configuration(dtype, capability, width, tile, smooth, gradient))
-            for width, tile in BACKWARD.entries(capability, dtype.itemsize):
-                for smooth in (False, True):
-                    listed.append(_backward_configuration(dtype, capability, width, tile, smooth))
-    return listed + [_sum_configuration(capability, mean) for capability in ((8, 0), (9, 0)) for mean in (False, True)]
-
-
-def _forward_configuration(
-    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, smooth: bool, gradient: bool
-) -> Configuration:
-    arguments: dict[str, Any] = {"logits": dtype, "targets": torch.int64, "losses": torch.float32}
-    arguments |= {"statistics": None if gradient else torch.float32, **dict.fromkeys(("M", "N", "S"), "i32")}
-    arguments |= {"ignore_index": "i32", "smoothing": "fp32", "SMOOTH": smooth, "GRADIENT": gradient}
-    arguments["VECTOR"] = 16 // dtype.itemsize
-    name = f"cross_entropy {'in place' if gradient else 'forward'}{' smooth' * smooth}"
-    kernel = cross_entropy_forward_two_pass_kernel if width is None else cross_entropy_forward_kernel
-    gates = _triton.ROW_GATES if gradient else _triton.ROW_GATES - {"wide_stores"}
-    label = _triton.width_label(dtype, width)
-    return _triton.configuration(f"{name} {label}", kernel, arguments, tile, capability, gates)
-
-
-def _backward_configuration(
-    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, smooth: bool
-) -> Configuration:
-    fp32 = torch.float32
-    arguments: dict[str, Any] = {"dloss": fp32, "logits": dtype, "targets": torch.int64, "statistics": fp32}
-    arguments |= {"count": fp32, "dlogits": dtype, "M": "i32", "N": "i32", "ignore_index": "i32", "smoothing": "fp32"}
-    arguments |= {"SMOOTH": smooth, "PER_ROW": False, "MEAN": True, "VECTOR": 16 // dtype.itemsize}
-    name = f"cross_entropy backward{' smooth' * smooth} {_triton.width_label(dtype, width)}"
-    return _triton.configuration(name, cross_entropy_backward_kernel, arguments, tile, capability)
-
-
-def _sum_configuration(capability: Capability, mean: bool) -> Configuration:
-    arguments: dict[str, Any] = {"losses": torch.float32, "targets": torch.int64, "loss": torch.float32}
-    arguments |= {"count": torch.float32, "M": "i32", "ignore_index": "i32", "MEAN": mean}
-    name = f"cross_entropy {'mean' if mean else 'sum'} of losses"
-    return _triton.configuration(name, sum_losses_kernel, arguments, REDUCTION, capability, frozenset({"no_spills"}))

@@ -1,7 +1,5 @@
 """Token embedding, positions, LayerNorm and dropout in Triton: one pass, and in the backward pass the rows again."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -9,17 +7,19 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import Capability, Configuration, RowTile
 from transformer_kernels.backends.triton_language import from_fp32, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
+from transformer_kernels.backends.triton_tiles import Tiles, persistent_rows, whole_rows
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
 from transformer_kernels.ops.embedding._scatter import table_gradients
-from transformer_kernels.ops.embedding._triton_table import BACKWARD, FORWARD
 from transformer_kernels.ops.layer_norm._triton_backward import normalised_gradient
 from transformer_kernels.ops.layer_norm._triton_forward import centred_rows, dropout_numbers, dropped_out
 
 WIDEST_NORMALISED = 8192
 """The widest row that a program keeps in registers, forward and backward."""
+
+FORWARD = Tiles("embedding forward", whole_rows, widest=WIDEST_NORMALISED)
+BACKWARD = Tiles("embedding backward", persistent_rows, widest=WIDEST_NORMALISED)
 
 
 @triton.jit
@@ -199,51 +199,3 @@ def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
             tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1,
         )  # fmt: skip
     return ds
-
-
-def configurations() -> list[Configuration]:
-    """Every compilation that the tables lead to for aligned rows with positions, for the ahead-of-time report."""
-    return [
-        configuration
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for capability in FORWARD.capabilities(dtype.itemsize)
-        for configuration in (*_forward_configurations(dtype, capability), *_backward_configurations(dtype, capability))
-    ]
-
-
-def _forward_configurations(dtype: torch.dtype, capability: Capability) -> list[Configuration]:
-    listed = []
-    for width, tile in FORWARD.entries(capability, dtype.itemsize):
-        label = _triton.width_label(dtype, width)
-        for norm in (False,) if width is None else (False, True):
-            name = f"embedding forward{' norm' * norm} {label}"
-            arguments = _arguments(dtype, norm, tile)
-            listed.append(_triton.configuration(name, embedding_forward_kernel, arguments, tile, capability))
-        name, arguments = f"embedding dropout {label}", _arguments(dtype, False, tile)
-        listed.append(_triton.configuration(name, embedding_dropout_kernel, arguments, tile, capability))
-    return listed
-
-
-def _backward_configurations(dtype: torch.dtype, capability: Capability) -> list[Configuration]:
-    return [
-        _triton.configuration(
-            f"embedding backward {_triton.width_label(dtype, width)}",
-            embedding_backward_kernel,
-            _arguments(dtype, True, tile),
-            tile,
-            capability,
-        )
-        for width, tile in BACKWARD.entries(capability, dtype.itemsize)
-    ]
-
-
-def _arguments(dtype: torch.dtype, norm: bool, tile: RowTile) -> dict[str, Any]:
-    """What a launch with dropout passes, with int64 ids of the positions where there is a LayerNorm."""
-    arguments: dict[str, Any] = dict.fromkeys(("weight", "positions", "dy", "y", "ds"), dtype)
-    arguments |= dict.fromkeys(("norm_weight", "norm_bias"), dtype if norm else None)
-    arguments |= dict.fromkeys(("mean", "rstd"), torch.float32 if norm else None)
-    arguments |= {"tokens": torch.int64, "position_ids": torch.int64 if norm else None, "seed": torch.int64}
-    arguments |= {"partials": torch.float32, **dict.fromkeys(("M", "N", "L", "V", "P", "threshold"), "i32")}
-    arguments |= dict.fromkeys(("scale", "eps", "keep_scale"), "fp32")
-    arguments |= {"HAS_POSITIONS": True, "HAS_IDS": norm, "NORM": norm, "HAS_BIAS": norm, "DROPOUT": True}
-    return arguments | {"VECTOR": 16 // dtype.itemsize, "STAGES": tile.num_stages}

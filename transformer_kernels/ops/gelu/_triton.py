@@ -7,10 +7,12 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import Configuration
 from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
+from transformer_kernels.backends.triton_tiles import Tiles, flat
 from transformer_kernels.ops.gelu import GeluCall
-from transformer_kernels.ops.gelu._triton_table import BACKWARD, FORWARD
+
+FORWARD = Tiles("gelu forward", flat, widest=1, narrowest=2)  # one tile for every count
+BACKWARD = Tiles("gelu backward", flat, widest=1, narrowest=2)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -72,24 +74,3 @@ def backward(call: GeluCall, result: None, grads: Grads, wanted: Wanted) -> tupl
             dy, x, dx, count, call.approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
         )
     return (dx,)
-
-
-def configurations() -> list[Configuration]:
-    """Every compilation that the tables lead to, for the ahead-of-time report."""
-    return [
-        _triton.configuration(
-            f"gelu {direction} {approximate} {_triton.TYPE_NAMES[dtype]}",
-            kernel,
-            {**dict.fromkeys(("dy", "x", "y", "dx"), dtype), "count": "i32", "TANH": approximate == "tanh"},
-            tile,
-            capability,
-        )
-        for direction, kernel, table in (
-            ("forward", gelu_forward_kernel, FORWARD),
-            ("backward", gelu_backward_kernel, BACKWARD),
-        )
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for capability in table.capabilities(dtype.itemsize)
-        for _, tile in table.entries(capability, dtype.itemsize)
-        for approximate in ("none", "tanh")
-    ]

@@ -3,11 +3,9 @@
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.backends import triton_reduce
-from transformer_kernels.backends.triton import Configuration
 from transformer_kernels.ops.layer_norm import LayerNormCall, LayerNormResult
-from transformer_kernels.ops.layer_norm._triton_backward import backward_configurations, backward_rows
-from transformer_kernels.ops.layer_norm._triton_forward import forward_configurations, forward_rows
+from transformer_kernels.ops.layer_norm._triton_backward import backward_rows
+from transformer_kernels.ops.layer_norm._triton_forward import forward_rows
 
 
 def forward(call: LayerNormCall) -> LayerNormResult:
@@ -25,8 +23,3 @@ def backward(
     has_bias = bias is not None
     _, dx, dweight, dbias = backward_rows(dy, None, x, None, weight, mean, rstd, 0.0, has_bias)
     return dx, dweight, dbias
-
-
-def configurations() -> list[Configuration]:
-    """Every compilation that the tables lead to, for the ahead-of-time report."""
-    return forward_configurations(add=False) + backward_configurations(add=False) + triton_reduce.configurations()

@@ -1,18 +1,19 @@
 """Backward kernels of layer_norm and add_layer_norm: dx and the sums for dweight and dbias in one read, no atomics."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import Capability, Configuration, RowTile
 from transformer_kernels.backends.triton_language import from_fp32, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles, persistent_rows
 from transformer_kernels.ops.layer_norm._triton_forward import dropout_numbers, dropped_out
-from transformer_kernels.ops.layer_norm._triton_table import BACKWARD, COLUMN_TILE
+
+BACKWARD = Tiles("layer_norm backward", persistent_rows, widest=8192)
+COLUMN_TILE = RowTile(rows=4, columns=1024, num_warps=4, programs=2)
+"""Rows too wide for registers: one program sums a block of columns over its share of the rows."""
 
 
 @triton.jit
@@ -200,54 +201,3 @@ def backward_rows(
             )  # fmt: skip
         sums = sum_partials(partials, weight.dtype)
     return dx, dresidual, sums[0], sums[1] if has_bias else None
-
-
-def backward_configurations(add: bool) -> list[Configuration]:
-    """Every compilation that the backward table leads to for aligned rows, with a bias; dropout where it adds."""
-    listed = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for capability in BACKWARD.capabilities(dtype.itemsize):
-            for width, tile in BACKWARD.entries(capability, dtype.itemsize):
-                for dropout in (False, True) if add else (False,):
-                    listed.append(_configuration(dtype, capability, width, tile, add, dropout))
-            if not add:
-                listed.append(_columns_configuration(dtype, capability))
-    return listed
-
-
-def _configuration(
-    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, add: bool, dropout: bool
-) -> Configuration:
-    arguments = {
-        "dy": dtype,
-        "dsummed": dtype if add else None,
-        "x": dtype,
-        "seed": torch.int64 if dropout else None,
-        "weight": dtype,
-        "mean": torch.float32,
-        "rstd": torch.float32,
-        "dx": dtype if dropout else None,
-        "dresidual": dtype,
-        "partials": torch.float32,
-        "M": "i32",
-        "N": "i32",
-        "threshold": "i32",
-        "keep_scale": "fp32",
-        "HAS_DSUMMED": add,
-        "DROPOUT": dropout,
-        "HAS_BIAS": True,
-        "VECTOR": 16 // dtype.itemsize,
-        "STAGES": tile.num_stages,
-    }
-    operation = "add_layer_norm" if add else "layer_norm"
-    name = f"{operation} backward{' dropout' * dropout} {_triton.width_label(dtype, width)}"
-    kernel = layer_norm_backward_two_pass_kernel if width is None else layer_norm_backward_kernel
-    return _triton.configuration(name, kernel, arguments, tile, capability)
-
-
-def _columns_configuration(dtype: torch.dtype, capability: Capability) -> Configuration:
-    arguments: dict[str, Any] = {"dy": dtype, "x": dtype}
-    arguments |= dict.fromkeys(("mean", "rstd", "partials"), torch.float32)
-    arguments |= {"M": "i32", "N": "i32", "HAS_BIAS": True, "VECTOR": 16 // dtype.itemsize}
-    name = f"layer_norm backward columns {_triton.width_label(dtype, None)}"
-    return _triton.configuration(name, layer_norm_backward_columns_kernel, arguments, COLUMN_TILE, capability)

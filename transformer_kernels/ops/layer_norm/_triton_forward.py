@@ -7,9 +7,10 @@ from torch import Tensor
 
 from transformer_kernels._dropout import keep_scale, keep_threshold
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import Capability, Configuration, RowTile
 from transformer_kernels.backends.triton_language import from_fp32, keep_by_column, round_to, to_fp32
-from transformer_kernels.ops.layer_norm._triton_table import FORWARD
+from transformer_kernels.backends.triton_tiles import Tiles, whole_rows
+
+FORWARD = Tiles("layer_norm forward", whole_rows, widest=16384)
 
 
 @triton.jit
@@ -166,43 +167,3 @@ def forward_rows(
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
     """The least 16 bits that keep an element, and what a kept one is multiplied by."""
     return keep_threshold(dropout_p), keep_scale(dropout_p)
-
-
-def forward_configurations(add: bool) -> list[Configuration]:
-    """Every compilation that the forward table leads to for aligned rows, with a bias; dropout where it adds."""
-    return [
-        _configuration(dtype, capability, width, tile, add, dropout)
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for capability in FORWARD.capabilities(dtype.itemsize)
-        for width, tile in FORWARD.entries(capability, dtype.itemsize)
-        for dropout in ((False, True) if add else (False,))
-    ]
-
-
-def _configuration(
-    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, add: bool, dropout: bool
-) -> Configuration:
-    arguments = {
-        "x": dtype,
-        "residual": dtype if add else None,
-        "seed": torch.int64 if dropout else None,
-        "weight": dtype,
-        "bias": dtype,
-        "y": dtype,
-        "summed": dtype if add else None,
-        "mean": torch.float32,
-        "rstd": torch.float32,
-        "M": "i32",
-        "N": "i32",
-        "eps": "fp32",
-        "threshold": "i32",
-        "keep_scale": "fp32",
-        "ADD": add,
-        "DROPOUT": dropout,
-        "HAS_BIAS": True,
-        "VECTOR": 16 // dtype.itemsize,
-    }
-    operation = "add_layer_norm" if add else "layer_norm"
-    name = f"{operation} forward{' dropout' * dropout} {_triton.width_label(dtype, width)}"
-    kernel = layer_norm_forward_two_pass_kernel if width is None else layer_norm_forward_kernel
-    return _triton.configuration(name, kernel, arguments, tile, capability)

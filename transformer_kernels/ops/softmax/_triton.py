@@ -1,7 +1,5 @@
 """Softmax over the last axis in Triton: rows in registers where they fit, an online two-pass walk where they do not."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -9,10 +7,12 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton import Capability, Configuration, RowTile
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
+from transformer_kernels.backends.triton_tiles import Tiles, whole_rows
 from transformer_kernels.ops.softmax import SoftmaxCall
-from transformer_kernels.ops.softmax._triton_table import BACKWARD, FORWARD
+
+FORWARD = Tiles("softmax forward", whole_rows, widest=32768)
+BACKWARD = Tiles("softmax backward", whole_rows, widest=16384)
 
 
 @triton.jit
@@ -229,46 +229,3 @@ def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tupl
         else:
             softmax_backward_two_pass_kernel[(M,)](*arguments, tile.columns, num_warps=tile.num_warps, num_stages=1)
     return (dx,)
-
-
-def configurations() -> list[Configuration]:
-    """Every compilation that the tables lead to for aligned rows; mask and diagonal at three widths."""
-    listed = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for capability in FORWARD.capabilities(dtype.itemsize):
-            for width, tile in FORWARD.entries(capability, dtype.itemsize):
-                listed.append(_forward_configuration(dtype, capability, width, tile, False, False))
-                if width in (128, 1024, 8192, None):
-                    listed.append(_forward_configuration(dtype, capability, width, tile, True, False))
-                    listed.append(_forward_configuration(dtype, capability, width, tile, False, True))
-            for width, tile in BACKWARD.entries(capability, dtype.itemsize):
-                listed.append(_backward_configuration(dtype, capability, width, tile))
-    return listed
-
-
-def _forward_configuration(
-    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile, masked: bool, causal: bool
-) -> Configuration:
-    vector = 16 // dtype.itemsize
-    sizes = ("M", "N", "Lq", "d1", "d2", "stride_0", "stride_1", "stride_2", "stride_column")
-    arguments: dict[str, Any] = {
-        "x": dtype,
-        "mask": torch.bool if masked else None,
-        "y": dtype,
-        **dict.fromkeys(sizes, "i32"),
-    }
-    arguments |= {"scale": "fp32", "HAS_MASK": masked, "CAUSAL": causal, "VECTOR": vector}
-    arguments |= {"MASK_CONTIGUOUS": masked, "MASK_VECTOR": vector if masked else 1}
-    name = f"softmax forward{' mask' * masked}{' causal' * causal} {_triton.width_label(dtype, width)}"
-    kernel = softmax_forward_two_pass_kernel if width is None else softmax_forward_kernel
-    return _triton.configuration(name, kernel, arguments, tile, capability)
-
-
-def _backward_configuration(
-    dtype: torch.dtype, capability: Capability, width: int | None, tile: RowTile
-) -> Configuration:
-    arguments = {"dy": dtype, "y": dtype, "dx": dtype, "M": "i32", "N": "i32", "scale": "fp32"}
-    arguments["VECTOR"] = 16 // dtype.itemsize
-    name = f"softmax backward {_triton.width_label(dtype, width)}"
-    kernel = softmax_backward_two_pass_kernel if width is None else softmax_backward_kernel
-    return _triton.configuration(name, kernel, arguments, tile, capability)

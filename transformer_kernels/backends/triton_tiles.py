@@ -1,0 +1,115 @@
+"""How large the tiles of the Triton row kernels are: one rule for each way to walk over rows, and what was tuned.
+
+The rules give a thread about 16 elements, so that two to four 16-byte loads of each input are in flight. `TUNED` has
+what a measurement or a compiler's report found better, and says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from transformer_kernels.backends.triton import Capability, next_power_of_2
+
+ELEMENTS = 2048
+"""Of a tile on four warps."""
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """What one program of a row kernel holds at a time: `rows` x `columns` elements, on `num_warps` warps.
+
+    Where `columns` reaches the width, a row is read once and kept in registers; else the kernel walks over blocks of
+    `columns`. `num_stages` is how many tiles of a persistent loop are in flight, `programs` how many persistent
+    programs are launched on each multiprocessor.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int = 1
+    programs: int = 1
+
+
+Rule = Callable[[int, int, int], RowTile]
+"""The tile for (columns, itemsize, widest); columns are a power of two, beyond `widest` they stand for any width."""
+
+
+def whole_rows(columns: int, itemsize: int, widest: int) -> RowTile:
+    """Whole rows in registers; of wider rows, blocks of 16 KiB on 16 warps."""
+    if columns > widest:
+        return RowTile(1, 16384 // itemsize, 16)
+    return RowTile(max(1, ELEMENTS // columns), columns, min(32, max(4, columns // 512)))
+
+
+def persistent_rows(columns: int, itemsize: int, widest: int) -> RowTile:
+    """Whole rows by programs that prefetch their next tile while they reduce one, 16 warps a multiprocessor."""
+    tile = whole_rows(columns, itemsize, widest)
+    if columns > widest:
+        return tile
+    if columns * itemsize > 16384:  # three stages of two rows are more than shared memory
+        return replace(tile, num_warps=32)
+    return replace(tile, num_stages=3, programs=max(1, 16 // tile.num_warps))
+
+
+def column_blocks(columns: int, itemsize: int, widest: int) -> RowTile:
+    """Rows cut into blocks of up to 512 columns."""
+    columns = min(columns, 512)
+    return RowTile(ELEMENTS // columns, columns, 4)
+
+
+def persistent_blocks(columns: int, itemsize: int, widest: int) -> RowTile:
+    """The same by programs that walk down their columns and prefetch."""
+    return replace(column_blocks(columns, itemsize, widest), num_stages=3, programs=4)
+
+
+def flat(columns: int, itemsize: int, widest: int) -> RowTile:
+    """Elements in one line: two 16-byte loads of each input a thread."""
+    return RowTile(1, 4096 // itemsize, 4)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of one kernel: `rule` for every width from `narrowest` to `widest` columns and beyond, or `TUNED`."""
+
+    name: str
+    rule: Rule
+    widest: int
+    narrowest: int = 32
+    _found: dict[tuple[Capability, int, int], RowTile] = field(default_factory=dict, compare=False, repr=False)
+
+    def find(self, capability: Capability, itemsize: int, width: int) -> RowTile:
+        """The tile for rows of `width` elements of `itemsize` bytes on a device."""
+        key = capability, itemsize, min(max(next_power_of_2(width), self.narrowest), 2 * self.widest)
+        tile = self._found.get(key)
+        if tile is None:
+            tile = self._found[key] = self._choose(*key)
+        return tile
+
+    def _choose(self, capability: Capability, itemsize: int, columns: int) -> RowTile:
+        """What was tuned for the newest capability that is not newer than the device, or the rule's."""
+        known = sorted(key[1] for key in TUNED if key[0] == self.name and key[2:] == (itemsize, columns))
+        if older := [each for each in known if each <= capability]:
+            return TUNED[self.name, older[-1], itemsize, columns][0]
+        return self.rule(columns, itemsize, self.widest)
+
+    def widths(self) -> list[int]:
+        """A width for each tile that there can be, the last one beyond `widest`."""
+        widths = [self.narrowest]
+        while widths[-1] <= self.widest:
+            widths.append(2 * widths[-1])
+        return widths
+
+
+# Written by benchmarks/tune_triton.py, which replaces all that follows.
+TUNED: dict[tuple[str, Capability, int, int], tuple[RowTile, str]] = {
+    ("cross_entropy forward", (8, 0), 4, 512): (
+        RowTile(rows=2, columns=512, num_warps=4),
+        "ptxas: four rows spill 2 registers on sm_80 where the gradient is written",
+    ),
+    ("embedding backward", (8, 0), 2, 1024): (
+        RowTile(rows=2, columns=1024, num_warps=8, num_stages=3, programs=2),
+        "ptxas: on four warps fp16 spills 2 registers on sm_90",
+    ),
+}
+"""Tiles by (name, capability, itemsize, columns), each with the measurement that it came from."""

@@ -1,0 +1,110 @@
+"""The calls whose launches the ahead-of-time report compiles: each row of the tables, in the variants that differ most.
+
+bf16 in all of them, fp16 and fp32 in the last one of each body.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from transformer_kernels.ops.attention import AttentionCall
+from transformer_kernels.ops.attention import _triton as attention
+
+BIASED, WINDOWED, DROPPED = {"attn_bias": True}, {"window": 100}, {"dropout_p": 0.1}
+CAUSAL, PADDED, PACKED = {"causal": True}, {"key_padding_mask": True}, {"cu_seqlens": True}
+
+BODIES: dict[str, dict[str, dict[str, Any]]] = {
+    "light": {"plain": {}, "causal": CAUSAL, "causal padded": CAUSAL | PADDED},
+    "heavy": {
+        "biased": BIASED,
+        "causal padded windowed": CAUSAL | PADDED | WINDOWED,
+        "causal padded dropout": CAUSAL | PADDED | DROPPED,
+    },
+    "packed": {"sequences": PACKED, "sequences causal dropout": PACKED | CAUSAL | DROPPED},
+}
+LENGTHS = {"any length": (1024, 1024), "64 keys": (64, 64), "128 keys": (128, 128), "decode": (4, 1024)}
+HEAD_DIMS = (32, 64, 128, 256)
+
+
+def calls(operation: str = "attention") -> Iterator[tuple[str, Callable[[], object]]]:
+    """Labels, and forward and backward passes on CPU tensors, for `reports.launches.record`."""
+    for dtype, precision in (
+        (torch.bfloat16, "highest"), (torch.float16, "highest"), (torch.float32, "highest"), (torch.float32, "high"),
+    ):  # fmt: skip
+        name = f"{dtype}".removeprefix("torch.") + (" tf32" if precision == "high" else "")
+        for where, lengths in LENGTHS.items():
+            for body, variants in BODIES.items():
+                if body == "packed" and where != "any length":
+                    continue
+                chosen = list(variants.items()) if dtype is torch.bfloat16 else list(variants.items())[-1:]
+                for head_dim in HEAD_DIMS if "keys" not in where else HEAD_DIMS[:2]:
+                    for variant, arguments in chosen:
+                        label = f"attention {where} {variant} {name} D {head_dim}"
+                        yield label, functools.partial(_run, dtype, precision, lengths, head_dim, where, arguments)
+
+
+def gates(launch: Any) -> frozenset[str]:
+    """What the machine code of one launch must show."""
+    if launch.kernel_name in ("attention_sequences_kernel", "attention_combine_kernel"):
+        return frozenset({"no_spills"})
+    found = {"wide_loads"} | (set() if launch.constant("PRECISION") == "ieee" else {"matrix"})
+    if "backward" in launch.kernel_name and "bias" not in launch.kernel_name:
+        found.add("wide_stores")
+    q = launch.signature.get("q_source") or launch.signature.get("q_pointer")
+    if q != "*fp32" or launch.constant("BLOCK_D") <= 64:
+        found.add("no_spills")  # products of fp32 hold whole rows in registers
+    return frozenset(found)
+
+
+def _run(
+    dtype: torch.dtype,
+    precision: str,
+    lengths: tuple[int, int],
+    head_dim: int,
+    where: str,
+    arguments: dict[str, Any],
+) -> None:
+    """Forward and, but for a decode step, backward of one call, with the gradient of a bias that takes all keys."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        call = _call(dtype, lengths, head_dim, **arguments)
+        result = attention.forward(call)
+        if where != "decode":
+            attention.backward(call, result, (result.out, None), (True, True, True, call.attn_bias is not None))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _call(
+    dtype: torch.dtype,
+    lengths: tuple[int, int],
+    head_dim: int,
+    *,
+    attn_bias: bool = False,
+    key_padding_mask: bool = False,
+    cu_seqlens: bool = False,
+    causal: bool = False,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+) -> AttentionCall:
+    queries, keys = lengths
+    q = torch.empty(1, queries, 2, head_dim, dtype=dtype).transpose(1, 2)
+    k, v = (torch.empty(1, keys, 2, head_dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+    return AttentionCall(
+        q,
+        k,
+        v,
+        key_padding_mask=torch.ones(1, keys, dtype=torch.bool) if key_padding_mask else None,
+        attn_bias=torch.empty(1, 2, queries, keys, dtype=dtype) if attn_bias else None,
+        seed=torch.zeros(1, dtype=torch.int64) if dropout_p else None,
+        cu_seqlens=torch.tensor([0, keys], dtype=torch.int32) if cu_seqlens else None,
+        causal=causal,
+        window=window,
+        dropout_p=dropout_p,
+        scale=0.125,
+    )
