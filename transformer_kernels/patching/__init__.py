@@ -9,7 +9,7 @@ from torch import nn
 
 from transformer_kernels._dispatch import requested, unavailable
 from transformer_kernels._errors import BackendUnavailable
-from transformer_kernels.patching import _torch, _transformers
+from transformer_kernels.patching import _rotary, _torch, _transformers
 from transformer_kernels.patching._models import patch_models, unpatch_models
 from transformer_kernels.patching._report import PatchReport, Row
 from transformer_kernels.patching._swap import Patched, class_path, original_class, restore, swap
@@ -21,11 +21,12 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     """Let this package's operations compute what they can of a model of transformers or torch.nn, in place.
 
     Replaced are, wherever they stand, torch.nn's LayerNorm, GELU, Softmax, MultiheadAttention, TransformerEncoderLayer
-    and TransformerDecoderLayer; in BERT, RoBERTa, DistilBERT, GPT-2 and ViT of transformers 5.23 the residual additions
-    with their dropout and LayerNorm, the activations with their bias, and the embeddings; in every model of
-    transformers whose attention goes through its `AttentionInterface` the attention; and the loss over tokens.
-    Parameters, state dict, class names and hooks stay. Only this instance changes, and it can be patched again with
-    another backend.
+    and TransformerDecoderLayer. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT of transformers 5.23: the residual
+    additions with their dropout and LayerNorm, the activations with their bias, and the embeddings (BERT's families).
+    In Llama, Mistral, Qwen2 and Qwen3: RMSNorm with the residual addition before it, the gated activation, and rotary
+    positions. In T5: its norms and gated activations. In every model of transformers whose attention goes through its
+    `AttentionInterface`: the attention, and the loss over tokens. Parameters, state dict, class names and hooks stay.
+    Only this instance changes, and it can be patched again with another backend.
 
     A part that is no longer what its class says (an adapter, a quantised or sharded layer, one with hooks) is called as
     it stands and not fused with its neighbours.
@@ -93,5 +94,7 @@ def _patch_module(name: str, module: Any, backend: str | None) -> Row | None:
 
 def _mixin_of(module: nn.Module) -> Any:
     """What takes the place of a module of exactly this class."""
-    by_class = _torch.REPLACEMENTS.get(original_class(module))
-    return _transformers.REPLACEMENTS.get(class_path(module)) if by_class is None else by_class
+    if (by_class := _torch.REPLACEMENTS.get(original_class(module))) is not None:
+        return by_class
+    path = class_path(module)
+    return _transformers.REPLACEMENTS.get(path) or _rotary.REPLACEMENTS.get(path)

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from transformer_kernels.patching._report import Row
-from transformer_kernels.patching._swap import Mixin, Patched, original_class, swap
+from transformer_kernels.patching._rotary import ATTENTION
+from transformer_kernels.patching._swap import Mixin, Patched, class_path, original_class, swap
 from transformer_kernels.patching._transformers import LOSSES
 
 
@@ -73,11 +74,12 @@ def _patch_attention(name: str, model: Any, backend: str | None, ours: str) -> I
         if reason is not None:
             yield Row(path, kind, None, reason)
             continue
+        mixin = ATTENTION.get(class_path(layer), Attention)
         if isinstance(layer, Patched):
             layer.backend = backend
         else:
-            swap(layer, Attention, backend)
-        yield Row(path, kind, Attention.answered)
+            swap(layer, mixin, backend)
+        yield Row(path, kind, mixin.answered)
 
 
 def _asks_for_its_function(layer: nn.Module) -> bool:
