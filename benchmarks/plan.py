@@ -127,7 +127,7 @@ def _rows(
     approximate: str = "none",
     operations: Iterable[str] = ROW_OPERATIONS,
 ) -> Iterator[Task]:
-    for op in operations if approximate == "none" else ("gelu", "bias_gelu"):
+    for op in operations if approximate == "none" else workloads.APPROXIMATE:
         for direction in directions:
             yield from operation_tasks(workloads.row_sweep(sizes, op, dtype, direction, approximate), names)
 
@@ -156,7 +156,7 @@ def _on_gpu(device: torch.device) -> Iterator[Task]:
     headline = _narrowed(sizes, HEADLINE_LENGTHS, HEADLINE_WIDTHS)
     fused = (*KERNELS, "sdpa flash", "sdpa cudnn")
     yield from _attention(headline, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
-    in_every_layer = [op for op in ROW_OPERATIONS if op not in ("cross_entropy", "embedding")]
+    in_every_layer = ("softmax", "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "bias_relu")
     yield from _rows(headline, bf16, ("forward", "backward"), (*KERNELS, "eager"), operations=in_every_layer)
     recipes = Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)
     for recipe in recipes:

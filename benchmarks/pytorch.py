@@ -48,6 +48,25 @@ def add_layer_norm(
     return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
 
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-5, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    total = F.dropout(x, dropout_p) + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
+
+
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return F.gelu(x, approximate=approximate)
 

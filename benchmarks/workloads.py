@@ -14,33 +14,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROW_OPERATIONS = (
-    "softmax",
-    "layer_norm",
-    "add_layer_norm",
-    "gelu",
-    "bias_gelu",
-    "bias_relu",
-    "embedding",
-    "cross_entropy",
-)
-OPERATIONS = ("attention", *ROW_OPERATIONS, "linear_cross_entropy")
 DIRECTIONS = ("forward", "backward", "both")
 
 BACKWARD_PRODUCTS = 2.5
 """Attention's backward pass does five matrix products where the forward pass does two."""
 
-ROW_FLOPS = {
-    "softmax": (5, 4),  # scale, - max, exp, sum, / sum | dy * y, sum, -, * y
-    "layer_norm": (7, 13),  # sum, centre, square, sum, * rstd, * weight, + bias | xhat 2, dx 8, dweight 2, dbias 1
-    "add_layer_norm": (8, 14),  # one addition more each way
-    "gelu": (5, 11),  # / sqrt(2), erf, + 1, * x, / 2 | Phi 4, density 4 (square, scale, exp, scale), * x, +, * dy
-    "bias_gelu": (6, 13),  # + bias | + bias, sum for dbias
-    "bias_relu": (2, 2),  # + bias, max | select, sum for dbias
-    "cross_entropy": (4, 5),  # max, - max, exp, sum | - max, exp, / sum, - target, * dloss
-    "embedding": (8, 16),  # + position, LayerNorm 7 | + position, LayerNorm 13, sums for dweight and dpositions
+
+@dataclass(frozen=True)
+class RowOperation:
+    """An operation on M rows of N columns: what it takes, the fewest bytes that it moves, its FLOPs.
+
+    Args:
+        matrices, vectors: the names of its arguments of (M, N) and of (N,).
+        forward, backward: how many matrices, vectors, and float32 or int32 numbers a row each pass moves.
+        flops: for each element, (forward, backward).
+    """
+
+    matrices: tuple[str, ...]
+    vectors: tuple[str, ...]
+    forward: tuple[int, int, int]
+    backward: tuple[int, int, int]
+    flops: tuple[int, int]
+
+
+X, NORM = ("x",), ("weight", "bias")
+ROWS = {
+    # x -> y | y, dy -> dx; scale, - max, exp, sum, / sum | dy * y, sum, -, * y
+    "softmax": RowOperation(X, (), (2, 0, 0), (3, 0, 0), (5, 4)),
+    # sum, centre, square, sum, * rstd, * weight, + bias | xhat 2, dx 8, dweight 2, dbias 1
+    "layer_norm": RowOperation(X, NORM, (2, 2, 2), (3, 3, 2), (7, 13)),
+    # x, residual -> y, sum | dy, dsum, sum -> dx, which is also the gradient of the residual; one addition each way
+    "add_layer_norm": RowOperation((*X, "residual"), NORM, (4, 2, 2), (4, 3, 2), (8, 14)),
+    # square, sum, * rstd, * weight | xhat 1, dx 5, dweight 2
+    "rms_norm": RowOperation(X, ("weight",), (2, 1, 1), (3, 2, 1), (4, 8)),
+    "add_rms_norm": RowOperation((*X, "residual"), ("weight",), (4, 1, 1), (4, 2, 1), (5, 9)),
+    # / sqrt(2), erf, + 1, * x, / 2 | Phi 4, density 4 (square, scale, exp, scale), * x, +, * dy
+    "gelu": RowOperation(X, (), (2, 0, 0), (3, 0, 0), (5, 11)),
+    "bias_gelu": RowOperation(X, ("bias",), (2, 1, 0), (3, 2, 0), (6, 13)),  # + bias | + bias, sum for dbias
+    # + bias, max | y, dy -> dx, dbias: select, sum for dbias
+    "bias_relu": RowOperation(X, ("bias",), (2, 1, 0), (3, 1, 0), (2, 2)),
+    # exp, + 1, /, * gate, * up | sigmoid 3, its slope 4, * up, two products with dy
+    "swiglu": RowOperation(("gate", "up"), (), (3, 0, 0), (5, 0, 0), (5, 10)),
+    "geglu": RowOperation(("gate", "up"), (), (3, 0, 0), (5, 0, 0), (6, 13)),  # as gelu, * up | * up, gelu, * dy
+    # max, - max, exp, sum | - max, exp, / sum, - target, * dloss; int64 targets, maximum and sum
+    "cross_entropy": RowOperation(("logits",), (), (1, 0, 4), (2, 0, 4), (4, 5)),
+    # + position, LayerNorm 7 | + position, LayerNorm 13, sums for dweight and dpositions; bytes below
+    "embedding": RowOperation((), (), (0, 0, 0), (0, 0, 0), (8, 16)),
 }
-"""FLOPs for each element, (forward, backward)."""
+ROW_OPERATIONS = tuple(ROWS)
+OPERATIONS = ("attention", *ROW_OPERATIONS, "linear_cross_entropy")
+APPROXIMATE = ("gelu", "bias_gelu", "geglu")
 
 VOCABULARY = 50_257
 SEQUENCE = 1024
@@ -107,22 +130,17 @@ class Workload:
                 "targets": torch.randint(0, size["V"], (size["M"],), generator=generator, device=device),
             }
         rows, columns = size["M"], size["N"]
-        if self.op == "cross_entropy":
-            targets = torch.randint(0, columns, (rows,), generator=generator, device=device)
-            return {"logits": normal(rows, columns), "targets": targets}
         if self.op == "embedding":
             vocabulary, length = embedding_sizes(rows)
             shape = (rows // length, length)
             tensors = {"tokens": torch.randint(vocabulary, shape, generator=generator, device=device)}
             tensors |= {"weight": normal(vocabulary, columns), "positions": normal(length, columns)}
             return tensors | {"norm_weight": normal(columns), "norm_bias": normal(columns)}
-        tensors = {"x": normal(rows, columns)}
-        if self.op == "add_layer_norm":
-            tensors["residual"] = normal(rows, columns)
-        if self.op in ("layer_norm", "add_layer_norm"):
-            tensors |= {"weight": normal(columns), "bias": normal(columns)}
-        if self.op in ("bias_gelu", "bias_relu"):
-            tensors["bias"] = normal(columns)
+        described = ROWS[self.op]
+        tensors = {name: normal(rows, columns) for name in described.matrices}
+        tensors |= {name: normal(columns) for name in described.vectors}
+        if self.op == "cross_entropy":
+            tensors["targets"] = torch.randint(0, columns, (rows,), generator=generator, device=device)
         return tensors
 
 
@@ -173,11 +191,11 @@ def rows(op: str, dtype: torch.dtype, direction: str, *, M: int, N: int, approxi
     """An operation on M rows of N columns."""
     if op == "embedding":
         M -= M % embedding_sizes(M)[1]  # whole sequences
-    forward, backward = ROW_FLOPS[op]
-    options = {"approximate": approximate} if "gelu" in op else {}
+    forward, backward = ROWS[op].flops
+    options = {"approximate": approximate} if op in APPROXIMATE else {}
     return Workload(
         op=op,
-        case=approximate if "gelu" in op else "rows",
+        case=approximate if op in APPROXIMATE else "rows",
         direction=direction,
         dtype=dtype,
         shape={"M": M, "N": N},
@@ -207,21 +225,14 @@ def embedding_bytes(itemsize: int, M: int, N: int) -> tuple[int, int]:
 
 def row_bytes(op: str, itemsize: int, direction: str, M: int, N: int) -> int:
     """Bytes of a row operation; statistics are float32, parameters have the dtype of x."""
-    matrix, vector, statistics = M * N * itemsize, N * itemsize, 2 * M * 4
     if op == "embedding":
         forward, backward = embedding_bytes(itemsize, M, N)
-        return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
-    forward, backward = {
-        "softmax": (2 * matrix, 3 * matrix),  # x -> y | y, dy -> dx
-        "layer_norm": (2 * matrix + 2 * vector + statistics, 3 * matrix + 3 * vector + statistics),
-        # x, residual -> y, sum | dy, dsum, sum -> dx, which is also the gradient of the residual
-        "add_layer_norm": (4 * matrix + 2 * vector + statistics, 4 * matrix + 3 * vector + statistics),
-        "gelu": (2 * matrix, 3 * matrix),  # x -> y | x, dy -> dx
-        "bias_gelu": (2 * matrix + vector, 3 * matrix + 2 * vector),
-        "bias_relu": (2 * matrix + vector, 3 * matrix + vector),  # x, bias -> y | y, dy -> dx, dbias
-        # logits, targets -> maximum and sum | logits, targets, maximum and sum -> dlogits
-        "cross_entropy": (matrix + 8 * M + statistics, 2 * matrix + 8 * M + statistics),
-    }[op]
+    else:
+        sizes = M * N * itemsize, N * itemsize, 4 * M
+        forward, backward = (
+            sum(count * size for count, size in zip(counts, sizes, strict=True))
+            for counts in (ROWS[op].forward, ROWS[op].backward)
+        )
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
@@ -231,7 +242,7 @@ def output_layer(dtype: torch.dtype, direction: str, *, M: int, E: int, V: int) 
     The logits count as neither read nor written: nothing needs them whole.
     """
     inputs, targets = (M * E + V * E) * dtype.itemsize, 8 * M
-    forward, backward = ROW_FLOPS["cross_entropy"]
+    forward, backward = ROWS["cross_entropy"].flops
     flops = {"forward": 2 * E + forward, "both": 6 * E + forward + backward}[direction]
     return Workload(
         op="linear_cross_entropy",

@@ -58,6 +58,8 @@ def test_decode_reads_each_key_head_once() -> None:
         ("cross_entropy", 600 + 80 + 80, 2 * 600 + 80 + 80),
         ("layer_norm", 2 * 600 + 2 * 60 + 80, 3 * 600 + 3 * 60 + 80),
         ("add_layer_norm", 4 * 600 + 2 * 60 + 80, 4 * 600 + 3 * 60 + 80),
+        ("rms_norm", 2 * 600 + 60 + 40, 3 * 600 + 2 * 60 + 40),
+        ("swiglu", 3 * 600, 5 * 600),
     ],
 )
 def test_row_bytes_by_hand(op: str, forward: int, backward: int) -> None:
