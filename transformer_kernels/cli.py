@@ -1,4 +1,4 @@
-"""The command line: `transformer-kernels train|generate|classify|evaluate|demo|info|bench|kernels`."""
+"""The command line: `transformer-kernels train|generate|classify|evaluate|embed|fill-mask|demo|info|bench|kernels`."""
 
 from __future__ import annotations
 
@@ -90,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_classify(commands)
     _add_evaluate(commands)
+    _add_embed(commands)
+    _add_fill_mask(commands)
     demo = _command(commands, "demo", "train the character GPT for two minutes, then time each backend", _demo)
     demo.add_argument("--seconds", type=float, default=120.0, help="how long to train (default: %(default)g)")
     demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="for training (default: auto)")
@@ -150,17 +152,20 @@ def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: 
     parser.add_argument(flag, type=base, choices=choices, metavar=metavar, default=argparse.SUPPRESS, help=told)
 
 
-def _add_model_options(parser: argparse.ArgumentParser, example: str) -> None:
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="FOLDER", help=f"a run or a checkpoint, such as {example}"
-    )
+def _add_model_options(parser: argparse.ArgumentParser, example: str = "", *, pretrained: bool = False) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    if example:
+        source.add_argument("--checkpoint", metavar="FOLDER", help=f"a run or a checkpoint, such as {example}")
+    if pretrained:
+        told = "pretrained: a folder of transformers with a tokenizer, or a GGUF file"
+        source.add_argument("--model", metavar="FOLDER", help=told)
     parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="whose kernels run the model")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
 
 
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "write text with a trained language model", _generate)
-    _add_model_options(parser, "runs/char-gpt")
+    _add_model_options(parser, "runs/char-gpt", pretrained=True)
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="the text to continue (default: a line break); repeatable"
     )
@@ -192,6 +197,23 @@ def _add_evaluate(commands: Any) -> None:
     parser = _command(commands, "evaluate", help, _evaluate)
     _add_model_options(parser, "runs/imdb")
     _add_later_options(parser, "evaluate")
+
+
+def _add_embed(commands: Any) -> None:
+    parser = _command(commands, "embed", "compare texts by the vectors that a pretrained encoder gives them", _embed)
+    _add_model_options(parser, pretrained=True)
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts; without any, each line of the input is one")
+    parser.add_argument(
+        "--pooling", choices=("mean", "cls"), default="mean", help="of all tokens, or the first (default: mean)"
+    )
+    parser.add_argument("--out", default="", metavar="FILE", help="write the vectors, float32 (texts, width), as .npy")
+
+
+def _add_fill_mask(commands: Any) -> None:
+    parser = _command(commands, "fill-mask", "the likely words at [MASK], by a pretrained encoder", _fill_mask)
+    _add_model_options(parser, pretrained=True)
+    parser.add_argument("text", metavar="TEXT", help='such as "Paris is the [MASK] of France."')
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many words (default: %(default)s)")
 
 
 def _add_later_options(parser: argparse.ArgumentParser, command: str) -> None:
@@ -299,8 +321,15 @@ def _generate(chosen: argparse.Namespace) -> None:
     prompts = chosen.prompt or ["\n"]
     if chosen.top and len(prompts) > 1:
         raise ValueError(f"--top lists the tokens after one --prompt; got {len(prompts)}")
-    trained = _load_trained(chosen, "generate")
-    steps = trained.recipe.generate(trained, prompts, chosen.length, sampling)
+    trained: Any
+    if chosen.model is None:
+        trained = _load_trained(chosen, "generate")
+        steps = trained.recipe.generate(trained, prompts, chosen.length, sampling)
+    else:
+        from transformer_kernels.pretrained import commands
+
+        trained = commands.load(chosen.model, chosen.backend, chosen.device)
+        steps = commands.generate(trained, prompts, chosen.length, sampling)
     if chosen.top:
         for choices in steps:
             print(most_likely(choices[0], trained.tokenizer, chosen.top), flush=True)
@@ -323,6 +352,29 @@ def _classify(chosen: argparse.Namespace) -> None:
     for text, row in zip(texts, probabilities.tolist(), strict=True):
         best = max(range(len(classes)), key=row.__getitem__)
         print(f"{classes[best]:<8} {row[best]:7.2%}  {text if len(text) <= 80 else text[:77] + '...'}")
+
+
+def _embed(chosen: argparse.Namespace) -> None:
+    import numpy
+
+    from transformer_kernels.pretrained import commands
+
+    texts = chosen.texts or [line for line in sys.stdin.read().splitlines() if line.strip()]
+    if not texts:
+        raise ValueError("there is nothing to embed: give texts, or lines on the standard input")
+    vectors = commands.embed(commands.load(chosen.model, chosen.backend, chosen.device), texts, chosen.pooling)
+    print(commands.cosine_table(texts, vectors))
+    if chosen.out:
+        with Path(chosen.out).open("wb") as file:  # numpy adds its ending to a name, not to a file
+            numpy.save(file, vectors.numpy())
+
+
+def _fill_mask(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.pretrained import commands
+
+    loaded = commands.load(chosen.model, chosen.backend, chosen.device)
+    for word, probability in commands.fill_mask(loaded, chosen.text, chosen.top):
+        print(f"{probability:7.2%}  {word}")
 
 
 def _evaluate(chosen: argparse.Namespace) -> None:
