@@ -95,6 +95,25 @@ def test_a_rule_gives_every_thread_about_as_much(columns: int, itemsize: int) ->
         assert tile.num_stages == 1 or prefetched <= 99 * 1024
 
 
+def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, served in (((8, 6), (8, 6)), ((9, 0), (9, 0)), ((10, 0), (10, 0)), ((12, 0), (8, 0)), ((12, 1), (8, 0))):
+        monkeypatch.setattr(_triton, "_device_capability", lambda index, found=found: found)
+        assert _triton.capability(torch.device("cuda:0")) == served
+
+
+def test_float32_products_follow_either_setting() -> None:
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has one setting")
+    before = matmul.fp32_precision
+    try:
+        for setting, wanted in (("tf32", "tf32"), ("ieee", "ieee"), ("none", "ieee")):
+            matmul.fp32_precision = setting
+            assert _triton.fp32_precision() == wanted
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_a_vector_needs_every_size_to_be_a_multiple() -> None:
     assert _triton.vector_width(2, 768, 16) == 8
     assert _triton.vector_width(4, 768, 20) == 4

@@ -65,10 +65,20 @@ def interpreting() -> bool:
 
 
 def capability(device: torch.device) -> Capability:
-    """The compute capability whose tables serve `device`."""
+    """The compute capability whose tables serve `device`: the oldest for 12.x, which lacks the shared memory of 9.0."""
     if device.type != "cuda":
         return INTERPRETED_CAPABILITY
-    return _device_capability(device.index)
+    found = _device_capability(device.index)
+    return found if found < (12, 0) else MINIMUM_CAPABILITY
+
+
+def fp32_precision() -> str:
+    """How products of fp32 are taken: "ieee", or "tf32" where `torch.set_float32_matmul_precision` or
+    `torch.backends.cuda.matmul.fp32_precision` allow it."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # once it is set, torch.get_float32_matmul_precision() may raise
+        return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @functools.cache
