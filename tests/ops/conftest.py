@@ -85,7 +85,7 @@ def triton_attention(backend: str) -> Any:
 @pytest.fixture
 def long_path(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences go through Triton's kernels for any length, in small tiles so that every loop runs."""
-    config = triton_attention.config
-    monkeypatch.setattr(config, "SHORT_QUERIES", 0)
-    tile = config.Tile(queries=32, keys=32, masked=16, num_warps=4, num_stages=1)
-    monkeypatch.setattr(triton_attention, "_find", lambda *_: tile)
+    tiles = triton_attention.tiles
+    monkeypatch.setattr(tiles, "SHORT_QUERIES", 0)
+    tile = tiles.Tile(queries=32, keys=32, masked=16, num_warps=4, num_stages=1)
+    monkeypatch.setattr(tiles, "find", lambda *_: tile)

@@ -19,6 +19,7 @@ import transformer_kernels as tk
 from tests.ops.test_attention import make
 from tests.support.parity import check_parity, require
 from transformer_kernels.backends import triton as _triton
+from transformer_kernels.ops.attention import AttentionCall
 
 QUERIES, MASKED = 32, 16
 """The tile of `long_path`: 32 queries by 32 keys, where there is a mask by 16."""
@@ -35,7 +36,7 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 
 @pytest.fixture
 def count(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> Count:
-    """Lists the integer arguments of every call of a function of a kernel."""
+    """Lists the positions that every call of a function of a kernel is about."""
     if not _triton.interpreting():
         pytest.skip("only the interpreter's calls can be counted")
 
@@ -44,8 +45,7 @@ def count(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> Count:
         signature = inspect.signature(original.fn)
 
         def counted(*args: Any) -> Any:
-            arguments = signature.bind(*args).arguments
-            calls.append({key: int(value) for key, value in arguments.items() if key in WATCHED})
+            calls.append(_positions(signature.bind(*args).arguments))
             return original(*args)
 
         monkeypatch.setattr(module, name, counted)
@@ -54,7 +54,17 @@ def count(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> Count:
     return watch
 
 
-WATCHED = ("start", "first_row", "first_key", "length", "BLOCK_N", "BLOCK_M")
+def _positions(arguments: dict[str, Any]) -> Block:
+    """Where the block begins, how many positions are walked over, and how many rows there are to read."""
+    found = {name: int(arguments[name]) for name in ("start", "first_row") if name in arguments}
+    if "keys" in arguments:
+        found["first_key"] = int(arguments["keys"].first_key)
+    if "queries" in arguments:
+        found["first_row"] = int(arguments["queries"].first_row)
+    if "source" in arguments and hasattr(arguments["source"], "length"):
+        found["length"] = int(arguments["source"].length)
+    found["walked"] = MASKED if arguments.get("MASKED") else QUERIES
+    return found
 
 
 def _sequences(lengths: list[int], device: torch.device) -> Tensor:
@@ -87,7 +97,7 @@ def test_work_is_the_sum_of_the_squares(count: Count, device: torch.device, leng
     blocks = sum(-(-own[-1][1] // MASKED) - own[0][0] // MASKED for own in touched if own)
     aligned = all(start % QUERIES == 0 for start in starts)
     for name, calls in passes.items():
-        walked = sum(call["BLOCK_M"] if "BLOCK_M" in call else call["BLOCK_N"] for call in calls)
+        walked = sum(call["walked"] for call in calls)
         assert walked <= blocks * MASKED if causal else walked == blocks * MASKED, name
         if aligned:
             square = sum(length * length for length in lengths)
@@ -102,7 +112,7 @@ def test_gradient_of_a_bias_visits_tiles_of_one_sequence(count: Count, device: t
 
     tensors = make(torch.float16, device, (128, 128), batch=1, heads=(1, 1))
     tensors["attn_bias"] = torch.randn(1, 1, 128, 128, device=device).half()
-    tiles = count(_triton_backward_bias, "transposed_weights")
+    tiles = count(_triton_backward_bias, "key_gradient_block")
     _forward_and_backward(tensors, cu_seqlens=_sequences([64, 60], device), causal=causal)
     assert {(tile["first_row"] // 64, tile["first_key"] // 64) for tile in tiles} == {(0, 0), (1, 1)}
 
@@ -176,9 +186,10 @@ def test_decode_visits_from_the_first_real_key_to_the_last(backend: str, count: 
 def test_the_sequence_of_every_token(triton_attention: Any, device: torch.device) -> None:
     for lengths, tokens in (([5], 5), ([3, 0, 0, 4], 9), ([], 4), ([0, 0], 3), ([1] * 300, 300), ([256, 256, 1], 600)):
         q = torch.empty(1, 1, tokens, 16, device=device, dtype=torch.float16)
-        call = triton_attention._Call(q, q, q, (), None, None, None, _sequences(lengths, device), False, None, 0.0, 1.0)
-        call.find_sequences()
+        call = AttentionCall(q, q, q, None, None, None, _sequences(lengths, device), False, None, 0.0, 1.0)
+        launch = triton_attention._Launch(call)
+        launch.find_sequences()
         spans = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
         end = sum(lengths)
         want = [next(((a, b) for a, b in spans if a <= token < b), (end, end)) for token in range(tokens)]
-        assert call.sequences.T.tolist() == [list(pair) for pair in want], lengths
+        assert launch.sequences.T.tolist() == [list(pair) for pair in want], lengths

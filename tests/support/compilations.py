@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -47,7 +46,8 @@ def _rows(rows: int, width: int) -> None:
 
 def _attention(rows: int, width: int) -> None:
     """A batch of `rows` packed projections, `width` tokens each, plain, causal and with all masks; then the same as
-    packed sequences; then through tensor descriptors; then one more query to the keys, in either layout."""
+    packed sequences; then one more query to the keys, in either layout."""
+    from transformer_kernels.ops.attention import AttentionCall
     from transformer_kernels.ops.attention import _triton as attention
 
     starts = torch.arange(rows + 1, dtype=torch.int32) * width
@@ -60,29 +60,24 @@ def _attention(rows: int, width: int) -> None:
         (rows, width, (padding, bias, seed, None), True, 0.1),
         (1, rows * width, (None, None, None, starts), True, 0.0),
     ):
-        options = (causal, None, dropout_p, 0.125)
-        q, k, v = _projected(batch, length)
-        attention.forward(q, k, v, *masks, *options)
-        lse = torch.empty(batch, HEADS, length)
-        grads = _projected(batch, length)
-        attention.backward(q, None, q, k, v, q, lse, *masks, *options, masks[1] is not None, grads)
-    with mock.patch.object(attention, "_descriptors_pay", return_value=True):
-        attention.forward(*_projected(rows, width), None, None, None, None, True, None, 0.0, 0.125)
+        call = AttentionCall(*_projected(batch, length), *masks, causal, None, dropout_p, 0.125)
+        result = attention.forward(call)
+        wanted = (True, True, True, masks[1] is not None)
+        attention.backward(call, result, (call.q, None), wanted, _projected(batch, length))
     for cached in (torch.empty(rows, HEADS, width, 64, dtype=torch.bfloat16), _projected(rows, width)[1]):
-        attention.forward(cached[:, :, -1:], cached, cached, None, None, None, None, True, None, 0.0, 0.125)
+        attention.forward(AttentionCall(cached[:, :, -1:], cached, cached, *[None] * 4, True, None, 0.0, 0.125))
 
 
 def _short_attention(rows: int, width: int) -> None:
     """The same of 72 to 119 tokens, which share one tile."""
+    from transformer_kernels.ops.attention import AttentionCall
     from transformer_kernels.ops.attention import _triton as attention
 
     length = 72 + width % 48
-    q, k, v = _projected(rows, length)
-    padding = torch.ones(rows, length, dtype=torch.bool)
-    for mask in (None, padding):
-        options = (mask, None, None, None, False, None, 0.0, 0.125)
-        attention.forward(q, k, v, *options)
-        attention.backward(q, None, q, k, v, q, torch.empty(rows, HEADS, length), *options, False)
+    for mask in (None, torch.ones(rows, length, dtype=torch.bool)):
+        call = AttentionCall(*_projected(rows, length), mask, None, None, None, False, None, 0.0, 0.125)
+        result = attention.forward(call)
+        attention.backward(call, result, (call.q, None), (True, True, True, False))
 
 
 HEADS = 4

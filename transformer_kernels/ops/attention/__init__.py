@@ -211,7 +211,7 @@ def last_axis_contiguous(x: Tensor) -> Tensor:
 def like_output(x: Tensor) -> Tensor:
     """Uninitialised, of x's shape (B, H, L, D), laid out in memory as (B, L, H, D)."""
     batch, heads, length, width = x.shape
-    return x.new_empty(batch, length, heads, width).transpose(1, 2)
+    return torch.empty((batch, length, heads, width), dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
 def _fake(call: AttentionCall) -> AttentionResult:

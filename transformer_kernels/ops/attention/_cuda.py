@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+from transformer_kernels.ops.attention._common import broadcast_strides, shift_gradient
 
 MAX_HEAD_DIM = 256
 MAX_FLOAT32_HEAD_DIM = 128
@@ -122,22 +123,13 @@ def backward(
     gradients |= {"dq": _rows(dq), "dk": _rows(dk), "dv": _rows(dv)}
     dbias: Tensor | None = None
     if attn_bias is not None and wanted[3]:
-        dbias = torch.empty(attn_bias.shape, dtype=attn_bias.dtype, device=q.device)
         if attn_bias.shape[3] == k.shape[2] > 1:
+            dbias = torch.empty(attn_bias.shape, dtype=attn_bias.dtype, device=q.device)
             gradients["dbias"] = BiasGradient(dbias.data_ptr(), *dbias.shape)
         else:
-            dbias.copy_(_gradient_of_row_shift(dlse, lse, attn_bias))
+            dbias = shift_gradient(dlse, lse, attn_bias)
     load().attention_backward(_launch(call, result, **gradients))
     return dq, dk, dv, dbias
-
-
-def _gradient_of_row_shift(dlse: Tensor | None, lse: Tensor, attn_bias: Tensor) -> Tensor:
-    """Of a bias with one value for all keys of a row: softmax ignores it, lse grows with it where a key is seen."""
-    if dlse is None:
-        return torch.zeros_like(lse[:1, :1, :1, None]).expand(attn_bias.shape)
-    broadcast = [axis for axis, size in enumerate(attn_bias.shape[:3]) if size == 1]
-    seen = dlse.masked_fill(lse == -torch.inf, 0.0)
-    return (seen.sum(broadcast, keepdim=True) if broadcast else seen)[..., None]
 
 
 def _address(x: Tensor | None) -> int:
@@ -152,8 +144,7 @@ def _rows(x: Tensor) -> Rows:
 def _bias(attn_bias: Tensor | None) -> Bias:
     if attn_bias is None:
         return Bias(0, False, 0, 0, 0, 0)
-    strides = [0 if size == 1 else stride for size, stride in zip(attn_bias.shape, attn_bias.stride(), strict=True)]
-    return Bias(attn_bias.data_ptr(), attn_bias.dtype is torch.float32, *strides)
+    return Bias(attn_bias.data_ptr(), attn_bias.dtype is torch.float32, *broadcast_strides(attn_bias))
 
 
 def _launch(call: AttentionCall, result: AttentionResult, **gradients: Any) -> Launch:

@@ -1,216 +1,172 @@
-"""Triton: dk and dv of attention for any lengths, and what the short path shares of it."""
+"""Triton: dk and dv of attention for any lengths, and what the short path and the bias gradient share of it."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from transformer_kernels.backends.triton_language import dot_operand, from_fp32
-from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED
-from transformer_kernels.ops.attention._triton_sequences import within_sequence
+from transformer_kernels.backends.triton_language import dot_operand
+from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
 from transformer_kernels.ops.attention._triton_tile import (
+    Bias,
+    Dropout,
+    Mask,
     accumulate,
     biased,
+    dropout_scale,
     exponential,
     finite_rows,
+    head_offset,
+    head_rows,
     keep_tile,
     load_bias,
     load_lse,
+    load_padding,
     load_rows,
     load_statistic,
+    masked_length,
+    masked_position,
     multiply,
     query_blocks,
     score_unit,
     store_rows,
     tile_of_program,
     visible_pairs,
-    wide,
+    within_sequence,
 )
 
 
+class Keys(NamedTuple):
+    """A tile of keys."""
+
+    k: Any  # [N, D]
+    v: Any  # [N, D]
+    real: Any  # [N], which are not padding, or None
+    first_key: Any
+
+
+class KeyGradient(NamedTuple):
+    """What the key kernels sum over the queries."""
+
+    dk: Any  # [N, D]
+    dv: Any  # [N, D]
+
+
+class QuerySource(NamedTuple):
+    """Where a head's tiles of queries are read from."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    statistics: Any
+
+
 @triton.jit
-def transposed_weights(
-    k,
-    q,
-    lse,
-    correction,
-    first_key,
-    first_row,
-    sequences_pointer,
-    bias_pointer,
-    query_length,
-    key_length,
-    bias_row,
-    scale,
-    window,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_ALIGNMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NATURAL: tl.constexpr,
-):
-    """The weights [N, M] of a tile, keys first, and which of its pairs are visible by position."""
-    tile_rows = tl.arange(0, q.shape[0])[None, :]
-    tile_columns = tl.arange(0, k.shape[0])[:, None]
-    scores = multiply(k, tl.trans(q), PRECISION) * scale  # [N, M]
-    if BIAS != "none":
-        bias = load_bias(
-            bias_pointer, first_row, first_key, tile_rows, tile_columns, bias_row, query_length, key_length, True, BIAS,
-            BIAS_ALIGNMENT, NATURAL,
-        )  # fmt: skip
-        scores = biased(scores, bias, NATURAL)
-    weights = exponential(scores - lse[None, :], NATURAL)
-    if NATURAL:
-        weights *= correction[None, :]
-    rows, columns = first_row + tile_rows, first_key + tile_columns
-    visible = visible_pairs(rows, columns, key_length - query_length, key_length, window, CAUSAL, WINDOW)
-    if SEQUENCES:
-        visible = visible & within_sequence(sequences_pointer, columns, rows, key_length)
-    if MASKED:
-        weights = tl.where(visible, weights, 0.0)
-    return weights, visible
+def load_queries(source, first_row, mask, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
+    """The queries [first_row, first_row + ROWS)."""
+    rows = first_row + tl.arange(0, ROWS)
+    q = load_rows(source.q, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
+    dout = load_rows(source.dout, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
+    lse = load_lse(source.lse, rows, mask.query_length, BOUNDED, OPTIONS.NATURAL)
+    delta = load_statistic(source.statistics, rows, mask.query_length, 0.0, BOUNDED)
+    correction = 1.0
+    if OPTIONS.NATURAL:
+        corrections = source.statistics + mask.query_length
+        correction = load_statistic(corrections, rows, mask.query_length, 1.0, BOUNDED)
+    return Queries(q, dout, lse, delta, correction, first_row)
+
+
+@triton.jit
+def operands(queries):
+    """The same queries as operands of matrix products."""
+    q, dout = dot_operand(queries.q, queries.q.dtype), dot_operand(queries.dout, queries.dout.dtype)
+    return Queries(q, dout, queries.lse, queries.delta, queries.correction, queries.first_row)
 
 
 @triton.jit
 def key_gradient_block(
-    dk,
-    dv,
-    k,
-    v,
-    q,
-    dout,
-    lse,
-    delta,
-    correction,
-    first_key,
-    first_row,
-    sequences_pointer,
-    bias_pointer,
-    seed,
-    real,
-    batch_head,
-    query_length,
-    key_length,
-    bias_row,
+    gradient,
+    keys,
+    queries,
+    mask,
+    bias,
+    dropout,
     scale,
-    window,
-    threshold,
-    keep_scale,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PADDING: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_ALIGNMENT: tl.constexpr,
-    DROPOUT: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
+    SCORES_ONLY: tl.constexpr,
     DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NATURAL: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
-    """Add what one block of queries gives to dk and dv of a key tile; also returns dS, [N, M], delta and correction.
-    Everything stands transposed, keys first, so that weights and dS go from one matrix product into the next as they
-    are.
+    """Add what one block of queries gives to dk and dv of a key tile, unless SCORES_ONLY; also returns dS, [N, M],
+    delta and correction. Everything stands transposed, keys first, so that weights and dS go from one matrix product
+    into the next as they are.
 
-    With WHOLE_ROWS the tile holds all keys, `real` tells them from padding, and `delta` comes as -dlse: the mean of dP
-    under the weights is added here, which needs no `out`, and the weights are normalised again, which takes out the
-    rounding of lse."""
-    weights, visible = transposed_weights(
-        k, q, lse, correction, first_key, first_row, sequences_pointer, bias_pointer, query_length, key_length,
-        bias_row, scale, window, MASKED, CAUSAL, WINDOW, SEQUENCES, BIAS, BIAS_ALIGNMENT, PRECISION, NATURAL,
-    )  # fmt: skip
+    With WHOLE_ROWS the tile holds all keys, and `delta` comes as -dlse: the mean of dP under the weights is added here,
+    which needs no `out`, and the weights are normalised again, which takes out the rounding of lse."""
+    NATURAL: tl.constexpr = OPTIONS.NATURAL
+    tile_rows = tl.arange(0, queries.q.shape[0])[None, :]
+    tile_columns = tl.arange(0, keys.k.shape[0])[:, None]
+    rows, columns = queries.first_row + tile_rows, keys.first_key + tile_columns
+    scores = multiply(keys.k, tl.trans(queries.q), OPTIONS) * scale  # [N, M]
+    if bias.pointer is not None:
+        values = load_bias(bias, queries.first_row, keys.first_key, tile_rows, tile_columns, mask, True, OPTIONS)
+        scores = biased(scores, values, NATURAL)
+    weights = exponential(scores - queries.lse[None, :], NATURAL)
+    delta, correction = queries.delta, queries.correction
+    if NATURAL and not WHOLE_ROWS:
+        weights *= correction[None, :]
+    if MASKED:
+        visible = visible_pairs(rows, columns, mask, OPTIONS)
+        if mask.sequences is not None:
+            visible = visible & within_sequence(mask, columns, rows)
+        if keys.real is not None:
+            visible = visible & keys.real[:, None]
+        weights = tl.where(visible, weights, 0.0)
     if WHOLE_ROWS:
-        if PADDING:
-            visible = visible & real[:, None]
-            weights = tl.where(visible, weights, 0.0)
         weight_sum = tl.sum(weights, 0)  # 1 up to the rounding of lse, or 0
         correction = 1.0 / tl.where(weight_sum == 0.0, 1.0, weight_sum)
         weights *= correction[None, :]
     kept_weights = weights
-    if DROPOUT:
-        rows = (first_row + tl.arange(0, q.shape[0]))[:, None]
-        keep = tl.trans(keep_tile(seed, first_key, rows, batch_head, threshold, k.shape[0]))
+    if dropout.seed is not None:
+        keep = tl.trans(keep_tile(dropout, keys.first_key, tl.trans(rows), keys.k.shape[0]))
         kept_weights = tl.where(keep, weights, 0.0)
-    dv = accumulate(dot_operand(kept_weights, DTYPE), dout, dv, PRECISION)  # [N, D]
-    dweights = multiply(v, tl.trans(dout), PRECISION)  # [N, M]
-    if DROPOUT:
-        dweights = tl.where(keep, dweights * keep_scale, 0.0)
+    dk, dv = gradient.dk, gradient.dv
+    if not SCORES_ONLY:
+        dv = accumulate(dot_operand(kept_weights, DTYPE), queries.dout, dv, OPTIONS)  # [N, D]
+    dweights = multiply(keys.v, tl.trans(queries.dout), OPTIONS)  # [N, M]
+    if dropout.seed is not None:
+        dweights = tl.where(keep, dweights * dropout_scale(dropout), 0.0)
     if WHOLE_ROWS:
-        delta += tl.sum(weights * tl.where(visible, dweights, 0.0), 0)
+        delta += tl.sum(weights * dweights, 0)
     dscores = weights * (dweights - delta[None, :])
-    if MASKED:
-        dscores = tl.where(visible, dscores, 0.0)
-    operand_dscores = dot_operand(dscores, DTYPE)
-    return accumulate(operand_dscores, q, dk, PRECISION), dv, operand_dscores, delta, correction
+    if MASKED and not WHOLE_ROWS and (mask.sequences is not None or keys.real is not None):
+        dscores = tl.where(visible, dscores, 0.0)  # v or delta may be NaN where the weight is 0
+    if not SCORES_ONLY:
+        dk = accumulate(dot_operand(dscores, DTYPE), queries.q, dk, OPTIONS)
+    return KeyGradient(dk, dv), dscores, delta, correction
 
 
 @triton.jit
 def walk_queries(
-    dk,
-    dv,
-    k,
-    v,
-    first_key,
-    first_row,
-    q_pointer,
-    dout_pointer,
-    lse_pointer,
-    delta_pointer,
-    correction_pointer,
-    sequences_pointer,
-    bias_pointer,
-    seed,
-    batch_head,
-    query_length,
-    key_length,
-    q_row,
-    dout_row,
-    bias_row,
-    scale,
-    window,
-    threshold,
-    keep_scale,
-    MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_ALIGNMENT: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NATURAL: tl.constexpr,
+    gradient, keys, source, first_row, mask, bias, dropout, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """Load one block of queries and add what it gives to dk and dv."""
-    rows = first_row + tl.arange(0, BLOCK_M)
-    q = load_rows(
-        q_pointer, 0, 0, first_row, q_row, query_length, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGNMENT, MASKED, False
-    )  # [M, D]
-    dout = load_rows(
-        dout_pointer, 0, 0, first_row, dout_row, query_length, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGNMENT, MASKED, False
-    )  # [M, D]
-    lse = load_lse(lse_pointer, rows, query_length, MASKED, NATURAL)
-    delta = load_statistic(delta_pointer, rows, query_length, 0.0, MASKED)
-    correction = load_statistic(correction_pointer, rows, query_length, 1.0, MASKED) if NATURAL else 1.0
-    if MASKED and SEQUENCES:  # what is not finite stays among the keys of its sequence
-        keys = first_key + tl.arange(0, k.shape[0])
-        q, q_trace = finite_rows(q)
-        dout, dout_trace = finite_rows(dout)
-        own = within_sequence(sequences_pointer, keys[:, None], rows[None, :], key_length)
-        taint = tl.sum(tl.where(own, (q_trace + dout_trace)[None, :], 0.0), 1)[:, None]
-        dk, dv = dk + taint, dv + taint
-    dk, dv, _, _, _ = key_gradient_block(
-        dk, dv, k, v, dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), lse, delta, correction, first_key,
-        first_row, sequences_pointer, bias_pointer, seed, None, batch_head, query_length, key_length, bias_row, scale,
-        window, threshold, keep_scale, MASKED, CAUSAL, WINDOW, False, SEQUENCES, BIAS, BIAS_ALIGNMENT, DROPOUT, False,
-        q.dtype, PRECISION, NATURAL,
-    )  # fmt: skip
-    return dk, dv
+    """Load the block of queries at `first_row` and add what it gives to dk and dv."""
+    BLOCK_M: tl.constexpr = OPTIONS.MASKED if MASKED else OPTIONS.BLOCK_M
+    queries = load_queries(source, first_row, mask, BLOCK_M, MASKED, OPTIONS)
+    if MASKED and mask.sequences is not None:  # what is not finite stays among the keys of its sequence
+        rows = (first_row + tl.arange(0, BLOCK_M))[None, :]
+        columns = (keys.first_key + tl.arange(0, OPTIONS.BLOCK_N))[:, None]
+        q, q_trace = finite_rows(queries.q)
+        dout, dout_trace = finite_rows(queries.dout)
+        traces = tl.where(within_sequence(mask, columns, rows), (q_trace + dout_trace)[None, :], 0.0)
+        trace = tl.sum(traces, 1)[:, None]
+        gradient = KeyGradient(gradient.dk + trace, gradient.dv + trace)
+        queries = Queries(q, dout, queries.lse, queries.delta, queries.correction, first_row)
+    gradient, _, _, _ = key_gradient_block(
+        gradient, keys, operands(queries), mask, bias, dropout, scale, MASKED, False, False, queries.q.dtype, OPTIONS
+    )
+    return gradient
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -220,10 +176,9 @@ def attention_backward_key_kernel(
     v_pointer,  # (B, Hk, Lk, D)
     lse_pointer,  # (B, Hq, Lq), contiguous
     dout_pointer,  # (B, Hq, Lq, D)
-    delta_pointer,  # (B, Hq, Lq), contiguous
-    correction_pointer,  # (B, Hq, Lq), contiguous, for fp32 operands; else None
+    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: delta and, for fp32, the correction
     dk_pointer,  # (B, Hk, Lk, D)
-    dv_pointer,  # (B, Hk, Lk, D)
+    dv_pointer,  # (B, Hk, Lk, D), the strides of dk
     padding_pointer,  # (B, Lk), contiguous, or None
     sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
@@ -243,107 +198,66 @@ def attention_backward_key_kernel(
     dout_batch,
     dout_head,
     dout_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
+    dkv_batch,
+    dkv_head,
+    dkv_row,
     bias_batch,
     bias_head,
     bias_row,
     scale,
     window,
     threshold,
-    keep_scale,
     section,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED_M: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PADDING: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_ALIGNMENT: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """One program owns BLOCK_N keys of one key head and walks over the queries that see them, of every query head of
     the group. A key that is padding or does not exist touches only its own row, which is not kept."""
-    NATURAL: tl.constexpr = q_pointer.dtype.element_ty == tl.float32
-    score_scale = scale * score_unit(NATURAL)
-    key_heads = query_heads // GROUP
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    score_scale = scale * score_unit(OPTIONS.NATURAL)
+    key_heads = query_heads // OPTIONS.GROUP
     block, batch_head = tile_of_program(tl.cdiv(key_length, BLOCK_N), section)
     batch, key_head = batch_head // key_heads, batch_head % key_heads
     first_key = block * BLOCK_N
-    keys = first_key + tl.arange(0, BLOCK_N)
-    k_pointer += batch * wide(k_batch, ALIGNMENT) + key_head * wide(k_head, ALIGNMENT)
-    v_pointer += batch * wide(v_batch, ALIGNMENT) + key_head * wide(v_head, ALIGNMENT)
-    q_row, dout_row = wide(q_row, ALIGNMENT), wide(dout_row, ALIGNMENT)
-    seed = tl.load(seed_pointer) if DROPOUT else 0
+    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window)
+    seed = tl.load(seed_pointer) if seed_pointer is not None else None
     read = key_length
-    if PADDING:
-        padding_pointer += tl.cast(batch, tl.int64) * key_length
-        real = tl.load(padding_pointer + keys, mask=keys < key_length, other=0) != 0
+    if padding_pointer is not None:
+        real = load_padding(mask, first_key + tl.arange(0, BLOCK_N))
         read = tl.where(tl.max(real.to(tl.int32), 0) > 0, key_length, 0)  # all padding: not even the keys are read
-    k = load_rows(
-        k_pointer, 0, 0, first_key, wide(k_row, ALIGNMENT), read, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGNMENT, True,
-        False,
-    )  # [N, D]  # fmt: skip
-    v = load_rows(
-        v_pointer, 0, 0, first_key, wide(v_row, ALIGNMENT), read, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGNMENT, True,
-        False,
-    )  # [N, D]  # fmt: skip
-    k, v = dot_operand(k, k.dtype), dot_operand(v, v.dtype)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    start, full_start, full_end, end = query_blocks(
-        first_key, tl.minimum(first_key + BLOCK_N, key_length) - 1, key_length - query_length, query_length, window,
-        sequences_pointer, BLOCK_M, MASKED_M, CAUSAL, WINDOW, SEQUENCES,
-    )  # fmt: skip
-    if PADDING and read == 0:
-        full_start, full_end, end = start, start, start  # all padding: nothing to walk over
-    before = full_start - start
-    masked_rows = before + tl.maximum(end - full_end, 0)
-    for member in range(GROUP):
-        head = key_head * GROUP + member
-        q_head_pointer = q_pointer + batch * wide(q_batch, ALIGNMENT) + head * wide(q_head, ALIGNMENT)
-        dout_head_pointer = dout_pointer + batch * wide(dout_batch, ALIGNMENT) + head * wide(dout_head, ALIGNMENT)
+    k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, read, OPTIONS)
+    v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, read, OPTIONS)
+    k = load_rows(k_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
+    v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
+    keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), None, first_key)
+    zeros = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    gradient = KeyGradient(zeros, zeros)
+    span = query_blocks(first_key, mask, OPTIONS)
+    masked_rows, full_end = masked_length(span), span.full_end
+    if padding_pointer is not None:  # all padding: nothing to walk over
+        masked_rows = tl.where(read == 0, 0, masked_rows)
+        full_end = tl.where(read == 0, span.full_start, full_end)
+    for member in range(OPTIONS.GROUP):
+        head = key_head * OPTIONS.GROUP + member
         query_batch_head = batch * query_heads + head
         row_offset = tl.cast(query_batch_head, tl.int64) * query_length
-        correction_head_pointer = correction_pointer
-        if NATURAL:
-            correction_head_pointer += row_offset
-        bias_head_pointer = bias_pointer
-        if BIAS != "none":
-            bias_head_pointer += batch * wide(bias_batch, BIAS_ALIGNMENT) + head * wide(bias_head, BIAS_ALIGNMENT)
-        for row in range(full_start, full_end, BLOCK_M):
-            dk, dv = walk_queries(
-                dk, dv, k, v, first_key, row, q_head_pointer, dout_head_pointer, lse_pointer + row_offset,
-                delta_pointer + row_offset, correction_head_pointer, sequences_pointer, bias_head_pointer, seed,
-                query_batch_head, query_length, key_length, q_row, dout_row, bias_row, score_scale, window, threshold,
-                keep_scale, False, HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, SEQUENCES, BIAS, BIAS_ALIGNMENT,
-                DROPOUT, ALIGNMENT, PRECISION, NATURAL,
-            )  # fmt: skip
-        for offset in tl.range(0, masked_rows, MASKED_M, num_stages=1):
-            row = tl.where(offset < before, start + offset, full_end + offset - before)
-            dk, dv = walk_queries(
-                dk, dv, k, v, first_key, row, q_head_pointer, dout_head_pointer, lse_pointer + row_offset,
-                delta_pointer + row_offset, correction_head_pointer, sequences_pointer, bias_head_pointer, seed,
-                query_batch_head, query_length, key_length, q_row, dout_row, bias_row, score_scale, window, threshold,
-                keep_scale, True, HEAD_DIM, BLOCK_D, MASKED_M, CAUSAL, WINDOW, SEQUENCES, BIAS, BIAS_ALIGNMENT,
-                DROPOUT, ALIGNMENT, PRECISION, NATURAL,
-            )  # fmt: skip
-    dk, dv = dk * scale, dv * keep_scale
-    if PADDING:
+        source = QuerySource(
+            head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
+            head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
+            lse_pointer + row_offset,
+            statistics_pointer + 2 * row_offset,
+        )
+        bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
+        dropout = Dropout(seed, query_batch_head, threshold)
+        for row in range(span.full_start, full_end, OPTIONS.BLOCK_M):
+            gradient = walk_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, False, OPTIONS)
+        for offset in tl.range(0, masked_rows, OPTIONS.MASKED, num_stages=1):
+            row = masked_position(span, offset)
+            gradient = walk_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, True, OPTIONS)
+    dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed, 0, threshold))
+    if padding_pointer is not None:
         dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
-    dk, dv = from_fp32(dk, dk_pointer.dtype.element_ty), from_fp32(dv, dv_pointer.dtype.element_ty)
-    dk_pointer += batch * wide(dk_batch, ALIGNMENT) + key_head * wide(dk_head, ALIGNMENT)
-    dv_pointer += batch * wide(dv_batch, ALIGNMENT) + key_head * wide(dv_head, ALIGNMENT)
-    store_rows(dk_pointer, dk, first_key, wide(dk_row, ALIGNMENT), key_length, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGNMENT)
-    store_rows(dv_pointer, dv, first_key, wide(dv_row, ALIGNMENT), key_length, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGNMENT)
+    for_dk = head_rows(dk_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
+    for_dv = head_rows(dv_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
+    store_rows(for_dk, dk, first_key, OPTIONS)
+    store_rows(for_dv, dv, first_key, OPTIONS)

@@ -51,11 +51,11 @@ def gates(launch: Any) -> frozenset[str]:
     """What the machine code of one launch must show."""
     if launch.kernel_name in ("attention_sequences_kernel", "attention_combine_kernel"):
         return frozenset({"no_spills"})
-    found = {"wide_loads"} | (set() if launch.constant("PRECISION") == "ieee" else {"matrix"})
+    options = launch.constant("OPTIONS")
+    found = {"wide_loads"} | (set() if options.PRECISION == "ieee" else {"matrix"})
     if "backward" in launch.kernel_name and "bias" not in launch.kernel_name:
         found.add("wide_stores")
-    q = launch.signature.get("q_source") or launch.signature.get("q_pointer")
-    if q != "*fp32" or launch.constant("BLOCK_D") <= 64:
+    if not options.NATURAL or options.BLOCK_D <= 64:
         found.add("no_spills")  # products of fp32 hold whole rows in registers
     return frozenset(found)
 

@@ -1,175 +1,128 @@
 """Triton: attention forward for any lengths. Derivation and passes over memory: README.md."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from transformer_kernels.backends.triton_language import LN_2, dot_operand, from_fp32
-from transformer_kernels.ops.attention._triton_sequences import within_sequence
+from transformer_kernels.backends.triton_language import LN_2, dot_operand
 from transformer_kernels.ops.attention._triton_tile import (
+    Bias,
+    Dropout,
+    Mask,
     accumulate,
     any_real,
     biased,
+    dropout_scale,
     exponential,
     finite_rows,
+    head_offset,
+    head_rows,
     keep_tile,
     key_blocks,
     load_bias,
+    load_padding,
     load_rows,
+    masked_length,
+    masked_position,
     multiply,
+    output_rows,
+    query_tile_of_program,
     score_unit,
     store_rows,
-    tile_of_program,
     visible_pairs,
-    wide,
+    within_sequence,
+    without_padding,
 )
 
+SIZES = ["query_heads", "query_length", "key_length", "window", "threshold", "section"]
+STRIDES = [f"{tensor}_{axis}" for tensor in ("q", "k", "v", "bias") for axis in ("batch", "head", "row")]
+"""A new length, stride or head count compiles nothing anew; what alignment matters is in ALIGNMENT."""
+
+
+class Softmax(NamedTuple):
+    """The running softmax of a query tile: weights exp(score - row_max) times v, and their sum."""
+
+    total: Any  # [M, D]
+    row_max: Any  # [M]
+    row_sum: Any  # [M]
+
 
 @triton.jit
-def weigh(scores, scale, row_max, row_sum, SAFE: tl.constexpr, NATURAL: tl.constexpr):
-    """One step of the online softmax: weights exp(scale * scores - max), the new maximum and sum, and the factor for
-    what was gathered so far. SAFE where a row may have seen no key yet, so that its maximum is -inf."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-    origin = tl.where(new_max == float("-inf"), 0.0, new_max) if SAFE else new_max
+def positive(scale):
+    """The scale without its sign: a maximum, and the -inf of a hidden key, survive only a positive factor. 0 becomes
+    the least that still is one, which weighs all keys alike."""
+    return tl.maximum(tl.abs(scale), 1e-37)
+
+
+@triton.jit
+def weigh(scores, scale, softmax, SAFE: tl.constexpr, NATURAL: tl.constexpr):
+    """One step of the online softmax: weights exp(scale * scores - max), and the softmax so far, on the new maximum.
+    SAFE where a row may have seen no key yet, so that its maximum is -inf."""
+    row_max = tl.maximum(softmax.row_max, tl.max(scores, 1) * scale)
+    origin = tl.where(row_max == float("-inf"), 0.0, row_max) if SAFE else row_max
     weights = exponential(scores * scale - origin[:, None], NATURAL)  # [M, N], one fused multiply-add and one exp2 each
-    correction = exponential(row_max - origin, NATURAL)
-    return weights, new_max, row_sum * correction + tl.sum(weights, 1), correction
+    correction = exponential(softmax.row_max - origin, NATURAL)
+    row_sum = softmax.row_sum * correction + tl.sum(weights, 1)
+    return weights, Softmax(softmax.total * correction[:, None], row_max, row_sum)
 
 
 @triton.jit
-def finish_rows(total, row_max, row_sum, keep_scale, NATURAL: tl.constexpr):
-    """Normalised output and natural log-sum-exp; a row that saw no key gets 0 and -inf."""
-    empty = row_sum == 0.0
-    out = total * (keep_scale / tl.where(empty, 1.0, row_sum))[:, None]
-    lse = row_max / score_unit(NATURAL) + tl.log2(tl.where(empty, 1.0, row_sum)) * LN_2
-    lse = tl.where(empty, float("-inf"), lse)
-    return out, lse
+def finish_rows(softmax, scale, NATURAL: tl.constexpr):
+    """Normalised output, times the scale of dropout, and natural log-sum-exp; a row that saw no key gets 0 and -inf."""
+    empty = softmax.row_sum == 0.0
+    divisor = tl.where(empty, 1.0, softmax.row_sum)
+    lse = softmax.row_max / score_unit(NATURAL) + tl.log2(divisor) * LN_2
+    return softmax.total * (scale / divisor)[:, None], tl.where(empty, float("-inf"), lse)
 
 
 @triton.jit
 def attend_block(
-    total,
-    row_max,
-    row_sum,
-    taint,
-    q,
-    start,
-    k_source,
-    v_source,
-    padding_pointer,
-    sequences_pointer,
-    bias_pointer,
-    seed,
-    batch,
-    head,
-    key_head,
-    first_row,
-    query_length,
-    key_length,
-    k_row,
-    v_row,
-    bias_row,
-    scale,
-    window,
-    threshold,
-    MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PADDING: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_ALIGNMENT: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NATURAL: tl.constexpr,
+    softmax, q, first_row, start, k, v, mask, bias, dropout, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """Add one block of keys to the running softmax of a query tile."""
-    tile_rows = tl.arange(0, q.shape[0])[:, None]
+    """Add the block of keys at `start` to the running softmax of a query tile."""
+    NATURAL: tl.constexpr = OPTIONS.NATURAL
+    BLOCK_N: tl.constexpr = OPTIONS.MASKED if MASKED else OPTIONS.BLOCK_N
+    start = tl.multiple_of(start, BLOCK_N)
+    tile_rows = tl.arange(0, OPTIONS.BLOCK_M)[:, None]
     tile_columns = tl.arange(0, BLOCK_N)[None, :]
     rows, columns = first_row + tile_rows, start + tile_columns
+    total = softmax.total
     if MASKED:
-        visible = visible_pairs(rows, columns, key_length - query_length, key_length, window, CAUSAL, WINDOW)
-        v = load_rows(
-            v_source, batch, key_head, start, v_row, key_length, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGNMENT, True, DESCRIPTOR
-        )  # [N, D]
-        if PADDING:
-            real = tl.load(padding_pointer + columns, mask=columns < key_length, other=0) != 0
+        visible = visible_pairs(rows, columns, mask, OPTIONS)
+        v_tile = load_rows(v, start, BLOCK_N, True, OPTIONS)  # [N, D]
+        if mask.padding is not None:
+            real = load_padding(mask, columns)
             visible = visible & real
-            v = tl.where(tl.reshape(real, (BLOCK_N, 1)), v, tl.zeros_like(v))
-        if SEQUENCES:
-            visible = visible & within_sequence(sequences_pointer, rows, columns, key_length)
-        if CAUSAL or WINDOW or SEQUENCES:
-            v, trace = finite_rows(v)
-            taint += tl.sum(tl.where(visible, trace[None, :], 0.0), 1)
-    k = load_rows(
-        k_source, batch, key_head, start, k_row, key_length, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGNMENT, MASKED, DESCRIPTOR
-    )  # [N, D]
-    scores = multiply(q, tl.trans(dot_operand(k, k.dtype)), PRECISION)  # [M, N]
-    if MASKED or BIAS != "none":
+            v_tile = without_padding(v_tile, real)
+        if mask.sequences is not None:  # what is not finite stays among the queries of its sequence
+            visible = visible & within_sequence(mask, rows, columns)
+            v_tile, trace = finite_rows(v_tile)
+            total += tl.sum(tl.where(visible, trace[None, :], 0.0), 1)[:, None]
+    k_tile = load_rows(k, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
+    scores = multiply(q, tl.trans(dot_operand(k_tile, k_tile.dtype)), OPTIONS)  # [M, N]
+    if bias.pointer is not None:
         scores *= scale
         scale = 1.0
-    if BIAS != "none":
-        bias = load_bias(
-            bias_pointer, first_row, start, tile_rows, tile_columns, bias_row, query_length, key_length, MASKED, BIAS,
-            BIAS_ALIGNMENT, NATURAL,
-        )  # fmt: skip
-        scores = biased(scores, bias, NATURAL)
+        values = load_bias(bias, first_row, start, tile_rows, tile_columns, mask, MASKED, OPTIONS)
+        scores = biased(scores, values, NATURAL)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     else:
-        v = load_rows(
-            v_source,
-            batch,
-            key_head,
-            start,
-            v_row,
-            key_length,
-            HEAD_DIM,
-            BLOCK_N,
-            BLOCK_D,
-            ALIGNMENT,
-            False,
-            DESCRIPTOR,
-        )  # [N, D]
-    weights, row_max, row_sum, correction = weigh(scores, scale, row_max, row_sum, MASKED or BIAS != "none", NATURAL)
-    if DROPOUT:
-        weights = tl.where(keep_tile(seed, start, rows, head, threshold, BLOCK_N), weights, 0.0)
-    total = accumulate(
-        dot_operand(weights, v.dtype), dot_operand(v, v.dtype), total * correction[:, None], PRECISION
-    )  # [M, D]
-    return total, row_max, row_sum, taint
+        v_tile = load_rows(v, start, BLOCK_N, False, OPTIONS)  # [N, D]
+    SAFE: tl.constexpr = MASKED or bias.pointer is not None
+    weights, softmax = weigh(scores, scale, Softmax(total, softmax.row_max, softmax.row_sum), SAFE, NATURAL)
+    if dropout.seed is not None:
+        weights = tl.where(keep_tile(dropout, start, rows, BLOCK_N), weights, 0.0)
+    weights, v_tile = dot_operand(weights, v_tile.dtype), dot_operand(v_tile, v_tile.dtype)
+    return Softmax(accumulate(weights, v_tile, softmax.total, OPTIONS), softmax.row_max, softmax.row_sum)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "query_heads",
-        "query_length",
-        "key_length",
-        "q_batch",
-        "q_head",
-        "q_row",
-        "k_batch",
-        "k_head",
-        "k_row",
-        "v_batch",
-        "v_head",
-        "v_row",
-        "bias_batch",
-        "bias_head",
-        "bias_row",
-        "window",
-        "threshold",
-        "section",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES + STRIDES)
 def attention_forward_kernel(
-    q_source,  # (B, Hq, Lq, D)
-    k_source,  # (B, Hk, Lk, D)
-    v_source,  # (B, Hk, Lk, D)
+    q_pointer,  # (B, Hq, Lq, D)
+    k_pointer,  # (B, Hk, Lk, D)
+    v_pointer,  # (B, Hk, Lk, D)
     out_pointer,  # (B, Lq, Hq, D), contiguous
     lse_pointer,  # (B, Hq, Lq), contiguous
     padding_pointer,  # (B, Lk), contiguous, or None
@@ -194,113 +147,38 @@ def attention_forward_kernel(
     scale,
     window,
     threshold,
-    keep_scale,
     section,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PADDING: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_ALIGNMENT: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    NEGATE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """One program owns BLOCK_M queries of one head and walks over the keys they see."""
-    blocks = tl.cdiv(query_length, BLOCK_M)
-    block, batch_head = tile_of_program(blocks, section)
-    if CAUSAL:
-        block = blocks - 1 - block  # the longest tiles first, so that short ones fill the end
-    batch, head = batch_head // query_heads, batch_head % query_heads
-    key_head = head // GROUP
-    first_row = block * BLOCK_M
-    k_row, v_row = wide(k_row, ALIGNMENT), wide(v_row, ALIGNMENT)
-    if not DESCRIPTOR:
-        q_source += batch * wide(q_batch, ALIGNMENT) + head * wide(q_head, ALIGNMENT)
-        k_source += batch * wide(k_batch, ALIGNMENT) + key_head * wide(k_head, ALIGNMENT)
-        v_source += batch * wide(v_batch, ALIGNMENT) + key_head * wide(v_head, ALIGNMENT)
-    if PADDING:
-        padding_pointer += tl.cast(batch, tl.int64) * key_length
-    if BIAS != "none":
-        bias_pointer += batch * wide(bias_batch, BIAS_ALIGNMENT) + head * wide(bias_head, BIAS_ALIGNMENT)
-    seed = tl.load(seed_pointer) if DROPOUT else 0
-
-    q = load_rows(
-        q_source,
-        batch,
-        head,
-        first_row,
-        wide(q_row, ALIGNMENT),
-        query_length,
-        HEAD_DIM,
-        BLOCK_M,
-        BLOCK_D,
-        ALIGNMENT,
-        True,
-        DESCRIPTOR,
-    )  # [M, D]
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    batch, head, first_row = query_tile_of_program(query_heads, query_length, section, OPTIONS)
+    batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
+    k = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
+    v = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
+    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window)
+    bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
+    dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
+    queries = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
+    q = load_rows(queries, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     q = dot_operand(q, q.dtype)
-    NATURAL: tl.constexpr = out_pointer.dtype.element_ty == tl.float32
-    scale *= score_unit(NATURAL)
-    if NEGATE:  # a maximum survives only a factor that is not negative
-        q, scale = -q, -scale
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    taint = tl.zeros([BLOCK_M], tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start, full_start, full_end, end = key_blocks(
-        padding_pointer,
-        sequences_pointer,
-        first_row,
-        tl.minimum(first_row + BLOCK_M, query_length) - 1,
-        key_length - query_length,
-        key_length,
-        window,
-        BLOCK_N,
-        MASKED_N,
-        CAUSAL,
-        WINDOW,
-        PADDING,
-        SEQUENCES,
-    )
-    for key in range(full_start, full_end, BLOCK_N):
-        key = tl.multiple_of(key, BLOCK_N)
-        total, row_max, row_sum, taint = attend_block(
-            total, row_max, row_sum, taint, q, key, k_source, v_source, padding_pointer, sequences_pointer,
-            bias_pointer, seed, batch, batch_head, key_head, first_row, query_length, key_length, k_row, v_row,
-            bias_row, scale, window, threshold, False, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, PADDING,
-            SEQUENCES, BIAS, BIAS_ALIGNMENT, DROPOUT, ALIGNMENT, DESCRIPTOR, PRECISION, NATURAL,
-        )  # fmt: skip
-    before = full_start - start  # keys of the masked blocks to the left of the full ones; the others are to the right
-    for offset in tl.range(0, before + tl.maximum(end - full_end, 0), MASKED_N, num_stages=1):
-        key = tl.multiple_of(tl.where(offset < before, start + offset, full_end + offset - before), MASKED_N)
+    scale = positive(scale * score_unit(OPTIONS.NATURAL))
+    if OPTIONS.NEGATE:
+        q = -q
+    row_max, row_sum = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    softmax = Softmax(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row_max, row_sum)
+    span = key_blocks(first_row, mask, OPTIONS)
+    for key in range(span.full_start, span.full_end, OPTIONS.BLOCK_N):
+        softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, scale, False, OPTIONS)
+    for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
+        key = masked_position(span, offset)
         visited = True
-        if PADDING:
-            visited = any_real(padding_pointer, key, key_length, MASKED_N)
+        if padding_pointer is not None:
+            visited = any_real(mask, key, OPTIONS.MASKED)
         if visited:
-            total, row_max, row_sum, taint = attend_block(
-                total, row_max, row_sum, taint, q, key, k_source, v_source, padding_pointer, sequences_pointer,
-                bias_pointer, seed, batch, batch_head, key_head, first_row, query_length, key_length, k_row, v_row,
-                bias_row, scale, window, threshold, True, HEAD_DIM, BLOCK_D, MASKED_N, CAUSAL, WINDOW, PADDING,
-                SEQUENCES, BIAS, BIAS_ALIGNMENT, DROPOUT, ALIGNMENT, DESCRIPTOR, PRECISION, NATURAL,
-            )  # fmt: skip
-
-    out, lse = finish_rows(total, row_max, row_sum, keep_scale, NATURAL)
-    if CAUSAL or WINDOW or SEQUENCES:
-        out += taint[:, None]
-    out_pointer += (tl.cast(batch, tl.int64) * query_length * query_heads + head) * HEAD_DIM
-    out = from_fp32(out, out_pointer.dtype.element_ty)
-    out_row = tl.cast(query_heads, tl.int64) * HEAD_DIM
-    store_rows(
-        out_pointer, out, first_row, out_row, query_length, HEAD_DIM, BLOCK_M, BLOCK_D, HEAD_DIM & -HEAD_DIM
-    )  # fmt: skip
-    lse_rows = first_row + tl.arange(0, BLOCK_M)
-    tl.store(lse_pointer + tl.cast(batch_head, tl.int64) * query_length + lse_rows, lse, mask=lse_rows < query_length)
+            softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, scale, True, OPTIONS)
+    out, lse = finish_rows(softmax, dropout_scale(dropout), OPTIONS.NATURAL)
+    store_rows(output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS), out, first_row, OPTIONS)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    tl.store(lse_pointer + tl.cast(batch_head, tl.int64) * query_length + rows, lse, mask=rows < query_length)

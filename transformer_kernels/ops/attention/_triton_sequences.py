@@ -32,22 +32,3 @@ def attention_sequences_kernel(
     inside = positions < tokens
     tl.store(sequences_pointer + positions, tl.minimum(tl.maximum(start, 0), tokens), mask=inside)
     tl.store(sequences_pointer + tokens + positions, tl.minimum(tl.maximum(end, 0), tokens), mask=inside)
-
-
-@triton.jit
-def within_sequence(sequences_pointer, tokens, others, length):
-    """Whether `others` belong to the sequences of `tokens`; none does to that of a token that does not exist."""
-    starts = tl.load(sequences_pointer + tokens, mask=tokens < length, other=0)
-    ends = tl.load(sequences_pointer + length + tokens, mask=tokens < length, other=0)
-    return (others >= starts) & (others < ends)
-
-
-@triton.jit
-def sequence_range(sequences_pointer, first, last, length):
-    """For tokens first..last: [some_start, some_end), the sequences of any of them, and [all_start, all_end), the
-    sequence of all of them."""
-    some_start = tl.load(sequences_pointer + first)
-    some_end = tl.load(sequences_pointer + length + last)
-    all_start = tl.load(sequences_pointer + last)
-    all_end = tl.load(sequences_pointer + length + first)
-    return some_start, some_end, all_start, all_end

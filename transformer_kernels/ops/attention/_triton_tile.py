@@ -4,17 +4,88 @@ Scores live in base 2: x = log2(e) * (scale * q.k + bias), so that softmax is ex
 multiply-add for each score. NATURAL (fp32 operands) leaves log2(e) to the last step, after the maximum or lse has been
 taken off: a multiplication more and a rounding of large numbers less. Positions are bottom-right aligned: query i
 stands at key position i + Lk - Lq ("shift").
+
+Kernels take flat arguments, because numbers within a tuple would be specialised; the functions here take the tuples
+that a kernel makes of them. (A tuple that a function returns holds no None and no compile-time value.)
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from transformer_kernels.backends.triton_language import LOG2_E, keep_by_column, to_fp32
-from transformer_kernels.ops.attention._triton_sequences import sequence_range
+from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, keep_by_column, to_fp32
 
 SCORE_FLOOR = tl.constexpr(-90000.0)
 """Biased scores stop here. A row biased by finfo.min everywhere stays finite, and its log-sum-exp still holds the log
 of the number of keys, which the backward pass needs; -65504, the least fp16, is above it."""
+
+
+DROPOUT_LEVELS = tl.constexpr(1 << 16)
+"""A weight is kept where its random number of as many bits reaches the threshold."""
+
+
+class Options(NamedTuple):
+    """All that a kernel is compiled for, in one compile-time argument. What a pointer that is None says is not here."""
+
+    GROUP: int  # query heads that share a key head
+    HEAD_DIM: int
+    BLOCK_D: int  # the head dimension as a power of two
+    BLOCK_M: int  # queries of a tile
+    BLOCK_N: int  # keys of a tile
+    MASKED: int  # keys, or queries, of a block in the loop that masks
+    CAUSAL: bool
+    WINDOW: bool
+    BIAS: str  # what varies within a head: "full", "row" (one row for all queries), "column" or "scalar"
+    BIAS_ALIGNMENT: int
+    ALIGNMENT: int  # elements that every stride is a multiple of; 0 if offsets within a tile overflow 32 bits
+    NEGATE: bool  # the scale is negative
+    NATURAL: bool
+    PRECISION: str  # of products of fp32
+
+
+class Rows(NamedTuple):
+    """The rows of one head."""
+
+    pointer: Any  # to the first one
+    stride: Any
+    length: Any
+
+
+class Mask(NamedTuple):
+    """What hides keys from queries, besides causality."""
+
+    padding: Any  # pointer to (B, Lk), or None
+    batch: Any
+    sequences: Any  # pointer to (2, Lk), or None
+    query_length: Any
+    key_length: Any
+    window: Any
+
+
+class Bias(NamedTuple):
+    """The additive bias of one head."""
+
+    pointer: Any  # or None
+    offset: Any  # to the head
+    stride: Any  # from query to query
+
+
+class Dropout(NamedTuple):
+    """The dropout of one head."""
+
+    seed: Any  # or None
+    head: Any  # its number within the whole batch
+    threshold: Any
+
+
+class Span(NamedTuple):
+    """Positions that a tile walks over: [full_start, full_end) without a mask, the rest of [start, end) with one."""
+
+    start: Any
+    full_start: Any
+    full_end: Any
+    end: Any
 
 
 @triton.jit
@@ -29,12 +100,45 @@ def tile_of_program(blocks, section):
 
 
 @triton.jit
+def query_tile_of_program(query_heads, query_length, section, OPTIONS: tl.constexpr):
+    """This program's (batch, head, first row); of a causal pass the longest tiles first, so that short ones fill the
+    end."""
+    blocks = tl.cdiv(query_length, OPTIONS.BLOCK_M)
+    block, batch_head = tile_of_program(blocks, section)
+    if OPTIONS.CAUSAL:
+        block = blocks - 1 - block
+    return batch_head // query_heads, batch_head % query_heads, block * OPTIONS.BLOCK_M
+
+
+@triton.jit
 def wide(stride, ALIGNMENT: tl.constexpr):
     """`stride` as int64, of which the compiler is told that it is a multiple of ALIGNMENT elements."""
     stride = tl.cast(stride, tl.int64)
     if ALIGNMENT > 1:
         stride = tl.multiple_of(stride, ALIGNMENT)
     return stride
+
+
+@triton.jit
+def head_offset(batch, head, batch_stride, head_stride, ALIGNMENT: tl.constexpr):
+    """Where a head begins, in elements."""
+    return batch * wide(batch_stride, ALIGNMENT) + head * wide(head_stride, ALIGNMENT)
+
+
+@triton.jit
+def head_rows(pointer, batch, head, batch_stride, head_stride, row_stride, length, OPTIONS: tl.constexpr):
+    """The rows of one head of a tensor (B, H, L, D)."""
+    pointer += head_offset(batch, head, batch_stride, head_stride, OPTIONS.ALIGNMENT)
+    return Rows(pointer, wide(row_stride, OPTIONS.ALIGNMENT), length)
+
+
+@triton.jit
+def output_rows(pointer, batch, head, heads, length, OPTIONS: tl.constexpr):
+    """The rows of one head of an output, contiguous as (B, L, H, D)."""
+    row_stride = heads * OPTIONS.HEAD_DIM
+    return head_rows(
+        pointer, batch, head, length * tl.cast(row_stride, tl.int64), OPTIONS.HEAD_DIM, row_stride, length, OPTIONS
+    )
 
 
 @triton.jit
@@ -51,6 +155,196 @@ def row_offsets(rows, stride, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
+def load_rows(source, start, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
+    """Rows [start, start + ROWS) of one head, zeros beyond its length and HEAD_DIM. Without BOUNDED all rows exist."""
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, OPTIONS.BLOCK_D)[None, :]
+    pointers = source.pointer + tl.cast(start, tl.int64) * source.stride
+    pointers += row_offsets(rows, source.stride, OPTIONS.ALIGNMENT) + columns
+    if BOUNDED:
+        tile = tl.load(pointers, mask=(start + rows < source.length) & (columns < OPTIONS.HEAD_DIM), other=0.0)
+    elif OPTIONS.HEAD_DIM < OPTIONS.BLOCK_D:
+        tile = tl.load(pointers, mask=columns < OPTIONS.HEAD_DIM, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_rows(target, tile, start, OPTIONS: tl.constexpr):
+    """Write `tile`, in fp32 [ROWS, BLOCK_D], to rows from `start` on of one head."""
+    rows = tl.arange(0, tile.shape[0])[:, None]
+    columns = tl.arange(0, OPTIONS.BLOCK_D)[None, :]
+    pointers = target.pointer + tl.cast(start, tl.int64) * target.stride
+    pointers += row_offsets(rows, target.stride, OPTIONS.ALIGNMENT) + columns
+    tile = from_fp32(tile, target.pointer.dtype.element_ty)
+    tl.store(pointers, tile, mask=(start + rows < target.length) & (columns < OPTIONS.HEAD_DIM))
+
+
+@triton.jit
+def visible_pairs(rows, columns, mask, OPTIONS: tl.constexpr):
+    """Which queries see which keys by position; `rows` and `columns` broadcast, so either may be the first axis."""
+    positions = rows + (mask.key_length - mask.query_length)
+    if OPTIONS.CAUSAL:
+        visible = columns < tl.minimum(positions + 1, mask.key_length)
+    elif OPTIONS.WINDOW:
+        visible = columns < tl.minimum(positions + mask.window, mask.key_length)
+    else:
+        visible = (columns < mask.key_length) & (rows >= 0)
+    if OPTIONS.WINDOW:
+        visible = visible & (columns > positions - mask.window)
+    return visible
+
+
+@triton.jit
+def load_padding(mask, keys):
+    """Which of `keys` are real ones."""
+    padding = mask.padding + tl.cast(mask.batch, tl.int64) * mask.key_length
+    return tl.load(padding + keys, mask=keys < mask.key_length, other=0) != 0
+
+
+@triton.jit
+def without_padding(tile, real):
+    """`tile`, rows of keys, with zeros for padding: a weight of 0 does not hide NaN."""
+    return tl.where(tl.reshape(real, (tile.shape[0], 1)), tile, tl.zeros_like(tile))
+
+
+@triton.jit
+def within_sequence(mask, tokens, others):
+    """Whether `others` belong to the sequences of `tokens`; none does to that of a token that does not exist."""
+    exists = tokens < mask.key_length
+    starts = tl.load(mask.sequences + tokens, mask=exists, other=0)
+    ends = tl.load(mask.sequences + mask.key_length + tokens, mask=exists, other=0)
+    return (others >= starts) & (others < ends)
+
+
+@triton.jit
+def sequence_range(mask, first, last):
+    """For tokens first..last: [some_start, some_end), the sequences of any of them, and [all_start, all_end), the
+    sequence of all of them."""
+    some_start = tl.load(mask.sequences + first)
+    some_end = tl.load(mask.sequences + mask.key_length + last)
+    all_start = tl.load(mask.sequences + last)
+    all_end = tl.load(mask.sequences + mask.key_length + first)
+    return some_start, some_end, all_start, all_end
+
+
+@triton.jit
+def visible_keys(first_row, last_row, mask, OPTIONS: tl.constexpr):
+    """For queries first_row..last_row: keys [some_start, some_end) that any of them sees, [all_start, all_end) that all
+    of them see."""
+    first, last = mask.key_length - mask.query_length + first_row, mask.key_length - mask.query_length + last_row
+    some_start = 0
+    all_start = 0
+    some_end = mask.key_length
+    all_end = mask.key_length
+    if OPTIONS.WINDOW:
+        some_start = tl.maximum(0, first - mask.window + 1)
+        all_start = tl.maximum(0, last - mask.window + 1)
+    if OPTIONS.CAUSAL:
+        some_end = tl.minimum(mask.key_length, last + 1)
+        all_end = tl.minimum(mask.key_length, first + 1)
+    elif OPTIONS.WINDOW:
+        some_end = tl.minimum(mask.key_length, last + mask.window)
+        all_end = tl.minimum(mask.key_length, first + mask.window)
+    return some_start, some_end, all_start, all_end
+
+
+@triton.jit
+def real_keys(mask, start, end):
+    """Of the keys [start, end): the first real one, one past the last one, and whether there is no padding between."""
+    CHUNK: tl.constexpr = 1024
+    columns = tl.arange(0, CHUNK)
+    first = tl.zeros([CHUNK], tl.int32) + end
+    last = tl.zeros([CHUNK], tl.int32)
+    count = tl.zeros([CHUNK], tl.int32)
+    for chunk in range(start, end, CHUNK):
+        keys = chunk + columns
+        real = load_padding(mask, keys) & (keys < end)
+        first = tl.where(real, tl.minimum(first, keys), first)
+        last = tl.where(real, keys + 1, last)
+        count += real.to(tl.int32)
+    first_real = tl.min(first, 0)
+    end_real = tl.max(last, 0)
+    return first_real, end_real, tl.sum(count, 0) == end_real - first_real
+
+
+@triton.jit
+def any_real(mask, start, BLOCK: tl.constexpr):
+    """Whether any of the keys [start, start + BLOCK) is a real one."""
+    return tl.max(load_padding(mask, start + tl.arange(0, BLOCK)).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def key_blocks(first_row, mask, OPTIONS: tl.constexpr):
+    """The keys of a query tile: whole blocks of BLOCK_N without a mask, of MASKED with one; what lies outside is never
+    visited."""
+    last_row = tl.minimum(first_row + OPTIONS.BLOCK_M, mask.query_length) - 1
+    start, end, full_start, full_end = visible_keys(first_row, last_row, mask, OPTIONS)
+    if mask.sequences is not None:
+        some_start, some_end, all_start, all_end = sequence_range(mask, first_row, last_row)
+        start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
+        full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
+    if mask.padding is not None:
+        first_real, end_real, contiguous = real_keys(mask, start, end)
+        start = tl.maximum(start, first_real)
+        end = tl.minimum(end, end_real)
+        full_start = tl.maximum(full_start, first_real)
+        full_end = tl.where(contiguous, tl.minimum(full_end, end_real), 0)
+    return whole_blocks(start, full_start, full_end, end, OPTIONS.BLOCK_N, OPTIONS.MASKED)
+
+
+@triton.jit
+def query_blocks(first_key, mask, OPTIONS: tl.constexpr):
+    """The queries of a key tile, as `key_blocks` has the keys of a query tile."""
+    last_key = tl.minimum(first_key + OPTIONS.BLOCK_N, mask.key_length) - 1
+    shift = mask.key_length - mask.query_length
+    start = 0
+    full_start = 0
+    end = mask.query_length
+    full_end = mask.query_length
+    if OPTIONS.CAUSAL:
+        start = tl.maximum(0, first_key - shift)
+        full_start = tl.maximum(0, last_key - shift)
+    elif OPTIONS.WINDOW:
+        start = tl.maximum(0, first_key - shift - mask.window + 1)
+        full_start = tl.maximum(0, last_key - shift - mask.window + 1)
+    if OPTIONS.WINDOW:
+        end = tl.minimum(mask.query_length, last_key - shift + mask.window)
+        full_end = tl.minimum(mask.query_length, first_key - shift + mask.window)
+    if mask.sequences is not None:
+        some_start, some_end, all_start, all_end = sequence_range(mask, first_key, last_key)
+        start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
+        full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
+    return whole_blocks(start, full_start, full_end, end, OPTIONS.BLOCK_M, OPTIONS.MASKED)
+
+
+@triton.jit
+def whole_blocks(start, full_start, full_end, end, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The same ranges in whole blocks: [start, end), unless it is empty, grows to the left, by blocks of MASKED, and
+    [full_start, full_end) shrinks into it."""
+    end = tl.where(end > start, end, 0)
+    start = start // MASKED * MASKED
+    end = tl.maximum(end, start)
+    full_start = tl.minimum((full_start + BLOCK - 1) // BLOCK * BLOCK, end)
+    full_end = tl.maximum(tl.maximum(full_end, 0) // BLOCK * BLOCK, full_start)
+    return Span(start, full_start, full_end, end)
+
+
+@triton.jit
+def masked_length(span):
+    """How many positions the loop that masks walks over, before the full blocks and behind them."""
+    return span.full_start - span.start + tl.maximum(span.end - span.full_end, 0)
+
+
+@triton.jit
+def masked_position(span, offset):
+    """The position of that loop's block at `offset`."""
+    before = span.full_start - span.start
+    return tl.where(offset < before, span.start + offset, span.full_end + offset - before)
+
+
+@triton.jit
 def score_unit(NATURAL: tl.constexpr):
     """What one unit of a natural score counts in the kernel."""
     return 1.0 if NATURAL else LOG2_E
@@ -63,230 +357,29 @@ def exponential(scores, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    source,
-    batch,
-    head,
-    start,
-    stride,
-    length,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-):
-    """Rows [start, start + ROWS) of one head, zeros beyond `length` and HEAD_DIM: from a 4-D tensor descriptor, or from
-    a pointer to the head's first row. Without BOUNDED all rows are known to exist."""
-    if DESCRIPTOR:
-        tile = tl.reshape(source.load([batch, head, start, 0]), (ROWS, BLOCK_D))
-    else:
-        rows = tl.arange(0, ROWS)[:, None]
-        columns = tl.arange(0, BLOCK_D)[None, :]
-        pointers = source + tl.cast(start, tl.int64) * stride + (row_offsets(rows, stride, ALIGNMENT) + columns)
-        if BOUNDED:
-            tile = tl.load(pointers, mask=(start + rows < length) & (columns < HEAD_DIM), other=0.0)
-        elif HEAD_DIM < BLOCK_D:
-            tile = tl.load(pointers, mask=columns < HEAD_DIM, other=0.0)
-        else:
-            tile = tl.load(pointers)
-    return tile
-
-
-@triton.jit
-def store_rows(
-    pointer,
-    tile,
-    start,
-    stride,
-    length,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
-    """Write `tile` [ROWS, BLOCK_D] to rows [start, start + ROWS) of one head, whose first row is at `pointer`."""
-    rows = tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, BLOCK_D)[None, :]
-    pointers = pointer + tl.cast(start, tl.int64) * stride + (row_offsets(rows, stride, ALIGNMENT) + columns)
-    tl.store(pointers, tile, mask=(start + rows < length) & (columns < HEAD_DIM))
-
-
-@triton.jit
-def visible_pairs(rows, columns, shift, key_length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Which queries see which keys by position; `rows` and `columns` broadcast, so either may be the first axis."""
-    visible = (columns < key_length) & (rows >= 0)
-    if CAUSAL:
-        visible = visible & (columns <= rows + shift)
-    if WINDOW:
-        visible = visible & (rows + shift - columns < window)
-        if not CAUSAL:
-            visible = visible & (columns - rows - shift < window)
-    return visible
-
-
-@triton.jit
-def visible_keys(first_row, last_row, shift, key_length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """For queries first_row..last_row: keys [some_start, some_end) that any of them sees, [all_start, all_end) that all
-    of them see."""
-    some_start = 0
-    all_start = 0
-    some_end = key_length
-    all_end = key_length
-    if WINDOW:
-        some_start = tl.maximum(0, first_row + shift - window + 1)
-        all_start = tl.maximum(0, last_row + shift - window + 1)
-    if CAUSAL:
-        some_end = tl.minimum(key_length, last_row + shift + 1)
-        all_end = tl.minimum(key_length, first_row + shift + 1)
-    elif WINDOW:
-        some_end = tl.minimum(key_length, last_row + shift + window)
-        all_end = tl.minimum(key_length, first_row + shift + window)
-    return some_start, some_end, all_start, all_end
-
-
-@triton.jit
-def real_keys(padding_pointer, start, end):
-    """Of the keys [start, end): the first real one, one past the last one, and whether there is no padding between."""
-    CHUNK: tl.constexpr = 1024
-    columns = tl.arange(0, CHUNK)
-    first = tl.zeros([CHUNK], tl.int32) + end
-    last = tl.zeros([CHUNK], tl.int32)
-    count = tl.zeros([CHUNK], tl.int32)
-    for chunk in range(start, end, CHUNK):
-        keys = chunk + columns
-        real = tl.load(padding_pointer + keys, mask=keys < end, other=0) != 0
-        first = tl.where(real, tl.minimum(first, keys), first)
-        last = tl.where(real, keys + 1, last)
-        count += real.to(tl.int32)
-    first_real = tl.min(first, 0)
-    end_real = tl.max(last, 0)
-    return first_real, end_real, tl.sum(count, 0) == end_real - first_real
-
-
-@triton.jit
-def any_real(padding_pointer, start, key_length, BLOCK_N: tl.constexpr):
-    """Whether any of the keys [start, start + BLOCK_N) is a real one."""
-    keys = start + tl.arange(0, BLOCK_N)
-    real = tl.load(padding_pointer + keys, mask=keys < key_length, other=0) != 0
-    return tl.max(real.to(tl.int32), 0) > 0
-
-
-@triton.jit
-def key_blocks(
-    padding_pointer,
-    sequences_pointer,
-    first_row,
-    last_row,
-    shift,
-    key_length,
-    window,
-    BLOCK_N: tl.constexpr,
-    MASKED_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PADDING: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-):
-    """Key positions (start, full_start, full_end, end) of a query tile: whole blocks of
-    BLOCK_N in [full_start, full_end) need no mask, those of MASKED_N in the rest of [start, end) do, and what lies
-    outside is never visited."""
-    start, end, full_start, full_end = visible_keys(first_row, last_row, shift, key_length, window, CAUSAL, WINDOW)
-    if SEQUENCES:
-        some_start, some_end, all_start, all_end = sequence_range(sequences_pointer, first_row, last_row, key_length)
-        start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
-        full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
-    if PADDING:
-        first_real, end_real, contiguous = real_keys(padding_pointer, start, end)
-        start = tl.maximum(start, first_real)
-        end = tl.minimum(end, end_real)
-        full_start = tl.maximum(full_start, first_real)
-        full_end = tl.where(contiguous, tl.minimum(full_end, end_real), 0)
-    return whole_blocks(start, full_start, full_end, end, BLOCK_N, MASKED_N)
-
-
-@triton.jit
-def whole_blocks(start, full_start, full_end, end, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """The same ranges in whole blocks: [start, end), unless it is empty, grows to the left, by blocks of MASKED, and
-    [full_start, full_end) shrinks into it."""
-    end = tl.where(end > start, end, 0)
-    start = start // MASKED * MASKED
-    end = tl.maximum(end, start)
-    full_start = tl.minimum((full_start + BLOCK - 1) // BLOCK * BLOCK, end)
-    full_end = tl.maximum(tl.maximum(full_end, 0) // BLOCK * BLOCK, full_start)
-    return start, full_start, full_end, end
-
-
-@triton.jit
-def query_blocks(
-    first_key,
-    last_key,
-    shift,
-    query_length,
-    window,
-    sequences_pointer,
-    BLOCK_M: tl.constexpr,
-    MASKED_M: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-):
-    """Query positions (start, full_start, full_end, end) of a key tile, as `key_blocks` has them of a query tile."""
-    start = 0
-    full_start = 0
-    end = query_length
-    full_end = query_length
-    if CAUSAL:
-        start = tl.maximum(0, first_key - shift)
-        full_start = tl.maximum(0, last_key - shift)
-    elif WINDOW:
-        start = tl.maximum(0, first_key - shift - window + 1)
-        full_start = tl.maximum(0, last_key - shift - window + 1)
-    if WINDOW:
-        end = tl.minimum(query_length, last_key - shift + window)
-        full_end = tl.minimum(query_length, first_key - shift + window)
-    if SEQUENCES:
-        some_start, some_end, all_start, all_end = sequence_range(sequences_pointer, first_key, last_key, query_length)
-        start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
-        full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
-    return whole_blocks(start, full_start, full_end, end, BLOCK_M, MASKED_M)
-
-
-@triton.jit
-def load_bias(
-    pointer,
-    first_row,
-    start,
-    rows,
-    columns,
-    stride,
-    query_length,
-    key_length,
-    BOUNDED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    NATURAL: tl.constexpr,
-):
+def load_bias(bias, first_row, start, rows, columns, mask, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
     """The additive bias of the tile at (first_row, start), of which `rows` and `columns` count the queries
-    and keys along either axis. BIAS names what varies within a head: "full", "row" (one row for all queries), "column"
-    (one value for each query) or "scalar". Without BOUNDED all keys of the tile exist."""
+    and keys along either axis. Without BOUNDED all keys of the tile exist."""
+    BIAS: tl.constexpr = OPTIONS.BIAS
+    ALIGNMENT: tl.constexpr = OPTIONS.BIAS_ALIGNMENT
+    pointer = bias.pointer + bias.offset
     if BIAS == "full" or BIAS == "column":
-        pointer += tl.cast(first_row, tl.int64) * wide(stride, ALIGNMENT)
+        pointer += tl.cast(first_row, tl.int64) * wide(bias.stride, ALIGNMENT)
     if BIAS == "full":
-        inside = rows < query_length - first_row
+        inside = rows < mask.query_length - first_row
         if BOUNDED:
-            inside = inside & (columns < key_length - start)
-        offsets = row_offsets(rows, stride, ALIGNMENT) + columns
-        bias = tl.load(pointer + wide(start, ALIGNMENT) + offsets, mask=inside, other=0.0)
+            inside = inside & (columns < mask.key_length - start)
+        offsets = row_offsets(rows, bias.stride, ALIGNMENT) + columns
+        values = tl.load(pointer + wide(start, ALIGNMENT) + offsets, mask=inside, other=0.0)
     elif BIAS == "row":
-        bias = tl.load(pointer + wide(start, ALIGNMENT) + columns, mask=columns < key_length - start, other=0.0)
+        inside = columns < mask.key_length - start
+        values = tl.load(pointer + wide(start, ALIGNMENT) + columns, mask=inside, other=0.0)
     elif BIAS == "column":
-        offsets = row_offsets(rows, stride, ALIGNMENT)
-        bias = tl.load(pointer + offsets, mask=rows < query_length - first_row, other=0.0)
+        inside = rows < mask.query_length - first_row
+        values = tl.load(pointer + row_offsets(rows, bias.stride, ALIGNMENT), mask=inside, other=0.0)
     else:
-        bias = tl.load(pointer)
-    return to_fp32(bias) * score_unit(NATURAL)
+        values = tl.load(pointer)
+    return to_fp32(values) * score_unit(OPTIONS.NATURAL)
 
 
 @triton.jit
@@ -311,10 +404,20 @@ def load_lse(pointer, rows, query_length, BOUNDED: tl.constexpr, NATURAL: tl.con
 
 
 @triton.jit
-def keep_tile(seed, start, rows, head, threshold, BLOCK_N: tl.constexpr):
+def keep_tile(dropout, start, rows, BLOCK_N: tl.constexpr):
     """Which probabilities of `rows` [M, 1] by keys [start, start + BLOCK_N) dropout keeps: int1 [M, BLOCK_N]."""
     groups = start // 8 + tl.arange(0, BLOCK_N // 8)[None, :]
-    return keep_by_column(seed, groups, rows, head, threshold)
+    return keep_by_column(dropout.seed, groups, rows, dropout.head, dropout.threshold)
+
+
+@triton.jit
+def dropout_scale(dropout):
+    """What the kept weights are multiplied by: 1 / (1 - p), 0 where all are dropped."""
+    kept = DROPOUT_LEVELS - dropout.threshold
+    scale = 1.0
+    if dropout.seed is not None:
+        scale = tl.where(kept == 0, 0.0, DROPOUT_LEVELS / tl.maximum(kept, 1).to(tl.float32))
+    return scale
 
 
 @triton.jit
@@ -326,12 +429,12 @@ def finite_rows(tile):
 
 
 @triton.jit
-def multiply(a, b, PRECISION: tl.constexpr):
+def multiply(a, b, OPTIONS: tl.constexpr):
     """a @ b in fp32."""
-    return tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(a, b, input_precision=OPTIONS.PRECISION)
 
 
 @triton.jit
-def accumulate(a, b, total, PRECISION: tl.constexpr):
-    """total + a @ b; `a` is rounded to the dtype of `b`, as the matrix units take them."""
-    return tl.dot(a, b, total, input_precision=PRECISION)
+def accumulate(a, b, total, OPTIONS: tl.constexpr):
+    """total + a @ b."""
+    return tl.dot(a, b, total, input_precision=OPTIONS.PRECISION)

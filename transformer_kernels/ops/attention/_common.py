@@ -1,0 +1,19 @@
+"""What the backends of attention share on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def broadcast_strides(bias: Tensor) -> tuple[int, ...]:
+    """The strides of a bias (B, Hq, Lq, Lk), 0 along the axes that it is broadcast over."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))
+
+
+def shift_gradient(dlse: Tensor | None, lse: Tensor, bias: Tensor) -> Tensor:
+    """The gradient of a bias with one value for all keys of a query: softmax is shift-invariant, and lse grows with the
+    bias where a key is seen."""
+    if dlse is None:
+        return torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    return dlse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
