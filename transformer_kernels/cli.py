@@ -244,6 +244,8 @@ def _train(chosen: argparse.Namespace) -> int:
     from transformer_kernels.training.report import describe_result
     from transformer_kernels.training.trainer import Trainer
 
+    if chosen.processes < 1:
+        raise ValueError(f"--processes must be at least 1; got {chosen.processes}")
     if chosen.processes > 1 and "WORLD_SIZE" not in os.environ:
         return launch(chosen.processes, chosen.arguments)
     with joined_processes() as processes:

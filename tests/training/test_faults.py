@@ -19,12 +19,14 @@ from transformer_kernels import cli
 from transformer_kernels.training import (
     CharGPT,
     Checkpoint,
+    Processes,
     RunFolderError,
     Trainer,
     load_checkpoint,
     save_checkpoint,
 )
 from transformer_kernels.training.checkpoint import claimed
+from transformer_kernels.training.distributed import choose_device
 
 TINY = ["--model", "layers=1", "--model", "width=16", "--model", "heads=2", "--batch-size", 4, "--no-progress"]
 ROWS: dict[str, Callable] = {}
@@ -307,6 +309,17 @@ def no_device(session):
     session.refused(session.train("run", "--device", "xpu"), "device 'xpu' cannot be used")
     if not torch.cuda.is_available():
         session.refused(session.train("run", "--device", "cuda"), "this PyTorch sees no GPU; use --device cpu")
+    session.refused(session.train("run", "--processes", 0), "--processes must be at least 1; got 0")
+
+
+@row("more processes than GPUs: told")
+def too_few_gpus(session):
+    session.monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    session.monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert choose_device("auto", Processes(1, 3, 1)) == torch.device("cuda", 1)
+    for name in ("auto", "cuda"):
+        with pytest.raises(ValueError, match="PyTorch sees 2; use --processes 2 or --device cpu"):
+            choose_device(name, Processes(2, 3, 2))
 
 
 @row("a missing package: the remedy works without an index entry for this one")

@@ -1,12 +1,14 @@
 import hashlib
 import multiprocessing
+import os
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from transformer_kernels.training.files import DataFileError, fetch, write_atomically
+from transformer_kernels.training.files import DataFileError, fetch, numbered_folder, write_atomically
 
 CONTENT = b"some data\n" * 100
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -127,3 +129,15 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert kept(tmp_path) == ["file"]
+
+
+def test_a_folder_that_another_process_makes_meanwhile_is_not_taken(tmp_path, monkeypatch):
+    mkdir, name = Path.mkdir, tmp_path / "runs" / "run"
+
+    def outrun(path, *arguments, **options):
+        if path == name:
+            os.makedirs(path, exist_ok=True)
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", outrun)
+    assert [numbered_folder(str(name)).name for _ in range(2)] == ["run-2", "run-3"]

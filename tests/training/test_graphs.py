@@ -3,13 +3,23 @@
 And batches made ahead.
 """
 
+import os
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from transformer_kernels.training import CharGPT, Imdb, Processes, Trainer, TrainingDiverged, load_checkpoint
+from transformer_kernels.training import (
+    CharGPT,
+    Imdb,
+    Interrupted,
+    Processes,
+    Trainer,
+    TrainingDiverged,
+    load_checkpoint,
+)
 from transformer_kernels.training.graphs import (
     WARM_UP_STEPS,
     Prefetcher,
@@ -260,6 +270,18 @@ def test_a_replayed_loss_that_is_not_finite_ends_the_run(char_config):
     trainer.model.head_bias.data.fill_(torch.nan)
     with pytest.raises(TrainingDiverged, match="the loss is nan at step 6"):
         trainer.step()
+
+
+def test_a_signal_while_capturing_ends_the_run_after_that_step(char_config):
+    class InterruptedGraphs(RecordedGraphs):
+        def capture(self, work):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().capture(work)
+
+    config = char_config(steps=STEPS)
+    with pytest.raises(Interrupted, match=f"stopped by SIGTERM after step {WARM_UP_STEPS + 1}"):
+        Trainer(CharGPT(config), graphs=InterruptedGraphs()).fit()
+    assert load_checkpoint(Path(config.out, "last")).trainer["step"] == WARM_UP_STEPS + 1
 
 
 def test_a_whole_run_reports_losses_of_replays(char_config):

@@ -61,7 +61,7 @@ def joined_processes() -> Iterator[Processes]:
         return
     local_rank = int(os.environ["LOCAL_RANK"])
     backend = "gloo"
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
@@ -112,8 +112,13 @@ def launch(count: int, arguments: Sequence[str]) -> int:
 
 def choose_device(name: str, processes: Processes) -> torch.device:
     """The device called `name`; "auto" is this process's GPU where there is one, else the CPU."""
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name in ("auto", "cuda") and 0 < torch.cuda.device_count() <= processes.local_rank:
+        seen = torch.cuda.device_count()
+        raise ValueError(f"each process needs a GPU, and PyTorch sees {seen}; use --processes {seen} or --device cpu")
     if name == "auto":
-        return torch.device("cuda", processes.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", processes.local_rank)
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -12,7 +12,7 @@ from transformer_kernels.training.reviews import tokenise_uncached
 
 
 def test_it_learns_to_tell_good_from_bad(imdb_config):
-    config = imdb_config(steps=150, lr=1e-2, eval_every=150)
+    config = imdb_config(steps=80, lr=1e-2, eval_every=80)
     result = Trainer(Imdb(config)).fit()
     assert result.validation["accuracy"] > 0.9
     trained = load_trained(config.out)
@@ -145,7 +145,7 @@ def test_a_step_on_a_packed_batch_is_the_step_on_the_padded_one(imdb_config):
 
 
 def test_training_on_packed_batches_learns(imdb_config):
-    result = Trainer(Imdb(imdb_config(batching="packed", steps=150, lr=1e-2, eval_every=150))).fit()
+    result = Trainer(Imdb(imdb_config(batching="packed", steps=80, lr=1e-2, eval_every=80))).fit()
     assert result.validation["accuracy"] > 0.9
     assert 0 < result.padding_fraction < 0.2
 
