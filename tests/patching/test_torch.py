@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,3 +163,29 @@ def test_unpatched_and_pickled():
         (kind, [name for name, _ in content]) for kind, content in before
     ]
     assert all(module._qkv_same_embed_dim for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+
+
+def test_patching_without_transformers():
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import torch, transformer_kernels as tk\n"
+        "print(tk.patch(torch.nn.TransformerEncoderLayer(12, 2)))\n"
+        "try: import transformer_kernels.huggingface\n"
+        "except ImportError as error: print(error)"
+    )
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "modules patched, 0 left; the default backend" in result.stdout
+    assert "needs transformers 5.23 or newer: pip install 'transformers>=5.23,<5.24'" in result.stdout
+
+
+def test_an_import_does_not_bring_transformers():
+    code = (
+        "import sys, torch; before = 'transformers' in sys.modules\n"
+        "import transformer_kernels as tk; tk.patch(torch.nn.LayerNorm(4))\n"
+        "print(before or 'transformers' not in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=300)
+    assert result.stdout.strip() == "True", result.stderr

@@ -25,7 +25,7 @@ class Attention(Mixin):
 
 def pretrained_models(model: nn.Module) -> list[tuple[str, Any]]:
     """The models of transformers in here, each before those inside it; nothing is imported to find none."""
-    if "transformers" not in sys.modules:
+    if sys.modules.get("transformers") is None:
         return []
     from transformers import PreTrainedModel
 
