@@ -103,10 +103,6 @@ class Tiles:
 
 # Written by benchmarks/tune_triton.py, which replaces all that follows.
 TUNED: dict[tuple[str, Capability, int, int], tuple[RowTile, str]] = {
-    ("cross_entropy forward", (8, 0), 4, 512): (
-        RowTile(rows=2, columns=512, num_warps=4),
-        "ptxas: four rows spill 2 registers on sm_80 where the gradient is written",
-    ),
     ("embedding backward", (8, 0), 2, 1024): (
         RowTile(rows=2, columns=1024, num_warps=8, num_stages=3, programs=2),
         "ptxas: on four warps fp16 spills 2 registers on sm_90",

@@ -66,7 +66,8 @@ def _cross_entropy(dtype: torch.dtype, rows: int, width: int) -> dict[str, Argum
 
 def _in_place(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
     given = {"logits": torch.zeros(rows, width, dtype=dtype), "targets": torch.zeros(rows, dtype=torch.int64)}
-    return {" in place": given, " in place smooth": {**given, "label_smoothing": 0.1}}
+    padded = {**given, "logits": given["logits"][:, :-1]}
+    return {" in place": given, " in place padded": padded, " in place smooth": {**padded, "label_smoothing": 0.1}}
 
 
 def _embedding(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
@@ -89,7 +90,7 @@ CALLS: dict[str, tuple[Make, ...]] = {
 }
 """For each operation with kernels of its own what it is called with, by variant."""
 
-EVERYWHERE = {"", " none", " tanh", " dropout", " norm", " in place"}
+EVERYWHERE = {"", " none", " tanh", " dropout", " norm", " in place", " in place padded"}
 """The variants that every width is compiled for; the others are compiled at `WIDTHS_OF_VARIANTS`."""
 
 

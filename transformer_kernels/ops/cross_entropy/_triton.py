@@ -56,11 +56,13 @@ def smoothed_gradient(p, columns, target, scale, N, smoothing, SMOOTH: tl.conste
 @triton.jit(do_not_specialize=["M", "N", "S", "ignore_index"])
 def cross_entropy_forward_kernel(
     logits, targets, losses, statistics, M, N, S, ignore_index, smoothing,
-    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, PADDED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns ROWS whole rows and keeps them in registers: the logits are read once.
 
-    With GRADIENT the gradient of the sum of losses replaces them; else maximum and 1 / sum are kept for later.
+    With GRADIENT the gradient of the sum of losses replaces them; else maximum and 1 / sum are kept for later. PADDED
+    says that S exceeds N. The target's logit is loaded once more, which costs less than a search through the row.
     """
     S = S // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
@@ -68,13 +70,15 @@ def cross_entropy_forward_kernel(
     whole = (row < M) & (columns < S)
     target, ignored, stray = read_targets(targets, row, M, N, ignore_index)  # [ROWS, 1]
 
-    scores = to_fp32(tl.load(logits + row * S + columns, mask=whole, other=0.0))  # [ROWS, BLOCK_N]
-    scores = tl.where(columns < N, scores, float("-inf"))
+    chosen = to_fp32(tl.load(logits + row * S + target, mask=(row < M) & (target >= 0), other=0.0))  # [ROWS, 1]
+    scores = to_fp32(tl.load(logits + row * S + columns, mask=whole, other=float("-inf")))  # [ROWS, BLOCK_N]
+    if PADDED:
+        scores = tl.where(columns < N, scores, float("-inf"))
     highest = tl.max(scores, axis=1, keep_dims=True)  # [ROWS, 1]
     scores -= highest
     exponentials = tl.exp2(scores * LOG2_E)
     total = tl.sum(exponentials, axis=1, keep_dims=True)
-    picked = tl.sum(tl.where(columns == target, scores, 0.0), axis=1, keep_dims=True)
+    picked = chosen - highest
     mean = picked
     if SMOOTH:
         mean = tl.sum(tl.where(columns < N, scores, 0.0), axis=1, keep_dims=True) / N
@@ -83,7 +87,9 @@ def cross_entropy_forward_kernel(
     if GRADIENT:
         scale = tl.where(ignored, 0.0, tl.where(stray, float("nan"), 1.0))
         gradient = smoothed_gradient(exponentials * (1.0 / total), columns, target, scale, N, smoothing, SMOOTH)
-        gradient = tl.where(columns < N, gradient, 0.0)
+        if PADDED:
+            gradient = tl.where(columns < N, gradient, 0.0)
+        tl.debug_barrier()  # every thread has read the target's logit before it is overwritten
         tl.store(logits + row * S + columns, from_fp32(gradient, logits.dtype.element_ty), mask=whole)
     else:
         tl.store(statistics + row, highest, mask=row < M)
@@ -240,15 +246,15 @@ def _launch_rows(
     tile = FORWARD.find(_triton.capability(logits.device), logits.element_size(), S)
     vector = _triton.vector_width(logits.element_size(), S)
     arguments = (logits, targets, losses, statistics, M, N, S, ignore_index, label_smoothing)
-    kind = (label_smoothing > 0.0, statistics is None, vector)
+    kind = (label_smoothing > 0.0, statistics is None)
     with _triton.launching_on(logits.device):
         if tile.columns >= S:
             cross_entropy_forward_kernel[(_triton.ceil_div(M, tile.rows),)](
-                *arguments, *kind, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
+                *arguments, *kind, S > N, vector, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
             )
         else:
             cross_entropy_forward_two_pass_kernel[(M,)](
-                *arguments, *kind, tile.columns, num_warps=tile.num_warps, num_stages=1
+                *arguments, *kind, vector, tile.columns, num_warps=tile.num_warps, num_stages=1
             )
 
 
