@@ -1,4 +1,4 @@
-"""Triton: imported when a kernel is first needed, remembered when it cannot be; and the tables kernels are launched by.
+"""Triton: imported when a kernel is first needed, remembered when it cannot be; and what launches ask of a device.
 
 Nothing here imports Triton at module level, so the package works where there is none. Kernels are written with a plain
 `@triton.jit` in `ops/<op>/_triton.py`; the dispatcher imports those modules only after `unavailable` said None.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,13 +24,12 @@ SUPPORTED_VERSIONS = "3.2 or newer, below 4.0"
 MINIMUM_CAPABILITY = (8, 0)
 
 INTERPRETED_CAPABILITY = (9, 0)
-"""The capability whose tables the interpreter follows; a test sets another one to walk through another table."""
+"""The capability whose tiles the interpreter follows; a test sets another one to walk through other tiles."""
 
 INTERPRETED_MULTIPROCESSORS = 3
 """Few, so that a persistent program walks over several tiles in the interpreter too."""
 
 Capability = tuple[int, int]
-Tile = TypeVar("Tile")
 
 
 def load() -> ModuleType:
@@ -87,35 +84,6 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@dataclass(frozen=True)
-class Table(Generic[Tile]):
-    """A static table of launch configurations, by device capability, element size in bytes and width.
-
-    `rows` maps (capability, itemsize) to (largest width, tile) pairs with rising widths; the last one may serve any
-    width (None). A device takes the newest capability that is not newer than itself.
-    """
-
-    name: str
-    rows: Mapping[tuple[Capability, int], Sequence[tuple[int | None, Tile]]]
-
-    def find(self, device_capability: Capability, itemsize: int, width: int) -> Tile:
-        """The tile for rows of `width` elements of `itemsize` bytes."""
-        capabilities = sorted({known for known, size in self.rows if size == itemsize and known <= device_capability})
-        assert capabilities, f"{self.name}: no row for capability {device_capability}, itemsize {itemsize}"
-        for largest, tile in self.rows[capabilities[-1], itemsize]:
-            if largest is None or width <= largest:
-                return tile
-        raise AssertionError(f"{self.name}: no row for width {width}")
-
-    def capabilities(self, itemsize: int) -> list[Capability]:
-        """The capabilities that have rows of their own for an element size."""
-        return [known for known, size in self.rows if size == itemsize]
-
-    def entries(self, device_capability: Capability, itemsize: int) -> Sequence[tuple[int | None, Tile]]:
-        """The (largest width, tile) pairs of one capability and element size."""
-        return self.rows[device_capability, itemsize]
 
 
 def vector_width(itemsize: int, *sizes: int) -> int:
