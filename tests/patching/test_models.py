@@ -350,3 +350,17 @@ def test_the_report_is_a_table():
     assert lines[0].split() == ["module", "class", "answered", "by", "count"]
     assert any(line.split() == ["bert.encoder.layer.*.output", "BertOutput", "add_layer_norm", "2"] for line in lines)
     assert lines[-1] == "19 modules patched, 0 left; backend 'torch'"
+
+
+@pytest.mark.parametrize("family", ("bert", "roberta", "distilbert"))
+def test_the_padding_rows_of_tables_get_no_gradient(family):
+    """Even where a padding token is attended to, as without a mask."""
+    tokens = models.inputs(family, None)["input_ids"]
+    tokens[:, 3] = models.TOKENS["pad_token_id"]
+    gradients = []
+    for model in pair(family):
+        model(tokens, labels=tokens).loss.backward()
+        tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+        gradients.append([table.weight.grad for table in tables if table.padding_idx is not None])
+    for theirs, mine in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
