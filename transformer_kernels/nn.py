@@ -419,7 +419,10 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_fill(0, torch.tensor([ctx.row], device=grad.device), 0.0), None
+        if torch.is_grad_enabled():  # create_graph: the gradient may be wanted as it came
+            return grad.index_fill(0, torch.tensor([ctx.row], device=grad.device), 0.0), None
+        grad[ctx.row] = 0.0  # it was made for this table by the embedding; a copy would cost as much as the gather
+        return grad, None
 
 
 def without_gradient(table: Tensor, row: int | None) -> Tensor:
