@@ -78,6 +78,38 @@ def _embedding(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments
     return {" dropout": dropped} | ({" norm": {**dropped, **norm}} if width <= 8192 else {})
 
 
+def _rms_norm(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
+    return {"": {"x": _like(dtype, rows, width), "weight": _like(dtype, width)}}
+
+
+def _add_rms_norm(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
+    given = {**_rms_norm(dtype, rows, width)[""], "residual": _like(dtype, rows, width)}
+    return {"": given, " dropout": {**given, "dropout_p": 0.1}}
+
+
+def _swiglu(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
+    return {
+        "": {"gate": _like(dtype, rows, width), "up": _like(dtype, rows, width)},
+        " packed": {"gate": _like(dtype, rows, 2 * width)},
+    }
+
+
+def _geglu(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
+    given = _swiglu(dtype, rows, width).items()
+    return {
+        f"{label} {approximate}": {**arguments, "approximate": approximate}
+        for label, arguments in given
+        for approximate in ("none", "tanh")
+    }
+
+
+def _rotary(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
+    """Heads of `width` columns, all rotated."""
+    cos, sin = (torch.ones(rows, width // 2) for _ in range(2))
+    heads = {"q": _like(dtype, 1, 4, rows, width), "k": _like(dtype, 1, 2, rows, width), "cos": cos, "sin": sin}
+    return {"": heads, " interleaved": {**heads, "interleaved": True}} if width <= 256 else {}
+
+
 CALLS: dict[str, tuple[Make, ...]] = {
     "softmax": (_softmax,),
     "layer_norm": (_layer_norm,),
@@ -87,6 +119,11 @@ CALLS: dict[str, tuple[Make, ...]] = {
     "bias_relu": (_bias_relu,),
     "cross_entropy": (_cross_entropy, _in_place),
     "embedding": (_embedding,),
+    "rms_norm": (_rms_norm,),
+    "add_rms_norm": (_add_rms_norm,),
+    "swiglu": (_swiglu,),
+    "geglu": (_geglu,),
+    "rotary": (_rotary,),
 }
 """For each operation with kernels of its own what it is called with, by variant."""
 

@@ -12,7 +12,7 @@ def forward(call: AddLayerNormCall) -> AddLayerNormResult:
     """(y, summed, mean, rstd): summed = dropout(x) + residual in x's dtype, y its LayerNorm."""
     x, residual, weight, bias, seed, eps, dropout_p = call
     y, summed, mean, rstd = forward_rows(x, residual, seed, weight, bias, eps, dropout_p)
-    assert summed is not None
+    assert summed is not None and mean is not None
     return AddLayerNormResult(y, summed, mean, rstd)
 
 

@@ -12,6 +12,7 @@ def forward(call: LayerNormCall) -> LayerNormResult:
     """(y, mean, rstd); mean and rstd fp32 (M,)."""
     x, weight, bias, eps = call
     y, _, mean, rstd = forward_rows(x, None, None, weight, bias, eps, 0.0)
+    assert mean is not None
     return LayerNormResult(y, mean, rstd)
 
 

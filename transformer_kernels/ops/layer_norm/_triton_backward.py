@@ -1,4 +1,7 @@
-"""Backward kernels of layer_norm and add_layer_norm: dx and the sums for dweight and dbias in one read, no atomics."""
+"""Backward kernels of layer_norm and rms_norm: dx and the sums for dweight and dbias in one read, no atomics.
+
+Where `mean` is None the rows were not centred: that is RMSNorm, of which mean(g) is no part.
+"""
 
 import torch
 import triton
@@ -31,15 +34,24 @@ def store_gradients(
 
 
 @triton.jit
-def normalised_gradient(gradient, normed, scale, row_rstd, N):
+def centred(values, mean, row, within):
+    """values [R, C] less their rows' means, as forward stored them; the values where it did not centre."""
+    if mean is not None:
+        values -= tl.load(mean + row, mask=within, other=0.0)
+    return values
+
+
+@triton.jit
+def normalised_gradient(gradient, normed, scale, row_rstd, N, CENTRED: tl.constexpr = True):
     """The gradient of what was normalised to `normed`, whole rows [R, C]: rstd (g - mean(g) - normed mean(g normed)).
 
-    Here g = gradient * scale, with the LayerNorm's weight for scale.
+    Here g = gradient * scale, with the norm's weight for scale.
     """
     scaled = gradient * scale
-    mean_scaled = tl.sum(scaled, axis=1, keep_dims=True) / N  # [R, 1]
-    mean_product = tl.sum(scaled * normed, axis=1, keep_dims=True) / N
-    return row_rstd * (scaled - mean_scaled - normed * mean_product)
+    mean_product = tl.sum(scaled * normed, axis=1, keep_dims=True) / N  # [R, 1]
+    if CENTRED:
+        scaled -= tl.sum(scaled, axis=1, keep_dims=True) / N
+    return row_rstd * (scaled - normed * mean_product)
 
 
 @triton.jit(do_not_specialize=["M", "N", "threshold"])
@@ -68,12 +80,11 @@ def layer_norm_backward_kernel(
         offsets = row * N + columns
         gradient = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
         values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
-        row_mean = tl.load(mean + row, mask=row < M, other=0.0)  # [ROWS, 1]
-        row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)
-        normed = tl.where(inside, (values - row_mean) * row_rstd, 0.0)
+        row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)  # [ROWS, 1]
+        normed = tl.where(inside, centred(values, mean, row, row < M) * row_rstd, 0.0)
         dweight_sum += gradient * normed
         dbias_sum += gradient
-        result = normalised_gradient(gradient, normed, scale, row_rstd, N)
+        result = normalised_gradient(gradient, normed, scale, row_rstd, N, mean is not None)
         store_gradients(
             result, dsummed, seed, dx, dresidual, offsets, inside, row, groups, threshold, keep_scale,
             HAS_DSUMMED, DROPOUT,
@@ -96,7 +107,6 @@ def layer_norm_backward_two_pass_kernel(
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     groups = tl.arange(0, BLOCK_N // 8)[None, :]
-    row_mean = tl.load(mean + row)
     row_rstd = tl.load(rstd + row)
     lane_scaled = tl.zeros([1, BLOCK_N], tl.float32)
     lane_product = tl.zeros([1, BLOCK_N], tl.float32)
@@ -108,8 +118,10 @@ def layer_norm_backward_two_pass_kernel(
         scaled *= to_fp32(tl.load(weight + columns, mask=inside, other=0.0))
         values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
         lane_scaled += scaled
-        lane_product += scaled * ((values - row_mean) * row_rstd)
+        lane_product += scaled * (centred(values, mean, row, True) * row_rstd)
     mean_scaled = tl.sum(lane_scaled, axis=1, keep_dims=True) / N  # [1, 1]
+    if mean is None:
+        mean_scaled *= 0.0
     mean_product = tl.sum(lane_product, axis=1, keep_dims=True) / N
 
     for start in range(0, N, BLOCK_N):
@@ -119,7 +131,7 @@ def layer_norm_backward_two_pass_kernel(
         scaled = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))
         scaled *= to_fp32(tl.load(weight + columns, mask=inside, other=0.0))
         values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
-        normed = (values - row_mean) * row_rstd
+        normed = centred(values, mean, row, True) * row_rstd
         result = row_rstd * (scaled - mean_scaled - normed * mean_product)
         store_gradients(
             result, dsummed, seed, dx, dresidual, offsets, inside, row, start // 8 + groups, threshold, keep_scale,
@@ -145,9 +157,8 @@ def layer_norm_backward_columns_kernel(
         inside = (row < M) & (columns < N)
         gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
         values = to_fp32(tl.load(x + row * N + columns, mask=inside, other=0.0))
-        row_mean = tl.load(mean + row, mask=row < M, other=0.0)  # [ROWS, 1]
-        row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)
-        dweight_sum += gradient * ((values - row_mean) * row_rstd)
+        row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)  # [ROWS, 1]
+        dweight_sum += gradient * (centred(values, mean, row, row < M) * row_rstd)
         dbias_sum += gradient
     partial = partials + share.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, shares, N)
     tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
@@ -162,7 +173,7 @@ def backward_rows(
     x: Tensor,
     seed: Tensor | None,
     weight: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     dropout_p: float,
     has_bias: bool,

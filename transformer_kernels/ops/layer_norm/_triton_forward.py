@@ -1,4 +1,7 @@
-"""Forward kernels of layer_norm and add_layer_norm: one read of each input, statistics in fp32."""
+"""Forward kernels of layer_norm and rms_norm, alone and after an addition: one read of each input, fp32 statistics.
+
+Where `mean` is None the rows are not centred: that is RMSNorm, and its rstd is 1 / sqrt(mean square + eps).
+"""
 
 import torch
 import triton
@@ -61,13 +64,17 @@ def layer_norm_forward_kernel(
     if ADD:
         groups = tl.arange(0, BLOCK_N // 8)[None, :]
         values = added(x, residual, seed, summed, offsets, inside, row, groups, threshold, keep_scale, DROPOUT)
-        pivot = to_fp32(tl.load(residual + row * N, mask=row < M, other=0.0))  # [ROWS, 1]
     else:
         values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
-        pivot = to_fp32(tl.load(x + row * N, mask=row < M, other=0.0))
 
-    centred, row_shift, row_rstd = centred_rows(values, pivot, inside, N, eps)
-    tl.store(mean + row, pivot + row_shift, mask=row < M)
+    if mean is None:
+        centred = values
+        row_rstd = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / N + eps)
+    else:
+        source = residual if ADD else x
+        pivot = to_fp32(tl.load(source + row * N, mask=row < M, other=0.0))  # [ROWS, 1]
+        centred, row_shift, row_rstd = centred_rows(values, pivot, inside, N, eps)
+        tl.store(mean + row, pivot + row_shift, mask=row < M)
     tl.store(rstd + row, row_rstd, mask=row < M)
 
     scale = to_fp32(tl.load(weight + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
@@ -100,19 +107,26 @@ def layer_norm_forward_two_pass_kernel(
             )
         else:
             values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
-        steps += 1.0
-        deviation = tl.where(inside, values - lane_mean, 0.0)
-        lane_mean += deviation / steps
-        lane_square += deviation * (values - lane_mean)
+        if mean is None:
+            lane_square += values * values
+        else:
+            steps += 1.0
+            deviation = tl.where(inside, values - lane_mean, 0.0)
+            lane_mean += deviation / steps
+            lane_square += deviation * (values - lane_mean)
 
-    lane_count = ((N - 1 - lanes) // BLOCK_N + 1).to(tl.float32)
-    pivot = tl.sum(lane_mean, axis=1, keep_dims=True) / BLOCK_N  # near the mean; what it misses comes next
-    row_shift = tl.sum((lane_mean - pivot) * lane_count, axis=1, keep_dims=True) / N
-    deviation = lane_mean - pivot - row_shift
-    variance = tl.sum(lane_square + deviation * deviation * lane_count, axis=1, keep_dims=True) / N
-    row_rstd = tl.rsqrt(variance + eps)  # [1, 1]
     only = row + tl.zeros([1, 1], tl.int64)
-    tl.store(mean + only, pivot + row_shift)
+    pivot = tl.sum(lane_mean, axis=1, keep_dims=True) / BLOCK_N  # near the mean; what it misses comes next
+    if mean is None:
+        row_shift = pivot  # both 0
+        variance = tl.sum(lane_square, axis=1, keep_dims=True) / N
+    else:
+        lane_count = ((N - 1 - lanes) // BLOCK_N + 1).to(tl.float32)
+        row_shift = tl.sum((lane_mean - pivot) * lane_count, axis=1, keep_dims=True) / N
+        deviation = lane_mean - pivot - row_shift
+        variance = tl.sum(lane_square + deviation * deviation * lane_count, axis=1, keep_dims=True) / N
+        tl.store(mean + only, pivot + row_shift)
+    row_rstd = tl.rsqrt(variance + eps)  # [1, 1]
     tl.store(rstd + only, row_rstd)
 
     tl.debug_barrier()  # the second walk reads what other threads may have stored to summed
@@ -137,17 +151,17 @@ def forward_rows(
     bias: Tensor | None,
     eps: float,
     dropout_p: float,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(y, summed, mean, rstd) of layer_norm(x) or, with a residual, of layer_norm(dropout(x) + residual)."""
+    centre: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(y, summed, mean, rstd) of x or, with a residual, of dropout(x) + residual; mean is None without centring."""
     N = x.shape[-1]
     M = x.numel() // N
     tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
     y = torch.empty_like(x)
     summed = None if residual is None else torch.empty_like(x)
-    mean = torch.empty(M, dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(
-        mean
-    )  # of its own: the alignment of half a buffer would follow M, and so would compilations
+    mean = torch.empty(M, dtype=torch.float32, device=x.device) if centre else None
+    # rstd has memory of its own: the alignment of half a buffer would follow M, and so would compilations
+    rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     threshold, keep_scale = dropout_numbers(dropout_p)
     pointers = (x, residual, seed, weight, bias, y, summed, mean, rstd)
     numbers = (M, N, eps, threshold, keep_scale)
