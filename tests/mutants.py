@@ -147,6 +147,12 @@ MUTANTS = [
         "result = tl.where(weights == 0.0, 0.0, weights * (gradient - inner))",
         "tests/ops/test_softmax.py -k 'triton and masks'",
     ),
+    Mutant(
+        f"{OPS}/attention/_triton_decode.py",
+        "row_sum = row_sum * correction + tl.sum(weights * part_sum, 0)",
+        "row_sum = row_sum + tl.sum(weights * part_sum, 0)",
+        "tests/ops/test_attention_triton.py -k 'many_splits and options0'",
+    ),
     # Training
     Mutant(
         f"{TRAINING}/sampler.py",
