@@ -41,8 +41,9 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
 // exp(score - lse). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have hidden
 // every key of a row (lse is -inf). Without a bias only masks hide keys, and those select zeros.
 template <bool SCALED> TK_DEVICE float probability(float score, float lse, float factor) {
-  if (SCALED && lse == -INFINITY) return 0.f;
-  return fast_exp2(SCALED ? (score - lse) * factor : fmaf(score, factor, -lse * LOG2_E));
+  if (!SCALED) return fast_exp2(fmaf(score, factor, -lse * LOG2_E));
+  const float base = lse == -INFINITY ? INFINITY : lse;  // exp(-inf) is 0
+  return fast_exp2((score - base) * factor);
 }
 
 // One block owns OWNED queries of one head and walks the keys, as the forward pass does, for dQ = scale * dS K.

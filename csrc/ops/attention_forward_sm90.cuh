@@ -17,8 +17,11 @@ template <int HEAD_DIM> struct HopperShape {
   static constexpr int CONSUMERS = 2 * WARP_GROUP_SIZE, THREADS = CONSUMERS + WARP_GROUP_SIZE;
   static constexpr int PANELS = HEAD_DIM / PANEL_COLUMNS;
   static constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;  // of a key or a value tile
-  static constexpr int SHARED_BYTES = shared_bytes_after<uint8_t>(
-      STAGES * KEYS, shared_bytes_after<uint64_t>(1 + 4 * STAGES, (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2));
+  static constexpr int BARRIERS = 1 + 4 * STAGES;
+  static constexpr int SHARED_BYTES = shared_bytes_after<float2>(
+      CONSUMERS,
+      shared_bytes_after<uint8_t>(
+          STAGES * KEYS, shared_bytes_after<uint64_t>(BARRIERS, (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2)));
 };
 
 // Tiles of keys that hold a real key, in order: producer and consumers walk the same list.
@@ -79,10 +82,11 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   T* const queries = shared.take<T, 1024>(QUERIES * HEAD_DIM);
   T* const key_stages = shared.take<T, 1024>(STAGES * KEYS * HEAD_DIM);
   T* const value_stages = shared.take<T, 1024>(STAGES * KEYS * HEAD_DIM);
-  uint64_t* const barriers = shared.take<uint64_t>(1 + 4 * STAGES);
+  uint64_t* const barriers = shared.take<uint64_t>(Shape::BARRIERS);
   uint64_t *const queries_full = barriers, *const keys_full = barriers + 1, *const values_full = keys_full + STAGES;
   uint64_t *const keys_empty = values_full + STAGES, *const values_empty = keys_empty + STAGES;
   uint8_t* const tainted_stages = shared.take<uint8_t>(STAGES * KEYS);
+  float2* const slots = shared.take<float2>(Shape::CONSUMERS);
 
   const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
   const int block_query = (query_tiles - 1 - static_cast<int>(blockIdx.x % query_tiles)) * QUERIES;
@@ -212,6 +216,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
       wgmma_pin(scores);
       release(keys_empty + walk.step % STAGES);
       take_scores(walk);
+      finish_before_wait(slots + thread, rows.softmax.total[0], rows.softmax.total[1]);
       wgmma_wait<0>();
       wgmma_pin(rows.out);
       release(values_empty + previous.step % STAGES);

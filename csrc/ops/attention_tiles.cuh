@@ -153,12 +153,18 @@ template <int ROWS, int THREADS, class T, int COLUMNS>
 TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, int first_row, int row_end,
                          uint64_t bits, const Arguments& arguments, int thread) {
   using Shape = Tile<T, COLUMNS>;
-#pragma unroll 4
-  for (int i = thread; i < ROWS * Shape::CHUNKS; i += THREADS) {
-    const int row = i / Shape::CHUNKS, column = i % Shape::CHUNKS * Shape::CHUNK;
-    const bool real = first_row + row < row_end && (bits >> row & 1);
-    const T* source = rows + (first_row + row) * stride + column;
-    T* destination = tile.chunk(row, i % Shape::CHUNKS);
+  constexpr int STEP = THREADS / Shape::CHUNKS, COUNT = ROWS / STEP;  // a thread copies one chunk of every STEP-th row
+  static_assert(THREADS % Shape::CHUNKS == 0 && ROWS % STEP == 0, "the threads share whole rows");
+  const unsigned first = static_cast<unsigned>(thread) / Shape::CHUNKS;
+  const unsigned chunk = static_cast<unsigned>(thread) % Shape::CHUNKS;
+  const int column = static_cast<int>(chunk) * Shape::CHUNK;
+  const int left = row_end - first_row - static_cast<int>(first);
+  const T* source = rows + (first_row + static_cast<int>(first)) * stride + column;
+  const uint64_t mine = bits >> first;
+#pragma unroll(COUNT > 8 ? 4 : COUNT)
+  for (int i = 0; i < COUNT; ++i, source += STEP * stride) {
+    const bool real = i * STEP < left && (mine >> i * STEP & 1);
+    T* destination = tile.chunk(static_cast<int>(first + i * STEP), static_cast<int>(chunk));
     if (arguments.vectorized) {
       const bool inside = real && column < arguments.head_dim;
       copy_async_16(destination, inside ? source : rows, inside);

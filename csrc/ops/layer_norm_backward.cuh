@@ -37,8 +37,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     const auto normalised = [&](int v, int i) { return (to_float(x_held[v][i]) - mean) * rstd; };
 
     float sum_g = 0.0f, sum_gx = 0.0f;
-    Layout::for_each_vector(columns, [&](int v, int column) {
-      read(v, column);
+    Layout::load_and_use(columns, read, [&](int v, int column) {
       const Vector<float, V> scale = weight.load_at<T, V>(column);
       Vector<float, V> dweight_terms, dbias_terms;
 #pragma unroll

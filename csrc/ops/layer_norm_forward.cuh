@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
 
   Vector<typename Rows::Value, V> held[Layout::VECTORS];
   float sum = 0.0f;
-  Layout::for_each_vector(columns, [&](int v, int column) {
-    held[v] = input.template load_first<V>(row, column);
+  const auto read = [&](int v, int column) { held[v] = input.template load_first<V>(row, column); };
+  Layout::load_and_use(columns, read, [&](int v, int) {
 #pragma unroll
     for (int i = 0; i < V; ++i) sum += to_float(held[v][i]);
   });

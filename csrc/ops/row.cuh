@@ -40,6 +40,20 @@ template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
     }
   }
 
+  // Calls load(v, column) for all of this thread's vectors and then use(v, column): the loads are under way together.
+  // In the layout for any width each is used as it comes.
+  template <class Load, class Use> static TK_DEVICE void load_and_use(int columns, Load load, Use use) {
+    if constexpr (HELD) {
+      for_each_vector(columns, load);
+      for_each_vector(columns, use);
+    } else {
+      for_each_vector(columns, [&](int v, int column) {
+        load(v, column);
+        use(v, column);
+      });
+    }
+  }
+
   // Every thread of the row gets the result. `scratch` holds SCRATCH floats of shared memory.
   template <class Operation> static TK_DEVICE float reduce(float value, float* scratch) {
     if constexpr (WARPS == 1) {

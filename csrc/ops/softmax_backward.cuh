@@ -25,8 +25,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     y_held[v] = load_vector<V>(y + column);
   };
   float dot = 0.0f;
-  Layout::for_each_vector(columns, [&](int v, int column) {
-    read(v, column);
+  Layout::load_and_use(columns, read, [&](int v, int) {
 #pragma unroll
     for (int i = 0; i < V; ++i) dot += to_float(dy_held[v][i]) * to_float(y_held[v][i]);
   });

@@ -124,6 +124,13 @@ template <int COUNT> TK_DEVICE void wgmma_pin(uint32_t (&registers)[COUNT][4]) {
                    "+r"(registers[i][3])::"memory");
 }
 
+// Arithmetic that `first` and `second` need is done before a wgmma_wait that follows: the compiler would move it behind, and
+// with it what should go on beside the product. `slot` is this thread's own in shared memory; nothing reads it.
+TK_DEVICE void finish_before_wait(float2* slot, float first, float second) {
+  asm volatile("st.volatile.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared_address(slot)), "f"(first), "f"(second)
+               : "memory");
+}
+
 template <int COUNT> TK_DEVICE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
@@ -207,6 +214,9 @@ TK_DEVICE void wgmma_fence() { emulation::wgmma_fence(); }
 TK_DEVICE void wgmma_commit() { emulation::wgmma_commit(); }
 template <int PENDING> TK_DEVICE void wgmma_wait() { emulation::wgmma_wait(PENDING); }
 template <class T, int COUNT> TK_DEVICE void wgmma_pin(T (&)[COUNT][4]) {}
+TK_DEVICE void finish_before_wait(float2* slot, float first, float second) {
+  store_vector<2>(reinterpret_cast<float*>(slot), Vector<float, 2>{{first, second}});
+}
 template <int COUNT> TK_DEVICE void give_registers() {}
 template <int COUNT> TK_DEVICE void take_registers() {}
 

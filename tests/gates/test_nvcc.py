@@ -75,4 +75,6 @@ def test_the_hopper_kernel_multiplies_by_warp_groups(capsys: pytest.CaptureFixtu
     with capsys.disabled():
         print("\n" + cuda_report.table(kernels))
     assert kernels and all(kernel.wgmma for kernel in kernels)
-    assert not [kernel for kernel in kernels if kernel.spill_stores or kernel.spill_loads]
+    assert not [kernel for kernel in kernels if kernel.spill_stores or kernel.spill_loads or kernel.serialised]
+    # setmaxnreg waits for ever for registers that the launch did not bring: 128 threads keep 24, 256 take 240.
+    assert all(kernel.register_moves == 2 and 384 * kernel.registers >= 128 * 24 + 256 * 240 for kernel in kernels)

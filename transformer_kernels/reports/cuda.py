@@ -41,6 +41,8 @@ class Kernel:
     mma: int
     wgmma: int
     loads_16_bytes: int
+    register_moves: int  # setmaxnreg
+    serialised: bool  # ptxas warned (C75xx) that it serialises wgmma
 
 
 def compile_reports(operation: str, architecture: str, toolkit: _build.Toolkit | None = None) -> list[Kernel]:
@@ -97,6 +99,8 @@ def _parse(operation: str, architecture: str, log: str, ptx: str) -> Iterable[Ke
             body.count("mma.sync"),
             body.count("wgmma.mma_async"),
             len(re.findall(r"ld\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)", body)),
+            body.count("setmaxnreg"),
+            re.search(r"\(C75\d\d\)", log) is not None,
         )
 
 
