@@ -163,6 +163,17 @@ uint16_t element(uint64_t descriptor, int row, int column) {
   return value;
 }
 
+// Every operand in shared memory must have been written by the copy engine, or be fenced.
+void check_operands(const WgmmaOperands& common) {
+  for (int k = 0; k < 16; k += 8)
+    for (int row = 0; row < 64 && !common.a; ++row)
+      check_fenced(element_address(common.a_descriptor, row, k), 16, "wgmma");
+  const int rows = common.b_summed_along_rows ? 16 : common.n, columns = common.b_summed_along_rows ? common.n : 16;
+  for (int row = 0; row < rows; ++row)
+    for (int column = 0; column < columns; column += 8)
+      check_fenced(element_address(common.b_descriptor, row, column), 16, "wgmma");
+}
+
 void note_operands_read(const Product& product) {
   const WgmmaOperands& common = product.operands[0];
   for (int k = 0; k < 16; ++k) {
@@ -252,6 +263,7 @@ void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> plac
   if (shared_address(shared) % 1024) fail("a swizzled tensor copy needs a destination on 1024 bytes");
   checked(barrier);
   const size_t bytes = map.box_rows * BOX_COLUMNS * 2;
+  check_fenced(shared, bytes, "a tensor copy");
   note_write(shared, bytes);
   order_before(barrier);
   const IgnoreAccesses ignore;
@@ -281,6 +293,7 @@ void wgmma(const WgmmaOperands& operands) {
       product->operands[i] = mine;
       if (mine.a) std::memcpy(product->registers[i], mine.a, sizeof product->registers[i]);
     }
+    check_operands(product->operands[0]);
     group.products.push_back(std::move(product));
   });
 }

@@ -18,6 +18,11 @@ struct TensorMap {
 TensorMap encode_tensor_map(const void* data, std::array<int64_t, 4> sizes, std::array<int64_t, 4> strides,
                             unsigned box_rows);
 
+// What ordinary stores wrote to shared memory is out of the reach of wgmma and of the copy engine until the thread that
+// wrote it has called the fence: reading or overwriting it there is an error.
+void fence_async_proxy();
+void check_fenced(const void* shared, size_t bytes, const char* what);
+
 void mbarrier_init(uint64_t* barrier, int arrivals);
 void mbarrier_arrive(uint64_t* barrier, int expected_bytes);
 void mbarrier_wait(uint64_t* barrier, int parity);

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "engine.h"
+#include "hopper.h"
 #include "sanitizers.h"
 
 namespace emulation {
@@ -15,6 +16,10 @@ namespace {
 
 constexpr unsigned char UNINITIALISED = 0xff;  // NaN in fp32, fp16 and bf16
 constexpr unsigned char RED_ZONE = 0xa5;
+
+constexpr size_t PIECE_BYTES = 16;  // ordinary stores are remembered by pieces of this size
+thread_local std::vector<uint16_t> unfenced_writer;  // of each piece of the block's shared memory: thread + 1, or 0
+thread_local bool any_unfenced = false;
 
 bool in_shared_memory(const void* pointer) {
   const Block& block = current_block();
@@ -49,7 +54,15 @@ void note_load(const void* address, size_t bytes, size_t alignment) {
 void note_store(void* address, size_t bytes, size_t alignment) {
   check_access(address, bytes, alignment, "store");
   note_write(address, bytes);
-  if (in_shared_memory(address)) return;
+  if (in_shared_memory(address)) {
+    const IgnoreAccesses ignore;
+    const size_t first = static_cast<size_t>(static_cast<char*>(address) - current_block().shared);
+    unfenced_writer.resize(SHARED_ARENA_BYTES / PIECE_BYTES);
+    for (size_t piece = first / PIECE_BYTES; piece <= (first + bytes - 1) / PIECE_BYTES; ++piece)
+      unfenced_writer[piece] = static_cast<uint16_t>(current_thread().linear + 1);
+    any_unfenced = true;
+    return;
+  }
   count(GLOBAL_STORES);
   count(GLOBAL_STORE_BYTES, bytes);
 }
@@ -59,8 +72,26 @@ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - current_block().shared);
 }
 
+void fence_async_proxy() {
+  const IgnoreAccesses ignore;
+  const auto mine = static_cast<uint16_t>(current_thread().linear + 1);
+  std::replace(unfenced_writer.begin(), unfenced_writer.end(), mine, uint16_t{0});
+}
+
+void check_fenced(const void* shared, size_t bytes, const char* what) {
+  const IgnoreAccesses ignore;
+  if (!any_unfenced) return;
+  const size_t first = shared_address(shared);
+  for (size_t piece = first / PIECE_BYTES; piece <= (first + bytes - 1) / PIECE_BYTES; ++piece)
+    if (unfenced_writer[piece])
+      fail("%s touches shared memory that thread %u wrote by an ordinary store without fence_for_async", what,
+           unfenced_writer[piece] - 1u);
+}
+
 void open_shared_memory(Block& block) {
   const IgnoreAccesses ignore;
+  if (any_unfenced) std::fill(unfenced_writer.begin(), unfenced_writer.end(), uint16_t{0});
+  any_unfenced = false;
 #if defined(EMULATION_THREAD_SANITIZER)
   free_shared_memory(block);  // blocks must not seem to share memory
 #endif

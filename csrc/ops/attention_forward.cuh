@@ -17,7 +17,7 @@ template <class T, int HEAD_DIM> struct ForwardShape {
 
 // Blocks per multiprocessor that the registers allow: more would spill, and without a demand the compiler takes fewer.
 template <class T, int HEAD_DIM>
-constexpr int FORWARD_BLOCKS = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : HEAD_DIM > 32 || sizeof(T) == 4 ? 3 : 4;
+constexpr int FORWARD_BLOCKS = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : 3;
 
 // A fragment's running maximum and sum of exponentials per row; this lane's rows are g and g + 8.
 struct OnlineSoftmax {

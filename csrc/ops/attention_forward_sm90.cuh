@@ -60,7 +60,7 @@ TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, uint8_t*
         for (int e = 0; e < 8; ++e) {
           const bool finite = is_finite(to_float(elements[e]));
           found = found || !finite;
-          if (hidden || !finite) elements[e] = from_float<T>(0.f);
+          if (hidden || !finite) store(elements + e, from_float<T>(0.f));
         }
       }
     }

@@ -208,7 +208,7 @@ TK_DEVICE void copy_tensor_box(void* shared, const TensorMap& map, int column, i
                                uint64_t* barrier) {
   emulation::copy_tensor_box(shared, map, {column, row, head, batch}, barrier);
 }
-TK_DEVICE void fence_for_async() {}  // the emulation has one view of memory: only a device misses this fence
+TK_DEVICE void fence_for_async() { emulation::fence_async_proxy(); }
 
 TK_DEVICE void wgmma_fence() { emulation::wgmma_fence(); }
 TK_DEVICE void wgmma_commit() { emulation::wgmma_commit(); }

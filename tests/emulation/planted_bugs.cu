@@ -1,10 +1,11 @@
-// Two small kernels, each correct until one named bug is planted. Usage: planted_bugs BUG SCHEDULE SEED
+// Small kernels, each correct until one named bug is planted. Usage: planted_bugs BUG SCHEDULE SEED
 // Exit status: 0 nothing was noticed, 1 the numbers are wrong, 2 the emulation reported a fault; a sanitizer has its own.
 #include <cmath>
 #include <map>
 #include <string>
 
 #include "device_memory.h"
+#include "primitives/hopper.h"
 #include "primitives/matrix.h"
 #include "primitives/memory.h"
 #include "primitives/numbers.h"
@@ -24,6 +25,7 @@ enum class Bug {
   GLOBAL_RACE_BETWEEN_BLOCKS,
   WRONG_FRAGMENT_INDEX,
   COPY_USED_BEFORE_WAIT,
+  MISSING_PROXY_FENCE,
 };
 
 static const std::map<std::string, Bug> BUGS = {
@@ -39,6 +41,7 @@ static const std::map<std::string, Bug> BUGS = {
     {"global_race_between_blocks", Bug::GLOBAL_RACE_BETWEEN_BLOCKS},
     {"wrong_fragment_index", Bug::WRONG_FRAGMENT_INDEX},
     {"copy_used_before_wait", Bug::COPY_USED_BEFORE_WAIT},
+    {"missing_proxy_fence", Bug::MISSING_PROXY_FENCE},
 };
 
 constexpr int THREADS = 96, TILES = 4, BLOCKS = 3;
@@ -87,6 +90,37 @@ __global__ void product_kernel(const tk::float16* a, const tk::float16* b, float
   if (bug == Bug::COPY_USED_BEFORE_WAIT) tk::copy_async_wait<0>();
 }
 
+// One warp group owns d (64, 64) = a (64, 16) b (64, 16)^T of ones, which ordinary stores wrote.
+__global__ void warp_group_kernel(float* d, Bug bug) {
+  tk::SharedMemory shared;
+  tk::float16* a = shared.take<tk::float16, 1024>(64 * tk::PANEL_COLUMNS);
+  tk::float16* b = shared.take<tk::float16, 1024>(64 * tk::PANEL_COLUMNS);
+  tk::Vector<tk::float16, 8> ones;
+  for (int i = 0; i < 8; ++i) ones[i] = tk::from_float<tk::float16>(1.0f);
+  for (int i = static_cast<int>(threadIdx.x); i < 64 * tk::PANEL_COLUMNS / 8; i += tk::WARP_GROUP_SIZE) {
+    tk::store_vector(a + 8 * i, ones);
+    tk::store_vector(b + 8 * i, ones);
+  }
+  if (bug != Bug::MISSING_PROXY_FENCE) tk::fence_for_async();
+  __syncthreads();
+  float product[8][4] = {};
+  tk::wgmma_fence();
+  tk::Wgmma<tk::float16, 64>::from_shared(product, tk::swizzled_descriptor(a, 16), tk::swizzled_descriptor(b, 16), 0);
+  tk::wgmma_commit();
+  tk::wgmma_wait<0>();
+  for (int n = 0; n < 8; ++n)
+    for (int e = 0; e < 4; ++e) tk::store(d + (threadIdx.x * 8 + n) * 4 + e, product[n][e]);
+}
+
+static bool warp_group_is_right(Bug bug) {
+  const Buffer<float> d(std::vector<float>(64 * 64, 0.0f));
+  constexpr int TILE = 64 * tk::PANEL_COLUMNS;
+  tk::launch<warp_group_kernel>("warp_group", dim3(1), dim3(tk::WARP_GROUP_SIZE),
+                                tk::shared_bytes_after<tk::float16, 1024>(TILE, TILE * 2), tk::Stream{0, 0}, d.data(),
+                                bug);
+  return d.read() == std::vector<float>(64 * 64, 16.0f);
+}
+
 static bool reverse_is_right(Bug bug) {
   std::vector<float> values(BLOCKS * TILES * THREADS);
   for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i + 1);
@@ -127,7 +161,7 @@ int main(int, char** arguments) {
                                                           : ScheduleKind::LOWEST_FIRST,
                            std::strtoull(arguments[3], nullptr, 10)});
   try {
-    if (reverse_is_right(bug) && product_is_right(bug)) return 0;
+    if (reverse_is_right(bug) && product_is_right(bug) && warp_group_is_right(bug)) return 0;
     std::fprintf(stderr, "wrong numbers\n");
     return 1;
   } catch (const std::exception& error) {

@@ -21,6 +21,7 @@ FOUND_BY = {
     "global_race_between_blocks": ("thread",),
     "wrong_fragment_index": ("plain", "address", "thread"),
     "copy_used_before_wait": ("plain", "address", "thread"),
+    "missing_proxy_fence": ("plain", "address", "thread"),
 }
 
 ALL_BUILDS = [pytest.param(build, marks=() if build == "plain" else pytest.mark.slow) for build in BUILDS]
