@@ -18,7 +18,6 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CUDA_KERNELS = "transformer_kernels._kernels"
 CPU_KERNELS = "transformer_kernels._cpu"
-CPU_DROPOUT = "transformer_kernels._dropout_cpu"
 HASH_FILE = "_kernels_source_hash.txt"
 
 
@@ -46,8 +45,6 @@ class BuildKernels(build_ext):
     def build_extension(self, extension):
         if extension.name == CPU_KERNELS:
             self.build_cpu(extension)
-        elif extension.name == CPU_DROPOUT:
-            self.build_cpu_dropout(extension)
         else:
             self.build_cuda(extension)
 
@@ -61,14 +58,6 @@ class BuildKernels(build_ext):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(built, target)
-
-    def build_cpu_dropout(self, extension):
-        target = Path(self.get_ext_fullpath(extension.name))
-        try:
-            build.build_cpu_dropout(target)
-        except build.BuildError as error:
-            extension.optional = True
-            print(f"transformer_kernels: dropout on the CPU stays in tensor algebra: {error}", file=sys.stderr)
 
     def build_cuda(self, extension):
         architectures, why = build.wanted_architectures()
@@ -120,6 +109,6 @@ class WithExtension(Distribution):
 
 setup(
     distclass=WithExtension,
-    ext_modules=[Extension(name, sources=[]) for name in (CUDA_KERNELS, CPU_KERNELS, CPU_DROPOUT)],
+    ext_modules=[Extension(name, sources=[]) for name in (CUDA_KERNELS, CPU_KERNELS)],
     cmdclass={"build_ext": BuildKernels},
 )

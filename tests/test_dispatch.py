@@ -63,7 +63,7 @@ def test_use_backend_belongs_to_its_thread() -> None:
 
 @pytest.mark.parametrize("ask", [tk.set_backend, tk.bind, lambda name: tk.gelu(torch.ones(3), backend=name)])
 def test_an_unknown_backend_is_named_with_the_known_ones(ask: object) -> None:
-    with pytest.raises(ValueError, match=r"backend must be one of torch, triton, cuda, auto.*; got 'tritn'"):
+    with pytest.raises(ValueError, match=r"backend must be one of torch, cpu, triton, cuda, auto.*; got 'tritn'"):
         ask("tritn")
 
 
@@ -83,12 +83,13 @@ def test_a_named_backend_never_falls_back(name: str) -> None:
     assert result.stdout.startswith(f"refused: gelu: backend '{name}' is not available: "), result.stderr
 
 
-def test_auto_on_a_cpu_is_torch_and_quiet() -> None:
+def test_auto_on_a_cpu_is_quiet() -> None:
     result = python(
         "import torch, transformer_kernels as tk; tk.gelu(torch.ones(3)); print(tk.explain('gelu', torch.ones(3)))"
     )
     assert result.returncode == 0 and result.stderr == ""
-    assert "asked for auto, answered by torch" in result.stdout
+    built = _dispatch.unavailable("cpu", torch.device("cpu")) is None
+    assert f"asked for auto, answered by {'cpu' if built else 'torch'}" in result.stdout
 
 
 def test_float64_is_for_torch_only(device: torch.device) -> None:
@@ -117,7 +118,7 @@ def test_explain_checks_its_arguments() -> None:
 
 
 def test_auto_takes_the_first_that_supports_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "AUTO_ORDER_ELSEWHERE", ("cuda", "triton", "torch"))
+    monkeypatch.setitem(_dispatch.AUTO_ORDER, "cpu", ("cuda", "triton", "torch"))
     monkeypatch.setattr(_dispatch, "unavailable", lambda name, device: "none here" if name == "cuda" else None)
     refused = {"triton": "not this call"}
     monkeypatch.setattr(_dispatch, "_refusal", lambda op, name, arguments: refused.get(name))

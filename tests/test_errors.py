@@ -184,7 +184,7 @@ VALUE_ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "cuda"])
+@pytest.mark.parametrize("backend", tk.BACKENDS)
 @pytest.mark.parametrize(
     ("function", "arguments", "options", "text"), TYPE_ERRORS, ids=lambda v: v if isinstance(v, str) else None
 )
@@ -194,7 +194,7 @@ def test_type_errors(function: Any, arguments: Any, options: Any, text: str, bac
     assert text in str(caught.value) and str(caught.value).startswith(function.__name__)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "cuda"])
+@pytest.mark.parametrize("backend", tk.BACKENDS)
 @pytest.mark.parametrize(
     ("function", "arguments", "options", "text"), VALUE_ERRORS, ids=lambda v: v if isinstance(v, str) else None
 )
@@ -234,7 +234,7 @@ def test_tensors_on_different_devices_are_listed(call: Any) -> None:
         call()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "cuda"])
+@pytest.mark.parametrize("backend", tk.BACKENDS)
 @pytest.mark.parametrize("stray", [-1, 6])
 def test_a_target_outside_the_classes(stray: int, backend: str) -> None:
     targets = torch.tensor([0, stray, -100])

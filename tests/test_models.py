@@ -56,7 +56,7 @@ def train(model, name, steps):
     return losses
 
 
-@pytest.mark.parametrize("backend", [None, "auto", "torch", "triton", "cuda", "reference"])
+@pytest.mark.parametrize("backend", [None, "auto", *tk.BACKENDS, "reference"])
 def test_build_takes_every_backend(backend):
     model = tk.build("char_gpt", backend)
     assert model.num_parameters() == 807_745
@@ -64,7 +64,7 @@ def test_build_takes_every_backend(backend):
 
 
 def test_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="backend must be one of torch, triton, cuda, auto"):
+    with pytest.raises(ValueError, match="backend must be one of torch, cpu, triton, cuda, auto"):
         tk.build("char_gpt", "numpy")
 
 

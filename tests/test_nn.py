@@ -68,7 +68,7 @@ class TestEveryModule:
         assert torch.equal(apply(ours, x), apply(twin, x))
 
     def test_unknown_backend_is_refused(self, name):
-        with pytest.raises(ValueError, match="backend must be one of torch, triton, cuda, auto; got 'rocm'"):
+        with pytest.raises(ValueError, match="backend must be one of torch, cpu, triton, cuda, auto; got 'rocm'"):
             MODULES[name][0](backend="rocm")
 
     def test_backend_is_passed_on(self, name, monkeypatch):

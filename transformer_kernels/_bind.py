@@ -54,8 +54,8 @@ def bind(backend: str | None = None) -> BoundOperations | ModuleType:
     """The operations for a model: `python_ref.build("char_gpt", ops=transformer_kernels.bind("triton"))`.
 
     Args:
-        backend: "torch", "triton", "cuda", "auto", "reference" (which gives `python_ref.ops` itself), or None to follow
-            `set_backend`, `use_backend` and the environment at each call.
+        backend: "torch", "cpu", "triton", "cuda", "auto", "reference" (which gives `python_ref.ops` itself), or None
+            to follow `set_backend`, `use_backend` and the environment at each call.
     Returns:
         an object with every operation as a function, under its name in `python_ref.ops`.
     Raises:
@@ -76,8 +76,8 @@ def build(name: str, backend: str | None = None, **overrides: Any) -> Transforme
 
     Args:
         name: "char_gpt", "gpt2", "imdb_bert" or "llama".
-        backend: "torch", "triton", "cuda", "auto", "reference", or None to follow `set_backend`, `use_backend` and the
-            environment at each call.
+        backend: "torch", "cpu", "triton", "cuda", "auto", "reference", or None to follow `set_backend`, `use_backend`
+            and the environment at each call.
         overrides: fields of the preset's configuration, such as `dropout=0.0` or `vocab_size=96`.
     Returns:
         `python_ref.GPT`: tokens (B, L) -> logits (B, L, V), or `python_ref.BERTClassifier`: tokens, padding_mask (True

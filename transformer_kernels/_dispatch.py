@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
+from transformer_kernels.backends import cpu as _cpu
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.backends import triton as _triton
 
-BACKENDS = ("torch", "triton", "cuda")
+BACKENDS = ("torch", "cpu", "triton", "cuda")
 OPERATIONS: dict[str, Operation] = {}
 """Every operation by its name; each enters itself where it is defined."""
 
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_BACKEND"
 
-# The order in which "auto" asks. On a CPU the kernels of the other two run only interpreted or emulated, for tests.
-AUTO_ORDER = {"cuda": ("triton", "cuda", "torch")}
+# The order in which "auto" asks. On a CPU the kernels for GPUs run only interpreted or emulated, for tests.
+AUTO_ORDER = {"cuda": ("triton", "cuda", "torch"), "cpu": ("cpu", "torch")}
 AUTO_ORDER_ELSEWHERE = ("torch",)
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def set_backend(backend: str | None) -> None:
     """Make `backend` the default of this process; None returns to the environment variable, or to "auto".
 
     Args:
-        backend: "torch", "triton", "cuda", "auto" or None.
+        backend: "torch", "cpu", "triton", "cuda", "auto" or None.
     Raises:
         ValueError: the name is unknown.
     """
@@ -63,7 +64,7 @@ def use_backend(backend: str) -> Iterator[None]:
     """Within the block, in this thread or task, calls without `backend=` use this one.
 
     Args:
-        backend: "torch", "triton", "cuda" or "auto".
+        backend: "torch", "cpu", "triton", "cuda" or "auto".
     Raises:
         ValueError: the name is unknown.
     """
@@ -91,6 +92,8 @@ def _module(operation: Operation, backend: str) -> Any:
 
 def unavailable(backend: str, device: torch.device) -> str | None:
     """Why `backend` cannot run on `device` at all, with the remedy; None if it can."""
+    if backend == "cpu":
+        return _cpu.unavailable(device)
     if backend == "triton":
         return _triton.unavailable(device)
     if backend == "cuda":
@@ -121,7 +124,8 @@ def select(operation: Operation, backend: str | None, call: Any) -> Any:
     if name == "auto":
         name = _automatic(operation, call)[0]
     elif (reason := unavailable(name, device)) is not None:
-        cause = _extension.cause() if name == "cuda" else None
+        loaded = {"cpu": _cpu, "cuda": _extension}.get(name)
+        cause = None if loaded is None else loaded.cause()
         raise BackendUnavailable(f"{operation.name}: backend {name!r} is not available: {reason}") from cause
     elif (reason := _refusal(operation, name, call)) is not None:
         raise UnsupportedByBackend(f"{operation.name}: backend {name!r} does not support this call: {reason}")

@@ -1,6 +1,6 @@
 """Dropout for the torch backend: the philox mask of `python_ref.ops`, in compiled code or else in fewer passes.
 
-A mask is a pure function of its seed. On the CPU a small compiled routine (csrc/cpu/dropout.cpp) draws it while it is
+A mask is a pure function of its seed. On the CPU a compiled kernel (csrc/cpu/rows/dropout.cpp) draws it while it is
 applied, and draws it again in the backward pass, as the kernels do. Where it was not built, on other devices and for
 other dtypes the mask is made in tensor algebra; that costs eighty passes, so it is remembered for as long as its seed
 lives. The bits are the same.
@@ -8,13 +8,15 @@ lives. The bits are the same.
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from transformer_kernels._errors import BackendUnavailable
+from transformer_kernels.backends import cpu
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -23,17 +25,17 @@ WORD = 0xFFFFFFFF
 
 GROUPS_AT_ONCE = 1 << 17  # enough for all cores to share an operation, and few enough to stay in the cache
 
-COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 Place = tuple[int, int, int, int, int]  # first head, heads, rows, columns, first row and column
 
 _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-compiled: Any
-try:
-    compiled = importlib.import_module("transformer_kernels._dropout_cpu")
-except ImportError:  # installed without a C++ compiler
-    compiled = None
+def compiled() -> Any | None:
+    """The module of the CPU kernels; None where it does not load."""
+    try:
+        return cpu.load()
+    except BackendUnavailable:
+        return None
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -70,8 +72,9 @@ def drop(
     """
     *heads, rows, columns = x.shape
     place = (first_head, math.prod(heads), rows, columns, first)
-    if compiled is not None and x.device.type == "cpu" and x.dtype in COMPILED_DTYPES:
-        return _drop_compiled(x, seed, p, scale, residual, place, x if in_place else torch.empty_like(x))
+    kernels = compiled() if x.device.type == "cpu" and x.dtype in cpu.DTYPE_CODES else None
+    if kernels is not None:
+        return _drop_compiled(kernels, x, seed, p, scale, residual, place, x if in_place else torch.empty_like(x))
     mask = _dropped(seed, p, place).view(x.shape)
     kept = x.masked_fill_(mask, 0.0) if in_place else x.masked_fill(mask, 0.0)
     if residual is not None:
@@ -80,23 +83,22 @@ def drop(
 
 
 def _drop_compiled(
-    x: Tensor, seed: Tensor, p: float, scale: float, residual: Tensor | None, place: Place, out: Tensor
+    kernels: Any, x: Tensor, seed: Tensor, p: float, scale: float, residual: Tensor | None, place: Place, out: Tensor
 ) -> Tensor:
     first_head, heads, rows, columns, first = place
-    compiled.dropout(
+    kernels.dropout(
+        cpu.DTYPE_CODES[x.dtype],
         x.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
+        cpu.address(residual),
         out.data_ptr(),
-        x.dtype is torch.bfloat16,
-        int(seed),
-        keep_threshold(p),
+        seed.data_ptr(),
+        p,
         scale,
         first_head,
         heads,
         rows,
         columns,
         first,
-        torch.get_num_threads(),
     )
     return out
 

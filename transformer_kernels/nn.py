@@ -2,8 +2,8 @@
 
 LayerNorm, GELU, Softmax, MultiHeadAttention, Embedding and CrossEntropyLoss are subclasses of the modules that they
 replace, with the same parameters under the same names, so state_dicts load in both directions; AddLayerNorm has those
-of LayerNorm, LinearCrossEntropy those of torch.nn.Linear. Each takes one more argument, `backend`: "torch", "triton",
-"cuda", "auto", or None to follow `set_backend`, `use_backend` and the environment at each call.
+of LayerNorm, LinearCrossEntropy those of torch.nn.Linear. Each takes one more argument, `backend`: "torch", "cpu",
+"triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the environment at each call.
 """
 
 from __future__ import annotations

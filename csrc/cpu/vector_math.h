@@ -39,7 +39,7 @@ struct Normal {
 };
 
 TK_INLINE Normal normal(Floats x) {
-  const Floats z = x < 0.f ? -x : x, e = exponential(x * x * -0.5f);
+  const Floats size = x < 0.f ? -x : x, z = size > 20.f ? splat(20.f) : size, e = exponential(x * x * -0.5f);
   const Floats t = reciprocal(fma(z, splat(0.3f), splat(1.f)));
   Floats p = splat(0.03840757f);  // minimax of (1 - Phi(z)) / e over 0 <= z <= 14.5: 5.8e-8 of it
   p = fma(p, t, splat(-0.1693083f));

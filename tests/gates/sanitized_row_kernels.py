@@ -1,4 +1,4 @@
-"""Every row kernel in every layout, small, in the emulation; run under a sanitizer by test_sanitizers.py.
+"""Every row kernel in every layout, small, in the emulation or compiled for the CPU; run by test_sanitizers.py.
 
 Numbers are compared loosely with the torch backend: the sanitizer judges here, the parity suite has the budgets.
 """
@@ -6,6 +6,7 @@ Numbers are compared loosely with the torch backend: the sanitizer judges here, 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -42,29 +43,40 @@ def results(op: str, backend: str, tensors: dict[str, Any], options: dict[str, A
     return [*(output.detach() for output in outputs), *grads]
 
 
-def check(op: str, rows: int, columns: int, dtype: torch.dtype, changes: dict[str, Any]) -> None:
+def check(backend: str, op: str, rows: int, columns: int, dtype: torch.dtype, changes: dict[str, Any]) -> None:
     rows = 4 if "position_ids" in changes else rows + rows % 2 if op == "embedding" else rows
     arguments = {**EXAMPLES[op].make(rows, columns, dtype), **EXAMPLES[op].options, **changes}
     options = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     if op == "cross_entropy" and rows < 2:
         tensors["targets"] = tensors["targets"].clamp(min=0)  # the mean of no rows is NaN
-    for ours, theirs in zip(*(results(op, backend, tensors, options) for backend in ("cuda", "torch")), strict=True):
-        name = f"{op} {(rows, columns)} {dtype} {changes}"
+    for ours, theirs in zip(*(results(op, backend, tensors, options) for backend in (backend, "torch")), strict=True):
+        name = f"{backend} {op} {(rows, columns)} {dtype} {changes}"
         torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def check_logits_in_place(rows: int, columns: int, dtype: torch.dtype) -> None:
+def check_logits_in_place(backend: str, rows: int, columns: int, dtype: torch.dtype) -> None:
     """Rows of logits with a gap between them become their own gradient."""
-    from transformer_kernels.ops.cross_entropy import _cuda, _torch
+    from transformer_kernels.ops.cross_entropy import _torch
+
+    kernels = import_module(f"transformer_kernels.ops.cross_entropy._{backend}")
 
     logits = EXAMPLES["cross_entropy"].make(rows, columns, dtype)["logits"].detach()
     gapped, copy = logits.clone()[:, : columns - 1], logits[:, : columns - 1].clone()
     targets = torch.arange(rows) % (columns - 1)
     ours, theirs = (
-        module.row_losses_and_gradient(x, targets, -100, 0.1) for module, x in ((_cuda, gapped), (_torch, copy))
+        module.row_losses_and_gradient(x, targets, -100, 0.1) for module, x in ((kernels, gapped), (_torch, copy))
     )
     torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
+
+
+def check_all(backend: str, dtype: torch.dtype) -> None:
+    for rows, columns in SHAPES:
+        check_logits_in_place(backend, rows, columns, dtype)
+        for op in WITH_KERNELS:
+            if op != "attention":
+                for changes in ({}, *VARIANTS.get(op, [])):
+                    check(backend, op, rows, columns, dtype, changes)
 
 
 def main() -> None:
@@ -72,12 +84,7 @@ def main() -> None:
     module = _extension.load()
     for number, (kind, dtype) in enumerate([("lowest_first", torch.float16), ("random", torch.float32)]):
         module.set_schedule(kind, number)
-        for rows, columns in SHAPES:
-            check_logits_in_place(rows, columns, dtype)
-            for op in WITH_KERNELS:
-                if op != "attention":
-                    for changes in ({}, *VARIANTS.get(op, [])):
-                        check(op, rows, columns, dtype, changes)
+        check_all("cuda", dtype)
     print("row kernels ran", module.counters())
 
 

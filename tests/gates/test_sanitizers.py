@@ -1,4 +1,7 @@
-"""The emulated kernels under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer."""
+"""The emulated kernels under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
+
+Those of the CPU backend run under the first.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ OPTIONS = {
 LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}
 
 
-def run_sanitized(module: str, sanitizer: str) -> subprocess.CompletedProcess[str]:
+def run_sanitized(module: str, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a Python module with the kernels instrumented and the sanitizer's run-time library loaded first."""
     compiler = _build.find_host_compiler().split()[0]
     library = subprocess.run(
@@ -36,7 +39,7 @@ def run_sanitized(module: str, sanitizer: str) -> subprocess.CompletedProcess[st
         "TRANSFORMER_KERNELS_EMULATE": "1",
         "TRANSFORMER_KERNELS_EMULATE_SANITIZER": sanitizer,
     }
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", module, *arguments]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if "unexpected memory mapping" in result.stderr:  # an older ThreadSanitizer under a kernel with wider randomisation
         command = ["setarch", "--addr-no-randomize", *command]
@@ -52,3 +55,11 @@ def test_kernels(sanitizer: str, kernels: str) -> None:
     result = run_sanitized(f"tests.gates.sanitized_{kernels}", sanitizer)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     assert "kernels ran" in result.stdout
+
+
+@pytest.mark.slow
+def test_cpu_kernels(tmp_path: Path) -> None:
+    built = _build.build_cpu(tmp_path, "address")
+    result = run_sanitized("tests.gates.sanitized_cpu_kernels", "address", str(built))
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    assert "CPU kernels ran" in result.stdout

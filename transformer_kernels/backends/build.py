@@ -317,20 +317,6 @@ def _levels_of(compiler: str) -> list[str]:
     return list(known)
 
 
-def build_cpu_dropout(target: Path, csrc: Path = CSRC) -> None:
-    """Builds the dropout of the torch backend; it picks the instructions when it runs, so no -march is given."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    flags = "-std=c++17 -O3 -fPIC -shared -fvisibility=hidden -ffp-contract=off -Wno-psabi"
-    if sys.platform == "darwin":
-        flags += " -undefined dynamic_lookup"
-    command = [*find_host_compiler().split(), *flags.split(), *_include_flags().split()]
-    command += [str(csrc / "cpu" / "dropout.cpp"), "-o", str(target)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if result.returncode:
-        last_lines = "\n".join(result.stdout.strip().splitlines()[-30:])
-        raise BuildError(f"{' '.join(command)} failed:\n{last_lines}")
-
-
 def cache_folder() -> Path:
     """TRANSFORMER_KERNELS_CACHE, else a folder of the user's cache."""
     named = os.environ.get("TRANSFORMER_KERNELS_CACHE")

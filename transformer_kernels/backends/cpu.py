@@ -65,6 +65,11 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def widened(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A parameter in float32, as the kernels read it; keep the result until the kernel returned."""
+    return None if parameter is None else parameter.float()
+
+
 def _load() -> Any:
     remedy = "with a C++ compiler installed, run pip install . again, or python setup.py build_ext --inplace"
     try:

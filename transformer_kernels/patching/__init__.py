@@ -33,8 +33,8 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
 
     Args:
         model: any module.
-        backend: "torch", "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the environment
-            at each call. A named backend never falls back.
+        backend: "torch", "cpu", "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the
+            environment at each call. A named backend never falls back.
     Returns:
         a `PatchReport`; print it.
     Raises:

@@ -52,8 +52,9 @@ def _installed(package: str) -> str:
 
 
 def _devices() -> tuple[str, list[str]]:
-    drawn = "compiled" if _dropout.compiled is not None else "in tensor algebra (slow: no C++ compiler at installation)"
-    lines = [f"cpu: {os.cpu_count()} cores, PyTorch uses {torch.get_num_threads()} threads; dropout {drawn}"]
+    kernels = _dropout.compiled()
+    used = "dropout in tensor algebra (slow)" if kernels is None else f"kernels for {kernels.instruction_set()}"
+    lines = [f"cpu: {os.cpu_count()} cores, PyTorch uses {torch.get_num_threads()} threads; {used}"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         lines.append(
@@ -61,7 +62,7 @@ def _devices() -> tuple[str, list[str]]:
             f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} multiprocessors"
         )
     if not torch.cuda.is_available():
-        lines.append("no GPU that PyTorch can use: backend='auto' means torch here")
+        lines.append("no GPU that PyTorch can use: backend='auto' runs on the CPU")
     return "devices", lines
 
 

@@ -54,7 +54,7 @@ def add_layer_norm(
         dropout_p: probability in [0, 1] with which an element of x is dropped; the others are multiplied by
             1 / (1 - dropout_p), with dropout_p rounded to a multiple of 2^-16. The mask is philox4x32-7 of (seed, row,
             column), the same in every backend; the seed is drawn from torch's generator.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (normed, summed), both of the shape and dtype of x; statistics in float32 (float64 for float64).
     Raises:

@@ -50,7 +50,7 @@ def add_rms_norm(
         weight: (N,), in the dtype of x or in float32.
         eps: added to the mean square, positive.
         dropout_p: probability in [0, 1] with which an element of x is dropped, as in `add_layer_norm`.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (normed, summed), both of the shape and dtype of x; the mean square in float32 (float64 for float64).
     Raises:

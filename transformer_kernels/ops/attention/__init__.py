@@ -76,7 +76,7 @@ def attention(
             position), the same in every backend; the seed is drawn from torch's generator.
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
         return_lse: also return the natural log of the sum of exponentials of the scores, before dropout.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (B, Hq, Lq, D) in the dtype of q, laid out in memory as (B, Lq, Hq, D); accumulated in float32. With return_lse
         also float32 (B, Hq, Lq) (float64 for float64). A query that sees no key gives 0, an lse of -inf, and zero

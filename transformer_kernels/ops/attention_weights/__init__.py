@@ -47,7 +47,7 @@ def attention_weights(
 
     Args:
         q, k, causal, key_padding_mask, attn_bias, cu_seqlens, window, scale: as in `attention`.
-        backend: "torch", "triton", "cuda" or "auto", whose `softmax` answers; the products are PyTorch's.
+        backend: "torch", "cpu", "triton", "cuda" or "auto", whose `softmax` answers; the products are PyTorch's.
     Returns:
         (B, Hq, Lq, Lk) in the dtype of q, scores and sums in float32 (float64 for float64). A row sums to 1, or is 0
         where the query sees no key.

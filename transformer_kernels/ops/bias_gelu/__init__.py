@@ -27,7 +27,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: st
         x: (..., N), any strides, float32, float16, bfloat16 (float64 with backend="torch").
         bias: (N,), in the dtype of x or in float32.
         approximate: "none" (erf) or "tanh", as in `gelu`.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         the shape and dtype of x, computed in float32 (float64 for float64).
     Raises:

@@ -27,7 +27,7 @@ def bias_relu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
     Args:
         x: (..., N), any strides, float32, float16, bfloat16 (float64 with backend="torch").
         bias: (N,), in the dtype of x or in float32.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         the shape and dtype of x, the sum computed in float32 (float64 for float64). NaN stays NaN.
     Raises:

@@ -48,7 +48,7 @@ def cross_entropy(
         ignore_index: rows with this target have no loss, no gradient and no part in the mean.
         label_smoothing: eps, in [0, 1].
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         float32 (float64 for float64), computed in it: a scalar, or (...) for "none". The mean is NaN when every row is
         ignored.

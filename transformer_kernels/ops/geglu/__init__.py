@@ -29,7 +29,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", 
             (..., 2 N): one packed projection, the gate's columns first.
         up: (..., N), what the gate lets through, in the dtype of gate.
         approximate: "none" or "tanh", as in `gelu`.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (..., N) in the dtype of gate, computed in float32 (float64 for float64).
     Raises:

@@ -27,7 +27,7 @@ def gelu(x: Tensor, *, approximate: str = "none", backend: str | None = None) ->
     Args:
         x: any shape and strides, float32, float16, bfloat16 (float64 with backend="torch").
         approximate: "none" or "tanh".
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         the shape and dtype of x, computed in float32 (float64 for float64).
     Raises:

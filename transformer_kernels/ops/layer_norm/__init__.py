@@ -38,7 +38,7 @@ def layer_norm(
         x: (..., N), float32, float16, bfloat16 (float64 with backend="torch"), any strides.
         weight, bias: (N,), in the dtype of x or in float32; bias may be None.
         eps: added to the variance, positive.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         the shape and dtype of x. Mean, variance and the normalisation are computed in float32 (float64 for float64).
     Raises:

@@ -45,8 +45,8 @@ def linear_cross_entropy(
         ignore_index: rows with this target have no loss, no gradient and no part in the mean.
         label_smoothing: eps, in [0, 1], as in `cross_entropy`.
         reduction: "mean" over the rows that are not ignored, or "sum".
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`). The products are
-            PyTorch's in each of them.
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`). The products
+            are PyTorch's in each of them.
     Returns:
         a float32 scalar (float64 for float64). Gradients of weight and bias are summed over chunks in float32.
     Raises:

@@ -51,7 +51,7 @@ def packed_attention(
             with backend="torch"), any strides with a contiguous last axis.
         heads: how many of its heads are queries; kv_heads, half of the others, divides it.
         causal, key_padding_mask, cu_seqlens, window, dropout_p, scale: as in `attention`.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (B, L, heads * D), contiguous, in the dtype of qkv; accumulated in float32.
     Raises:

@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, backend: str | Non
         x: (..., N), float32, float16, bfloat16 (float64 with backend="torch"), any strides.
         weight: (N,), in the dtype of x or in float32.
         eps: added to the mean square, positive.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         the shape and dtype of x. The mean square and the product are computed in float32 (float64 for float64).
     Raises:

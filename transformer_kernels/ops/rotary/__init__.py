@@ -43,7 +43,7 @@ def rotary(
             R <= D columns are rotated, the others stay as they are. `python_ref.ops.rotary_table` makes them; they have
             no gradient.
         interleaved: pair i is the columns 2i and 2i + 1 (RoFormer); else i and i + R / 2 (GPT-NeoX, Llama).
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         q and k rotated, contiguous; computed in float32 (float64 for float64).
     Raises:

@@ -31,7 +31,7 @@ def softmax(
         mask: bool, broadcasts to x, True = keep; what is masked gets weight 0.
         causal: x is (..., Lq, Lk) and query i sees the keys j <= i + Lk - Lq.
         scale: multiplies x.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         the shape and dtype of x; the sum is accumulated in float32 (float64 for float64). A row that may see nothing is
         0; without mask and causal, a row of -inf is NaN, as in PyTorch.

@@ -27,7 +27,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None
         gate: (..., N), any strides, float32, float16, bfloat16 (float64 with backend="torch"); without `up`,
             (..., 2 N): one packed projection, the gate's columns first.
         up: (..., N), what the gate lets through, in the dtype of gate.
-        backend: "torch", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (..., N) in the dtype of gate, computed in float32 (float64 for float64).
     Raises:

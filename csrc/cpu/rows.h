@@ -1,0 +1,118 @@
+// What row kernels share: sums over rows, the moments of a row, and LayerNorm of one row forward and backward.
+#pragma once
+#include "philox.h"
+
+namespace transformer_kernels::TK_LEVEL {
+
+// Slots of scratch memory.
+constexpr int ROW_SLOT = 0, SUMS_SLOT = 1;
+
+// Sums over rows are made over `parts_of(rows)` ranges, and these are added in order: the bits depend on the shape alone.
+constexpr int64_t ROWS_OF_A_PART = 64, MOST_PARTS = 64;
+inline int64_t parts_of(int64_t rows) {
+  const int64_t parts = rows / ROWS_OF_A_PART;
+  return parts < 1 ? 1 : parts < MOST_PARTS ? parts : MOST_PARTS;
+}
+
+// Calls f(sums, begin, end) for each range of rows; sums[0 ... width) starts at 0 and is that range's own.
+// Returns the first range's sums; those of range p begin p * width later.
+template <class F> const float* sums_over_rows(int64_t rows, int64_t width, int64_t work, const F& f) {
+  const int64_t parts = parts_of(rows);
+  float* sums = scratch<float>(SUMS_SLOT, parts * width);
+  parallel_for(parts, work * (rows / parts), [&](int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; ++p) {
+      memset(sums + p * width, 0, static_cast<size_t>(width) * sizeof(float));
+      f(sums + p * width, rows * p / parts, rows * (p + 1) / parts);
+    }
+  });
+  return sums;
+}
+
+// out[j] = the sum of sums[p * width + j] over the parts; nothing where out is null.
+inline void add_parts(const float* sums, int64_t parts, int64_t width, int64_t columns, float* out) {
+  if (!out) return;
+  over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+    Floats total = load(sums + j, lanes);
+    for (int64_t p = 1; p < parts; ++p) total += load(sums + p * width + j, lanes);
+    store(out + j, total, lanes);
+  });
+}
+
+// Calls f(column, lanes, u, x -> what dropout leaves of x) for the vectors of a row of counters (column / 8, row, 0, 0).
+template <class F> TK_INLINE void over_dropped_columns(const Dropout& dropout, uint32_t row, int64_t columns, const F& f) {
+  constexpr int GROUPS = 2, VECTORS = COLUMNS_OF_GROUP / WIDTH;
+  if (!dropout.threshold)
+    return over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(j, lanes, u, [](Floats x) TK_LAMBDA { return x; }); });
+  for (int64_t group = 0; group < columns; group += GROUPS * COLUMNS_OF_GROUP) {
+    uint64_t bits[GROUPS];
+    keep_bits<GROUPS>(dropout, 0, row, 0, static_cast<uint32_t>(group / COLUMNS_OF_COUNTER), COUNTERS_OF_GROUP, bits);
+    for (int v = 0; v < GROUPS * VECTORS; ++v) {
+      const int64_t j = group + v * WIDTH;
+      const uint32_t own = static_cast<uint32_t>(bits[v / VECTORS] >> (v % VECTORS * WIDTH));
+      auto drop = [&](Floats x) TK_LAMBDA { return kept(own, x * dropout.scale); };
+      if (j + WIDTH <= columns) f(j, Whole{}, v & 3, drop);
+      else if (j < columns) f(j, Part{static_cast<int>(columns - j)}, 0, drop);
+    }
+  }
+}
+
+// A vector as it will be read again from memory of type T.
+template <class T> TK_INLINE Floats as_stored(Floats x) {
+  if constexpr (sizeof(T) == 4) return x;
+  else return widened(rounded(x, T{}), T{});
+}
+
+template <class T> TK_INLINE float row_sum(const T* x, int64_t columns) {
+  Floats total[4] = {};
+  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { total[u] += load(x + j, lanes); });
+  return sum(total);
+}
+
+struct Moments {
+  float mean, rstd;
+};
+
+// From the row's sum and, in a second pass, its centred squares.
+template <class T> TK_INLINE Moments moments(const T* x, float total, int64_t columns, float eps) {
+  const float mean = total / static_cast<float>(columns);
+  Floats squares[4] = {};
+  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    const Floats centred = load(x + j, lanes, mean) - mean;
+    squares[u] = fma(centred, centred, squares[u]);
+  });
+  return {mean, 1.f / __builtin_sqrtf(sum(squares) / static_cast<float>(columns) + eps)};
+}
+
+// The normalised row at column j, times weight and plus bias where there are such.
+template <class X, class L>
+TK_INLINE Floats normalised(const X* x, const Moments& m, const float* weight, const float* bias, int64_t j, L lanes) {
+  const Floats y = (load(x + j, lanes) - m.mean) * m.rstd;
+  return bias ? fma(y, load(weight + j, lanes), load(bias + j, lanes)) : y * load(weight + j, lanes);
+}
+
+// What LayerNorm's gradient needs of a row: the means of g and of g * normalised x, where g = dy * weight.
+struct Projections {
+  float gradient, along;
+};
+
+// `dy(j, lanes)` is the gradient that came in. Adds the row to dweight and dbias, which are sums of floats.
+template <class X, class F>
+TK_INLINE Projections projections(const X* x, const Moments& m, const float* weight, int64_t columns, float* dweight, float* dbias, const F& dy) {
+  Floats a[4] = {}, b[4] = {};
+  dy([&](int64_t j, auto lanes, int u, Floats came) TK_LAMBDA {
+    const Floats normal = (load(x + j, lanes, m.mean) - m.mean) * m.rstd, along = came * normal, w = load(weight + j, lanes);
+    a[u] = fma(came, w, a[u]);
+    b[u] = fma(along, w, b[u]);
+    store(dweight + j, load(dweight + j, lanes) + along, lanes);
+    store(dbias + j, load(dbias + j, lanes) + came, lanes);
+  });
+  return {sum(a) / static_cast<float>(columns), sum(b) / static_cast<float>(columns)};
+}
+
+template <class X, class L>
+TK_INLINE Floats norm_gradient(Floats dy, const X* x, const Moments& m, const float* weight, const Projections& p, int64_t j, L lanes) {
+  const Floats normal = (load(x + j, lanes) - m.mean) * m.rstd;
+  return (dy * load(weight + j, lanes) - p.gradient - normal * p.along) * m.rstd;
+}
+
+}  // namespace transformer_kernels::TK_LEVEL

@@ -1,0 +1,104 @@
+// y = activation(x + bias) and its gradient: ReLU, GELU, and GELU by tanh.
+#include "../rows.h"
+#include "../vector_math.h"
+
+namespace transformer_kernels::TK_LEVEL {
+namespace {
+
+struct Relu {  // its gradient needs no x: dx = dy where y > 0
+  static TK_INLINE Floats value(Floats x) { return x < 0.f ? splat(0.f) : x; }
+  static TK_INLINE Floats gradient(Floats dy, Floats y) { return y <= 0.f ? splat(0.f) : dy; }
+};
+
+struct Gelu {  // x Phi(x)
+  static TK_INLINE Floats value(Floats x) { return x * normal(x).cumulative; }
+  static TK_INLINE Floats gradient(Floats dy, Floats x) {
+    const Normal n = normal(x);
+    return dy * fma(x, n.density, n.cumulative);
+  }
+};
+
+struct GeluTanh {  // x (1 + tanh(u)) / 2 = x s(2 u), s(v) = 1 / (1 + exp(-v)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+  static constexpr float LINEAR = 1.5957691216f, CUBIC = LINEAR * 0.044715f;  // of 2 u
+  static TK_INLINE Floats falling(Floats x) {  // exp(-2 u)
+    return exponential(-x * fma(x * x, splat(CUBIC), splat(LINEAR)));
+  }
+  static TK_INLINE Floats value(Floats x) { return x / (falling(x) + 1.f); }
+  static TK_INLINE Floats gradient(Floats dy, Floats x) {
+    const Floats e = falling(x), s = 1.f / (e + 1.f), rise = x * fma(x * x, splat(3.f * CUBIC), splat(LINEAR));
+    const Floats complement = e > 1e37f ? splat(1.f) : e * s;  // 1 - s would lose its digits where s is almost 1
+    return dy * fma(s * complement, rise, s);
+  }
+};
+
+// Calls f(activation) with that of a code: 0 ReLU, 1 GELU, 2 GELU by tanh.
+template <class F> TK_INLINE void by_kind(int64_t kind, const F& f) {
+  if (kind == 0) return f(Relu{});
+  if (kind == 1) return f(Gelu{});
+  return f(GeluTanh{});
+}
+
+constexpr int64_t BLOCK = 4096, WORK = 8;  // elements of a task without bias; the cost of an element
+
+template <class F> void over_blocks(int64_t count, const F& f) {
+  parallel_for((count + BLOCK - 1) / BLOCK, WORK * BLOCK, [&](int64_t first, int64_t last) {
+    const int64_t begin = first * BLOCK, end = last * BLOCK < count ? last * BLOCK : count;
+    over_columns(end - begin, [&](int64_t j, auto lanes, int) TK_LAMBDA { f(begin + j, lanes); });
+  });
+}
+
+}  // namespace
+
+// x, y (rows, columns); bias f32 (columns) or address 0.
+void activation_forward(int64_t kind, int64_t dtype, Address x, Address bias, Address y, int64_t rows, int64_t columns) {
+  by_kind(kind, [&](auto activation) {
+    by_dtype(dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
+      const T* from = at<const T>(x);
+      const float* b = at<const float>(bias);
+      T* to = at<T>(y);
+      if (!b)
+        return over_blocks(rows * columns, [&](int64_t j, auto lanes) TK_LAMBDA {
+          store(to + j, activation.value(load(from + j, lanes)), lanes);
+        });
+      parallel_for(rows, WORK * columns, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+          over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+            store(to + i * columns + j, activation.value(load(from + i * columns + j, lanes) + load(b + j, lanes)), lanes);
+          });
+      });
+    });
+  });
+}
+
+// dx, and with a place for it dbias. `saved` is y for ReLU, else x; bias may be address 0.
+void activation_backward(int64_t kind, int64_t dtype, Address dy, Address saved, Address bias, Address dx, Address dbias,
+                         int64_t rows, int64_t columns) {
+  by_kind(kind, [&](auto activation) {
+    by_dtype(dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
+      const T *came = at<const T>(dy), *x = at<const T>(saved);
+      const float* b = at<const float>(bias);
+      T* to = at<T>(dx);
+      if (!b && !dbias)
+        return over_blocks(rows * columns, [&](int64_t j, auto lanes) TK_LAMBDA {
+          store(to + j, activation.gradient(load(came + j, lanes), load(x + j, lanes)), lanes);
+        });
+      const float* sums = sums_over_rows(rows, columns, WORK * columns, [&](float* own, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+          over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+            const Floats at_x = b ? load(x + i * columns + j, lanes) + load(b + j, lanes) : load(x + i * columns + j, lanes);
+            const Floats gradient = activation.gradient(load(came + i * columns + j, lanes), at_x);
+            store(to + i * columns + j, gradient, lanes);
+            store(own + j, load(own + j, lanes) + gradient, lanes);
+          });
+      });
+      add_parts(sums, parts_of(rows), columns, columns, at<float>(dbias));
+    });
+  });
+}
+
+}  // namespace transformer_kernels::TK_LEVEL
+
+TK_KERNEL(activation_forward)
+TK_KERNEL(activation_backward)

@@ -1,0 +1,241 @@
+"""The CPU kernels: their vector functions, instruction sets, threads and processes, and how the module is found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from tests.support.arguments import DTYPES, dtype_id
+from tests.support.operations import EXAMPLES
+from tests.support.parity import assert_within_budget
+from transformer_kernels.backends import build, cpu
+
+if cpu.unavailable(torch.device("cpu")) is not None:
+    pytest.skip("the CPU kernels are not built", allow_module_level=True)
+
+KERNELS = cpu.load()
+ROW_OPERATIONS = (
+    "softmax",
+    "layer_norm",
+    "add_layer_norm",
+    "gelu",
+    "bias_gelu",
+    "bias_relu",
+    "cross_entropy",
+    "embedding",
+)
+
+INFINITY = 0x7F800000
+
+
+@pytest.fixture(params=KERNELS.instruction_sets)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    used = KERNELS.instruction_set()
+    KERNELS.use(request.param)
+    yield request.param
+    KERNELS.use(used)
+
+
+# Vector functions
+
+FUNCTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor], float, float, float, int, int]] = {
+    # number, the exact one, error: absolute, relative, in the last place; the exponents' range that a full check covers
+    "exp": (0, torch.exp, 0.0, 0.0, 1.0, 0x32800000, 0x42D80000),
+    "normal cumulative": (1, lambda x: 0.5 * torch.special.erfc(-x * 0.5**0.5), 0.0, 5e-6, 2.0, 0x32800000, 0x41700000),
+    "normal density": (
+        2,
+        lambda x: torch.exp(-0.5 * x * x) * 0.3989422804014327,
+        0.0,
+        5e-6,
+        2.0,
+        0x32800000,
+        0x41700000,
+    ),
+}
+
+
+def largest_excess(name: str, bits: Tensor) -> float:
+    """How far beyond its bound a function goes, over the floats with these bits; 0 within."""
+    number, exact, _, relative, places, _, _ = FUNCTIONS[name]
+    x = bits.view(torch.float32)
+    y = torch.empty_like(x)
+    KERNELS.vector_function(number, x.data_ptr(), y.data_ptr(), x.numel())
+    wide = exact(x.double())
+    want = wide.float()
+    finite = torch.isfinite(want)
+    torch.testing.assert_close(y[~finite], want[~finite], equal_nan=True, rtol=0, atol=0)
+    unit = torch.nextafter(want.abs(), torch.tensor(torch.inf)).double() - want.abs().double()
+    excess = (y.double() - wide).abs() - torch.maximum(relative * wide.abs(), places * unit)
+    return excess[finite].max().item() if finite.any() else 0.0
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_vector_functions_keep_their_bounds(name: str, instruction_set: str) -> None:
+    magnitudes = torch.arange(0, INFINITY + 2**20, 4099, dtype=torch.int64)
+    for bits in (magnitudes, magnitudes - 2**31):
+        assert largest_excess(name, bits.to(torch.int32)) <= 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_vector_functions_keep_their_bounds_everywhere(name: str, instruction_set: str) -> None:
+    """Every float whose function value is neither that at 0 nor that at infinity; both ends are in the test above."""
+    if instruction_set not in ("plain", "avx2", "avx512"):
+        pytest.skip("the row kernels are those of avx512")
+    *_, first, last = FUNCTIONS[name]
+    for start in range(first, last, 1 << 22):
+        bits = torch.arange(start, start + (1 << 22), dtype=torch.int64)
+        for signed in (bits, bits - 2**31):
+            assert largest_excess(name, signed.to(torch.int32)) <= 0.0
+
+
+# Instruction sets and threads
+
+
+def results(op: str, tensors: dict[str, Any], options: dict[str, Any], backend: str) -> list[Tensor]:
+    """Outputs and gradients."""
+    leaves = {
+        name: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for name, x in tensors.items()
+    }
+    torch.manual_seed(3)
+    outputs = getattr(tk, op)(**leaves, **options, backend=backend)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(4)
+    cotangents = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in outputs]
+    torch.autograd.backward(outputs, cotangents)
+    gradients = [x.grad for x in leaves.values() if isinstance(x, Tensor) and x.grad is not None]
+    return [*(each.detach() for each in outputs), *gradients]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("shape", [(6, 1), (10, 37), (150, 128), (4, 515)], ids=str)
+@pytest.mark.parametrize("op", ROW_OPERATIONS)
+def test_each_instruction_set_is_within_the_budget(
+    op: str, shape: tuple[int, int], dtype: torch.dtype, instruction_set: str
+) -> None:
+    tensors, options = EXAMPLES[op].make(*shape, dtype), EXAMPLES[op].options
+    if op == "cross_entropy":
+        tensors["targets"] = tensors["targets"].clamp(max=shape[1] - 1)
+    wide = {
+        name: x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for name, x in tensors.items()
+    }
+    ours = results(op, tensors, options, "cpu")
+    exact, eager = results(op, wide, options, "torch"), results(op, tensors, options, "torch")
+    size = max(each.abs().max().item() for each in exact)
+    for i, (got, want, plain) in enumerate(zip(ours, exact, eager, strict=True)):
+        assert_within_budget(f"{op} result {i}", got, want, plain, 3.0, dtype, magnitude=size)
+
+
+@pytest.mark.parametrize("op", ROW_OPERATIONS)
+def test_threads_do_not_change_the_bits(op: str, instruction_set: str) -> None:
+    tensors, threads = EXAMPLES[op].make(700, 264), torch.get_num_threads()
+    seen = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            seen.append(results(op, tensors, EXAMPLES[op].options, "cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    used = KERNELS.instruction_set()
+    with pytest.raises(ValueError, match=r"must be one that this processor has \(plain.*\); got avx9000"):
+        KERNELS.use("avx9000")
+    assert KERNELS.instruction_set() == used
+
+
+# Processes
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_environment_names_the_instruction_set() -> None:
+    code = "from transformer_kernels.backends import cpu; print(cpu.load().instruction_set())"
+    assert run_python(code, TRANSFORMER_KERNELS_CPU_ISA="plain").stdout == "plain\n"
+    refused = run_python(code, TRANSFORMER_KERNELS_CPU_ISA="mmx")
+    assert refused.returncode != 0 and "got mmx" in refused.stderr
+
+
+def test_a_forked_process_computes_the_same() -> None:
+    """GNU's OpenMP has no threads in the child; a parallel region there would wait for them for ever."""
+    code = """
+import os, torch, transformer_kernels as tk
+torch.set_num_threads(2)
+x = torch.randn(2000, 512)
+want = tk.gelu(x, backend="cpu")
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(tk.gelu(x, backend="cpu"), want) else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run_python(code).returncode == 0
+
+
+# The module
+
+
+def test_kernels_leave_nothing_that_the_linker_could_share(tmp_path: Path) -> None:
+    """An inline function of several objects is kept once: compiled for AVX-512 it would stop other processors."""
+    source = build.CSRC / "cpu" / "rows" / "layer_norm.cpp"
+    if not source.is_file():
+        pytest.skip("there are no sources")
+    weak = defined_weakly(source, tmp_path)
+    assert not [symbol for symbol in weak if "transformer_kernels::avx512::" not in symbol]
+
+
+def defined_weakly(source: Path, folder: Path) -> list[str]:
+    compiler = build.find_host_compiler().split()
+    flags = ["-std=c++17", "-O0", "-fPIC", "-c", "-DTK_LEVEL=avx512", *build.CPU_LEVELS["avx512"].split()]
+    target = folder / "kernel.o"
+    if "avx512" not in build._levels_of(" ".join(compiler)):
+        pytest.skip("the compiler has no AVX-512")
+    subprocess.run([*compiler, *flags, str(source), "-o", str(target)], check=True, capture_output=True)
+    listed = subprocess.run(["nm", "-C", "--defined-only", str(target)], check=True, capture_output=True, text=True)
+    return [line.split(" ", 2)[2] for line in listed.stdout.splitlines() if line.split(" ", 2)[1] in "WVu"]
+
+
+def test_a_module_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_module", None)
+    monkeypatch.setattr(cpu, "_failure", None)
+    monkeypatch.setattr(cpu._build, "cpu_source_hash", lambda: "0" * 64)
+    with pytest.raises(tk.BackendUnavailable, match=r"built from other sources .* run pip install") as error:
+        tk.gelu(torch.ones(3), backend="cpu")
+    assert isinstance(error.value.__cause__, ImportError)
+    assert tk.explain("gelu", torch.ones(3)).chosen == "torch"
+
+
+def test_a_missing_module_is_no_error_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_module", None)
+    monkeypatch.setattr(cpu, "_failure", None)
+    monkeypatch.setitem(sys.modules, "transformer_kernels._cpu", None)
+    torch.testing.assert_close(tk.gelu(torch.ones(3)), tk.gelu(torch.ones(3), backend="torch"))
+    with pytest.raises(tk.BackendUnavailable, match="CPU kernels are not built"):
+        tk.gelu(torch.ones(3), backend="cpu")
+
+
+def test_auto_asks_the_cpu_kernels_first() -> None:
+    assert tk.explain("gelu", torch.ones(3)).chosen == "cpu"
+    assert tk.explain("gelu", torch.ones(3).double()).chosen == "torch"

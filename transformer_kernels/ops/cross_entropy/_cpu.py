@@ -1,0 +1,87 @@
+"""Cross-entropy in C++ for the CPU: csrc/cpu/rows/cross_entropy.cpp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.backends.cpu import DTYPE_CODES, address, load
+from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
+
+
+def forward(call: CrossEntropyCall) -> CrossEntropyResult:
+    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
+    logits, targets, ignore_index, label_smoothing, reduction = call
+    statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
+    losses = _rows(logits, logits.shape[-1], targets, statistics, ignore_index, label_smoothing)
+    if reduction == "none":
+        return CrossEntropyResult(losses, statistics, None)
+    loss, count = reduced(losses, targets, ignore_index, reduction)
+    return CrossEntropyResult(loss, statistics, count)
+
+
+def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
+    statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
+    return _rows(logits, logits.stride(0), targets, statistics, ignore_index, label_smoothing)
+
+
+def row_losses_and_gradient(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """`row_losses`, and the gradient of their sum, which is written over the logits."""
+    return _rows(logits, logits.stride(0), targets, None, ignore_index, label_smoothing), logits
+
+
+def _rows(
+    logits: Tensor, stride: int, targets: Tensor, statistics: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """The losses; without `statistics` the gradient is left in place of the logits."""
+    losses = logits.new_empty(targets.shape, dtype=torch.float32)
+    load().cross_entropy_forward(
+        DTYPE_CODES[logits.dtype],
+        logits.data_ptr(),
+        stride,
+        targets.data_ptr(),
+        losses.data_ptr(),
+        address(statistics),
+        targets.numel(),
+        logits.shape[-1],
+        ignore_index,
+        label_smoothing,
+    )
+    return losses
+
+
+def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and the number of rows in the mean."""
+    loss = losses.new_empty(())
+    count = losses.new_empty(()) if reduction == "mean" else None
+    load().cross_entropy_sum(
+        losses.data_ptr(), targets.data_ptr(), loss.data_ptr(), address(count), losses.numel(), ignore_index
+    )
+    return loss, count
+
+
+def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
+    """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
+    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call
+    _, statistics, count = result
+    assert statistics is not None
+    dlogits = torch.empty_like(logits)
+    load().cross_entropy_backward(
+        DTYPE_CODES[logits.dtype],
+        dloss.data_ptr(),
+        reduction == "none",
+        address(count) if reduction == "mean" else 0,
+        logits.data_ptr(),
+        targets.data_ptr(),
+        statistics.data_ptr(),
+        dlogits.data_ptr(),
+        targets.numel(),
+        logits.shape[-1],
+        ignore_index,
+        label_smoothing,
+    )
+    return (dlogits,)
