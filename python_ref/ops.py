@@ -511,6 +511,23 @@ def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
     return torch.relu(x + bias)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> Tensor:
+    """activation(x weight^T + bias): x (..., K), weight (N, K), bias (N,) -> (..., N).
+
+    The activation is None, "relu", "gelu" (of the normal distribution) or "gelu_tanh" (its approximation).
+    """
+    y = x @ weight.to(x.dtype).transpose(0, 1)
+    if bias is not None:
+        y = y + bias.to(x.dtype)
+    if activation is None:
+        return y
+    if activation == "relu":
+        return torch.relu(y)
+    if activation in ("gelu", "gelu_tanh"):
+        return gelu(y, approximate="none" if activation == "gelu" else "tanh")
+    raise ValueError(f"linear: activation must be None, relu, gelu or gelu_tanh; got {activation!r}")
+
+
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up with silu(x) = x / (1 + exp(-x)).
 

@@ -70,6 +70,14 @@ def _head(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
     }
 
 
+def _layer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+    return {
+        "x": normal(rows, columns, dtype=dtype, device=device, seed=1),
+        "weight": normal(19, columns, dtype=dtype, device=device, seed=2),
+        "bias": normal(19, dtype=dtype, device=device, seed=3),
+    }
+
+
 def _tables(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Two sequences of half the rows."""
     length = rows // 2
@@ -122,6 +130,7 @@ EXAMPLES: dict[str, Example] = {
     "gelu": Example(_rows()),
     "bias_gelu": Example(_rows("bias"), {"approximate": "tanh"}),
     "bias_relu": Example(_rows("bias")),
+    "linear": Example(_layer, {"activation": "gelu"}),
     "cross_entropy": Example(_logits, {"label_smoothing": 0.1}, view="logits"),
     "linear_cross_entropy": Example(_head, {"label_smoothing": 0.1}),
     "embedding": Example(_tables, {"scale": 1.5, "dropout_p": 0.2}, view="weight"),

@@ -12,6 +12,7 @@ from transformer_kernels.ops.embedding import embedding
 from transformer_kernels.ops.geglu import geglu
 from transformer_kernels.ops.gelu import gelu
 from transformer_kernels.ops.layer_norm import layer_norm
+from transformer_kernels.ops.linear import linear
 from transformer_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from transformer_kernels.ops.packed_attention import packed_attention
 from transformer_kernels.ops.rms_norm import rms_norm
@@ -31,6 +32,7 @@ __all__ = [
     "geglu",
     "gelu",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "packed_attention",
     "rms_norm",

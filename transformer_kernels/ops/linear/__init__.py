@@ -1,0 +1,114 @@
+"""A linear layer with its bias and activation, fused."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_kernels import _autograd, _checks
+
+OP = "linear"
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
+
+
+class LinearCall(NamedTuple):
+    """All tensors are contiguous; under autocast weight and bias may be float32 beside an x of 16 bits."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    activation: str | None
+
+
+class LinearResult(NamedTuple):
+    """y (..., N), and what its gradient needs: y for ReLU, the sums before GELU, no elements without an activation."""
+
+    y: Tensor
+    saved: Tensor
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, backend: str | None = None
+) -> Tensor:
+    """activation(x weight^T + bias): a linear layer, with what follows its product done while the result is in a cache.
+
+    Args:
+        x: (..., K), any strides, float32, float16, bfloat16 (float64 with backend="torch").
+        weight, bias: (N, K) and (N,), in the dtype of x; any dtype under autocast. The bias may be None.
+        activation: None, "relu", "gelu" (erf) or "gelu_tanh".
+        backend: "torch", "cpu" or "auto"; None takes the default (see `set_backend`).
+    Returns:
+        (..., N), contiguous, in the dtype of x; accumulated in float32 (float64 for float64).
+    Raises:
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Vaswani et al., "Attention Is All You Need", 2017, equation 2.
+    """
+    return OPERATION(prepare(x, weight, bias, activation=activation), backend)
+
+
+def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> LinearCall:
+    """The checked arguments."""
+    _checks.tensor(OP, "x", x)
+    _checks.at_least_1d(OP, x)
+    autocast = _autograd.autocast_dtype(x)
+    _checks.linear_parameter(OP, "weight", weight, (None, x.shape[-1]), x, autocast is not None)
+    if bias is not None:
+        _checks.linear_parameter(OP, "bias", bias, (weight.shape[0],), x, autocast is not None)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{OP}: activation must be None, relu, gelu or gelu_tanh; got {activation!r}")
+    _checks.same_device(OP, x, weight=weight, bias=bias)
+    _autograd.refuse_transforms(OP, x, weight, bias)
+    if autocast is not None and x.dtype is not torch.float64:
+        x = x.to(autocast)
+        weight, bias = _fitting(weight, x.dtype), None if bias is None else _fitting(bias, x.dtype)
+    return LinearCall(x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), activation)
+
+
+def _fitting(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return parameter if parameter.dtype in (dtype, torch.float32) else parameter.to(dtype)
+
+
+def eager(call: LinearCall) -> tuple[Tensor, Tensor]:
+    """y, and the sums before the activation, in PyTorch's operators."""
+    dtype = call.x.dtype
+    bias = None if call.bias is None else call.bias.to(dtype)
+    before = torch.nn.functional.linear(call.x, call.weight.to(dtype), bias)
+    return activated(before, call.activation), before
+
+
+def activated(x: Tensor, activation: str | None) -> Tensor:
+    """The activation in PyTorch's operators."""
+    if activation is None:
+        return x
+    if activation == "relu":
+        return torch.relu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _second_order(
+    call: LinearCall, result: LinearResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    with torch.enable_grad():
+        y = eager(call)[0]
+    return _autograd.differentiated(y, call[:3], grads[0], wanted)
+
+
+def _fake(call: LinearCall) -> LinearResult:
+    y = call.x.new_empty((*call.x.shape[:-1], call.weight.shape[0]))
+    return LinearResult(y, call.x.new_empty(0) if call.activation is None else torch.empty_like(y))
+
+
+OPERATION = _autograd.Operation(
+    OP,
+    LinearCall,
+    result=LinearResult,
+    fake=_fake,
+    differentiable=("x", "weight", "bias"),
+    kept=("saved",),
+    sizes=("x", "weight"),
+    second_order=_second_order,
+)

@@ -1,0 +1,80 @@
+"""A linear layer on the CPU: csrc/cpu/products/linear.cpp, or PyTorch's product where that is the faster one."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.backends import cpu
+from transformer_kernels.backends.cpu import DTYPE_CODES, address
+from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
+from transformer_kernels.ops.linear._products import gradients, product
+
+LARGEST_WEIGHT = 1 << 19
+"""Elements beyond which a weight does not stay in a second-level cache, which our products do not block for."""
+
+
+@cache
+def _has_fast_library() -> bool:
+    """Whether PyTorch's float32 product is as fast as ours: MKL takes its best path on Intel's processors only."""
+    information = Path("/proc/cpuinfo")
+    return information.exists() and "GenuineIntel" in information.read_text()
+
+
+def _ours(call: LinearCall, activated: bool) -> bool:
+    """Whether our product answers: in float32, for small weights, where there is something to fuse or MKL is slow.
+
+    oneDNN's 16-bit products take AMX tiles or vdpbf16ps; ours would be several times slower.
+    """
+    small = call.weight.numel() <= LARGEST_WEIGHT and call.x.dtype is torch.float32
+    return small and (activated or not _has_fast_library())
+
+
+def forward(call: LinearCall) -> LinearResult:
+    """y, and y or the sums before the activation for the gradient."""
+    if not _ours(call, call.activation is not None):
+        return product(call)
+    x, weight, bias, activation = call
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    before = torch.empty_like(y) if activation in ("gelu", "gelu_tanh") else None
+    cpu.load().linear_forward(
+        DTYPE_CODES[x.dtype], x.data_ptr(), DTYPE_CODES[weight.dtype], weight.data_ptr(),
+        0 if bias is None else DTYPE_CODES[bias.dtype], address(bias), y.data_ptr(), address(before),
+        *_sizes(call), ACTIVATIONS.index(activation),
+    )  # fmt: skip
+    return LinearResult(y, x.new_empty(0) if activation is None else y if before is None else before)
+
+
+def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    """dx, dweight and dbias."""
+    (dy,) = grads
+    x, weight, bias, activation = call
+    ours = _ours(call, False)
+    dz = dy if activation is None else torch.empty_like(dy)
+    dx = torch.empty_like(x) if ours and wanted[0] else None
+    sizes, code, weight_code = _sizes(call), DTYPE_CODES[x.dtype], DTYPE_CODES[weight.dtype]
+    if activation is not None or dx is not None:
+        cpu.load().linear_backward_data(
+            code, dy.data_ptr(), address(result.saved), weight_code, weight.data_ptr(),
+            0 if activation is None else dz.data_ptr(), address(dx), *sizes, ACTIVATIONS.index(activation),
+        )  # fmt: skip
+    if not ours:
+        return gradients(call, dz, wanted)
+    dweight = torch.empty_like(weight) if wanted[1] else None
+    dbias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+    if dweight is not None or dbias is not None:
+        cpu.load().linear_backward_weight(
+            code, dz.data_ptr(), x.data_ptr(), weight_code, address(dweight),
+            0 if bias is None else DTYPE_CODES[bias.dtype], address(dbias), *sizes,
+        )  # fmt: skip
+    return dx, dweight, dbias
+
+
+def _sizes(call: LinearCall) -> tuple[int, int, int]:
+    """M, N, K."""
+    N, K = call.weight.shape
+    return call.x.numel() // K, N, K

@@ -1,0 +1,25 @@
+"""A linear layer through PyTorch's own product and activation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops.linear import LinearCall, LinearResult
+from transformer_kernels.ops.linear._products import gradients, product
+
+
+def forward(call: LinearCall) -> LinearResult:
+    return product(call)
+
+
+def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    """dx, dweight and dbias, the last one's sum over the rows in float32."""
+    (dy,) = grads
+    if call.activation == "relu":
+        dy = torch.ops.aten.threshold_backward.default(dy, result.saved, 0)
+    elif call.activation is not None:
+        approximate = "tanh" if call.activation == "gelu_tanh" else "none"
+        dy = torch.ops.aten.gelu_backward.default(dy, result.saved, approximate=approximate)
+    return gradients(call, dy, wanted)
