@@ -104,10 +104,10 @@ MUTANTS = [
         "tests/ops/test_cross_entropy.py -k 'torch and matches_pytorch'",
     ),
     Mutant(
-        f"{OPS}/embedding/_scatter.py",
-        "rows = ds.sum(dim=0, dtype=torch.promote_types(ds.dtype, torch.float32)).to(ds.dtype)",
-        "rows = ds.sum(dim=0)",
-        "tests/ops/test_embedding.py -k 'torch-bfloat16 or torch-float16'",
+        f"{OPS}/linear_cross_entropy/_chunked.py",
+        "return (first @ second).to(_wide(first.dtype))",
+        "return first @ second",
+        "tests/ops/test_linear_cross_entropy.py -k 'summed_in_float32 and torch'",
     ),
     Mutant(
         f"{OPS}/linear_cross_entropy/_chunked.py",
