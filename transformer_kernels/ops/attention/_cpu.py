@@ -18,6 +18,8 @@ def forward(call: AttentionCall) -> AttentionResult:
     """out (B, Hq, Lq, D), in memory (B, Lq, Hq, D), and lse (B, Hq, Lq)."""
     out = like_output(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32)
+    if _without_sequences(call):
+        return AttentionResult(out.zero_(), lse.fill_(-torch.inf))
     packed = _packed(call, out, lse)
     cpu.load().attention_forward(packed.buffer_info()[0], call.scale, call.dropout_p)
     return AttentionResult(out, lse)
@@ -39,6 +41,9 @@ def backward(
         gradients = tuple(like_output(x) if needed else None for x, needed in heads)
     else:
         gradients = into
+    if _without_sequences(call):
+        zeros = (None if each is None else each.zero_() for each in gradients)
+        return *zeros, torch.zeros_like(bias) if bias is not None and wanted[3] else None
     computed = torch.zeros(bias.shape) if bias is not None and wanted[3] and bias.shape[3] > 1 else None
     packed = _packed(call, result.out, result.lse, (dout, *gradients), dlse, computed)
     cpu.load().attention_backward(packed.buffer_info()[0], call.scale, call.dropout_p)
@@ -46,6 +51,11 @@ def backward(
         return *gradients, None
     dbias = _shift_gradient(bias, result.lse, dlse) if computed is None else computed
     return *gradients, dbias.to(bias.dtype)
+
+
+def _without_sequences(call: AttentionCall) -> bool:
+    """Whether the call is packed and has no sequence, so that no token sees any."""
+    return call.cu_seqlens is not None and len(call.cu_seqlens) == 1
 
 
 def _shift_gradient(bias: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
