@@ -81,6 +81,7 @@ class Operation:
         result: a NamedTuple of what forward returns, or None where that is one tensor.
         public: how many of the results, the first ones, are the caller's.
         dropped: tensor fields of the call that backward does without.
+        described: tensor fields whose shape and dtype are all that backward needs: they may be written to before it.
         kept: results that backward needs, or () ; "" stands for the only one. The first has the shape of the first
             output wherever there are several outputs.
         like: for a dropped differentiable field, the kept result that its gradient is shaped as.
@@ -103,6 +104,7 @@ class Operation:
         result: type[Any] | None = None,
         public: int = 1,
         dropped: tuple[str, ...] = (),
+        described: tuple[str, ...] = (),
         kept: tuple[str, ...] = (),
         like: Mapping[str, str] | None = None,
         sizes: tuple[str, ...] = (),
@@ -124,6 +126,7 @@ class Operation:
         self.differentiable = tuple(fields.index(field) for field in differentiable)
         self._sizes = tuple(fields.index(field) for field in sizes or fields[:1])
         self._kept_call = tuple(fields.index(field) for field in tensors if field not in dropped)
+        self._described = frozenset(fields.index(field) for field in described)
         self._kept_results = tuple(results.index(field) for field in kept)
         self._numbers = tuple(i for i, field in enumerate(fields) if field not in tensors)
         self._like = {fields.index(field): results.index(other) for field, other in (like or {}).items()}
@@ -160,6 +163,12 @@ class Operation:
         ctx.save_for_backward(*tensors, *[results[i] for i in self._kept_results])
         if self.public > 1:
             ctx.set_materialize_grads(False)
+
+    def undescribed(self, call: Any) -> Any:
+        """The call with the described fields outside autograd's watch over writes."""
+        if not self._described:
+            return call
+        return self.call(*(x.data if i in self._described and x is not None else x for i, x in enumerate(call)))
 
     def kept(self, tensors: Iterable[Any], numbers: Iterable[Any]) -> tuple[Any, Any]:
         """The call and the results from what was saved of them, None in the other fields."""
@@ -301,7 +310,7 @@ class _Recorded(torch.autograd.Function):
         call = operation.call(*values)
         results = module.forward(call)
         ctx.operation, ctx.module = operation, module
-        operation.keep(ctx, call, results)
+        operation.keep(ctx, operation.undescribed(call), results)
         return results if operation.result is None else operation._outputs(results)
 
     @staticmethod

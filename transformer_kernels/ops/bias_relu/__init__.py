@@ -66,6 +66,7 @@ OPERATION = _autograd.Operation(
     fake=lambda call: torch.empty_like(call.x),
     differentiable=("x", "bias"),
     dropped=("x",),
+    described=("bias",),
     kept=("",),
     like={"x": ""},
     second_order=_second_order,
