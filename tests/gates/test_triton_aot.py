@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from benchmarks.tune_triton import targets
@@ -11,6 +13,9 @@ from transformer_kernels.reports import triton as kernel_report
 from transformer_kernels.reports.row_calls import WIDTHS
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
+"""Every n-th launch is compiled; all of them unless CI, which has no hour for it, asks for fewer."""
 
 QUICK = {
     "attention": "any length sequences bfloat16 D 64: attention_backward_key",
@@ -33,7 +38,7 @@ def test_a_sample_of_the_launches_passes_its_gates(operation: str, matching: str
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", kernel_report.OPERATIONS)
 def test_every_launch_passes_its_gates(operation: str) -> None:
-    _assert_gates(kernel_report.report([operation], jobs=2))
+    _assert_gates(kernel_report.report([operation], jobs=1, every=EVERY))
 
 
 @pytest.mark.parametrize("operation", COUNTED)

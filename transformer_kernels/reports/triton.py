@@ -164,13 +164,13 @@ def failures(report: KernelReport, gates: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def examine_all(operations: Sequence[str], matching: str, jobs: int) -> list[KernelReport]:
-    """Reports of the launches of `operations` whose name contains `matching`, in the order of the calls."""
+def examine_all(operations: Sequence[str], matching: str, jobs: int, every: int = 1) -> list[KernelReport]:
+    """Reports of every n-th launch of `operations` whose name contains `matching`, in the order of the calls."""
     work = [
         (operation, index)
         for operation in operations
         for index, launch in enumerate(_launches(operation))
-        if matching in launch.name
+        if index % every == 0 and matching in launch.name
     ]
     if jobs == 1:
         return [_examine_listed(item) for item in work]
@@ -178,9 +178,12 @@ def examine_all(operations: Sequence[str], matching: str, jobs: int) -> list[Ker
         return list(pool.map(_examine_listed, work, chunksize=4))
 
 
-def report(operations: Sequence[str] = OPERATIONS, matching: str = "", jobs: int | None = None) -> list[KernelReport]:
+def report(
+    operations: Sequence[str] = OPERATIONS, matching: str = "", jobs: int | None = None, every: int = 1
+) -> list[KernelReport]:
     """The reports, made in a fresh process without TRITON_INTERPRET: the interpreter has nothing to compile."""
     command = [sys.executable, "-m", MODULE, "--json", "--jobs", str(jobs or _default_jobs()), "--matching", matching]
+    command += ["--every", str(every)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
@@ -218,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "operations", nargs="*", metavar="operation", help=f"some of {', '.join(OPERATIONS)}; all by default"
     )
     parser.add_argument("--matching", default="", help="only launches whose name contains this")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th launch of an operation")
     parser.add_argument("--jobs", type=int, default=_default_jobs(), help="processes that compile side by side")
     parser.add_argument(
         "--json", action="store_true", help="compile in this process and print JSON instead of the table"
@@ -228,10 +232,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown operation {', '.join(sorted(unknown))}; there are {', '.join(OPERATIONS)}")
     operations = arguments.operations or OPERATIONS
     if arguments.json:
-        reports = examine_all(operations, arguments.matching, arguments.jobs)
+        reports = examine_all(operations, arguments.matching, arguments.jobs, arguments.every)
         print(json.dumps([dataclasses.asdict(row) for row in reports]))
         return 0
-    reports = report(operations, arguments.matching, arguments.jobs)
+    reports = report(operations, arguments.matching, arguments.jobs, arguments.every)
     print(table(reports))
     return int(any(row.failures for row in reports))
 
