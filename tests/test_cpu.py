@@ -188,7 +188,8 @@ x = torch.randn(2000, 512)
 want = tk.gelu(x, backend="cpu")
 child = os.fork()
 if child == 0:
-    os._exit(0 if torch.equal(tk.gelu(x, backend="cpu"), want) else 1)
+    same = tk.gelu(x, backend="cpu").numpy().tobytes() == want.numpy().tobytes()  # PyTorch itself would wait here
+    os._exit(0 if same else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert run_python(code).returncode == 0
@@ -203,7 +204,8 @@ def test_kernels_leave_nothing_that_the_linker_could_share(tmp_path: Path) -> No
     if not source.is_file():
         pytest.skip("there are no sources")
     weak = defined_weakly(source, tmp_path)
-    assert not [symbol for symbol in weak if "transformer_kernels::avx512::" not in symbol]
+    shared = [symbol for symbol in weak if "transformer_kernels::avx512::" not in symbol]
+    assert not [symbol for symbol in shared if not symbol.startswith("DW.ref.")]  # those are addresses, not code
 
 
 def defined_weakly(source: Path, folder: Path) -> list[str]:

@@ -32,8 +32,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_not_built(fresh: pytest.MonkeyPatch) -> None:
+def test_not_built(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setattr(_extension, "_built_file", lambda: None)
+    fresh.setattr(_extension, "PACKAGE", tmp_path)  # which holds no note of what an install left out
     reason = _extension.unavailable(CUDA)
     assert reason is not None and "not built" in reason and "pip install" in reason
     with pytest.raises(BackendUnavailable, match="not built"):

@@ -72,15 +72,17 @@ struct Moments {
   float mean, rstd;
 };
 
-// From the row's sum and, in a second pass, its centred squares.
+// From the row's sum and, in a second pass, its squares around that mean and what the mean still lacks.
 template <class T> TK_INLINE Moments moments(const T* x, float total, int64_t columns, float eps) {
-  const float mean = total / static_cast<float>(columns);
-  Floats squares[4] = {};
+  const float count = static_cast<float>(columns), mean = total / count;
+  Floats squares[4] = {}, rests[4] = {};
   over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     const Floats centred = load(x + j, lanes, mean) - mean;
     squares[u] = fma(centred, centred, squares[u]);
+    rests[u] += centred;
   });
-  return {mean, 1.f / __builtin_sqrtf(sum(squares) / static_cast<float>(columns) + eps)};
+  const float rest = sum(rests) / count;
+  return {mean + rest, 1.f / __builtin_sqrtf(sum(squares) / count - rest * rest + eps)};
 }
 
 // The normalised row at column j, times weight and plus bias where there are such.

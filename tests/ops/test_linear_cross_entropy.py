@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import python_ref
 import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.support.arguments import normal
@@ -150,13 +151,27 @@ def test_retain_graph_and_a_second_backward(backend: str, device: torch.device) 
         torch.testing.assert_close(2.0 * one, two)
 
 
-@pytest.mark.usefixtures("rows_at_once")
-def test_double_backward_is_an_error(device: torch.device) -> None:
+def test_double_backward_in_chunks_is_an_error(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: 16)
     tensors = make(torch.float32, device, 37, 30)
     loss = tk.linear_cross_entropy(**tensors, backend="torch").square()
-    (dx,) = torch.autograd.grad(loss, tensors["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"^linear_cross_entropy: double backward is not supported"):
-        dx.sum().backward()
+    grads = torch.autograd.grad(loss, [tensors["x"], tensors["weight"]], create_graph=True)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match=r"^linear_cross_entropy: double backward is not supported"):
+            torch.autograd.grad(grad.sum(), tensors["weight"], retain_graph=True)
+
+
+def test_double_backward_at_once_is_right(device: torch.device) -> None:
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        tensors = make(torch.float32, device, 7, 30)
+        leaves = {
+            name: x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x for name, x in tensors.items()
+        }
+        function = tk.linear_cross_entropy if dtype is torch.float32 else python_ref.ops.linear_cross_entropy
+        (dx,) = torch.autograd.grad(function(**leaves), leaves["x"], create_graph=True)
+        results.append(torch.autograd.grad(dx.square().sum(), leaves["weight"])[0].double())
+    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("rows_at_once")

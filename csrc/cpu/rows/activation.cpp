@@ -20,14 +20,12 @@ struct Gelu {  // x Phi(x)
 
 struct GeluTanh {  // x (1 + tanh(u)) / 2 = x s(2 u), s(v) = 1 / (1 + exp(-v)), u = sqrt(2 / pi) (x + 0.044715 x^3)
   static constexpr float LINEAR = 1.5957691216f, CUBIC = LINEAR * 0.044715f;  // of 2 u
-  static TK_INLINE Floats falling(Floats x) {  // exp(-2 u)
-    return exponential(-x * fma(x * x, splat(CUBIC), splat(LINEAR)));
-  }
-  static TK_INLINE Floats value(Floats x) { return x / (falling(x) + 1.f); }
+  static TK_INLINE Floats twice(Floats x) { return x * fma(x * x, splat(CUBIC), splat(LINEAR)); }  // 2 u
+  static TK_INLINE Floats value(Floats x) { return x / (exponential(-twice(x)) + 1.f); }
   static TK_INLINE Floats gradient(Floats dy, Floats x) {
-    const Floats e = falling(x), s = 1.f / (e + 1.f), rise = x * fma(x * x, splat(3.f * CUBIC), splat(LINEAR));
-    const Floats complement = e > 1e37f ? splat(1.f) : e * s;  // 1 - s would lose its digits where s is almost 1
-    return dy * fma(s * complement, rise, s);
+    const Floats v = twice(x), e = exponential(v < 0.f ? v : -v), larger = 1.f / (e + 1.f), smaller = e * larger;
+    const Floats rise = x * fma(x * x, splat(3.f * CUBIC), splat(LINEAR));  // s and 1 - s are `larger` and `smaller`
+    return dy * fma(larger * smaller, rise, v < 0.f ? smaller : larger);
   }
 };
 

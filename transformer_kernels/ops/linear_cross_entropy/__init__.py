@@ -10,11 +10,11 @@ from transformer_kernels import _autograd, _checks
 from transformer_kernels._dispatch import select
 from transformer_kernels.ops.cross_entropy import OPERATION as CROSS_ENTROPY
 from transformer_kernels.ops.cross_entropy import CrossEntropyCall
+from transformer_kernels.ops.linear_cross_entropy import _chunked
 from transformer_kernels.ops.linear_cross_entropy._chunked import (
     ChunkedCrossEntropy,
     LinearCrossEntropyCall,
     LinearCrossEntropyResult,
-    rows_at_once,
 )
 
 OP = "linear_cross_entropy"
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     call = prepare(
         x, weight, targets, bias, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )
-    if call.targets.numel() > rows_at_once(weight.shape[0], call.dtype, x.device):
+    if call.targets.numel() > _chunked.rows_at_once(weight.shape[0], call.dtype, x.device):
         return OPERATION(call, backend)
     if not _autograd.is_traced(x):
         select(OPERATION, backend, call)  # an error names this operation
