@@ -23,8 +23,13 @@ struct GeluTanh {  // x (1 + tanh(u)) / 2 = x s(2 u), s(v) = 1 / (1 + exp(-v)), 
   static TK_INLINE Floats twice(Floats x) { return x * fma(x * x, splat(CUBIC), splat(LINEAR)); }  // 2 u
   static TK_INLINE Floats value(Floats x) { return x / (exponential(-twice(x)) + 1.f); }
   static TK_INLINE Floats gradient(Floats dy, Floats x) {
-    const Floats v = twice(x), e = exponential(v < 0.f ? v : -v), larger = 1.f / (e + 1.f), smaller = e * larger;
-    const Floats rise = x * fma(x * x, splat(3.f * CUBIC), splat(LINEAR));  // s and 1 - s are `larger` and `smaller`
+    // What rounding takes from 2 u would be a relative error of exp(2 u): it is kept, to first order.
+    constexpr float LINEAR_REST = static_cast<float>(1.5957691216057308 - LINEAR);
+    const Floats square = x * x, factor = fma(square, splat(CUBIC), splat(LINEAR)), v = x * factor;
+    const Floats factor_rest = fma(square, splat(CUBIC), splat(LINEAR) - factor) + LINEAR_REST;
+    const Floats rest = fma(x, factor, -v) + x * factor_rest, e0 = exponential(v < 0.f ? v : -v);
+    const Floats e = fma(e0, v < 0.f ? rest : -rest, e0), smaller = e / (e + 1.f), larger = 1.f - smaller;
+    const Floats rise = x * fma(square, splat(3.f * CUBIC), splat(LINEAR));  // s and 1 - s are `larger` and `smaller`
     return dy * fma(larger * smaller, rise, v < 0.f ? smaller : larger);
   }
 };
