@@ -5,6 +5,7 @@ Numbers are compared loosely with the torch backend: the sanitizer judges here, 
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NamedTuple
 
@@ -45,6 +46,12 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def use(family: str) -> None:
+    """Take the kernels of a family, on the architecture that they are for."""
+    _cuda.path = family
+    os.environ["TRANSFORMER_KERNELS_EMULATE_ARCH"] = "90" if family == "sm90" else "80"
+
+
 def check_case(case: Case) -> None:
     batch = 1 if case.starts else 2
     q = random(batch, case.heads[0], case.queries, case.width, dtype=case.dtype, seed=1)
@@ -57,11 +64,11 @@ def check_case(case: Case) -> None:
     cu_seqlens = torch.tensor(case.starts, dtype=torch.int32) if case.starts else None
     dropout_p = 0.25 if case.everything else 0.0
     call = AttentionCall(q, k, v, mask, bias, seed, cu_seqlens, True, window, dropout_p, case.width**-0.5)
-    _cuda.path = case.family
+    use(case.family)
     result, want = _cuda.forward(call), _torch.forward(call)
     check(f"{case} forward", result, want)
     if case.family == "sm90":  # a forward kernel; its backward is the general one
-        _cuda.path = "general"
+        use("general")
     dout = random(*q.shape, dtype=case.dtype, seed=5)
     wanted = (True, True, True, case.everything and case.family != "short")  # that family has no gradient of a bias
     into = views_of_one_buffer(q, k) if case.starts else None
@@ -84,8 +91,9 @@ def check_nonsense(starts: list[int]) -> None:
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
     call = AttentionCall(q, k, v, None, None, None, cu_seqlens, True, None, 0.0, 0.125)
     for family in ("general", "sm90"):
-        _cuda.path = family
+        use(family)
         result = _cuda.forward(call)
+    use("general")
     _cuda.backward(call, result, (result.out, None), (True, True, True, False))
 
 
