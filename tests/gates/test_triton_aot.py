@@ -26,8 +26,8 @@ KNOWN_TO_FAIL = {
     ("attention any length causal padded float32 tf32 D 32: attention_forward", (8, 0)),  # 2
     ("cross_entropy in place bf16 32768: cross_entropy_forward_two_pass", (9, 0)),  # 2
 }
-"""Launches that need smaller tiles or fewer live values: correct, and slower than they should be. They are of the eighth
-of all launches that CI compiles; the others were not compiled since the tiles were last chosen."""
+"""Launches that need smaller tiles or fewer live values: correct, and slower than they should be. They are of the
+eighth of all launches that CI compiles; the others were not compiled since the tiles were last chosen."""
 
 QUICK = {
     "attention": "any length sequences bfloat16 D 64: attention_backward_key",
