@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,3 +151,11 @@ def test_bound_operations_use_their_backend(monkeypatch: pytest.MonkeyPatch) -> 
     with tk.use_backend("torch"):
         assert tk.bind().gelu(torch.zeros(3)).eq(0).all()
     assert tk.bind("reference") is reference
+
+
+def test_the_named_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not another one that gives the same numbers."""
+    kernels = SimpleNamespace(forward=lambda call: torch.full_like(call.x, 7.0))
+    monkeypatch.setattr(_dispatch, "unavailable", lambda *_: None)
+    monkeypatch.setitem(_dispatch._modules, ("gelu", "cuda"), kernels)
+    assert tk.gelu(torch.ones(2), backend="cuda").tolist() == [7.0, 7.0]
