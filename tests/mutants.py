@@ -104,19 +104,6 @@ MUTANTS = [
         "tests/ops/test_cross_entropy.py -k 'torch and matches_pytorch'",
     ),
     Mutant(
-        f"{OPS}/linear_cross_entropy/_chunked.py",
-        "return (first @ second).to(_wide(first.dtype))",
-        "return first @ second",
-        "tests/ops/test_linear_cross_entropy.py -k 'summed_in_float32 and torch'",
-    ),
-    Mutant(
-        f"{OPS}/linear_cross_entropy/_chunked.py",
-        "return total.add_(first @ second)",
-        "return total.add_((first @ second) * 0.99)",
-        "tests/ops/test_linear_cross_entropy.py -k 'summed_in_float32 or matches_reference_over_shapes and torch'",
-    ),
-    Mutant(f"{PACKAGE}/_dropout.py", "return round(p * 2**16)", "return round(p * 2**16) + 1", "tests/test_dropout.py"),
-    Mutant(
         f"{PACKAGE}/_checks.py",
         "if lowest < 0 or highest >= count:",
         "if lowest < 0 or highest > count:",
@@ -141,18 +128,6 @@ MUTANTS = [
         "row_rstd = tl.rsqrt(variance)",
         "tests/ops/test_layer_norm.py tests/ops/test_layer_norm_triton.py -k triton",
     ),
-    Mutant(
-        f"{OPS}/softmax/_triton.py",
-        "result = tl.where(weights == 0.0, 0.0, scale * weights * (gradient - inner))",
-        "result = tl.where(weights == 0.0, 0.0, weights * (gradient - inner))",
-        "tests/ops/test_softmax.py -k 'triton and masks'",
-    ),
-    Mutant(
-        f"{OPS}/attention/_triton_decode.py",
-        "row_sum = row_sum * correction + tl.sum(weights * part_sum, 0)",
-        "row_sum = row_sum + tl.sum(weights * part_sum, 0)",
-        "tests/ops/test_attention_triton.py -k 'many_splits and options0'",
-    ),
     # Training
     Mutant(
         f"{TRAINING}/sampler.py",
@@ -172,7 +147,6 @@ MUTANTS = [
         "loss.backward()",
         "tests/training/test_trainer.py tests/training/test_step.py",
     ),
-    Mutant("python_ref/ops.py", "PHILOX_ROUNDS = 7", "PHILOX_ROUNDS = 6", "tests/test_dropout.py"),
 ]
 
 
