@@ -107,6 +107,18 @@ TUNED: dict[tuple[str, Capability, int, int], tuple[RowTile, str]] = {
         RowTile(rows=1, columns=8192, num_warps=32),
         "ptxas: on 16 warps rows that are padded spill 2 registers where the gradient is written",
     ),
+    ("embedding backward", (8, 0), 2, 1024): (
+        RowTile(rows=2, columns=1024, num_warps=8, num_stages=3, programs=2),
+        "ptxas: on four warps fp16 spills 2 registers on sm_90",
+    ),
+    ("embedding backward", (8, 0), 4, 64): (
+        RowTile(rows=16, columns=64, num_warps=4, num_stages=3, programs=4),
+        "ptxas: on 32 rows LayerNorm's gradient spills 2 registers on sm_80",
+    ),
+    ("embedding backward", (8, 0), 4, 4096): (
+        RowTile(rows=1, columns=4096, num_warps=16, num_stages=2),
+        "ptxas: three stages are more than 99 KiB",
+    ),
     ("layer_norm backward", (8, 0), 2, 512): (
         RowTile(rows=4, columns=512, num_warps=8, num_stages=3, programs=2),
         "ptxas: on four warps fp16 with dropout spills 3 to 5 registers on sm_90",
@@ -118,18 +130,6 @@ TUNED: dict[tuple[str, Capability, int, int], tuple[RowTile, str]] = {
     ("layer_norm backward", (8, 0), 4, 4096): (
         RowTile(rows=1, columns=4096, num_warps=16, num_stages=2),
         "ptxas: three stages are more than 99 KiB; on 8 warps RMSNorm's spills 6 registers on sm_80",
-    ),
-    ("embedding backward", (8, 0), 4, 64): (
-        RowTile(rows=16, columns=64, num_warps=4, num_stages=3, programs=4),
-        "ptxas: on 32 rows LayerNorm's gradient spills 2 registers on sm_80",
-    ),
-    ("embedding backward", (8, 0), 4, 4096): (
-        RowTile(rows=1, columns=4096, num_warps=16, num_stages=2),
-        "ptxas: three stages are more than 99 KiB",
-    ),
-    ("embedding backward", (8, 0), 2, 1024): (
-        RowTile(rows=2, columns=1024, num_warps=8, num_stages=3, programs=2),
-        "ptxas: on four warps fp16 spills 2 registers on sm_90",
     ),
 }
 """Tiles by (name, capability, itemsize, columns), each with the measurement that it came from."""
