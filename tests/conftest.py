@@ -1,6 +1,7 @@
 """Without a GPU, kernels run on CPU tensors: Triton's interpreted, CUDA's emulated. Both are chosen before import."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     torch.set_num_threads(1)
 
 import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,3 +30,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def data_folder() -> Path:
+    """The folder with tinyshakespeare, imdb and gpt2_bpe."""
+    folder = Path(os.environ.get("TRANSFORMER_KERNELS_DATA") or CHECKOUT.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip("no real data: set TRANSFORMER_KERNELS_DATA to a folder with tinyshakespeare, imdb and gpt2_bpe")
+    return folder

@@ -1,6 +1,5 @@
-"""Models and texts so small that a run takes a moment, and the real data where it is at hand."""
+"""Models and texts so small that a run takes a moment."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 
 from transformer_kernels.training import CharGPTConfig, ImdbConfig
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 torch.set_num_threads(1)  # tensors of these sizes only lose by more
 
 TINY_MODEL = {"layers": 1, "width": 16, "heads": 2}
@@ -21,15 +19,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own."""
     monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def data_folder() -> Path:
-    """The folder with tinyshakespeare, imdb and gpt2_bpe."""
-    folder = Path(os.environ.get("TRANSFORMER_KERNELS_DATA") or CHECKOUT.parent / "shared" / "data")
-    if not folder.is_dir():
-        pytest.skip("no real data: set TRANSFORMER_KERNELS_DATA to a folder with tinyshakespeare, imdb and gpt2_bpe")
-    return folder
 
 
 @pytest.fixture

@@ -63,13 +63,6 @@ def test_windows_are_the_text_and_what_follows():
     assert windows.spread(2).tolist() == [0, 12]
 
 
-def test_no_split_makes_17427_steps_an_epoch_of_tinyshakespeare(data_folder):
-    config = CharGPTConfig(corpus="tinyshakespeare", data_dir=str(data_folder), split="none")
-    recipe = CharGPT(config)
-    assert recipe.train_length // config.batch_size == 17_427
-    assert list(recipe.validation_batches(torch.device("cpu"), None)) == []
-
-
 def test_the_split_is_90_to_10(data_folder):
     recipe = CharGPT(CharGPTConfig(corpus="tinyshakespeare", data_dir=str(data_folder)))
     assert (len(recipe.training.tokens), len(recipe.validation.tokens)) == (1_003_854, 111_540)
