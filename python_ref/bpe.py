@@ -12,11 +12,11 @@ END = "</w>"  # closes each word, so that "est" at the end of one is another pie
 
 
 class Merge(NamedTuple):
-    """Two pieces that become one, and how often they stood side by side when that was decided."""
+    """Two pieces that become one, and how many times they stood side by side then."""
 
     left: str
     right: str
-    count: int
+    times: int
 
     @property
     def piece(self) -> str:

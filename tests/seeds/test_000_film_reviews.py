@@ -31,9 +31,9 @@ def test_vocabulary(data_folder) -> None:
 def test_byte_pair_merges() -> None:
     """Byte pairs: "e" and "s" stand together 13 times, then "es" and "t" 13 times."""
     merges = learn_merges(WORDS, 5)
-    assert [(merge.piece, merge.count) for merge in merges[:2]] == [("es", 13), ("est", 13)]
+    assert [(merge.piece, merge.times) for merge in merges[:2]] == [("es", 13), ("est", 13)]
     assert [merge.piece for merge in merges[2:]] == ["est</w>", "ol", "old"]
-    assert [merge.count for merge in merges[2:]] == [13, 10, 10]
+    assert [merge.times for merge in merges[2:]] == [13, 10, 10]
     assert split_word("oldest", merges) == ["old", "est</w>"]
 
 
