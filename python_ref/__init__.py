@@ -6,25 +6,41 @@ from typing import Any
 from python_ref import ops
 from python_ref.bert import IMDB_BERT, BERTClassifier, BERTConfig
 from python_ref.cache import KVCache
+from python_ref.config import TransformerConfig
+from python_ref.encoder import IMDB_MLM, EncoderConfig, MaskedLM
 from python_ref.gpt import CHAR_GPT, GPT, GPT2, LLAMA, GPTConfig
 from python_ref.layers import Transformer
 
-__all__ = ["GPT", "PRESETS", "BERTClassifier", "BERTConfig", "GPTConfig", "KVCache", "build", "ops", "preset"]
+__all__ = [
+    "GPT",
+    "PRESETS",
+    "BERTClassifier",
+    "BERTConfig",
+    "EncoderConfig",
+    "GPTConfig",
+    "KVCache",
+    "MaskedLM",
+    "build",
+    "ops",
+    "preset",
+]
 
-PRESETS: dict[str, GPTConfig | BERTConfig] = {
+MODELS: dict[type, Any] = {BERTConfig: BERTClassifier, EncoderConfig: MaskedLM, GPTConfig: GPT}
+PRESETS: dict[str, TransformerConfig] = {
     "char_gpt": CHAR_GPT,
     "gpt2": GPT2,
     "imdb_bert": IMDB_BERT,
+    "imdb_mlm": IMDB_MLM,
     "llama": LLAMA,
 }
 
 
-def preset(name: str, **overrides: Any) -> GPTConfig | BERTConfig:
+def preset(name: str, **overrides: Any) -> TransformerConfig:
     """Return the configuration of a preset with some of its fields replaced.
 
     Args:
-        name: "char_gpt", "gpt2", "imdb_bert" or "llama".
-        overrides: fields of `GPTConfig` or `BERTConfig`.
+        name: one of `PRESETS`.
+        overrides: fields of that configuration.
 
     Raises:
         ValueError: no such preset, or a field's value makes no model.
@@ -43,16 +59,16 @@ def build(name: str, *, ops: Any = ops, **overrides: Any) -> Transformer:
     """Make one of the preset models with fresh weights.
 
     Args:
-        name: "char_gpt", "gpt2", "imdb_bert" or "llama".
+        name: one of `PRESETS`.
         ops: the operations that its layers call; `python_ref.ops` or a namespace of the same functions.
         overrides: fields of the preset's configuration, such as `dropout=0.0` or `vocab_size=96`.
 
     Returns:
-        `GPT`: tokens (B, L) -> logits (B, L, V), or `BERTClassifier`: tokens, padding_mask -> logits (B, classes).
+        the model of that configuration in `MODELS`.
 
     Raises:
         ValueError: no such preset, or a field's value makes no model.
         TypeError: no such field.
     """
     config = preset(name, **overrides)
-    return GPT(config, ops) if isinstance(config, GPTConfig) else BERTClassifier(config, ops)
+    return MODELS[type(config)](config, ops)

@@ -1,6 +1,6 @@
 """The encoder as it was pretrained: BERT and DistilBERT, with the heads that their weights come with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from python_ref import ops as reference_ops
-from python_ref.bert import mean_of_real
+from python_ref.bert import IMDB_BERT, mean_of_real
 from python_ref.config import TransformerConfig
 from python_ref.layers import GELU_APPROXIMATION, LayerNorm, Transformer
+
+MASKED_SHARE = 0.15  # of the tokens, in pretraining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +41,15 @@ class MaskedLMHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        return F.linear(self.hidden(x), embedding, self.bias)  # (..., E) -> (..., V)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What the token embedding is multiplied with, (..., E) -> (..., E)."""
         product = F.linear(x, self.dense.weight)
         if self.activation == "relu":
-            hidden = self.norm.ops.bias_relu(product, self.dense.bias)
-        else:
-            approximate = GELU_APPROXIMATION[self.activation]
-            hidden = self.norm.ops.bias_gelu(product, self.dense.bias, approximate=approximate)
-        return F.linear(self.norm(hidden), embedding, self.bias)  # (..., E) -> (..., V)
+            return self.norm(self.norm.ops.bias_relu(product, self.dense.bias))
+        approximate = GELU_APPROXIMATION[self.activation]
+        return self.norm(self.norm.ops.bias_gelu(product, self.dense.bias, approximate=approximate))
 
 
 class Encoder(Transformer):
@@ -106,3 +110,56 @@ class Encoder(Transformer):
             if self.masked_lm is None
             else self.masked_lm.dense.weight.numel() + self.embedding.tokens.weight.numel()
         )
+
+
+class MaskedLM(Encoder):
+    """An encoder that says what stood at the masked places of its tokens; its head is computed for these alone.
+
+    Devlin et al., "BERT: pre-training of deep bidirectional transformers", 2019, section 3.1.
+    """
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, padding_mask: Tensor | None, places: Tensor, segments: Tensor | None = None
+    ) -> Tensor:
+        """The logits of the tokens at some places.
+
+        Args:
+            tokens: (B, L) int64.
+            padding_mask: (B, L) bool, True at real tokens; None when all are real.
+            places: (N,) int64, counted through all sequences: token l of sequence b is at b * L + l.
+            segments: (B, L) int64; None when all tokens are in segment 0.
+        Returns:
+            (N, V).
+        """
+        return self.token_logits(self._hidden_at(tokens, padding_mask, places, segments))
+
+    def loss(
+        self,
+        targets: Tensor,
+        tokens: Tensor,
+        padding_mask: Tensor | None,
+        places: Tensor,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """The mean cross-entropy of `forward` for the same arguments, without holding all the logits.
+
+        Args:
+            targets: (N,) int64, the tokens that stood there; -100 where a place does not count.
+        """
+        assert self.masked_lm is not None
+        hidden = self.masked_lm.hidden(self._hidden_at(tokens, padding_mask, places, segments))
+        return self.ops.linear_cross_entropy(hidden, self.embedding.tokens.weight, targets, self.masked_lm.bias)
+
+    def head_weights_per_token(self, length: int) -> float:
+        return MASKED_SHARE * super().head_weights_per_token(length)
+
+    def _hidden_at(
+        self, tokens: Tensor, padding_mask: Tensor | None, places: Tensor, segments: Tensor | None
+    ) -> Tensor:
+        return self.hidden_states(tokens, padding_mask, segments).flatten(0, 1).index_select(0, places)  # (N, E)
+
+
+# What the film review classifier is pretrained as: the same tokens, sizes and blocks.
+IMDB_MLM = EncoderConfig(
+    **{field.name: getattr(IMDB_BERT, field.name) for field in fields(TransformerConfig)}, pooler=False, masked_lm=True
+)

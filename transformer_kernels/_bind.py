@@ -75,13 +75,12 @@ def build(name: str, backend: str | None = None, **overrides: Any) -> Transforme
     freely between backends.
 
     Args:
-        name: "char_gpt", "gpt2", "imdb_bert" or "llama".
+        name: one of `python_ref.PRESETS`.
         backend: "torch", "cpu", "triton", "cuda", "auto", "reference", or None to follow `set_backend`, `use_backend`
             and the environment at each call.
         overrides: fields of the preset's configuration, such as `dropout=0.0` or `vocab_size=96`.
     Returns:
-        `python_ref.GPT`: tokens (B, L) -> logits (B, L, V), or `python_ref.BERTClassifier`: tokens, padding_mask (True
-        at real tokens) -> logits (B, classes).
+        the model: `python_ref.GPT`, `python_ref.BERTClassifier` or another, whose `forward` says what it takes.
     Raises:
         ValueError: no such preset or backend, or a field's value makes no model.
         TypeError: no such field.

@@ -43,7 +43,7 @@ def test_unknown_override_names_the_fields():
 
 
 def test_unknown_preset_names_the_presets():
-    with pytest.raises(ValueError, match="one of 'char_gpt', 'gpt2', 'imdb_bert', 'llama'; got 'gpt3'"):
+    with pytest.raises(ValueError, match="one of 'char_gpt', 'gpt2', 'imdb_bert', 'imdb_mlm', 'llama'; got 'gpt3'"):
         python_ref.build("gpt3")
 
 

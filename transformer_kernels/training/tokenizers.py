@@ -1,4 +1,4 @@
-"""Text to token ids and back: characters, GPT-2 byte pairs, plain bytes."""
+"""Text to token ids and back: characters, GPT-2 byte pairs, byte pairs learned from the text, plain bytes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726
 VOCAB_BPE_BYTES = 456318
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 GPT2_END_OF_TEXT = 50256
+NO_UTF8_BYTE = 0xFF
 
 
 class Tokenizer(Protocol):
@@ -54,15 +55,19 @@ class CharacterTokenizer:
 
 
 class ReviewTokenizer:
-    """A tokenizer of whole texts with three ids of its own: PAD, CLS and SEP, the last of the vocabulary."""
+    """A tokenizer of whole texts with three ids of its own: PAD, CLS and SEP, the last of the vocabulary.
+
+    `mask` is an id that no text has, for masked language modelling.
+    """
 
     pad: int
     cls: int
     sep: int
+    mask: int
     vocabulary_size: int
 
-    def _add_special_ids(self, first: int) -> None:
-        self.pad, self.cls, self.sep = first, first + 1, first + 2
+    def _add_special_ids(self, first: int, mask: int) -> None:
+        self.pad, self.cls, self.sep, self.mask = first, first + 1, first + 2, mask
         self.vocabulary_size = first + 3
 
     def encode(self, text: str) -> list[int]:
@@ -88,7 +93,7 @@ class Gpt2Tokenizer(ReviewTokenizer):
             mergeable_ranks=_byte_pair_ranks(_vocab_bpe(vocab_dir)),
             special_tokens={"<|endoftext|>": GPT2_END_OF_TEXT},
         )
-        self._add_special_ids(GPT2_END_OF_TEXT + 1)
+        self._add_special_ids(GPT2_END_OF_TEXT + 1, GPT2_END_OF_TEXT)
 
     def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
         return self._encoding.encode_ordinary_batch(texts, num_threads=threads)
@@ -104,7 +109,7 @@ class ByteTokenizer(ReviewTokenizer):
     """The UTF-8 bytes of a text, with PAD, CLS, SEP = 256, 257, 258."""
 
     def __init__(self) -> None:
-        self._add_special_ids(256)
+        self._add_special_ids(256, NO_UTF8_BYTE)
 
     def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
@@ -114,6 +119,34 @@ class ByteTokenizer(ReviewTokenizer):
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "bytes"}
+
+
+class LearnedTokenizer(ReviewTokenizer):
+    """Byte pairs learned from the training texts, through tokenizers; MASK, PAD, CLS and SEP are the last ids."""
+
+    def __init__(self, description: str) -> None:
+        self._description = description
+        self._tokenizer = require("tokenizers").Tokenizer.from_str(description)
+        pairs = self._tokenizer.get_vocab_size()
+        self._add_special_ids(pairs + 1, mask=pairs)
+
+    @classmethod
+    def learn(cls, texts: Sequence[str], size: int) -> LearnedTokenizer:
+        """At most `size` byte pairs of these texts, the 256 bytes among them."""
+        if size < 256:
+            raise ValueError(f"vocabulary must hold the 256 bytes; got {size}")
+        tokenizer = require("tokenizers").ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(texts, vocab_size=size, min_frequency=2, show_progress=False)
+        return cls(tokenizer.to_str())
+
+    def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([index for index in ids if index < self.mask])
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "learned", "tokenizer": self._description}
 
 
 REVIEW_TOKENIZERS: dict[str, Callable[[str], ReviewTokenizer]] = {
@@ -127,6 +160,8 @@ def from_description(description: dict[str, Any], vocab_dir: str = "") -> Any:
     kind = description.get("kind")
     if kind == "characters" and isinstance(description.get("characters"), str):
         return CharacterTokenizer(description["characters"])
+    if kind == "learned" and isinstance(description.get("tokenizer"), str):
+        return LearnedTokenizer(description["tokenizer"])
     if kind in REVIEW_TOKENIZERS:
         return REVIEW_TOKENIZERS[kind](vocab_dir)
     raise ValueError(f"unknown tokenizer {description!r:.200}")

@@ -175,6 +175,8 @@ class Trainer:
         self._log = RunLog(self.folder, self.config.tensorboard) if self.processes.first else None
         self._write_log("start", device=str(self.device), backend=self.config.backend, torch=torch.__version__)
         self._tell_graph_state()
+        if self.step_number == 0:
+            self.recipe.begin(self.model)
         try:
             with StopRequest() as stop, self._progress_bar() as bar:
                 ended_by = self._loop(stop, bar)

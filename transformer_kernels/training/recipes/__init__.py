@@ -23,6 +23,7 @@ from transformer_kernels.training.tokenizers import from_description
 ENTRIES = {
     "char-gpt": "transformer_kernels.training.recipes.char_gpt:CharGPT",
     "imdb": "transformer_kernels.training.recipes.imdb:Imdb",
+    "mlm": "transformer_kernels.training.recipes.mlm:Mlm",
 }
 GROUP = "transformer_kernels.recipes"  # of entry points, through which other packages add theirs
 
@@ -77,6 +78,9 @@ class Recipe(ABC):
     def build_model(self) -> nn.Module:
         """A fresh model for this recipe's config and tokenizer."""
         return self.build(self.config, self.tokenizer)
+
+    def begin(self, model: nn.Module) -> None:
+        """What is done to a fresh model before its first step, but not to one that a checkpoint is loaded into."""
 
     @abstractmethod
     def batch(self, indices: Tensor, device: torch.device) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels.training._optional import require
+from transformer_kernels.training.checkpoint import checkpoint_folder, load_checkpoint, load_weights
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.recipes import Classified, Recipe, Trained
@@ -25,30 +27,31 @@ from transformer_kernels.training.reviews import (
 )
 from transformer_kernels.training.sampler import BucketedSampler, PackedSampler, ShuffledSampler
 from transformer_kernels.training.step import Batch, to_device
-from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
+from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, LearnedTokenizer, ReviewTokenizer
 
 CLASSES = ("negative", "positive")
+ENCODER = ("embedding.", "blocks.", "final_norm.")  # what a masked language model and a classifier share
 PADDED_MULTIPLE = 32  # 256 tokens make 8 widths, the largest number of CUDA graphs
 PACKED_MULTIPLE = 64  # tokens; whole tiles for the matrix products and the kernels
 
 
 @dataclass(kw_only=True)
-class ImdbConfig(TrainingConfig):
-    """A BERT that tells good film reviews from bad ones."""
+class ReviewsConfig(TrainingConfig):
+    """The options of the recipes that read film reviews."""
 
-    recipe: ClassVar[str] = "imdb"
-    default_length: ClassVar[tuple[str, int]] = ("epochs", 3)
-
-    batch_size: int = option(16, "reviews a step, in each process", fixed=True)
-    lr: float = option(3e-4, "peak learning rate of AdamW")
     data: str = option(
         "",
         "the aclImdb folder, a folder with train.* and test.*, or a train file (CSV, JSONL, Parquet; .gz, .xz)",
         later={"evaluate": "data"},
     )
-    test_data: str = option("", "the test file, when --data is a file", later={"evaluate": "test_data"})
     validation: float = option(0.1, "part of the training reviews kept for validation", fixed=True)
-    tokenizer: str = option("gpt2", "GPT-2 byte pairs, or plain bytes", choices=("gpt2", "bytes"), fixed=True)
+    tokenizer: str = option(
+        "gpt2",
+        "GPT-2 byte pairs, byte pairs learned from the reviews, or plain bytes",
+        choices=("gpt2", "learned", "bytes"),
+        fixed=True,
+    )
+    vocabulary: int = option(8000, "byte pairs of --tokenizer learned", fixed=True)
     vocab_dir: str = option(
         "",
         "folder with GPT-2's vocab.bpe, for machines without a network",
@@ -56,18 +59,42 @@ class ImdbConfig(TrainingConfig):
     )
     max_length: int = option(256, "tokens of a review, CLS and SEP included", fixed=True)
     truncation: str = option("head", "which part of a long review is read", choices=("head", "head+tail"), fixed=True)
-    batching: str = option(
-        "shuffled",
-        "how batches are formed: at random; from reviews of similar length, with less padding; or with nearly equal "
-        "total length, concatenated without padding, in batches of one shape",
-        choices=("shuffled", "bucketed", "packed"),
-        fixed=True,
-    )
     padding: str = option(
         "longest",
         "pad to the longest review of the batch, that length up to a multiple of 32 (few shapes, for CUDA graphs), or "
         "always to --max-length",
         choices=("longest", "multiple", "max"),
+        fixed=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"validation must be in [0, 1); got {self.validation}")
+        if self.max_length < 3:
+            raise ValueError(f"max_length must leave room for CLS, SEP and a token: at least 3; got {self.max_length}")
+
+
+@dataclass(kw_only=True)
+class ImdbConfig(ReviewsConfig):
+    """A BERT that tells good film reviews from bad ones."""
+
+    recipe: ClassVar[str] = "imdb"
+    default_length: ClassVar[tuple[str, int]] = ("epochs", 3)
+
+    batch_size: int = option(16, "reviews a step, in each process", fixed=True)
+    lr: float = option(3e-4, "peak learning rate of AdamW")
+    test_data: str = option("", "the test file, when --data is a file", later={"evaluate": "test_data"})
+    init: str = option(
+        "",
+        "start from the encoder and the tokenizer of this run of train mlm, which has a model of the same size",
+        fixed=True,
+    )
+    batching: str = option(
+        "shuffled",
+        "how batches are formed: at random; from reviews of similar length, with less padding; or with nearly equal "
+        "total length, concatenated without padding, in batches of one shape",
+        choices=("shuffled", "bucketed", "packed"),
         fixed=True,
     )
     sparse_embedding: bool = option(
@@ -80,13 +107,6 @@ class ImdbConfig(TrainingConfig):
         False, "also report the accuracy of TF-IDF with logistic regression", later={"evaluate": "baseline"}
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.validation < 1:
-            raise ValueError(f"validation must be in [0, 1); got {self.validation}")
-        if self.max_length < 3:
-            raise ValueError(f"max_length must leave room for CLS, SEP and a token: at least 3; got {self.max_length}")
-
 
 def truncate(review: Tensor, length: int, truncation: str) -> Tensor:
     """At most `length` ids: the first ones, or as many from the end as from the beginning."""
@@ -96,7 +116,7 @@ def truncate(review: Tensor, length: int, truncation: str) -> Tensor:
     return torch.cat([review[: length - tail], review[len(review) - tail :]])
 
 
-def pad_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: ImdbConfig) -> tuple[Tensor, Tensor]:
+def pad_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: ReviewsConfig) -> tuple[Tensor, Tensor]:
     """CLS, the truncated review, SEP and padding: ids (B, L), and a mask (B, L) that is True at real tokens."""
     parts = [truncate(review, config.max_length - 2, config.truncation) for review in reviews]
     width = max(len(part) for part in parts) + 2 if config.padding != "max" else config.max_length
@@ -135,9 +155,9 @@ def pack_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: Im
     return PackedReviews(ids, cu_seqlens.int(), position_ids)
 
 
-def load_part(config: ImdbConfig, part: str) -> Reviews:
+def load_part(config: ReviewsConfig, part: str) -> Reviews:
     """The "train" or "test" reviews that the config names."""
-    if part == "test" and config.test_data:
+    if part == "test" and isinstance(config, ImdbConfig) and config.test_data:
         return read_reviews(config.test_data)
     is_file = Path(config.data).is_file()
     if part == "test" and is_file:
@@ -145,15 +165,13 @@ def load_part(config: ImdbConfig, part: str) -> Reviews:
     return read_reviews(config.data if is_file else find_reviews(config.data, part))
 
 
-class Imdb(Recipe):
-    """Reviews, their tokens, batches, and the model."""
+class ReviewRecipe(Recipe):
+    """Reviews and their tokens, and which of them are for training."""
 
-    Config = ImdbConfig
-
-    def __init__(self, config: ImdbConfig, tokenizer: ReviewTokenizer | None = None) -> None:
+    def __init__(self, config: Any, tokenizer: ReviewTokenizer | None = None) -> None:
         self.config = config
         self.texts = load_part(config, "train")
-        self.tokenizer = tokenizer or REVIEW_TOKENIZERS[config.tokenizer](config.vocab_dir)
+        self.tokenizer = tokenizer or self.make_tokenizer()
         self.reviews = tokenise(self.texts, self.tokenizer, progress=config.progress)
         self.fingerprint = hashlib.sha256(self.reviews.ids.numpy().tobytes()).hexdigest()
         self.lengths = 2 + self.reviews.offsets.diff().clamp(max=config.max_length - 2)  # with CLS and SEP
@@ -162,12 +180,39 @@ class Imdb(Recipe):
         kept = len(order) - int(config.validation * len(order))
         self.training, self.held_out = order[:kept], order[kept:].sort().values
         self.train_length = kept
+
+    def make_tokenizer(self) -> ReviewTokenizer:
+        """The tokenizer that the config names."""
+        if self.config.tokenizer == "learned":
+            return LearnedTokenizer.learn(self.texts.texts, self.config.vocabulary)
+        return REVIEW_TOKENIZERS[self.config.tokenizer](self.config.vocab_dir)
+
+
+class Imdb(ReviewRecipe):
+    """Labelled reviews, batches, and the model."""
+
+    Config = ImdbConfig
+
+    def __init__(self, config: ImdbConfig, tokenizer: ReviewTokenizer | None = None) -> None:
+        super().__init__(config, tokenizer)
         self.loss = packed_loss if config.batching == "packed" else padded_loss  # type: ignore[method-assign]
         self.budget = 0
 
     @classmethod
     def build(cls, config: ImdbConfig, tokenizer: ReviewTokenizer) -> nn.Module:
         return build_preset("imdb_bert", config, vocab_size=tokenizer.vocabulary_size, context=config.max_length)
+
+    def make_tokenizer(self) -> ReviewTokenizer:
+        """That of the run that `--init` names, or else the one that the config names."""
+        if not self.config.init:
+            return super().make_tokenizer()
+        description = load_checkpoint(checkpoint_folder(self.config.init)).tokenizer
+        return self.load_tokenizer(description, self.config)
+
+    def begin(self, model: nn.Module) -> None:
+        """Take the encoder of the run that `--init` names."""
+        if self.config.init:
+            load_encoder(model, self.config.init)
 
     def sampler(self, processes: Processes) -> ShuffledSampler:
         """The reviews of the training part, in batches as the config wants them."""
@@ -230,6 +275,21 @@ class Imdb(Recipe):
     def _chosen(self, indices: Tensor) -> Reviews:
         numbers = indices.tolist()
         return Reviews([self.texts.texts[n] for n in numbers], [self.texts.labels[n] for n in numbers])
+
+
+def load_encoder(model: nn.Module, run: str) -> None:
+    """Copy embedding, blocks and final norm of a run or checkpoint into `model`; what else it has stays as it is.
+
+    Raises:
+        CheckpointError: the run is damaged, or its encoder has another size or other layers.
+    """
+    folder = checkpoint_folder(run)
+    checkpoint = load_checkpoint(folder)
+    heads = {name: weight for name, weight in model.state_dict().items() if not name.startswith(ENCODER)}
+    encoder = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(ENCODER)}
+    load_weights(model, {**heads, **encoder}, folder)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"encoder from {folder}; {', '.join(heads)} start from random weights")
 
 
 def review_batch(
