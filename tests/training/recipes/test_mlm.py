@@ -101,7 +101,7 @@ def test_it_learns_to_fill_in_and_a_classifier_starts_from_it(mlm_config, imdb_c
 def test_a_run_of_another_size_or_none_is_refused(mlm_config, imdb_config, tmp_path):
     Trainer(Mlm(mlm_config(steps=1))).fit()
     wider = imdb_config(init=mlm_config().out, model={"layers": 1, "width": 32, "heads": 2})
-    with pytest.raises(CheckpointError, match="mismatched: .*embedding.tokens.weight"):
+    with pytest.raises(CheckpointError, match=r"mismatched: .*embedding\.tokens\.weight"):
         Trainer(Imdb(wider)).fit()
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         Imdb(imdb_config(init=str(tmp_path / "nothing")))

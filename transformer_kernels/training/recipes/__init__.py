@@ -79,7 +79,7 @@ class Recipe(ABC):
         """A fresh model for this recipe's config and tokenizer."""
         return self.build(self.config, self.tokenizer)
 
-    def begin(self, model: nn.Module) -> None:
+    def begin(self, model: nn.Module) -> None:  # noqa: B027
         """What is done to a fresh model before its first step, but not to one that a checkpoint is loaded into."""
 
     @abstractmethod
