@@ -203,7 +203,7 @@ def test_generate_refuses_what_it_cannot_read(folder, capsys):
     assert "the prompt must have" in refused(capsys, "generate", "--checkpoint", folder / "gpt", "--prompt", "")
     assert "no such checkpoint" in refused(capsys, "generate", "--checkpoint", folder / "nothing")
     told = refused(capsys, "generate", "--checkpoint", folder / "imdb")
-    assert "expected a model of char-gpt, found one of imdb" in told
+    assert "expected a model of char-gpt or gpt, found one of imdb" in told
 
 
 def test_classify_takes_arguments_or_lines(folder, capsys, monkeypatch):
@@ -323,6 +323,19 @@ def test_bench_without_matplotlib_helps_and_tells(arguments, status, told, capsy
     printed = "".join(capsys.readouterr())
     assert told in printed
     assert "Traceback" not in printed
+
+
+def test_a_gpt_on_bytes_is_trained_and_writes(folder, capsys, tmp_path):
+    options = ["--corpus", folder / "text.txt", "--tokenizer", "bytes", "--context", 8, "--steps", 30, *TINY]
+    assert run("train", "gpt", *options, "--out", tmp_path / "gpt", "--no-sample") == 0
+    capsys.readouterr()
+    assert run("evaluate", "--checkpoint", tmp_path / "gpt") == 0
+    told = capsys.readouterr().out
+    assert told.endswith("on 168 tokens\n") and "bits per token" in told
+    assert run("generate", "--checkpoint", tmp_path / "gpt", "--prompt", "fü", "--length", 5) == 0
+    assert capsys.readouterr().out.startswith("fü")
+    config = json.loads((tmp_path / "gpt" / "last" / "config.json").read_text())
+    assert config["model"] == {"layers": 1, "width": 16, "heads": 2}, "the small size is not written over the choice"
 
 
 def test_the_sample_after_training_can_be_turned_off(folder, capsys, tmp_path):

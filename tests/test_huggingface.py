@@ -53,10 +53,12 @@ def test_packed_rows_do_not_see_each_other():
 B, H, HK, LQ, LK, D = 2, 4, 2, 5, 7, 8
 
 
-def reference(q, k, v, visible, scale, bias=0.0):
+def reference(q, k, v, visible, scale, bias=0.0, softcap=None):
     """(B, L, H, D) from dense scores in float64; a row without keys is 0."""
     k, v = (x.repeat_interleave(H // HK, 1).double() for x in (k, v))
-    scores = (q.double() @ k.transpose(2, 3) * scale + bias).masked_fill(~visible, -math.inf)
+    scores = q.double() @ k.transpose(2, 3) * scale
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = (scores + bias).masked_fill(~visible, -math.inf)
     return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2).float()
 
 
@@ -89,12 +91,13 @@ EVERYTHING = torch.ones(B, 1, LQ, LK, dtype=torch.bool)
     ],
     ids=lambda value: None if value is None or isinstance(value, float) else type(value).__name__,
 )
-def test_masks(mask, options, visible, bias):
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_masks(mask, options, visible, bias, softcap):
     q, k, v = qkv()
     module = SimpleNamespace(is_causal=True)
-    out, weights = huggingface.attention_forward(module, q, k, v, mask, scaling=0.3, **options)
+    out, weights = huggingface.attention_forward(module, q, k, v, mask, scaling=0.3, softcap=softcap, **options)
     assert weights is None and out.shape == (B, LQ, H, D) and out.is_contiguous()
-    torch.testing.assert_close(out, reference(q, k, v, visible, 0.3, bias), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, reference(q, k, v, visible, 0.3, bias, softcap), rtol=1e-5, atol=1e-5)
 
 
 def test_position_bias_has_a_gradient():
@@ -125,7 +128,7 @@ def test_a_module_names_its_backend():
         huggingface.attention_forward(SimpleNamespace(is_causal=False, backend="nonsense"), q, k, v)
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux", "cache", "head_mask"])
+@pytest.mark.parametrize("option", ["s_aux", "cache", "head_mask"])
 def test_what_would_change_the_result_is_refused(option):
     with pytest.raises(ValueError, match=option):
         huggingface.attention_forward(SimpleNamespace(), *qkv(), **{option: 1.0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -47,6 +48,24 @@ def test_generate(writer, capsys):
     theirs = transformers.GPT2LMHeadModel.from_pretrained(writer).eval()
     expected = theirs.generate(torch.tensor([[0, 1, 2]]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert capsys.readouterr().out == "".join("abcdefgh"[token] for token in expected[0]) + "\n"
+
+
+def test_generate_stops_where_a_text_ends(writer, tmp_path, capsys):
+    """Where transformers stops too; the text before the end is printed, without what ends it."""
+    shutil.copytree(writer, tmp_path, dirs_exist_ok=True)
+    arguments = ["--length", "9", "--greedy", "--backend", "torch"]
+    whole = []
+    for prompt in ("abc", "h"):
+        assert cli.main(["generate", "--model", str(tmp_path), "--prompt", prompt, *arguments]) == 0
+        whole.append(capsys.readouterr().out.strip())
+    end = whole[0][5]
+    settings = {"eos_token_id": [7, "abcdefgh".index(end)]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    cut = [text[: next((n for n in range(start, len(text)) if text[n] in (end, "h")), len(text))]
+           for text, start in zip(whole, (3, 1), strict=True)]  # fmt: skip
+    assert len(cut[0]) < len(whole[0])
+    assert cli.main(["generate", "--model", str(tmp_path), "--prompt", "abc", "--prompt", "h", *arguments]) == 0
+    assert capsys.readouterr().out.split() == cut
 
 
 def test_embed(encoder, tmp_path, capsys, monkeypatch):

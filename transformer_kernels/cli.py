@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -169,7 +170,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="the text to continue (default: a line break); repeatable"
     )
-    parser.add_argument("--length", type=int, default=500, metavar="N", help="tokens to write (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=500, metavar="N", help="most tokens to write (default: 500)")
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="below 1 is safer, above 1 wilder (default: 0.8)"
@@ -310,7 +311,7 @@ def _load_trained(chosen: argparse.Namespace, command: str) -> Any:
 
 
 def _generate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.generation import Sampling, text_until
+    from transformer_kernels.training.generation import Sampling, decoded, text_until
     from transformer_kernels.training.report import most_likely
 
     sampling = Sampling(
@@ -324,6 +325,7 @@ def _generate(chosen: argparse.Namespace) -> None:
     if chosen.top and len(prompts) > 1:
         raise ValueError(f"--top lists the tokens after one --prompt; got {len(prompts)}")
     trained: Any
+    ends: frozenset[int] = frozenset()
     if chosen.model is None:
         trained = _load_trained(chosen, "generate")
         steps = trained.recipe.generate(trained, prompts, chosen.length, sampling)
@@ -331,6 +333,7 @@ def _generate(chosen: argparse.Namespace) -> None:
         from transformer_kernels.pretrained import commands
 
         trained = commands.load(chosen.model, chosen.backend, chosen.device)
+        ends = trained.ends
         steps = commands.generate(trained, prompts, chosen.length, sampling)
     if chosen.top:
         for choices in steps:
@@ -340,7 +343,8 @@ def _generate(chosen: argparse.Namespace) -> None:
         steps = list(steps)
     for row, prompt in enumerate(prompts):
         print(prompt, end="", flush=True)
-        for piece in text_until((trained.tokenizer.decode([choices[row].token]) for choices in steps), chosen.stop):
+        tokens = itertools.takewhile(lambda token: token not in ends, (choices[row].token for choices in steps))
+        for piece in text_until(decoded(tokens, trained.tokenizer), chosen.stop):
             print(piece, end="", flush=True)
         print()
 

@@ -10,11 +10,13 @@ chunks, static caches, functions of the caller's own) becomes a boolean mask (B,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_kernels import ops
@@ -31,7 +33,6 @@ __all__ = ["NAME", "attention_forward", "attention_mask"]
 
 NAME = "transformer_kernels"
 REFUSED = {
-    "softcap": "softcapped scores",
     "s_aux": "attention sinks",
     "cache": "paged caches",
     "head_mask": "head masks",
@@ -49,6 +50,7 @@ def attention_forward(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it, by `transformer_kernels.attention`.
@@ -65,10 +67,12 @@ def attention_forward(
         is_causal: query i sees the keys j <= i + Lk - Lq.
         position_bias: added to the scores; broadcasts to (B, H, Lq, Lk). It may require grad.
         sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window.
+        softcap: the scores become softcap * tanh(scores / softcap) before anything is added (Gemma 2). No kernel has
+            that: the scores are then held whole, and the backend computes their softmax.
     Returns:
         (B, Lq, H, D) and None: there are no weights to return. A query that sees no key gives zeros.
     Raises:
-        ValueError: softcap, attention sinks, a paged cache, a head mask, or GPT-2's `reorder_and_upcast_attn`, which
+        ValueError: attention sinks, a paged cache, a head mask, or GPT-2's `reorder_and_upcast_attn`, which
             are not supported.
     """
     _refuse(module, kwargs)
@@ -82,7 +86,8 @@ def attention_forward(
         bias = position_bias if bias is None else bias + position_bias
     if bias is not None and bias.dtype is not torch.float32:
         bias = bias.to(query.dtype)
-    out = ops.attention(
+    attend = ops.attention if softcap is None else functools.partial(_softcapped_attention, softcap=softcap)
+    out = attend(
         query,
         key,
         value,
@@ -96,6 +101,36 @@ def attention_forward(
     )
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out.transpose(1, 2), None
+
+
+def _softcapped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softcap: float,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    window: int | None,
+    dropout_p: float,
+    scale: float | None,
+    backend: str | None,
+) -> Tensor:
+    """`ops.attention` of softcapped scores, which are held whole, (B, H, Lq, Lk)."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * (scores / softcap).tanh()
+    visible = [] if key_padding_mask is None else [key_padding_mask[:, None, None]]  # (B, 1, 1, Lk)
+    if attn_bias is not None:
+        scores = (scores + attn_bias).to(q.dtype)
+        visible.append(attn_bias > -math.inf)
+    if window is not None:
+        rows = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+        visible.append(rows - torch.arange(k.shape[2], device=q.device) < window)  # (Lq, Lk)
+    mask = functools.reduce(torch.logical_and, visible) if visible else None
+    weights = ops.softmax(scores, mask=mask, causal=causal, backend=backend)
+    return (F.dropout(weights, dropout_p) @ v).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:

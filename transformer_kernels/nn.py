@@ -72,13 +72,18 @@ class LayerNorm(_WithBackend, torch.nn.LayerNorm):
         self._choose(backend)
 
     def forward(self, x: Tensor) -> Tensor:
-        axes = len(self.normalized_shape)
-        if x.shape[x.dim() - axes :] != self.normalized_shape:
-            raise ValueError(f"LayerNorm: x must end with shape {self.normalized_shape}; got {tuple(x.shape)}")
-        weight = x.new_ones(self.normalized_shape) if self.weight is None else self.weight  # the operation wants one
-        bias = None if self.bias is None else self.bias.flatten()
-        rows = x.flatten(-axes)  # (..., N)
-        return ops.layer_norm(rows, weight.flatten(), bias, eps=self.eps, backend=self.backend).view(x.shape)
+        return layer_norm_of(self, x, self.backend)
+
+
+def layer_norm_of(module: torch.nn.LayerNorm, x: Tensor, backend: str | None) -> Tensor:
+    """What a torch.nn.LayerNorm makes of x."""
+    axes = len(module.normalized_shape)
+    if x.shape[x.dim() - axes :] != module.normalized_shape:
+        raise ValueError(f"LayerNorm: x must end with shape {module.normalized_shape}; got {tuple(x.shape)}")
+    weight = x.new_ones(module.normalized_shape) if module.weight is None else module.weight  # the operation wants one
+    bias = None if module.bias is None else module.bias.flatten()
+    rows = x.flatten(-axes)  # (..., N)
+    return ops.layer_norm(rows, weight.flatten(), bias, eps=module.eps, backend=backend).view(x.shape)
 
 
 class AddLayerNorm(_WithBackend, torch.nn.LayerNorm):

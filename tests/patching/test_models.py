@@ -327,6 +327,25 @@ def test_what_cannot_be_exact_is_left_with_its_reason():
     assert weights(**batch).attentions[0] is not None
 
 
+def test_softcapped_scores_match_eager():
+    sizes = models.DECODER | {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 0.5}
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(**sizes, **models.TOKENS)
+    eager = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)  # large scores, which the cap changes
+    ours = copy.deepcopy(eager)
+    assert not tk.patch(ours).left
+    batch = models.inputs("llama")
+    mine, theirs = (models.run("llama", model, batch) for model in (ours, eager))
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    for layer in eager.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert (models.run("llama", eager, batch)["logits"] - theirs["logits"]).abs().max() > 0.01
+
+
 def test_segments_and_positions_of_bert():
     eager, ours = pair("bert")
     generator = torch.Generator().manual_seed(4)

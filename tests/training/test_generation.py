@@ -4,7 +4,8 @@ import torch
 import transformer_kernels
 from python_ref import GPT, GPTConfig
 from transformer_kernels.training import Sampling, generate, generate_many
-from transformer_kernels.training.generation import penalised, sampling_distribution, text_until
+from transformer_kernels.training.generation import decoded, penalised, sampling_distribution, text_until
+from transformer_kernels.training.tokenizers import ByteTokenizer
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 CPU = torch.device("cpu")
@@ -73,6 +74,19 @@ def test_text_streams_up_to_the_stop(pieces, stop, expected):
 def test_bad_sampling_is_told(values):
     with pytest.raises(ValueError, match=f"{next(iter(values))} must"):
         Sampling(**values)
+
+
+def test_generation_ends_when_every_text_has_ended():
+    steps = generate_many(Successor(), [[0], [2]], 9, Sampling(temperature=0.0), context=3, device=CPU, ends={4})
+    assert [[choice.token for choice in choices] for choices in steps] == [[1, 3], [2, 4], [3, 0], [4, 1]]
+
+
+def test_a_character_of_several_tokens_is_written_whole():
+    tokenizer = ByteTokenizer()
+    text = "aé漢😀z"
+    assert list(decoded(tokenizer.encode(text), tokenizer)) == list(text)
+    assert "".join(decoded([0xE6, 0xBC], tokenizer)) == "\ufffd"
+    assert "".join(decoded([0xFF] * 5 + [ord("b")], tokenizer)).endswith("b"), "no character waits for ever"
 
 
 def test_a_model_with_dropout_generates_without_it():

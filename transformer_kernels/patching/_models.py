@@ -93,8 +93,8 @@ def _why_not(model: Any, layers: list[Any]) -> str | None:
         return "reorder_and_upcast_attn"
     if getattr(model.config, "output_attentions", False):
         return "config.output_attentions wants the weights"
-    if any(getattr(layer, name, None) is not None for layer in layers for name in ("sinks", "attn_logit_softcapping")):
-        return "attention sinks or softcapped scores"
+    if any(getattr(layer, "sinks", None) is not None for layer in layers):
+        return "attention sinks"
     return None if model._can_set_attn_implementation() else "the model does not let its attention be chosen"
 
 

@@ -26,9 +26,16 @@ class RMSNorm(Mixin):
     answered = "rms_norm"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-        x, weight = hidden_states.to(wide), self.weight.to(wide)
-        return ops.rms_norm(x, weight, eps=self.variance_epsilon, backend=self.backend)
+        return rms_norm_of(self, hidden_states, self.backend)
+
+
+def rms_norm_of(module: Any, x: Tensor, backend: str | None) -> Tensor:
+    """What an RMSNorm of transformers or torch.nn over the last axis makes of x."""
+    wide = x.dtype if module.weight is None else torch.promote_types(x.dtype, module.weight.dtype)
+    weight = x.new_ones(x.shape[-1]) if module.weight is None else module.weight.to(wide)
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return ops.rms_norm(x.to(wide), weight, eps=eps, backend=backend)
 
 
 class T5Norm(RMSNorm):
@@ -74,14 +81,18 @@ class DecoderLayer(Mixin):
         return stream + self.mlp(x)
 
 
+def has_plain_silu(module: Any) -> bool:
+    """Whether the activation of a gated feed-forward network is SiLU and nothing else."""
+    return class_path(module.act_fn) in SILU_CLASSES and is_plain(module.act_fn, original_class(module.act_fn))
+
+
 class GatedMLP(Mixin):
     """down(silu(gate(x)) * up(x))."""
 
     answered = "swiglu"
 
     def forward(self, x: Tensor) -> Tensor:
-        activation = self.act_fn
-        if class_path(activation) not in SILU_CLASSES or not is_plain(activation, original_class(activation)):
+        if not has_plain_silu(self):
             return super().forward(x)
         return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), backend=self.backend))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from python_ref import GPT
 from python_ref.encoder import Encoder
 from transformer_kernels.pretrained import load_pretrained, load_tokenizer
+from transformer_kernels.pretrained.tokenizers import end_tokens
 from transformer_kernels.training.distributed import Processes, choose_device
 from transformer_kernels.training.generation import Choice, Sampling, generate_many
 
@@ -19,27 +20,28 @@ SHORTENED = 24  # characters of a text in a table
 
 
 class Pretrained(NamedTuple):
-    """A model on its device, and its tokenizer."""
+    """A model on its device, its tokenizer, and the tokens that end a text."""
 
     model: GPT | Encoder
     tokenizer: Any
     device: torch.device
+    ends: frozenset[int]
 
 
 def load(folder: str, backend: str, device: str) -> Pretrained:
     """Read both from one folder (or file)."""
     place = choose_device(device, Processes())
     model = load_pretrained(folder, backend=backend).to(place)
-    return Pretrained(model, load_tokenizer(folder, model.config.vocab_size), place)
+    return Pretrained(model, load_tokenizer(folder, model.config.vocab_size), place, end_tokens(folder))
 
 
 def generate(loaded: Pretrained, prompts: list[str], count: int, sampling: Sampling) -> Iterator[list[Choice]]:
-    """`count` tokens after each prompt, step by step."""
+    """`count` tokens after each prompt, step by step, or fewer where all texts end before."""
     if not isinstance(loaded.model, GPT):
         raise ValueError("generate: --model is an encoder, which writes no text; use embed or fill-mask")
     tokens = [loaded.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
     context = loaded.model.config.context
-    return generate_many(loaded.model, tokens, count, sampling, context=context, device=loaded.device)
+    return generate_many(loaded.model, tokens, count, sampling, context=context, device=loaded.device, ends=loaded.ends)
 
 
 @torch.inference_mode()

@@ -47,6 +47,20 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
     return made
 
 
+def end_tokens(path: str | os.PathLike[str]) -> frozenset[int]:
+    """The ids with which a pretrained model ends a text, as its folder or GGUF file says; empty where it does not."""
+    path = Path(path)
+    given: Any = None
+    if path.is_file():
+        from transformer_kernels.pretrained.gguf import GGUF
+
+        given = GGUF(path).metadata.get("tokenizer.ggml.eos_token_id")
+    for file in (path / "generation_config.json", path / "config.json"):
+        if given is None and file.is_file():
+            given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    return frozenset(given if isinstance(given, list) else [] if given is None else [given])
+
+
 def _from_folder(tokenizers: Any, folder: Path) -> Any:
     if (folder / "tokenizer.json").exists():
         return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

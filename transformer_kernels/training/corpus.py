@@ -1,4 +1,4 @@
-"""Text for the character GPT: where it comes from, and windows of it as batches."""
+"""Text for the GPT recipes: where it comes from, and windows of it as batches."""
 
 from __future__ import annotations
 
@@ -68,11 +68,9 @@ def _tinyshakespeare_text(data_dir: str) -> str:
 class Windows:
     """Every run of `context` tokens with the tokens that follow them, as views of one tensor."""
 
-    def __init__(self, tokens: Tensor, context: int, name: str) -> None:
+    def __init__(self, tokens: Tensor, context: int, name: str, unit: str = "characters") -> None:
         if len(tokens) <= context:
-            raise ValueError(
-                f"{name} has {len(tokens)} characters; a context of {context} needs at least {context + 1}"
-            )
+            raise ValueError(f"{name} has {len(tokens)} {unit}; a context of {context} needs at least {context + 1}")
         self.tokens = tokens
         self.context = context
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +90,13 @@ def generate_many(
     *,
     context: int,
     device: torch.device,
+    ends: Collection[int] = (),
 ) -> Iterator[list[Choice]]:
     """Choose `count` tokens after each of several prompts, step by step, all of them in one batch.
 
     Shorter prompts are padded on the left. A prompt's tokens are those that it would get alone, but that the draws of
-    prompt n come from the seed `sampling.seed + n`.
+    prompt n come from the seed `sampling.seed + n`. It ends earlier once each text has had one of the tokens `ends`;
+    what is chosen for a text after that counts for nothing.
     """
     if not prompts or not all(prompts):
         raise ValueError("the prompt must have at least one token")
@@ -102,6 +106,7 @@ def generate_many(
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])  # (B, longest)
     real = torch.arange(longest) >= torch.tensor([[longest - len(prompt)] for prompt in prompts])
     reader = _Reader(model, context, device, longest + count)
+    ended = [False] * len(prompts)
     for _ in range(count):
         logits = reader.logits(tokens, real).float().cpu()  # (B, V)
         choices = []
@@ -117,6 +122,9 @@ def generate_many(
         tokens = torch.cat((tokens, torch.tensor([[choice.token] for choice in choices])), 1)
         real = torch.cat((real, torch.ones(len(prompts), 1, dtype=torch.bool)), 1)
         yield choices
+        ended = [before or choice.token in ends for before, choice in zip(ended, choices, strict=True)]
+        if all(ended):
+            return
 
 
 class _Reader:
@@ -143,6 +151,19 @@ class _Reader:
             options = {"cache": self.cache, "last_only": True}
         mask = () if real.all() else (real.to(self.device),)
         return self.model(tokens.to(self.device), *mask, **options)[:, -1]
+
+
+def decoded(tokens: Iterable[int], tokenizer: Any) -> Iterator[str]:
+    """The text of the tokens as they come; one that ends within a character waits for the rest of it."""
+    held: list[int] = []
+    for token in tokens:
+        held.append(token)
+        piece = tokenizer.decode(held)
+        if not piece.endswith("\ufffd") or len(held) == LONGEST_CHARACTER:
+            yield piece
+            held = []
+    if held:
+        yield tokenizer.decode(held)
 
 
 def text_until(pieces: Iterable[str], stop: str = "") -> Iterator[str]:

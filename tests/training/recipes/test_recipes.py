@@ -101,7 +101,7 @@ def test_the_recipe_of_another_package_works_in_every_command(tmp_path, capsys):
     assert run("classify", "--checkpoint", out, "101", "100") == 0
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} <= {"even", "odd"}
     assert run("generate", "--checkpoint", out) == 1
-    assert "expected a model of char-gpt, found one of parity" in capsys.readouterr().err
+    assert "expected a model of char-gpt or gpt, found one of parity" in capsys.readouterr().err
     assert run("evaluate", "--checkpoint", out, "--baseline") == 1
     assert "--baseline is not an option of parity" in capsys.readouterr().err
 

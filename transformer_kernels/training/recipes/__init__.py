@@ -22,6 +22,7 @@ from transformer_kernels.training.tokenizers import from_description
 
 ENTRIES = {
     "char-gpt": "transformer_kernels.training.recipes.char_gpt:CharGPT",
+    "gpt": "transformer_kernels.training.recipes.gpt:GPTRecipe",
     "imdb": "transformer_kernels.training.recipes.imdb:Imdb",
     "mlm": "transformer_kernels.training.recipes.mlm:Mlm",
 }

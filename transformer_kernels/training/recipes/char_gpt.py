@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,29 +49,37 @@ class CharGPT(Recipe):
     """Text, its characters, windows of them, and the model."""
 
     Config = CharGPTConfig
+    unit = "characters"
 
-    def __init__(self, config: CharGPTConfig | None = None, tokenizer: CharacterTokenizer | None = None) -> None:
-        self.config = config or CharGPTConfig()
+    def __init__(self, config: CharGPTConfig | None = None, tokenizer: Any = None) -> None:
+        self.config = config or self.Config()
         text = read_corpus(self.config.corpus, self.config.data_dir)
         if not text:
             raise ValueError(
                 f"corpus {self.config.corpus!r} has 0 characters; at least {self.config.context + 1} are needed"
             )
-        self.tokenizer = tokenizer or CharacterTokenizer(text)
-        tokens = torch.tensor(self.tokenizer.encode(text), dtype=torch.int32)
-        self.fingerprint = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-        kept = len(tokens) if self.config.split == "none" else int(TRAINING_PART * len(tokens))
-        self.training = Windows(
-            tokens[:kept], self.config.context, f"the training part of corpus {self.config.corpus!r}"
+        self.tokenizer = tokenizer or self.make_tokenizer(self.config, text)
+        kept = len(text) if self.config.split == "none" else int(TRAINING_PART * len(text))
+        training, held_out = (
+            torch.tensor(self.tokenizer.encode(part), dtype=torch.int32) for part in (text[:kept], text[kept:])
         )
+        self.fingerprint = hashlib.sha256(torch.cat((training, held_out)).numpy().tobytes()).hexdigest()
+        self.training = self._windows(training, "the training part")
         self.validation = None
         if self.config.split != "none":
-            name = f"the validation part (a tenth) of corpus {self.config.corpus!r}"
-            self.validation = Windows(tokens[kept:], self.config.context, name)
+            self.validation = self._windows(held_out, "the validation part (a tenth)")
         self.train_length = len(self.training)
 
+    def _windows(self, tokens: Tensor, part: str) -> Windows:
+        return Windows(tokens, self.config.context, f"{part} of corpus {self.config.corpus!r}", self.unit)
+
     @classmethod
-    def build(cls, config: CharGPTConfig, tokenizer: CharacterTokenizer) -> nn.Module:
+    def make_tokenizer(cls, config: Any, text: str) -> Any:
+        """The tokenizer of a new run."""
+        return CharacterTokenizer(text)
+
+    @classmethod
+    def build(cls, config: Any, tokenizer: Any) -> nn.Module:
         return build_preset("char_gpt", config, vocab_size=tokenizer.vocabulary_size, context=config.context)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
@@ -102,18 +110,18 @@ class CharGPT(Recipe):
 
     @classmethod
     def evaluate(cls, trained: Trained) -> str:
-        """Loss, perplexity, bits per character and accuracy on the validation part, or on all where there is none."""
+        """Loss, perplexity, bits and accuracy on the validation part, or on all of the text where there is none."""
         recipe = cls(trained.config, trained.tokenizer)
         totals = evaluation_totals(trained.model, recipe.evaluation_batches(trained.device))
         loss = totals.loss / totals.targets
         return (
-            f"loss {loss:.4f}, perplexity {math.exp(loss):.3f}, {loss / math.log(2):.4f} bits per character, "
-            f"accuracy {totals.correct / totals.targets:.2%} on {totals.targets:.0f} characters"
+            f"loss {loss:.4f}, perplexity {math.exp(loss):.3f}, {loss / math.log(2):.4f} bits per {cls.unit[:-1]}, "
+            f"accuracy {totals.correct / totals.targets:.2%} on {totals.targets:.0f} {cls.unit}"
         )
 
     @classmethod
     def generate(cls, trained: Trained, prompts: list[str], count: int, sampling: Sampling) -> Iterator[list[Choice]]:
-        """`count` characters after each prompt, step by step."""
+        """`count` characters (or tokens) after each prompt, step by step."""
         tokens = [trained.tokenizer.encode(prompt) for prompt in prompts]
         context, device = trained.config.context, trained.device
         return generate_many(trained.model, tokens, count, sampling, context=context, device=device)

@@ -1,0 +1,132 @@
+"""Layers for users of the package `kernels`: from this installation, without a download.
+
+    from kernels import Mode, kernelize, use_kernel_mapping
+    from transformer_kernels import kernel_layers
+
+    kernel_layers.name_layers()
+    with use_kernel_mapping(kernel_layers.mapping()):
+        model = kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)
+
+`kernelize` replaces the forward of single layers and knows nothing of a layer's neighbours; `transformer_kernels.patch`
+fuses across them, and needs no such package. The backend is the default at each call (`set_backend`, `use_backend`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from transformer_kernels import nn as ours
+from transformer_kernels import ops
+from transformer_kernels.patching._rotary import FAMILIES, RMS_NORMS, has_plain_silu, rms_norm_of
+
+__all__ = ["InstalledLayer", "mapping", "name_layers"]
+
+
+class _Layer(nn.Module):
+    """A layer without state of its own: its forward is called on the module that is kernelized."""
+
+    can_torch_compile = True
+    has_backward = True
+
+
+class LayerNorm(_Layer):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return ours.layer_norm_of(self, input, None)
+
+
+class RMSNorm(_Layer):
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return rms_norm_of(self, hidden_states, None)
+
+
+class GELU(_Layer):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return ops.gelu(input, approximate=getattr(self, "approximate", "none"))
+
+
+class GELUTanh(_Layer):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return ops.gelu(input, approximate="tanh")
+
+
+class GatedMLP(_Layer):
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+LAYERS: dict[str, type[nn.Module]] = {
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+    "GeLU": GELU,
+    **dict.fromkeys(("GeluTanh", "NewGELU", "FastGELU"), GELUTanh),
+    "SwiGLUMLP": GatedMLP,
+}
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class InstalledLayer:
+    """What `kernels` calls a layer repository: `load()` gives the layer of that name from this installation."""
+
+    layer_name: str
+
+    def load(self) -> type[nn.Module]:
+        return LAYERS[self.layer_name]
+
+    def __str__(self) -> str:
+        return f"transformer_kernels (layer `{self.layer_name}`)"
+
+
+def mapping() -> dict[str, dict[str, InstalledLayer]]:
+    """For `kernels.use_kernel_mapping` or `register_kernel_mapping`: our layers by the names of what they replace.
+
+    These are the names that transformers gives its RMSNorms and activations ("RMSNorm", "GeLU", "GeluTanh", "NewGELU",
+    "FastGELU"), "LayerNorm", and "SwiGLUMLP" for down(silu(gate(x)) * up(x)); each for every mode on CPUs and on CUDA.
+    """
+    return {name: dict.fromkeys(DEVICES, InstalledLayer(name)) for name in LAYERS}
+
+
+def name_layers() -> None:
+    """Let `kernelize` know the layers by these names that have none yet, in this process.
+
+    They are torch.nn's LayerNorm, RMSNorm and GELU (the exact classes: a subclass may compute something else), and of
+    transformers, if it is imported, the activations and the RMSNorm and feed-forward network of Llama, Mistral, Qwen2
+    and Qwen3. `kernelize` leaves an RMSNorm over several axes and a gate that is not SiLU as they are.
+
+    Raises:
+        ImportError: the package `kernels` is missing.
+    """
+    try:
+        from kernels import replace_kernel_forward_from_hub
+    except ImportError as error:
+        raise ImportError("name_layers needs the package kernels: pip install kernels") from error
+    for kind, name in _known_classes():
+        if "kernel_layer_name" not in vars(kind):
+            replace_kernel_forward_from_hub(kind, name, functools.partial(_is_ours_to_replace, kind))
+
+
+def _known_classes() -> Iterator[tuple[Any, str]]:
+    """Each class that we have a layer for, with the name of that layer."""
+    yield from ((nn.LayerNorm, "LayerNorm"), (nn.RMSNorm, "RMSNorm"), (nn.GELU, "GeLU"))
+    activations = {"GELUActivation": "GeLU", "GELUTanh": "GeluTanh", "NewGELUActivation": "NewGELU"}
+    paths = {f"transformers.activations.{kind}": name for kind, name in activations.items()}
+    paths |= {"transformers.activations.FastGELUActivation": "FastGELU"}
+    paths |= dict.fromkeys(RMS_NORMS, "RMSNorm") | {f"{family}MLP": "SwiGLUMLP" for family in FAMILIES}
+    for path, name in paths.items():
+        module, _, kind = path.rpartition(".")
+        if module in sys.modules:
+            yield getattr(sys.modules[module], kind), name
+
+
+def _is_ours_to_replace(kind: Any, module: Any) -> bool:
+    if type(module) is not kind:
+        return False
+    if kind is nn.RMSNorm:
+        return len(module.normalized_shape) == 1
+    return has_plain_silu(module) if hasattr(module, "act_fn") else True

@@ -1,0 +1,48 @@
+"""A GPT on byte pairs or bytes: pretraining on any text."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from transformer_kernels.training.config import build_preset, option
+from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
+from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
+
+SMALL = {"width": 256, "layers": 4, "heads": 4}  # unless --model says otherwise; GPT-2's are 768, 12 and 12
+
+
+@dataclass(kw_only=True)
+class GPTRecipeConfig(CharGPTConfig):
+    """A GPT that reads and writes pieces of words; 256 wide, with 4 layers, unless --model says otherwise."""
+
+    recipe: ClassVar[str] = "gpt"
+
+    tokenizer: str = option("gpt2", "GPT-2 byte pairs, or plain bytes", choices=("gpt2", "bytes"), fixed=True)
+    vocab_dir: str = option(
+        "",
+        "folder with GPT-2's vocab.bpe, for machines without a network",
+        later={"evaluate": "vocab_dir", "generate": "vocab_dir"},
+    )
+    context: int = option(64, "tokens that the model sees", fixed=True)
+
+
+class GPTRecipe(CharGPT):
+    """Text, its tokens, windows of them, and the model, which knows no special tokens."""
+
+    Config = GPTRecipeConfig
+    unit = "tokens"
+
+    @classmethod
+    def make_tokenizer(cls, config: GPTRecipeConfig, text: str) -> ReviewTokenizer:
+        """GPT-2's, or bytes."""
+        return REVIEW_TOKENIZERS[config.tokenizer](config.vocab_dir)
+
+    @classmethod
+    def build(cls, config: GPTRecipeConfig, tokenizer: ReviewTokenizer) -> nn.Module:
+        sized = dataclasses.replace(config, model={**SMALL, **config.model})
+        ordinary = tokenizer.pad  # the special tokens are the last of the vocabulary
+        return build_preset("gpt2", sized, vocab_size=ordinary, context=config.context)
