@@ -149,6 +149,36 @@ class LearnedTokenizer(ReviewTokenizer):
         return {"kind": "learned", "tokenizer": self._description}
 
 
+class PretrainedTokenizer(ReviewTokenizer):
+    """The tokenizer of a pretrained encoder, through tokenizers; its special tokens are its own.
+
+    Args:
+        description: its JSON.
+        size: rows of the model's token embedding, at least as many as it has tokens.
+    Raises:
+        ValueError: it does not have the special tokens of BERT or of RoBERTa.
+    """
+
+    def __init__(self, description: str, size: int) -> None:
+        self._description, self.vocabulary_size = description, size
+        self._tokenizer = require("tokenizers").Tokenizer.from_str(description)
+        for names in (("[PAD]", "[CLS]", "[SEP]", "[MASK]"), ("<pad>", "<s>", "</s>", "<mask>")):
+            ids = [self._tokenizer.token_to_id(name) for name in names]
+            if None not in ids:
+                self.pad, self.cls, self.sep, self.mask = ids
+                return
+        raise ValueError("the tokenizer has neither [PAD], [CLS], [SEP] and [MASK] nor <pad>, <s>, </s> and <mask>")
+
+    def encode_many(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "pretrained", "tokenizer": self._description, "size": self.vocabulary_size}
+
+
 REVIEW_TOKENIZERS: dict[str, Callable[[str], ReviewTokenizer]] = {
     "gpt2": Gpt2Tokenizer,
     "bytes": lambda vocab_dir: ByteTokenizer(),
@@ -162,6 +192,8 @@ def from_description(description: dict[str, Any], vocab_dir: str = "") -> Any:
         return CharacterTokenizer(description["characters"])
     if kind == "learned" and isinstance(description.get("tokenizer"), str):
         return LearnedTokenizer(description["tokenizer"])
+    if kind == "pretrained" and isinstance(description.get("tokenizer"), str):
+        return PretrainedTokenizer(description["tokenizer"], int(description["size"]))
     if kind in REVIEW_TOKENIZERS:
         return REVIEW_TOKENIZERS[kind](vocab_dir)
     raise ValueError(f"unknown tokenizer {description!r:.200}")

@@ -133,7 +133,7 @@ def test_every_entry_has_a_description_and_help_for_each_option(name):
 
 
 def test_an_unknown_recipe_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"recipe must be one of char-gpt, imdb.*; got 'gpt-5'"):
+    with pytest.raises(ValueError, match=r"recipe must be one of char-gpt, gpt, imdb.*; got 'gpt-5'"):
         make_config("gpt-5", {})
 
 

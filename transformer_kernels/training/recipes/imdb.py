@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels.training._optional import require
-from transformer_kernels.training.checkpoint import checkpoint_folder, load_checkpoint, load_weights
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.initial import load_encoder, read_encoder
 from transformer_kernels.training.recipes import Classified, Recipe, Trained
 from transformer_kernels.training.reviews import (
     Reviews,
@@ -30,7 +29,6 @@ from transformer_kernels.training.step import Batch, to_device
 from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, LearnedTokenizer, ReviewTokenizer
 
 CLASSES = ("negative", "positive")
-ENCODER = ("embedding.", "blocks.", "final_norm.")  # what a masked language model and a classifier share
 PADDED_MULTIPLE = 32  # 256 tokens make 8 widths, the largest number of CUDA graphs
 PACKED_MULTIPLE = 64  # tokens; whole tiles for the matrix products and the kernels
 
@@ -87,7 +85,8 @@ class ImdbConfig(ReviewsConfig):
     test_data: str = option("", "the test file, when --data is a file", later={"evaluate": "test_data"})
     init: str = option(
         "",
-        "start from the encoder and the tokenizer of this run of train mlm, which has a model of the same size",
+        "start from the encoder and the tokenizer of this folder: a run of train mlm with a model of the same size, or "
+        "a pretrained BERT, MiniLM or DistilBERT of transformers, whose sizes are taken",
         fixed=True,
     )
     batching: str = option(
@@ -194,6 +193,9 @@ class Imdb(ReviewRecipe):
     Config = ImdbConfig
 
     def __init__(self, config: ImdbConfig, tokenizer: ReviewTokenizer | None = None) -> None:
+        self.initial = read_encoder(config.init) if config.init and tokenizer is None else None
+        if self.initial is not None:
+            config.model = {**self.initial.fields, **config.model}
         super().__init__(config, tokenizer)
         self.loss = packed_loss if config.batching == "packed" else padded_loss  # type: ignore[method-assign]
         self.budget = 0
@@ -204,15 +206,14 @@ class Imdb(ReviewRecipe):
 
     def make_tokenizer(self) -> ReviewTokenizer:
         """That of the run that `--init` names, or else the one that the config names."""
-        if not self.config.init:
+        if self.initial is None:
             return super().make_tokenizer()
-        description = load_checkpoint(checkpoint_folder(self.config.init)).tokenizer
-        return self.load_tokenizer(description, self.config)
+        return self.load_tokenizer(self.initial.tokenizer, self.config)
 
     def begin(self, model: nn.Module) -> None:
         """Take the encoder of the run that `--init` names."""
-        if self.config.init:
-            load_encoder(model, self.config.init)
+        if self.initial is not None:
+            load_encoder(model, self.initial)
 
     def sampler(self, processes: Processes) -> ShuffledSampler:
         """The reviews of the training part, in batches as the config wants them."""
@@ -275,21 +276,6 @@ class Imdb(ReviewRecipe):
     def _chosen(self, indices: Tensor) -> Reviews:
         numbers = indices.tolist()
         return Reviews([self.texts.texts[n] for n in numbers], [self.texts.labels[n] for n in numbers])
-
-
-def load_encoder(model: nn.Module, run: str) -> None:
-    """Copy embedding, blocks and final norm of a run or checkpoint into `model`; what else it has stays as it is.
-
-    Raises:
-        CheckpointError: the run is damaged, or its encoder has another size or other layers.
-    """
-    folder = checkpoint_folder(run)
-    checkpoint = load_checkpoint(folder)
-    heads = {name: weight for name, weight in model.state_dict().items() if not name.startswith(ENCODER)}
-    encoder = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(ENCODER)}
-    load_weights(model, {**heads, **encoder}, folder)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"encoder from {folder}; {', '.join(heads)} start from random weights")
 
 
 def review_batch(
