@@ -52,7 +52,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers' models call it, by `transformer_kernels.attention`.
 
     Args:
@@ -69,8 +69,9 @@ def attention_forward(
         sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window.
         softcap: the scores become softcap * tanh(scores / softcap) before anything is added (Gemma 2). No kernel has
             that: the scores are then held whole, and the backend computes their softmax.
+        kwargs: with `output_attentions` or `return_attention` true, the weights are returned beside the result.
     Returns:
-        (B, Lq, H, D) and None: there are no weights to return. A query that sees no key gives zeros.
+        (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
     Raises:
         ValueError: attention sinks, a paged cache, a head mask, or GPT-2's `reorder_and_upcast_attn`, which
             are not supported.
@@ -86,39 +87,38 @@ def attention_forward(
         bias = position_bias if bias is None else bias + position_bias
     if bias is not None and bias.dtype is not torch.float32:
         bias = bias.to(query.dtype)
-    attend = ops.attention if softcap is None else functools.partial(_softcapped_attention, softcap=softcap)
-    out = attend(
-        query,
-        key,
-        value,
-        causal=bool(causal),
-        key_padding_mask=padding,
-        attn_bias=bias,
-        window=sliding_window,
-        dropout_p=dropout,
-        scale=scaling,
-        backend=getattr(module, "backend", None),
-    )
-    assert isinstance(out, Tensor)  # a pair only with return_lse
-    return out.transpose(1, 2), None
+    options: dict[str, Any] = {
+        "causal": bool(causal),
+        "key_padding_mask": padding,
+        "attn_bias": bias,
+        "window": sliding_window,
+        "scale": scaling,
+        "backend": getattr(module, "backend", None),
+    }
+    wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
+    if softcap is None:
+        out = ops.attention(query, key, value, dropout_p=dropout, **options)
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return out.transpose(1, 2), ops.attention_weights(query, key, **options) if wanted else None
+    weights = _softcapped_weights(query, key, softcap=softcap, **options)
+    out = F.dropout(weights, dropout) @ value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return out.transpose(1, 2).contiguous(), weights if wanted else None
 
 
-def _softcapped_attention(
+def _softcapped_weights(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     *,
     softcap: float,
     causal: bool,
     key_padding_mask: Tensor | None,
     attn_bias: Tensor | None,
     window: int | None,
-    dropout_p: float,
     scale: float | None,
     backend: str | None,
 ) -> Tensor:
-    """`ops.attention` of softcapped scores, which are held whole, (B, H, Lq, Lk)."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    """`ops.attention_weights` of softcapped scores, (B, H, Lq, Lk)."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = softcap * (scores / softcap).tanh()
     visible = [] if key_padding_mask is None else [key_padding_mask[:, None, None]]  # (B, 1, 1, Lk)
@@ -129,8 +129,7 @@ def _softcapped_attention(
         rows = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
         visible.append(rows - torch.arange(k.shape[2], device=q.device) < window)  # (Lq, Lk)
     mask = functools.reduce(torch.logical_and, visible) if visible else None
-    weights = ops.softmax(scores, mask=mask, causal=causal, backend=backend)
-    return (F.dropout(weights, dropout_p) @ v).transpose(1, 2).contiguous().transpose(1, 2)
+    return ops.softmax(scores, mask=mask, causal=causal, backend=backend)
 
 
 def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:

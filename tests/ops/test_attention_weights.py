@@ -50,6 +50,13 @@ def test_bias_has_a_gradient(backend: str, device: torch.device) -> None:
         check_parity(OP, backend, {**make(torch.float32, device), "attn_bias": bias}, {"causal": True})
 
 
+def test_a_query_whose_bias_hides_every_key_has_no_weights(backend: str, device: torch.device) -> None:
+    bias = normal(7, 9, dtype=torch.float32, device=device, seed=3).detach().clone()
+    bias[2], bias[4, :5] = -torch.inf, -torch.inf
+    for options in ({}, {"causal": True}):
+        check_parity(OP, backend, {**make(torch.float32, device), "attn_bias": bias}, options)
+
+
 def test_packed_sequences(backend: str, device: torch.device) -> None:
     tensors = make(torch.float32, device, 8, 8, batch=1)
     check_parity(OP, backend, {**tensors, "cu_seqlens": SEQUENCES.to(device)}, {"causal": True})

@@ -100,6 +100,22 @@ def test_each_dropout_keeps_its_rate(family):
     assert 0.8 < spreads[1] / spreads[0] < 1.25
 
 
+@pytest.mark.parametrize("asked", ["return_attention", "output_attentions"])
+@pytest.mark.parametrize("family", models.FAMILIES)
+@torch.no_grad()
+def test_attention_maps_are_those_of_eager_and_change_nothing(family, asked):
+    eager, ours = (model.eval() for model in pair(family))
+    batch = models.inputs(family)
+    plain, out = ours(**batch).logits, ours(**batch, **{asked: True})
+    assert torch.equal(out.logits, plain) and torch.equal(ours(**batch).logits, plain)
+    expected = eager(**batch, output_attentions=True)
+    kinds = [name for name in expected if name.endswith("attentions") and expected[name]]
+    assert kinds
+    for name in kinds:
+        for given, wanted in zip(out[name], expected[name], strict=True):
+            torch.testing.assert_close(given[..., :5, :], wanted[..., :5, :], rtol=0, atol=1e-5)  # 5 tokens are real
+
+
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_unpatched_models_are_what_they_were(family):
     eager, ours = pair(family)
@@ -107,6 +123,7 @@ def test_unpatched_models_are_what_they_were(family):
     assert [type(module) for module in ours.modules()] == [type(module) for module in eager.modules()]
     assert [sorted(vars(module)) for module in ours.modules()] == [sorted(vars(module)) for module in eager.modules()]
     assert ours.config._attn_implementation == "eager"
+    assert not any(module._forward_pre_hooks or module._forward_pre_hooks_with_kwargs for module in ours.modules())
     batch = models.inputs(family)
     assert torch.equal(ours(**batch).logits, eager(**batch).logits)
 

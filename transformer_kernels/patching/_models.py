@@ -16,6 +16,14 @@ from transformer_kernels.patching._rotary import ATTENTION
 from transformer_kernels.patching._swap import Mixin, Patched, class_path, original_class, swap
 from transformer_kernels.patching._transformers import LOSSES
 
+ASKS_FOR_WEIGHTS = ("return_attention", "output_attentions")
+
+
+def hand_on_weights(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """`return_attention` is `output_attentions` of transformers, of which not every model tells its attention."""
+    asked = any(kwargs.get(name) for name in ASKS_FOR_WEIGHTS)
+    return (args, {**kwargs, **dict.fromkeys(ASKS_FOR_WEIGHTS, True)}) if asked else None
+
 
 class Attention(Mixin):
     """An attention layer that asks for its function by `config._attn_implementation`; it reads `backend` from here."""
@@ -53,6 +61,8 @@ def unpatch_models(model: nn.Module) -> None:
             each.config._attn_implementation_internal = vars(each).pop("_attention_before")
         if _is_ours(vars(each).get("_loss_function")):
             del each._loss_function
+        for key in [key for key, hook in each._forward_pre_hooks.items() if hook is hand_on_weights]:
+            del each._forward_pre_hooks[key], each._forward_pre_hooks_with_kwargs[key]
 
 
 def _holds(model: nn.Module, part: nn.Module) -> bool:
@@ -69,6 +79,9 @@ def _patch_attention(name: str, model: Any, backend: str | None, ours: str) -> I
             if each.config._attn_implementation != ours:
                 each._attention_before = each.config._attn_implementation
         model.set_attn_implementation(ours)
+        for each in inside:
+            if hand_on_weights not in each._forward_pre_hooks.values():
+                each.register_forward_pre_hook(hand_on_weights, with_kwargs=True)
     for path, layer in layers:
         kind = original_class(layer).__name__
         if reason is not None:

@@ -126,7 +126,7 @@ class RotaryAttention(Mixin):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         from transformer_kernels.huggingface import attention_forward
 
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -139,7 +139,7 @@ class RotaryAttention(Mixin):
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         window = getattr(self if hasattr(self, "sliding_window") else self.config, "sliding_window", None)
-        out, _ = attention_forward(
+        out, weights = attention_forward(
             self,
             q,
             k,
@@ -150,7 +150,7 @@ class RotaryAttention(Mixin):
             sliding_window=window,
             **kwargs,
         )
-        return self.o_proj(out.flatten(2)), None
+        return self.o_proj(out.flatten(2)), weights
 
 
 def _angles(table: Tensor, batch: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -83,10 +84,12 @@ class _OnSoftmax:
         q, k = _operands(call)
         with torch.autocast(q.device.type, enabled=False):
             scores = (q @ k.transpose(-2, -1)).mul_(call.scale).flatten(1, 2)  # (B, Hk, group, ...) -> (B, Hq, Lq, Lk)
-        if call.attn_bias is not None:
-            scores = scores + call.attn_bias
         lengths, padding = scores.shape[2:], call.key_padding_mask
         mask = visible_mask(lengths[0], lengths[1], q.device, call.causal, call.window, padding, call.cu_seqlens)
+        if call.attn_bias is not None:
+            scores = scores + call.attn_bias
+            seen = call.attn_bias != -math.inf  # a row of -inf would be NaN
+            mask = seen if mask is None else mask & seen
         mask = None if mask is None else mask.expand(scores.shape)
         return self.kernels.forward(SoftmaxCall(scores, mask, False, 1.0)).to(call.q.dtype)
 
