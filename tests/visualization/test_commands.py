@@ -1,0 +1,135 @@
+"""`attend`, `plot` and `sweep`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import matplotlib.image
+import pytest
+import torch
+
+from transformer_kernels import cli
+
+torch.set_num_threads(1)
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "happy", "dog", "##s", "sad", "."]
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
+
+
+def run(capsys, *arguments):
+    """What a command prints."""
+    assert cli.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    assert cli.main([str(argument) for argument in arguments]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("transformer-kernels: error: ") and "Traceback" not in told
+    return told
+
+
+def is_picture(path):
+    return matplotlib.image.imread(path)[..., :3].std() > 0.01
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `test`)")
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=8, initializer_range=0.5, **sizes)
+    transformers.BertModel(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """A sweep of three small models, and its folder."""
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "text.txt").write_text(TEXT)
+    options = [
+        "--corpus",
+        folder / "text.txt",
+        "--context",
+        8,
+        "--batch-size",
+        4,
+        "--lr",
+        1e-2,
+        "--out",
+        folder / "out",
+    ]
+    arguments = ["sweep", "--sizes", "16x1", "32x1", "32x2", "--tokens", 64, *options, "--backend", "torch"]
+    assert cli.main([str(argument) for argument in arguments]) == 0
+    return folder / "out"
+
+
+def test_attend_to_a_pretrained_model(encoder, tmp_path, capsys):
+    out = tmp_path / "maps.png"
+    told = run(capsys, "attend", "--model", encoder, "a happy dogs .", "--out", out)
+    assert told == f"1 layers of 2 heads on 7 tokens: {out}, {tmp_path / 'maps.html'}\n"
+    assert is_picture(out) and '"queries": ["[CLS]", "a", "happy", "dog", "s"' in (tmp_path / "maps.html").read_text()
+
+
+def test_attend_to_a_trained_model(sweep, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    arguments = ["--checkpoint", sweep / "32x2-64", "the fox", "--out", tmp_path / "maps.svg", "--html", page]
+    assert "2 layers of 1 heads on 7 tokens" in run(capsys, "attend", *arguments)
+    assert (tmp_path / "maps.svg").read_text().startswith("<?xml") and '"t", "h", "e", "\\u2423"' in page.read_text()
+
+
+def test_a_word_in_two_sentences(encoder, tmp_path, capsys):
+    out = tmp_path / "words.png"
+    arguments = ["--word", "dog", "a happy dog .", "a sad dog .", "--out", out]
+    lines = run(capsys, "plot", "words", "--model", encoder, *arguments).splitlines()
+    contextual, static = lines[1].split()[-1], lines[4].split()[-1]
+    assert lines[0] == "cosine, contextual" and lines[3] == "cosine, static"
+    assert static == "1.0000" and -1 < float(contextual) < 0.9999
+    assert lines[-1] == f"'dog' in 2 sentences: {out}" and is_picture(out)
+
+
+@pytest.mark.parametrize("kind", ["sinusoidal", "rotary"])
+def test_positions(kind, tmp_path, capsys):
+    out = tmp_path / "positions.png"
+    told = run(capsys, "plot", "positions", "--kind", kind, "--length", 20, "--width", 8, "--out", out)
+    assert told == f"{kind} positions: {out}\n" and is_picture(out)
+
+
+def test_a_sweep_records_its_points_and_the_law_through_them(sweep):
+    record = json.loads((sweep / "sweep.json").read_text())
+    sizes = [point["size"] for point in record["points"]]
+    parameters = [point["parameters"] for point in record["points"]]
+    assert sizes == ["16x1", "32x1", "32x2"] and parameters == sorted(parameters)
+    assert all(point["tokens"] == 64 and 0 < point["loss"] < 5 for point in record["points"])
+    assert record["power_law"]["alpha_error"] > 0 and record["power_law"]["beta"] == 0
+    assert is_picture(sweep / "sweep.png")
+
+
+def test_curves_of_runs(sweep, tmp_path, capsys):
+    out = tmp_path / "curves.png"
+    assert run(capsys, "plot", "run", sweep / "16x1-64", sweep / "32x1-64", "--out", out) == f"2 runs: {out}\n"
+    assert is_picture(out)
+
+
+def test_what_cannot_be_drawn(encoder, sweep, tmp_path, capsys):
+    for arguments, message in (
+        (["attend", "--model", "nowhere", "a"], "nowhere: no such folder or file"),
+        (["attend", "--checkpoint", sweep / "16x1-64", "#"], "characters that the model has never seen: ['#']"),
+        (["attend", "--model", encoder, "a " * 9], "a sequence of 11 tokens is longer than the model's 8 positions"),
+        (["attend", "--model", encoder, "a", "--out", tmp_path / "a.bmq"], "Format 'bmq' is not supported"),
+        (["plot", "words", "--model", encoder, "--word", "cat", "a dog", "dogs"], "the word 'cat' is not in 'a dog'"),
+        (["plot", "words", "--model", encoder, "--word", "dog", "a dog"], "at least two sentences are compared"),
+        (["plot", "run", tmp_path], "log.jsonl: no such file; the folder of a run has one"),
+        (["plot", "positions", "--kind", "rotary", "--width", 5], "width must be even and positive; got 5"),
+        (["sweep", "--sizes", "16x1", "--tokens", 4096], "takes at least 3"),
+        (["sweep", "--sizes", "16x1", "32x1", "64x1", "--tokens", 4096, "--out", sweep], "out: holds a sweep already"),
+    ):
+        assert message in refused(capsys, *arguments)
+
+
+def test_without_matplotlib(encoder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "matplotlib is needed for this: pip install matplotlib" in refused(capsys, "plot", "positions")

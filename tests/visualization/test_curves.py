@@ -1,0 +1,81 @@
+"""Position codes, and the curves of runs from their logs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from transformer_kernels.visualization import curves
+from transformer_kernels.visualization.curves import draw_runs, position_codes, read_log
+
+
+def test_sinusoidal_codes_are_sines_and_cosines():
+    codes = position_codes("sinusoidal", 5, 4)
+    angles = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.01])
+    torch.testing.assert_close(codes, torch.stack((angles.sin(), angles.cos()), -1).flatten(1))
+
+
+def test_products_of_rotated_vectors_depend_on_the_distance_only():
+    codes = position_codes("rotary", 12, 8).double()
+    products = codes @ codes.T
+    for distance in range(12):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand(12 - distance), rtol=0, atol=1e-5)
+    assert (products.diagonal() > products.diagonal(1).max() + 0.1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("learned", 4, 4), "kind must be one of sinusoidal, rotary; got 'learned'"),
+        (("rotary", 4, 3), "width must be even and positive; got 3"),
+        (("sinusoidal", 0, 4), "must be at least 1; got 0 and 4"),
+    ],
+)
+def test_positions_that_there_are_not(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        position_codes(*arguments)
+
+
+def write_log(folder, *lines):
+    folder.mkdir()
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder)
+
+
+def line(event, step, **values):
+    return {"event": event, "step": step, **values}
+
+
+LINES = [line("start", 0), *(line("train", step, loss=3.0 - step / 10) for step in (2, 4, 6))]
+LINES += [line("validation", 6, loss=2.5, accuracy=0.4)]
+
+
+def test_a_resumed_run_goes_through_its_steps_once(tmp_path):
+    again = [line("start", 4), line("train", 6, loss=2.0)]
+    lines = read_log(write_log(tmp_path / "run", *LINES, *again))
+    assert [each["step"] for each in lines if each["event"] == "train"] == [2, 4, 6]
+    assert lines[-1] == again[-1] and not any(each["event"] == "validation" for each in lines)
+
+
+def test_logs_that_cannot_be_drawn(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere/log.jsonl: no such file; the folder of a run has one"):
+        read_log(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no step of training is logged yet"):
+        read_log(write_log(tmp_path / "fresh", LINES[0]))
+    broken = write_log(tmp_path / "broken", LINES[0], {"step": 1})
+    with pytest.raises(ValueError, match=r"log.jsonl, line 2: not a line of a run's log"):
+        read_log(broken)
+
+
+def test_the_picture_of_runs_has_their_curves(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(curves, "write_figure", lambda figure, path: kept.append(figure))
+    draw_runs([write_log(tmp_path / "one", *LINES), write_log(tmp_path / "two", *LINES[:-1])], tmp_path / "runs.png")
+    loss, accuracy = kept[0].axes
+    drawn = {drawn.get_label().removeprefix(str(tmp_path)): drawn.get_xydata().tolist() for drawn in loss.lines}
+    training = [[2, 2.8], [4, 2.6], [6, 2.4]]
+    assert drawn == {"/one: train": training, "/one: validation": [[6, 2.5]], "/two: train": training}
+    assert [drawn.get_xydata().tolist() for drawn in accuracy.lines] == [[[6, 0.4]]]

@@ -1,0 +1,56 @@
+"""The power law of a sweep: found where it is known, with an uncertainty that covers it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from transformer_kernels.visualization.sweep import Point, fit_power_law, read_size, train_points
+
+SIZES, BUDGETS = (10_000, 30_000, 100_000, 400_000), (50_000, 200_000, 1_000_000)
+
+
+def points(alpha, beta, noise=0.0, budgets=BUDGETS):
+    draws = np.random.default_rng(0)
+    grid = itertools.product(SIZES, budgets)
+    return [Point("", n, d, 20.0 * n**-alpha * d**-beta * np.exp(noise * draws.standard_normal())) for n, d in grid]
+
+
+def test_a_law_without_noise_is_found_exactly():
+    law = fit_power_law(points(0.08, 0.11))
+    np.testing.assert_allclose((law.factor, law.alpha, law.beta), (20.0, 0.08, 0.11), rtol=1e-9)
+    assert max(law.alpha_error, law.beta_error) < 1e-9
+
+
+def test_the_uncertainty_is_that_of_the_exponents():
+    law = fit_power_law(points(0.08, 0.11, noise=0.05))
+    spread = np.log([p.parameters for p in points(0, 0)]).std() * len(SIZES * len(BUDGETS)) ** 0.5
+    assert 0.5 < law.alpha_error / (0.05 / spread) < 2.0  # the standard error of a slope
+    assert 0.0 < abs(law.alpha - 0.08) < 3 * law.alpha_error and abs(law.beta - 0.11) < 3 * law.beta_error
+
+
+def test_what_was_not_varied_has_no_exponent():
+    law = fit_power_law(points(0.08, 0.11, noise=0.01, budgets=BUDGETS[:1]))
+    assert law.beta == law.beta_error == 0.0 and abs(law.alpha - 0.08) < 0.02
+    assert str(law).startswith("loss = ") and "D^" not in str(law) and f"N^-({law.alpha:.4f} ± " in str(law)
+
+
+def test_sweeps_that_tell_nothing(tmp_path):
+    for sizes, tokens, message in (
+        (["16x1", "32x1"], [4096], "2 sizes and 1 budgets of tokens make 2 points; .* takes at least 3"),
+        (["16x1", "16x1"], [4096, 8192], "1 sizes and 2 budgets of tokens make 2 points"),
+        (["16x1", "32x1", "64x1"], [100], "a step takes 4096 tokens, more than a budget of 100"),
+        (["16"], [4096], "a size is WIDTHxLAYERS, such as 64x2; got '16'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(train_points(sizes, tokens, tmp_path))
+    with pytest.raises(ValueError, match="takes at least 4"):
+        fit_power_law(points(0.1, 0.1)[:3] and [points(0.1, 0.1)[index] for index in (0, 1, 3)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes():
+    assert read_size("64x2") == {"width": 64, "layers": 2, "heads": 2}
+    assert read_size("48x1") == {"width": 48, "layers": 1, "heads": 1}

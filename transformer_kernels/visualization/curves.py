@@ -1,0 +1,88 @@
+"""Curves: codes of positions, and the loss of training runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from python_ref.positions import rotary, rotary_table, sinusoidal_positions
+from transformer_kernels.visualization.figures import new_figure, write_figure
+
+KINDS = ("sinusoidal", "rotary")
+
+
+def position_codes(kind: str, length: int, width: int) -> Tensor:
+    """What stands for each position, (length, width): sinusoidal codes, or a vector of ones rotated to each position.
+
+    Raises:
+        ValueError: an unknown kind, a size below 1, or an odd width of a rotation.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"positions: kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    if min(length, width) < 1:
+        raise ValueError(f"positions: length and width must be at least 1; got {length} and {width}")
+    if kind == "sinusoidal":
+        return sinusoidal_positions(length, width)
+    ones = torch.ones(1, 1, length, width)
+    return rotary(ones, ones, *rotary_table(torch.arange(length), width))[0][0, 0]
+
+
+def draw_positions(kind: str, length: int, width: int, path: str | Path) -> None:
+    """Write a picture of the codes, and of the product of each two of them over their width."""
+    codes = position_codes(kind, length, width)
+    figure, (left, right) = new_figure(12.0, 5.0, columns=2)
+    told = "rotated vector of ones" if kind == "rotary" else "sinusoidal codes"
+    products = codes @ codes.T / width
+    panels = ((left, codes, "column", told, "RdBu"), (right, products, "position", "product of two", "viridis"))
+    for axes, values, across, title, colours in panels:
+        image = axes.imshow(values.numpy(), aspect="auto", cmap=colours, interpolation="nearest")
+        axes.set(xlabel=across, ylabel="position", title=title)
+        figure.colorbar(image, ax=axes)
+    write_figure(figure, path)
+
+
+def read_log(folder: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's log, without those that a resumed run went through again.
+
+    Raises:
+        FileNotFoundError: the folder has no log.jsonl.
+        ValueError: a line is not one of a log, or the run has no loss yet.
+    """
+    path = Path(folder) / "log.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; the folder of a run has one")
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            if line["event"] == "start":
+                lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number}: not a line of a run's log: {text!r:.80}") from None
+        lines.append(line)
+    if not any(line["event"] == "train" for line in lines):
+        raise ValueError(f"{path}: no step of training is logged yet")
+    return lines
+
+
+def draw_runs(folders: list[str], path: str | Path) -> None:
+    """Write the curves of runs as one picture: the loss in training and validation, and the validation's accuracy."""
+    logs = {folder: read_log(folder) for folder in folders}
+    figure, (left, right) = new_figure(12.0, 5.0, columns=2)
+    panels = ((left, "train", "loss", "--", 0.6), (left, "validation", "loss", "o-", 1.0))
+    for number, (folder, lines) in enumerate(logs.items()):
+        for axes, event, quantity, style, opacity in (*panels, (right, "validation", "accuracy", "o-", 1.0)):
+            points = [(line["step"], line[quantity]) for line in lines if line["event"] == event]
+            name = f"{folder}: {event}"
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), style, color=f"C{number}", alpha=opacity, label=name, markersize=4
+                )
+    left.set(xlabel="step", ylabel="loss")
+    left.legend()
+    right.set(xlabel="step", ylabel="accuracy in validation")
+    write_figure(figure, path)
