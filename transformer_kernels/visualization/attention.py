@@ -33,7 +33,8 @@ def attention_maps(loaded: Any, text: str) -> tuple[Tensor, list[str]]:
     reading = read(loaded, text)
     if len(reading.names) > LONGEST:
         raise ValueError(f"attend: at most {LONGEST} tokens can be told apart; the text has {len(reading.names)}")
-    _, maps = loaded.model(reading.tokens, return_attention=True)
+    maps: list[Tensor] = []
+    loaded.model.hidden_states(reading.tokens, maps=maps)
     return torch.cat(maps).float().cpu(), reading.names
 
 
