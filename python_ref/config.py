@@ -30,6 +30,8 @@ class TransformerConfig:
         window: a query sees the nearest `window` keys only, itself included. None means all.
         window_pattern: which layers have the window: "L" (local) or "G" (global, none) for each layer, and from the
             first again where the layers are more than the letters.
+        global_tokens: in layers with a window, the first so many tokens of a sequence see all and are seen by all
+            (Beltagy et al. 2020); for models that are not causal, without rotary positions and norms of queries.
         ffn_width: F, the width inside the feed-forward network. None means 4 * `width`.
         activation: "relu", "gelu" (erf) or "gelu_tanh", or with a gate of the same width beside it "swiglu", "geglu".
         norm: "pre", x + f(norm(x)), or "post", norm(x + f(x)), with LayerNorm; "rms", x + f(norm(x)) with RMSNorm.
@@ -67,6 +69,7 @@ class TransformerConfig:
     qk_norm: bool = False
     window: int | None = None
     window_pattern: str = "L"
+    global_tokens: int = 0
     ffn_width: int | None = None
     activation: str = "gelu"
     norm: str = "pre"
@@ -102,6 +105,7 @@ class TransformerConfig:
         self._check_rotary()
         if not self.window_pattern or set(self.window_pattern) - set("LG"):
             raise ValueError(f'{self._name}: window_pattern must be letters "L" and "G"; got {self.window_pattern!r}')
+        self._check_global_tokens()
         for name in DROPOUTS:
             probability = getattr(self, name)
             if probability is None and name not in ("dropout", "ffn_dropout"):
@@ -146,6 +150,16 @@ class TransformerConfig:
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(
                 f"{self._name}: kv_heads must divide heads; got kv_heads={self.kv_heads} with heads={self.heads}"
+            )
+
+    def _check_global_tokens(self) -> None:
+        if self.global_tokens == 0:
+            return
+        self._check_size("global_tokens", self.global_tokens)
+        if self.window is None or self.positions == "rotary" or self.qk_norm:
+            raise ValueError(
+                f"{self._name}: global_tokens go with a window, without rotary positions and qk_norm; got "
+                f"window={self.window}, positions={self.positions!r}, qk_norm={self.qk_norm}"
             )
 
     def _check_rotary(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from python_ref.cache import KVCache
 from python_ref.config import TransformerConfig
 from python_ref.ops import RotaryScaling, check_ids, positions_in_sequence, rotary_table, sinusoidal_positions
+from python_ref.windows import global_window_attention, global_window_bias
 
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -103,6 +104,7 @@ class Attention(Layer):
         self.head_dim = config.width // config.heads
         self.value_dim = config.value_dim or self.head_dim
         self.window = config.window_of(layer)
+        self.global_tokens = config.global_tokens if self.window else 0
         self.interleaved = config.rotary_interleaved
         self.rows = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.value_dim]
         self.qkv = nn.Linear(config.width, sum(self.rows), bias=config.attention_bias)
@@ -128,6 +130,8 @@ class Attention(Layer):
             maps: a list to which the weights (B, H, L, Lk) are added, for looking at them.
             visible: causal, key_padding_mask and cu_seqlens, as in `ops.attention`.
         """
+        if self.global_tokens:
+            return self._attend_globally(x, maps, **visible)
         visible["window"] = self.window
         parted = context is not None or rotation is not None or remember is not None or self.query_norm is not None
         if not parted and self.value_dim == self.head_dim:
@@ -148,6 +152,22 @@ class Attention(Layer):
         if maps is not None:
             maps.append(self.ops.attention_weights(q, k, **visible))
         mixed = self.ops.attention(q, k, v, dropout_p=self.dropout_p, **visible)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, H, L, Dv) -> (B, L, E)
+
+    def _attend_globally(
+        self, x: Tensor, maps: list[Tensor] | None, *, causal: bool, key_padding_mask: Tensor | None, cu_seqlens: None
+    ) -> Tensor:
+        """The window, and the first tokens, which see all and are seen by all."""
+        if causal or cu_seqlens is not None:
+            raise ValueError("attention: global tokens go with whole padded sequences, neither causal nor packed")
+        q, k, v = self._heads(self.qkv(x))
+        sizes = {"window": self.window, "global_tokens": self.global_tokens}
+        if maps is not None:
+            bias = global_window_bias(x.shape[1], **sizes, device=x.device)[None, None].to(q.dtype)
+            maps.append(self.ops.attention_weights(q, k, key_padding_mask=key_padding_mask, attn_bias=bias))
+        mixed = global_window_attention(
+            self.ops, q, k, v, **sizes, key_padding_mask=key_padding_mask, dropout_p=self.dropout_p
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))  # (B, H, L, Dv) -> (B, L, E)
 
     def _heads(self, projected: Tensor) -> list[Tensor]:

@@ -12,7 +12,13 @@ from python_ref import GPT, BERTClassifier, GPTConfig
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("char_gpt", 807_745), ("imdb_bert", 16_092_674), ("gpt2", 124_439_808), ("llama", 134_515_008)],
+    [
+        ("char_gpt", 807_745),
+        ("imdb_bert", 16_092_674),
+        ("gpt2", 124_439_808),
+        ("llama", 134_515_008),
+        ("vit_base", 86_567_656),
+    ],
 )
 def test_preset_has_exactly_as_many_parameters(name, parameters):
     with torch.device("meta"):
@@ -43,7 +49,10 @@ def test_unknown_override_names_the_fields():
 
 
 def test_unknown_preset_names_the_presets():
-    with pytest.raises(ValueError, match="one of 'char_gpt', 'gpt2', 'imdb_bert', 'imdb_mlm', 'llama'; got 'gpt3'"):
+    with pytest.raises(
+        ValueError,
+        match="one of 'char_gpt', 'gpt2', 'imdb_bert', 'imdb_mlm', 'llama', 'vit_base', 'vit_digits'; got 'gpt3'",
+    ):
         python_ref.build("gpt3")
 
 

@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-PACKAGES = {"sklearn": "scikit-learn", "yaml": "PyYAML"}  # whose names are not those of their modules
+PACKAGES = {"sklearn": "scikit-learn", "yaml": "PyYAML", "PIL": "pillow"}  # whose names are not those of their modules
 
 
 def require(module: str) -> ModuleType:

@@ -25,6 +25,7 @@ ENTRIES = {
     "gpt": "transformer_kernels.training.recipes.gpt:GPTRecipe",
     "imdb": "transformer_kernels.training.recipes.imdb:Imdb",
     "mlm": "transformer_kernels.training.recipes.mlm:Mlm",
+    "vit": "transformer_kernels.training.recipes.vit:DigitsViT",
 }
 GROUP = "transformer_kernels.recipes"  # of entry points, through which other packages add theirs
 

@@ -1,0 +1,115 @@
+"""Attention that sees only what is near: shifted windows of a picture, and windows of a text with global tokens."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def shifted_windows(
+    height: int, width: int, size: int, shift: int = 0, *, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The tokens of a grid window by window, and where each window begins: `cu_seqlens` for `attention`.
+
+    The edges of the windows lie at shift, shift + size, ... and at those of the grid, so that windows at the border may
+    be smaller. That is what cyclically shifted windows with a mask compute, without the mask and the shift.
+
+    Args:
+        height, width: of the grid, whose token (y, x) has the number y * width + x.
+        size: height and width of a window.
+        shift: in [0, size); Swin alternates 0 and size // 2.
+    Returns:
+        order, int64 (height * width,): numbers of the tokens, those of a window next to each other; and cu_seqlens,
+        int32 (windows + 1,).
+
+    Liu et al., "Swin transformer: hierarchical vision transformer using shifted windows", 2021, section 3.2.
+    """
+    if size < 1 or not 0 <= shift < size:
+        raise ValueError(f"shifted_windows: shift must be in [0, size); got shift={shift} with size={size}")
+    numbers = torch.arange(height * width, device=device).view(height, width)
+    bands = [[0, *(edge for edge in range(shift, length, size) if edge), length] for length in (height, width)]
+    windows = [
+        numbers[top:bottom, left:right].flatten()
+        for top, bottom in pairwise(bands[0])
+        for left, right in pairwise(bands[1])
+    ]
+    lengths = torch.tensor([0, *map(len, windows)], device=device)
+    return torch.cat(windows), lengths.cumsum(0).int()
+
+
+def global_window_bias(length: int, window: int, global_tokens: int, device: torch.device | None = None) -> Tensor:
+    """What a dense computation of `global_window_attention` would add to its scores: 0 or -inf, (length, length)."""
+    place = torch.arange(length, device=device)
+    seen = (place[:, None] - place).abs() < window
+    seen |= (place < global_tokens) | (place[:, None] < global_tokens)
+    return torch.zeros(length, length, device=device).masked_fill(~seen, -math.inf)
+
+
+def global_window_attention(
+    ops: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    global_tokens: int,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention in which the first tokens see all and are seen by all, and the others see their neighbourhood.
+
+    The queries are cut into blocks of `window`; each attends to the global keys and to its own block and the two beside
+    it, of which the distance hides a part. So time and memory grow with length * (3 * window + global_tokens), in every
+    backend.
+
+    Args:
+        ops: whose `attention` is called.
+        q: floating (B, H, L, D). k: (B, Hk, L, D), v: (B, Hk, L, Dv).
+        window: a token sees the tokens less than `window` away on both sides.
+        global_tokens: how many tokens at the beginning see all and are seen by all.
+        key_padding_mask: bool (B, L), True = a real token.
+        dropout_p: as in `attention`.
+    Returns:
+        (B, H, L, Dv).
+
+    Beltagy, Peters, Cohan, "Longformer: the long-document transformer", 2020, section 3.1.
+    """
+    batch, length = q.shape[0], q.shape[2]
+    first = min(global_tokens, length)
+    real = (
+        torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_padding_mask is None else key_padding_mask
+    )
+    out = ops.attention(q[:, :, :first], k, v, key_padding_mask=key_padding_mask, dropout_p=dropout_p)
+    if first == length:
+        return out
+    blocks = -(-(length - first) // window)
+    spare = blocks * window - (length - first)
+    queries = F.pad(q[:, :, first:], (0, 0, 0, spare)).unflatten(2, (blocks, window))  # (B, H, blocks, window, D)
+    keys, values = (_beside(x[:, :, first:], x[:, :, :first], window, spare) for x in (k, v))
+    mask = _beside(real[:, None, first:, None], real[:, None, :first, None], window, spare)[
+        ..., 0
+    ]  # (B * blocks, 1, K)
+    place = torch.arange(3 * window, device=q.device)
+    far = (place[:window, None] + window - place).abs() >= window  # (window, 3 window)
+    bias = F.pad(torch.zeros(far.shape, dtype=q.dtype, device=q.device).masked_fill(far, -math.inf), (first, 0))
+    near = ops.attention(
+        queries.transpose(1, 2).flatten(0, 1),  # (B * blocks, H, window, D)
+        keys,
+        values,
+        key_padding_mask=mask.squeeze(1),
+        attn_bias=bias[None, None],
+        dropout_p=dropout_p,
+    )
+    near = near.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, : length - first]
+    return torch.cat((out, near), dim=2)
+
+
+def _beside(x: Tensor, first: Tensor, window: int, spare: int) -> Tensor:
+    """The global rows, then those of each block and of the two beside it: (B * blocks, H, G + 3 * window, D)."""
+    padded = F.pad(x, (0, 0, window, window + spare))  # (B, H, (blocks + 2) * window, D)
+    near = padded.unfold(2, 3 * window, window).transpose(-1, -2)  # (B, H, blocks, 3 * window, D)
+    all_see = first.unsqueeze(2).expand(-1, -1, near.shape[2], -1, -1)
+    return torch.cat((all_see, near), dim=3).transpose(1, 2).flatten(0, 1)

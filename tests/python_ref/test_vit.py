@@ -1,0 +1,49 @@
+"""The vision transformer: how a picture becomes tokens, and that transformers' ViT computes the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import python_ref
+from python_ref import ViTConfig
+
+
+def test_patches_are_those_of_a_strided_convolution() -> None:
+    model = python_ref.build("vit_digits", image=12, channels=3, patch=4, width=8, heads=2).eval()
+    images = torch.randn(2, 3, 12, 12)
+    projection = model.embedding.projection
+    wanted = F.conv2d(images, projection.weight.view(8, 3, 4, 4), projection.bias, stride=4).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(projection(model.embedding.patches(images)), wanted)
+    assert model.embedding(images).shape == (2, 10, 8)
+    assert model.config.context == 10
+
+
+def test_the_classifier_reads_the_class_token_which_sees_every_patch() -> None:
+    torch.manual_seed(0)
+    model = python_ref.build("vit_digits", init_std=0.3).eval()
+    images = torch.randn(3, 1, 8, 8, requires_grad=True)
+    logits, maps = model(images, return_attention=True)
+    assert logits.shape == (3, 10)
+    assert [tuple(weights.shape) for weights in maps] == [(3, 4, 17, 17)] * 4
+    (gradient,) = torch.autograd.grad(logits[1].square().sum(), images)
+    assert (gradient[1] != 0).all()
+    assert (gradient[[0, 2]] == 0).all()
+    torch.testing.assert_close(logits, model.classifier(model.hidden_states(images)[:, 0]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"patch": 3}, "patch must divide image; got patches of 3 in images of 8"),
+        ({"positions": "rotary"}, "positions must be 'learned'; got 'rotary'"),
+        ({"classes": 0}, "classes must be at least 1; got 0"),
+    ],
+)
+def test_bad_sizes_are_refused(changes: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ViTConfig(**{"image": 8, "patch": 2, "classes": 10, "width": 8, "layers": 1, "heads": 2, **changes})
+
+
+def test_images_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"images must have shape \(batch, 1, 8, 8\); got \(2, 1, 8, 9\)"):
+        python_ref.build("vit_digits")(torch.zeros(2, 1, 8, 9))

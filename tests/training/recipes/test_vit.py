@@ -1,0 +1,54 @@
+"""The digits: what is held out, that they are learned, and that the commands read pictures."""
+
+import pytest
+import torch
+
+from transformer_kernels import cli
+from transformer_kernels.training import Trainer
+from transformer_kernels.training.recipes.vit import DigitsViT, VitConfig
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Makes configs that train in a moment."""
+
+    def make(**changes):
+        usual = {"out": str(tmp_path / "run"), "progress": False, "steps": 4, "model": {"layers": 1, "width": 32}}
+        return VitConfig(**{**usual, **changes})
+
+    return make
+
+
+def test_every_digit_is_in_one_part(config):
+    recipe = DigitsViT(config())
+    assert torch.cat((recipe.training, recipe.held_out)).sort().values.tolist() == list(range(1797))
+    assert len(recipe.held_out) == 360
+    batch = recipe.batch(torch.arange(5), torch.device("cpu"))
+    assert (batch.inputs[0].shape, batch.targets.shape, batch.tokens) == ((5, 1, 8, 8), (5,), 5 * 17)
+    assert (recipe.images.min().item(), recipe.images.max().item()) == (-1.0, 1.0)
+    with pytest.raises(ValueError, match=r"held_out must leave some of the 1,797 digits .*; got 1797"):
+        config(held_out=1797)
+
+
+def test_it_learns_and_the_commands_know_it(config, tmp_path, capsys):
+    image = pytest.importorskip("PIL.Image")
+    trained = config(steps=150, lr=5e-3)
+    assert Trainer(DigitsViT(trained)).fit().validation["accuracy"] > 0.7
+    assert cli.main(["evaluate", "--checkpoint", trained.out]) == 0
+    assert "on 360 targets" in capsys.readouterr().out
+    recipe = DigitsViT(trained)
+    known = [number for number in recipe.training.tolist() if recipe.labels[number] == 0][:8]
+    paths = [str(tmp_path / f"{number}.png") for number in known]
+    for number, path in zip(known, paths, strict=True):
+        brightness = (recipe.images[number, 0] + 1) / 2
+        image.fromarray((255 * brightness).byte().numpy()).resize((80, 80), image.Resampling.NEAREST).save(path)
+    assert cli.main(["classify", "--checkpoint", trained.out, *paths]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()].count("0") >= 7
+    assert cli.main(["classify", "--checkpoint", trained.out, "nothing.png"]) == 1
+    assert "nothing.png" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_40_epochs_read_94_percent_of_what_was_held_out(tmp_path):
+    config = VitConfig(out=str(tmp_path / "run"), progress=False)
+    assert Trainer(DigitsViT(config)).fit().validation["accuracy"] >= 0.94

@@ -1,0 +1,95 @@
+"""A vision transformer that reads scikit-learn's handwritten digits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from transformer_kernels.training._optional import require
+from transformer_kernels.training.config import TrainingConfig, build_preset, option
+from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.recipes import Classified, Recipe, Trained
+from transformer_kernels.training.step import Batch, to_device
+
+CLASSES = tuple("0123456789")
+SIDE = 8  # pixels
+WHITE = 16.0  # the brightest pixel of the digits
+
+
+@dataclass(kw_only=True)
+class VitConfig(TrainingConfig):
+    """A vision transformer that reads handwritten digits (scikit-learn's, which come with it)."""
+
+    recipe: ClassVar[str] = "vit"
+    default_length: ClassVar[tuple[str, int]] = ("epochs", 40)
+
+    patch: int = option(2, "height and width of a patch, in pixels of 8", fixed=True)
+    held_out: int = option(360, "digits of the 1,797 kept for validation", fixed=True)
+    lr: float = option(2e-3, "peak learning rate of AdamW")
+    weight_decay: float = option(0.05, "of AdamW, on matrices only")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.held_out < 1797:
+            raise ValueError(f"held_out must leave some of the 1,797 digits for training; got {self.held_out}")
+
+
+class DigitsViT(Recipe):
+    """1,797 grey pictures of 8 x 8 pixels with their digits."""
+
+    Config = VitConfig
+
+    def __init__(self, config: VitConfig, tokenizer: None = None) -> None:
+        self.config = config
+        digits = require("sklearn.datasets").load_digits()
+        self.images = normalised(torch.from_numpy(digits.images).float() / WHITE)
+        self.labels = torch.from_numpy(digits.target).long()
+        self.fingerprint = hashlib.sha256(digits.images.tobytes()).hexdigest()
+        order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(config.seed))
+        self.train_length = len(order) - config.held_out
+        self.training, self.held_out = order.split([self.train_length, config.held_out])
+
+    @classmethod
+    def build(cls, config: VitConfig, tokenizer: None) -> nn.Module:
+        return build_preset("vit_digits", config, patch=config.patch)
+
+    def batch(self, indices: Tensor, device: torch.device) -> Batch:
+        """Images number `indices` of the training part (B, 1, 8, 8), and their digits (B,)."""
+        return self._batch(self.training[indices], device)
+
+    def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
+        """The images held out from training, this process's share of them."""
+        for part in self.held_out[processes.rank :: processes.count].split(4 * self.config.batch_size):
+            if len(part):
+                yield self._batch(part, device)
+
+    @classmethod
+    def classify(cls, trained: Trained, texts: list[str]) -> Classified:
+        """The digits of picture files, bright on dark; their sides are scaled to 8 pixels."""
+        images = torch.stack([read_image(path) for path in texts]).to(trained.device)
+        with torch.no_grad():
+            return Classified(CLASSES, trained.model(images).float().softmax(-1).cpu())
+
+    def _batch(self, numbers: Tensor, device: torch.device) -> Batch:
+        images, labels = (to_device(each[numbers], device) for each in (self.images, self.labels))
+        tokens = len(numbers) * (1 + (SIDE // self.config.patch) ** 2)
+        return Batch((images,), labels, tokens, tokens)
+
+
+def normalised(brightness: Tensor) -> Tensor:
+    """From [0, 1], (..., 8, 8), to [-1, 1] with one channel, (..., 1, 8, 8)."""
+    return (2.0 * brightness - 1.0).unsqueeze(-3)
+
+
+def read_image(path: str) -> Tensor:
+    """A picture file as the model takes it, (1, 8, 8)."""
+    pillow: Any = require("PIL.Image")
+    numpy: Any = require("numpy")
+    with pillow.open(path) as picture:
+        grey = picture.convert("L").resize((SIDE, SIDE), pillow.Resampling.BOX)
+    return normalised(torch.from_numpy(numpy.asarray(grey, dtype="float32")) / 255.0)
