@@ -161,7 +161,7 @@ class Attention(Layer):
         if causal or cu_seqlens is not None:
             raise ValueError("attention: global tokens go with whole padded sequences, neither causal nor packed")
         q, k, v = self._heads(self.qkv(x))
-        sizes = {"window": self.window, "global_tokens": self.global_tokens}
+        sizes = {"window": self.window or 0, "global_tokens": self.global_tokens}
         if maps is not None:
             bias = global_window_bias(x.shape[1], **sizes, device=x.device)[None, None].to(q.dtype)
             maps.append(self.ops.attention_weights(q, k, key_padding_mask=key_padding_mask, attn_bias=bias))

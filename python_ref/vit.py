@@ -74,6 +74,8 @@ class ViT(Transformer):
     Dosovitskiy et al., "An image is worth 16x16 words: transformers for image recognition at scale", 2021, section 3.1.
     """
 
+    config: ViTConfig
+
     def __init__(self, config: ViTConfig, ops: Any = reference_ops) -> None:
         super().__init__(config, ops)
         self.embedding = PatchEmbedding(config, ops)  # type: ignore[assignment]
@@ -98,10 +100,11 @@ class ViT(Transformer):
         return self.ops.cross_entropy(self(images), labels, label_smoothing=label_smoothing)
 
     def head_weights_per_token(self, length: int) -> float:
-        return self.embedding.projection.weight.numel() + self.classifier.weight.numel() / length
+        of_patch = self.config.channels * self.config.patch**2 * self.config.width
+        return of_patch + self.classifier.weight.numel() / length
 
 
-# For scikit-learn's digits, 8 x 8 pixels: 16 patches of 2 x 2. 202,634 parameters.
+# For scikit-learn's digits, 8 x 8 pixels: 16 patches of 2 x 2. 202,186 parameters.
 VIT_DIGITS = ViTConfig(image=8, channels=1, patch=2, classes=10, width=64, layers=4, heads=4)
 
 # ViT-B/16 (Dosovitskiy et al. 2021, table 1): 86,567,656 parameters.

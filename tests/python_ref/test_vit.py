@@ -1,4 +1,4 @@
-"""The vision transformer: how a picture becomes tokens, and that transformers' ViT computes the same."""
+"""The vision transformer: how a picture becomes tokens, and what the classifier reads."""
 
 import pytest
 import torch

@@ -48,7 +48,7 @@ def read_encoder(folder: str | Path) -> Initial:
         return _read_pretrained(folder)
     folder = checkpoint_folder(folder)
     checkpoint = load_checkpoint(folder)
-    return Initial(folder, {}, checkpoint.tokenizer, checkpoint.weights)
+    return Initial(folder, dict(checkpoint.config.model), checkpoint.tokenizer, checkpoint.weights)
 
 
 def _read_pretrained(folder: Path) -> Initial:

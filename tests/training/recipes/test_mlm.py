@@ -90,7 +90,7 @@ def test_it_learns_to_fill_in_and_a_classifier_starts_from_it(mlm_config, imdb_c
     assert trained.fit().validation["loss"] < 0.6 * before
     assert cli.main(["evaluate", "--checkpoint", config.out]) == 0
     assert "accuracy" in capsys.readouterr().out
-    fine = Trainer(Imdb(imdb_config(init=config.out, steps=1, lr=0.0)))
+    fine = Trainer(Imdb(imdb_config(init=config.out, steps=1, lr=0.0, model={})))  # its sizes come along
     assert not torch.equal(fine.model.embedding.tokens.weight, trained.model.embedding.tokens.weight)
     fine.fit()
     assert "classifier.weight, classifier.bias start from random weights" in capsys.readouterr().out
