@@ -139,7 +139,7 @@ def test_an_unknown_recipe_lists_the_known_ones():
 
 def test_a_model_of_another_recipe_is_refused(char_config):
     Trainer(CharGPT(char_config())).fit()
-    with pytest.raises(CheckpointError, match="expected a model of imdb, found one of char-gpt"):
+    with pytest.raises(CheckpointError, match="expected a model of imdb or vit, found one of char-gpt"):
         load_trained(char_config().out, command="classify")
     with pytest.raises(CheckpointError, match="expected a model of imdb, found one of char-gpt"):
         load_trained(char_config().out, recipe="imdb")
