@@ -10,6 +10,7 @@ from python_ref.config import TransformerConfig
 from python_ref.encoder import IMDB_MLM, EncoderConfig, MaskedLM
 from python_ref.gpt import CHAR_GPT, GPT, GPT2, LLAMA, GPTConfig
 from python_ref.layers import Transformer
+from python_ref.translator import TRANSLATOR, Translator, TranslatorConfig
 from python_ref.vit import VIT_BASE, VIT_DIGITS, ViT, ViTConfig
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "GPTConfig",
     "KVCache",
     "MaskedLM",
+    "Translator",
+    "TranslatorConfig",
     "ViT",
     "ViTConfig",
     "build",
@@ -28,13 +31,20 @@ __all__ = [
     "preset",
 ]
 
-MODELS: dict[type, Any] = {BERTConfig: BERTClassifier, EncoderConfig: MaskedLM, GPTConfig: GPT, ViTConfig: ViT}
+MODELS: dict[type, Any] = {
+    BERTConfig: BERTClassifier,
+    EncoderConfig: MaskedLM,
+    GPTConfig: GPT,
+    TranslatorConfig: Translator,
+    ViTConfig: ViT,
+}
 PRESETS: dict[str, TransformerConfig] = {
     "char_gpt": CHAR_GPT,
     "gpt2": GPT2,
     "imdb_bert": IMDB_BERT,
     "imdb_mlm": IMDB_MLM,
     "llama": LLAMA,
+    "translator": TRANSLATOR,
     "vit_base": VIT_BASE,
     "vit_digits": VIT_DIGITS,
 }

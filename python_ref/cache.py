@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from python_ref.layers import Transformer
+
+
+class SourceMemory(NamedTuple):
+    """What a decoder sees of the sequences that it translates, computed once for all of its steps.
+
+    Attributes:
+        layers: keys (B, kv_heads, Ls, D) and values (B, kv_heads, Ls, Dv) for each layer of the decoder.
+        padding_mask: (B, Ls) bool, True at real tokens; None when all are.
+    """
+
+    layers: list[list[Tensor]]
+    padding_mask: Tensor | None
+
+    def take(self, rows: Tensor) -> SourceMemory:
+        """The memory of sequences number `rows`, int64 (any,), each as often as it stands there."""
+        layers = [[each.index_select(0, rows) for each in layer] for layer in self.layers]
+        return SourceMemory(layers, None if self.padding_mask is None else self.padding_mask.index_select(0, rows))
 
 
 class KVCache:
@@ -56,6 +73,13 @@ class KVCache:
     def reset(self) -> None:
         """Forget all tokens and keep the memory."""
         self.tokens, self.padding = 0, None
+
+    def take(self, rows: Tensor) -> None:
+        """Let sequence n go on from what sequence rows[n] has read; `rows` is int64 (B,), on the cache's device."""
+        for memory in (*self.keys, *self.values):
+            memory.copy_(memory.index_select(0, rows))
+        if self.padding is not None:
+            self.padding = self.padding[rows]
 
     def begin(self, model: Transformer, tokens: Tensor, padding_mask: Tensor | None) -> None:
         """Refuse tokens (B, L) that this cache cannot hold, before anything is computed."""

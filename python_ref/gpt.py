@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from python_ref import ops as reference_ops
 from python_ref.cache import KVCache
 from python_ref.config import TransformerConfig
-from python_ref.layers import Transformer, check_padding_mask
+from python_ref.layers import Transformer, check_padding_mask, positions_of_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,11 @@ class GPTConfig(TransformerConfig):
     head_bias: bool = False
 
 
-class GPT(Transformer):
-    """A decoder-only language model: tokens (B, L) int64 -> logits (B, L, V) for the token after each of them."""
+class LanguageModel(Transformer):
+    """Blocks in which a token sees itself and what came before, and a head that predicts the next one."""
 
     causal = True
+    config: GPTConfig
 
     def __init__(self, config: GPTConfig, ops: Any = reference_ops) -> None:
         super().__init__(config, ops)
@@ -37,6 +38,33 @@ class GPT(Transformer):
         self.head_weight = None if config.tied else nn.Parameter(torch.empty(shape))
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size)) if config.head_bias else None
         self.initialise()
+
+    def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty cache for `batch` sequences of at most `length` tokens, on the model's device.
+
+        Its dtype is that of the weights, or autocast's, unless given. Raises ValueError where `KVCache` does.
+        """
+        return KVCache(self, batch, length, dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the next token, (B, L, E) -> (B, L, V)."""
+        return F.linear(hidden, self._output_weight(), self.head_bias)
+
+    def loss_of(self, hidden: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+        """The mean cross-entropy of `logits(hidden)` for targets (B, L), without holding all the logits."""
+        return self.ops.linear_cross_entropy(
+            hidden, self._output_weight(), targets, self.head_bias, label_smoothing=label_smoothing
+        )
+
+    def _output_weight(self) -> Tensor:
+        return self.embedding.tokens.weight if self.head_weight is None else self.head_weight
+
+    def head_weights_per_token(self, length: int) -> float:
+        return self.config.vocab_size * self.config.width
+
+
+class GPT(LanguageModel):
+    """A decoder-only language model: tokens (B, L) int64 -> logits (B, L, V) for the token after each of them."""
 
     def forward(
         self,
@@ -68,18 +96,10 @@ class GPT(Transformer):
         position_ids = None
         if padding_mask is not None:
             check_padding_mask(padding_mask, tokens)
-            position_ids = (padding_mask.cumsum(1) - 1).clamp(min=0)  # (B, L)
+            position_ids = positions_of_real(padding_mask)
         hidden = self.hidden_states(tokens, padding_mask, position_ids=position_ids, cache=cache, maps=maps)
-        hidden = hidden[:, -1:] if last_only else hidden
-        logits = F.linear(hidden, self._output_weight(), self.head_bias)  # (B, L, E) -> (B, L, V)
+        logits = self.logits(hidden[:, -1:] if last_only else hidden)
         return logits if maps is None else (logits, maps)
-
-    def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> KVCache:
-        """An empty cache for `batch` sequences of at most `length` tokens, on the model's device.
-
-        Its dtype is that of the weights, or autocast's, unless given. Raises ValueError where `KVCache` does.
-        """
-        return KVCache(self, batch, length, dtype)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
         """The mean cross-entropy of `forward(tokens)`, without holding all the logits.
@@ -89,15 +109,7 @@ class GPT(Transformer):
             targets: (B, L) int64, the token after each of them; -100 where it does not count.
             label_smoothing: as in `ops.cross_entropy`.
         """
-        return self.ops.linear_cross_entropy(
-            self.hidden_states(tokens), self._output_weight(), targets, self.head_bias, label_smoothing=label_smoothing
-        )
-
-    def _output_weight(self) -> Tensor:
-        return self.embedding.tokens.weight if self.head_weight is None else self.head_weight
-
-    def head_weights_per_token(self, length: int) -> float:
-        return self.config.vocab_size * self.config.width
+        return self.loss_of(self.hidden_states(tokens), targets, label_smoothing)
 
 
 # The character model: small enough to learn Shakespeare's spelling on two CPU cores. 807,745 parameters.

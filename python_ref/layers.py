@@ -9,6 +9,7 @@ A layer holds parameters and says in which order operations run; the operations 
 
 import importlib
 import math
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from python_ref.cache import KVCache
+from python_ref.cache import KVCache, SourceMemory
 from python_ref.config import TransformerConfig
 from python_ref.ops import RotaryScaling, check_ids, positions_in_sequence, rotary_table, sinusoidal_positions
 from python_ref.windows import global_window_attention, global_window_bias
@@ -94,18 +95,21 @@ class Attention(Layer):
 
     One packed projection makes queries, keys and values; its rows are [H query heads, kv_heads keys, kv_heads values].
     The heads are views into its output, so nothing is copied on the way in or out. With fewer kv_heads than heads,
-    groups of query heads share their keys and values (Ainslie et al. 2023).
+    groups of query heads share their keys and values (Ainslie et al. 2023). `across`: it looks at another sequence,
+    whose order has no windows.
     """
 
-    def __init__(self, config: TransformerConfig, ops: Any, layer: int = 0) -> None:
+    def __init__(self, config: TransformerConfig, ops: Any, layer: int = 0, *, across: bool = False) -> None:
         super().__init__(ops, config.dropout_on("attention"))
         self.heads = config.heads
         self.kv_heads = config.kv_heads or config.heads
         self.head_dim = config.width // config.heads
         self.value_dim = config.value_dim or self.head_dim
-        self.window = config.window_of(layer)
+        self.across = across
+        self.window = None if across else config.window_of(layer)
         self.global_tokens = config.global_tokens if self.window else 0
         self.interleaved = config.rotary_interleaved
+        self.widths = [self.head_dim, self.head_dim, self.value_dim]
         self.rows = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.value_dim]
         self.qkv = nn.Linear(config.width, sum(self.rows), bias=config.attention_bias)
         self.query_norm = RMSNorm(config, ops, self.head_dim) if config.qk_norm else None
@@ -115,7 +119,7 @@ class Attention(Layer):
     def forward(
         self,
         x: Tensor,
-        context: Tensor | None = None,
+        context: Tensor | Sequence[Tensor] | None = None,
         *,
         rotation: tuple[Tensor, Tensor] | None = None,
         remember: Any = None,
@@ -125,6 +129,7 @@ class Attention(Layer):
         """Let each token of x (B, L, E) look at the tokens of `context` (B, Lk, E), or of x when that is not given.
 
         Args:
+            context: those tokens, or what `keys_values` made of them.
             rotation: cos and sin of each token's angles, for rotary positions.
             remember: given the keys and values of x, returns those of the tokens before it too.
             maps: a list to which the weights (B, H, L, Lk) are added, for looking at them.
@@ -140,7 +145,11 @@ class Attention(Layer):
                 q, k, _ = self._heads(packed.flatten(2))
                 maps.append(self.ops.attention_weights(q, k, **visible))
             return self.out(self.ops.packed_attention(packed, heads=self.heads, dropout_p=self.dropout_p, **visible))
-        q, k, v = self._heads(self.qkv(x)) if context is None else self._project_across(x, context)
+        if context is None:
+            q, k, v = self._heads(self.qkv(x))
+        else:
+            q = self._heads(self._rows(x, slice(self.rows[0])), slice(1))[0]
+            k, v = self.keys_values(context) if isinstance(context, Tensor) else context
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
@@ -170,19 +179,18 @@ class Attention(Layer):
         )
         return self.out(mixed.transpose(1, 2).flatten(2))  # (B, H, L, Dv) -> (B, L, E)
 
-    def _heads(self, projected: Tensor) -> list[Tensor]:
-        """Queries (B, H, L, D), keys (B, kv_heads, L, D) and values (B, kv_heads, L, Dv) of a packed projection."""
-        widths = (self.head_dim, self.head_dim, self.value_dim)
-        parts = zip(projected.split(self.rows, -1), widths, strict=True)
-        return [part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in parts]
+    def keys_values(self, context: Tensor) -> list[Tensor]:
+        """Keys (B, kv_heads, Lk, D) and values (B, kv_heads, Lk, Dv) of the tokens of `context` (B, Lk, E)."""
+        return self._heads(self._rows(context, slice(self.rows[0], None)), slice(1, None))
 
-    def _project_across(self, x: Tensor, context: Tensor) -> list[Tensor]:
-        rows = [self.rows[0], self.rows[1] + self.rows[2]]
-        biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split(rows)
-        q, kv = map(F.linear, (x, context), self.qkv.weight.split(rows), biases)
-        widths = (self.head_dim, self.head_dim, self.value_dim)
-        parts = zip((q, *kv.split(self.rows[1:], -1)), widths, strict=True)
-        return [part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in parts]
+    def _heads(self, projected: Tensor, part: slice = slice(None)) -> list[Tensor]:
+        """Queries (B, H, L, D), keys (B, kv_heads, L, D) and values (B, kv_heads, L, Dv), or a part of these three."""
+        parts = zip(projected.split(self.rows[part], -1), self.widths[part], strict=True)
+        return [each.unflatten(-1, (-1, width)).transpose(1, 2) for each, width in parts]
+
+    def _rows(self, x: Tensor, rows: slice) -> Tensor:
+        """Some columns of the packed projection of x."""
+        return F.linear(x, self.qkv.weight[rows], None if self.qkv.bias is None else self.qkv.bias[rows])
 
 
 class FeedForward(Layer):
@@ -222,13 +230,16 @@ class Block(Layer):
 
     A block takes and hands on (stream, branch): the residual stream, and what was computed but not yet added to it. So
     each addition happens inside the norm that reads the sum, even when that norm belongs to the next block.
-    `attention` is what `Attention` is told: which keys a query may see, rotation, what is remembered.
+    `attention` is what `Attention` is told: which keys a query may see, rotation, what is remembered; `across` is what
+    the second one is told in a block that looks across at another sequence after its own.
     """
 
-    def __init__(self, config: TransformerConfig, ops: Any, layer: int = 0) -> None:
+    def __init__(self, config: TransformerConfig, ops: Any, layer: int = 0, *, across: bool = False) -> None:
         super().__init__(ops)
         self.attention_norm = make_norm(config, ops)
         self.attention = Attention(config, ops, layer)
+        self.cross_norm = make_norm(config, ops) if across else None
+        self.cross_attention = Attention(config, ops, across=True) if across else None
         self.feed_forward_norm = make_norm(config, ops)
         self.feed_forward = FeedForward(config, ops)
 
@@ -236,17 +247,27 @@ class Block(Layer):
 class PreNormBlock(Block):
     """x = x + attention(norm(x)), then x = x + feed_forward(norm(x)); the last sum is left to whoever comes next."""
 
-    def forward(self, stream: Tensor, branch: Tensor | None = None, **attention: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, stream: Tensor, branch: Tensor | None = None, *, across: dict[str, Any] | None = None, **attention: Any
+    ) -> tuple[Tensor, Tensor]:
         x, stream = self.attention_norm.add(branch, stream)
-        x, stream = self.feed_forward_norm.add(self.attention(x, **attention), stream)
+        branch = self.attention(x, **attention)
+        if across is not None and self.cross_norm is not None and self.cross_attention is not None:
+            x, stream = self.cross_norm.add(branch, stream)
+            branch = self.cross_attention(x, **across)
+        x, stream = self.feed_forward_norm.add(branch, stream)
         return stream, self.feed_forward(x)
 
 
 class PostNormBlock(Block):
     """x = norm(x + attention(x)), then x = norm(x + feed_forward(x)); no branch is left over."""
 
-    def forward(self, stream: Tensor, branch: None = None, **attention: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, stream: Tensor, branch: None = None, *, across: dict[str, Any] | None = None, **attention: Any
+    ) -> tuple[Tensor, None]:
         x, _ = self.attention_norm.add(self.attention(stream, **attention), stream)
+        if across is not None and self.cross_norm is not None and self.cross_attention is not None:
+            x, _ = self.cross_norm.add(self.cross_attention(x, **across), x)
         x, _ = self.feed_forward_norm.add(self.feed_forward(x), x)
         return x, None
 
@@ -352,6 +373,11 @@ def check_packing(cu_seqlens: Tensor, tokens: Tensor, padding_mask: Tensor | Non
         )
 
 
+def positions_of_real(padding_mask: Tensor) -> Tensor:
+    """Where each real token stands, counted from the first of its sequence, (B, L) bool -> (B, L) int64."""
+    return (padding_mask.cumsum(1) - 1).clamp(min=0)
+
+
 def check_padding_mask(padding_mask: Tensor, tokens: Tensor) -> None:
     """Refuse a mask that is not one bool for each token, before an integer mask inverts its meaning."""
     if padding_mask.dtype != torch.bool:
@@ -371,13 +397,14 @@ class Transformer(Layer):
     """
 
     causal = False
+    across = False  # whether each block looks at another sequence too
 
     def __init__(self, config: TransformerConfig, ops: Any, segments: int = 0) -> None:
         super().__init__(ops, config.dropout_on("residual"))
         self.config = config
         self.embedding = Embedding(config, ops, segments)
         block = PostNormBlock if config.norm == "post" else PreNormBlock
-        self.blocks = nn.ModuleList(block(config, ops, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(block(config, ops, layer, across=self.across) for layer in range(config.layers))
         self.final_norm = make_norm(config, ops) if config.final_norm else None
 
     def hidden_states(
@@ -389,13 +416,16 @@ class Transformer(Layer):
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: KVCache | None = None,
+        memory: SourceMemory | None = None,
         maps: list[Tensor] | None = None,
+        cross_maps: list[Tensor] | None = None,
     ) -> Tensor:
         """The output of the last block, (B, L) -> (B, L, E), after the final norm if there is one.
 
         With cu_seqlens, int32 (S + 1,), the tokens (1, T) are S sequences one after the other, none of which sees
         another; position_ids (1, T) then say where each token stands in its own, and are counted here if not given.
-        With a cache, the tokens go on from those that it holds. Each layer adds its attention weights to `maps`.
+        With a cache, the tokens go on from those that it holds. `memory` is what blocks that look across look at. Each
+        layer adds its attention weights to `maps`, and those of its look across to `cross_maps`.
         """
         if padding_mask is not None:
             check_padding_mask(padding_mask, tokens)
@@ -414,6 +444,9 @@ class Transformer(Layer):
         attention.update(rotation=self._rotation(tokens, position_ids), maps=maps)
         for layer, block in enumerate(self.blocks):
             remember = None if cache is None else partial(cache.extend, layer)
+            if memory is not None:
+                seen = {"context": memory.layers[layer], "key_padding_mask": memory.padding_mask}
+                attention["across"] = {**seen, "maps": cross_maps}
             stream, branch = block(stream, branch, remember=remember, **attention)
         if cache is not None:
             cache.tokens += tokens.shape[1]
@@ -455,22 +488,24 @@ class Transformer(Layer):
         length = self.config.context if length is None else length
         linear_weights = sum(layer.weight.numel() for layer in self.blocks.modules() if isinstance(layer, nn.Linear))
         attention = sum(
-            2 * layer.heads * (layer.head_dim + layer.value_dim) * self._keys_seen(length, layer.window)
+            2 * layer.heads * (layer.head_dim + layer.value_dim) * self._keys_seen(length, layer)
             for layer in self.blocks.modules()
             if isinstance(layer, Attention)
         )
         forward = 2 * linear_weights + attention + 2 * self.head_weights_per_token(length)
         return 3.0 * forward if training else float(forward)
 
-    def _keys_seen(self, length: int, window: int | None) -> float:
+    def _keys_seen(self, length: int, layer: Attention) -> float:
         """How many keys a query sees on average: itself and those before it, and as many after it if not causal."""
-        window = length if window is None else min(window, length)
+        if layer.across:
+            return length
+        window = length if layer.window is None else min(layer.window, length)
         before = window - window * (window - 1) / (2 * length)
         return before if self.causal else 2 * before - 1
 
     def head_weights_per_token(self, length: int) -> float:
         """How many weights of the head each token of a sequence is multiplied with, on average."""
-        raise NotImplementedError
+        return 0.0
 
     @torch.no_grad()
     def initialise(self) -> None:

@@ -21,10 +21,15 @@ OPERATIONS = {
     "imdb_bert": ("embedding", "attention", "layer_norm", "add_layer_norm", "bias_gelu"),
     "gpt2": ("embedding", "attention", "layer_norm", "add_layer_norm", "bias_gelu"),
     "llama": ("embedding", "attention", "rms_norm", "add_rms_norm", "rotary", "swiglu"),
+    "translator": ("embedding", "attention", "add_layer_norm", "bias_relu"),
 }
-SIZES = {"llama": {"kv_heads": 1, "ffn_width": 24, "dropout": 0.1}}
+SIZES = {
+    "llama": {"kv_heads": 1, "ffn_width": 24, "dropout": 0.1},
+    "translator": {"source_vocab_size": 19, "ffn_width": 24, "dropout": 0.1},
+}
 TOKENS = torch.arange(24).view(2, 12) % 23
 REAL = torch.arange(12) < torch.tensor([[12], [7]])
+INPUTS = {"imdb_bert": (TOKENS, REAL), "translator": (TOKENS % 19, TOKENS, REAL)}
 
 
 def require(name, backend):
@@ -37,10 +42,15 @@ def build(name, backend, **overrides):
     return tk.build(name, backend, **{**SMALL, **SIZES.get(name, {}), **overrides})
 
 
+def logits_of(model, name):
+    return model(*INPUTS.get(name, (TOKENS,)))
+
+
 def loss_of(model, name):
+    logits = logits_of(model, name)
     if name == "imdb_bert":
-        return F.cross_entropy(model(TOKENS, REAL), torch.tensor([0, 1]))
-    return F.cross_entropy(model(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
+        return F.cross_entropy(logits, torch.tensor([0, 1]))
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
 def train(model, name, steps):
@@ -101,7 +111,7 @@ def test_gradients_are_those_of_the_reference(name):
 def model_loss(model, name, labels, smoothing):
     if name == "imdb_bert":
         return model.loss(labels, TOKENS, REAL, label_smoothing=smoothing)
-    return model.loss(TOKENS, labels, label_smoothing=smoothing)
+    return model.loss(*INPUTS.get(name, (TOKENS,)), labels, label_smoothing=smoothing)
 
 
 @pytest.mark.parametrize("rows", [None, 5], ids=["at once", "in chunks"])
@@ -118,7 +128,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(name, backend, smoothing, rows,
         if given:
             loss = model_loss(model, name, labels, smoothing)
         else:
-            logits = model(TOKENS, REAL) if name == "imdb_bert" else model(TOKENS).flatten(0, 1)
+            logits = logits_of(model, name).flatten(0, -2)
             loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=smoothing)
         loss.backward()
         results.append({key: p.grad for key, p in model.named_parameters()} | {"loss": loss.detach()})
@@ -215,7 +225,7 @@ def test_trains_under_autocast(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_forward_never_waits_for_the_device(name, backend):
     model = build(name, backend).cuda()
-    inputs = [TOKENS.cuda(), REAL.cuda()] if name == "imdb_bert" else [TOKENS.cuda()]
+    inputs = [each.cuda() for each in INPUTS.get(name, (TOKENS,))]
     model(*inputs)
     torch.cuda.set_sync_debug_mode("error")
     try:

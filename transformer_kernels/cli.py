@@ -29,6 +29,8 @@ first steps:
   transformer-kernels generate --checkpoint runs/char-gpt --prompt "def "
   transformer-kernels train imdb --data aclImdb         learn to tell good film reviews from bad ones
   transformer-kernels classify --checkpoint runs/imdb "What a waste of two hours."
+  transformer-kernels train translate --data hin.txt    learn to translate from sentence pairs, a tab between them
+  transformer-kernels translate --checkpoint runs/translate "How are you?"
   transformer-kernels info                              what runs on this machine, and why the rest does not
 """
 
@@ -91,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_generate(commands)
     _add_classify(commands)
+    _add_translate(commands)
     _add_evaluate(commands)
     _add_embed(commands)
     _add_fill_mask(commands)
@@ -174,24 +177,47 @@ def _add_generate(commands: Any) -> None:
     )
     parser.add_argument("--length", type=int, default=500, metavar="N", help="most tokens to write (default: 500)")
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="below 1 is safer, above 1 wilder (default: 0.8)"
-    )
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most likely; 0 means all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest that have mass P")
+    _add_sampling_options(parser)
     parser.add_argument(
         "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1, repetitions become less likely"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     parser.add_argument("--stop", default="", metavar="TEXT", help="end before this text would appear")
     parser.add_argument("--top", type=int, default=0, metavar="N", help="list the N most likely tokens at each step")
     _add_later_options(parser, "generate")
 
 
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="below 1 is safer, above 1 wilder (default: 0.8)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most likely; 0 means all")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest that have mass P")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+
+
+def _add_texts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts; without any, each line of the input is one")
+
+
+def _add_translate(commands: Any) -> None:
+    parser = _command(commands, "translate", "translate sentences with a trained encoder-decoder", _translate)
+    _add_model_options(parser, "runs/translate")
+    _add_texts(parser)
+    how = parser.add_mutually_exclusive_group()
+    told = "keep the N likeliest beginnings at each step (default: greedy)"
+    how.add_argument("--beam", type=int, metavar="N", help=told)
+    how.add_argument("--sample", action="store_true", help="draw each token, as the options below say")
+    told = "with --beam: the larger, the longer the translations (default: %(default)s)"
+    parser.add_argument("--length-penalty", type=float, default=0.6, metavar="A", help=told)
+    _add_sampling_options(parser)
+    told = "also draw which source pieces each target piece came from, of one sentence (.png, .svg, .pdf)"
+    parser.add_argument("--alignments", metavar="FILE", help=told)
+
+
 def _add_classify(commands: Any) -> None:
     parser = _command(commands, "classify", "classify texts with a trained classifier", _classify)
     _add_model_options(parser, "runs/imdb")
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts; without any, each line of the input is one")
+    _add_texts(parser)
     _add_later_options(parser, "classify")
 
 
@@ -205,7 +231,7 @@ def _add_evaluate(commands: Any) -> None:
 def _add_embed(commands: Any) -> None:
     parser = _command(commands, "embed", "compare texts by the vectors that a pretrained encoder gives them", _embed)
     _add_model_options(parser, pretrained=True)
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts; without any, each line of the input is one")
+    _add_texts(parser)
     parser.add_argument(
         "--pooling", choices=("mean", "cls"), default="mean", help="of all tokens, or the first (default: mean)"
     )
@@ -351,11 +377,39 @@ def _generate(chosen: argparse.Namespace) -> None:
         print()
 
 
-def _classify(chosen: argparse.Namespace) -> None:
-    trained = _load_trained(chosen, "classify")
+def _texts(chosen: argparse.Namespace, what: str) -> list[str]:
     texts = chosen.texts or [line for line in sys.stdin.read().splitlines() if line.strip()]
     if not texts:
-        raise ValueError("there is nothing to classify: give texts, or lines on the standard input")
+        raise ValueError(f"there is nothing to {what}: give texts, or lines on the standard input")
+    return texts
+
+
+def _translate(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.training.generation import Sampling
+    from transformer_kernels.training.translation import BeamSearch
+
+    search: Any = Sampling(
+        temperature=chosen.temperature if chosen.sample else 0.0,
+        top_k=chosen.top_k,
+        top_p=chosen.top_p,
+        seed=chosen.seed,
+    )
+    if chosen.beam is not None:
+        search = BeamSearch(width=chosen.beam, length_penalty=chosen.length_penalty)
+    trained = _load_trained(chosen, "translate")
+    texts = _texts(chosen, "translate")
+    if chosen.alignments and len(texts) > 1:
+        raise ValueError(f"--alignments draws one sentence; got {len(texts)}")
+    translated = trained.recipe.translate(trained, texts, search)
+    for each in translated:
+        print(each.translation)
+        if each.unseen:
+            print(f"never seen in training, so not translated: {each.unseen}", file=sys.stderr)
+
+
+def _classify(chosen: argparse.Namespace) -> None:
+    trained = _load_trained(chosen, "classify")
+    texts = _texts(chosen, "classify")
     classes, probabilities = trained.recipe.classify(trained, texts)
     for text, row in zip(texts, probabilities.tolist(), strict=True):
         best = max(range(len(classes)), key=row.__getitem__)
@@ -367,9 +421,7 @@ def _embed(chosen: argparse.Namespace) -> None:
 
     from transformer_kernels.pretrained import commands
 
-    texts = chosen.texts or [line for line in sys.stdin.read().splitlines() if line.strip()]
-    if not texts:
-        raise ValueError("there is nothing to embed: give texts, or lines on the standard input")
+    texts = _texts(chosen, "embed")
     vectors = commands.embed(commands.load(chosen.model, chosen.backend, chosen.device), texts, chosen.pooling)
     print(commands.cosine_table(texts, vectors))
     if chosen.out:

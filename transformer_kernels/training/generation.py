@@ -64,6 +64,13 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return probabilities / probabilities.sum()
 
 
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """A token chosen by its logits (V,), on the CPU."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    return int(torch.multinomial(sampling_distribution(logits, sampling), 1, generator=generator))
+
+
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Logits (V,) with those of the tokens `seen` made less likely: divided by `penalty` if positive, else multiplied.
 
@@ -114,11 +121,7 @@ def generate_many(
             scores = logits[row]
             if sampling.repetition_penalty != 1.0:
                 scores = penalised(scores, tokens[row][real[row]], sampling.repetition_penalty)
-            if sampling.temperature == 0.0:
-                drawn = scores.argmax()
-            else:
-                drawn = torch.multinomial(sampling_distribution(scores, sampling), 1, generator=generator)
-            choices.append(Choice(int(drawn), logits[row].softmax(-1)))
+            choices.append(Choice(draw(scores, sampling, generator), logits[row].softmax(-1)))
         tokens = torch.cat((tokens, torch.tensor([[choice.token] for choice in choices])), 1)
         real = torch.cat((real, torch.ones(len(prompts), 1, dtype=torch.bool)), 1)
         yield choices

@@ -409,7 +409,7 @@ def description(recipe: Recipe) -> dict[str, Any]:
 def _difference(checkpoint: Checkpoint, recipe: Recipe) -> str:
     theirs, ours = checkpoint.tokenizer, description(recipe)
     if theirs.get("kind") != ours["kind"] or "characters" not in ours:
-        return f"expected {ours}, found {theirs}"
+        return f"expected {ours!s:.200}, found {theirs!s:.200}"
     missing = set(theirs["characters"]) - set(ours["characters"])
     extra = set(ours["characters"]) - set(theirs["characters"])
     return (

@@ -19,12 +19,14 @@ from transformer_kernels.training.generation import Choice, Sampling
 from transformer_kernels.training.sampler import ShuffledSampler
 from transformer_kernels.training.step import Batch, evaluation_totals
 from transformer_kernels.training.tokenizers import from_description
+from transformer_kernels.training.translation import BeamSearch
 
 ENTRIES = {
     "char-gpt": "transformer_kernels.training.recipes.char_gpt:CharGPT",
     "gpt": "transformer_kernels.training.recipes.gpt:GPTRecipe",
     "imdb": "transformer_kernels.training.recipes.imdb:Imdb",
     "mlm": "transformer_kernels.training.recipes.mlm:Mlm",
+    "translate": "transformer_kernels.training.recipes.translate:Translate",
     "vit": "transformer_kernels.training.recipes.vit:DigitsViT",
 }
 GROUP = "transformer_kernels.recipes"  # of entry points, through which other packages add theirs
@@ -46,6 +48,24 @@ class Classified(NamedTuple):
 
     classes: tuple[str, ...]
     probabilities: Tensor
+
+
+class Translated(NamedTuple):
+    """A text, its translation, the ids that the model read and wrote, and the characters that it has never seen."""
+
+    text: str
+    translation: str
+    source: list[int]
+    target: list[int]
+    unseen: str
+
+
+class Alignment(NamedTuple):
+    """Where a translator looked: weights (layers, H, Lt, Ls), and the Lt and Ls pieces of the target and source."""
+
+    weights: Tensor
+    target: list[str]
+    source: list[str]
 
 
 class Recipe(ABC):
@@ -92,8 +112,7 @@ class Recipe(ABC):
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
         """This process's share of the validation items; nothing where there are none."""
 
-    @staticmethod
-    def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+    def loss(self, model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
         """The mean loss that training minimises."""
         return model.loss(*inputs, targets)
 
@@ -137,8 +156,18 @@ class Recipe(ABC):
         raise NotImplementedError
 
     @classmethod
+    def translate(cls, trained: Trained, texts: list[str], search: Sampling | BeamSearch) -> list[Translated]:
+        """The translations of texts; overridden by recipes of translators."""
+        raise NotImplementedError
+
+    @classmethod
+    def alignment(cls, trained: Trained, translated: Translated) -> Alignment:
+        """Where the model looked for each piece of a translation; overridden by recipes of translators."""
+        raise NotImplementedError
+
+    @classmethod
     def supports(cls, command: str) -> bool:
-        """Whether the command ("evaluate", "generate" or "classify") works on trained models of this recipe."""
+        """Whether the command ("evaluate", "generate", "classify", "translate") works on models of this recipe."""
         return command == "evaluate" or getattr(cls, command).__func__ is not getattr(Recipe, command).__func__
 
 

@@ -1,0 +1,335 @@
+"""The translator: sentence pairs, byte pairs of both languages, batches of similar length, BLEU and chrF."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from transformer_kernels.training._optional import require
+from transformer_kernels.training.config import TrainingConfig, build_preset, option
+from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.files import DataFileError
+from transformer_kernels.training.generation import Sampling
+from transformer_kernels.training.recipes import Alignment, Recipe, Trained, Translated
+from transformer_kernels.training.sampler import BucketedSampler
+from transformer_kernels.training.step import IGNORED, Batch, to_device
+from transformer_kernels.training.translation import GREEDY, BeamSearch, translate_batch
+
+SPECIAL = ("<pad>", "<unknown>", "<begin>", "<end>")
+PAD, UNKNOWN, BEGIN, END = range(len(SPECIAL))
+WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # stands where a word begins
+SPLIT_SEED = 0  # which sentences are tested does not depend on a run's seed
+
+
+class Pair(NamedTuple):
+    """A sentence and a translation of it."""
+
+    source: str
+    target: str
+
+
+@dataclass(kw_only=True)
+class TranslateConfig(TrainingConfig):
+    """An encoder-decoder that translates sentences."""
+
+    recipe: ClassVar[str] = "translate"
+    default_length: ClassVar[tuple[str, int]] = ("steps", 1500)
+
+    data: str = option("", "file of sentence pairs, a tab between them, a pair a line", later={"evaluate": "data"})
+    test: float = option(0.1, "part of the source sentences kept for `evaluate`", fixed=True)
+    validation: float = option(0.0, "part of the other source sentences kept for validation", fixed=True)
+    source_vocabulary: int = option(1000, "byte pairs of the source language, at most", fixed=True)
+    target_vocabulary: int = option(1000, "byte pairs of the target language, at most", fixed=True)
+    lowercase: bool = option(True, "read the source in small letters", fixed=True)
+    max_length: int = option(64, "tokens of a sentence, its end included", fixed=True)
+    label_smoothing: float = option(0.1, "part of the target probability that is spread over all tokens", fixed=True)
+    beam: int = option(1, "beginnings that `evaluate` keeps; 1 is greedy", later={"evaluate": "beam"})
+    length_penalty: float = option(
+        0.6, "of that beam search: the larger, the longer the translations", later={"evaluate": "length_penalty"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("test", "validation", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
+        for name in ("source_vocabulary", "target_vocabulary"):
+            if getattr(self, name) <= len(SPECIAL):
+                raise ValueError(f"{name} must be more than {len(SPECIAL)}; got {getattr(self, name)}")
+        if self.max_length < 2:
+            raise ValueError(f"max_length must leave room for a token and the end: at least 2; got {self.max_length}")
+        BeamSearch(width=self.beam, length_penalty=self.length_penalty)
+
+
+class BytePairs:
+    """The byte pairs of one language (Sennrich et al. 2016), through the package `tokenizers`.
+
+    Merges begin with characters and stay inside words; a mark stands at the beginning of a word, and punctuation alone.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.vocabulary_size = inner.get_vocab_size()
+
+    @classmethod
+    def train(cls, texts: Sequence[str], size: int, *, lowercase: bool = False) -> BytePairs:
+        """At most `size` tokens, PAD, UNKNOWN, BEGIN and END among them."""
+        tokenizers: Any = require("tokenizers")
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=SPECIAL[UNKNOWN]))
+        steps = [tokenizers.normalizers.NFC(), *([tokenizers.normalizers.Lowercase()] if lowercase else [])]
+        inner.normalizer = tokenizers.normalizers.Sequence(steps)
+        split = [tokenizers.pre_tokenizers.Metaspace(), tokenizers.pre_tokenizers.Punctuation()]
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(split)
+        inner.decoder = tokenizers.decoders.Metaspace()
+        options = {"vocab_size": size, "special_tokens": list(SPECIAL), "show_progress": False}
+        inner.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(**options))
+        return cls(inner)
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> BytePairs:
+        """What `describe` described; ValueError where that is no tokenizer."""
+        try:
+            return cls(require("tokenizers").Tokenizer.from_str(json.dumps(description)))
+        except ImportError:
+            raise
+        except Exception as error:  # the package raises bare Exceptions
+            raise ValueError(f"not a description of byte pairs: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a sentence, and END."""
+        return [*self.inner.encode(text).ids, END]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode(list(ids))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each id stands for, without the mark at the beginning of a word."""
+        tokens = [self.inner.id_to_token(index) for index in ids]
+        return [token.removeprefix(WORD) or WORD for token in tokens]
+
+    def unseen(self, text: str) -> str:
+        """The characters that have no id."""
+        characters = sorted(set(self.inner.normalizer.normalize_str(text)))
+        return "".join(each for each in characters if UNKNOWN in self.inner.encode(each).ids)
+
+    def describe(self) -> dict[str, Any]:
+        return json.loads(self.inner.to_str())
+
+
+class PairTokenizer:
+    """The byte pairs of both languages."""
+
+    def __init__(self, source: BytePairs, target: BytePairs) -> None:
+        self.source, self.target = source, target
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "pairs", "source": self.source.describe(), "target": self.target.describe()}
+
+
+def read_pairs(path: str | Path) -> list[Pair]:
+    """The first two columns of a tab-separated file, NFC, with single spaces.
+
+    Raises:
+        ValueError: no path, or no pair in the file.
+        DataFileError: the file is missing or is not text, or a line has no second column.
+    """
+    if not path:
+        raise ValueError("data is needed: a file of sentence pairs, a tab between them, a pair a line")
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataFileError(f"{path}: cannot be read as sentence pairs: {error}") from error
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        columns = [" ".join(unicodedata.normalize("NFC", column).split()) for column in line.split("\t")]
+        if not any(columns):
+            continue
+        if len(columns) < 2 or not all(columns[:2]):
+            raise DataFileError(f"{path}: line {number} must be a sentence, a tab and a translation; got {line!r:.80}")
+        pairs.append(Pair(*columns[:2]))
+    if not pairs:
+        raise ValueError(f"{path}: 0 sentence pairs; at least 1 is needed")
+    return pairs
+
+
+def split_pairs(pairs: Sequence[Pair], *parts: float) -> list[list[Pair]]:
+    """The pairs of each part of the distinct source sentences, and last those of all other sentences.
+
+    Each part is one of what the parts before it leave. Pairs with one source sentence stay together.
+    """
+    left = sorted({pair.source for pair in pairs})
+    random.Random(SPLIT_SEED).shuffle(left)
+    chosen = []
+    for part in parts:
+        count = int(part * len(left))
+        chosen.append(set(left[:count]))
+        left = left[count:]
+    return [[pair for pair in pairs if pair.source in sources] for sources in (*chosen, set(left))]
+
+
+def padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    """Rows of ids, padded on the right to the longest, int64 (B, L)."""
+    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)
+
+
+class Encoded(NamedTuple):
+    """The ids of a pair, each with END."""
+
+    source: list[int]
+    target: list[int]
+
+
+def pair_batch(pairs: Sequence[Encoded], device: torch.device) -> Batch:
+    """Source (B, Ls), BEGIN and the target (B, Lt), the source's mask; the target and END is what is predicted."""
+    source, target = padded([pair.source for pair in pairs], PAD), padded([pair.target for pair in pairs], IGNORED)
+    written = torch.cat(
+        (torch.full((len(pairs), 1), BEGIN), target[:, :-1].masked_fill(target[:, :-1] == IGNORED, PAD)), 1
+    )
+    inputs = tuple(to_device(tensor, device) for tensor in (source, written, source != PAD))
+    tokens = sum(len(pair.source) + len(pair.target) for pair in pairs)
+    return Batch(inputs, to_device(target, device), tokens, source.numel() + target.numel())
+
+
+class Translate(Recipe):
+    """Sentence pairs, their byte pairs, batches, and the model."""
+
+    Config = TranslateConfig
+
+    def __init__(self, config: TranslateConfig, tokenizer: PairTokenizer | None = None) -> None:
+        self.config = config
+        _, held_out, training = split_pairs(read_pairs(config.data), config.test, config.validation)
+        if not training:
+            raise ValueError(f"{config.data}: no sentence pair is left for training; lower test and validation")
+        self.tokenizer = tokenizer or PairTokenizer(
+            BytePairs.train([pair.source for pair in training], config.source_vocabulary, lowercase=config.lowercase),
+            BytePairs.train([pair.target for pair in training], config.target_vocabulary),
+        )
+        self.training, self.held_out = ([self._encode(pair) for pair in part] for part in (training, held_out))
+        self.held_out_pairs = held_out
+        self.fingerprint = hashlib.sha256(json.dumps([training, held_out]).encode()).hexdigest()
+        self.train_length = len(training)
+
+    def _encode(self, pair: Pair) -> Encoded:
+        encoded = Encoded(self.tokenizer.source.encode(pair.source), self.tokenizer.target.encode(pair.target))
+        if (longest := max(map(len, encoded))) > self.config.max_length:
+            raise ValueError(
+                f"max_length must be at least {longest} for {pair.source!r:.60}; got {self.config.max_length}"
+            )
+        return encoded
+
+    @classmethod
+    def build(cls, config: TranslateConfig, tokenizer: PairTokenizer) -> nn.Module:
+        sizes = {"source_vocab_size": tokenizer.source.vocabulary_size, "vocab_size": tokenizer.target.vocabulary_size}
+        return build_preset("translator", config, **sizes, context=config.max_length)
+
+    @classmethod
+    def load_tokenizer(cls, description: dict[str, Any], config: TranslateConfig) -> PairTokenizer:
+        parts = [description.get(name, {}) for name in ("source", "target")]
+        return PairTokenizer(*map(BytePairs.from_description, parts))
+
+    def sampler(self, processes: Processes) -> BucketedSampler:
+        """Pairs of similar length together."""
+        config, lengths = self.config, torch.tensor([len(pair.source) + len(pair.target) for pair in self.training])
+        return BucketedSampler(lengths, config.batch_size, config.seed, processes.rank, processes.count)
+
+    def batch(self, indices: Tensor, device: torch.device) -> Batch:
+        """Training pairs number `indices`."""
+        return pair_batch([self.training[index] for index in indices.tolist()], device)
+
+    def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
+        """The pairs held out from training, this process's share of them."""
+        share = sorted(self.held_out, key=lambda pair: len(pair.source))[processes.rank :: processes.count]
+        for start in range(0, len(share), self.config.batch_size):
+            yield pair_batch(share[start : start + self.config.batch_size], device)
+
+    def loss(self, model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        return model.loss(*inputs, targets, label_smoothing=self.config.label_smoothing)
+
+    def report(self, model: nn.Module, device: torch.device) -> str:
+        """BLEU and chrF on the sentences held out for validation, if there are any."""
+        if not self.held_out:
+            return ""
+        model.eval()
+        trained = Trained(model, self.tokenizer, self.config, device, 0, type(self))
+        return scores(trained, self.held_out_pairs, "validation")
+
+    @classmethod
+    def evaluate(cls, trained: Trained) -> str:
+        """BLEU and chrF on the test sentences."""
+        test = split_pairs(read_pairs(trained.config.data), trained.config.test)[0]
+        if not test:
+            raise ValueError(f"translate: test is {trained.config.test}: there is no sentence to evaluate on")
+        return scores(trained, test, "test")
+
+    @classmethod
+    def translate(cls, trained: Trained, texts: list[str], search: Sampling | BeamSearch = GREEDY) -> list[Translated]:
+        """The translations of sentences, in their order; ValueError for an empty or too long one."""
+        sources = [trained.tokenizer.source.encode(text) for text in texts]
+        longest = trained.config.max_length
+        for text, source in zip(texts, sources, strict=True):
+            if len(source) == 1:
+                raise ValueError(f"there is nothing to translate in {text!r}")
+            if len(source) > longest:
+                raise ValueError(f"the model reads at most {longest} tokens; {text!r:.60} has {len(source)}")
+        targets: dict[int, list[int]] = {}
+        order = sorted(range(len(texts)), key=lambda index: len(sources[index]))  # with little padding
+        for start in range(0, len(order), trained.config.batch_size):
+            part = order[start : start + trained.config.batch_size]
+            source = padded([sources[index] for index in part], PAD).to(trained.device)
+            options = {"begin": BEGIN, "end": END, "length": min(longest, 2 * source.shape[1] + 10)}
+            targets.update(
+                zip(part, translate_batch(trained.model, source, source != PAD, search, **options), strict=True)
+            )
+        return [
+            Translated(
+                text,
+                trained.tokenizer.target.decode(targets[index]),
+                sources[index],
+                [*targets[index], END],
+                trained.tokenizer.source.unseen(text),
+            )
+            for index, text in enumerate(texts)
+        ]
+
+    @classmethod
+    @torch.no_grad()
+    def alignment(cls, trained: Trained, translated: Translated) -> Alignment:
+        """Where each head of each layer looked in the source when it wrote each piece of the target."""
+        source, written = (
+            torch.tensor([ids], device=trained.device) for ids in (translated.source, [BEGIN, *translated.target[:-1]])
+        )
+        _, maps = trained.model(source, written, return_attention=True)
+        weights = torch.cat(maps.cross).float().cpu()
+        tokenizer = trained.tokenizer
+        return Alignment(
+            weights, tokenizer.target.pieces(translated.target), tokenizer.source.pieces(translated.source)
+        )
+
+
+def scores(trained: Trained, pairs: Sequence[Pair], name: str) -> str:
+    """sacrebleu's BLEU and chrF of a translator; a sentence may have several references."""
+    sacrebleu: Any = require("sacrebleu")
+    config = trained.config
+    references: dict[str, list[str]] = {}
+    for pair in pairs:
+        references.setdefault(pair.source, []).append(pair.target)
+    search = BeamSearch(width=config.beam, length_penalty=config.length_penalty) if config.beam > 1 else GREEDY
+    translations = [each.translation for each in trained.recipe.translate(trained, list(references), search)]
+    most = max(map(len, references.values()))
+    columns = [[each[n] if n < len(each) else None for each in references.values()] for n in range(most)]
+    bleu, chrf = sacrebleu.BLEU(), sacrebleu.CHRF()
+    lines = [
+        f"BLEU {bleu.corpus_score(translations, columns).score:.2f}, "
+        f"chrF {chrf.corpus_score(translations, columns).score:.2f} on {len(references)} {name} sentences",
+        f"BLEU: {bleu.get_signature()}; chrF: {chrf.get_signature()}",
+    ]
+    return "\n".join(lines)

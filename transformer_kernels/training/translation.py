@@ -1,0 +1,112 @@
+"""Translations from an encoder-decoder: the likeliest token at each step, drawn ones, or a beam search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.training.generation import Sampling, draw
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+    """Keep the `width` likeliest beginnings at each step; of the ended ones, take the one with the best score.
+
+    The score is log p / ((5 + n) / 6)^length_penalty for n tokens, the end included (Wu et al. 2016, equation 14).
+    A sentence is done when `width` translations have ended.
+
+    Args:
+        width: 1 gives the greedy translation.
+        length_penalty: 0 prefers short translations; the larger, the longer ones.
+    """
+
+    width: int = 4
+    length_penalty: float = 0.6
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"beam must be at least 1; got {self.width}")
+        if not 0.0 <= self.length_penalty < float("inf"):
+            raise ValueError(f"length_penalty must be finite and not negative; got {self.length_penalty}")
+
+    def score(self, log_probability: float, tokens: int) -> float:
+        return log_probability / ((5 + tokens) / 6) ** self.length_penalty
+
+
+@torch.no_grad()
+def translate_batch(
+    model: Any,
+    source: Tensor,
+    source_mask: Tensor,
+    search: Sampling | BeamSearch = GREEDY,
+    *,
+    begin: int,
+    end: int,
+    length: int,
+) -> list[list[int]]:
+    """Translate sentences, padded on the right to one length.
+
+    Args:
+        model: a `python_ref.Translator`, in evaluation mode.
+        source: (B, Ls) int64.
+        source_mask: (B, Ls) bool, True at real tokens.
+        search: how to choose; draws for sentence n come from the seed `search.seed + n`.
+        begin: the token that a target begins with.
+        end: the token that a translation ends with.
+        length: tokens that a translation has at most, the end included.
+    Returns:
+        the ids of each translation, without begin and end.
+    """
+    memory = model.encode(source, source_mask)
+    if isinstance(search, BeamSearch):
+        return _beam_search(model, memory, len(source), search, begin, end, length)
+    cache = model.new_cache(len(source), length)
+    generators = [torch.Generator().manual_seed(search.seed + row) for row in range(len(source))]
+    tokens, written = torch.full((len(source), 1), begin), torch.empty(len(source), 0, dtype=torch.int64)
+    for _ in range(length):
+        logits = model.decode(tokens.to(source.device), memory, cache=cache, last_only=True)[:, -1].float().cpu()
+        chosen = [draw(row, search, generator) for row, generator in zip(logits, generators, strict=True)]
+        tokens = torch.tensor(chosen).unsqueeze(1)
+        written = torch.cat((written, tokens), 1)
+        if (written == end).any(1).all():
+            break
+    return [row[: row.index(end)] if end in row else row for row in written.tolist()]
+
+
+def _beam_search(
+    model: Any, memory: Any, batch: int, search: BeamSearch, begin: int, end: int, length: int
+) -> list[list[int]]:
+    """The best translation of each of `batch` sentences; row b K + i of the cache is beginning i of sentence b."""
+    width, device = search.width, memory.layers[0][0].device
+    first = torch.arange(batch, device=device).unsqueeze(1) * width  # (B, 1)
+    memory = memory.take(torch.arange(batch, device=device).repeat_interleave(width))
+    cache = model.new_cache(batch * width, length)
+    tokens = torch.full((batch * width, 1), begin, device=device)
+    written = torch.empty(batch * width, 0, dtype=torch.int64, device=device)
+    scores = torch.full((batch, width), -torch.inf, device=device)
+    scores[:, 0] = 0.0  # all beginnings are the same one
+    ended: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]
+    for step in range(1, length + 1):
+        logits = model.decode(tokens, memory, cache=cache, last_only=True)[:, -1].float()
+        totals = scores.unsqueeze(-1) + logits.log_softmax(-1).unflatten(0, (batch, width))  # (B, K, V)
+        best, places = totals.flatten(1).topk(2 * width)  # at most K of these end, so K can go on
+        parents, chosen = first + places // logits.shape[-1], places % logits.shape[-1]
+        ends = chosen == end
+        for row, rank in (ends[:, :width] & best[:, :width].isfinite()).nonzero().tolist():
+            if len(ended[row]) < width:
+                beginning = written[parents[row, rank]].tolist()
+                ended[row].append((search.score(best[row, rank].item(), step), beginning))
+        if all(len(each) == width for each in ended):
+            break
+        scores, order = best.masked_fill(ends, -torch.inf).topk(width)
+        rows = parents.gather(1, order).flatten()
+        tokens = chosen.gather(1, order).view(-1, 1)
+        written = torch.cat((written[rows], tokens), 1)
+        cache.take(rows)
+    unended = written.view(batch, width, -1)[:, 0].tolist()  # beginnings are in order of their scores
+    return [max(each)[1] if each else unended[row] for row, each in enumerate(ended)]
