@@ -150,7 +150,7 @@ def read_pairs(path: str | Path) -> list[Pair]:
         raise DataFileError(f"{path}: cannot be read as sentence pairs: {error}") from error
     pairs = []
     for number, line in enumerate(lines, 1):
-        columns = [" ".join(unicodedata.normalize("NFC", column).split()) for column in line.split("\t")]
+        columns = [_cleaned(column) for column in line.split("\t")]
         if not any(columns):
             continue
         if len(columns) < 2 or not all(columns[:2]):
@@ -159,6 +159,10 @@ def read_pairs(path: str | Path) -> list[Pair]:
     if not pairs:
         raise ValueError(f"{path}: 0 sentence pairs; at least 1 is needed")
     return pairs
+
+
+def _cleaned(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def split_pairs(pairs: Sequence[Pair], *parts: float) -> list[list[Pair]]:
@@ -273,10 +277,10 @@ class Translate(Recipe):
     @classmethod
     def translate(cls, trained: Trained, texts: list[str], search: Sampling | BeamSearch = GREEDY) -> list[Translated]:
         """The translations of sentences, in their order; ValueError for an empty or too long one."""
-        sources = [trained.tokenizer.source.encode(text) for text in texts]
+        sources = [trained.tokenizer.source.encode(_cleaned(text)) for text in texts]
         longest = trained.config.max_length
         for text, source in zip(texts, sources, strict=True):
-            if len(source) == 1:
+            if not text.strip():
                 raise ValueError(f"there is nothing to translate in {text!r}")
             if len(source) > longest:
                 raise ValueError(f"the model reads at most {longest} tokens; {text!r:.60} has {len(source)}")
