@@ -25,7 +25,7 @@ OPERATIONS = {
 }
 SIZES = {
     "llama": {"kv_heads": 1, "ffn_width": 24, "dropout": 0.1},
-    "translator": {"source_vocab_size": 19, "ffn_width": 24, "dropout": 0.1},
+    "translator": {"source_vocab_size": 19, "layers": 1, "ffn_width": 24, "dropout": 0.1},
 }
 TOKENS = torch.arange(24).view(2, 12) % 23
 REAL = torch.arange(12) < torch.tensor([[12], [7]])
