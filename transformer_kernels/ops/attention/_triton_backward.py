@@ -119,33 +119,13 @@ def attention_backward_query_kernel(
     sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
-    query_heads,
-    query_length,
-    key_length,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    bias_batch,
-    bias_head,
-    bias_row,
-    scale,
-    window,
-    threshold,
-    section,
+    query_heads, query_length, key_length,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row,
+    bias_batch, bias_head, bias_row,
+    scale, window, threshold, section,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """One program owns BLOCK_M queries of one head: it writes their delta, then walks over the keys they see.
 
     Where lse is large, its rounding to fp32 scales all weights of a query alike, by more than a rounding of their own.

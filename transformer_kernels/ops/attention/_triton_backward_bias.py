@@ -39,33 +39,13 @@ def attention_backward_bias_kernel(
     sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast
     seed_pointer,  # (1,), or None
-    batches,
-    query_heads,
-    query_length,
-    key_length,
-    bias_batches,
-    bias_heads,
-    splits,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    bias_batch,
-    bias_head,
-    bias_row,
-    scale,
-    window,
-    threshold,
+    batches, query_heads, query_length, key_length, bias_batches, bias_heads, splits,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    dout_batch, dout_head, dout_row,
+    bias_batch, bias_head, bias_row,
+    scale, window, threshold,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """One program owns one tile of dbias and one of `splits` shares of the tiles of dS that are summed into it: those
     of the batches, heads and query blocks over which the bias is broadcast."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M

@@ -85,19 +85,10 @@ def operands(queries):
 
 @triton.jit
 def key_gradient_block(
-    gradient,
-    keys,
-    queries,
-    mask,
-    bias,
-    dropout,
-    scale,
-    MASKED: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
-    SCORES_ONLY: tl.constexpr,
-    DTYPE: tl.constexpr,
+    gradient, keys, queries, mask, bias, dropout, scale,
+    MASKED: tl.constexpr, WHOLE_ROWS: tl.constexpr, SCORES_ONLY: tl.constexpr, DTYPE: tl.constexpr,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """Add what one block of queries gives to dk and dv of a key tile, unless SCORES_ONLY; also returns dS, [N, M],
     delta and correction. Everything stands transposed, keys first, so that weights and dS go from one matrix product
     into the next as they are.
@@ -183,33 +174,13 @@ def attention_backward_key_kernel(
     sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
-    query_heads,
-    query_length,
-    key_length,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dkv_batch,
-    dkv_head,
-    dkv_row,
-    bias_batch,
-    bias_head,
-    bias_row,
-    scale,
-    window,
-    threshold,
-    section,
+    query_heads, query_length, key_length,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    dout_batch, dout_head, dout_row, dkv_batch, dkv_head, dkv_row,
+    bias_batch, bias_head, bias_row,
+    scale, window, threshold, section,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """One program owns BLOCK_N keys of one key head and walks over the queries that see them, of every query head of
     the group. A key that is padding or does not exist touches only its own row, which is not kept."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N

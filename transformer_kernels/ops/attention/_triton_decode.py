@@ -39,28 +39,12 @@ def attention_decode_kernel(
     padding_pointer,  # (B, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
-    query_heads,
-    query_length,
-    key_length,
-    split_keys,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    bias_batch,
-    bias_head,
-    bias_row,
-    bias_column,
-    scale,
-    window,
-    threshold,
+    query_heads, query_length, key_length, split_keys,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    bias_batch, bias_head, bias_row, bias_column,
+    scale, window, threshold,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """One program owns all queries of the group of one key head, and `split_keys` of its keys."""
     NATURAL: tl.constexpr = OPTIONS.NATURAL
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
@@ -139,14 +123,9 @@ def attention_combine_kernel(
     partial_sum_pointer,  # (splits, B, Hq, Lq), fp32
     out_pointer,  # (B, Lq, Hq, D), contiguous
     lse_pointer,  # (B, Hq, Lq), contiguous
-    query_heads,
-    query_length,
-    splits,
-    keep_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
+    query_heads, query_length, splits, keep_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
     """One program owns one query of one head and joins its parts, always in the same order."""
     NATURAL: tl.constexpr = out_pointer.dtype.element_ty == tl.float32
     index = tl.cast(tl.program_id(0), tl.int64)

@@ -129,27 +129,12 @@ def attention_forward_kernel(
     sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
-    query_heads,
-    query_length,
-    key_length,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    bias_batch,
-    bias_head,
-    bias_row,
-    scale,
-    window,
-    threshold,
-    section,
+    query_heads, query_length, key_length,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    bias_batch, bias_head, bias_row,
+    scale, window, threshold, section,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """One program owns BLOCK_M queries of one head and walks over the keys they see."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D

@@ -13,11 +13,9 @@ import triton.language as tl
 def attention_sequences_kernel(
     cu_seqlens_pointer,  # (entries,)
     sequences_pointer,  # (2, tokens), int32, contiguous
-    entries,
-    steps,
-    tokens,
+    entries, steps, tokens,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One program owns BLOCK tokens and finds the sequence of each by bisection; `steps` halvings leave one entry."""
     positions = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)  # the entry here is not beyond the token, that at `high` is

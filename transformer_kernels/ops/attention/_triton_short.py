@@ -44,26 +44,12 @@ def attention_short_forward_kernel(
     padding_pointer,  # (B, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
-    query_heads,
-    query_length,
-    key_length,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    bias_batch,
-    bias_head,
-    bias_row,
-    scale,
-    window,
-    threshold,
+    query_heads, query_length, key_length,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    bias_batch, bias_head, bias_row,
+    scale, window, threshold,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """One program owns BLOCK_M queries of one head and all of its keys."""
     NATURAL: tl.constexpr = OPTIONS.NATURAL
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
@@ -120,34 +106,13 @@ def attention_short_backward_kernel(
     padding_pointer,  # (B, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
-    query_length,
-    key_length,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    dout_batch,
-    dout_head,
-    dout_row,
-    dq_batch,
-    dq_head,
-    dq_row,
-    dkv_batch,
-    dkv_head,
-    dkv_row,
-    bias_batch,
-    bias_head,
-    bias_row,
-    scale,
-    window,
-    threshold,
+    query_length, key_length,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, dkv_batch, dkv_head, dkv_row,
+    bias_batch, bias_head, bias_row,
+    scale, window, threshold,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """One program, of (B, Hk), owns one key head: all its keys stay here while the queries of its group pass by."""
     NATURAL: tl.constexpr = OPTIONS.NATURAL
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
