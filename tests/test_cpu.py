@@ -15,7 +15,7 @@ from torch import Tensor
 
 import transformer_kernels as tk
 from tests.support.arguments import DTYPES, dtype_id
-from tests.support.operations import EXAMPLES
+from tests.support.operations import EXAMPLES, row_operations
 from tests.support.parity import assert_within_budget
 from transformer_kernels.backends import build, cpu
 
@@ -23,16 +23,6 @@ if cpu.unavailable(torch.device("cpu")) is not None:
     pytest.skip("the CPU kernels are not built", allow_module_level=True)
 
 KERNELS = cpu.load()
-ROW_OPERATIONS = (
-    "softmax",
-    "layer_norm",
-    "add_layer_norm",
-    "gelu",
-    "bias_gelu",
-    "bias_relu",
-    "cross_entropy",
-    "embedding",
-)
 
 INFINITY = 0x7F800000
 
@@ -119,7 +109,7 @@ def results(op: str, tensors: dict[str, Any], options: dict[str, Any], backend: 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("shape", [(6, 1), (10, 37), (150, 128), (4, 515)], ids=str)
-@pytest.mark.parametrize("op", ROW_OPERATIONS)
+@pytest.mark.parametrize("op", row_operations("cpu"))
 def test_each_instruction_set_is_within_the_budget(
     op: str, shape: tuple[int, int], dtype: torch.dtype, instruction_set: str
 ) -> None:
@@ -137,7 +127,7 @@ def test_each_instruction_set_is_within_the_budget(
         assert_within_budget(f"{op} result {i}", got, want, plain, 3.0, dtype, magnitude=size)
 
 
-@pytest.mark.parametrize("op", ROW_OPERATIONS)
+@pytest.mark.parametrize("op", row_operations("cpu"))
 def test_threads_do_not_change_the_bits(op: str, instruction_set: str) -> None:
     tensors, threads = EXAMPLES[op].make(700, 264), torch.get_num_threads()
     seen = []

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.operations import row_operations
 from transformer_kernels.backends import build as _build
 from transformer_kernels.reports import cuda as cuda_report
 
 pytestmark = pytest.mark.slow
 
-ROW_OPERATIONS = (
-    "softmax",
-    "layer_norm",
-    "add_layer_norm",
-    "gelu",
-    "bias_gelu",
-    "bias_relu",
-    "cross_entropy",
-    "embedding",
-)
 # Kernels that read rows by 16-byte vectors where the rows allow it. sum_partials reads single floats, 128 bytes a warp.
 VECTOR_KERNELS = (
     "softmax_forward_kernel",
@@ -43,7 +34,7 @@ def needs_nvcc() -> None:
 
 
 @pytest.mark.parametrize("architecture", cuda_report.DEFAULT_ARCHITECTURES)
-@pytest.mark.parametrize("operation", ROW_OPERATIONS)
+@pytest.mark.parametrize("operation", row_operations("cuda"))
 def test_row_kernels(operation: str, architecture: str, capsys: pytest.CaptureFixture[str]) -> None:
     kernels = cuda_report.compile_reports(operation, architecture)
     with capsys.disabled():

@@ -10,7 +10,7 @@ import torch
 import transformer_kernels as tk
 from tests.support import interpreter
 from tests.support.arguments import DTYPES, dtype_id
-from tests.support.parity import require
+from tests.support.parity import backend_fixture, require, tested_operation
 
 EXECUTED_SLOWLY = ("triton", "cuda")
 """Backends whose kernels are interpreted or emulated where there is no GPU."""
@@ -38,20 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def _operation(request: pytest.FixtureRequest) -> str:
-    """The operation that a test module is about: tests/ops/test_layer_norm.py -> layer_norm."""
-    return request.module.OP
-
-
-@pytest.fixture(params=tk.BACKENDS)
-def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    require(_operation(request), request.param, device, torch.float32)
-    return request.param
+backend = backend_fixture(*tk.BACKENDS)
 
 
 @pytest.fixture(params=DTYPES, ids=dtype_id)
 def dtype(request: pytest.FixtureRequest, backend: str, device: torch.device) -> torch.dtype:
-    require(_operation(request), backend, device, request.param)
+    require(tested_operation(request), backend, device, request.param)
     return request.param
 
 

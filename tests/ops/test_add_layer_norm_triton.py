@@ -7,17 +7,12 @@ import torch
 
 from tests.support.arguments import normal
 from tests.support.operations import backward, prepared
-from tests.support.parity import check_parity, require
+from tests.support.parity import backend_fixture, check_parity
 from tests.support.triton_tables import every_width
 from transformer_kernels.backends.triton_tiles import RowTile
 
 OP = "add_layer_norm"
-
-
-@pytest.fixture(params=["triton"])
-def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    require(OP, request.param, device, torch.float32)
-    return request.param
+backend = backend_fixture("triton")
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1, 1.0])

@@ -11,17 +11,12 @@ import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.ops.test_attention import make, padding
 from tests.support.interpreter import guarded
-from tests.support.parity import check_parity, require
+from tests.support.parity import backend_fixture, check_parity
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.ops.attention import AttentionCall
 
 OP = "attention"
-
-
-@pytest.fixture(params=["triton"])
-def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    require(OP, request.param, device, torch.float32)
-    return request.param
+backend = backend_fixture("triton")
 
 
 @pytest.mark.usefixtures("long_path")

@@ -17,21 +17,17 @@ from torch import Tensor
 
 import transformer_kernels as tk
 from tests.ops.test_attention import make
-from tests.support.parity import check_parity, require
+from tests.support.parity import backend_fixture, check_parity
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.ops.attention import AttentionCall
 
+OP = "attention"
 QUERIES, MASKED = 32, 16
 """The tile of `long_path`: 32 queries by 32 keys, where there is a mask by 16."""
 
 Block = dict[str, int]
 Count = Callable[[ModuleType, str], list[Block]]
-
-
-@pytest.fixture(params=["triton"])
-def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    require("attention", request.param, device, torch.float32)
-    return request.param
+backend = backend_fixture("triton")
 
 
 @pytest.fixture

@@ -9,17 +9,12 @@ import torch
 
 import transformer_kernels as tk
 from tests.support.arguments import DTYPES, dtype_id, normal
-from tests.support.parity import check_parity, require
+from tests.support.parity import backend_fixture, check_parity
 
 OP = "attention_weights"
 PADDED = torch.tensor([[True] * 9, [False, True, True, False, True, True, False, False, False]])
 SEQUENCES = torch.tensor([0, 4, 4, 7], dtype=torch.int32)
-
-
-@pytest.fixture(params=tk.BACKENDS)
-def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    require("softmax", request.param, device, torch.float32)
-    return request.param
+backend = backend_fixture(*tk.BACKENDS, op="softmax")
 
 
 @pytest.fixture(params=DTYPES, ids=dtype_id)

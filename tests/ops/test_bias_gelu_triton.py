@@ -7,15 +7,10 @@ import torch
 
 from tests.support.arguments import normal
 from tests.support.operations import backward, prepared
-from tests.support.parity import check_parity, require
+from tests.support.parity import backend_fixture, check_parity
 
 OP = "bias_gelu"
-
-
-@pytest.fixture(params=["triton"])
-def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    require(OP, request.param, device, torch.float32)
-    return request.param
+backend = backend_fixture("triton")
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

@@ -11,22 +11,12 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support.arguments import normal
 from tests.support.operations import EXAMPLES, function
-from tests.support.parity import check_parity, require
+from tests.support.parity import backend_fixture, check_parity, require
 from transformer_kernels._dispatch import OPERATIONS
 
 NAMES = list(EXAMPLES)
 PER_OPERATION = pytest.mark.parametrize("op", NAMES)
-
-
-@pytest.fixture
-def op(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=tk.BACKENDS)
-def backend(request: pytest.FixtureRequest, op: str, device: torch.device) -> str:
-    require(op, request.param, device, torch.float32)
-    return request.param
+backend = backend_fixture(*tk.BACKENDS)
 
 
 def parity(op: str, backend: str, tensors: dict[str, Any], **how: Any) -> None:

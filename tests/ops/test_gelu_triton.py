@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from tests.support.operations import backward
-from tests.support.parity import require
+from tests.support.parity import backend_fixture
 from transformer_kernels.ops.gelu import GeluCall
 
 OP = "gelu"
-
-
-@pytest.fixture(params=["triton"])
-def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    require(OP, request.param, device, torch.float32)
-    return request.param
+backend = backend_fixture("triton")
 
 
 def exact(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 
 import transformer_kernels as tk
 from tests.support.arguments import DTYPES, dtype_id, normal
-from tests.support.operations import EXAMPLES, backward, function, prepared
+from tests.support.operations import EXAMPLES, backward, function, prepared, row_operations
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.cross_entropy import _cuda as cross_entropy
 from transformer_kernels.ops.embedding import _cuda as embedding
@@ -130,13 +129,10 @@ def test_a_misaligned_address_takes_the_scalar_path(
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
 
 
-ROW_OPERATIONS = [op for op in EXAMPLES if "attention" not in op and find_spec(f"transformer_kernels.ops.{op}._cuda")]
-
-
 def all_results(rows: int, columns: int) -> list[Tensor]:
     """The outputs and gradients of every row operation's example."""
     results: list[Tensor] = []
-    for op in ROW_OPERATIONS:
+    for op in row_operations("cuda"):
         tensors = EXAMPLES[op].make(rows, columns, torch.bfloat16)
         torch.manual_seed(77)
         outputs = function(op, "cuda")(**tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -141,6 +142,11 @@ EXAMPLES: dict[str, Example] = {
     "rotary": Example(_turned, view="q"),
     "attention_weights": Example(_queries_and_keys, {"causal": True, "window": 5}, view="q"),
 }
+
+
+def row_operations(backend: str) -> list[str]:
+    """The operations on rows that the backend has kernels for: all that have an example but those of attention."""
+    return [op for op in EXAMPLES if "attention" not in op and find_spec(f"transformer_kernels.ops.{op}._{backend}")]
 
 
 def function(op: str, backend: str | None = None) -> Callable[..., Any]:

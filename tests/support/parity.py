@@ -38,6 +38,22 @@ def require(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
         pytest.skip("Triton's interpreter computes bfloat16 products wrongly; they are tested on a GPU")
 
 
+def tested_operation(request: pytest.FixtureRequest) -> str:
+    """The operation that a test is about: its parameter `op`, or the OP of its module."""
+    return request.node.callspec.params.get("op") or request.module.OP
+
+
+def backend_fixture(*backends: str, op: str = "") -> Any:
+    """A fixture `backend`: each of these that can run here and has the tested operation (or `op`)."""
+
+    @pytest.fixture(params=backends)
+    def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+        require(op or tested_operation(request), request.param, device, torch.float32)
+        return request.param
+
+    return backend
+
+
 @dataclass
 class Run:
     """What one call gave: outputs, and the gradient of each tensor input (None where it needs none)."""
