@@ -7,7 +7,9 @@ stray write is found at the end. The programs of every launch run in a random or
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,21 +97,27 @@ def shuffled_programs(seed: int) -> Iterator[None]:
 
 
 def quicken() -> None:
-    """Let a call of a device function reuse the language that its launch has patched already (a third of the time).
+    """Spare the interpreter what it computes again and again.
 
-    The interpreter patches all of triton.language anew at every such call. Once a launch is under way only the modules
-    that it has not yet patched need that.
+    It patches all of triton.language anew at every call of a device function; once a launch is under way only the
+    modules that it has not yet patched need that. It computes what it would take to find an integer overflow, and does
+    not look at it. It makes the shape of every tensor anew, and the table of numpy's types at every use.
     """
     from triton.runtime import interpreter
 
     if hasattr(interpreter._patch_lang, "quickened") or not hasattr(interpreter, "_LangPatchScope"):
         return  # done already, or a Triton whose interpreter patches in another way
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    numpy_type = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda type: numpy_type(interpreter.tl.uint64 if type.scalar.is_ptr() else type.scalar)
+    _share_shapes()
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: set[int] = set()
     nothing = interpreter._LangPatchScope()
 
     def patch_once(function: Callable[..., Any]) -> Any:
-        modules = {id(language) for language in _languages() if _knows(function, language)}
+        modules = _languages_of(function)
         if patched and modules <= patched:
             return nothing
         scope = patch(function)
@@ -128,15 +136,37 @@ def quicken() -> None:
     interpreter.GridExecutor.__call__ = launch_anew
 
 
-def _knows(function: Callable[..., Any], module: Any) -> bool:
-    return any(value is module for value in function.__globals__.values())
+def _share_shapes() -> None:
+    """Tensors and block types of one shape share its tuple, which nothing writes to."""
+    from triton.language import core
+
+    @functools.cache
+    def shape_of_type(sizes: tuple[int, ...]) -> tuple[Any, int]:
+        return core.tuple(list(sizes)), core.validate_block_shape(sizes)
+
+    @functools.cache
+    def shape_of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel = shape_of_type(tuple(getattr(size, "value", size) for size in shape))
+        self.name = f"<{self.shape}, {element_ty}>"
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of_tensor(tuple(type.shape) if type.is_block() else ())
+
+    core.block_type.__init__, core.tensor.__init__ = make_type, make_tensor
 
 
 @functools.cache
-def _languages() -> list[Any]:
-    import triton.language
+def _languages_of(function: Callable[..., Any]) -> frozenset[int]:
+    """Which modules of the language the function's own module has imported."""
+    import triton.language as language
 
-    return [triton.language, triton.language.core]
+    known = {id(value) for value in function.__globals__.values()}
+    return frozenset(known & {id(language), id(language.core)})
 
 
 _empty, _empty_like = torch.empty, torch.empty_like
