@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from transformer_kernels.patching._output import OutputLayer
 from transformer_kernels.patching._report import Row
 from transformer_kernels.patching._rotary import ATTENTION
 from transformer_kernels.patching._swap import Mixin, Patched, class_path, original_class, swap
@@ -52,6 +53,7 @@ def patch_models(model: nn.Module, backend: str | None) -> Iterator[Row]:
         if outermost:
             yield from _patch_attention(name, each, backend, NAME)
         yield from _patch_loss(name, each, backend)
+        yield from _patch_output(name, each, backend)
 
 
 def unpatch_models(model: nn.Module) -> None:
@@ -120,6 +122,18 @@ def _own_configs(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(config := vars(module).get("config"), PreTrainedConfig):
             module.config = copy.deepcopy(config, copies)
+
+
+def _patch_output(name: str, model: Any, backend: str | None) -> Iterator[Row]:
+    """Patch the layer that gives the logits, if it is nothing but linear."""
+    layer = model.get_output_embeddings()
+    for path, each in model.named_modules(prefix=name):
+        if each is layer and original_class(layer) is nn.Linear:
+            if isinstance(layer, Patched):
+                layer.backend = backend
+            else:
+                swap(layer, OutputLayer, backend)
+            yield Row(path, "Linear", OutputLayer.answered)
 
 
 def _patch_loss(name: str, model: Any, backend: str | None) -> Iterator[Row]:

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from transformer_kernels._bind import bind
 from transformer_kernels.pretrained.tokenizers import load_tokenizer
+from transformer_kernels.pretrained.tutorials import load_tutorial
 
 if TYPE_CHECKING:
     from python_ref.encoder import Encoder
     from python_ref.gpt import GPT
     from transformer_kernels.pretrained.architectures import Architecture, Entry
 
-__all__ = ["export_pretrained", "load_pretrained", "load_tokenizer"]
+__all__ = ["export_pretrained", "load_pretrained", "load_tokenizer", "load_tutorial"]
 
+PICKLED = (".pt", ".pth", ".bin")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 
 
@@ -46,6 +48,8 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder or file")
+    if path.suffix in PICKLED:
+        raise ValueError(f"{path}: a state dict of torch.save; load_tutorial reads one of a model written by hand")
     if path.is_file():
         config, weights, architecture = _read_gguf(path)
     else:
