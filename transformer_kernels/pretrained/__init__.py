@@ -21,6 +21,7 @@ from transformer_kernels.pretrained.tutorials import load_tutorial
 if TYPE_CHECKING:
     from python_ref.encoder import Encoder
     from python_ref.gpt import GPT
+    from python_ref.vit import ViT
     from transformer_kernels.pretrained.architectures import Architecture, Entry
 
 __all__ = ["export_pretrained", "load_pretrained", "load_tokenizer", "load_tutorial"]
@@ -29,16 +30,18 @@ PICKLED = (".pt", ".pth", ".bin")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 
 
-def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) -> GPT | Encoder:
+def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) -> GPT | Encoder | ViT:
     """Read a pretrained model into our own definition of it.
 
     Args:
-        path: a folder with config.json and safetensors of GPT-2, DistilGPT-2, BERT (MiniLM), DistilBERT or Llama as
-            transformers writes it, or a GGUF file of a Llama with tensors in F32, F16, Q8_0, Q4_0 or Q4_1.
+        path: a folder with config.json and safetensors of GPT-2, DistilGPT-2, BERT (MiniLM), RoBERTa, DistilBERT, Llama
+            or ViT with its classifier as transformers writes it, or a GGUF file of a Llama with tensors in F32, F16,
+            Q8_0, Q4_0 or Q4_1.
         backend: as in `build`.
     Returns:
         `python_ref.GPT`: tokens (B, L) -> logits (B, L, V), or `python_ref.Encoder`: tokens, padding_mask -> hidden
-        states (B, L, E), with the heads whose weights are there. Parameters are float32; the model is in evaluation
+        states (B, L, E), with the heads whose weights are there, or `python_ref.ViT`. RoBERTa's positions are counted
+        from 0 here, so that padding stands behind the text. Parameters are float32; the model is in evaluation
         mode.
     Raises:
         FileNotFoundError: no such folder, or one of its files is missing.
@@ -70,7 +73,8 @@ def export_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
     """Write a model as transformers loads it: config.json and model.safetensors.
 
     Args:
-        model: a `python_ref.GPT` with the layers of GPT-2 or of Llama, or a `python_ref.Encoder`.
+        model: a `python_ref.GPT` with the layers of GPT-2 or of Llama, a `python_ref.Encoder`, which becomes a BERT or
+            a DistilBERT (also one that was a RoBERTa: its positions then begin with the first token), or a ViT.
         folder: is made where it does not exist.
     Raises:
         TypeError: another model.
@@ -83,6 +87,7 @@ def export_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
     state, tensors = model.state_dict(), {}
     for entry in architecture.entries(model.config):
         whole = state[entry.ours].detach().cpu()
+        whole = whole if entry.shape is None else whole.view(entry.shape)
         for name, part in zip(entry.theirs, whole.split(_rows(entry, whole, model)), strict=True):
             tensors[name] = (part.t() if entry.transposed else part).contiguous().clone()
     folder = Path(folder)
@@ -94,13 +99,16 @@ def export_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
 def _exported_as(model: Any) -> Architecture:
     from python_ref import GPT
     from python_ref.encoder import Encoder
+    from python_ref.vit import ViT
     from transformer_kernels.pretrained.architectures import ARCHITECTURES
 
     if isinstance(model, GPT):
         return ARCHITECTURES["llama" if model.config.norm == "rms" else "gpt2"]
+    if isinstance(model, ViT):
+        return ARCHITECTURES["vit"]
     if isinstance(model, Encoder):
         return ARCHITECTURES["distilbert" if model.embedding.segments is None else "bert"]
-    raise TypeError(f"export_pretrained: model must be a python_ref.GPT or Encoder; got {type(model).__name__}")
+    raise TypeError(f"export_pretrained: model must be a python_ref.GPT, Encoder or ViT; got {type(model).__name__}")
 
 
 def _rows(entry: Entry, whole: Tensor, model: Any) -> list[int]:
@@ -164,9 +172,12 @@ def _ours(
             if found not in weights:
                 wrong.append(f"{name} is missing")
             else:
-                parts.append(weights[found].t() if entry.transposed else weights[found])
+                part = weights[found][entry.skipped :]
+                parts.append(part.t() if entry.transposed else part)
         if len(parts) == len(entry.theirs):
             whole = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.float32).contiguous()
+            if entry.shape == tuple(whole.shape):
+                whole = whole.view(expected[entry.ours].shape)
             state[entry.ours] = whole
             if whole.shape != expected[entry.ours].shape:
                 told = f"{tuple(whole.shape)} in place of {tuple(expected[entry.ours].shape)}"

@@ -12,16 +12,22 @@ from typing import Any, NamedTuple
 
 from python_ref import GPT, GPTConfig
 from python_ref.encoder import Encoder, EncoderConfig
+from python_ref.vit import ViT, ViTConfig
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
 class Entry(NamedTuple):
-    """A parameter of ours, and the tensors of theirs that it is made of."""
+    """A parameter of ours, and the tensors of theirs that it is made of.
+
+    `skipped` rows come first in theirs and are not used; `shape` is that of theirs where it is another.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     transposed: bool = False
+    skipped: int = 0
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,9 @@ class Architecture:
     describe: Callable[[Any], dict[str, Any]]
     entries: Callable[[Any], Iterator[Entry]]
 
-    def make(self, config: Any, ops: Any) -> GPT | Encoder:
-        return Encoder(config, ops) if isinstance(config, EncoderConfig) else GPT(config, ops)
+    def make(self, config: Any, ops: Any) -> GPT | Encoder | ViT:
+        models: dict[type, Any] = {GPTConfig: GPT, EncoderConfig: Encoder, ViTConfig: ViT}
+        return models[type(config)](config, ops)
 
 
 def require(theirs: dict[str, Any], **expected: Any) -> None:
@@ -149,8 +156,8 @@ def bert_config(theirs: dict[str, Any], names: set[str]) -> EncoderConfig:
         dropout=theirs.get("hidden_dropout_prob", 0.1),
         attention_dropout=theirs.get("attention_probs_dropout_prob", 0.1),
         segments=theirs.get("type_vocab_size", 2),
-        pooler="bert.pooler.dense.weight" in names,
-        masked_lm="cls.predictions.bias" in names,
+        pooler=any(name.endswith("pooler.dense.weight") for name in names),
+        masked_lm="cls.predictions.bias" in names or "lm_head.bias" in names,
         **ENCODER,
     )
 
@@ -198,6 +205,29 @@ def bert_entries(config: EncoderConfig) -> Iterator[Entry]:
         yield from with_bias("masked_lm.dense", "cls.predictions.transform.dense")
         yield from with_bias("masked_lm.norm", "cls.predictions.transform.LayerNorm")
         yield Entry("masked_lm.bias", ("cls.predictions.bias",))
+
+
+PADDING = 2  # rows of RoBERTa's positions up to the one of padding; the next is that of the first token
+ROBERTA_NAMES = {
+    "bert.": "roberta.",
+    "cls.predictions.transform.dense.": "lm_head.dense.",
+    "cls.predictions.transform.LayerNorm.": "lm_head.layer_norm.",
+    "cls.predictions.bias": "lm_head.bias",
+}
+
+
+def roberta_config(theirs: dict[str, Any], names: set[str]) -> EncoderConfig:
+    require(theirs, pad_token_id=PADDING - 1)
+    return bert_config({**theirs, "max_position_embeddings": theirs["max_position_embeddings"] - PADDING}, names)
+
+
+def roberta_entries(config: EncoderConfig) -> Iterator[Entry]:
+    for entry in bert_entries(config):
+        names = tuple(
+            next(new + name[len(old) :] for old, new in ROBERTA_NAMES.items() if name.startswith(old))
+            for name in entry.theirs
+        )
+        yield entry._replace(theirs=names, skipped=PADDING if entry.ours == "embedding.positions" else 0)
 
 
 def distilbert_config(theirs: dict[str, Any], names: set[str]) -> EncoderConfig:
@@ -328,6 +358,71 @@ def llama_entries(config: GPTConfig) -> Iterator[Entry]:
         yield Entry("head_weight", ("lm_head.weight",))
 
 
+# ViT
+
+
+def vit_config(theirs: dict[str, Any], names: set[str]) -> ViTConfig:
+    require(theirs, qkv_bias=True)
+    return ViTConfig(
+        image=theirs["image_size"],
+        channels=theirs.get("num_channels", 3),
+        patch=theirs["patch_size"],
+        classes=len(theirs.get("id2label", ("LABEL_0", "LABEL_1"))),
+        width=theirs["hidden_size"],
+        layers=theirs["num_hidden_layers"],
+        heads=theirs["num_attention_heads"],
+        ffn_width=theirs["intermediate_size"],
+        activation=activation_of(theirs, "hidden_act"),
+        norm_eps=theirs.get("layer_norm_eps", 1e-12),
+        dropout=theirs.get("hidden_dropout_prob", 0.0),
+        attention_dropout=theirs.get("attention_probs_dropout_prob", 0.0),
+    )
+
+
+def describe_vit(ours: ViTConfig) -> dict[str, Any]:
+    wanted = {"norm": "pre", "final_norm": True, "embedding_norm": False, "kv_heads": None, "window": None}
+    wanted |= {"attention_bias": True, "ffn_bias": True, "norm_bias": True}
+    refuse_others(ours, wanted | {"qk_norm": False, "value_dim": None, "ffn_dropout": 0.0})
+    labels = [f"LABEL_{index}" for index in range(ours.classes)]
+    return {
+        "architectures": ["ViTForImageClassification"],
+        "image_size": ours.image,
+        "num_channels": ours.channels,
+        "patch_size": ours.patch,
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: index for index, label in enumerate(labels)},
+        "hidden_size": ours.width,
+        "num_hidden_layers": ours.layers,
+        "num_attention_heads": ours.heads,
+        "intermediate_size": ours.ffn_width or 4 * ours.width,
+        "hidden_act": their_activation(ours.activation),
+        "layer_norm_eps": ours.norm_eps,
+        "hidden_dropout_prob": ours.dropout,
+        "attention_probs_dropout_prob": ours.dropout_on("attention"),
+        "qkv_bias": True,
+    }
+
+
+def vit_entries(config: ViTConfig) -> Iterator[Entry]:
+    projection, bias = with_bias("embedding.projection", "vit.embeddings.patch_embeddings.projection")
+    yield projection._replace(shape=(config.width, config.channels, config.patch, config.patch))
+    yield bias
+    yield Entry("embedding.class_token", ("vit.embeddings.cls_token",), shape=(1, 1, config.width))
+    places = (1, config.context, config.width)
+    yield Entry("embedding.positions", ("vit.embeddings.position_embeddings",), shape=places)
+    for layer in range(config.layers):
+        ours, theirs = f"blocks.{layer}", f"vit.encoder.layer.{layer}"
+        parts = (f"{theirs}.attention.attention.{name}" for name in ("query", "key", "value"))
+        yield from with_bias(f"{ours}.attention.qkv", *parts)
+        yield from with_bias(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
+        yield from with_bias(f"{ours}.attention_norm", f"{theirs}.layernorm_before")
+        yield from with_bias(f"{ours}.feed_forward.up", f"{theirs}.intermediate.dense")
+        yield from with_bias(f"{ours}.feed_forward.down", f"{theirs}.output.dense")
+        yield from with_bias(f"{ours}.feed_forward_norm", f"{theirs}.layernorm_after")
+    yield from with_bias("final_norm", "vit.layernorm")
+    yield from with_bias("classifier", "classifier")
+
+
 def refuse_others(ours: Any, wanted: dict[str, Any]) -> None:
     """ValueError where a field of our config is not what the family has."""
     for name, value in wanted.items():
@@ -349,6 +444,15 @@ ARCHITECTURES = {
         describe_bert,
         bert_entries,
     ),
+    "roberta": Architecture(
+        "roberta",
+        "roberta.",
+        ("embeddings.position_ids", "lm_head.decoder."),
+        roberta_config,
+        describe_bert,
+        roberta_entries,
+    ),
+    "vit": Architecture("vit", "vit.", (), vit_config, describe_vit, vit_entries),
     "distilbert": Architecture(
         "distilbert",
         "distilbert.",

@@ -10,19 +10,21 @@ from torch import Tensor
 
 from python_ref import GPT
 from python_ref.encoder import Encoder
+from python_ref.vit import ViT
 from transformer_kernels.pretrained import load_pretrained, load_tokenizer
 from transformer_kernels.pretrained.tokenizers import end_tokens
 from transformer_kernels.training.distributed import Processes, choose_device
 from transformer_kernels.training.generation import Choice, Sampling, generate_many
 
 MASK = "[MASK]"
+ROBERTA_MASK = "<mask>"
 SHORTENED = 24  # characters of a text in a table
 
 
 class Pretrained(NamedTuple):
     """A model on its device, its tokenizer, and the tokens that end a text."""
 
-    model: GPT | Encoder
+    model: GPT | Encoder | ViT
     tokenizer: Any
     device: torch.device
     ends: frozenset[int]
@@ -73,9 +75,11 @@ def fill_mask(loaded: Pretrained, text: str, count: int) -> list[tuple[str, floa
     """The `count` most likely words at [MASK], with their probabilities."""
     model = _encoder(loaded, "fill-mask")
     known = loaded.tokenizer.token_to_id(MASK)
+    if known is None:
+        known = loaded.tokenizer.token_to_id(ROBERTA_MASK)
     if known is None or text.count(MASK) != 1:
         raise ValueError(f"fill-mask: the text must have one {MASK}, and the tokenizer must know it; got {text!r}")
-    ids = loaded.tokenizer.encode(text).ids
+    ids = loaded.tokenizer.encode(text.replace(MASK, loaded.tokenizer.id_to_token(known))).ids
     hidden = model(torch.tensor([ids], device=loaded.device))
     likely = model.token_logits(hidden)[0, ids.index(known)].float().softmax(-1).topk(count)
     words = (loaded.tokenizer.id_to_token(index) for index in likely.indices.tolist())

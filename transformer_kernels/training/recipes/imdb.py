@@ -86,7 +86,7 @@ class ImdbConfig(ReviewsConfig):
     init: str = option(
         "",
         "start from the encoder and the tokenizer of this folder: a run of train mlm with a model of the same size, or "
-        "a pretrained BERT, MiniLM or DistilBERT of transformers, whose sizes are taken",
+        "a pretrained BERT, MiniLM, DistilBERT or RoBERTa of transformers, whose sizes are taken",
         fixed=True,
     )
     batching: str = option(
