@@ -1,4 +1,4 @@
-"""The vision transformer: how a picture becomes tokens, and what the classifier reads."""
+"""The vision transformer: how a picture becomes tokens, and that transformers computes the same."""
 
 import pytest
 import torch
@@ -29,6 +29,50 @@ def test_the_classifier_reads_the_class_token_which_sees_every_patch() -> None:
     assert (gradient[1] != 0).all()
     assert (gradient[[0, 2]] == 0).all()
     torch.testing.assert_close(logits, model.classifier(model.hidden_states(images)[:, 0]))
+
+
+NAMES = {  # ours, and transformers'
+    "embedding.class_token": "vit.embeddings.cls_token",
+    "embedding.positions": "vit.embeddings.position_embeddings",
+    "embedding.projection": "vit.embeddings.patch_embeddings.projection",
+    "final_norm": "vit.layernorm",
+    "attention_norm": "layernorm_before",
+    "feed_forward_norm": "layernorm_after",
+    "feed_forward.up": "mlp.fc1",
+    "feed_forward.down": "mlp.fc2",
+    "attention.out": "attention.o_proj",
+    "blocks.": "vit.layers.",
+}
+
+
+def test_logits_are_those_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    from tests.support.transformers_models import inputs, make
+
+    theirs = make("vit").eval()
+    config = theirs.config
+    model = python_ref.build(
+        "vit_base",
+        image=config.image_size,
+        channels=config.num_channels,
+        patch=config.patch_size,
+        classes=config.num_labels,
+        width=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        ffn_width=config.intermediate_size,
+        norm_eps=config.layer_norm_eps,
+    ).eval()
+    weights = theirs.state_dict()
+    for name, parameter in model.named_parameters():
+        source = name
+        for ours, other in NAMES.items():
+            source = source.replace(ours, other)
+        parts = [source.replace("qkv", f"{part}_proj") for part in "qkv"] if "qkv" in source else [source]
+        with torch.no_grad():
+            parameter.copy_(torch.cat([weights[part] for part in parts]).view_as(parameter))
+    images = inputs("vit")["pixel_values"]
+    torch.testing.assert_close(model(images), theirs(images).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
