@@ -164,4 +164,5 @@ TRANSLATOR = TranslatorConfig(
     activation="relu",
     positions="sinusoidal",
     dropout=0.2,
+    init_std=0.08,
 )

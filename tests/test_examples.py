@@ -11,7 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SAYS = {"drop_in_modules": "same losses", "your_own_model": "kernels: loss", "packed_batch": "135 tokens packed"}
+SAYS = {
+    "drop_in_modules": "same losses",
+    "packed_batch": "135 tokens packed",
+    "reverse_strings": "of 200 new words are written backwards",
+    "your_own_model": "kernels: loss",
+}
 
 
 def run(*arguments: str) -> str:

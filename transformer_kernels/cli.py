@@ -405,6 +405,11 @@ def _translate(chosen: argparse.Namespace) -> None:
         print(each.translation)
         if each.unseen:
             print(f"never seen in training, so not translated: {each.unseen}", file=sys.stderr)
+    if chosen.alignments:
+        from transformer_kernels.visualization.alignments import draw_alignment
+
+        told = draw_alignment(trained.recipe.alignment(trained, translated[0]), chosen.alignments)
+        print(f"wrote {chosen.alignments}" + f"; {told}" * bool(told), file=sys.stderr)
 
 
 def _classify(chosen: argparse.Namespace) -> None:

@@ -266,6 +266,14 @@ def test_the_command_evaluates_greedily_and_with_a_beam(run_folder, capsys):
         assert "test sentences\nBLEU: nrefs:" in capsys.readouterr().out
 
 
+def test_the_command_draws_where_the_model_looked(run_folder, capsys, tmp_path):
+    path = tmp_path / "alignment.png"
+    assert run("translate", "--checkpoint", run_folder / "run", "--alignments", path, "one two") == 0
+    told = capsys.readouterr()
+    assert told.err.startswith(f"wrote {path}")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
