@@ -141,8 +141,9 @@ def _share_shapes() -> None:
     from triton.language import core
 
     @functools.cache
-    def shape_of_type(sizes: tuple[int, ...]) -> tuple[Any, int]:
-        return core.tuple(list(sizes)), core.validate_block_shape(sizes)
+    def shape_of_type(sizes: tuple[int, ...]) -> tuple[Any, int, str]:
+        shape = core.tuple(list(sizes))
+        return shape, core.validate_block_shape(sizes), str(shape)
 
     @functools.cache
     def shape_of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
@@ -150,8 +151,8 @@ def _share_shapes() -> None:
 
     def make_type(self: Any, element_ty: Any, shape: Any) -> None:
         self.element_ty = element_ty
-        self.shape, self.numel = shape_of_type(tuple(getattr(size, "value", size) for size in shape))
-        self.name = f"<{self.shape}, {element_ty}>"
+        self.shape, self.numel, name = shape_of_type(tuple([getattr(size, "value", size) for size in shape]))
+        self.name = f"<{name}, {element_ty}>"
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar

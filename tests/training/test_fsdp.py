@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # two processes that load torch twice
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = CHECKOUT / "transformer_kernels" / "training" / "README.md"
 
