@@ -62,6 +62,16 @@ def test_only_rows_with_a_gradient_are_multiplied():
     assert counted == [2 * rows * 6 * 50 for rows in (2, 22, 30, 30)]
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_row_whose_gradient_has_one_sign_counts(sign):
+    eager, ours = pair()
+    x, dy = torch.randn(30, 6), torch.zeros(30, 50)
+    dy[4, 7] = sign
+    mine, theirs = (torch.autograd.grad(layer(x), list(layer.parameters()), dy) for layer in (ours, eager))
+    for given, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(given, expected)
+
+
 def test_a_row_of_nan_is_a_row_with_a_gradient():
     _, ours = pair()
     dx, dweight, _ = gradients(ours, torch.randn(30, 6), [3], float("nan"))

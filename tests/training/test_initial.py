@@ -15,7 +15,7 @@ from transformer_kernels.training.tokenizers import PretrainedTokenizer, from_de
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `test`)")
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "great", "dull", "film", "##s", "."]
-SIZES = {"vocab_size": 13, "max_position_embeddings": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {"vocab_size": 13, "max_position_embeddings": 80, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture
