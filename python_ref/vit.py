@@ -105,7 +105,7 @@ class ViT(Transformer):
 
 
 # For scikit-learn's digits, 8 x 8 pixels: 16 patches of 2 x 2. 202,186 parameters.
-VIT_DIGITS = ViTConfig(image=8, channels=1, patch=2, classes=10, width=64, layers=4, heads=4)
+VIT_DIGITS = ViTConfig(image=8, channels=1, patch=2, classes=10, width=64, layers=4, heads=4, dropout=0.0)
 
 # ViT-B/16 (Dosovitskiy et al. 2021, table 1): 86,567,656 parameters.
 VIT_BASE = ViTConfig(image=224, patch=16, classes=1000, width=768, layers=12, heads=12, norm_eps=1e-6)
