@@ -75,6 +75,11 @@ def test_a_beam_of_all_beginnings_finds_the_best_translation(seed, penalty):
         assert [*found, END] == best
 
 
+def test_the_score_is_the_paper_s():
+    assert BeamSearch(length_penalty=1.0).score(-3.0, 7) == -1.5
+    assert BeamSearch(length_penalty=0.0).score(-3.0, 7) == -3.0
+
+
 def test_a_larger_penalty_gives_longer_translations():
     model = make(vocab_size=5, ending=0.0)
     lengths = [sum(map(len, translated(model, BeamSearch(width=8, length_penalty=p)))) for p in (0.0, 1.0, 5.0)]

@@ -312,7 +312,13 @@ def test_two_hundred_real_pairs_are_learned_by_heart(data_folder, tmp_path):
     path.write_text("".join(f"{pair.source}\t{pair.target}\n" for pair in pairs), encoding="utf-8")
     vocabulary = {"source_vocabulary": 400, "target_vocabulary": 400, "test": 0.0}
     config = TranslateConfig(
-        data=str(path), out=str(tmp_path / "run"), steps=400, model={"dropout": 0.0}, progress=False, **vocabulary
+        data=str(path),
+        out=str(tmp_path / "run"),
+        steps=400,
+        batch_size=32,
+        model={"dropout": 0.0},
+        progress=False,
+        **vocabulary,
     )
     Trainer(Translate(config)).fit()
     trained = load_trained(config.out, command="translate")
