@@ -65,7 +65,7 @@ def test_what_is_no_encoder_is_refused(pretrained, imdb_config, tmp_path):
     transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=16, n_layer=1, n_head=2)
     ).save_pretrained(writer)
-    with pytest.raises(ValueError, match="a language model, not an encoder"):
+    with pytest.raises(ValueError, match="not an encoder of text such as BERT"):
         read_encoder(writer)
     (pretrained / "vocab.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json, vocab\.txt"):

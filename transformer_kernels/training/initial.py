@@ -56,7 +56,7 @@ def _read_pretrained(folder: Path) -> Initial:
 
     model = load_pretrained(folder, "torch")
     if not isinstance(model, Encoder):
-        raise ValueError(f"{folder}: a language model, not an encoder such as BERT")
+        raise ValueError(f"{folder}: not an encoder of text such as BERT")
     config = model.config
     tokenizer = PretrainedTokenizer(load_tokenizer(folder, config.vocab_size).to_str(), config.vocab_size)
     names = [field.name for field in fields(TransformerConfig) if field.name not in DECIDED]
