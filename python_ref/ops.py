@@ -25,6 +25,9 @@ PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 7
 WORD = 0xFFFFFFFF
 
+Window = int | tuple[int | None, int | None] | None
+"""How far a query sees to either side, or (left, right)."""
+
 
 # Dropout: a pure function of (seed, element position)
 
@@ -133,25 +136,51 @@ def visible_keys(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    window: Window = None,
 ) -> Tensor:
     """Which key each query may see, bool (B or 1, 1, queries, keys).
 
     With i' = i + keys - queries: causal keeps j <= i'; a window keeps i' - j < window and, on the other side where it
-    is not causal, j - i' < window; the padding mask (B, keys) keeps real tokens; cu_seqlens keeps the keys of the
-    query's own sequence.
+    is not causal, j - i' < window; a window (left, right) keeps i' - left <= j <= i' + right; the padding mask
+    (B, keys) keeps real tokens; cu_seqlens keeps the keys of the query's own sequence.
     """
-    distance = torch.arange(queries, device=device).view(-1, 1) + (keys - queries) - torch.arange(keys, device=device)
+    distance = key_distances(queries, keys, device, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if window is not None:
-        visible = visible & (distance.abs() < window)
+    left, right = window if isinstance(window, tuple) else (None, None) if window is None else (window - 1, window - 1)
+    if left is not None:
+        visible = visible & (distance <= left)
+    if right is not None:
+        visible = visible & (-distance <= right)
     if cu_seqlens is not None:
-        sequence = sequence_numbers(cu_seqlens, keys)
-        visible = visible & (sequence[:, None] == sequence) & (sequence >= 0)
+        own = sequence_numbers(cu_seqlens, queries)[:, None]
+        other = sequence_numbers(cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, keys)
+        visible = visible & (own == other) & (other >= 0)
     visible = visible.view(1, 1, queries, keys)
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None, :]
     return visible
+
+
+def key_distances(
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:
+    """How far each key lies before each query, int64 (queries, keys): i' - j with i' = i + keys - queries.
+
+    Queries and keys that are packed apart are aligned at the end of each sequence: with cu_seqlens_k, token i of
+    sequence s stands at i' = i + cu_seqlens_k[s + 1] - cu_seqlens[s + 1].
+    """
+    position = torch.arange(queries, device=device) + (keys - queries)
+    if cu_seqlens is not None and cu_seqlens_k is not None:
+        sequence = sequence_numbers(cu_seqlens, queries)
+        ends = (cu_seqlens_k.long() - cu_seqlens.long())[sequence.clamp(min=0) + (len(cu_seqlens) > 1)]
+        position = torch.arange(queries, device=device) + ends
+    return position[:, None] - torch.arange(keys, device=device)
 
 
 def sequence_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -169,6 +198,26 @@ def positions_in_sequence(cu_seqlens: Tensor, tokens: int) -> Tensor:
     number = sequence_numbers(cu_seqlens, tokens)
     position = torch.arange(tokens, device=cu_seqlens.device) - cu_seqlens.long()[number.clamp(min=0)]
     return position.masked_fill(number < 0, 0)
+
+
+def alibi_bias(
+    slopes: Tensor,
+    queries: int,
+    keys: int,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:
+    """-slope * |i' - j| for each head, (B or 1, H, queries, keys): keys count the less the further away they are.
+
+    Args:
+        slopes: floating (H,) or (B, H).
+        cu_seqlens, cu_seqlens_k: see `key_distances`, which i' is of.
+
+    Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3.
+    """
+    distance = key_distances(queries, keys, slopes.device, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance.abs()
 
 
 def _scores(q: Tensor, k: Tensor, attn_bias: Tensor | None, scale: float | None) -> Tensor:
@@ -190,8 +239,10 @@ def attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
@@ -203,8 +254,11 @@ def attention(
         causal: query i sees the keys j <= i + Lk - Lq.
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores, broadcasts to (B, Hq, Lq, Lk).
+        alibi_slopes: (Hq,) or (B, Hq); -slope * |i + Lk - Lq - j| is added to the scores.
         cu_seqlens: int32 (S + 1,), where each of S sequences begins, that are packed one after the other (B = 1).
-        window: a query sees the nearest `window` keys on each side (before it, with causal), itself included.
+        cu_seqlens_k: the same for the keys, where they are packed otherwise than the queries.
+        window: a query sees the nearest `window` keys on each side (before it, with causal), itself included; of a pair
+            (left, right) so many keys before it and after it, besides itself, None for all of them.
         dropout_p: probability with which a weight is dropped.
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
         return_lse: also return log(sum(exp(scores))) over the visible keys, (B, Hq, Lq).
@@ -219,7 +273,7 @@ def attention(
         padding = ~key_padding_mask[:, None, :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
     if cu_seqlens is not None:  # nor what stands behind the last sequence
-        filler = (sequence_numbers(cu_seqlens, k.shape[2]) < 0)[:, None]
+        filler = (sequence_numbers(cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, k.shape[2]) < 0)[:, None]
         k, v = k.masked_fill(filler, 0.0), v.masked_fill(filler, 0.0)
     visible = visible_keys(
         queries,
@@ -228,6 +282,7 @@ def attention(
         causal=causal,
         key_padding_mask=key_padding_mask,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
         window=window,
     )
     if k.shape[2] == 0:
@@ -235,6 +290,9 @@ def attention(
         lse = torch.full(q.shape[:3], -math.inf, dtype=q.dtype, device=q.device)
         return (out, lse) if return_lse else out
     scores = _scores(q, k, attn_bias, scale)
+    if alibi_slopes is not None:
+        packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+        scores = scores + alibi_bias(alibi_slopes, queries, k.shape[2], **packing)
     weights, lse = _masked_softmax(scores, visible.expand_as(scores))  # (B, Hq, Lq, Lk), (B, Hq, Lq)
     if dropout_p > 0.0:
         keep = dropout_keep(draw_seed(q.device), batch * heads, queries, k.shape[2], dropout_p)
@@ -250,7 +308,7 @@ def packed_attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: int | None = None,
+    window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
@@ -288,7 +346,7 @@ def attention_weights(
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: int | None = None,
+    window: Window = None,
     scale: float | None = None,
 ) -> Tensor:
     """The weights that `attention` gives to the values, before dropout: for looking at them.
@@ -556,36 +614,57 @@ def cross_entropy(
     logits: Tensor,
     targets: Tensor,
     *,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """-log softmax(logits) at the target class; with smoothing, (1 - eps) of that and eps of the mean over all classes.
+    """-sum_j w_j t_j log p_j with p = softmax(logits): of a class t, minus its log-probability times its weight.
 
     Args:
-        logits: floating (..., V). targets: int64 or int32 (...), classes.
-        ignore_index: rows with this target have no loss and no part in the mean.
-        label_smoothing: eps.
-        reduction: "mean" over the rows that are not ignored (NaN when all are), "sum", or "none".
+        logits: floating (..., V).
+        targets: int64 or int32 (...), classes; or floating (..., V), the probabilities t of all of them.
+        weight: (V,), w.
+        ignore_index: rows with this class have no loss and no part in the mean.
+        label_smoothing: eps; (1 - eps) t + eps / V takes the place of t.
+        z_loss: adds z_loss * log(sum_j exp(logit_j))^2 to the loss of a row.
+        softcap: softcap * tanh(logits / softcap) takes the place of the logits.
+        reduction: "none", "sum", or "mean": the sum over the weights of the classes that are not ignored (NaN when all
+            are), or over the number of rows of probabilities.
     Returns:
         float32 (float64 for float64), a scalar, or (...) for "none".
 
-    Szegedy et al., "Rethinking the Inception architecture for computer vision", 2016, section 7 (smoothing).
+    Szegedy et al., "Rethinking the Inception architecture for computer vision", 2016, section 7 (smoothing); Chowdhery
+    et al., "PaLM", 2022, section 5 (z_loss); Gemma Team, "Gemma 2", 2024, section 2 (softcap).
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    centred = scores - scores.detach().amax(dim=-1, keepdim=True)
-    log_p = centred - centred.exp().sum(dim=-1, keepdim=True).log()  # (..., V)
-    ignored = targets == ignore_index
-    classes = targets.masked_fill(ignored, 0).long()
-    losses = -log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1)  # (...)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    highest = scores.detach().amax(dim=-1, keepdim=True)
+    log_total = (scores - highest).exp().sum(dim=-1, keepdim=True).log()  # (..., 1)
+    log_p = (scores - highest) - log_total  # (..., V)
+    weights = scores.new_ones(scores.shape[-1]) if weight is None else weight.to(scores.dtype)
+    if targets.is_floating_point():
+        losses = -(weights * targets * log_p.masked_fill(targets == 0.0, 0.0)).sum(dim=-1)  # (...)
+        ignored = torch.zeros_like(losses, dtype=torch.bool)
+        counted = torch.ones_like(losses)
+    else:
+        ignored = targets == ignore_index
+        classes = targets.masked_fill(ignored, 0).long()
+        losses = -weights[classes] * log_p.gather(-1, classes.unsqueeze(-1)).squeeze(-1)  # (...)
+        counted = weights[classes].masked_fill(ignored, 0.0)
     if label_smoothing > 0.0:
-        losses = (1.0 - label_smoothing) * losses - label_smoothing * log_p.mean(dim=-1)
+        losses = (1.0 - label_smoothing) * losses - label_smoothing * (weights * log_p).mean(dim=-1)
+    if z_loss > 0.0:
+        losses = losses + z_loss * (highest + log_total).squeeze(-1).square()
     losses = losses.masked_fill(ignored, 0.0)
     if reduction == "none":
         return losses
     if reduction not in ("mean", "sum"):
         raise ValueError(f'cross_entropy: reduction must be "mean", "sum" or "none"; got {reduction!r}')
-    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
 
 
 def linear_cross_entropy(
@@ -598,11 +677,11 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """cross_entropy(x W^T + b, targets): a language model's head and its loss; reduction "mean" or "sum".
+    """cross_entropy(x W^T + b, targets): a language model's head and its loss.
 
     Args:
         x: floating (..., E). weight: (V, E). bias: (V,). targets: (...).
-        ignore_index, label_smoothing: as in `cross_entropy`.
+        ignore_index, label_smoothing, reduction: as in `cross_entropy`.
     """
     logits = x @ weight.T if bias is None else x @ weight.T + bias
     return cross_entropy(

@@ -97,7 +97,12 @@ TYPE_ERRORS = [
         "attention: cu_seqlens must be an int32 tensor; got torch.int64",
     ),
     (tk.packed_attention, (q,), {"heads": 2.0}, "packed_attention: heads must be an int; got float"),
-    (tk.attention, (q, k, k), {"window": 1.5}, "attention: window must be an int or None; got float"),
+    (
+        tk.attention,
+        (q, k, k),
+        {"window": 1.5},
+        "attention: window must be an int, a pair (left, right) or None; got float",
+    ),
     (tk.attention, (q, k, k), {"scale": 1j}, "attention: scale must be a number; got complex"),
     (tk.attention, (q, k, k), {"return_lse": 1}, "attention: return_lse must be True or False; got int"),
     (

@@ -80,7 +80,8 @@ class Operation:
         differentiable: the fields that have a gradient.
         result: a NamedTuple of what forward returns, or None where that is one tensor.
         public: how many of the results, the first ones, are the caller's.
-        dropped: tensor fields of the call that backward does without.
+        dropped: tensor fields of the call that backward does without,
+        dropped_when: call -> whether it does so in this call; in every call unless given.
         described: tensor fields whose shape and dtype are all that backward needs: they may be written to before it.
         kept: results that backward needs, or () ; "" stands for the only one. The first has the shape of the first
             output wherever there are several outputs.
@@ -104,6 +105,7 @@ class Operation:
         result: type[Any] | None = None,
         public: int = 1,
         dropped: tuple[str, ...] = (),
+        dropped_when: Callable[[Any], bool] | None = None,
         described: tuple[str, ...] = (),
         kept: tuple[str, ...] = (),
         like: Mapping[str, str] | None = None,
@@ -125,7 +127,10 @@ class Operation:
         tensors = [field for field in fields if types[field].startswith("Tensor")]
         self.differentiable = tuple(fields.index(field) for field in differentiable)
         self._sizes = tuple(fields.index(field) for field in sizes or fields[:1])
-        self._kept_call = tuple(fields.index(field) for field in tensors if field not in dropped)
+        always = dropped if dropped_when is None else ()
+        self._kept_call = tuple(fields.index(field) for field in tensors if field not in always)
+        self._dropped = frozenset(fields.index(field) for field in dropped)
+        self.dropped_when = dropped_when
         self._described = frozenset(fields.index(field) for field in described)
         self._kept_results = tuple(results.index(field) for field in kept)
         self._numbers = tuple(i for i, field in enumerate(fields) if field not in tensors)
@@ -159,7 +164,8 @@ class Operation:
         """Save on an autograd context what `kept` finds again."""
         results = (results,) if self.result is None else results
         ctx.numbers = [call[i] for i in self._numbers]
-        tensors = [call[i] for i in self._kept_call]
+        without = self._dropped if self.dropped_when is not None and self.dropped_when(call) else ()
+        tensors = [None if i in without else call[i] for i in self._kept_call]
         ctx.save_for_backward(*tensors, *[results[i] for i in self._kept_results])
         if self.public > 1:
             ctx.set_materialize_grads(False)
@@ -211,7 +217,7 @@ class Operation:
             self._run,
             self._fake,
         )
-        kept = [f"{types[fields[i]]} {fields[i]}" for i in self._kept_call]
+        kept = [f"{'Tensor?' if i in self._dropped else types[fields[i]]} {fields[i]}" for i in self._kept_call]
         arguments = [f"Tensor? grad{i}" for i in range(self.public)] + kept
         arguments += [f"Tensor result{i}" for i in self._kept_results]
         arguments += [f"{types[fields[i]]} {fields[i]}" for i in self._numbers]
@@ -274,7 +280,8 @@ class Operation:
             return call
         values = list(call)
         for i, index in self._like.items():
-            values[i] = results if self.result is None else results[index]
+            if values[i] is None:
+                values[i] = results if self.result is None else results[index]
         return self.call(*values)
 
     def _empty_gradients(self, call: Any) -> tuple[Tensor | None, ...]:
@@ -287,7 +294,7 @@ class Operation:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *call, ctx.backend = inputs
-        self.keep(ctx, call, output)
+        self.keep(ctx, self.call(*call), output)
         if self.result is not None:
             ctx.mark_non_differentiable(*output[self.public :])
 

@@ -121,13 +121,20 @@ def probability(op: str, name: str, value: Any) -> None:
 
 
 def window(op: str, value: Any) -> None:
-    """None, or a whole number of keys."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{op}: window must be an int or None; got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{op}: window must be positive; got {value}")
+    """None, a whole number of keys, or a pair (left, right) of such numbers or None."""
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            raise ValueError(f"{op}: window must be an int or a pair (left, right); got {value}")
+        for each in value:
+            if each is not None and (isinstance(each, bool) or not isinstance(each, numbers.Integral)):
+                raise TypeError(f"{op}: window must hold ints or None; got {value}")
+            if each is not None and each < 0:
+                raise ValueError(f"{op}: window must not be negative, None is without limit; got {value}")
+    elif value is not None:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{op}: window must be an int, a pair (left, right) or None; got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{op}: window must be positive; got {value}")
 
 
 def positive_integer(op: str, name: str, value: Any) -> None:

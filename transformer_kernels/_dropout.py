@@ -25,7 +25,7 @@ WORD = 0xFFFFFFFF
 
 GROUPS_AT_ONCE = 1 << 17  # enough for all cores to share an operation, and few enough to stay in the cache
 
-Place = tuple[int, int, int, int, int]  # first head, heads, rows, columns, first row and column
+Place = tuple[int, int, int, int, int, int]  # first head, heads, rows, columns, first row, first column
 
 _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -63,16 +63,20 @@ def drop(
     residual: Tensor | None = None,
     first_head: int = 0,
     first: int = 0,
+    first_column: int | None = None,
     in_place: bool = False,
 ) -> Tensor:
     """(x * scale where an element is kept, else 0) + residual, for a contiguous x (..., rows, columns).
 
     The counter of an element is (column // 8, row, head, 0). Heads, the leading axes together, are counted from
-    `first_head`, rows and columns from `first`: those of one sequence among packed ones.
+    `first_head`, rows and columns from `first`: those of one sequence among packed ones, of which the columns may be
+    packed otherwise and count from `first_column`.
     """
     *heads, rows, columns = x.shape
-    place = (first_head, math.prod(heads), rows, columns, first)
-    kernels = compiled() if x.device.type == "cpu" and x.dtype in cpu.DTYPE_CODES else None
+    first_column = first if first_column is None else first_column
+    place = (first_head, math.prod(heads), rows, columns, first, first_column)
+    alike = x.device.type == "cpu" and x.dtype in cpu.DTYPE_CODES and first == first_column
+    kernels = compiled() if alike else None
     if kernels is not None:
         return _drop_compiled(kernels, x, seed, p, scale, residual, place, x if in_place else torch.empty_like(x))
     mask = _dropped(seed, p, place).view(x.shape)
@@ -85,7 +89,7 @@ def drop(
 def _drop_compiled(
     kernels: Any, x: Tensor, seed: Tensor, p: float, scale: float, residual: Tensor | None, place: Place, out: Tensor
 ) -> Tensor:
-    first_head, heads, rows, columns, first = place
+    first_head, heads, rows, columns, first, _ = place
     kernels.dropout(
         cpu.DTYPE_CODES[x.dtype],
         x.data_ptr(),
@@ -113,12 +117,12 @@ def _dropped(seed: Tensor, p: float, place: Place) -> Tensor:
 
 def _draw(seed: Tensor, p: float, place: Place) -> Tensor:
     """The mask, made in chunks of whole rows that stay in the cache."""
-    first_head, heads, rows, columns, first = place
-    skipped = first % 8  # columns of the first group of eight
+    first_head, heads, rows, columns, first, first_column = place
+    skipped = first_column % 8  # columns of the first group of eight
     groups = -(-(skipped + columns) // 8)
     total = heads * rows
     mask = torch.empty(total, groups * 8, dtype=torch.bool, device=seed.device)
-    group = torch.arange(groups, device=seed.device) + first // 8
+    group = torch.arange(groups, device=seed.device) + first_column // 8
     keys = _key_schedule(seed)
     at_once = max(1, GROUPS_AT_ONCE // max(groups, 1)) if seed.device.type == "cpu" else total
     for start in range(0, total, max(at_once, 1)):

@@ -436,24 +436,30 @@ def without_gradient(table: Tensor, row: int | None) -> Tensor:
 
 
 class CrossEntropyLoss(_WithBackend, torch.nn.CrossEntropyLoss):
-    """torch.nn.CrossEntropyLoss of class indices by `transformer_kernels.cross_entropy`; the loss is float32 at least.
+    """torch.nn.CrossEntropyLoss by `transformer_kernels.cross_entropy`; the loss is float32 at least.
 
     Args:
+        weight: (V,), of each class; a buffer, as in torch.
         ignore_index: rows with this target have no loss, no gradient and no part in the mean.
         reduction: "mean", "sum" or "none".
         label_smoothing: in [0, 1].
+        z_loss, softcap: as in `transformer_kernels.cross_entropy`.
         backend: see the module's docstring.
     """
 
     def __init__(
         self,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
         backend: str | None = None,
     ) -> None:
-        super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self.z_loss, self.softcap = z_loss, softcap
         self._choose(backend)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -461,12 +467,16 @@ class CrossEntropyLoss(_WithBackend, torch.nn.CrossEntropyLoss):
 
         Args:
             logits: floating.
-            targets: int64 or int32, the class of each row; the shape of logits without its axis of classes.
+            targets: int64 or int32, the class of each row; the shape of logits without its axis of classes; or
+                floating, probabilities, of the shape of logits.
         """
-        rows = logits.movedim(1, -1) if logits.dim() > 2 else logits
+        rows, kinds = (x.movedim(1, -1) if x.dim() > 2 and x.is_floating_point() else x for x in (logits, targets))
         return ops.cross_entropy(
             rows,
-            targets,
+            kinds,
+            weight=self.weight,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             reduction=self.reduction,
@@ -481,7 +491,7 @@ class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
         in_features, out_features: E, the width of the input, and V, the number of classes.
         bias: whether each class has a bias.
         ignore_index, label_smoothing: as in `CrossEntropyLoss`.
-        reduction: "mean" or "sum".
+        reduction: "mean", "sum" or "none".
         device, dtype: of the parameters.
         backend: see the module's docstring.
     """
@@ -504,7 +514,7 @@ class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
         self._choose(backend)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
-        """The loss of x (..., E) with targets (...), int64 or int32: a scalar."""
+        """The loss of x (..., E) with targets (...), int64 or int32: a scalar, or (...) for "none"."""
         return ops.linear_cross_entropy(
             x,
             self.weight,

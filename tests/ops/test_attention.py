@@ -12,6 +12,7 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support.arguments import normal
 from tests.support.parity import check_parity, require
+from transformer_kernels import UnsupportedByBackend, _dispatch
 
 OP = "attention"
 
@@ -91,6 +92,94 @@ def test_matches_reference_with_all_masks_together(
         tensors["attn_bias"] = torch.randn(1, 4, 40, 70).to(dtype).to(device).requires_grad_()
     options = {"causal": causal, "window": 9 if windowed else None, "return_lse": True}
     check_parity("attention", backend, tensors, options)
+
+
+LACKED = {"cpu": ("window", "alibi_slopes", "cu_seqlens_k"), "cuda": ("window", "alibi_slopes", "cu_seqlens_k")}
+LACKED["triton"] = ("cu_seqlens_k",)
+
+
+def skip_where_refused(backend: str, option: str) -> None:
+    if option in LACKED.get(backend, ()):
+        pytest.skip(f"{backend} refuses {option}: test_an_option_that_a_backend_lacks_is_refused")
+
+
+@pytest.mark.parametrize("window", [(3, 9), (9, None), (None, 4)], ids=str)
+def test_windows_that_reach_unequally(
+    backend: str, dtype: torch.dtype, device: torch.device, window: tuple[int | None, int | None]
+) -> None:
+    skip_where_refused(backend, "window")
+    tensors = make(dtype, device, (24, 40), batch=1, heads=(2, 1))
+    check_parity("attention", backend, tensors, {"window": window, "return_lse": True})
+
+
+@pytest.mark.parametrize(
+    ("pair", "same"),
+    [
+        ({"window": (8, 8)}, {"window": 9}),
+        ({"window": (8, 0)}, {"window": 9, "causal": True}),
+        ({"window": (8, 3), "causal": True}, {"window": 9, "causal": True}),
+        ({"window": (None, 0)}, {"causal": True}),
+        ({"window": (None, None)}, {}),
+    ],
+    ids=str,
+)
+def test_windows_that_are_simpler_than_they_look(
+    backend: str, device: torch.device, pair: dict[str, Any], same: dict[str, Any]
+) -> None:
+    tensors = make(torch.float32, device, (20, 30))
+    assert torch.equal(*(tk.attention(**tensors, **options, backend=backend) for options in (pair, same)))
+
+
+@pytest.mark.parametrize(("per_batch", "causal"), [(False, True), (True, False)], ids=["(H,) causal", "(B, H)"])
+def test_alibi_is_the_bias_of_the_reference(
+    backend: str, dtype: torch.dtype, device: torch.device, per_batch: bool, causal: bool
+) -> None:
+    skip_where_refused(backend, "alibi_slopes")
+    tensors = make(dtype, device, (24, 40), heads=(2, 1))
+    tensors["key_padding_mask"] = padding(2, 40, device)
+    slopes = torch.rand(2, 2, generator=torch.Generator().manual_seed(1)).to(device)
+    options = {"causal": causal, "dropout_p": 0.2, "alibi_slopes": slopes if per_batch else slopes[0]}
+    check_parity("attention", backend, tensors, options)
+
+
+def test_alibi_beside_a_bias(device: torch.device) -> None:
+    tensors = make(torch.float32, device, (40, 70))
+    tensors["attn_bias"] = torch.randn(2, 1, 40, 70, device=device).requires_grad_()
+    check_parity("attention", "torch", tensors, {"alibi_slopes": torch.tensor([0.5, 0.1], device=device)})
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("starts", "key_starts", "lengths"),
+    [([0, 5, 21, 30], [0, 17, 20, 64], (30, 64)), ([0, 4, 4, 9], [0, 0, 7, 20], (12, 23)), ([0], [0], (3, 2))],
+    ids=["several", "with empty ones and filler", "none"],
+)
+def test_keys_packed_otherwise_than_queries(
+    device: torch.device, starts: list[int], key_starts: list[int], lengths: tuple[int, int], causal: bool
+) -> None:
+    """What is peculiar to each sequence is where its last query stands: at its last key."""
+    tensors = make(torch.float32, device, lengths, batch=1, heads=(4, 2))
+    packing = {"cu_seqlens": starts, "cu_seqlens_k": key_starts}
+    options: dict[str, Any] = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in packing.items()}
+    options |= {"causal": causal, "dropout_p": 0.2, "alibi_slopes": torch.rand(4, device=device)}
+    check_parity("attention", "torch", tensors, {**options, "window": (6, 3)})
+
+
+@pytest.mark.parametrize("option", ["window", "alibi_slopes", "cu_seqlens_k"])
+def test_an_option_that_a_backend_lacks_is_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make(torch.float32, torch.device("cpu"), (5, 7), batch=1)
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    value = {"window": (1, 3), "alibi_slopes": torch.ones(2), "cu_seqlens_k": starts}[option]
+    options = {option: value} | ({"cu_seqlens": starts} if option == "cu_seqlens_k" else {})
+    monkeypatch.setattr(_dispatch, "unavailable", lambda *_: None)
+    explanation = tk.explain("attention", **tensors, **options, backend="auto")
+    assert explanation.chosen == "torch"
+    for backend in ("cpu", "triton", "cuda"):
+        reason = explanation.reasons[backend]
+        assert ("use backend='torch'" in reason) == (option in LACKED[backend])
+        if option in LACKED[backend]:
+            with pytest.raises(UnsupportedByBackend, match=f"^attention: backend '{backend}' does not support"):
+                tk.attention(**tensors, **options, backend=backend)
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])

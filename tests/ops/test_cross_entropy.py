@@ -13,6 +13,7 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support.arguments import normal
 from tests.support.parity import check_parity
+from transformer_kernels import UnsupportedByBackend, _dispatch
 from transformer_kernels.ops.cross_entropy import _torch as torch_backend
 
 OP = "cross_entropy"
@@ -74,6 +75,66 @@ def test_matches_pytorch(backend: str, device: torch.device, reduction: str, smo
     torch.testing.assert_close(loss.double().flatten(), expected.flatten(), atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(tensors["logits"].grad.double(), gradient, atol=1e-6, rtol=1e-5)
     assert loss.shape == ((3, 7) if reduction == "none" else ()) and loss.dtype is torch.float32
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "weight": {"weight": torch.linspace(0.0, 2.0, 30)},
+    "z_loss": {"z_loss": 0.01},
+    "softcap": {"softcap": 4.0},
+    "probabilities": {},
+    "all": {"weight": torch.linspace(0.0, 2.0, 30), "z_loss": 0.01, "softcap": 4.0},
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("given", OPTIONS)
+def test_options_match_the_reference(device: torch.device, given: str, smoothing: float, reduction: str) -> None:
+    tensors = make(torch.float32, device, 3, 7, 30)
+    options = {"label_smoothing": smoothing, "reduction": reduction, **OPTIONS[given]}
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    if given in ("probabilities", "all"):
+        probabilities = torch.softmax(torch.randn(3, 7, 30, device=device), dim=-1)
+        options["targets"] = probabilities.masked_fill(probabilities < 0.02, 0.0)
+        del tensors["targets"]
+    check_parity(OP, "torch", tensors, options)
+    if "z_loss" not in options and "softcap" not in options:
+        logits = tensors["logits"].detach().double().flatten(0, 1)
+        targets = options.pop("targets", tensors.get("targets"))
+        weight = options.pop("weight", None)
+        ours = tk.cross_entropy(tensors["logits"], targets, weight=weight, **options)
+        targets = targets.flatten(0, 1) if targets.dim() == 2 else targets.flatten(0, 1).double()
+        theirs = F.cross_entropy(logits, targets, None if weight is None else weight.double(), **options)
+        torch.testing.assert_close(ours.double().flatten(), theirs.flatten(), atol=1e-6, rtol=1e-5)
+
+
+def test_second_derivatives_with_options(device: torch.device) -> None:
+    options = {"weight": torch.linspace(0.5, 2.0, 5, device=device), "z_loss": 0.1, "softcap": 4.0}
+    tensors = make(torch.float64, device, 4, 5)
+    for reduction in ("mean", "none"):
+        every = {"label_smoothing": 0.1, "reduction": reduction, "backend": "torch", **options}
+        function = lambda logits: tk.cross_entropy(logits, tensors["targets"], **every)  # noqa: B023, E731
+        assert torch.autograd.gradcheck(function, (tensors["logits"],))
+        assert torch.autograd.gradgradcheck(function, (tensors["logits"],))
+
+
+def test_a_hidden_class_of_probability_0_spoils_nothing(device: torch.device) -> None:
+    logits = torch.tensor([[1.0, -math.inf, 2.0]], device=device, requires_grad=True)
+    loss = tk.cross_entropy(logits, torch.tensor([[0.5, 0.0, 0.5]], device=device), backend="torch")
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("given", OPTIONS)
+def test_an_option_that_a_backend_lacks_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = torch.rand(2, 30) if given == "probabilities" else torch.zeros(2, dtype=torch.int64)
+    monkeypatch.setattr(_dispatch, "unavailable", lambda *_: None)
+    explanation = tk.explain("cross_entropy", torch.randn(2, 30), targets, **OPTIONS[given], backend="auto")
+    assert explanation.chosen == "torch"
+    for backend in ("cpu", "triton", "cuda"):
+        assert given == "all" or f"it does not know {given}" in explanation.reasons[backend]
+        with pytest.raises(UnsupportedByBackend, match=r"^cross_entropy: .* it does not know"):
+            tk.cross_entropy(torch.randn(2, 30), targets, **OPTIONS[given], backend=backend)
 
 
 def test_every_row_has_its_own_incoming_gradient(backend: str, dtype: torch.dtype, device: torch.device) -> None:

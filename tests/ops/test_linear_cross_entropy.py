@@ -66,7 +66,7 @@ def test_wide_vocabularies(backend: str, device: torch.device, classes: int) -> 
 
 
 @pytest.mark.usefixtures("rows_at_once")
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_without_bias(backend: str, dtype: torch.dtype, device: torch.device, reduction: str) -> None:
     check_parity(OP, backend, make(dtype, device, 37, 30, bias=False), {"reduction": reduction})
 
@@ -116,6 +116,14 @@ def test_all_rows_ignored(backend: str, device: torch.device) -> None:
     loss.backward()
     assert math.isnan(loss.item())
     assert all((tensors[name].grad == 0).all() for name in ("x", "weight", "bias"))
+
+
+@pytest.mark.usefixtures("rows_at_once")
+def test_no_rows_not_summed(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 0, 30)
+    loss = tk.linear_cross_entropy(**tensors, reduction="none", backend=backend)
+    loss.sum().backward()
+    assert loss.shape == (0,) and (tensors["weight"].grad == 0).all()
 
 
 @pytest.mark.usefixtures("rows_at_once")
@@ -255,7 +263,7 @@ def test_a_target_that_is_no_class(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("rows_at_once")
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_gradcheck_in_float64(device: torch.device, reduction: str) -> None:
     tensors = make(torch.float64, device, 19, 5, width=3)
     options = {"label_smoothing": 0.1, "reduction": reduction, "backend": "torch"}
@@ -265,11 +273,13 @@ def test_gradcheck_in_float64(device: torch.device, reduction: str) -> None:
     assert torch.autograd.gradcheck(function, (tensors["x"], tensors["weight"], tensors["bias"]))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.usefixtures("rows_at_once")
-def test_compiles_into_one_graph(device: torch.device, dynamic: bool) -> None:
+def test_compiles_into_one_graph(device: torch.device, dynamic: bool, reduction: str) -> None:
     def step(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor) -> Tensor:
-        return 2.0 * tk.linear_cross_entropy(torch.tanh(x), weight, targets, bias, backend="torch")
+        options = {"reduction": reduction, "backend": "torch"}
+        return (2.0 * tk.linear_cross_entropy(torch.tanh(x), weight, targets, bias, **options)).square().sum()
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)

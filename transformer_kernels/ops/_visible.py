@@ -26,14 +26,18 @@ def visible_mask(
     window: int | None,
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None = None,
+    right: int | None = None,
 ) -> Tensor | None:
-    """Bool, broadcasts to (B, H, queries, keys), True where a query sees a key; None where every query sees all."""
+    """Bool, broadcasts to (B, H, queries, keys), True where a query sees a key; None where every query sees all.
+
+    `right` is how many keys after itself a query sees, where that is not as many as before it.
+    """
     visible = None
     if causal:
         visible = causal_mask(queries, keys, device)
     if window is not None:
         band = torch.ones(queries, keys, dtype=torch.bool, device=device)
-        band = band.triu_(keys - queries - window + 1).tril_(keys - queries + window - 1)
+        band = band.triu_(keys - queries - window + 1).tril_(keys - queries + (window - 1 if right is None else right))
         visible = band if visible is None else visible & band
     if cu_seqlens is not None:
         own = same_sequence(cu_seqlens, keys)

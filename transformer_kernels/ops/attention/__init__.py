@@ -15,8 +15,18 @@ from transformer_kernels._dropout import draw_seed
 OP = "attention"
 
 
+Window = int | tuple[int | None, int | None] | None
+"""How far a query sees to either side, or (left, right)."""
+
+NO_LIMIT = 1 << 30
+"""A reach that hides nothing."""
+
+
 class AttentionCall(NamedTuple):
-    """q, k and v with contiguous last axes, the bias with four axes; the seed is None without dropout."""
+    """q, k and v with contiguous last axes, the bias and the slopes with four axes; the seed is None without dropout.
+
+    `right` is there only where a window reaches further, or less far, after a query than before it.
+    """
 
     q: Tensor
     k: Tensor
@@ -29,6 +39,9 @@ class AttentionCall(NamedTuple):
     window: int | None
     dropout_p: float
     scale: float
+    right: int | None = None
+    alibi_slopes: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
 
 class AttentionResult(NamedTuple):
@@ -50,8 +63,10 @@ def attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
@@ -66,11 +81,16 @@ def attention(
         causal: query i sees the keys j <= i + Lk - Lq (aligned bottom-right).
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores; broadcasts to (B, Hq, Lq, Lk); the dtype of q or float32. It may require grad.
+        alibi_slopes: float32 (Hq,) or (B, Hq), without a gradient: -slope * |i + Lk - Lq - j| is added to the scores
+            where they are made, so that no bias of their size is held.
         cu_seqlens: int32 (S + 1,), for S sequences that are packed one after the other into the tokens of B = 1, with
             Lq = Lk: sequence s is the tokens cu_seqlens[s] up to, not including, cu_seqlens[s + 1], and a query sees
             the keys of its own sequence only. Tokens behind the last sequence see nothing. The values are checked on
             the CPU only.
-        window: with i' = i + Lk - Lq, a query sees i' - j < window and, unless causal, j - i' < window.
+        cu_seqlens_k: the same for the keys, where they are packed otherwise than the queries: Lq and Lk may differ, and
+            i' - i (below) is Lk - Lq of each sequence. backend="torch" only, which reads both on the host.
+        window: with i' = i + Lk - Lq, a query sees i' - j < window and, unless causal, j - i' < window; with a pair
+            (left, right) it sees i' - left <= j <= i' + right, where None is no limit.
         dropout_p: probability in [0, 1] with which a weight is dropped; the others are multiplied by
             1 / (1 - dropout_p), with dropout_p rounded to a multiple of 2^-16. The mask is philox4x32-7 of (seed,
             position), the same in every backend; the seed is drawn from torch's generator.
@@ -85,7 +105,8 @@ def attention(
         TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
 
-    Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2;
+    Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3 (alibi_slopes).
     """
     call = prepare(
         q,
@@ -94,7 +115,9 @@ def attention(
         causal=causal,
         key_padding_mask=key_padding_mask,
         attn_bias=attn_bias,
+        alibi_slopes=alibi_slopes,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
         window=window,
         dropout_p=dropout_p,
         scale=scale,
@@ -112,8 +135,10 @@ def prepare(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
@@ -138,14 +163,31 @@ def prepare(
         key_padding_mask = _checked_padding(key_padding_mask, k)
     if attn_bias is not None:
         attn_bias = _checked_bias(attn_bias, q, k)
-    if cu_seqlens is not None:
-        cu_seqlens = _checked_sequences(cu_seqlens, q, k)
-    _checks.same_device(OP, q, k=k, v=v, key_padding_mask=key_padding_mask, attn_bias=attn_bias, cu_seqlens=cu_seqlens)
+    if alibi_slopes is not None:
+        alibi_slopes = _checked_slopes(alibi_slopes, q)
+    if cu_seqlens is not None or cu_seqlens_k is not None:
+        cu_seqlens, cu_seqlens_k = _checked_packing(cu_seqlens, cu_seqlens_k, q, k)
+    others = {"key_padding_mask": key_padding_mask, "attn_bias": attn_bias, "alibi_slopes": alibi_slopes}
+    _checks.same_device(OP, q, k=k, v=v, **others, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     _autograd.refuse_transforms(OP, q, k, v, attn_bias)
     seed = draw_seed(q.device) if dropout_p > 0.0 else None
     q, k, v = last_axis_contiguous(q), last_axis_contiguous(k), last_axis_contiguous(v)
-    numbers = causal, window, float(dropout_p), float(scale)
-    return AttentionCall(q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *numbers)
+    causal, window, right = reach(causal, window)
+    numbers = causal, window, float(dropout_p), float(scale), right
+    return AttentionCall(q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *numbers, alibi_slopes, cu_seqlens_k)
+
+
+def reach(causal: bool, window: Window) -> tuple[bool, int | None, int | None]:
+    """The same as (causal, window, right), in the terms that most backends know wherever those suffice."""
+    if not isinstance(window, tuple):
+        return causal, window, None
+    left, right = window
+    before = None if left is None else left + 1
+    if causal or right == 0:
+        return True, before, None
+    if left == right:
+        return False, before, None
+    return False, NO_LIMIT if before is None else before, NO_LIMIT if right is None else right
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -186,20 +228,56 @@ def _checked_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return last_axis_contiguous(bias[(None,) * (4 - bias.dim())])
 
 
-def _checked_sequences(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _checked_slopes(slopes: Tensor, q: Tensor) -> Tensor:
+    """The slopes as (1 or B, Hq, 1, 1)."""
+    batch, heads = q.shape[:2]
+    if not isinstance(slopes, Tensor) or slopes.dtype is not torch.float32:
+        got = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__
+        raise TypeError(f"{OP}: alibi_slopes must be a float32 tensor; got {got}")
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"{OP}: alibi_slopes must have shape (Hq,) ({heads},) or (B, Hq) {(batch, heads)}; "
+            f"got {tuple(slopes.shape)}"
+        )
+    if slopes.requires_grad:
+        raise ValueError(f"{OP}: alibi_slopes have no gradient; detach them, or give the bias as attn_bias")
+    return slopes.reshape(-1, heads, 1, 1)
+
+
+def _checked_packing(
+    cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    if cu_seqlens is None:
+        raise ValueError(
+            f"{OP}: cu_seqlens_k is given without cu_seqlens, which says where the queries' sequences begin"
+        )
+    cu_seqlens = _checked_sequences("cu_seqlens", cu_seqlens, q.shape[2])
+    if q.shape[0] != 1 or (cu_seqlens_k is None and q.shape[2] != k.shape[2]):
+        raise ValueError(
+            f"{OP}: with cu_seqlens the batch must be 1 and q as long as k, unless cu_seqlens_k is given; "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}"
+        )
+    if cu_seqlens_k is None:
+        return cu_seqlens, None
+    cu_seqlens_k = _checked_sequences("cu_seqlens_k", cu_seqlens_k, k.shape[2])
+    if len(cu_seqlens) != len(cu_seqlens_k):
+        raise ValueError(
+            f"{OP}: cu_seqlens and cu_seqlens_k must name as many sequences; "
+            f"got {len(cu_seqlens) - 1} and {len(cu_seqlens_k) - 1}"
+        )
+    return cu_seqlens, cu_seqlens_k
+
+
+def _checked_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype is not torch.int32:
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"{OP}: cu_seqlens must be an int32 tensor; got {got}")
+        raise TypeError(f"{OP}: {name} must be an int32 tensor; got {got}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        raise ValueError(f"{OP}: cu_seqlens must have shape (sequences + 1,); got {tuple(cu_seqlens.shape)}")
-    if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"{OP}: with cu_seqlens the batch must be 1 and q as long as k; got q {tuple(q.shape)}, k {tuple(k.shape)}"
-        )
+        raise ValueError(f"{OP}: {name} must have shape (sequences + 1,); got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device.type == "cpu" and not _autograd.is_traced(cu_seqlens):
         starts = cu_seqlens.tolist()
-        if starts[0] != 0 or starts[-1] > k.shape[2] or any(a > b for a, b in itertools.pairwise(starts)):
-            raise ValueError(f"{OP}: cu_seqlens must rise from 0 to at most {k.shape[2]}; got {starts}")
+        if starts[0] != 0 or starts[-1] > tokens or any(a > b for a, b in itertools.pairwise(starts)):
+            raise ValueError(f"{OP}: {name} must rise from 0 to at most {tokens}; got {starts}")
     return cu_seqlens.contiguous()
 
 

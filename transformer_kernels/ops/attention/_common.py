@@ -5,6 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels.ops.attention import AttentionCall
+
+
+def beyond(call: AttentionCall, *known: str) -> str | None:
+    """Which option of the call kernels lack that know only those `known` of `right` and `alibi_slopes`; or None."""
+    if call.cu_seqlens_k is not None:
+        return "it has no keys packed otherwise than the queries (cu_seqlens_k); use backend='torch'"
+    if call.right is not None and "right" not in known:
+        return "its windows reach equally far to both sides; use backend='torch'"
+    if call.alibi_slopes is not None and "alibi_slopes" not in known:
+        return "it has no alibi_slopes; use backend='torch', or give the bias as attn_bias"
+    return None
+
 
 def broadcast_strides(bias: Tensor) -> tuple[int, ...]:
     """The strides of a bias (B, Hq, Lq, Lk), 0 along the axes that it is broadcast over."""

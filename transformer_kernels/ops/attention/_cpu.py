@@ -10,8 +10,11 @@ from torch import Tensor
 from transformer_kernels.backends import cpu
 from transformer_kernels.backends.cpu import DTYPE_CODES, address
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+from transformer_kernels.ops.attention._common import beyond
 
 NO_HEADS = (0, 0, 0, 0)
+
+unsupported = beyond
 
 
 def forward(call: AttentionCall) -> AttentionResult:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
-from transformer_kernels.ops.attention._common import broadcast_strides, shift_gradient
+from transformer_kernels.ops.attention._common import beyond, broadcast_strides, shift_gradient
 
 MAX_HEAD_DIM = 256
 MAX_FLOAT32_HEAD_DIM = 128
@@ -90,6 +90,8 @@ class Launch(NamedTuple):
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why these kernels cannot take this call, or None."""
+    if (reason := beyond(call)) is not None:
+        return reason
     width = call.q.shape[3]
     if width > MAX_HEAD_DIM:
         return f"the head dimension is {width}, above {MAX_HEAD_DIM}; backend='torch' takes it"
@@ -148,7 +150,7 @@ def _bias(attn_bias: Tensor | None) -> Bias:
 
 
 def _launch(call: AttentionCall, result: AttentionResult, **gradients: Any) -> Launch:
-    q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale = call
+    q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale = call[:11]
     batches, query_heads, query_length, head_dim = q.shape
     device, stream = stream_of(q)
     return Launch(

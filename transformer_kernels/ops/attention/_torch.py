@@ -31,11 +31,11 @@ CONTIGUOUS = torch.contiguous_format
 def forward(call: AttentionCall) -> AttentionResult:
     """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
     q = call.q
-    if call.cu_seqlens is None or q.device.type != "cpu":
-        return _forward(call, 0)
+    if not _one_by_one(call):
+        return _forward(call, (0, 0))
     out, lse = like_output(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for span in _sequences(call.cu_seqlens, (out,)):
-        out[:, :, span], lse[:, :, span] = _forward(_within(span, call), span.start)
+    for span, keys in _sequences(call, (out,), ()):
+        out[:, :, span], lse[:, :, span] = _forward(_within(span, keys, call), (span.start, keys.start))
     return AttentionResult(out, lse)
 
 
@@ -45,50 +45,65 @@ def backward(
     """dq, dk, dv (written `into` where that is given), dbias."""
     into = into or (like_output(call.q), like_output(call.k), like_output(call.v))
     bias_wanted = wanted[3]
-    if call.cu_seqlens is None or call.q.device.type != "cpu":
-        return *into, _backward(call, result, grads, bias_wanted, into, 0)
+    if not _one_by_one(call):
+        return *into, _backward(call, result, grads, bias_wanted, into, (0, 0))
     bias = call.attn_bias if bias_wanted else None
     dbias = None if bias is None else torch.zeros_like(bias, dtype=result.lse.dtype, memory_format=CONTIGUOUS)
-    for span in _sequences(call.cu_seqlens, into):
+    for span, keys in _sequences(call, into[:1], into[1:]):
         own_result = AttentionResult(*(x[:, :, span] for x in result))
         own_grads = tuple(x if x is None else x[:, :, span] for x in grads)
-        own_into = into[0][:, :, span], into[1][:, :, span], into[2][:, :, span]
-        part = _backward(_within(span, call), own_result, own_grads, bias_wanted, own_into, span.start)
+        own_into = into[0][:, :, span], into[1][:, :, keys], into[2][:, :, keys]
+        own = _within(span, keys, call), own_result, own_grads
+        part = _backward(*own, bias_wanted, own_into, (span.start, keys.start))
         if dbias is not None and part is not None:
-            _bias_of(span, dbias).add_(part)
+            _bias_of(span, keys, dbias).add_(part)
     return *into, as_dtype_of(bias, dbias)
 
 
 # Packed sequences, one after the other
 
 
-def _sequences(cu_seqlens: Tensor, results: tuple[Tensor, ...]) -> list[slice]:
-    """The tokens of each sequence that has any; the results (1, H, L, D) of those behind the last one become 0."""
-    starts = cu_seqlens.tolist()
-    for result in results:
-        result[:, :, starts[-1] :] = 0.0
-    return [slice(start, end) for start, end in itertools.pairwise(starts) if start < end]
+def _one_by_one(call: AttentionCall) -> bool:
+    """Whether packed sequences are computed each for itself, and not behind a mask."""
+    return call.cu_seqlens is not None and (call.q.device.type == "cpu" or call.cu_seqlens_k is not None)
 
 
-def _bias_of(span: slice, attn_bias: Tensor) -> Tensor:
+def _sequences(
+    call: AttentionCall, of_queries: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]
+) -> list[tuple[slice, slice]]:
+    """The queries and the keys of each sequence that has any; the results (1, H, L, D) of tokens behind the last
+    sequence become 0."""
+    assert call.cu_seqlens is not None
+    starts = call.cu_seqlens.tolist()
+    key_starts = starts if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()
+    for results, end in ((of_queries, starts[-1]), (of_keys, key_starts[-1])):
+        for result in results:
+            result[:, :, end:] = 0.0
+    spans = ([slice(*ends) for ends in itertools.pairwise(each)] for each in (starts, key_starts))
+    return [
+        (span, keys) for span, keys in zip(*spans, strict=True) if (span.start, keys.start) != (span.stop, keys.stop)
+    ]
+
+
+def _bias_of(span: slice, keys: slice, attn_bias: Tensor) -> Tensor:
     """The bias between the tokens of one sequence, where it is not broadcast."""
     rows = attn_bias if attn_bias.shape[2] == 1 else attn_bias[:, :, span]
-    return rows if attn_bias.shape[3] == 1 else rows[..., span]
+    return rows if attn_bias.shape[3] == 1 else rows[..., keys]
 
 
-def _within(span: slice, call: AttentionCall) -> AttentionCall:
-    """The call of one sequence to itself."""
-    q, k, v = (x[:, :, span] for x in call[:3])
-    padding = None if call.key_padding_mask is None else call.key_padding_mask[:, span]
-    bias = None if call.attn_bias is None else _bias_of(span, call.attn_bias)
-    return call._replace(q=q, k=k, v=v, key_padding_mask=padding, attn_bias=bias, cu_seqlens=None)
+def _within(span: slice, keys: slice, call: AttentionCall) -> AttentionCall:
+    """The call of one sequence's queries to its keys."""
+    q, k, v = call.q[:, :, span], call.k[:, :, keys], call.v[:, :, keys]
+    padding = None if call.key_padding_mask is None else call.key_padding_mask[:, keys]
+    bias = None if call.attn_bias is None else _bias_of(span, keys, call.attn_bias)
+    return call._replace(q=q, k=k, v=v, key_padding_mask=padding, attn_bias=bias, cu_seqlens=None, cu_seqlens_k=None)
 
 
 # One batch
 
 
-def _forward(call: AttentionCall, first: int) -> AttentionResult:
-    """out and lse; `first` is the token that dropout counts rows and columns from."""
+def _forward(call: AttentionCall, first: tuple[int, int]) -> AttentionResult:
+    """out and lse; `first` is the query and the key that dropout counts from."""
     if _fused(call):
         result = _fused_forward(call)
         if call.key_padding_mask is None or call.q.device.type != "cpu" or math.isfinite(float(result.out.sum())):
@@ -97,7 +112,7 @@ def _forward(call: AttentionCall, first: int) -> AttentionResult:
 
 
 def _backward(
-    call: AttentionCall, result: AttentionResult, grads: Grads, bias_wanted: bool, into: Into, first: int
+    call: AttentionCall, result: AttentionResult, grads: Grads, bias_wanted: bool, into: Into, first: tuple[int, int]
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
     q, k, v = call[:3]
@@ -128,7 +143,8 @@ def _backward(
 
 def _visible(call: AttentionCall) -> Tensor | None:
     queries, keys = call.q.shape[2], call.k.shape[2]
-    return visible_mask(queries, keys, call.q.device, call.causal, call.window, call.key_padding_mask, call.cu_seqlens)
+    masks = call.causal, call.window, call.key_padding_mask, call.cu_seqlens, call.right
+    return visible_mask(queries, keys, call.q.device, *masks)
 
 
 # PyTorch's fused kernels
@@ -142,7 +158,9 @@ def _fused(call: AttentionCall) -> bool:
     device, so there keys behind the padding mask are zeroed instead (see `_operands`); it wants 16-byte aligned rows.
     """
     q, k, v = call[:3]
-    if call.seed is not None or call.cu_seqlens is not None or q.numel() == 0 or k.numel() == 0:
+    if call.seed is not None or call.cu_seqlens is not None or call.alibi_slopes is not None:
+        return False
+    if q.numel() == 0 or k.numel() == 0:
         return False
     if q.device.type == "cpu":
         return True

@@ -21,9 +21,9 @@ aten = torch.ops.aten
 SCORES_AT_ONCE = 1 << 19  # on the CPU: a chunk of scores and its gradient stay in a second-level cache
 
 
-def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: int) -> AttentionResult:
-    """out and lse; dropout counts rows and columns from `first`."""
-    q, k, v, _, attn_bias, seed, _, _, _, dropout_p, scale = call
+def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: tuple[int, int]) -> AttentionResult:
+    """out and lse; dropout counts queries and keys from `first`."""
+    (q, k, v), seed, dropout_p, scale = call[:3], call.seed, call.dropout_p, call.scale
     heads = q.shape[1]
     out = like_output(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -35,23 +35,23 @@ def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: int) -
         seen = _seen(visible, chunk)
         key, value = (repeat_heads(x[chunk], heads).to(operand) for x in (k, v))
         query = (q[chunk] * scale).to(operand)
-        scores, blind = _scores(query, key, seen, _part(attn_bias, chunk), clean, lse.dtype)
+        scores, blind = _scores(query, key, seen, _bias(call, chunk), clean, lse.dtype)
         highest = scores.amax(dim=-1, keepdim=True)
         weights = _weights(scores, blind)
         lse_of_chunk = highest - weights.amax(dim=-1, keepdim=True).log()
         lse[chunk] = (lse_of_chunk if blind is None else lse_of_chunk.masked_fill(blind, -math.inf)).squeeze(-1)
         if seed is not None:
-            place = {"first_head": chunk.start * heads, "first": first}
+            place = {"first_head": chunk.start * heads, "first": first[0], "first_column": first[1]}
             drop(weights, seed, dropout_p, scale=keep_scale(dropout_p), **place, in_place=True)
         out[chunk] = _weighted(weights.to(operand), value, seen, clean)
     return AttentionResult(out, lse)
 
 
 def backward_in_chunks(
-    call: AttentionCall, visible: Tensor | None, grads: Grads, bias_wanted: bool, into: Into, first: int
+    call: AttentionCall, visible: Tensor | None, grads: Grads, bias_wanted: bool, into: Into, first: tuple[int, int]
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
-    q, k, v, _, attn_bias, seed, _, _, _, dropout_p, scale = call
+    (q, k, v), attn_bias, seed, dropout_p, scale = call[:3], call.attn_bias, call.seed, call.dropout_p, call.scale
     dout, dlse = grads
     heads = q.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -68,13 +68,13 @@ def backward_in_chunks(
         seen = _seen(visible, chunk)
         key, value = (_hide(repeat_heads(x[chunk], heads), seen, clean).to(operand) for x in (k, v))
         query, gradient = (q[chunk] * scale).to(operand), dout[chunk].to(operand)
-        scores, blind = _scores(query, key, seen, _part(attn_bias, chunk), clean, wide)
+        scores, blind = _scores(query, key, seen, _bias(call, chunk), clean, wide)
         weights = used = _weights(scores, blind)  # P
         dweights = (gradient @ value.transpose(-2, -1)).to(wide)
         if seed is not None:
-            place = {"scale": keep_scale(dropout_p), "first_head": chunk.start * heads, "first": first}
-            used = drop(weights, seed, dropout_p, **place)
-            drop(dweights, seed, dropout_p, **place, in_place=True)
+            place = {"first_head": chunk.start * heads, "first": first[0], "first_column": first[1]}
+            used = drop(weights, seed, dropout_p, scale=keep_scale(dropout_p), **place)
+            drop(dweights, seed, dropout_p, scale=keep_scale(dropout_p), **place, in_place=True)
         dscores = aten._softmax_backward_data.default(dweights, weights, -1, wide)
         if dlse is not None:
             dscores.addcmul_(weights, dlse[chunk].unsqueeze(-1))
@@ -112,6 +112,17 @@ def _chunks(q: Tensor, keys: int) -> list[slice]:
 def _part(x: Tensor | None, chunk: slice) -> Tensor | None:
     """The chunk of a tensor whose first axis is the batch or 1."""
     return x if x is None or x.dim() < 4 or x.shape[0] == 1 else x[chunk]
+
+
+def _bias(call: AttentionCall, chunk: slice) -> Tensor | None:
+    """What is added to the chunk's scores: the bias, and the distances of the keys times their slopes."""
+    bias, slopes = _part(call.attn_bias, chunk), _part(call.alibi_slopes, chunk)
+    if slopes is None:
+        return bias
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    place = torch.arange(keys - queries, keys, device=slopes.device)[:, None]
+    distances = (place - torch.arange(keys, device=slopes.device)).abs_()  # (Lq, Lk)
+    return -slopes * distances if bias is None else torch.addcmul(bias.to(slopes.dtype), slopes, distances, value=-1)
 
 
 def _seen(visible: Tensor | None, chunk: slice) -> Tensor | None:

@@ -13,7 +13,7 @@ from transformer_kernels._dropout import keep_scale, keep_threshold
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention import _tiles as tiles
-from transformer_kernels.ops.attention._common import broadcast_strides, shift_gradient
+from transformer_kernels.ops.attention._common import beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.attention._tiles import Body, Kernel, Tile
 from transformer_kernels.ops.attention._triton_backward import attention_backward_query_kernel
 from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel
@@ -30,6 +30,10 @@ from transformer_kernels.ops.attention._triton_tile import Options
 
 def unsupported(call: AttentionCall) -> str | None:
     """The reason why these kernels do not take the call, or None."""
+    if (reason := beyond(call, "right", "alibi_slopes")) is not None:
+        return reason
+    if call.alibi_slopes is not None and call.attn_bias is not None:
+        return "it has alibi_slopes or attn_bias, not both; use backend='torch'"
     if call.q.shape[3] > tiles.MAXIMUM_HEAD_DIM:
         return f"supports head dimensions up to {tiles.MAXIMUM_HEAD_DIM}, not {call.q.shape[3]}; use backend='torch'"
     return None
@@ -82,7 +86,9 @@ class _Launch:
     """One call as kernels are told of it: tensors, sizes, strides and numbers, and the compile-time options."""
 
     def __init__(self, call: AttentionCall, *gradients: Tensor) -> None:
-        q, k, v, self.padding, self.bias, self.seed, self.cu_seqlens, causal, window, dropout_p, self.scale = call
+        q, k, v, self.padding, bias, self.seed, self.cu_seqlens, causal, window, dropout_p, self.scale = call[:11]
+        self.slopes = call.alibi_slopes
+        self.bias = bias if self.slopes is None else self.slopes
         self.q, self.k, self.v = q, k, v
         self.gradients = gradients  # dout, dq, dk, dv in the backward pass; dk and dv have the same strides
         self.sequences: Tensor | None = None  # starts and ends (2, Lk), see `find_sequences`
@@ -92,7 +98,7 @@ class _Launch:
         self.itemsize = q.element_size()
         self.capability = _triton.capability(q.device)
         self.block_d = max(16, _triton.next_power_of_2(self.head_dim))
-        if window is not None and window >= self.queries + self.keys:
+        if window is not None and min(window, call.right or window) >= self.queries + self.keys:
             window = None  # it hides nothing
         heavy = self.bias is not None or self.seed is not None or window is not None
         light = Body.CAUSAL if causal else Body.LIGHT
@@ -104,14 +110,15 @@ class _Launch:
         out_row = self.query_heads * self.head_dim
         out_strides = (self.queries * out_row, self.head_dim, out_row)
         self.keep_scale = keep_scale(dropout_p)
-        self.numbers = (self.scale, window or 0, keep_threshold(dropout_p))
+        reach = (window or 1) - 1 if call.right is None else call.right
+        self.numbers = (self.scale, window or 0, reach, keep_threshold(dropout_p))
         self.static: dict[str, Any] = {
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
             "CAUSAL": causal and self.queries > 1,  # a single query sees all keys
             "WINDOW": window is not None,
-            "BIAS": _varying(self.bias),
+            "BIAS": _varying(bias) if self.slopes is None else "slope",
             "BIAS_ALIGNMENT": 1 if self.bias is None else alignment(self.bias.element_size(), self.bias_strides[:3]),
             "ALIGNMENT": alignment(self.itemsize, self.strides + self.gradient_strides + out_strides),
             "NEGATE": self.scale < 0.0,
@@ -141,6 +148,7 @@ class _Launch:
             and self.keys >= tiles.DECODE_MINIMUM_KEYS
             and self.queries * self.group <= tiles.DECODE_MAXIMUM_ROWS
             and self.cu_seqlens is None
+            and self.slopes is None
         )
 
     def short_tile(self, kernel: Kernel) -> Tile | None:

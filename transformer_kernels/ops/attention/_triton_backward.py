@@ -123,7 +123,7 @@ def attention_backward_query_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row,
     bias_batch, bias_head, bias_row,
-    scale, window, threshold, section,
+    scale, window, right, threshold, section,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_M queries of one head: it writes their delta, then walks over the keys they see.
@@ -137,7 +137,7 @@ def attention_backward_query_kernel(
     batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
     k = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window)
+    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window, right)
     bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
     dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
 

@@ -43,7 +43,7 @@ def attention_backward_bias_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
     bias_batch, bias_head, bias_row,
-    scale, window, threshold,
+    scale, window, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns one tile of dbias and one of `splits` shares of the tiles of dS that are summed into it: those
@@ -64,7 +64,7 @@ def attention_backward_bias_kernel(
     first_key = own_key * BLOCK_N
     if sequences_pointer is not None:
         last_key = tl.minimum(first_key + BLOCK_N, key_length) - 1
-        tokens = Mask(None, 0, sequences_pointer, query_length, key_length, window)
+        tokens = Mask(None, 0, sequences_pointer, query_length, key_length, window, right)
         sequences_start, sequences_end, _, _ = sequence_range(tokens, first_key, last_key)
     seed = tl.load(seed_pointer) if seed_pointer is not None else None
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -78,7 +78,7 @@ def attention_backward_bias_kernel(
         if visited:
             batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
             row_offset = tl.cast(batch_head, tl.int64) * query_length
-            mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window)
+            mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window, right)
             source = QuerySource(
                 head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
                 head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),

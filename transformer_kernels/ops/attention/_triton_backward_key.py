@@ -178,7 +178,7 @@ def attention_backward_key_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dkv_batch, dkv_head, dkv_row,
     bias_batch, bias_head, bias_row,
-    scale, window, threshold, section,
+    scale, window, right, threshold, section,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_N keys of one key head and walks over the queries that see them, of every query head of
@@ -190,7 +190,7 @@ def attention_backward_key_kernel(
     block, batch_head = tile_of_program(tl.cdiv(key_length, BLOCK_N), section)
     batch, key_head = batch_head // key_heads, batch_head % key_heads
     first_key = block * BLOCK_N
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window)
+    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window, right)
     seed = tl.load(seed_pointer) if seed_pointer is not None else None
     read = key_length
     if padding_pointer is not None:

@@ -42,7 +42,7 @@ def attention_decode_kernel(
     query_heads, query_length, key_length, split_keys,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row, bias_column,
-    scale, window, threshold,
+    scale, window, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns all queries of the group of one key head, and `split_keys` of its keys."""
@@ -60,7 +60,7 @@ def attention_decode_kernel(
     inside = exists[:, None] & (columns_d < OPTIONS.HEAD_DIM)
     k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, None, query_length, key_length, window)
+    mask = Mask(padding_pointer, batch, None, query_length, key_length, window, right)
     seed = tl.load(seed_pointer) if seed_pointer is not None else None
     dropout = Dropout(seed, batch * query_heads + heads, threshold)
     q_pointers = q_pointer + batch * wide(q_batch, 1) + heads * wide(q_head, 1) + rows * wide(q_row, 1) + columns_d

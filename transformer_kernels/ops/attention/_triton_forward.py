@@ -35,7 +35,7 @@ from transformer_kernels.ops.attention._triton_tile import (
     without_padding,
 )
 
-SIZES = ["query_heads", "query_length", "key_length", "window", "threshold", "section"]
+SIZES = ["query_heads", "query_length", "key_length", "window", "right", "threshold", "section"]
 STRIDES = [f"{tensor}_{axis}" for tensor in ("q", "k", "v", "bias") for axis in ("batch", "head", "row")]
 """A new length, stride or head count compiles nothing anew; what alignment matters is in ALIGNMENT."""
 
@@ -132,7 +132,7 @@ def attention_forward_kernel(
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row,
-    scale, window, threshold, section,
+    scale, window, right, threshold, section,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_M queries of one head and walks over the keys they see."""
@@ -142,7 +142,7 @@ def attention_forward_kernel(
     batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
     k = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window)
+    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window, right)
     bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
     dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
     queries = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)

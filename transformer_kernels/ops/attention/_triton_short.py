@@ -47,7 +47,7 @@ def attention_short_forward_kernel(
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row,
-    scale, window, threshold,
+    scale, window, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_M queries of one head and all of its keys."""
@@ -66,7 +66,7 @@ def attention_short_forward_kernel(
     q = load_rows(q_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     k = load_rows(k_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
-    mask = Mask(padding_pointer, batch, None, query_length, key_length, window)
+    mask = Mask(padding_pointer, batch, None, query_length, key_length, window, right)
     visible = visible_pairs(first_row + tile_rows, tile_columns, mask, OPTIONS)
     if padding_pointer is not None:
         real = load_padding(mask, tile_columns)
@@ -110,7 +110,7 @@ def attention_short_backward_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, dkv_batch, dkv_head, dkv_row,
     bias_batch, bias_head, bias_row,
-    scale, window, threshold,
+    scale, window, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program, of (B, Hk), owns one key head: all its keys stay here while the queries of its group pass by."""
@@ -125,7 +125,7 @@ def attention_short_backward_kernel(
     v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
     k = load_rows(k_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
-    mask = Mask(padding_pointer, batch, None, query_length, key_length, window)
+    mask = Mask(padding_pointer, batch, None, query_length, key_length, window, right)
     real = None
     if padding_pointer is not None:
         real = load_padding(mask, tl.arange(0, BLOCK_N))

@@ -36,7 +36,7 @@ class Options(NamedTuple):
     MASKED: int  # keys, or queries, of a block in the loop that masks
     CAUSAL: bool
     WINDOW: bool
-    BIAS: str  # what varies within a head: "full", "row" (one row for all queries), "column" or "scalar"
+    BIAS: str  # what varies within a head: "full", "row" (one row for all queries), "column" or "scalar"; or "slope"
     BIAS_ALIGNMENT: int
     ALIGNMENT: int  # elements that every stride is a multiple of; 0 if offsets within a tile overflow 32 bits
     NEGATE: bool  # the scale is negative
@@ -60,7 +60,8 @@ class Mask(NamedTuple):
     sequences: Any  # pointer to (2, Lk), or None
     query_length: Any
     key_length: Any
-    window: Any
+    window: Any  # keys before a query, itself among them
+    right: Any  # keys after it
 
 
 class Bias(NamedTuple):
@@ -188,7 +189,7 @@ def visible_pairs(rows, columns, mask, OPTIONS: tl.constexpr):
     if OPTIONS.CAUSAL:
         visible = columns < tl.minimum(positions + 1, mask.key_length)
     elif OPTIONS.WINDOW:
-        visible = columns < tl.minimum(positions + mask.window, mask.key_length)
+        visible = columns < tl.minimum(positions + mask.right + 1, mask.key_length)
     else:
         visible = (columns < mask.key_length) & (rows >= 0)
     if OPTIONS.WINDOW:
@@ -245,8 +246,8 @@ def visible_keys(first_row, last_row, mask, OPTIONS: tl.constexpr):
         some_end = tl.minimum(mask.key_length, last + 1)
         all_end = tl.minimum(mask.key_length, first + 1)
     elif OPTIONS.WINDOW:
-        some_end = tl.minimum(mask.key_length, last + mask.window)
-        all_end = tl.minimum(mask.key_length, first + mask.window)
+        some_end = tl.minimum(mask.key_length, last + mask.right + 1)
+        all_end = tl.minimum(mask.key_length, first + mask.right + 1)
     return some_start, some_end, all_start, all_end
 
 
@@ -307,8 +308,8 @@ def query_blocks(first_key, mask, OPTIONS: tl.constexpr):
         start = tl.maximum(0, first_key - shift)
         full_start = tl.maximum(0, last_key - shift)
     elif OPTIONS.WINDOW:
-        start = tl.maximum(0, first_key - shift - mask.window + 1)
-        full_start = tl.maximum(0, last_key - shift - mask.window + 1)
+        start = tl.maximum(0, first_key - shift - mask.right)
+        full_start = tl.maximum(0, last_key - shift - mask.right)
     if OPTIONS.WINDOW:
         end = tl.minimum(mask.query_length, last_key - shift + mask.window)
         full_end = tl.minimum(mask.query_length, first_key - shift + mask.window)
@@ -377,6 +378,9 @@ def load_bias(bias, first_row, start, rows, columns, mask, BOUNDED: tl.constexpr
     elif BIAS == "column":
         inside = rows < mask.query_length - first_row
         values = tl.load(pointer + row_offsets(rows, bias.stride, ALIGNMENT), mask=inside, other=0.0)
+    elif BIAS == "slope":
+        distance = first_row + rows + (mask.key_length - mask.query_length) - start - columns
+        values = -tl.load(pointer) * tl.abs(distance).to(tl.float32)
     else:
         values = tl.load(pointer)
     return to_fp32(values) * score_unit(OPTIONS.NATURAL)

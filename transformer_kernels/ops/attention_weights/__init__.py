@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_kernels import _autograd
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.ops._visible import visible_mask
+from transformer_kernels.ops.attention import Window
 from transformer_kernels.ops.attention import prepare as checked_attention
 from transformer_kernels.ops.softmax import SoftmaxCall
 
@@ -27,6 +28,7 @@ class AttentionWeightsCall(NamedTuple):
     cu_seqlens: Tensor | None
     causal: bool
     window: int | None
+    right: int | None
     scale: float
 
 
@@ -38,7 +40,7 @@ def attention_weights(
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: int | None = None,
+    window: Window = None,
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -67,7 +69,7 @@ def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
     _autograd.refuse_transforms(OP, *(each for each in (q, k, options.get("attn_bias")) if isinstance(each, Tensor)))
     call = checked_attention(q, k, k, **options)
     masks = call.key_padding_mask, call.attn_bias, call.cu_seqlens
-    return AttentionWeightsCall(call.q, call.k, *masks, call.causal, call.window, call.scale)
+    return AttentionWeightsCall(call.q, call.k, *masks, call.causal, call.window, call.right, call.scale)
 
 
 class _OnSoftmax:
@@ -84,8 +86,8 @@ class _OnSoftmax:
         q, k = _operands(call)
         with torch.autocast(q.device.type, enabled=False):
             scores = (q @ k.transpose(-2, -1)).mul_(call.scale).flatten(1, 2)  # (B, Hk, group, ...) -> (B, Hq, Lq, Lk)
-        lengths, padding = scores.shape[2:], call.key_padding_mask
-        mask = visible_mask(lengths[0], lengths[1], q.device, call.causal, call.window, padding, call.cu_seqlens)
+        masks = call.causal, call.window, call.key_padding_mask, call.cu_seqlens, call.right
+        mask = visible_mask(scores.shape[2], scores.shape[3], q.device, *masks)
         if call.attn_bias is not None:
             scores = scores + call.attn_bias
             seen = call.attn_bias != -math.inf  # a row of -inf would be NaN

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits with class indices, in one pass each way."""
+"""Cross-entropy of logits with class indices or probabilities, in one pass each way."""
 
 from __future__ import annotations
 
@@ -14,17 +14,27 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class CrossEntropyCall(NamedTuple):
-    """Both tensors are contiguous, the targets int64."""
+    """The tensors are contiguous, the targets int64 classes or, of the shape of the logits, probabilities."""
 
     logits: Tensor
     targets: Tensor
     ignore_index: int
     label_smoothing: float
     reduction: str
+    weight: Tensor | None = None
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+    def beyond_classes(self) -> str | None:
+        """Why kernels that know classes and smoothing only do not take the call; None if they do."""
+        extra = {"weight": self.weight is not None, "z_loss": self.z_loss > 0.0, "softcap": self.softcap is not None}
+        extra["probabilities as targets"] = self.targets.is_floating_point()
+        listed = ", ".join(name for name, given in extra.items() if given)
+        return f"it does not know {listed}; use backend='torch'" if listed else None
 
 
 class CrossEntropyResult(NamedTuple):
-    """The loss, two numbers (2, M) for each row that a backend may leave for its backward, and the rows in a mean."""
+    """The loss, two numbers (2, M) for each row that a backend may leave for its backward, and what a mean is over."""
 
     loss: Tensor
     statistics: Tensor | None
@@ -35,19 +45,27 @@ def cross_entropy(
     logits: Tensor,
     targets: Tensor,
     *,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """(1 - eps) * -log p_target + eps * mean_j(-log p_j) with p = softmax(logits), as torch's for class indices.
+    """-sum_j w_j t_j log p_j with p = softmax(logits) and t a class or, smoothed, (1 - eps) t + eps / V; as torch's.
 
     Args:
         logits: (..., V), any strides, float32, float16, bfloat16 (float64 with backend="torch").
-        targets: int64 or int32 (...), the class of each row.
+        targets: int64 or int32 (...), the class of each row; or floating (..., V), the probability t of each class,
+            without a gradient. A class of probability 0 may have the logit -inf.
+        weight: floating (V,), w, without a gradient; 1 unless given.
         ignore_index: rows with this target have no loss, no gradient and no part in the mean.
         label_smoothing: eps, in [0, 1].
-        reduction: "mean" over the rows that are not ignored, "sum" or "none".
+        z_loss: adds z_loss * log(sum_j exp(logit_j))^2 to a row's loss; not negative.
+        softcap: softcap * tanh(logits / softcap) takes the place of the logits; positive.
+        reduction: "none", "sum", or "mean": the sum over the weights of the classes that are not ignored, or over the
+            number of rows where targets are probabilities.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         float32 (float64 for float64), computed in it: a scalar, or (...) for "none". The mean is NaN when every row is
@@ -58,9 +76,19 @@ def cross_entropy(
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
 
     Szegedy et al., "Rethinking the Inception architecture for computer vision", 2016, section 7 (smoothing); Milakov,
-    Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
+    Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3; Chowdhery et al., "PaLM", 2022, section
+    5 (z_loss); Gemma Team, "Gemma 2", 2024, section 2 (softcap).
     """
-    call = prepare(logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
+    call = prepare(
+        logits,
+        targets,
+        weight=weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+    )
     return OPERATION(call, backend)
 
 
@@ -68,8 +96,11 @@ def prepare(
     logits: Tensor,
     targets: Tensor,
     *,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     reduction: str = "mean",
 ) -> CrossEntropyCall:
     """The checked arguments."""
@@ -77,41 +108,91 @@ def prepare(
     _checks.at_least_1d(OP, logits)
     if logits.shape[-1] == 0:
         raise ValueError(f"{OP}: logits must have at least one class; got shape {tuple(logits.shape)}")
-    _checks.class_indices(OP, "targets", targets, logits.shape[:-1])
-    _checks.same_device(OP, logits, targets=targets)
+    probabilities = isinstance(targets, Tensor) and targets.is_floating_point()
+    if probabilities:
+        _check_probabilities(logits, targets, ignore_index)
+    else:
+        _checks.class_indices(OP, "targets", targets, logits.shape[:-1])
+    if weight is not None:
+        _check_weight(logits, weight)
+    _checks.same_device(OP, logits, targets=targets, weight=weight)
     _checks.integer(OP, "ignore_index", ignore_index)
     _checks.probability(OP, "label_smoothing", label_smoothing)
+    _checks.finite(OP, "z_loss", z_loss)
+    if z_loss < 0.0:
+        raise ValueError(f"{OP}: z_loss must not be negative; got {z_loss}")
+    if softcap is not None:
+        _checks.positive(OP, "softcap", softcap)
     _checks.choice(OP, "reduction", reduction, REDUCTIONS)
     _autograd.refuse_transforms(OP, logits, targets)
-    if not _autograd.is_traced(logits):
+    if not _autograd.is_traced(logits) and not probabilities:
         _checks.classes_in_range(OP, "targets", targets, logits.shape[-1], ignore_index)
+    targets = (targets if probabilities else targets.long()).contiguous()
+    numbers = int(ignore_index), float(label_smoothing), reduction
+    added = float(z_loss), None if softcap is None else float(softcap)
     return CrossEntropyCall(
-        logits.contiguous(), targets.long().contiguous(), int(ignore_index), float(label_smoothing), reduction
+        logits.contiguous(), targets, *numbers, None if weight is None else weight.contiguous(), *added
     )
 
 
+def _check_probabilities(logits: Tensor, targets: Tensor, ignore_index: int) -> None:
+    _checks.tensor(OP, "targets", targets)
+    if targets.shape != logits.shape:
+        raise ValueError(
+            f"{OP}: targets that are probabilities must have the shape of logits {tuple(logits.shape)}; "
+            f"got {tuple(targets.shape)}"
+        )
+    if targets.requires_grad:
+        raise ValueError(f"{OP}: targets have no gradient; detach them, or use python_ref.ops.{OP}")
+    if ignore_index >= 0:
+        raise ValueError(f"{OP}: ignore_index is of targets that are classes; got {ignore_index} beside probabilities")
+
+
+def _check_weight(logits: Tensor, weight: Tensor) -> None:
+    _checks.tensor(OP, "weight", weight)
+    if weight.shape != logits.shape[-1:]:
+        raise ValueError(f"{OP}: weight must have shape ({logits.shape[-1]},); got {tuple(weight.shape)}")
+    if weight.requires_grad:
+        raise ValueError(f"{OP}: weight has no gradient; detach it, or use python_ref.ops.{OP}")
+
+
 def _fake(call: CrossEntropyCall) -> CrossEntropyResult:
-    logits, targets = call.logits, call.targets
+    logits = call.logits
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    loss = logits.new_empty(targets.shape if call.reduction == "none" else (), dtype=dtype)
-    statistics = logits.new_empty((2, targets.numel()), dtype=dtype)
+    loss = logits.new_empty(logits.shape[:-1] if call.reduction == "none" else (), dtype=dtype)
+    statistics = logits.new_empty((2, logits.shape[:-1].numel()), dtype=dtype)
     return CrossEntropyResult(loss, statistics, logits.new_empty((), dtype=dtype))
 
 
 def _second_order(
     call: CrossEntropyCall, result: CrossEntropyResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    logits, targets, ignore_index, label_smoothing, reduction = call
+    logits, targets, ignore_index, label_smoothing, reduction, weight, z_loss, softcap = call
     with torch.enable_grad():
         rows = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
-        loss = torch.nn.functional.cross_entropy(
-            rows, targets.view(-1), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        rows = rows if softcap is None else softcap * torch.tanh(rows / softcap)
+        kinds = targets.to(rows.dtype).view(rows.shape) if targets.is_floating_point() else targets.view(-1)
+        losses = torch.nn.functional.cross_entropy(
+            rows,
+            kinds,
+            weight if weight is None else weight.to(rows.dtype),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction="none",
         )
+        if z_loss > 0.0:
+            seen = torch.ones_like(losses) if targets.is_floating_point() else (kinds != ignore_index).to(losses.dtype)
+            losses = losses + z_loss * seen * torch.logsumexp(rows, dim=-1).square()
+        loss = losses if reduction == "none" else losses.sum()
+        if result.counted is not None and reduction == "mean":
+            loss = loss / result.counted
     return _autograd.differentiated(loss, [logits], grads[0].reshape(loss.shape), wanted)
 
 
 def _check_when_run(call: CrossEntropyCall) -> None:
     """A traced call is checked when it runs: its targets have no values before."""
+    if call.targets.is_floating_point():
+        return
     _checks.classes_in_range(OP, "targets", call.targets, call.logits.shape[-1], call.ignore_index)
 
 

@@ -9,10 +9,12 @@ from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cpu import DTYPE_CODES, address, load
 from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
 
+unsupported = CrossEntropyCall.beyond_classes
+
 
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
     """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
-    logits, targets, ignore_index, label_smoothing, reduction = call
+    logits, targets, ignore_index, label_smoothing, reduction = call[:5]
     statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
     losses = _rows(logits, logits.shape[-1], targets, statistics, ignore_index, label_smoothing)
     if reduction == "none":
@@ -66,7 +68,7 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
-    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call
+    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call[:5]
     _, statistics, count = result
     assert statistics is not None
     dlogits = torch.empty_like(logits)

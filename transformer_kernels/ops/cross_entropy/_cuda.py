@@ -13,9 +13,12 @@ ROWS_OF_ONE_BLOCK = 1 << 16
 """How many losses one block adds up; a sum over more is worth PyTorch's several launches."""
 
 
+unsupported = CrossEntropyCall.beyond_classes
+
+
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
     """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
-    logits, targets, ignore_index, label_smoothing, reduction = call
+    logits, targets, ignore_index, label_smoothing, reduction = call[:5]
     statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
     losses = _launch_rows(logits, logits.shape[-1], targets, statistics, ignore_index, label_smoothing)
     if reduction == "none":
@@ -80,7 +83,7 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
-    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call
+    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call[:5]
     _, statistics, count = result
     assert statistics is not None
     dlogits = torch.empty_like(logits)

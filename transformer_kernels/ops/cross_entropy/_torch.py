@@ -5,6 +5,8 @@ Forward reads the logits once, backward reads them once more and writes their gr
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,9 @@ NO_REDUCTION = 0  # of aten.nll_loss_forward
 
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
     """(loss, None, rows in the mean): there are no statistics, backward recomputes its softmax."""
-    logits, targets, ignore_index, label_smoothing, reduction = call
+    if call.beyond_classes() is not None:
+        return _forward_with_options(call)
+    logits, targets, ignore_index, label_smoothing, reduction = call[:5]
     losses = row_losses(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index, label_smoothing)
     if reduction == "none":
         return CrossEntropyResult(losses.view(targets.shape), None, None)
@@ -29,16 +33,87 @@ def forward(call: CrossEntropyCall) -> CrossEntropyResult:
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
-    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call
+    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call[:5]
     count = result.counted
     dlogits = torch.empty_like(logits)
     classes = logits.shape[-1]
-    scales = (dloss if count is None or reduction != "mean" else dloss / count).expand(targets.shape).reshape(-1)
-    every = (logits.view(-1, classes), targets.view(-1), scales, dlogits.view(-1, classes))
+    scales = dloss if count is None or reduction != "mean" else dloss / count
+    scales = scales.expand(logits.shape[:-1]).reshape(-1)
+    every = (logits.view(-1, classes), _rows_of(targets, classes), scales, dlogits.view(-1, classes))
+    with_options = call.beyond_classes() is not None
     for chunk, target, scale, out in _chunks(*every):
+        if with_options:
+            torch.mul(_gradient(_terms(call, chunk, target), call), scale.unsqueeze(1), out=out)
+            continue
         p = torch.softmax(chunk, dim=-1, dtype=scale.dtype)
         _write_gradient(p, target, scale, ignore_index, label_smoothing, out)
     return (dlogits,)
+
+
+class _Terms(NamedTuple):
+    """Of a chunk of rows: capped scores and smoothed, weighted targets (R, V), log-sum-exp, whether ignored (R, 1)."""
+
+    scores: Tensor
+    wanted: Tensor
+    lse: Tensor
+    ignored: Tensor
+
+
+def _rows_of(targets: Tensor, classes: int) -> Tensor:
+    """Classes (M,), or probabilities (M, V)."""
+    return targets.view(-1, classes) if targets.is_floating_point() else targets.view(-1)
+
+
+def _terms(call: CrossEntropyCall, logits: Tensor, targets: Tensor) -> _Terms:
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap).mul_(call.softcap)
+    if targets.is_floating_point():
+        ignored = torch.zeros_like(scores[:, :1], dtype=torch.bool)
+        wanted = targets.to(scores.dtype) * (1.0 - call.label_smoothing)
+    else:
+        ignored = (targets == call.ignore_index).unsqueeze(1)
+        column = targets.clamp(0, scores.shape[1] - 1).unsqueeze(1)
+        kept = torch.full_like(scores[:, :1], 1.0 - call.label_smoothing)
+        kept.masked_fill_(_outside(targets, scores.shape[1], call.ignore_index).unsqueeze(1), torch.nan)
+        wanted = torch.zeros_like(scores).scatter_(1, column, kept)
+    wanted.add_(call.label_smoothing / scores.shape[1])
+    if call.weight is not None:
+        wanted.mul_(call.weight)
+    return _Terms(scores, wanted.masked_fill_(ignored, 0.0), torch.logsumexp(scores, dim=-1, keepdim=True), ignored)
+
+
+def _forward_with_options(call: CrossEntropyCall) -> CrossEntropyResult:
+    """As `forward`, with class weights, z-loss, soft capping and probabilities as targets."""
+    classes = call.logits.shape[-1]
+    losses = []
+    for chunk, target in _chunks(call.logits.view(-1, classes), _rows_of(call.targets, classes)):
+        scores, wanted, lse, ignored = _terms(call, chunk, target)
+        surprise = (lse - scores).masked_fill_(wanted == 0.0, 0.0)
+        z_losses = lse.square().mul_(call.z_loss).masked_fill_(ignored, 0.0)
+        losses.append(wanted.mul_(surprise).sum(dim=-1).add_(z_losses.squeeze(1)))
+    rows = _joined(losses)
+    if call.reduction != "mean":
+        return CrossEntropyResult(
+            rows.sum() if call.reduction == "sum" else rows.view(call.logits.shape[:-1]), None, None
+        )
+    targets = call.targets
+    if targets.is_floating_point():
+        count = rows.new_tensor(float(rows.numel()))
+    else:
+        weight = rows.new_ones(classes) if call.weight is None else call.weight.to(rows.dtype)
+        count = weight[targets.clamp(0, classes - 1)].masked_fill_(targets == call.ignore_index, 0.0).sum()
+    return CrossEntropyResult(rows.sum() / count, None, count)
+
+
+def _gradient(terms: _Terms, call: CrossEntropyCall) -> Tensor:
+    """d loss / d logits of each row: (sum of targets + 2 z lse) p - targets, through the cap."""
+    scores, wanted, lse, ignored = terms
+    share = wanted.sum(dim=-1, keepdim=True).add_(lse, alpha=2.0 * call.z_loss)
+    gradient = torch.exp(scores - lse).mul_(share).sub_(wanted)
+    if call.softcap is not None:
+        gradient.mul_(1.0 - (scores / call.softcap).square_())
+    return gradient.masked_fill_(ignored, 0.0)
 
 
 def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:

@@ -203,9 +203,12 @@ def sum_losses_kernel(losses, targets, loss, count, M, ignore_index, MEAN: tl.co
     tl.store(loss, result)
 
 
+unsupported = CrossEntropyCall.beyond_classes
+
+
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
     """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
-    logits, targets, ignore_index, label_smoothing, reduction = call
+    logits, targets, ignore_index, label_smoothing, reduction = call[:5]
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
     rows = logits.view(-1, logits.shape[-1])
@@ -274,7 +277,7 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
-    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call
+    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call[:5]
     _, statistics, count = result
     N = logits.shape[-1]
     M = logits.numel() // N

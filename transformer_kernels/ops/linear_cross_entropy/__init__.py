@@ -9,7 +9,7 @@ from torch import Tensor
 from transformer_kernels import _autograd, _checks
 from transformer_kernels._dispatch import select
 from transformer_kernels.ops.cross_entropy import OPERATION as CROSS_ENTROPY
-from transformer_kernels.ops.cross_entropy import CrossEntropyCall
+from transformer_kernels.ops.cross_entropy import REDUCTIONS, CrossEntropyCall
 from transformer_kernels.ops.linear_cross_entropy import _chunked
 from transformer_kernels.ops.linear_cross_entropy._chunked import (
     ChunkedCrossEntropy,
@@ -18,7 +18,6 @@ from transformer_kernels.ops.linear_cross_entropy._chunked import (
 )
 
 OP = "linear_cross_entropy"
-REDUCTIONS = ("mean", "sum")
 
 
 def linear_cross_entropy(
@@ -35,7 +34,8 @@ def linear_cross_entropy(
     """cross_entropy(x W^T + b, targets), in chunks of rows whose logits become their own gradient.
 
     Where all rows fit into one chunk this is a linear layer followed by `cross_entropy`. Otherwise the gradients are
-    made during the forward pass, chunk by chunk, and the backward pass multiplies them by the incoming scalar.
+    made during the forward pass, chunk by chunk, and the backward pass multiplies them by the incoming scalar; with
+    reduction="none", where each row has its own, the backward pass makes each chunk of logits again.
 
     Args:
         x: (..., E), any strides, float32, float16, bfloat16 (float64 with backend="torch").
@@ -44,11 +44,12 @@ def linear_cross_entropy(
         targets: int64 or int32 (...), the class of each row.
         ignore_index: rows with this target have no loss, no gradient and no part in the mean.
         label_smoothing: eps, in [0, 1], as in `cross_entropy`.
-        reduction: "mean" over the rows that are not ignored, or "sum".
+        reduction: "mean" over the rows that are not ignored, "sum" or "none".
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`). The products
             are PyTorch's in each of them.
     Returns:
-        a float32 scalar (float64 for float64). Gradients of weight and bias are summed over chunks in float32.
+        float32 (float64 for float64), a scalar, or (...) for "none". Gradients of weight and
+            bias are summed over chunks in float32.
     Raises:
         IndexError: a target is neither a class nor ignore_index. Not validated on a GPU: there the loss is NaN.
         TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
@@ -100,6 +101,8 @@ def prepare(
 
 def _fake(call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
     scalar = call.x.new_empty((), dtype=torch.promote_types(call.dtype, torch.float32))
+    if call.reduction == "none":
+        return LinearCrossEntropyResult(scalar.new_empty(call.targets.shape), scalar, None, None, None)
     likes = (call.x.contiguous(), call.weight, call.bias)
     grads = (
         torch.empty_like(like) if want and like is not None else None
@@ -119,6 +122,7 @@ OPERATION = _autograd.Operation(
     fake=_fake,
     differentiable=("x", "weight", "bias"),
     dropped=("x", "weight", "targets", "bias"),
+    dropped_when=lambda call: call.reduction != "none",
     kept=("loss", "counted", "dx", "dweight", "dbias"),
     like={"x": "dx", "weight": "dweight", "bias": "dbias"},
     sizes=(),

@@ -70,24 +70,27 @@ class ChunkedCrossEntropy:
             return self._forward(call)
 
     def _forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
-        x, weight, targets, bias = call[:4]
-        flat, classes = x.reshape(-1, x.shape[-1]), targets.view(-1)
-        head = _Head(self.kernels, call, flat)
-        rows = rows_at_once(weight.shape[0], call.dtype, x.device)
-        buffer = head.logits_buffer(min(rows, flat.shape[0]))
-        starts = range(0, max(1, flat.shape[0]), rows)
-        losses = [head.losses(slice(start, start + rows), classes, buffer) for start in starts]
-        loss, count = self.kernels.reduced(torch.cat(losses), classes, call.ignore_index, call.reduction)
-        dx = None if head.dx is None else head.dx.view(x.shape)
-        dweight = None if head.dweight is None else head.dweight.to(weight.dtype)
-        dbias = None if head.dbias is None or bias is None else head.dbias.to(bias.dtype)
-        return LinearCrossEntropyResult(loss, count, dx, dweight, dbias)
+        targets, classes = call.targets, call.targets.view(-1)
+        head = _Head(self.kernels, call, [False] * 3 if call.reduction == "none" else call.wanted)
+        losses = head.all_losses(classes)
+        if call.reduction == "none":
+            return LinearCrossEntropyResult(losses.view(targets.shape), None, None, None, None)
+        loss, count = self.kernels.reduced(losses, classes, call.ignore_index, call.reduction)
+        return LinearCrossEntropyResult(loss, count, *head.gradients(call))
 
     def backward(
         self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the sum of losses, times the incoming scalar and over the number of rows in a mean."""
+        """The gradients of the sum of losses, times the incoming scalar and over the number of rows in a mean.
+
+        Of losses that were not summed they are made now, each row's times its own incoming gradient.
+        """
         (dloss,), (_, counted, *sums) = grads, result
+        if call.reduction == "none":
+            with torch.autocast(dloss.device.type, enabled=False):
+                head = _Head(self.kernels, call, list(wanted))
+                head.all_losses(call.targets.view(-1), dloss.reshape(-1, 1))
+                return head.gradients(call)
         in_mean = counted if call.reduction == "mean" else None
         scale = dloss if in_mean is None else dloss / in_mean.clamp(min=1)
         scale = scale.view(1)  # a 0-d tensor would be multiplied in the gradient's dtype
@@ -97,27 +100,45 @@ class ChunkedCrossEntropy:
 class _Head:
     """The linear layer, and the sums of its gradients over the chunks so far."""
 
-    def __init__(self, kernels: ModuleType, call: LinearCrossEntropyCall, x: Tensor) -> None:
-        self.kernels, self.x, self.weight = kernels, x, call.weight.to(call.dtype)
+    def __init__(self, kernels: ModuleType, call: LinearCrossEntropyCall, wanted: list[bool]) -> None:
+        self.kernels, self.weight = kernels, call.weight.to(call.dtype)
+        self.x = call.x.reshape(-1, call.x.shape[-1])
         self.bias = None if call.bias is None else call.bias.to(call.dtype)
         self.options = call.ignore_index, call.label_smoothing
-        self.wanted = call.wanted
-        self.dx = torch.empty_like(x) if call.wanted[0] else None
+        self.wanted = wanted
+        self.dx = torch.empty_like(self.x) if wanted[0] else None
         self.dweight: Tensor | None = None
         self.dbias: Tensor | None = None
+
+    def all_losses(self, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The losses of all rows (M,), chunk by chunk; their gradients are summed, times `scale` (M, 1) if given."""
+        count = self.x.shape[0]
+        step = rows_at_once(self.weight.shape[0], self.weight.dtype, self.x.device)
+        buffer = self.logits_buffer(min(step, count))
+        chunks = [slice(start, start + step) for start in range(0, max(1, count), step)]
+        return torch.cat([self.losses(rows, targets, buffer, scale) for rows in chunks])
+
+    def gradients(self, call: LinearCrossEntropyCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dx, dweight and dbias, each in the shape and dtype of what it belongs to, None where not wanted."""
+        dx = None if self.dx is None else self.dx.view(call.x.shape)
+        dweight = None if self.dweight is None else self.dweight.to(call.weight.dtype)
+        dbias = None if self.dbias is None or call.bias is None else self.dbias.to(call.bias.dtype)
+        return dx, dweight, dbias
 
     def logits_buffer(self, rows: int) -> Tensor:
         """Uninitialised (rows, V), every row at a multiple of ROW_ALIGNMENT."""
         classes, step = self.weight.shape[0], ROW_ALIGNMENT // self.weight.dtype.itemsize
         return self.weight.new_empty((rows, -(-classes // step) * step))[:, :classes]
 
-    def losses(self, rows: slice, targets: Tensor, buffer: Tensor) -> Tensor:
-        """The losses of a chunk of rows (R,); its gradients are added to the sums."""
+    def losses(self, rows: slice, targets: Tensor, buffer: Tensor, scale: Tensor | None) -> Tensor:
+        """The losses of a chunk of rows (R,); its gradients, times `scale`, are added to the sums."""
         x, targets = self.x[rows].to(self.weight.dtype), targets[rows]  # (R, E), (R,)
         logits = self._logits(x, buffer[: x.shape[0]])
         if not any(self.wanted):
             return self.kernels.row_losses(logits, targets, *self.options)
         losses, dlogits = self.kernels.row_losses_and_gradient(logits, targets, *self.options)
+        if scale is not None:
+            dlogits.mul_(scale[rows])
         if self.dx is not None:
             _product(dlogits, self.weight, self.dx[rows])  # (R, V) (V, E) -> (R, E)
         if self.wanted[1]:

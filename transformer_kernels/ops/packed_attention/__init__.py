@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.ops.attention import AttentionCall, AttentionResult, last_axis_contiguous
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Window, last_axis_contiguous
 from transformer_kernels.ops.attention import prepare as prepare_attention
 
 OP = "packed_attention"
@@ -27,6 +27,7 @@ class PackedAttentionCall(NamedTuple):
     window: int | None
     dropout_p: float
     scale: float
+    right: int | None
 
 
 def packed_attention(
@@ -36,7 +37,7 @@ def packed_attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: int | None = None,
+    window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str | None = None,
@@ -80,7 +81,7 @@ def prepare(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: int | None = None,
+    window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> PackedAttentionCall:
@@ -99,7 +100,7 @@ def prepare(
         scale=scale,
     )
     masks = call.key_padding_mask, call.seed, call.cu_seqlens
-    return PackedAttentionCall._make((qkv, *masks, heads, *call[7:]))
+    return PackedAttentionCall._make((qkv, *masks, heads, *call[7:12]))
 
 
 def _checked(qkv: Tensor, heads: int) -> Tensor:
@@ -135,7 +136,7 @@ def _joined(out: Tensor) -> Tensor:
 
 def _on_views(call: PackedAttentionCall) -> AttentionCall:
     masks = call.key_padding_mask, None, call.seed, call.cu_seqlens
-    return AttentionCall._make((*_split(call.qkv, call.heads), *masks, *call[5:]))
+    return AttentionCall._make((*_split(call.qkv, call.heads), *masks, *call[5:], None, None))
 
 
 class _Packed:
