@@ -86,6 +86,54 @@ MUTANTS = [
         "tests/ops/test_attention.py -k 'all_masks and torch-float32'",
     ),
     Mutant(
+        f"{OPS}/_visible.py",
+        "(window - 1 if right is None else right)",
+        "(window - 1)",
+        "tests/ops/test_attention.py -k 'unequally and torch-float32'",
+    ),
+    Mutant(
+        f"{OPS}/attention/_common.py",
+        'if call.right is not None and "right" not in known:',
+        "if False:",
+        "tests/ops/test_attention.py -k lacks",
+    ),
+    Mutant(
+        f"{OPS}/attention/_torch.py",
+        "_forward(_within(span, keys, call), (span.start, keys.start))",
+        "_forward(_within(span, keys, call), (span.start, span.start))",
+        "tests/ops/test_attention.py -k otherwise",
+    ),
+    Mutant(
+        f"{OPS}/attention/_torch_chunks.py",
+        "dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide,",
+        "dbias = None if wanted is None else torch.zeros_like(wanted,",
+        "tests/ops/test_attention.py -k 'summed_over_chunks and torch'",
+    ),
+    Mutant(
+        f"{OPS}/linear_cross_entropy/_chunked.py",
+        "return (first @ second).to(_wide(first.dtype))",
+        "return first @ second",
+        "tests/ops/test_linear_cross_entropy.py -k 'summed_in_float32 and torch'",
+    ),
+    Mutant(
+        f"{OPS}/linear_cross_entropy/_chunked.py",
+        "dlogits.mul_(scale[rows])",
+        "dlogits.mul_(scale[: len(dlogits)])",
+        "tests/ops/test_linear_cross_entropy.py -k 'gradcheck and none'",
+    ),
+    Mutant(
+        f"{PACKAGE}/_dropout.py",
+        "return round(p * 2**16)",
+        "return round(p * 2**16) + 1",
+        "tests/ops/test_add_layer_norm.py -k 'reaches_the_threshold and triton'",
+    ),
+    Mutant(
+        f"{OPS}/cross_entropy/_torch.py",
+        "add_(lse, alpha=2.0 * call.z_loss)",
+        "add_(lse, alpha=call.z_loss)",
+        "tests/ops/test_cross_entropy.py -k options_match",
+    ),
+    Mutant(
         f"{OPS}/attention/_torch.py",
         "return lse.masked_fill(blind, -math.inf)",
         "return lse",
@@ -110,6 +158,24 @@ MUTANTS = [
         "tests/ops/test_embedding.py -k 'unknown_id and torch'",
     ),
     # Triton, interpreted
+    Mutant(
+        f"{OPS}/attention/_triton_tile.py",
+        "start = tl.maximum(0, first_key - shift - mask.right)",
+        "start = tl.maximum(0, first_key - shift - mask.window + 1)",
+        "tests/ops/test_attention_triton.py -k unequal_window",
+    ),
+    Mutant(
+        f"{OPS}/attention/_triton_tile.py",
+        "distance = first_row + rows + (mask.key_length - mask.query_length) - start - columns",
+        "distance = first_row + rows - start - columns",
+        "tests/ops/test_attention_triton.py -k unequal_window",
+    ),
+    Mutant(
+        f"{OPS}/attention/_triton_decode.py",
+        "row_sum = row_sum * correction + tl.sum(weights * part_sum, 0)",
+        "row_sum = row_sum + tl.sum(weights * part_sum, 0)",
+        "tests/ops/test_attention_triton.py -k decode_of_batches",
+    ),
     Mutant(
         f"{OPS}/gelu/_triton.py",
         "inside = lanes < count - start",

@@ -373,7 +373,7 @@ def test_cross_entropy(shape, options):
     logits = torch.randn(shape)
     targets = torch.randint(0, 5, shape[:0] if len(shape) == 1 else (shape[0], *shape[2:]))
     targets.view(-1)[1:2] = 9
-    ours, theirs = nn.CrossEntropyLoss(9, **options), torch.nn.CrossEntropyLoss(ignore_index=9, **options)
+    ours, theirs = nn.CrossEntropyLoss(ignore_index=9, **options), torch.nn.CrossEntropyLoss(ignore_index=9, **options)
     torch.testing.assert_close(ours(logits, targets), theirs(logits, targets), rtol=1e-5, atol=1e-6)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import transformer_kernels as tk
 from tests.support.arguments import normal
-from tests.support.parity import check_parity
+from tests.support.parity import check_parity, dropout_boundary
 
 OP = "add_layer_norm"
 
@@ -34,6 +34,11 @@ def test_matches_reference_over_widths(
 @pytest.mark.parametrize("width", [16384, 65536, 70001])
 def test_matches_reference_over_wide_rows(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
     check_parity(OP, backend, make(dtype, device, 3, width), {"dropout_p": 0.1})
+
+
+def test_dropout_keeps_what_reaches_the_threshold(backend: str, device: torch.device) -> None:
+    for dropout_p in dropout_boundary(7, device):
+        check_parity(OP, backend, make(torch.float32, device, 1, 8), {"dropout_p": dropout_p}, seed=7)
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import transformer_kernels as tk
 from tests.support.arguments import normal
-from tests.support.parity import check_parity, require
+from tests.support.parity import check_parity, dropout_boundary, require
 from transformer_kernels import UnsupportedByBackend, _dispatch
+from transformer_kernels.ops.attention import _torch_chunks
 
 OP = "attention"
 
@@ -180,6 +181,24 @@ def test_an_option_that_a_backend_lacks_is_refused(option: str, monkeypatch: pyt
         if option in LACKED[backend]:
             with pytest.raises(UnsupportedByBackend, match=f"^attention: backend '{backend}' does not support"):
                 tk.attention(**tensors, **options, backend=backend)
+
+
+def test_dropout_keeps_what_reaches_the_threshold(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, (1, 8), batch=1, heads=(1, 1), width=16)
+    for dropout_p in dropout_boundary(7, device):
+        check_parity("attention", backend, tensors, {"dropout_p": dropout_p}, seed=7)
+
+
+def test_bias_gradients_are_summed_over_chunks_in_float32(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 batches add one half each: beyond 128 bfloat16 would no longer grow by that."""
+    if backend != "torch":
+        pytest.skip("chunks are the torch backend's")
+    monkeypatch.setattr(_torch_chunks, "SCORES_AT_ONCE", 1)
+    q, k = torch.zeros(600, 1, 1, 1, dtype=torch.bfloat16), torch.zeros(600, 1, 2, 1, dtype=torch.bfloat16)
+    v = torch.tensor([1.0, -1.0], dtype=torch.bfloat16).view(1, 1, 2, 1).expand(600, 1, 2, 1)
+    bias = torch.zeros(1, 1, 1, 2, dtype=torch.bfloat16, requires_grad=True)
+    tk.attention(q, k, v, attn_bias=bias, backend="torch").sum().backward()
+    assert bias.grad.flatten().tolist() == [300.0, -300.0]
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])

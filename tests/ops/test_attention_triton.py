@@ -123,6 +123,14 @@ def test_splits_fill_the_device(triton_attention: Any) -> None:
     assert triton_attention._splits(8, 64, 132) == 15  # 120 of 132 multiprocessors, in one wave
 
 
+@pytest.mark.usefixtures("long_path")
+def test_long_path_with_an_unequal_window_and_alibi(backend: str, device: torch.device) -> None:
+    """Blocks of 32: the window's ends fall into other blocks on either side, for queries as for keys."""
+    tensors = make(torch.float32, device, (70, 100), batch=1, heads=(2, 1), width=16)
+    options = {"window": (9, 40), "alibi_slopes": torch.tensor([0.5, 0.02], device=device), "return_lse": True}
+    check_parity(OP, backend, tensors, options)
+
+
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 @pytest.mark.parametrize("lengths", [(20, 30), (80, 300), (2, 600)], ids=["short", "long", "decode"])
 def test_any_sign_of_scale(backend: str, device: torch.device, lengths: tuple[int, int], scale: float) -> None:

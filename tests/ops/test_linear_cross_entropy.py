@@ -138,14 +138,15 @@ def test_no_rows(backend: str, dtype: torch.dtype, device: torch.device, reducti
 
 @pytest.mark.usefixtures("in_chunks")
 def test_chunks_are_summed_in_float32(backend: str, device: torch.device) -> None:
-    """512 chunks add one sixteenth each to dbias: 256 in bfloat16 would no longer grow by that."""
+    """512 chunks add seven each to dbias and dweight: 2048 in bfloat16 would no longer grow by that."""
     rows, dtype = 16 * 512, torch.bfloat16
-    x, weight = torch.zeros(rows, 8, dtype=dtype, device=device), torch.zeros(2, 8, dtype=dtype, device=device)
-    bias = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
+    x = torch.ones(rows, 8, dtype=dtype, device=device)
+    weight, bias = (torch.zeros(*shape, dtype=dtype, device=device, requires_grad=True) for shape in ((2, 8), (2,)))
     targets = torch.zeros(rows, dtype=torch.int64, device=device)
     targets[::16] = 1
     tk.linear_cross_entropy(x, weight, targets, bias, reduction="sum", backend=backend).backward()
     assert bias.grad.tolist() == [-rows / 2 + 512, rows / 2 - 512]
+    assert torch.equal(weight.grad, bias.grad[:, None].expand(2, 8))
 
 
 @pytest.mark.usefixtures("rows_at_once")

@@ -128,6 +128,14 @@ def assert_within_budget(
     assert rms <= limit, f"{name}: RMS error {rms:.3e} exceeds {limit:.3e}"
 
 
+def dropout_boundary(seed: int, device: torch.device) -> tuple[float, float]:
+    """The largest p whose dropout keeps the first element, and the smallest that drops it: neighbouring thresholds."""
+    torch.manual_seed(seed)
+    zeros = (torch.zeros(1, dtype=torch.int64, device=device),) * 4
+    bits = int(reference.philox4x32(reference.draw_seed(device), zeros)[0]) & 0xFFFF
+    return bits / 2**16, (bits + 1) / 2**16
+
+
 def _rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 

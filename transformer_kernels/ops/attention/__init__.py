@@ -253,9 +253,9 @@ def _checked_packing(
         )
     cu_seqlens = _checked_sequences("cu_seqlens", cu_seqlens, q.shape[2])
     if q.shape[0] != 1 or (cu_seqlens_k is None and q.shape[2] != k.shape[2]):
+        wanted = "1 and q as long as k" if cu_seqlens_k is None else "1"
         raise ValueError(
-            f"{OP}: with cu_seqlens the batch must be 1 and q as long as k, unless cu_seqlens_k is given; "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}"
+            f"{OP}: with cu_seqlens the batch must be {wanted}; got q {tuple(q.shape)}, k {tuple(k.shape)}"
         )
     if cu_seqlens_k is None:
         return cu_seqlens, None

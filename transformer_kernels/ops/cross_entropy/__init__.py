@@ -123,6 +123,7 @@ def prepare(
         raise ValueError(f"{OP}: z_loss must not be negative; got {z_loss}")
     if softcap is not None:
         _checks.positive(OP, "softcap", softcap)
+        _checks.finite(OP, "softcap", softcap)
     _checks.choice(OP, "reduction", reduction, REDUCTIONS)
     _autograd.refuse_transforms(OP, logits, targets)
     if not _autograd.is_traced(logits) and not probabilities:
