@@ -6,7 +6,6 @@ rounding of one element, and its relative RMS error is below the limit of its dt
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ def require(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
     """Skip, with the reason, a backend that cannot run this operation here."""
     if (reason := _dispatch.unavailable(backend, device)) is not None:
         pytest.skip(f"{backend}: {reason}")
-    if importlib.util.find_spec(f"transformer_kernels.ops.{op}._{backend}") is None:
+    if _dispatch._module(_dispatch.OPERATIONS[op], backend) is None:
         pytest.skip(f"{backend} has no {op} kernel")
     if backend == "triton" and op == "attention" and device.type == "cpu" and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter computes bfloat16 products wrongly; they are tested on a GPU")
