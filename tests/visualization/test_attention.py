@@ -48,6 +48,8 @@ def test_a_classifier_reads_special_tokens_too(bert):
     assert names == ["[CLS]", "f", "o", "x", "[SEP]"]
     tokens = torch.tensor([[257, *b"fox", 258]])
     assert torch.equal(maps, torch.cat(bert.model(tokens, return_attention=True)[1]))
+    gpt = loaded(GPT(GPTConfig(vocab_size=256, **SIZES)), bert.tokenizer)
+    assert attention_maps(gpt, "fox")[1] == ["f", "o", "x"]
 
 
 @pytest.mark.parametrize("kind", ["word pieces", "byte pairs"])

@@ -38,10 +38,8 @@ def read(loaded: Any, text: str) -> Reading:
     """
     if not isinstance(loaded.model, GPT | BERTClassifier | Encoder):
         raise ValueError(f"a {type(loaded.model).__name__} does not read one text, so there is nothing to look at")
-    if hasattr(loaded.tokenizer, "encode_batch"):
-        ids, names, spans = _by_offsets(loaded.tokenizer, text, isinstance(loaded.model, Encoder))
-    else:
-        ids, names, spans = _one_by_one(loaded.tokenizer, text)
+    named = _by_offsets if hasattr(loaded.tokenizer, "encode_batch") else _one_by_one
+    ids, names, spans = named(loaded.tokenizer, text, special=not isinstance(loaded.model, GPT))
     if not any(end > start for start, end in spans):
         raise ValueError(f"the text must have at least one token; got {text!r}")
     return Reading(torch.tensor([ids], device=loaded.device), names, spans)
@@ -60,13 +58,13 @@ def _by_offsets(tokenizer: Any, text: str, special: bool) -> tuple[list[int], li
     return encoding.ids, names, encoding.offsets
 
 
-def _one_by_one(tokenizer: Any, text: str) -> tuple[list[int], list[str], list[tuple[int, int]]]:
+def _one_by_one(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[str], list[tuple[int, int]]]:
     """By a tokenizer of our own: what each token alone decodes to."""
     ids = tokenizer.encode(text)
     pieces = [tokenizer.decode([index]) for index in ids]
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
     names, spans = [readable(piece) for piece in pieces], list(zip([0, *ends], ends, strict=False))
-    if hasattr(tokenizer, "cls"):
+    if special:
         ids, names = [tokenizer.cls, *ids, tokenizer.sep], ["[CLS]", *names, "[SEP]"]
         spans = [(0, 0), *spans, (0, 0)]
     return ids, names, spans
