@@ -1,13 +1,18 @@
-"""The examples, and the README's Python, run as they stand."""
+"""The examples, and what README and docs show, run as they stand; commands at small sizes on small data."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from transformer_kernels import cli
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -17,6 +22,8 @@ SAYS = {
     "reverse_strings": "of 200 new words are written backwards",
     "your_own_model": "kernels: loss",
 }
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+COMMAND = "transformer-kernels "
 
 
 def run(*arguments: str) -> str:
@@ -36,18 +43,111 @@ def test_the_readme_names_each_example() -> None:
     assert EXAMPLES and all(f"examples/{path.name}" in readme for path in EXAMPLES)
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def blocks(path: Path, language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return [content for kind, content in found if kind == language]
 
 
 def test_the_readme_has_python() -> None:
-    assert python_blocks()
+    assert blocks(ROOT / "README.md", "python")
 
 
-@pytest.mark.parametrize("index", range(len(python_blocks())))
+@pytest.mark.parametrize("index", range(len(blocks(ROOT / "README.md", "python"))))
 def test_python_of_the_readme(index: int) -> None:
     """Each block stands for itself, and prints something."""
-    code = python_blocks()[index]
+    code = blocks(ROOT / "README.md", "python")[index]
     if "transformers" in code.replace("transformer_kernels", ""):
         pytest.importorskip("transformers", reason="transformers is not installed")
     assert run("-c", code).strip()
+
+
+# docs/
+
+
+def test_the_pages_of_docs_are_in_their_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert len(PAGES) == 6 and all(f"]({page.name})" in index for page in PAGES if page.stem != "README")
+    assert "docs/README.md" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_links_of_docs(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", page.read_text("utf-8"))
+    assert all((page.parent / link).exists() for link in links), links
+
+
+@pytest.mark.parametrize("page", PAGES[:-1], ids=lambda path: path.stem)
+def test_python_of_docs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block stands for itself, and prints what is written behind each print."""
+    assert blocks(page, "python")
+    for code in blocks(page, "python"):
+        if "from transformers" in code:
+            pytest.importorskip("transformers", reason="transformers is not installed")
+        exec(compile(code, page.name, "exec"), {})
+        assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", code)
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = [line for block in blocks(page, "") for line in block.splitlines()]
+    assert all(line.startswith(COMMAND) for line in lines)
+    return [shlex.split(line.removeprefix(COMMAND)) for line in lines]
+
+
+@pytest.mark.parametrize("page", PAGES[:-1], ids=lambda path: path.stem)
+def test_commands_of_docs_are_understood(page: Path) -> None:
+    assert commands(page)
+    for arguments in commands(page):
+        cli._parser().parse_args(arguments)
+
+
+FEW, SIZES = "--no-progress --batch-size 4", "--model layers=1 --model width=16 --model heads=2"
+REVIEWED = f"--data reviews --epochs 1 --max-length 32 --validation 0.2 {FEW}"
+ADDED = {  # to a command of docs/, so that it takes a moment; the first that its beginning matches
+    "train char-gpt": f"--corpus text.txt --context 32 --steps 2 --no-sample {FEW} {SIZES}",
+    "train imdb --init": REVIEWED,
+    "train imdb --config imdb_small --init": f"{REVIEWED} {SIZES}",
+    "train imdb": f"{REVIEWED} --tokenizer bytes {SIZES}",
+    "train mlm": f"{REVIEWED} --tokenizer bytes {SIZES}",
+    "train vit": f"--epochs 1 --held-out 1600 {FEW} {SIZES}",
+    "evaluate --checkpoint runs/imdb": "--data reviews",
+    "sweep": "--corpus text.txt --context 8 --batch-size 4 --sizes 16x1 32x1 32x2 --tokens 64",
+}
+TEXT = "ROMEO: what light through yonder window breaks? def bank\n"
+REVIEWS = 'review,sentiment\n"a great film",positive\n"a dull film",negative\n'
+
+
+@pytest.fixture
+def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the commands name: a corpus, reviews, and random models of transformers with tokenizers."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "reviews").mkdir()
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    (tmp_path / "reviews" / "train.csv").write_text(REVIEWS + REVIEWS.partition("\n")[2] * 19)
+    (tmp_path / "reviews" / "test.csv").write_text(REVIEWS)
+    bytes_ = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    gpt2 = transformers.GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained("distilgpt2")
+    (tmp_path / "distilgpt2" / "vocab.json").write_text(
+        json.dumps({token: i for i, token in enumerate(sorted(bytes_))})
+    )
+    (tmp_path / "distilgpt2" / "merges.txt").write_text("#version: 0.2\n")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "bank", "the", "a", "film"]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    bert = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=64, **sizes)
+    for folder in ("all-MiniLM-L6-v2", "bert-base-uncased"):
+        transformers.BertForMaskedLM(bert).save_pretrained(folder)
+        (tmp_path / folder / "vocab.txt").write_text("\n".join(words))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES[:-1], ids=lambda path: path.stem)
+def test_commands_of_docs_run(page: Path, small_world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    for arguments in commands(page):
+        line = " ".join(arguments)
+        added = next((added for beginning, added in ADDED.items() if line.startswith(beginning)), "")
+        assert cli.main([*arguments, *shlex.split(added)]) == 0, (arguments, capsys.readouterr().err)

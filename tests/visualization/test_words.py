@@ -20,7 +20,7 @@ SENTENCES = ("The studious student graduated with honors.", "He sat on the bank 
 @pytest.fixture(scope="module")
 def loaded():
     torch.manual_seed(0)
-    tokenizer = CharacterTokenizer("an ox, foxes; Fox")
+    tokenizer = CharacterTokenizer("an ox, foxes; $Fox$")
     config = GPTConfig(vocab_size=tokenizer.vocabulary_size, context=32, width=16, layers=1, heads=2)
     return SimpleNamespace(model=GPT(config).eval(), tokenizer=tokenizer, device=torch.device("cpu"))
 
@@ -51,10 +51,11 @@ def test_components_keep_the_two_directions_of_most_variance():
 def test_the_picture_names_each_token(loaded, tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(words, "write_figure", lambda figure, path: kept.append(figure))
-    found = [word_in_context(loaded, "ox", sentence) for sentence in ("an ox", "ox, fox")]
+    found = [word_in_context(loaded, "ox", sentence) for sentence in ("an ox", "ox, $fox$")]
     draw_words(found, tmp_path / "words.png")
     texts = kept[0].axes[0].texts
-    assert [text.get_text() for text in texts] == [*"an␣ox", *"ox,␣fox"]
+    assert [text.get_text() for text in texts] == [*"an␣ox", *"ox,␣", r"\$", *"fox", r"\$"]
+    assert [text.get_text() for text in kept[0].legends[0].get_texts()] == ["an ox", r"ox, \$fox\$"]
     bold = [index for index, text in enumerate(texts) if text.get_fontweight() == "bold"]
     assert bold == [3, 4, 5, 6]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.visualization.figures import new_figure, write_figure
+from transformer_kernels.visualization.figures import literal, new_figure, write_figure
 from transformer_kernels.visualization.tokens import read
 
 LONGEST = 128  # tokens of a text: more cannot be told apart
@@ -53,11 +53,13 @@ def draw_maps(maps: Tensor, queries: list[str], keys: list[str], path: str | Pat
     figure, (axes,) = new_figure(cell * mosaic.shape[1] + 1.5, cell * mosaic.shape[0] + 1.5)
     image = axes.imshow(mosaic.numpy(), cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest")
     size = min(6.0, 72 * cell * 0.9)
-    named = size >= LEGIBLE_POINTS
     x = [head * (columns + 1) + key for head in range(heads) for key in range(columns)]
     y = [layer * (rows + 1) + query for layer in range(layers) for query in range(rows)]
-    axes.set_xticks(x if named else [], keys * heads if named else [], rotation=90, fontsize=size)
-    axes.set_yticks(y if named else [], queries * layers if named else [], fontsize=size)
+    if size >= LEGIBLE_POINTS:
+        axes.set_xticks(x, [literal(name) for name in keys * heads], rotation=90, fontsize=size)
+        axes.set_yticks(y, [literal(name) for name in queries * layers], fontsize=size)
+    else:
+        axes.set(xticks=[], yticks=[])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     for head in range(heads):

@@ -19,3 +19,8 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, list
 def write_figure(figure: Any, path: str | Path) -> None:
     """Write it as its name's ending says, .png or what else matplotlib knows; ValueError where that is unknown."""
     figure.savefig(path, dpi=DOTS_PER_INCH, bbox_inches="tight")
+
+
+def literal(text: str) -> str:
+    """The text as it is, where matplotlib would take what stands between two dollars for a formula."""
+    return text.replace("$", r"\$")

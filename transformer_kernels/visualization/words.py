@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels.visualization.figures import new_figure, write_figure
+from transformer_kernels.visualization.figures import literal, new_figure, write_figure
 from transformer_kernels.visualization.tokens import read
 
 
@@ -66,12 +66,12 @@ def draw_words(found: list[WordInContext], path: str | Path) -> None:
     parts = points.split([len(each.names) for each in found])
     for number, (each, part) in enumerate(zip(found, parts, strict=True)):
         colour = f"C{number}"
-        axes.scatter(*part.T.tolist(), s=14, color=colour, label=each.sentence)
+        axes.scatter(*part.T.tolist(), s=14, color=colour, label=literal(each.sentence))
         axes.scatter(*part[each.places].T.tolist(), s=90, facecolors="none", edgecolors=colour, linewidths=2)
         for index, (name, point) in enumerate(zip(each.names, part.tolist(), strict=True)):
             weight = "bold" if index in each.places else "normal"
             shift = {"xytext": (4, 4), "textcoords": "offset points"}
-            axes.annotate(name, point, color=colour, fontsize=9, fontweight=weight, **shift)
+            axes.annotate(literal(name), point, color=colour, fontsize=9, fontweight=weight, **shift)
     axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
     axes.set_ylabel(f"second component ({shares[1]:.0%})")
     figure.legend(loc="outside lower center")
