@@ -101,13 +101,14 @@ def test_commands_of_docs_are_understood(page: Path) -> None:
 
 
 FEW, SIZES = "--no-progress --batch-size 4", "--model layers=1 --model width=16 --model heads=2"
-REVIEWED = f"--data reviews --epochs 1 --max-length 32 --validation 0.2 {FEW}"
+REVIEWED = f"--data reviews --max-length 32 --validation 0.2 {FEW}"
 ADDED = {  # to a command of docs/, so that it takes a moment; the first that its beginning matches
     "train char-gpt": f"--corpus text.txt --context 32 --steps 2 --no-sample {FEW} {SIZES}",
-    "train imdb --init": REVIEWED,
-    "train imdb --config imdb_small --init": f"{REVIEWED} {SIZES}",
-    "train imdb": f"{REVIEWED} --tokenizer bytes {SIZES}",
-    "train mlm": f"{REVIEWED} --tokenizer bytes {SIZES}",
+    "train imdb --init": f"{REVIEWED} --epochs 1",
+    "train imdb --config imdb_small --init": f"{REVIEWED} {SIZES} --epochs 1",
+    "train imdb": f"{REVIEWED} {SIZES} --epochs 1 --tokenizer bytes",
+    "train mlm": f"{REVIEWED} {SIZES} --steps 2 --tokenizer bytes",
+    "train translate": f"--steps 2 --max-length 16 {FEW} {SIZES}",
     "train vit": f"--epochs 1 --held-out 1600 {FEW} {SIZES}",
     "evaluate --checkpoint runs/imdb": "--data reviews",
     "sweep": "--corpus text.txt --context 8 --batch-size 4 --sizes 16x1 32x1 32x2 --tokens 64",
@@ -125,6 +126,7 @@ def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "reviews").mkdir()
     (tmp_path / "text.txt").write_text(TEXT * 40)
+    (tmp_path / "hin.txt").write_text("".join(f"How are you {n}?\tआप {n} कैसे हैं\n" for n in range(40)), "utf-8")
     (tmp_path / "reviews" / "train.csv").write_text(REVIEWS + REVIEWS.partition("\n")[2] * 19)
     (tmp_path / "reviews" / "test.csv").write_text(REVIEWS)
     bytes_ = tokenizers.pre_tokenizers.ByteLevel.alphabet()
