@@ -108,7 +108,7 @@ ADDED = {  # to a command of docs/, so that it takes a moment; the first that it
     "train imdb --config imdb_small --init": f"{REVIEWED} {SIZES} --epochs 1",
     "train imdb": f"{REVIEWED} {SIZES} --epochs 1 --tokenizer bytes",
     "train mlm": f"{REVIEWED} {SIZES} --steps 2 --tokenizer bytes",
-    "train translate": f"--steps 2 --max-length 16 {FEW} {SIZES}",
+    "train translate": f"--steps 2 --max-length 64 {FEW} {SIZES}",
     "train vit": f"--epochs 1 --held-out 1600 {FEW} {SIZES}",
     "evaluate --checkpoint runs/imdb": "--data reviews",
     "sweep": "--corpus text.txt --context 8 --batch-size 4 --sizes 16x1 32x1 32x2 --tokens 64",
