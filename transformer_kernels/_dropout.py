@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from transformer_kernels._errors import BackendUnavailable
-from transformer_kernels.backends import cpu
+from transformer_kernels.backends import address, cpu
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -93,7 +93,7 @@ def _drop_compiled(
     kernels.dropout(
         cpu.DTYPE_CODES[x.dtype],
         x.data_ptr(),
-        cpu.address(residual),
+        address(residual),
         out.data_ptr(),
         seed.data_ptr(),
         p,

@@ -28,6 +28,10 @@ template <class T> struct Type {
   using type = T;
 };
 
+template <bool V> struct Flag {
+  static constexpr bool value = V;
+};
+
 // Calls f(Type<T>{}) with the element type of a code of transformer_kernels/backends/cuda.py: f32, f16, bf16.
 template <class F> TK_INLINE void by_dtype(int64_t code, const F& f) {
   if (code == 0) return f(Type<float>{});

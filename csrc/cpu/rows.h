@@ -1,4 +1,5 @@
-// What row kernels share: sums over rows, the moments of a row, and LayerNorm of one row forward and backward.
+// What row kernels share: sums over rows, the moments of a row, and LayerNorm of one row forward and backward, or RMSNorm
+// where CENTRED is false: its mean counts as 0, and there is no bias.
 #pragma once
 #include "philox.h"
 
@@ -62,9 +63,12 @@ template <class T> TK_INLINE Floats as_stored(Floats x) {
   else return widened(rounded(x, T{}), T{});
 }
 
-template <class T> TK_INLINE float row_sum(const T* x, int64_t columns) {
+// The sum so far with one more vector, or of the squares, which is all that moments without centring need.
+template <bool CENTRED> TK_INLINE Floats with_term(Floats total, Floats x) { return CENTRED ? total + x : fma(x, x, total); }
+
+template <bool CENTRED, class T> TK_INLINE float row_sum(const T* x, int64_t columns) {
   Floats total[4] = {};
-  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { total[u] += load(x + j, lanes); });
+  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { total[u] = with_term<CENTRED>(total[u], load(x + j, lanes)); });
   return sum(total);
 }
 
@@ -73,8 +77,9 @@ struct Moments {
 };
 
 // From the row's sum and, in a second pass, its squares around that mean and what the mean still lacks.
-template <class T> TK_INLINE Moments moments(const T* x, float total, int64_t columns, float eps) {
+template <bool CENTRED, class T> TK_INLINE Moments moments(const T* x, float total, int64_t columns, float eps) {
   const float count = static_cast<float>(columns), mean = total / count;
+  if constexpr (!CENTRED) return {0.f, 1.f / __builtin_sqrtf(mean + eps)};
   Floats squares[4] = {}, rests[4] = {};
   over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     const Floats centred = load(x + j, lanes, mean) - mean;
@@ -97,18 +102,29 @@ struct Projections {
   float gradient, along;
 };
 
-// `dy(j, lanes)` is the gradient that came in. Adds the row to dweight and dbias, which are sums of floats.
-template <class X, class F>
-TK_INLINE Projections projections(const X* x, const Moments& m, const float* weight, int64_t columns, float* dweight, float* dbias, const F& dy) {
-  Floats a[4] = {}, b[4] = {};
-  dy([&](int64_t j, auto lanes, int u, Floats came) TK_LAMBDA {
-    const Floats normal = (load(x + j, lanes, m.mean) - m.mean) * m.rstd, along = came * normal, w = load(weight + j, lanes);
-    a[u] = fma(came, w, a[u]);
-    b[u] = fma(along, w, b[u]);
-    store(dweight + j, load(dweight + j, lanes) + along, lanes);
-    store(dbias + j, load(dbias + j, lanes) + came, lanes);
+// Of R rows that follow each other. Adds them to dweight and, CENTRED, dbias, which are sums of floats: each is read and
+// written once for all R.
+template <bool CENTRED, int R, class X, class G>
+TK_INLINE void project(const X* x, const G* dy, const Moments* m, const float* weight, int64_t columns, float* dweight,
+                       float* dbias, Projections* projections) {
+  constexpr int SUMS = R == 1 ? 4 : 1;  // independent ones of a row
+  Floats a[R][4] = {}, b[R][4] = {};
+  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    const Floats w = load(weight + j, lanes);
+    Floats along_all = load(dweight + j, lanes), all = {};
+    if constexpr (CENTRED) all = load(dbias + j, lanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Floats came = load(dy + r * columns + j, lanes);
+      const Floats along = came * ((load(x + r * columns + j, lanes, m[r].mean) - m[r].mean) * m[r].rstd);
+      b[r][u % SUMS] = fma(along, w, b[r][u % SUMS]);
+      along_all += along;
+      if constexpr (CENTRED) a[r][u % SUMS] = fma(came, w, a[r][u % SUMS]), all += came;
+    }
+    store(dweight + j, along_all, lanes);
+    if constexpr (CENTRED) store(dbias + j, all, lanes);
   });
-  return {sum(a) / static_cast<float>(columns), sum(b) / static_cast<float>(columns)};
+  for (int r = 0; r < R; ++r) projections[r] = {sum(a[r]) / static_cast<float>(columns), sum(b[r]) / static_cast<float>(columns)};
 }
 
 template <class X, class L>

@@ -74,9 +74,22 @@ TK_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The second where the first is NaN.
-TK_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
-TK_INLINE Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+// The second where one is NaN.
+TK_INLINE Floats maximum(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+TK_INLINE Floats minimum(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+TK_INLINE Floats magnitude(Floats x) { return (Floats)((Words)x & 0x7FFFFFFFu); }
 
 // 1 / x to about 1 ulp, for normal x whose reciprocal is normal.
 TK_INLINE Floats reciprocal(Floats x) {
@@ -205,6 +218,12 @@ template <class T> TK_INLINE void store(T* to, Floats x, Part part) {
   store(edge, x);
   for (int i = 0; i < part.count; ++i) to[i] = edge[i];
 #endif
+}
+
+// Each pair of lanes the other way round: 1 0 3 2 ...
+TK_INLINE Floats swapped_pairs(Floats x) {
+  const Lanes pairs = (Lanes)x;
+  return (Floats)(pairs >> 32 | pairs << 32);
 }
 
 // One element as a float.

@@ -16,12 +16,10 @@ TK_INLINE Floats scaled_by_power(Floats x, Floats n, Ints whole) {
 #endif
 }
 
-// e^x: 0 below -104, inf above 88.8, NaN of NaN.
-TK_INLINE Floats exponential(Floats x) {
+// e^x for x in [-104.5, 89], or NaN.
+TK_INLINE Floats exponential_within(Floats x) {
   constexpr float LOG2_E = 1.44269504f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
   constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: the sum's last bit is 1
-  x = x > 89.f ? splat(89.f) : x;
-  x = x < -104.5f ? splat(-104.5f) : x;
   const Floats shifted = fma(x, splat(LOG2_E), splat(ROUND)), n = shifted - ROUND;
   const Floats r = fma(n, splat(-LN2_LOW), fma(n, splat(-LN2_HIGH), x));
   Floats p = splat(0x1.6a1a6ep-10f);  // minimax for |r| <= ln(2) / 2: 3.3e-9 of e^r
@@ -33,13 +31,16 @@ TK_INLINE Floats exponential(Floats x) {
   return scaled_by_power(p, n, (Ints)shifted - 0x4B400000);
 }
 
+// e^x: 0 below -104, inf above 88.8, NaN of NaN.
+TK_INLINE Floats exponential(Floats x) { return exponential_within(maximum(splat(-104.5f), minimum(splat(89.f), x))); }
+
 // The standard normal distribution at x: its cumulative function, to a relative error in both tails, and its density.
 struct Normal {
   Floats cumulative, density;
 };
 
 TK_INLINE Normal normal(Floats x) {
-  const Floats size = x < 0.f ? -x : x, z = size > 20.f ? splat(20.f) : size, e = exponential(x * x * -0.5f);
+  const Floats z = minimum(splat(14.45f), magnitude(x)), e = exponential_within(z * z * -0.5f);  // 0 from there on
   const Floats t = reciprocal(fma(z, splat(0.3f), splat(1.f)));
   Floats p = splat(0.03840757f);  // minimax of (1 - Phi(z)) / e over 0 <= z <= 14.5: 5.8e-8 of it
   p = fma(p, t, splat(-0.1693083f));

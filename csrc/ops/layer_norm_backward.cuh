@@ -1,5 +1,5 @@
 // With x^ = (x - mean) rstd and g = dy weight: dx = rstd (g - mean(g) - x^ mean(g x^)), dweight = sum over rows of
-// dy x^, dbias = sum over rows of dy.
+// dy x^, dbias = sum over rows of dy. Not CENTRED, it is RMSNorm's: mean and mean(g) count as 0, and there is no dbias.
 #pragma once
 #include "column_sums.cuh"
 #include "row.cuh"
@@ -8,12 +8,12 @@ namespace transformer_kernels {
 
 // The block's row reductions and its column sums never hold shared memory at the same time as anything else.
 template <class Layout> inline constexpr int LAYER_NORM_BACKWARD_SHARED_BYTES =
-    Layout::ROWS_PER_BLOCK > 1 ? ColumnSums<Layout, 2>::SHARED_BYTES : Layout::SHARED_BYTES;
+    Layout::ROWS_PER_BLOCK > 1 ? ColumnSums<Layout, 1>::SHARED_BYTES : Layout::SHARED_BYTES;
 
 // `dy` and `x` are read by rows, as from PlainRows; the gradient of x goes to `output`.
 // One group of Layout::THREADS threads owns every (gridDim.x * ROWS_PER_BLOCK)-th row; one block owns one partial row of
-// dweight and one of dbias. partials: (2, gridDim.x, columns).
-template <class Layout, class Gradients, class Rows, class Output>
+// dweight and one of dbias. partials: (CENTRED ? 2 : 1, gridDim.x, columns).
+template <class Layout, class Gradients, class Rows, class Output, bool CENTRED = true>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     layer_norm_backward_kernel(Gradients dy, Rows x, RowParameter weight, const float* __restrict__ mean_in,
                                const float* __restrict__ rstd_in, Output output, float* __restrict__ partials,
@@ -23,11 +23,11 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   SharedMemory memory;
   float* shared = memory.take<float>(LAYER_NORM_BACKWARD_SHARED_BYTES<Layout> / static_cast<int>(sizeof(float)));
   const float inverse_columns = 1.0f / static_cast<float>(columns);
-  ColumnSums<Layout, 2> sums(partials, columns);
+  ColumnSums<Layout, CENTRED ? 2 : 1> sums(partials, columns);
 
   const int64_t step = static_cast<int64_t>(gridDim.x) * Layout::ROWS_PER_BLOCK;
   for (int64_t row = Layout::first_row(); row < rows; row += step) {
-    const float mean = load(mean_in + row), rstd = load(rstd_in + row);
+    const float mean = CENTRED ? load(mean_in + row) : 0.0f, rstd = load(rstd_in + row);
     Vector<typename Gradients::Value, V> dy_held[Layout::VECTORS];
     Vector<typename Rows::Value, V> x_held[Layout::VECTORS];
     const auto read = [&](int v, int column) {
@@ -49,10 +49,10 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
         dbias_terms[i] = gradient;
       }
       sums.add(0, v, column, dweight_terms);
-      sums.add(1, v, column, dbias_terms);
+      if constexpr (CENTRED) sums.add(1, v, column, dbias_terms);
     });
     const float2 row_sums = Layout::sum_pair(sum_g, sum_gx, shared);
-    const float mean_g = row_sums.x * inverse_columns, mean_gx = row_sums.y * inverse_columns;
+    const float mean_g = CENTRED ? row_sums.x * inverse_columns : 0.0f, mean_gx = row_sums.y * inverse_columns;
 
     Layout::for_each_vector(columns, [&](int v, int column) {
       if (!Layout::HELD) read(v, column);

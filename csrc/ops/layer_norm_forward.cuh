@@ -1,11 +1,12 @@
-// y = (x - mean) rstd weight + bias over the last axis, with a centred variance in fp32.
+// y = (x - mean) rstd weight + bias over the last axis, with a centred variance in fp32; or, not CENTRED, RMSNorm: the mean
+// counts as 0 and is not stored.
 #pragma once
 #include "row.cuh"
 
 namespace transformer_kernels {
 
 // One group of Layout::THREADS threads owns one row of `input`, such as PlainRows, and writes it to `output`.
-template <class Layout, class Rows, class Output>
+template <class Layout, class Rows, class Output, bool CENTRED = true>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     layer_norm_forward_kernel(Rows input, RowParameter weight, RowParameter bias, Output output,
                               float* __restrict__ mean_out, float* __restrict__ rstd_out, int64_t rows, int columns,
@@ -23,26 +24,29 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const auto read = [&](int v, int column) { held[v] = input.template load_first<V>(row, column); };
   Layout::load_and_use(columns, read, [&](int v, int) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) sum += to_float(held[v][i]);
+    for (int i = 0; i < V; ++i) sum += CENTRED ? to_float(held[v][i]) : to_float(held[v][i]) * to_float(held[v][i]);
   });
-  const float rough_mean = Layout::template reduce<Sum>(sum, scratch) * inverse_columns;
+  const float rough_mean = Layout::template reduce<Sum>(sum, scratch) * inverse_columns;  // of squares, if not CENTRED
+  float mean = 0.0f, variance = rough_mean;
 
-  // Centred: with a mean of 1e6 the squares of x itself would leave no digits for the variance. The sum of what is left
-  // after centring is the rounding error of the mean, times N; it corrects both.
-  float squares = 0.0f, rest = 0.0f;
-  Layout::for_each_vector(columns, [&](int v, int column) {
-    if (!Layout::HELD) held[v] = input.template load_again<V>(row, column);
+  if constexpr (CENTRED) {
+    // Centred: with a mean of 1e6 the squares of x itself would leave no digits for the variance. The sum of what is left
+    // after centring is the rounding error of the mean, times N; it corrects both.
+    float squares = 0.0f, rest = 0.0f;
+    Layout::for_each_vector(columns, [&](int v, int column) {
+      if (!Layout::HELD) held[v] = input.template load_again<V>(row, column);
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const float centred = to_float(held[v][i]) - rough_mean;
-      rest += centred;
-      squares += centred * centred;
-    }
-  });
-  const float2 sums = Layout::sum_pair(squares, rest, scratch);
-  const float correction = sums.y * inverse_columns;
-  const float mean = rough_mean + correction;
-  const float variance = fmaxf(sums.x * inverse_columns - correction * correction, 0.0f);
+      for (int i = 0; i < V; ++i) {
+        const float centred = to_float(held[v][i]) - rough_mean;
+        rest += centred;
+        squares += centred * centred;
+      }
+    });
+    const float2 sums = Layout::sum_pair(squares, rest, scratch);
+    const float correction = sums.y * inverse_columns;
+    mean = rough_mean + correction;
+    variance = fmaxf(sums.x * inverse_columns - correction * correction, 0.0f);
+  }
   const float rstd = rsqrtf(variance + eps);
 
   Layout::for_each_vector(columns, [&](int v, int column) {
@@ -59,7 +63,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     output.template store_at<V>(row, column, result);
   });
   if (Layout::thread() == 0) {
-    store(mean_out + row, mean);
+    if constexpr (CENTRED) store(mean_out + row, mean);
     store(rstd_out + row, rstd);
   }
 }

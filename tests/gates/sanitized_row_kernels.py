@@ -26,6 +26,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gelu": [{"approximate": "tanh"}],
     "bias_gelu": [{"approximate": "none"}],
     "cross_entropy": [{"label_smoothing": 0.0}],
+    "swiglu": [{"gate": torch.linspace(-3.0, 3.0, 60).view(3, 20).requires_grad_(), "up": None}],
+    "geglu": [{"approximate": "none"}],
+    "rotary": [{"interleaved": True}],
     "embedding": [{"norm_weight": None, "norm_bias": None, "position_ids": torch.tensor([[1, 0], [2, 2]])}],
 }
 """Calls beside an operation's example, by what differs from it."""

@@ -24,6 +24,9 @@ VECTOR_KERNELS = (
     "bias_activation_forward_kernel",
     "bias_activation_backward_kernel",
     "embedding_rows_kernel",
+    "gated_forward_kernel",
+    "gated_backward_kernel",
+    "rotary_kernel",
 )
 
 

@@ -17,7 +17,10 @@ from transformer_kernels.ops.cross_entropy import _cuda as cross_entropy
 from transformer_kernels.ops.embedding import _cuda as embedding
 from transformer_kernels.ops.gelu import _cuda as gelu
 from transformer_kernels.ops.layer_norm import _cuda as layer_norm
+from transformer_kernels.ops.rms_norm import _cuda as rms_norm
+from transformer_kernels.ops.rotary import _cuda as rotary
 from transformer_kernels.ops.softmax import _cuda as softmax
+from transformer_kernels.ops.swiglu import _cuda as swiglu
 
 CPU = torch.device("cpu")
 SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("random", 2), ("random", 3)]
@@ -59,6 +62,9 @@ def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) ->
     forward = counted(emulation, layer_norm.forward, prepared("layer_norm", x, weight, weight))
     assert forward["global_load_bytes"] == row_bytes + parameters
     assert forward["global_store_bytes"] == row_bytes + 2 * 4 * rows
+    forward = counted(emulation, rms_norm.forward, prepared("rms_norm", x, weight))
+    assert forward["global_load_bytes"] == row_bytes + parameters // 2
+    assert forward["global_store_bytes"] == row_bytes + 4 * rows
 
 
 @pytest.mark.parametrize(("columns", "threads"), [(256, 32), (1024, 32), (4096, 256), (8192, 512)])
@@ -107,10 +113,28 @@ def test_an_embedding_reads_each_token_and_each_place_once(emulation: Any, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
     x = random(4, 768, dtype=dtype)
-    for forward, call in ((softmax.forward, prepared("softmax", x)), (gelu.forward, prepared("gelu", x))):
-        counters = counted(emulation, forward, call)
+    for module, call in (
+        (softmax, prepared("softmax", x)),
+        (gelu, prepared("gelu", x)),
+        (swiglu, prepared("swiglu", x)),
+    ):
+        counters = counted(emulation, module.forward, call)
         assert counters["global_load_bytes"] == 16 * counters["global_loads"]
         assert counters["global_store_bytes"] == 16 * counters["global_stores"]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_rotated_heads_are_read_once_and_written_by_16_bytes(
+    emulation: Any, dtype: torch.dtype, interleaved: bool
+) -> None:
+    """Each head reads the angles of its tokens again, which stay in the first cache."""
+    heads, angles = random(1, 4, 3, 96, dtype=dtype), torch.ones(3, 32)
+    call = prepared("rotary", heads, heads, angles, angles, interleaved=interleaved)
+    counters = counted(emulation, rotary.forward, call)
+    size = 2 * heads.numel() * heads.element_size()
+    assert counters["global_load_bytes"] == size + 8 * 2 * angles.numel() * 4
+    assert counters["global_store_bytes"] == size == 16 * counters["global_stores"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -124,7 +148,15 @@ def test_a_misaligned_address_takes_the_scalar_path(
     shifted, aligned = storage[shift:].view(5, columns), storage[shift:].clone().view(5, columns)
     assert shifted.data_ptr() % 16 == shift_bytes
     weight = torch.ones(columns)
-    for op, *others in (("softmax",), ("layer_norm", weight), ("gelu",), ("bias_gelu", weight), ("bias_relu", weight)):
+    for op, *others in (
+        ("softmax",),
+        ("layer_norm", weight),
+        ("gelu",),
+        ("bias_gelu", weight),
+        ("bias_relu", weight),
+        ("rms_norm", weight),
+        ("swiglu",),
+    ):
         ours, expected = (getattr(tk, op)(x, *others, backend="cuda") for x in (shifted, aligned))
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
 

@@ -60,11 +60,6 @@ def cause() -> BaseException | None:
     return None if _failure is None else _failure.__cause__
 
 
-def address(tensor: torch.Tensor | None) -> int:
-    """Where a tensor's first element lies; 0 for an absent one."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def widened(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """A parameter in float32, as the kernels read it; keep the result until the kernel returned."""
     return None if parameter is None else parameter.float()

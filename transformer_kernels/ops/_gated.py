@@ -1,11 +1,14 @@
-"""What the gated activations share: the checks, and the halves of a packed projection."""
+"""What the gated activations share: the checks, the halves of a packed projection, calls of compiled kernels."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
+from transformer_kernels.backends import address
 
 
 def checked(op: str, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -45,3 +48,25 @@ def gradients_like(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | No
     """Empty gradients of the two arguments, and what of them is that of gate and of up (..., N)."""
     dgate, dup = torch.empty_like(gate), None if up is None else torch.empty_like(up)
     return dgate, dup, halves(dgate, dup)
+
+
+def compiled_forward(kernel: Callable[..., None], gate: Tensor, up: Tensor | None) -> Tensor:
+    """activation(gate) * up by a kernel that takes the addresses of gate, up and y, and the rows and columns of y."""
+    y = output_like(gate, up)
+    columns = y.shape[-1]
+    kernel(gate.data_ptr(), address(up), y.data_ptr(), y.numel() // columns, columns)
+    return y
+
+
+def compiled_backward(
+    kernel: Callable[..., None], dy: Tensor, gate: Tensor, up: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(dgate, dup) by a kernel that takes the addresses of dy, gate, up, dgate and dup, and the rows and columns of dy.
+
+    dup is None where gate holds both, and then so does dgate.
+    """
+    dgate, dup, _ = gradients_like(gate, up)
+    columns = dy.shape[-1]
+    addresses = dy.data_ptr(), gate.data_ptr(), address(up), dgate.data_ptr(), address(dup)
+    kernel(*addresses, dy.numel() // columns, columns)
+    return dgate, dup

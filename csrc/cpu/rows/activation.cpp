@@ -1,4 +1,5 @@
-// y = activation(x + bias) and its gradient: ReLU, GELU, and GELU by tanh.
+// y = activation(x + bias) and its gradient: ReLU, GELU, and GELU by tanh. y = activation(gate) * up and its gradients:
+// SiLU, GELU, and GELU by tanh.
 #include "../rows.h"
 #include "../vector_math.h"
 
@@ -10,11 +11,25 @@ struct Relu {  // its gradient needs no x: dx = dy where y > 0
   static TK_INLINE Floats gradient(Floats dy, Floats y) { return y <= 0.f ? splat(0.f) : dy; }
 };
 
+struct ValueAndSlope {
+  Floats value, slope;
+};
+
 struct Gelu {  // x Phi(x)
   static TK_INLINE Floats value(Floats x) { return x * normal(x).cumulative; }
-  static TK_INLINE Floats gradient(Floats dy, Floats x) {
+  static TK_INLINE Floats gradient(Floats dy, Floats x) { return dy * both(x).slope; }
+  static TK_INLINE ValueAndSlope both(Floats x) {
     const Normal n = normal(x);
-    return dy * fma(x, n.density, n.cumulative);
+    return {x * n.cumulative, fma(x, n.density, n.cumulative)};
+  }
+};
+
+struct Silu {  // x s(x), s(x) = 1 / (1 + exp(-x))
+  static TK_INLINE Floats value(Floats x) { return x / (exponential(-x) + 1.f); }
+  static TK_INLINE ValueAndSlope both(Floats x) {
+    const Floats e = exponential(-magnitude(x)), larger = reciprocal(e + 1.f), smaller = e * larger;
+    const Floats y = x * (x < 0.f ? smaller : larger);
+    return {y, fma(y, x < 0.f ? larger : smaller, x < 0.f ? smaller : larger)};
   }
 };
 
@@ -22,21 +37,30 @@ struct GeluTanh {  // x (1 + tanh(u)) / 2 = x s(2 u), s(v) = 1 / (1 + exp(-v)), 
   static constexpr float LINEAR = 1.5957691216f, CUBIC = LINEAR * 0.044715f;  // of 2 u
   static TK_INLINE Floats twice(Floats x) { return x * fma(x * x, splat(CUBIC), splat(LINEAR)); }  // 2 u
   static TK_INLINE Floats value(Floats x) { return x / (exponential(-twice(x)) + 1.f); }
-  static TK_INLINE Floats gradient(Floats dy, Floats x) {
+  static TK_INLINE Floats gradient(Floats dy, Floats x) { return dy * both(x).slope; }
+  static TK_INLINE ValueAndSlope both(Floats x) {
     // What rounding takes from 2 u would be a relative error of exp(2 u): it is kept, to first order.
     constexpr float LINEAR_REST = static_cast<float>(1.5957691216057308 - LINEAR);
     const Floats square = x * x, factor = fma(square, splat(CUBIC), splat(LINEAR)), v = x * factor;
     const Floats factor_rest = fma(square, splat(CUBIC), splat(LINEAR) - factor) + LINEAR_REST;
-    const Floats rest = fma(x, factor, -v) + x * factor_rest, e0 = exponential(v < 0.f ? v : -v);
+    const Floats rest = fma(x, factor, -v) + x * factor_rest, e0 = exponential(-magnitude(v));
     const Floats e = fma(e0, v < 0.f ? rest : -rest, e0), smaller = e / (e + 1.f), larger = 1.f - smaller;
     const Floats rise = x * fma(square, splat(3.f * CUBIC), splat(LINEAR));  // s and 1 - s are `larger` and `smaller`
-    return dy * fma(larger * smaller, rise, v < 0.f ? smaller : larger);
+    const Floats s = v < 0.f ? smaller : larger;
+    return {x * s, fma(larger * smaller, rise, s)};
   }
 };
 
 // Calls f(activation) with that of a code: 0 ReLU, 1 GELU, 2 GELU by tanh.
 template <class F> TK_INLINE void by_kind(int64_t kind, const F& f) {
   if (kind == 0) return f(Relu{});
+  if (kind == 1) return f(Gelu{});
+  return f(GeluTanh{});
+}
+
+// The same for what a gate goes through: 0 SiLU, 1 GELU, 2 GELU by tanh.
+template <class F> TK_INLINE void by_gate(int64_t kind, const F& f) {
+  if (kind == 0) return f(Silu{});
   if (kind == 1) return f(Gelu{});
   return f(GeluTanh{});
 }
@@ -49,6 +73,24 @@ template <class F> void over_blocks(int64_t count, const F& f) {
     over_columns(end - begin, [&](int64_t j, auto lanes, int) TK_LAMBDA { f(begin + j, lanes); });
   });
 }
+
+// Where a gated activation's operands lie: `up` (rows, columns) like gate, or, if null, behind each row of gate.
+template <class T> struct Gated {
+  const T *gate, *up;
+  int64_t rows, columns;
+
+  // Calls f(place in (rows, columns), the same in gate, lanes).
+  template <class F> void each(const F& f) const {
+    const int64_t size = up ? BLOCK : columns, count = rows * columns;
+    parallel_for((count + size - 1) / size, WORK * size, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t begin = i * size, end = begin + size < count ? begin + size : count, place = up ? begin : 2 * begin;
+        over_columns(end - begin, [&](int64_t j, auto lanes, int) TK_LAMBDA { f(begin + j, place + j, lanes); });
+      }
+    });
+  }
+  template <class Element> Element* second(Element* first, Element* other) const { return up ? other : first + columns; }
+};
 
 }  // namespace
 
@@ -101,7 +143,42 @@ void activation_backward(int64_t kind, int64_t dtype, Address dy, Address saved,
   });
 }
 
+// y, up (rows, columns), gate too; or up address 0, gate (rows, 2 * columns), and then dup is in dgate.
+void gated_forward(int64_t kind, int64_t dtype, Address gate, Address up, Address y, int64_t rows, int64_t columns) {
+  by_gate(kind, [&](auto activation) {
+    by_dtype(dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
+      const Gated<T> from{at<const T>(gate), at<const T>(up), rows, columns};
+      const T* factor = from.second(from.gate, from.up);
+      T* to = at<T>(y);
+      from.each([&](int64_t j, int64_t place, auto lanes) TK_LAMBDA {
+        store(to + j, activation.value(load(from.gate + place, lanes)) * load(factor + place, lanes), lanes);
+      });
+    });
+  });
+}
+
+void gated_backward(int64_t kind, int64_t dtype, Address dy, Address gate, Address up, Address dgate, Address dup,
+                    int64_t rows, int64_t columns) {
+  by_gate(kind, [&](auto activation) {
+    by_dtype(dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
+      const Gated<T> from{at<const T>(gate), at<const T>(up), rows, columns};
+      const T *came = at<const T>(dy), *factor = from.second(from.gate, from.up);
+      T *to = at<T>(dgate), *to_factor = from.second(to, at<T>(dup));
+      from.each([&](int64_t j, int64_t place, auto lanes) TK_LAMBDA {
+        const Floats gradient = load(came + j, lanes);
+        const ValueAndSlope gated = activation.both(load(from.gate + place, lanes));
+        store(to + place, gradient * load(factor + place, lanes) * gated.slope, lanes);
+        store(to_factor + place, gradient * gated.value, lanes);
+      });
+    });
+  });
+}
+
 }  // namespace transformer_kernels::TK_LEVEL
 
 TK_KERNEL(activation_forward)
 TK_KERNEL(activation_backward)
+TK_KERNEL(gated_forward)
+TK_KERNEL(gated_backward)

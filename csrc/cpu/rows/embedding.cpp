@@ -32,7 +32,7 @@ template <class T> TK_INLINE float gather_row(const Tables<T>& tables, int64_t i
   if (!known)
     for (int64_t j = 0; j < tables.columns; ++j) out[j] = NAN;
   else over_columns(tables.columns, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(out + j, tables.sum(token, place, j, lanes), lanes); });
-  return row_sum(out, tables.columns);
+  return row_sum<true>(out, tables.columns);
 }
 
 }  // namespace
@@ -58,7 +58,7 @@ void embedding_forward(int64_t dtype, Address weight, Address tokens, Address po
           });
           continue;
         }
-        const Moments m = moments(row, total, columns, eps);
+        const Moments m = moments<true>(row, total, columns, eps);
         at<float>(mean)[i] = m.mean, at<float>(rstd)[i] = m.rstd;
         over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
           store(to + j, drop(normalised(row, m, w, b, j, lanes)), lanes);
@@ -91,13 +91,11 @@ void embedding_backward(int64_t dtype, Address dy, Address weight, Address token
       for (int64_t i = begin; i < end; ++i) {
         gather_row(tables, i, row);
         const Moments m{at<const float>(mean)[i], at<const float>(rstd)[i]};
-        const Projections means = projections(row, m, w, columns, own, own + columns, [&](const auto& each) TK_LAMBDA {
-          over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
-            const Floats left = drop(load(at<const T>(dy) + i * columns + j, lanes));
-            store(came + j, left, lanes);
-            each(j, lanes, u, left);
-          });
+        over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
+          store(came + j, drop(load(at<const T>(dy) + i * columns + j, lanes)), lanes);
         });
+        Projections means;
+        project<true, 1>(row, came, &m, w, columns, own, own + columns, &means);
         over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
           store(at<T>(ds) + i * columns + j, norm_gradient(load(came + j, lanes), row, m, w, means, j, lanes), lanes);
         });

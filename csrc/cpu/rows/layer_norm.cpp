@@ -1,30 +1,67 @@
 // summed = dropout(x) + residual, y = LayerNorm(summed); without residual LayerNorm of x alone. And the gradients.
+// Without a place for the mean, or without the mean, it is RMSNorm.
 #include "../rows.h"
 
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
-// Writes the sum and returns its total over the row, as rounded.
-template <class T>
+// Writes the sum and returns its total over the row, as rounded; that of its squares where it is not centred.
+template <bool CENTRED, class T>
 TK_INLINE float add_row(const T* x, const T* residual, const Dropout& dropout, int64_t row, int64_t columns, T* summed) {
   Floats total[4] = {};
   over_dropped_columns(dropout, static_cast<uint32_t>(row), columns, [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
     const Floats each = as_stored<T>(drop(load(x + j, lanes)) + load(residual + j, lanes));
     store(summed + j, each, lanes);
-    total[u] += lanes.count == WIDTH ? each : load(summed + j, lanes);
+    total[u] = with_term<CENTRED>(total[u], lanes.count == WIDTH ? each : load(summed + j, lanes));
   });
   return sum(total);
+}
+
+// Calls f(Type<T>{}, Flag<whether it is centred>{}).
+template <class F> TK_INLINE void by_norm(int64_t dtype, bool centred, const F& f) {
+  by_dtype(dtype, [&](auto type) {
+    if (centred) return f(type, Flag<true>{});
+    return f(type, Flag<false>{});
+  });
+}
+
+// What the gradients of rows are made of and where they go; `dx` is null without dropout, `dsummed` where there is none.
+template <class T> struct Gradients {
+  const T *dy, *dsummed, *summed;
+  const float *weight, *mean, *rstd;
+  T *dx, *dresidual;
+  Dropout dropout;
+  int64_t columns;
+};
+
+// Of R rows from row i on, which are added to dweight and dbias.
+template <bool CENTRED, int R, class T> TK_INLINE void gradients_of(const Gradients<T>& all, int64_t i, float* dweight, float* dbias) {
+  const int64_t columns = all.columns;
+  Moments m[R];
+  Projections means[R];
+  for (int r = 0; r < R; ++r) m[r] = {CENTRED ? all.mean[i + r] : 0.f, all.rstd[i + r]};
+  project<CENTRED, R>(all.summed + i * columns, all.dy + i * columns, m, all.weight, columns, dweight, dbias, means);
+  for (int r = 0; r < R; ++r) {
+    const int64_t first = (i + r) * columns;
+    over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
+      Floats gradient = norm_gradient(load(all.dy + first + j, lanes), all.summed + first, m[r], all.weight, means[r], j, lanes);
+      if (all.dsummed) gradient += load(all.dsummed + first + j, lanes);
+      store(all.dresidual + first + j, gradient, lanes);
+      if (all.dropout.threshold) store(all.dx + first + j, drop(gradient), lanes);
+    });
+  }
 }
 
 }  // namespace
 
 // x, residual, summed, y (rows, columns); weight, bias f32 (columns); mean, rstd f32 (rows). Address 0: bias, seed, and for
-// LayerNorm alone residual and summed, are absent.
+// the norm alone residual and summed, are absent; without a mean it is RMSNorm.
 void layer_norm_forward(int64_t dtype, Address x, Address residual, Address weight, Address bias, Address seed, double p,
                         Address summed, Address y, Address mean, Address rstd, int64_t rows, int64_t columns, float eps) {
   const Dropout dropout = make_dropout(at<const int64_t>(seed), p);
-  by_dtype(dtype, [&](auto type) {
+  by_norm(dtype, mean, [&](auto type, auto centred) {
     using T = typename decltype(type)::type;
+    constexpr bool CENTRED = decltype(centred)::value;
     const float *w = at<const float>(weight), *b = at<const float>(bias);
     const T* added = at<const T>(residual);
     parallel_for(rows, (seed ? 8 : 3) * columns, [&](int64_t begin, int64_t end) {
@@ -33,13 +70,14 @@ void layer_norm_forward(int64_t dtype, Address x, Address residual, Address weig
         const T* row = at<const T>(x) + first;
         float total;
         if (added) {
-          total = add_row(row, added + first, dropout, i, columns, at<T>(summed) + first);
+          total = add_row<CENTRED>(row, added + first, dropout, i, columns, at<T>(summed) + first);
           row = at<const T>(summed) + first;
         } else {
-          total = row_sum(row, columns);
+          total = row_sum<CENTRED>(row, columns);
         }
-        const Moments m = moments(row, total, columns, eps);
-        at<float>(mean)[i] = m.mean, at<float>(rstd)[i] = m.rstd;
+        const Moments m = moments<CENTRED>(row, total, columns, eps);
+        if (CENTRED) at<float>(mean)[i] = m.mean;
+        at<float>(rstd)[i] = m.rstd;
         T* to = at<T>(y) + first;
         over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(to + j, normalised(row, m, w, b, j, lanes), lanes); });
       }
@@ -48,33 +86,24 @@ void layer_norm_forward(int64_t dtype, Address x, Address residual, Address weig
 }
 
 // From dy and, or address 0, dsummed: dresidual, the gradient of the sum; with a seed dx = its dropout too; dweight and
-// dbias, both f32 (address 0: not wanted).
+// dbias, both f32 (address 0: not wanted). Without a mean it is RMSNorm's.
 void layer_norm_backward(int64_t dtype, Address dy, Address dsummed, Address summed, Address weight, Address mean,
                          Address rstd, Address seed, double p, Address dx, Address dresidual, Address dweight, Address dbias,
                          int64_t rows, int64_t columns) {
-  const Dropout dropout = make_dropout(at<const int64_t>(seed), p);
-  by_dtype(dtype, [&](auto type) {
+  by_norm(dtype, mean, [&](auto type, auto centred) {
     using T = typename decltype(type)::type;
-    const float* w = at<const float>(weight);
-    const float* sums = sums_over_rows(rows, 2 * columns, (seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t first = i * columns;
-        const T *row = at<const T>(summed) + first, *came = at<const T>(dy) + first, *more = at<const T>(dsummed);
-        const Moments m{at<const float>(mean)[i], at<const float>(rstd)[i]};
-        const Projections means = projections(row, m, w, columns, own, own + columns, [&](const auto& each) TK_LAMBDA {
-          over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { each(j, lanes, u, load(came + j, lanes)); });
-        });
-        T *to = at<T>(dresidual) + first, *branch = at<T>(dx) + first;
-        over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
-          Floats gradient = norm_gradient(load(came + j, lanes), row, m, w, means, j, lanes);
-          if (more) gradient += load(more + first + j, lanes);
-          store(to + j, gradient, lanes);
-          if (dropout.threshold) store(branch + j, drop(gradient), lanes);
-        });
-      }
+    constexpr bool CENTRED = decltype(centred)::value;
+    constexpr int R = 4;
+    const int64_t width = CENTRED ? 2 * columns : columns;
+    const Gradients<T> all{at<const T>(dy), at<const T>(dsummed), at<const T>(summed), at<const float>(weight), at<const float>(mean),
+                           at<const float>(rstd), at<T>(dx), at<T>(dresidual), make_dropout(at<const int64_t>(seed), p), columns};
+    const float* sums = sums_over_rows(rows, width, (seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
+      int64_t i = begin;
+      for (; i + R <= end; i += R) gradients_of<CENTRED, R>(all, i, own, own + columns);
+      for (; i < end; ++i) gradients_of<CENTRED, 1>(all, i, own, own + columns);
     });
-    add_parts(sums, parts_of(rows), 2 * columns, columns, at<float>(dweight));
-    add_parts(sums + columns, parts_of(rows), 2 * columns, columns, at<float>(dbias));
+    add_parts(sums, parts_of(rows), width, columns, at<float>(dweight));
+    if (CENTRED) add_parts(sums + columns, parts_of(rows), width, columns, at<float>(dbias));
   });
 }
 

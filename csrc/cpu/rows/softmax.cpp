@@ -14,27 +14,28 @@ struct Mask {
   }
 };
 
-// The row's scores from column j on, those that are masked -inf.
-template <class T, class L> TK_INLINE Floats scores(const T* x, const uint8_t* mask, int64_t step, float scale, int64_t j, L lanes) {
+// The row's scores from column j on, those that are masked or do not exist -inf. SIMPLE: there is no mask, and scale > 0.
+template <bool SIMPLE, class T, class L> TK_INLINE Floats scores(const T* x, const uint8_t* mask, int64_t step, float scale, int64_t j, L lanes) {
   Floats values = load(x + j, lanes, -INFINITY) * scale;
-  if (scale <= 0.f || mask)
+  if constexpr (!SIMPLE)
     for (int i = 0; i < WIDTH; ++i)
       if (i >= lanes.count || (mask && !mask[(j + i) * step])) values[i] = -INFINITY;
   return values;
 }
 
-template <class T> void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool safe, float scale, int64_t columns, int64_t seen, T* y, float* kept) {
+template <bool SIMPLE, class T>
+TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool safe, float scale, int64_t columns, int64_t seen, T* y, float* kept) {
   Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, total[4] = {};
-  over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(scores(x, mask, step, scale, j, lanes), top[u]); });
+  over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(scores<SIMPLE>(x, mask, step, scale, j, lanes), top[u]); });
   const float limit = largest(top), base = safe && limit == -INFINITY ? 0.f : limit;
   over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-    const Floats e = exponential(scores(x, mask, step, scale, j, lanes) - base);
+    const Floats e = exponential(scores<SIMPLE>(x, mask, step, scale, j, lanes) - base);
     store(kept + j, e, lanes);
     total[u] += lanes.count == WIDTH ? e : load(kept + j, lanes);
   });
   const float all = sum(total), factor = safe && all == 0.f ? 0.f : 1.f / all;
   over_columns(seen, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(y + j, load(kept + j, lanes) * factor, lanes); });
-  for (int64_t j = seen; j < columns; ++j) memset(y + j, 0, sizeof(T));
+  memset(y + seen, 0, static_cast<size_t>(columns - seen) * sizeof(T));
 }
 
 template <class T> void softmax_backward_row(const T* dy, const T* y, float scale, int64_t columns, T* dx) {
@@ -57,12 +58,16 @@ void softmax_forward(int64_t dtype, Address x, Address y, Address mask, int64_t 
     using T = typename decltype(type)::type;
     parallel_for(rows, 8 * columns, [&](int64_t begin, int64_t end) {
       float* kept = scratch<float>(0, columns);
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t last = causal_rows ? columns - causal_rows + i % causal_rows + 1 : columns;
-        const int64_t seen = last < 0 ? 0 : last < columns ? last : columns;
-        softmax_row(at<const T>(x) + i * columns, view.data ? view.row(i) : nullptr, s3, safe, scale, columns, seen,
-                    at<T>(y) + i * columns, kept);
-      }
+      const auto rows_of = [&](auto simple) TK_LAMBDA {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t last = causal_rows ? columns - causal_rows + i % causal_rows + 1 : columns;
+          const int64_t seen = last < 0 ? 0 : last < columns ? last : columns;
+          softmax_row<decltype(simple)::value>(at<const T>(x) + i * columns, view.data ? view.row(i) : nullptr, s3, safe, scale,
+                                               columns, seen, at<T>(y) + i * columns, kept);
+        }
+      };
+      if (view.data || scale <= 0.f) rows_of(Flag<false>{});
+      else rows_of(Flag<true>{});
     });
   });
 }

@@ -13,7 +13,7 @@ def forward(call: AddLayerNormCall) -> AddLayerNormResult:
     """normed, summed, and per row the mean and 1 / sqrt(var + eps) in float32."""
     x, residual, weight, bias, seed, eps, dropout_p = call
     y, summed, mean, rstd = normalised(x, residual, weight, bias, seed, eps, dropout_p)
-    assert summed is not None
+    assert summed is not None and mean is not None
     return AddLayerNormResult(y, summed, mean, rstd)
 
 

@@ -7,8 +7,8 @@ from array import array
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import cpu
-from transformer_kernels.backends.cpu import DTYPE_CODES, address
+from transformer_kernels.backends import address, cpu
+from transformer_kernels.backends.cpu import DTYPE_CODES
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._common import beyond
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.backends.cpu import DTYPE_CODES, address, load, widened
+from transformer_kernels.backends import address
+from transformer_kernels.backends.cpu import DTYPE_CODES, load, widened
 from transformer_kernels.ops.bias_gelu import BiasGeluCall
 
 RELU, GELU = 0, {"none": 1, "tanh": 2}

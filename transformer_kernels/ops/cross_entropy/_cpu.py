@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.backends.cpu import DTYPE_CODES, address, load
+from transformer_kernels.backends import address
+from transformer_kernels.backends.cpu import DTYPE_CODES, load
 from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
 
 unsupported = CrossEntropyCall.beyond_classes

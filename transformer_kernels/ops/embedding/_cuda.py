@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.backends import address
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, partial_rows, stream_of
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
 from transformer_kernels.ops.embedding._scatter import table_gradients
 from transformer_kernels.ops.layer_norm._cuda import rows_per_block
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[int, ...]:
@@ -36,14 +33,14 @@ def forward(call: EmbeddingCall) -> EmbeddingResult:
     load().embedding_forward(
         weight.data_ptr(),
         tokens.data_ptr(),
-        _address(positions),
-        _address(position_ids),
-        _address(norm_weight),
-        _address(norm_bias),
-        _address(seed),
+        address(positions),
+        address(position_ids),
+        address(norm_weight),
+        address(norm_bias),
+        address(seed),
         y.data_ptr(),
-        _address(mean),
-        _address(rstd),
+        address(mean),
+        address(rstd),
         *_sizes(weight, tokens, positions),
         scale,
         eps,
@@ -75,15 +72,15 @@ def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted:
         dy.data_ptr(),
         weight.data_ptr(),
         tokens.data_ptr(),
-        _address(positions),
-        _address(position_ids),
+        address(positions),
+        address(position_ids),
         norm_weight.data_ptr(),
-        _address(mean),
-        _address(rstd),
-        _address(seed),
+        address(mean),
+        address(rstd),
+        address(seed),
         ds.data_ptr(),
         dnorm_weight.data_ptr(),
-        _address(dnorm_bias),
+        address(dnorm_bias),
         workspace.data_ptr(),
         partials,
         *sizes,

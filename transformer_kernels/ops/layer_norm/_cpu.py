@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.backends.cpu import DTYPE_CODES, address, load, widened
+from transformer_kernels.backends import address
+from transformer_kernels.backends.cpu import DTYPE_CODES, load, widened
 from transformer_kernels.ops.layer_norm import LayerNormCall, LayerNormResult
 
 
@@ -14,6 +15,7 @@ def forward(call: LayerNormCall) -> LayerNormResult:
     """y, and per row the mean and 1 / sqrt(var + eps) in float32."""
     x, weight, bias, eps = call
     y, _, mean, rstd = normalised(x, None, weight, bias, None, eps, 0.0)
+    assert mean is not None
     return LayerNormResult(y, mean, rstd)
 
 
@@ -27,13 +29,24 @@ def backward(
 
 
 def normalised(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, seed: Tensor | None, eps: float, p: float
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """LayerNorm of s, s, and its rows' mean and rstd; s is dropout(x) + residual, or x without residual."""
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    eps: float,
+    p: float,
+    centre: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """LayerNorm of s, s, and its rows' mean and rstd; s is dropout(x) + residual, or x without residual.
+
+    Without `centre` it is RMSNorm, and the mean is None.
+    """
     columns = x.shape[-1]
     rows = x.numel() // columns
     y, summed = torch.empty_like(x), None if residual is None else torch.empty_like(x)
-    mean, rstd = x.new_empty((2, rows), dtype=torch.float32).unbind()
+    rstd, *means = x.new_empty((1 + centre, rows), dtype=torch.float32).unbind()
+    mean = means[0] if centre else None
     wide_weight, wide_bias = widened(weight), widened(bias)
     load().layer_norm_forward(
         DTYPE_CODES[x.dtype],
@@ -45,7 +58,7 @@ def normalised(
         p,
         address(summed),
         y.data_ptr(),
-        mean.data_ptr(),
+        address(mean),
         rstd.data_ptr(),
         rows,
         columns,
@@ -60,17 +73,21 @@ def gradients(
     summed: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     seed: Tensor | None,
     p: float,
     wanted: Wanted,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """dx (None without dropout), the gradient of s, dweight and dbias, the last two where `wanted` ends so."""
+    """dx (None without dropout), the gradient of s, dweight and dbias, the last two where `wanted` ends so.
+
+    Without a mean they are RMSNorm's, and `wanted` ends with dweight.
+    """
     columns = summed.shape[-1]
     dx, dresidual = None if seed is None else torch.empty_like(summed), torch.empty_like(summed)
+    wanted = wanted[-2:] if mean is not None else (wanted[-1], False)
     sums = summed.new_empty((2, columns), dtype=torch.float32)
-    dweight, dbias = (sums[i] if wanted[i - 2] else None for i in range(2))
+    dweight, dbias = (sums[i] if wanted[i] else None for i in range(2))
     wide_weight = widened(weight)
     load().layer_norm_backward(
         DTYPE_CODES[summed.dtype],
@@ -78,7 +95,7 @@ def gradients(
         address(dsummed),
         summed.data_ptr(),
         address(wide_weight),
-        mean.data_ptr(),
+        address(mean),
         rstd.data_ptr(),
         address(seed),
         p,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.backends import cpu
-from transformer_kernels.backends.cpu import DTYPE_CODES, address
+from transformer_kernels.backends import address, cpu
+from transformer_kernels.backends.cpu import DTYPE_CODES
 from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
 from transformer_kernels.ops.linear._products import gradients, product
 

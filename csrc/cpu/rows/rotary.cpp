@@ -1,0 +1,88 @@
+// Rotary positions: pairs (a, b) of columns become (a cos - b sin, b cos + a sin) by the angle of their token.
+#include "../rows.h"
+
+namespace transformer_kernels::TK_LEVEL {
+namespace {
+
+constexpr int64_t TOKENS = 16;  // of a task: their angles stay in the first-level cache for all heads
+
+// The heads of q or k: (batch, heads, length, width) with a contiguous last axis; `out` is contiguous.
+template <class T> struct Heads {
+  const T* x;
+  T* out;
+  int64_t count, batch_stride, head_stride, row_stride;
+};
+
+// The factors of `tokens` rows, f32 (tokens, 2 * half): of the columns themselves in `own`, of their partners in `other`.
+// Interleaved they are for columns 0 ... 2 * half - 1, else for the first columns of the pairs alone.
+struct Factors {
+  float *own, *other;
+  int64_t half;
+  bool interleaved;
+
+  TK_INLINE void fill(const float* cos, const float* sin, float sign, int64_t tokens) const {
+    for (int64_t i = 0; i < tokens * half; ++i) {
+      const float s = sin[i] * sign;
+      if (interleaved) {
+        own[2 * i] = own[2 * i + 1] = cos[i];
+        other[2 * i] = -s, other[2 * i + 1] = s;
+      } else {
+        own[i] = cos[i], other[i] = s;
+      }
+    }
+  }
+};
+
+template <class T> TK_INLINE void turn(const T* x, T* out, const Factors& factors, int64_t token, int64_t width) {
+  const int64_t half = factors.half;
+  if (factors.interleaved) {
+    const float *own = factors.own + token * 2 * half, *other = factors.other + token * 2 * half;
+    over_columns(2 * half, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+      const Floats values = load(x + j, lanes);
+      store(out + j, fma(values, load(own + j, lanes), swapped_pairs(values) * load(other + j, lanes)), lanes);
+    });
+  } else {
+    const float *cos = factors.own + token * half, *sin = factors.other + token * half;
+    over_columns(half, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+      const Floats a = load(x + j, lanes), b = load(x + half + j, lanes), c = load(cos + j, lanes), s = load(sin + j, lanes);
+      store(out + j, fma(a, c, -(b * s)), lanes);
+      store(out + half + j, fma(b, c, a * s), lanes);
+    });
+  }
+  memcpy(out + 2 * half, x + 2 * half, static_cast<size_t>(width - 2 * half) * sizeof(T));
+}
+
+}  // namespace
+
+// q, k: any strides but of the last axis; q_out, k_out contiguous (batch, heads, length, width), k (batch, kv_heads, ...).
+// cos, sin f32 (length, half), `table_stride` apart for each sequence. `sign` -1 turns the other way.
+void rotary(int64_t dtype, Address q, Address k, Address cos, Address sin, Address q_out, Address k_out, int64_t batch,
+            int64_t heads, int64_t kv_heads, int64_t length, int64_t width, int64_t half, int64_t q_batch, int64_t q_head,
+            int64_t q_row, int64_t k_batch, int64_t k_head, int64_t k_row, int64_t table_stride, bool interleaved, float sign) {
+  by_dtype(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const Heads<T> all[2] = {{at<const T>(q), at<T>(q_out), heads, q_batch, q_head, q_row},
+                             {at<const T>(k), at<T>(k_out), kv_heads, k_batch, k_head, k_row}};
+    const int64_t blocks = (length + TOKENS - 1) / TOKENS;
+    parallel_for(batch * blocks, 3 * TOKENS * (heads + kv_heads) * width, [&](int64_t begin, int64_t end) {
+      const int64_t size = TOKENS * 2 * half;
+      float* memory = scratch<float>(ROW_SLOT, 2 * size);
+      const Factors factors{memory, memory + size, half, interleaved};
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t sequence = task / blocks, first = task % blocks * TOKENS;
+        const int64_t tokens = first + TOKENS < length ? TOKENS : length - first;
+        const int64_t row = sequence * table_stride + first * half;
+        factors.fill(at<const float>(cos) + row, at<const float>(sin) + row, sign, tokens);
+        for (const Heads<T>& each : all)
+          for (int64_t h = 0; h < each.count; ++h)
+            for (int64_t i = 0; i < tokens; ++i)
+              turn(each.x + sequence * each.batch_stride + h * each.head_stride + (first + i) * each.row_stride,
+                   each.out + ((sequence * each.count + h) * length + first + i) * width, factors, i, width);
+      }
+    });
+  });
+}
+
+}  // namespace transformer_kernels::TK_LEVEL
+
+TK_KERNEL(rotary)

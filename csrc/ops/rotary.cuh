@@ -1,0 +1,57 @@
+// Pairs (a, b) of columns become (a cos - b sin, b cos + a sin) by the angle of their token.
+#pragma once
+#include "../launch.h"
+#include "../primitives/memory.h"
+#include "../primitives/numbers.h"
+
+namespace transformer_kernels {
+
+inline constexpr int ROTARY_THREADS = 256;
+
+// The heads of q or k: x (batch, count, length, width) with a contiguous last axis; out is contiguous.
+template <class T> struct RotaryHeads {
+  const T* x;
+  T* out;
+  int count;
+  int64_t batch_stride, head_stride, row_stride;
+};
+
+// One block owns ROTARY_THREADS / lanes tokens of one head of q or, behind those, of k; `lanes` threads share a token and
+// own V pairs at a time, then V of the columns that follow the pairs. Blocks count the tiles of a head, the heads, and the
+// sequences. cos, sin (length, half), `table_stride` apart for each sequence; sign -1 turns the other way.
+template <bool INTERLEAVED, class T, int V>
+__global__ void __launch_bounds__(ROTARY_THREADS)
+    rotary_kernel(RotaryHeads<T> q, RotaryHeads<T> k, const float* __restrict__ cos, const float* __restrict__ sin,
+                  int64_t length, int width, int half, int64_t table_stride, int lanes, int64_t tiles, float sign) {
+  const int64_t tile = blockIdx.x % tiles, head_of_all = blockIdx.x / tiles;
+  const int64_t batch = head_of_all / (q.count + k.count);
+  const int either = static_cast<int>(head_of_all % (q.count + k.count));
+  const RotaryHeads<T>& own = either < q.count ? q : k;
+  const int head = either < q.count ? either : either - q.count;
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  const int64_t row = tile * (ROTARY_THREADS / lanes) + static_cast<int>(threadIdx.x) / lanes;
+  if (row >= length) return;
+  const T* from = own.x + batch * own.batch_stride + head * own.head_stride + row * own.row_stride;
+  T* to = own.out + ((batch * own.count + head) * length + row) * width;
+  const int64_t angles = batch * table_stride + row * half;
+
+  for (int pair = lane * V; pair < half; pair += lanes * V) {
+    const int first = INTERLEAVED ? 2 * pair : pair, second = INTERLEAVED ? first + V : half + pair;
+    const Vector<T, V> x[2] = {load_vector<V>(from + first), load_vector<V>(from + second)};
+    const Vector<float, V> c = load_vector<V>(cos + angles + pair), s = load_vector<V>(sin + angles + pair);
+    Vector<T, V> turned[2];
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const int at_a = INTERLEAVED ? 2 * i : i, at_b = INTERLEAVED ? 2 * i + 1 : V + i;  // of the 2 V elements
+      const float a = to_float(x[at_a / V][at_a % V]), b = to_float(x[at_b / V][at_b % V]), turn = s[i] * sign;
+      turned[at_a / V][at_a % V] = from_float<T>(a * c[i] - b * turn);
+      turned[at_b / V][at_b % V] = from_float<T>(b * c[i] + a * turn);
+    }
+    store_vector(to + first, turned[0]);
+    store_vector(to + second, turned[1]);
+  }
+  for (int column = 2 * half + lane * V; column < width; column += lanes * V)
+    store_vector(to + column, load_vector<V>(from + column));
+}
+
+}  // namespace transformer_kernels
