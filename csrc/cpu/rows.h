@@ -102,6 +102,15 @@ struct Projections {
   float gradient, along;
 };
 
+// The sum of R vectors in pairs, which rounds less often than one after the other.
+template <int R> TK_INLINE Floats sum_in_pairs(Floats (&terms)[R]) {
+#pragma GCC unroll 2
+  for (int step = 1; step < R; step *= 2)
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r += 2 * step) terms[r] += terms[r + step];
+  return terms[0];
+}
+
 // Of R rows that follow each other. Adds them to dweight and, CENTRED, dbias, which are sums of floats: each is read and
 // written once for all R.
 template <bool CENTRED, int R, class X, class G>
@@ -111,18 +120,16 @@ TK_INLINE void project(const X* x, const G* dy, const Moments* m, const float* w
   Floats a[R][4] = {}, b[R][4] = {};
   over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     const Floats w = load(weight + j, lanes);
-    Floats along_all = load(dweight + j, lanes), all = {};
-    if constexpr (CENTRED) all = load(dbias + j, lanes);
+    Floats came[R], along[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const Floats came = load(dy + r * columns + j, lanes);
-      const Floats along = came * ((load(x + r * columns + j, lanes, m[r].mean) - m[r].mean) * m[r].rstd);
-      b[r][u % SUMS] = fma(along, w, b[r][u % SUMS]);
-      along_all += along;
-      if constexpr (CENTRED) a[r][u % SUMS] = fma(came, w, a[r][u % SUMS]), all += came;
+      came[r] = load(dy + r * columns + j, lanes);
+      along[r] = came[r] * ((load(x + r * columns + j, lanes, m[r].mean) - m[r].mean) * m[r].rstd);
+      b[r][u % SUMS] = fma(along[r], w, b[r][u % SUMS]);
+      if constexpr (CENTRED) a[r][u % SUMS] = fma(came[r], w, a[r][u % SUMS]);
     }
-    store(dweight + j, along_all, lanes);
-    if constexpr (CENTRED) store(dbias + j, all, lanes);
+    store(dweight + j, load(dweight + j, lanes) + sum_in_pairs(along), lanes);
+    if constexpr (CENTRED) store(dbias + j, load(dbias + j, lanes) + sum_in_pairs(came), lanes);
   });
   for (int r = 0; r < R; ++r) projections[r] = {sum(a[r]) / static_cast<float>(columns), sum(b[r]) / static_cast<float>(columns)};
 }

@@ -26,13 +26,15 @@ __global__ void __launch_bounds__(ROTARY_THREADS)
   const int64_t tile = blockIdx.x % tiles, head_of_all = blockIdx.x / tiles;
   const int64_t batch = head_of_all / (q.count + k.count);
   const int either = static_cast<int>(head_of_all % (q.count + k.count));
-  const RotaryHeads<T>& own = either < q.count ? q : k;
-  const int head = either < q.count ? either : either - q.count;
+  const bool is_query = either < q.count;
+  const int head = is_query ? either : either - q.count;
   const int lane = static_cast<int>(threadIdx.x) % lanes;
   const int64_t row = tile * (ROTARY_THREADS / lanes) + static_cast<int>(threadIdx.x) / lanes;
   if (row >= length) return;
-  const T* from = own.x + batch * own.batch_stride + head * own.head_stride + row * own.row_stride;
-  T* to = own.out + ((batch * own.count + head) * length + row) * width;
+  // Field by field: a reference to one of two parameters would copy both to local memory.
+  const T* from = (is_query ? q.x : k.x) + batch * (is_query ? q.batch_stride : k.batch_stride) +
+                  head * (is_query ? q.head_stride : k.head_stride) + row * (is_query ? q.row_stride : k.row_stride);
+  T* to = (is_query ? q.out : k.out) + ((batch * (is_query ? q.count : k.count) + head) * length + row) * width;
   const int64_t angles = batch * table_stride + row * half;
 
   for (int pair = lane * V; pair < half; pair += lanes * V) {
