@@ -95,7 +95,7 @@ def test_a_hostile_manifest_is_refused(folder, change, told):
         ("model.safetensors", b"\x80\x04pickled", "not a safetensors file"),
         ("model.safetensors", (2**62).to_bytes(8, "little") + b"{}", "not a safetensors file"),
         ("config.json", b'{"recipe": "char-gpt", "exec": 1}', "unknown key 'exec'"),
-        ("config.json", b'{"recipe": "os.system"}', "recipe must be one of char-gpt, imdb"),
+        ("config.json", b'{"recipe": "os.system"}', "recipe must be one of char-gpt, gpt, imdb"),
         ("config.json", b"{}", "config.json does not describe a run"),
         ("trainer.json", b"[]", "expected an object, found a list"),
         ("tokenizer.json", b"{", "not JSON"),

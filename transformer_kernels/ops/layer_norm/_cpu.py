@@ -45,8 +45,8 @@ def normalised(
     columns = x.shape[-1]
     rows = x.numel() // columns
     y, summed = torch.empty_like(x), None if residual is None else torch.empty_like(x)
-    rstd, *means = x.new_empty((1 + centre, rows), dtype=torch.float32).unbind()
-    mean = means[0] if centre else None
+    mean = x.new_empty(rows, dtype=torch.float32) if centre else None
+    rstd = x.new_empty(rows, dtype=torch.float32)
     wide_weight, wide_bias = widened(weight), widened(bias)
     load().layer_norm_forward(
         DTYPE_CODES[x.dtype],
