@@ -79,3 +79,11 @@ def test_the_picture_of_runs_has_their_curves(tmp_path, monkeypatch):
     training = [[2, 2.8], [4, 2.6], [6, 2.4]]
     assert drawn == {"/one: train": training, "/one: validation": [[6, 2.5]], "/two: train": training}
     assert [drawn.get_xydata().tolist() for drawn in accuracy.lines] == [[[6, 0.4]]]
+
+
+def test_runs_without_an_accuracy_have_no_panel_for_it(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(curves, "write_figure", lambda figure, path: kept.append(figure))
+    draw_runs([write_log(tmp_path / "one", *LINES[:-1], line("validation", 6, loss=2.5))], tmp_path / "runs.png")
+    (loss,) = kept[0].axes
+    assert [len(drawn.get_xydata()) for drawn in loss.lines] == [3, 1]

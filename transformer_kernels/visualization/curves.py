@@ -70,13 +70,17 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def draw_runs(folders: list[str], path: str | Path) -> None:
-    """Write the curves of runs as one picture: the loss in training and validation, and the validation's accuracy."""
+    """Write the curves of runs as one picture: the loss in training and validation, and the accuracy where measured."""
     logs = {folder: read_log(folder) for folder in folders}
-    figure, (left, right) = new_figure(12.0, 5.0, columns=2)
-    panels = ((left, "train", "loss", "--", 0.6), (left, "validation", "loss", "o-", 1.0))
+    measured = any("accuracy" in line for lines in logs.values() for line in lines)
+    figure, (left, *right) = new_figure(12.0 if measured else 6.0, 5.0, columns=1 + measured)
+    curves = [(left, "train", "loss", "--", 0.6), (left, "validation", "loss", "o-", 1.0)]
+    for axes in right:
+        curves.append((axes, "validation", "accuracy", "o-", 1.0))
+        axes.set(xlabel="step", ylabel="accuracy in validation")
     for number, (folder, lines) in enumerate(logs.items()):
-        for axes, event, quantity, style, opacity in (*panels, (right, "validation", "accuracy", "o-", 1.0)):
-            points = [(line["step"], line[quantity]) for line in lines if line["event"] == event]
+        for axes, event, quantity, style, opacity in curves:
+            points = [(line["step"], line[quantity]) for line in lines if line["event"] == event and quantity in line]
             name = f"{folder}: {event}"
             if points:
                 axes.plot(
@@ -84,5 +88,4 @@ def draw_runs(folders: list[str], path: str | Path) -> None:
                 )
     left.set(xlabel="step", ylabel="loss")
     left.legend()
-    right.set(xlabel="step", ylabel="accuracy in validation")
     write_figure(figure, path)
