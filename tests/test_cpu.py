@@ -54,11 +54,16 @@ FUNCTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor], float, float, float,
 
 
 EXCEEDED = {
-    "exp": (("avx2", "avx512"), "with fused multiply-adds, by up to 4e-12 of e^x between -8 and -4"),
-    "normal cumulative": (("plain", "avx2", "avx512"), "by up to 4e-48 where the result is subnormal"),
-    "normal density": (("plain", "avx2", "avx512"), "by up to 3e-46 where the result is subnormal"),
+    ("exp", "avx2"): (0x40800000, 4e-12),  # between -8 and -4, with fused multiply-adds
+    ("exp", "avx512"): (0x40800000, 4e-12),
+    **{("normal cumulative", name): (0x41400000, 4e-48) for name in ("plain", "avx2", "avx512")},  # subnormal results
+    **{("normal density", name): (0x41400000, 3e-46) for name in ("plain", "avx2", "avx512")},
 }
-"""Where a check of every float finds a bound exceeded that the check of every 4,099th does not."""
+"""Where a check of every float, which that of every 4,099th does not, finds a bound exceeded, and by how much."""
+
+BLOCK = 1 << 22
+EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
+"""Every n-th block of floats is checked, and those that are known to exceed; all unless CI asks for fewer."""
 
 
 def largest_excess(name: str, bits: Tensor) -> float:
@@ -85,20 +90,16 @@ def test_vector_functions_keep_their_bounds(name: str, instruction_set: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_vector_functions_keep_their_bounds_everywhere(
-    name: str, instruction_set: str, request: pytest.FixtureRequest
-) -> None:
+def test_vector_functions_keep_their_bounds_everywhere(name: str, instruction_set: str) -> None:
     """Every float whose function value is neither that at 0 nor that at infinity; both ends are in the test above."""
     if instruction_set not in ("plain", "avx2", "avx512"):
         pytest.skip("the row kernels are those of avx512")
-    exceeding, reason = EXCEEDED[name]
-    if instruction_set in exceeding:
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
     *_, first, last = FUNCTIONS[name]
-    for start in range(first, last, 1 << 22):
-        bits = torch.arange(start, start + (1 << 22), dtype=torch.int64)
-        for signed in (bits, bits - 2**31):
-            assert largest_excess(name, signed.to(torch.int32)) <= 0.0
+    known, excess = EXCEEDED.get((name, instruction_set), (first, 0.0))
+    for start in {*range(first, last, BLOCK)[::-EVERY], known}:
+        bits = torch.arange(start, start + BLOCK, dtype=torch.int64)
+        found = max(largest_excess(name, signed.to(torch.int32)) for signed in (bits, bits - 2**31))
+        assert (0.0 < found <= excess) if start == known and excess else found <= 0.0, hex(start)
 
 
 # Instruction sets and threads
