@@ -89,9 +89,7 @@ def global_window_attention(
     spare = blocks * window - (length - first)
     queries = F.pad(q[:, :, first:], (0, 0, 0, spare)).unflatten(2, (blocks, window))  # (B, H, blocks, window, D)
     keys, values = (_beside(x[:, :, first:], x[:, :, :first], window, spare) for x in (k, v))
-    mask = _beside(real[:, None, first:, None], real[:, None, :first, None], window, spare)[
-        ..., 0
-    ]  # (B * blocks, 1, K)
+    mask = _beside(real[:, None, first:, None], real[:, None, :first, None], window, spare)  # (B * blocks, 1, K, 1)
     place = torch.arange(3 * window, device=q.device)
     far = (place[:window, None] + window - place).abs() >= window  # (window, 3 window)
     bias = F.pad(torch.zeros(far.shape, dtype=q.dtype, device=q.device).masked_fill(far, -math.inf), (first, 0))
@@ -99,7 +97,7 @@ def global_window_attention(
         queries.transpose(1, 2).flatten(0, 1),  # (B * blocks, H, window, D)
         keys,
         values,
-        key_padding_mask=mask.squeeze(1),
+        key_padding_mask=mask.flatten(1),
         attn_bias=bias[None, None],
         dropout_p=dropout_p,
     )

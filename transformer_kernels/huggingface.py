@@ -10,7 +10,6 @@ chunks, static caches, functions of the caller's own) becomes a boolean mask (B,
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_kernels import ops
+from transformer_kernels.ops._visible import visible_mask
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -121,15 +121,12 @@ def _softcapped_weights(
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = softcap * (scores / softcap).tanh()
-    visible = [] if key_padding_mask is None else [key_padding_mask[:, None, None]]  # (B, 1, 1, Lk)
+    mask = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
     if attn_bias is not None:
         scores = (scores + attn_bias).to(q.dtype)
-        visible.append(attn_bias > -math.inf)
-    if window is not None:
-        rows = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
-        visible.append(rows - torch.arange(k.shape[2], device=q.device) < window)  # (Lq, Lk)
-    mask = functools.reduce(torch.logical_and, visible) if visible else None
-    return ops.softmax(scores, mask=mask, causal=causal, backend=backend)
+        seen = attn_bias > -math.inf
+        mask = seen if mask is None else mask & seen
+    return ops.softmax(scores, mask=mask, backend=backend)
 
 
 def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
 #include "../registry.h"
 #include "add_layer_norm_backward.cuh"
 #include "add_layer_norm_forward.cuh"
+#include "layer_norm_launch.h"
 
 namespace transformer_kernels {
 
@@ -25,18 +26,12 @@ void launch_add_layer_norm_forward(Address x, Address residual, Address weight, 
     const PlainOutput<T> output{pointer<T>(y), n};
     const bool aligned =
         all_aligned<T>(n, input.x, input.residual, input.summed, scale.data, offset.data, output.y);
-    dispatch_row_layout<T>(n, aligned, [&](auto layout) {
-      using Layout = decltype(layout);
-      launch<layer_norm_forward_kernel<Layout, ResidualRows<T>, PlainOutput<T>, CENTRED>>(
-          name, dim3(static_cast<unsigned>(Layout::blocks(rows))), dim3(Layout::BLOCK_THREADS), Layout::SHARED_BYTES,
-          Stream{device, stream}, input, scale, offset, output, pointer<float>(mean),
-          pointer<float>(rstd), rows, n, static_cast<float>(eps));
-    });
+    launch_rows_forward<CENTRED, T>(name, input, scale, offset, output, aligned, mean, rstd, rows, n, eps,
+                                    {device, stream});
   });
 }
 
-// dsummed, dx, dbias and seed may be 0. partials: (CENTRED ? 2 : 1, partial_rows, columns) fp32,
-// any partial_rows from 1 on.
+// dsummed, dx, dbias and seed may be 0; partials: as in ParameterGradients.
 template <bool CENTRED>
 void launch_add_layer_norm_backward(Address dy, Address dsummed, Address summed, Address weight, Address mean,
                                     Address rstd, Address seed, Address dx, Address dresidual, Address dweight,
@@ -56,15 +51,8 @@ void launch_add_layer_norm_backward(Address dy, Address dsummed, Address summed,
     float* sums = pointer<float>(partials);
     const bool aligned =
         all_aligned<T>(n, gradient.x, input.x, scale.data, output.dsummed, output.dresidual, output.dx, sums);
-    dispatch_row_layout<T>(n, aligned, [&](auto layout) {
-      using Layout = decltype(layout);
-      launch<layer_norm_backward_kernel<Layout, PlainRows<T>, PlainRows<T>, ResidualGradient<T>, CENTRED>>(
-          name, dim3(static_cast<unsigned>(partial_rows)), dim3(Layout::BLOCK_THREADS),
-          LAYER_NORM_BACKWARD_SHARED_BYTES<Layout>, place, gradient, input, scale, pointer<const float>(mean),
-          pointer<const float>(rstd), output, sums, rows, n);
-    });
-    launch_sum_partials<T>(sums_name, sums, {pointer<void>(dweight), weight_is_float32},
-                           {pointer<void>(dbias), weight_is_float32}, partial_rows, n, place);
+    launch_rows_backward<CENTRED, T>(name, sums_name, gradient, input, scale, output, aligned, mean, rstd,
+                                     {dweight, dbias, weight_is_float32, sums, partial_rows}, rows, n, place);
   });
 }
 

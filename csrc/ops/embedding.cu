@@ -3,6 +3,7 @@
 #include "../registry.h"
 #include "embedding_backward.cuh"
 #include "embedding_forward.cuh"
+#include "layer_norm_launch.h"
 
 namespace transformer_kernels {
 namespace {
@@ -34,17 +35,14 @@ void embedding_forward(Address weight, Address tokens, Address positions, Addres
     const RowParameter offset{pointer<const void>(norm_bias), bias_is_float32};
     const Output output{pointer<T>(y), n, make_dropout(pointer<const void>(seed), dropout_p)};
     const bool aligned = all_aligned<T>(n, input.weight, input.positions, factor.data, offset.data, output.y);
+    if (factor.data)
+      return launch_rows_forward<true, T>("embedding_forward", input, factor, offset, output, aligned, mean, rstd, rows,
+                                          n, eps, place);
     dispatch_row_layout<T>(n, aligned, [&](auto layout) {
       using Layout = decltype(layout);
-      const dim3 grid(static_cast<unsigned>(Layout::blocks(rows))), block(Layout::BLOCK_THREADS);
-      if (factor.data)
-        launch<layer_norm_forward_kernel<Layout, Rows, Output>>("embedding_forward", grid, block, Layout::SHARED_BYTES,
-                                                                place, input, factor, offset, output,
-                                                                pointer<float>(mean), pointer<float>(rstd), rows, n,
-                                                                static_cast<float>(eps));
-      else
-        launch<embedding_rows_kernel<Layout, Rows, Output>>("embedding_forward", grid, block, 0, place, input, output,
-                                                            rows, n);
+      launch<embedding_rows_kernel<Layout, Rows, Output>>("embedding_forward",
+                                                          dim3(static_cast<unsigned>(Layout::blocks(rows))),
+                                                          dim3(Layout::BLOCK_THREADS), 0, place, input, output, rows, n);
     });
   });
 }
@@ -79,15 +77,9 @@ void embedding_backward(Address dy, Address weight, Address tokens, Address posi
     float* sums = pointer<float>(partials);
     const bool aligned =
         all_aligned<T>(n, gradient.x, input.weight, input.positions, factor.data, output.y, sums);
-    dispatch_row_layout<T>(n, aligned, [&](auto layout) {
-      using Layout = decltype(layout);
-      launch<layer_norm_backward_kernel<Layout, Gradients, Rows, Output>>(
-          "embedding_backward", dim3(static_cast<unsigned>(partial_rows)), dim3(Layout::BLOCK_THREADS),
-          LAYER_NORM_BACKWARD_SHARED_BYTES<Layout>, place, gradient, input, factor, pointer<const float>(mean),
-          pointer<const float>(rstd), output, sums, rows, n);
-    });
-    launch_sum_partials<T>("embedding_backward_sums", sums, {pointer<void>(dnorm_weight), weight_is_float32},
-                           {pointer<void>(dnorm_bias), weight_is_float32}, partial_rows, n, place);
+    launch_rows_backward<true, T>("embedding_backward", "embedding_backward_sums", gradient, input, factor, output,
+                                  aligned, mean, rstd, {dnorm_weight, dnorm_bias, weight_is_float32, sums, partial_rows},
+                                  rows, n, place);
   });
 }
 TK_EXPORT(embedding_backward);

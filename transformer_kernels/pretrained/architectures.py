@@ -78,6 +78,17 @@ def with_bias(ours: str, *theirs: str, transposed: bool = False) -> Iterator[Ent
     yield Entry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs))
 
 
+Layer = dict[str, tuple[str, ...]]
+"""The modules of one of our blocks, and those of theirs that each is made of, without what stands before them."""
+
+
+def layer_entries(layers: int, theirs: str, names: Layer) -> Iterator[Entry]:
+    """The weights and biases of all blocks; theirs are numbered behind `theirs`."""
+    for layer in range(layers):
+        for ours, parts in names.items():
+            yield from with_bias(f"blocks.{layer}.{ours}", *(f"{theirs}.{layer}.{part}" for part in parts))
+
+
 # GPT-2 and DistilGPT-2
 
 
@@ -185,20 +196,22 @@ def describe_bert(ours: EncoderConfig) -> dict[str, Any]:
     }
 
 
+BERT_LAYER: Layer = {
+    "attention.qkv": tuple(f"attention.self.{name}" for name in ("query", "key", "value")),
+    "attention.out": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "feed_forward.up": ("intermediate.dense",),
+    "feed_forward.down": ("output.dense",),
+    "feed_forward_norm": ("output.LayerNorm",),
+}
+
+
 def bert_entries(config: EncoderConfig) -> Iterator[Entry]:
     yield Entry("embedding.tokens.weight", ("bert.embeddings.word_embeddings.weight",))
     yield Entry("embedding.positions", ("bert.embeddings.position_embeddings.weight",))
     yield Entry("embedding.segments.weight", ("bert.embeddings.token_type_embeddings.weight",))
     yield from with_bias("embedding.norm", "bert.embeddings.LayerNorm")
-    for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"bert.encoder.layer.{layer}"
-        parts = (f"{theirs}.attention.self.{name}" for name in ("query", "key", "value"))
-        yield from with_bias(f"{ours}.attention.qkv", *parts)
-        yield from with_bias(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
-        yield from with_bias(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
-        yield from with_bias(f"{ours}.feed_forward.up", f"{theirs}.intermediate.dense")
-        yield from with_bias(f"{ours}.feed_forward.down", f"{theirs}.output.dense")
-        yield from with_bias(f"{ours}.feed_forward_norm", f"{theirs}.output.LayerNorm")
+    yield from layer_entries(config.layers, "bert.encoder.layer", BERT_LAYER)
     if config.pooler:
         yield from with_bias("pooler", "bert.pooler.dense")
     if config.masked_lm:
@@ -266,18 +279,21 @@ def describe_distilbert(ours: EncoderConfig) -> dict[str, Any]:
     }
 
 
+DISTILBERT_LAYER: Layer = {
+    "attention.qkv": tuple(f"attention.{name}_lin" for name in "qkv"),
+    "attention.out": ("attention.out_lin",),
+    "attention_norm": ("sa_layer_norm",),
+    "feed_forward.up": ("ffn.lin1",),
+    "feed_forward.down": ("ffn.lin2",),
+    "feed_forward_norm": ("output_layer_norm",),
+}
+
+
 def distilbert_entries(config: EncoderConfig) -> Iterator[Entry]:
     yield Entry("embedding.tokens.weight", ("distilbert.embeddings.word_embeddings.weight",))
     yield Entry("embedding.positions", ("distilbert.embeddings.position_embeddings.weight",))
     yield from with_bias("embedding.norm", "distilbert.embeddings.LayerNorm")
-    for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"distilbert.transformer.layer.{layer}"
-        yield from with_bias(f"{ours}.attention.qkv", *(f"{theirs}.attention.{name}_lin" for name in "qkv"))
-        yield from with_bias(f"{ours}.attention.out", f"{theirs}.attention.out_lin")
-        yield from with_bias(f"{ours}.attention_norm", f"{theirs}.sa_layer_norm")
-        yield from with_bias(f"{ours}.feed_forward.up", f"{theirs}.ffn.lin1")
-        yield from with_bias(f"{ours}.feed_forward.down", f"{theirs}.ffn.lin2")
-        yield from with_bias(f"{ours}.feed_forward_norm", f"{theirs}.output_layer_norm")
+    yield from layer_entries(config.layers, "distilbert.transformer.layer", DISTILBERT_LAYER)
     if config.masked_lm:
         yield from with_bias("masked_lm.dense", "vocab_transform")
         yield from with_bias("masked_lm.norm", "vocab_layer_norm")
@@ -403,6 +419,16 @@ def describe_vit(ours: ViTConfig) -> dict[str, Any]:
     }
 
 
+VIT_LAYER: Layer = {
+    "attention.qkv": tuple(f"attention.attention.{name}" for name in ("query", "key", "value")),
+    "attention.out": ("attention.output.dense",),
+    "attention_norm": ("layernorm_before",),
+    "feed_forward.up": ("intermediate.dense",),
+    "feed_forward.down": ("output.dense",),
+    "feed_forward_norm": ("layernorm_after",),
+}
+
+
 def vit_entries(config: ViTConfig) -> Iterator[Entry]:
     projection, bias = with_bias("embedding.projection", "vit.embeddings.patch_embeddings.projection")
     yield projection._replace(shape=(config.width, config.channels, config.patch, config.patch))
@@ -410,15 +436,7 @@ def vit_entries(config: ViTConfig) -> Iterator[Entry]:
     yield Entry("embedding.class_token", ("vit.embeddings.cls_token",), shape=(1, 1, config.width))
     places = (1, config.context, config.width)
     yield Entry("embedding.positions", ("vit.embeddings.position_embeddings",), shape=places)
-    for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"vit.encoder.layer.{layer}"
-        parts = (f"{theirs}.attention.attention.{name}" for name in ("query", "key", "value"))
-        yield from with_bias(f"{ours}.attention.qkv", *parts)
-        yield from with_bias(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
-        yield from with_bias(f"{ours}.attention_norm", f"{theirs}.layernorm_before")
-        yield from with_bias(f"{ours}.feed_forward.up", f"{theirs}.intermediate.dense")
-        yield from with_bias(f"{ours}.feed_forward.down", f"{theirs}.output.dense")
-        yield from with_bias(f"{ours}.feed_forward_norm", f"{theirs}.layernorm_after")
+    yield from layer_entries(config.layers, "vit.encoder.layer", VIT_LAYER)
     yield from with_bias("final_norm", "vit.layernorm")
     yield from with_bias("classifier", "classifier")
 

@@ -11,16 +11,7 @@ from transformer_kernels.training.config import typed_fields
 from transformer_kernels.training.recipes.char_gpt import CharGPTConfig
 
 Add = Callable[..., argparse.ArgumentParser]
-PASSED_ON = (
-    "corpus",
-    "data_dir",
-    "context",
-    "batch_size",
-    "lr",
-    "seed",
-    "backend",
-    "device",
-)  # of char-gpt, in `sweep`
+PASSED_ON = ("corpus", "data_dir", "context", "batch_size", "lr", "seed", "backend", "device")  # to char-gpt by `sweep`
 
 
 def add_commands(commands: Any, command: Add, model_options: Callable[..., None]) -> None:

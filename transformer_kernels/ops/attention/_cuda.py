@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.backends import address
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._common import beyond, broadcast_strides, shift_gradient
@@ -121,7 +122,7 @@ def backward(
     (q, k, v), attn_bias, lse, (dout, dlse) = call[:3], call.attn_bias, result.lse, grads
     dq, dk, dv = into or (like_output(q), like_output(k), like_output(v))
     delta = torch.empty_like(lse)
-    gradients: dict[str, Any] = {"dout": _rows(dout), "dlse": _address(dlse), "delta": delta.data_ptr()}
+    gradients: dict[str, Any] = {"dout": _rows(dout), "dlse": address(dlse), "delta": delta.data_ptr()}
     gradients |= {"dq": _rows(dq), "dk": _rows(dk), "dv": _rows(dv)}
     dbias: Tensor | None = None
     if attn_bias is not None and wanted[3]:
@@ -132,10 +133,6 @@ def backward(
             dbias = shift_gradient(dlse, lse, attn_bias)
     load().attention_backward(_launch(call, result, **gradients))
     return dq, dk, dv, dbias
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _rows(x: Tensor) -> Rows:
@@ -166,11 +163,11 @@ def _launch(call: AttentionCall, result: AttentionResult, **gradients: Any) -> L
         query_length,
         k.shape[2],
         head_dim,
-        _address(key_padding_mask),
-        _address(cu_seqlens),
+        address(key_padding_mask),
+        address(cu_seqlens),
         0 if cu_seqlens is None else len(cu_seqlens) - 1,
         _bias(attn_bias),
-        _address(seed),
+        address(seed),
         dropout_p,
         scale,
         causal,

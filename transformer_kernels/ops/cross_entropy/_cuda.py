@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.backends import address
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
 
@@ -49,7 +50,7 @@ def _launch_rows(
         logits.data_ptr(),
         targets.data_ptr(),
         losses.data_ptr(),
-        0 if statistics is None else statistics.data_ptr(),
+        address(statistics),
         targets.numel(),
         logits.shape[-1],
         stride,
@@ -73,7 +74,7 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
         losses.data_ptr(),
         targets.data_ptr(),
         loss.data_ptr(),
-        0 if count is None else count.data_ptr(),
+        address(count),
         rows,
         ignore_index,
         *stream_of(losses),
@@ -93,7 +94,7 @@ def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, w
         logits.data_ptr(),
         targets.data_ptr(),
         statistics.data_ptr(),
-        count.data_ptr() if count is not None and reduction == "mean" else 0,
+        address(count) if reduction == "mean" else 0,
         dlogits.data_ptr(),
         targets.numel(),
         logits.shape[-1],

@@ -7,11 +7,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address
-from transformer_kernels.ops.rotary import RotaryCall
+from transformer_kernels.ops.rotary import RotaryCall, RotaryResult
+
+Forward = Callable[[RotaryCall], RotaryResult]
+Backward = Callable[[RotaryCall, RotaryResult, Grads, Wanted], tuple[Tensor, Tensor | None]]
 
 
-def rotated(
+def passes(kernel_for: Callable[[Tensor], Callable[..., None]]) -> tuple[Forward, Backward]:
+    """A backend's forward and backward, by the kernel that `kernel_for` gives for the dtype and place of a tensor."""
+
+    def forward(call: RotaryCall) -> RotaryResult:
+        q, k = _rotated(kernel_for(call.q), call, call.q, call.k, 1.0)
+        assert k is not None
+        return RotaryResult(q, k)
+
+    def backward(call: RotaryCall, result: RotaryResult, grads: Grads, wanted: Wanted) -> tuple[Tensor, Tensor | None]:
+        dq, dk = grads
+        return _rotated(kernel_for(dq), call, dq, dk, -1.0)
+
+    return forward, backward
+
+
+def _rotated(
     kernel: Callable[..., None], call: RotaryCall, q: Tensor, k: Tensor | None, sign: float
 ) -> tuple[Tensor, Tensor | None]:
     """q and k turned by the angles of the call, or back where sign is -1, in new contiguous tensors."""

@@ -180,6 +180,10 @@ class ReviewRecipe(Recipe):
         self.training, self.held_out = order[:kept], order[kept:].sort().values
         self.train_length = kept
 
+    def loss(self, model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        """The model's mean loss over the targets of a padded batch."""
+        return model.loss(targets, *inputs)
+
     def make_tokenizer(self) -> ReviewTokenizer:
         """The tokenizer that the config names."""
         if self.config.tokenizer == "learned":
@@ -197,7 +201,6 @@ class Imdb(ReviewRecipe):
         if self.initial is not None:
             config.model = {**self.initial.fields, **config.model}
         super().__init__(config, tokenizer)
-        self.loss = packed_loss if config.batching == "packed" else padded_loss  # type: ignore[method-assign]
         self.budget = 0
 
     @classmethod
@@ -209,6 +212,13 @@ class Imdb(ReviewRecipe):
         if self.initial is None:
             return super().make_tokenizer()
         return self.load_tokenizer(self.initial.tokenizer, self.config)
+
+    def loss(self, model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        """The model's mean loss over the labels of a padded or packed batch."""
+        if self.config.batching != "packed":
+            return super().loss(model, inputs, targets)
+        tokens, cu_seqlens, position_ids = inputs
+        return model.loss(targets, tokens, cu_seqlens=cu_seqlens, position_ids=position_ids)
 
     def begin(self, model: nn.Module) -> None:
         """Take the encoder of the run that `--init` names."""
@@ -301,17 +311,6 @@ def packed_batch(
     packed = pack_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config, budget)
     inputs = tuple(to_device(tensor, device) for tensor in packed)
     return Batch(inputs, to_device(reviews.labels[indices], device), int(packed.cu_seqlens[-1]))
-
-
-def padded_loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-    """The model's mean loss over the labels of a padded batch."""
-    return model.loss(targets, *inputs)
-
-
-def packed_loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-    """The model's mean loss over the labels of a packed batch."""
-    tokens, cu_seqlens, position_ids = inputs
-    return model.loss(targets, tokens, cu_seqlens=cu_seqlens, position_ids=position_ids)
 
 
 @torch.no_grad()

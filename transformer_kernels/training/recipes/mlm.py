@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +75,6 @@ class Mlm(ReviewRecipe):
     @classmethod
     def build(cls, config: MlmConfig, tokenizer: ReviewTokenizer) -> nn.Module:
         return build_preset("imdb_mlm", config, vocab_size=tokenizer.vocabulary_size, context=config.max_length)
-
-    @staticmethod
-    def loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-        """The mean loss over the masked tokens."""
-        return model.loss(targets, *inputs)
 
     def sampler(self, processes: Processes) -> MaskingSampler:
         """The reviews of the training part."""
