@@ -38,9 +38,10 @@ def test_example(path: Path) -> None:
     assert SAYS[path.stem] in run("-c", code)
 
 
-def test_the_readme_names_each_example() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert EXAMPLES and all(f"examples/{path.name}" in readme for path in EXAMPLES)
+def test_each_example_is_linked() -> None:
+    """From README, or from the page whose document it belongs to."""
+    text = "".join(page.read_text("utf-8") for page in (ROOT / "README.md", *PAGES))
+    assert EXAMPLES and [path.name for path in EXAMPLES if f"examples/{path.name})" not in text] == []
 
 
 def blocks(path: Path, language: str) -> list[str]:
