@@ -11,7 +11,8 @@ import transformer_kernels as tk
 from tests.support.parity import check_parity
 
 OP = "attention"
-LSE_ROUNDING = "P is recomputed from an lse rounded to fp32, where eager PyTorch has it exactly: 1"
+ONE_KEY = {"qkv": 2.0}
+"""dO . O and dO . V, which cancel, are summed in different orders: a rounding is left, where eager PyTorch has 0."""
 
 
 def make(
@@ -33,18 +34,10 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("call", "length"), [*((call, 33) for call in CALLS), ("causal", 1), ("full", 64), ("dropout", 130)]
 )
-def test_matches_reference(
-    backend: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    call: str,
-    length: int,
-    request: pytest.FixtureRequest,
-) -> None:
-    if (backend, dtype, length) == ("cuda", torch.float32, 1):
-        request.applymarker(pytest.mark.xfail(reason=LSE_ROUNDING, strict=False))
+def test_matches_reference(backend: str, dtype: torch.dtype, device: torch.device, call: str, length: int) -> None:
+    excess = ONE_KEY if (backend, dtype, device.type, length) == ("cuda", torch.float32, "cpu", 1) else None
     tensors = make(dtype, device, length=length)
-    check_parity("packed_attention", backend, tensors, {"heads": 2, **CALLS[call]}, seed=3)
+    check_parity("packed_attention", backend, tensors, {"heads": 2, **CALLS[call]}, seed=3, excess=excess)
 
 
 def test_grouped_heads_with_padding(backend: str, dtype: torch.dtype, device: torch.device) -> None:
