@@ -220,10 +220,12 @@ def alibi_bias(
     return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance.abs()
 
 
-def _scores(q: Tensor, k: Tensor, attn_bias: Tensor | None, scale: float | None) -> Tensor:
-    """scale * q k^T + bias, (B, Hq, Lq, Lk); key heads are repeated for their group of query heads."""
+def _scores(q: Tensor, k: Tensor, attn_bias: Tensor | None, scale: float | None, softcap: float | None) -> Tensor:
+    """scale * q k^T, capped, plus the bias: (B, Hq, Lq, Lk); key heads are repeated for their group of query heads."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = scale * (q @ k.transpose(-2, -1))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     return scores if attn_bias is None else scores + attn_bias
 
 
@@ -245,6 +247,7 @@ def attention(
     window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys that a query may see.
@@ -261,11 +264,12 @@ def attention(
             (left, right) so many keys before it and after it, besides itself, None for all of them.
         dropout_p: probability with which a weight is dropped.
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
+        softcap: softcap * tanh(scores / softcap) takes the place of the scores, before anything is added to them.
         return_lse: also return log(sum(exp(scores))) over the visible keys, (B, Hq, Lq).
     Returns:
         (B, Hq, Lq, Dv); a query that sees no key gets 0, and -inf as its lse.
 
-    Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1; Gemma Team, "Gemma 2", 2024, section 2 (softcap).
     """
     batch, heads, queries, _ = q.shape
     k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
@@ -289,7 +293,7 @@ def attention(
         out = (q * 0.0).sum(dim=-1, keepdim=True) + v.sum(dim=2, keepdim=True)  # zeros (B, Hq, Lq, Dv), with gradients
         lse = torch.full(q.shape[:3], -math.inf, dtype=q.dtype, device=q.device)
         return (out, lse) if return_lse else out
-    scores = _scores(q, k, attn_bias, scale)
+    scores = _scores(q, k, attn_bias, scale, softcap)
     if alibi_slopes is not None:
         packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
         scores = scores + alibi_bias(alibi_slopes, queries, k.shape[2], **packing)
@@ -348,11 +352,12 @@ def attention_weights(
     cu_seqlens: Tensor | None = None,
     window: Window = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The weights that `attention` gives to the values, before dropout: for looking at them.
 
     Args:
-        q, k, causal, key_padding_mask, attn_bias, cu_seqlens, window, scale: as in `attention`.
+        q, k, causal, key_padding_mask, attn_bias, cu_seqlens, window, scale, softcap: as in `attention`.
     Returns:
         (B, Hq, Lq, Lk); a row sums to 1, or is 0 where the query sees no key.
     """
@@ -370,7 +375,7 @@ def attention_weights(
     )
     if k.shape[2] == 0:
         return (q @ k.transpose(-2, -1)) * 0.0
-    scores = _scores(q, k, attn_bias, scale)
+    scores = _scores(q, k, attn_bias, scale, softcap)
     return _masked_softmax(scores, visible.expand_as(scores))[0]
 
 

@@ -104,6 +104,7 @@ TYPE_ERRORS = [
         "attention: window must be an int, a pair (left, right) or None; got float",
     ),
     (tk.attention, (q, k, k), {"scale": 1j}, "attention: scale must be a number; got complex"),
+    (tk.attention, (q, k, k), {"softcap": "50"}, "attention: softcap must be a number; got str"),
     (tk.attention, (q, k, k), {"return_lse": 1}, "attention: return_lse must be True or False; got int"),
     (
         tk.cross_entropy,
@@ -128,7 +129,7 @@ TYPE_ERRORS = [
 VALUE_ERRORS = [
     (tk.attention, (q[0], k, k), {}, "attention: q must have 4 dimensions (B, H, L, D); got (4, 5, 8)"),
     (tk.attention, (q, k[..., :4], k), {}, "attention: k must have the head dimension of q (8); got k (2, 2, 7, 4)"),
-    (tk.attention, (q, k, k[:, :, :3]), {}, "attention: v must have the shape of k (2, 2, 7, 8); got v (2, 2, 3, 8)"),
+    (tk.attention, (q, k, k[:, :, :3]), {}, "attention: v must have the batch size, heads and length of k (2, 2, 7); got v (2, 2, 3, 8)"),
     (tk.attention, (q, k[:1], k[:1]), {}, "attention: k must have the batch size of q (2); got k (1, 2, 7, 8)"),
     (tk.attention, (q, torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)), {}, "the heads of k (3) must divide the heads of q (4)"),
     (tk.attention, (q[..., :0], k[..., :0], k[..., :0]), {}, "the head dimension must be positive"),
@@ -183,6 +184,8 @@ VALUE_ERRORS = [
     (tk.cross_entropy, (x, t), {"weight": w[:5]}, "cross_entropy: weight must have shape (6,); got (5,)"),
     (tk.cross_entropy, (x, t), {"z_loss": -0.1}, "cross_entropy: z_loss must not be negative; got -0.1"),
     (tk.cross_entropy, (x, t), {"softcap": math.inf}, "cross_entropy: softcap must be finite; got inf"),
+    (tk.attention, (q, k, k), {"softcap": 0.0}, "attention: softcap must be positive; got 0.0"),
+    (tk.attention, (q, k, k), {"softcap": math.inf}, "attention: softcap must be finite; got inf"),
     (tk.attention, (q, k, k), {"window": (-1, 2)}, "window must not be negative, None is without limit; got (-1, 2)"),
     (tk.attention, (q, k, k), {"window": (1, 2, 3)}, "window must be an int or a pair (left, right); got (1, 2, 3)"),
     (tk.attention, (q, k, k), {"alibi_slopes": w[:3]}, "alibi_slopes must have shape (Hq,) (4,) or (B, Hq) (2, 4); got (3,)"),

@@ -15,11 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_kernels import ops
-from transformer_kernels.ops._visible import visible_mask
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -67,8 +65,7 @@ def attention_forward(
         is_causal: query i sees the keys j <= i + Lk - Lq.
         position_bias: added to the scores; broadcasts to (B, H, Lq, Lk). It may require grad.
         sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window.
-        softcap: the scores become softcap * tanh(scores / softcap) before anything is added (Gemma 2). No kernel has
-            that: the scores are then held whole, and the backend computes their softmax.
+        softcap: softcap * tanh(scores / softcap) takes the place of the scores, before anything is added (Gemma 2).
         kwargs: with `output_attentions` or `return_attention` true, the weights are returned beside the result.
     Returns:
         (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
@@ -93,40 +90,13 @@ def attention_forward(
         "attn_bias": bias,
         "window": sliding_window,
         "scale": scaling,
+        "softcap": softcap,
         "backend": getattr(module, "backend", None),
     }
     wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
-    if softcap is None:
-        out = ops.attention(query, key, value, dropout_p=dropout, **options)
-        assert isinstance(out, Tensor)  # a pair only with return_lse
-        return out.transpose(1, 2), ops.attention_weights(query, key, **options) if wanted else None
-    weights = _softcapped_weights(query, key, softcap=softcap, **options)
-    out = F.dropout(weights, dropout) @ value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-    return out.transpose(1, 2).contiguous(), weights if wanted else None
-
-
-def _softcapped_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    softcap: float,
-    causal: bool,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    window: int | None,
-    scale: float | None,
-    backend: str | None,
-) -> Tensor:
-    """`ops.attention_weights` of softcapped scores, (B, H, Lq, Lk)."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = softcap * (scores / softcap).tanh()
-    mask = visible_mask(q.shape[2], k.shape[2], q.device, causal, window, key_padding_mask)
-    if attn_bias is not None:
-        scores = (scores + attn_bias).to(q.dtype)
-        seen = attn_bias > -math.inf
-        mask = seen if mask is None else mask & seen
-    return ops.softmax(scores, mask=mask, backend=backend)
+    out = ops.attention(query, key, value, dropout_p=dropout, **options)
+    assert isinstance(out, Tensor)  # a pair only with return_lse
+    return out.transpose(1, 2), ops.attention_weights(query, key, **options) if wanted else None
 
 
 def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:

@@ -86,8 +86,8 @@ def test_matches_reference_with_all_masks_together(
     check_parity("attention", backend, tensors, options)
 
 
-LACKED = {"cpu": ("window", "alibi_slopes", "cu_seqlens_k"), "cuda": ("window", "alibi_slopes", "cu_seqlens_k")}
-LACKED["triton"] = ("cu_seqlens_k",)
+LACKED = dict.fromkeys(("cpu", "cuda"), ("window", "alibi_slopes", "cu_seqlens_k", "softcap"))
+LACKED["triton"] = ("cu_seqlens_k", "softcap")
 
 
 def skip_where_refused(backend: str, option: str) -> None:
@@ -134,10 +134,39 @@ def test_alibi_is_the_bias_of_the_reference(
     check_parity("attention", backend, tensors, options)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.parametrize("use", [(True, False, True), (False, True, False)], ids=["causal biased", "padded dropout"])
+def test_softcap(
+    backend: str, dtype: torch.dtype, device: torch.device, use: tuple[bool, bool, bool], softcap: float
+) -> None:
+    """The bias is beyond the cap: it is added to what tanh has bounded."""
+    skip_where_refused(backend, "softcap")
+    causal, padded, biased = use
+    tensors = make(dtype, device, (40, 70), heads=(4, 2))
+    with torch.no_grad():
+        tensors["q"].mul_(8.0)  # scores up to 30
+    if padded:
+        tensors["key_padding_mask"] = padding(2, 70, device)
+    if biased:
+        tensors["attn_bias"] = torch.randn(1, 4, 40, 70).to(dtype).to(device).mul_(3.0).requires_grad_()
+    options = {"causal": causal, "softcap": softcap, "dropout_p": 0.2 if padded else 0.0, "return_lse": True}
+    check_parity("attention", backend, tensors, options)
+
+
+@pytest.mark.parametrize("widths", [(32, 8), (24, 40)], ids=str)
+def test_values_of_another_width(
+    backend: str, dtype: torch.dtype, device: torch.device, widths: tuple[int, int]
+) -> None:
+    tensors = make(dtype, device, (20, 30), heads=(4, 2), width=widths[0])
+    tensors["v"] = make(dtype, device, (20, 30), heads=(4, 2), width=widths[1])["v"]
+    check_parity("attention", backend, tensors, {"causal": True, "return_lse": True})
+
+
 def test_alibi_beside_a_bias(device: torch.device) -> None:
     tensors = make(torch.float32, device, (40, 70))
     tensors["attn_bias"] = torch.randn(2, 1, 40, 70, device=device).requires_grad_()
-    check_parity("attention", "torch", tensors, {"alibi_slopes": torch.tensor([0.5, 0.1], device=device)})
+    options = {"alibi_slopes": torch.tensor([0.5, 0.1], device=device), "softcap": 2.0}
+    check_parity("attention", "torch", tensors, options)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -157,11 +186,11 @@ def test_keys_packed_otherwise_than_queries(
     check_parity("attention", "torch", tensors, {**options, "window": (6, 3)})
 
 
-@pytest.mark.parametrize("option", ["window", "alibi_slopes", "cu_seqlens_k"])
+@pytest.mark.parametrize("option", ["window", "alibi_slopes", "cu_seqlens_k", "softcap"])
 def test_an_option_that_a_backend_lacks_is_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make(torch.float32, torch.device("cpu"), (5, 7), batch=1)
     starts = torch.tensor([0, 5], dtype=torch.int32)
-    value = {"window": (1, 3), "alibi_slopes": torch.ones(2), "cu_seqlens_k": starts}[option]
+    value = {"window": (1, 3), "alibi_slopes": torch.ones(2), "cu_seqlens_k": starts, "softcap": 5.0}[option]
     options = {option: value} | ({"cu_seqlens": starts} if option == "cu_seqlens_k" else {})
     monkeypatch.setattr(_dispatch, "unavailable", lambda *_: None)
     explanation = tk.explain("attention", **tensors, **options, backend="auto")

@@ -31,8 +31,8 @@ def make(dtype: torch.dtype, device: torch.device, queries: int = 7, keys: int =
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True}, {"window": 3}, {"causal": True, "window": 2, "scale": 0.7}],
-    ids=["all", "causal", "window", "both"],
+    [{}, {"causal": True}, {"window": 3}, {"causal": True, "window": 2, "scale": 0.7, "softcap": 0.8}],
+    ids=["all", "causal", "window", "both, capped"],
 )
 def test_matches_reference(backend: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> None:
     check_parity(OP, backend, make(dtype, device), options)

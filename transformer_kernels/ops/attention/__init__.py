@@ -42,6 +42,7 @@ class AttentionCall(NamedTuple):
     right: int | None = None
     alibi_slopes: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    softcap: float | None = None
 
 
 class AttentionResult(NamedTuple):
@@ -69,6 +70,7 @@ def attention(
     window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -77,7 +79,9 @@ def attention(
     Args:
         q: (B, Hq, Lq, D), float32, float16, bfloat16 (float64 with backend="torch"). Any strides; with a contiguous
             last axis, such as a view of a packed (B, L, 3, H, D) projection, nothing is copied.
-        k, v: (B, Hk, Lk, D), the dtype of q. Hk divides Hq; query head h uses key head h // (Hq / Hk).
+        k: (B, Hk, Lk, D), the dtype of q. Hk divides Hq; query head h uses key head h // (Hq / Hk).
+        v: (B, Hk, Lk, Dv). Where Dv is not D, the narrower of keys and values is copied with zeros behind it, and the
+            call costs what one of the wider heads does.
         causal: query i sees the keys j <= i + Lk - Lq (aligned bottom-right).
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores; broadcasts to (B, Hq, Lq, Lk); the dtype of q or float32. It may require grad.
@@ -95,18 +99,21 @@ def attention(
             1 / (1 - dropout_p), with dropout_p rounded to a multiple of 2^-16. The mask is philox4x32-7 of (seed,
             position), the same in every backend; the seed is drawn from torch's generator.
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
+        softcap: softcap * tanh(scale * q k^T / softcap) takes the place of scale * q k^T; attn_bias and alibi_slopes
+            are added to that. backend="torch" only.
         return_lse: also return the natural log of the sum of exponentials of the scores, before dropout.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
-        (B, Hq, Lq, D) in the dtype of q, laid out in memory as (B, Lq, Hq, D); accumulated in float32. With return_lse
-        also float32 (B, Hq, Lq) (float64 for float64). A query that sees no key gives 0, an lse of -inf, and zero
-        gradients.
+        (B, Hq, Lq, Dv) in the dtype of q, laid out in memory as (B, Lq, Hq, max(D, Dv)); accumulated in float32. With
+        return_lse also float32 (B, Hq, Lq) (float64 for float64). A query that sees no key gives 0, an lse of -inf, and
+        zero gradients.
     Raises:
         TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2;
-    Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3 (alibi_slopes).
+    Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3 (alibi_slopes); Gemma
+    Team, "Gemma 2", 2024, section 2 (softcap).
     """
     call = prepare(
         q,
@@ -121,9 +128,11 @@ def attention(
         window=window,
         dropout_p=dropout_p,
         scale=scale,
+        softcap=softcap,
         return_lse=return_lse,
     )
     out, lse = OPERATION(call, backend)
+    out = out[..., : v.shape[3]] if v.shape[3] < out.shape[3] else out
     return (out, lse) if return_lse else out
 
 
@@ -141,6 +150,7 @@ def prepare(
     window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> AttentionCall:
     """The checked arguments."""
@@ -159,6 +169,10 @@ def prepare(
         scale = 1.0 / math.sqrt(q.shape[-1])
     else:
         _checks.finite(OP, "scale", scale)
+    if softcap is not None:
+        _checks.finite(OP, "softcap", softcap)
+        _checks.positive(OP, "softcap", softcap)
+        softcap = float(softcap)
     if key_padding_mask is not None:
         key_padding_mask = _checked_padding(key_padding_mask, k)
     if attn_bias is not None:
@@ -167,14 +181,16 @@ def prepare(
         alibi_slopes = _checked_slopes(alibi_slopes, q)
     if cu_seqlens is not None or cu_seqlens_k is not None:
         cu_seqlens, cu_seqlens_k = _checked_packing(cu_seqlens, cu_seqlens_k, q, k)
-    others = {"key_padding_mask": key_padding_mask, "attn_bias": attn_bias, "alibi_slopes": alibi_slopes}
-    _checks.same_device(OP, q, k=k, v=v, **others, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    masks = {"key_padding_mask": key_padding_mask, "attn_bias": attn_bias, "alibi_slopes": alibi_slopes}
+    _checks.same_device(OP, q, k=k, v=v, **masks, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     _autograd.refuse_transforms(OP, q, k, v, attn_bias)
     seed = draw_seed(q.device) if dropout_p > 0.0 else None
-    q, k, v = last_axis_contiguous(q), last_axis_contiguous(k), last_axis_contiguous(v)
+    wide = max(q.shape[3], v.shape[3])
+    q, k, v = (last_axis_contiguous(_widened(x, wide)) for x in (q, k, v))
     causal, window, right = reach(causal, window)
     numbers = causal, window, float(dropout_p), float(scale), right
-    return AttentionCall(q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *numbers, alibi_slopes, cu_seqlens_k)
+    others = alibi_slopes, cu_seqlens_k, softcap
+    return AttentionCall._make((q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *numbers, *others))
 
 
 def reach(causal: bool, window: Window) -> tuple[bool, int | None, int | None]:
@@ -201,8 +217,10 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{OP}: k must have the head dimension of q ({width}); got k {tuple(k.shape)}")
     if k.shape[0] != batch:
         raise ValueError(f"{OP}: k must have the batch size of q ({batch}); got k {tuple(k.shape)}")
-    if v.shape != k.shape:
-        raise ValueError(f"{OP}: v must have the shape of k {tuple(k.shape)}; got v {tuple(v.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"{OP}: v must have the batch size, heads and length of k {tuple(k.shape[:3])}; got v {tuple(v.shape)}"
+        )
     if heads != k.shape[1] and (k.shape[1] == 0 or heads % k.shape[1]):
         raise ValueError(f"{OP}: the heads of k ({k.shape[1]}) must divide the heads of q ({heads})")
 
@@ -284,6 +302,11 @@ def _checked_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
 def last_axis_contiguous(x: Tensor) -> Tensor:
     """x, copied where its last axis is strided."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """x with zeros behind its columns, up to `width`: they add nothing to a score, and their outputs are cut off."""
+    return x if x.shape[3] == width else torch.nn.functional.pad(x, (0, width - x.shape[3]))
 
 
 def like_output(x: Tensor) -> Tensor:

@@ -9,14 +9,26 @@ from transformer_kernels.ops.attention import AttentionCall
 
 
 def beyond(call: AttentionCall, *known: str) -> str | None:
-    """Which option of the call kernels lack that know only those `known` of `right` and `alibi_slopes`; or None."""
+    """Which option kernels lack that know only those `known` of `right`, `alibi_slopes` and `softcap`; or None."""
     if call.cu_seqlens_k is not None:
         return "it has no keys packed otherwise than the queries (cu_seqlens_k); use backend='torch'"
     if call.right is not None and "right" not in known:
         return "its windows reach equally far to both sides; use backend='torch'"
     if call.alibi_slopes is not None and "alibi_slopes" not in known:
         return "it has no alibi_slopes; use backend='torch', or give the bias as attn_bias"
+    if call.softcap is not None and "softcap" not in known:
+        return "it has no softcap; use backend='torch'"
     return None
+
+
+def cap(scores: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(scores / softcap), in place; scores as they are without a cap."""
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def cap_slope(scores: Tensor, softcap: float) -> Tensor:
+    """The derivative of `cap`, from the scores that it returned: 1 - tanh^2."""
+    return 1.0 - (scores / softcap).square_()
 
 
 def broadcast_strides(bias: Tensor) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ def _fused(call: AttentionCall) -> bool:
     device, so there keys behind the padding mask are zeroed instead (see `_operands`); it wants 16-byte aligned rows.
     """
     q, k, v = call[:3]
-    if call.seed is not None or call.cu_seqlens is not None or call.alibi_slopes is not None:
+    if not (call.seed is call.cu_seqlens is call.alibi_slopes is call.softcap is None):
         return False
     if q.numel() == 0 or k.numel() == 0:
         return False

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformer_kernels._autograd import Grads
 from transformer_kernels._dropout import drop, keep_scale
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+from transformer_kernels.ops.attention._common import cap, cap_slope
 
 aten = torch.ops.aten
 
@@ -34,8 +35,9 @@ def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: tuple[
     for chunk in _chunks(q, k.shape[2]):
         seen = _seen(visible, chunk)
         key, value = (repeat_heads(x[chunk], heads).to(operand) for x in (k, v))
-        query = (q[chunk] * scale).to(operand)
-        scores, blind = _scores(query, key, seen, _bias(call, chunk), clean, lse.dtype)
+        query = q[chunk].to(operand) * scale
+        scores = cap(torch.matmul(query, key.transpose(-2, -1)).to(lse.dtype), call.softcap)
+        blind = _add_masks(scores, seen, _bias(call, chunk), clean)
         highest = scores.amax(dim=-1, keepdim=True)
         weights = _weights(scores, blind)
         lse_of_chunk = highest - weights.amax(dim=-1, keepdim=True).log()
@@ -67,8 +69,10 @@ def backward_in_chunks(
     for chunk in _chunks(q, k.shape[2]):
         seen = _seen(visible, chunk)
         key, value = (_hide(repeat_heads(x[chunk], heads), seen, clean).to(operand) for x in (k, v))
-        query, gradient = (q[chunk] * scale).to(operand), dout[chunk].to(operand)
-        scores, blind = _scores(query, key, seen, _bias(call, chunk), clean, wide)
+        query, gradient = q[chunk].to(operand) * scale, dout[chunk].to(operand)
+        scores = cap(torch.matmul(query, key.transpose(-2, -1)).to(wide), call.softcap)
+        slope = None if call.softcap is None else cap_slope(scores, call.softcap)
+        blind = _add_masks(scores, seen, _bias(call, chunk), clean)
         weights = used = _weights(scores, blind)  # P
         dweights = (gradient @ value.transpose(-2, -1)).to(wide)
         if seed is not None:
@@ -78,10 +82,10 @@ def backward_in_chunks(
         dscores = aten._softmax_backward_data.default(dweights, weights, -1, wide)
         if dlse is not None:
             dscores.addcmul_(weights, dlse[chunk].unsqueeze(-1))
-        low = dscores.to(operand)
+        dproducts = (dscores if slope is None else slope.mul_(dscores)).to(operand)
         dv[chunk] = sum_heads(used.to(operand).transpose(-2, -1) @ gradient, k.shape[1])
-        dk[chunk] = sum_heads(low.transpose(-2, -1) @ query, k.shape[1])
-        dq[chunk] = (low @ key).mul_(scale)
+        dk[chunk] = sum_heads(dproducts.transpose(-2, -1) @ query, k.shape[1])
+        dq[chunk] = (dproducts @ key).mul_(scale)
         if (part := _part(dbias, chunk)) is not None:
             part.add_(dscores.sum_to_size(part.shape))
     return as_dtype_of(wanted, dbias)
@@ -133,29 +137,26 @@ def _seen(visible: Tensor | None, chunk: slice) -> Tensor | None:
     return seen
 
 
-def _scores(
-    query: Tensor, key: Tensor, visible: Tensor | None, attn_bias: Tensor | None, clean: bool, wide: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """query key^T + bias, -inf where hidden: (b, Hq, Lq, Lk), and which rows see nothing: (b, Hq, Lq, 1) or None.
+def _add_masks(scores: Tensor, visible: Tensor | None, attn_bias: Tensor | None, clean: bool) -> Tensor | None:
+    """Add the bias to scores (b, Hq, Lq, Lk), and -inf where hidden; returns which rows see nothing, or None.
 
     Clean operands let the mask be added; otherwise hidden scores are overwritten, since NaN - inf is NaN.
     """
-    scores = torch.matmul(query, key.transpose(-2, -1)).to(wide)
     if visible is None and attn_bias is None:
-        return scores, None
+        return None
     added = attn_bias
     if visible is not None:
-        bias = torch.zeros((), dtype=wide, device=query.device) if attn_bias is None else attn_bias
+        bias = torch.zeros((), dtype=scores.dtype, device=scores.device) if attn_bias is None else attn_bias
         added = torch.where(visible, bias, -math.inf)
     assert added is not None
     blind = added.amax(dim=-1, keepdim=True) == -math.inf
     if visible is None or clean:
         scores.add_(added)
     else:
-        scores = (scores if attn_bias is None else scores.add_(attn_bias)).masked_fill_(~visible, -math.inf)
-    if query.device.type == "cpu" and not bool(blind.any()):
-        return scores, None
-    return scores, blind.expand(*(1,) * (4 - blind.dim()), *blind.shape)
+        (scores if attn_bias is None else scores.add_(attn_bias)).masked_fill_(~visible, -math.inf)
+    if scores.device.type == "cpu" and not bool(blind.any()):
+        return None
+    return blind.expand(*(1,) * (4 - blind.dim()), *blind.shape)
 
 
 def _weights(scores: Tensor, blind: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.ops._visible import visible_mask
 from transformer_kernels.ops.attention import Window
 from transformer_kernels.ops.attention import prepare as checked_attention
+from transformer_kernels.ops.attention._common import cap, cap_slope
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 OP = "attention_weights"
@@ -30,6 +31,7 @@ class AttentionWeightsCall(NamedTuple):
     window: int | None
     right: int | None
     scale: float
+    softcap: float | None
 
 
 def attention_weights(
@@ -42,6 +44,7 @@ def attention_weights(
     cu_seqlens: Tensor | None = None,
     window: Window = None,
     scale: float | None = None,
+    softcap: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + bias) over the keys that a query may see: what `attention` multiplies the values by.
@@ -49,7 +52,7 @@ def attention_weights(
     Memory grows with Lq * Lk: it is for looking, not for training.
 
     Args:
-        q, k, causal, key_padding_mask, attn_bias, cu_seqlens, window, scale: as in `attention`.
+        q, k, causal, key_padding_mask, attn_bias, cu_seqlens, window, scale, softcap: as in `attention`.
         backend: "torch", "cpu", "triton", "cuda" or "auto", whose `softmax` answers; the products are PyTorch's.
     Returns:
         (B, Hq, Lq, Lk) in the dtype of q, scores and sums in float32 (float64 for float64). A row sums to 1, or is 0
@@ -60,8 +63,18 @@ def attention_weights(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """
-    options = {"key_padding_mask": key_padding_mask, "attn_bias": attn_bias, "cu_seqlens": cu_seqlens}
-    return OPERATION(prepare(q, k, causal=causal, window=window, scale=scale, **options), backend)
+    call = prepare(
+        q,
+        k,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        attn_bias=attn_bias,
+        cu_seqlens=cu_seqlens,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+    )
+    return OPERATION(call, backend)
 
 
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
@@ -69,7 +82,8 @@ def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
     _autograd.refuse_transforms(OP, *(each for each in (q, k, options.get("attn_bias")) if isinstance(each, Tensor)))
     call = checked_attention(q, k, k, **options)
     masks = call.key_padding_mask, call.attn_bias, call.cu_seqlens
-    return AttentionWeightsCall(call.q, call.k, *masks, call.causal, call.window, call.right, call.scale)
+    reach = call.causal, call.window, call.right
+    return AttentionWeightsCall(call.q, call.k, *masks, *reach, call.scale, call.softcap)
 
 
 class _OnSoftmax:
@@ -85,7 +99,7 @@ class _OnSoftmax:
     def forward(self, call: AttentionWeightsCall) -> Tensor:
         q, k = _operands(call)
         with torch.autocast(q.device.type, enabled=False):
-            scores = (q @ k.transpose(-2, -1)).mul_(call.scale).flatten(1, 2)  # (B, Hk, group, ...) -> (B, Hq, Lq, Lk)
+            scores = _scores(call, q, k)
         masks = call.causal, call.window, call.key_padding_mask, call.cu_seqlens, call.right
         mask = visible_mask(scores.shape[2], scores.shape[3], q.device, *masks)
         if call.attn_bias is not None:
@@ -104,8 +118,10 @@ class _OnSoftmax:
         (dscores,) = self.kernels.backward(hidden, weights.to(q.dtype), (dy,), (True,))
         bias = call.attn_bias
         dbias = None if bias is None else dscores.sum_to_size(bias.shape).to(bias.dtype)
-        dscores = dscores.unflatten(1, q.shape[1:3]).mul(call.scale)  # (B, Hk, group, Lq, Lk)
         with torch.autocast(q.device.type, enabled=False):
+            if call.softcap is not None:
+                dscores = dscores * cap_slope(_scores(call, q, k), call.softcap)
+            dscores = dscores.unflatten(1, q.shape[1:3]).mul(call.scale)  # (B, Hk, group, Lq, Lk)
             dq = (dscores @ k).flatten(1, 2)
             dk = (dscores.transpose(-2, -1) @ q).sum(dim=2)
         return dq.to(call.q.dtype), dk.to(call.k.dtype), dbias
@@ -118,6 +134,11 @@ def _operands(call: AttentionWeightsCall) -> tuple[Tensor, Tensor]:
     if call.key_padding_mask is not None:
         k = k.masked_fill(~call.key_padding_mask[:, None, :, None], 0.0)
     return call.q.to(wide).unflatten(1, (k.shape[1], -1)), k.unsqueeze(2)
+
+
+def _scores(call: AttentionWeightsCall, q: Tensor, k: Tensor) -> Tensor:
+    """The scores (B, Hq, Lq, Lk) of `_operands`, to which nothing is added yet."""
+    return cap((q @ k.transpose(-2, -1)).mul_(call.scale), call.softcap).flatten(1, 2)
 
 
 OPERATION = _autograd.Operation(
