@@ -86,8 +86,11 @@ def test_matches_reference_with_all_masks_together(
     check_parity("attention", backend, tensors, options)
 
 
-LACKED = dict.fromkeys(("cpu", "cuda"), ("window", "alibi_slopes", "cu_seqlens_k", "softcap"))
-LACKED["triton"] = ("cu_seqlens_k", "softcap")
+LACKED = {
+    "cpu": ("softcap",),
+    "triton": ("cu_seqlens_k", "softcap"),
+    "cuda": ("window", "alibi_slopes", "cu_seqlens_k", "softcap"),
+}
 
 
 def skip_where_refused(backend: str, option: str) -> None:
@@ -162,11 +165,13 @@ def test_values_of_another_width(
     check_parity("attention", backend, tensors, {"causal": True, "return_lse": True})
 
 
-def test_alibi_beside_a_bias(device: torch.device) -> None:
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_alibi_beside_a_bias(backend: str, device: torch.device) -> None:
+    require(OP, backend, device, torch.float32)
     tensors = make(torch.float32, device, (40, 70))
     tensors["attn_bias"] = torch.randn(2, 1, 40, 70, device=device).requires_grad_()
-    options = {"alibi_slopes": torch.tensor([0.5, 0.1], device=device), "softcap": 2.0}
-    check_parity("attention", "torch", tensors, options)
+    options = {"alibi_slopes": torch.tensor([0.5, 0.1], device=device)}
+    check_parity("attention", backend, tensors, options | ({} if backend == "cpu" else {"softcap": 2.0}))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -176,14 +181,21 @@ def test_alibi_beside_a_bias(device: torch.device) -> None:
     ids=["several", "with empty ones and filler", "none"],
 )
 def test_keys_packed_otherwise_than_queries(
-    device: torch.device, starts: list[int], key_starts: list[int], lengths: tuple[int, int], causal: bool
+    backend: str,
+    device: torch.device,
+    starts: list[int],
+    key_starts: list[int],
+    lengths: tuple[int, int],
+    causal: bool,
 ) -> None:
     """What is peculiar to each sequence is where its last query stands: at its last key."""
+    skip_where_refused(backend, "cu_seqlens_k")
     tensors = make(torch.float32, device, lengths, batch=1, heads=(4, 2))
+    tensors["key_padding_mask"] = padding(1, lengths[1], device)
     packing = {"cu_seqlens": starts, "cu_seqlens_k": key_starts}
     options: dict[str, Any] = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in packing.items()}
     options |= {"causal": causal, "dropout_p": 0.2, "alibi_slopes": torch.rand(4, device=device)}
-    check_parity("attention", "torch", tensors, {**options, "window": (6, 3)})
+    check_parity("attention", backend, tensors, {**options, "window": (6, 3)})
 
 
 @pytest.mark.parametrize("option", ["window", "alibi_slopes", "cu_seqlens_k", "softcap"])
@@ -194,9 +206,9 @@ def test_an_option_that_a_backend_lacks_is_refused(option: str, monkeypatch: pyt
     options = {option: value} | ({"cu_seqlens": starts} if option == "cu_seqlens_k" else {})
     monkeypatch.setattr(_dispatch, "unavailable", lambda *_: None)
     explanation = tk.explain("attention", **tensors, **options, backend="auto")
-    assert explanation.chosen == "torch"
-    for backend in ("cpu", "triton", "cuda"):
-        reason = explanation.reasons[backend]
+    assert explanation.chosen == ("torch" if option in LACKED["cpu"] else "cpu")
+    for backend in LACKED:
+        reason = explanation.reasons.get(backend, "")
         assert ("use backend='torch'" in reason) == (option in LACKED[backend])
         if option in LACKED[backend]:
             with pytest.raises(UnsupportedByBackend, match=f"^attention: backend '{backend}' does not support"):

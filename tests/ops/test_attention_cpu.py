@@ -69,20 +69,26 @@ def run(tensors: dict[str, Any], **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "all masks"])
 def test_each_instruction_set_matches_the_reference(instruction_set: str, dtype: torch.dtype, everything: bool) -> None:
-    tensors, options = make((37, 150), dtype=dtype), {"causal": True, "return_lse": True}
+    tensors, options = make((37, 150), dtype=dtype), {"causal": not everything, "return_lse": True}
     if everything:
         tensors["key_padding_mask"] = torch.arange(150).expand(2, 150) % 7 != torch.tensor([[3], [5]])
         tensors["attn_bias"] = torch.randn(1, 4, 37, 150).to(dtype).requires_grad_()
-        options |= {"window": 60, "dropout_p": 0.2}
+        options |= {"window": (59, 9), "alibi_slopes": torch.linspace(-0.1, 0.4, 8).view(2, 4), "dropout_p": 0.2}
     check_parity("attention", "cpu", tensors, options)
 
 
-CALLS = {
+PACKED_APART = {
+    name: torch.tensor(starts, dtype=torch.int32)
+    for name, starts in {"cu_seqlens": [0, 120, 120, 190], "cu_seqlens_k": [0, 30, 41, 300]}.items()
+}
+CALLS: dict[str, Any] = {
     "one head": (make((300, 300), (1, 1), batch=1), {"causal": True}),
     "grouped": (make((200, 333), (6, 2), batch=1), {"dropout_p": 0.3}),
     "many heads": (make((64, 64), (4, 4), 32, 8), {"causal": True}),
     "decoding": (make((2, 3000), (8, 2), 64), {"causal": True}),
     "bias": ({**make((130, 70)), "attn_bias": torch.linspace(-1, 1, 280).view(4, 1, 70).requires_grad_()}, {}),
+    "unequal window": (make((300, 333), (6, 2), batch=1), {"window": (70, 9), "alibi_slopes": torch.rand(6)}),
+    "packed apart": (make((200, 333), batch=1), {**PACKED_APART, "dropout_p": 0.3, "alibi_slopes": torch.rand(4)}),
 }
 
 
@@ -98,13 +104,15 @@ def test_the_number_of_threads_changes_no_bit(name: str, threads: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ["plain", "padded", "causal", "biased", "dropout"])
+@pytest.mark.parametrize("case", ["plain", "padded", "causal", "biased", "dropout", "slopes"])
 def test_keys_split_among_threads_match_the_reference(case: str, dtype: torch.dtype) -> None:
     tensors, options = make((3, 2500), (4, 2), 24, dtype=dtype), {"return_lse": True}
     if case == "padded":  # the second batch sees no key of the first two pieces
         tensors["key_padding_mask"] = torch.stack([torch.arange(2500) % 3 > 0, torch.arange(2500) >= 2100])
     if case == "biased":
         tensors["attn_bias"] = torch.randn(4, 1, 2500).to(dtype).requires_grad_()
+    if case == "slopes":
+        options |= {"alibi_slopes": torch.rand(4) / 100, "window": (None, 1), "scale": -0.2}
     options |= {"causal": case == "causal", "dropout_p": 0.25 if case == "dropout" else 0.0}
     check_parity("attention", "cpu", tensors, options)
 
@@ -128,13 +136,17 @@ def _guarded(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return memory[1:-1, :, 1:-1, 1 : width + 1], memory
 
 
-def test_nothing_beside_the_operands_is_read_or_written() -> None:
-    shape = (2, 3, 37, 21)
-    views = [_guarded(shape) for _ in range(7)]
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed apart"])
+def test_nothing_beside_the_operands_is_read_or_written(packed: bool) -> None:
+    of_queries, of_keys = ((1, 3, 200, 21), (1, 3, 333, 21)) if packed else ((2, 3, 37, 21), (2, 3, 37, 21))
+    views = [_guarded(shape) for shape in (of_queries, of_keys, of_keys, of_queries, of_queries, of_keys, of_keys)]
     for view, _ in views[:4]:
-        view.copy_(torch.randn(shape))
+        view.copy_(torch.randn(view.shape))
     q, k, v, dout = (view for view, _ in views[:4])
     call = AttentionCall(q, k, v, None, None, None, None, True, None, 0.0, 0.2)
+    if packed:
+        k[:, :, 300:] = v[:, :, 300:] = float("nan")
+        call = call._replace(**PACKED_APART, causal=False, window=30, right=2, alibi_slopes=torch.rand(1, 3, 1, 1))
     result = _cpu.forward(call)
     into = tuple(view for view, _ in views[4:])
     plain = _cpu.backward(call, result, (dout, None), (True, True, True, False))

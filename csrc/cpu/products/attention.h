@@ -16,12 +16,14 @@ struct Heads {
 // The arguments of a call in the order in which ops/attention/_cpu.py packs them; an absent tensor has address 0.
 struct AttentionCall {
   int64_t dtype, batch, heads, kv_heads, queries, keys, width;
-  int64_t causal, window;  // window: -1 without
+  int64_t causal, window, right;  // window: -1 without; right: how many keys after itself a query sees, -1 where window says
   Heads q, k, v, out;
   Address lse, padding, seed;
   Address bias;
   int64_t bias_dtype, bias_strides[4];
-  Address starts;
+  Address slopes;
+  int64_t slope_strides[2];
+  Address starts, key_starts;  // the same where keys are not packed otherwise
   int64_t sequences;
   Heads dout, dq, dk, dv;
   Address dlse, dbias;
@@ -41,32 +43,32 @@ inline int64_t parts_of(int64_t owners, int64_t blocks) {
   return owners >= wanted || thread_count() < 2 ? 1 : smaller(blocks, (wanted + owners - 1) / owners);
 }
 
-// A stretch of tokens that is computed alone: a batch, or one of the packed sequences.
+// What is computed alone: a batch, or one of the packed sequences, whose queries and keys begin at these rows.
 struct Span {
-  int64_t batch, first, queries, keys;
+  int64_t batch, first_query, queries, first_key, keys;
 };
 
 TK_INLINE int64_t span_count(const AttentionCall& call) { return call.starts ? call.sequences : call.batch; }
 
 TK_INLINE Span span_at(const AttentionCall& call, int64_t index) {
-  if (!call.starts) return {index, 0, call.queries, call.keys};
-  const int32_t* starts = at<int32_t>(call.starts);
-  const int64_t tokens = starts[index + 1] - starts[index];
-  return {0, starts[index], tokens, tokens};
+  if (!call.starts) return {index, 0, call.queries, 0, call.keys};
+  const int32_t *starts = at<int32_t>(call.starts) + index, *key_starts = at<int32_t>(call.key_starts) + index;
+  return {0, starts[0], starts[1] - starts[0], key_starts[0], key_starts[1] - key_starts[0]};
 }
 
-// The keys of a span that padding leaves, packed: `position` of each among the span's, and the `rank` of each position
-// among the packed; both null where nothing is padded.
+// The keys of a span that padding leaves, packed: `position` of each among the span's, which begin at row `first`, and the
+// `rank` of each position among the packed; both null where nothing is padded.
 struct Keys {
-  int64_t count;
+  int64_t first, count;
   const int32_t *position, *rank;
 };
 
-TK_INLINE int64_t position_of(const Keys& keys, int64_t key) { return keys.position ? keys.position[key] : key; }
+// The row in which a packed key lies.
+TK_INLINE int64_t row_of_key(const Keys& keys, int64_t key) { return keys.first + (keys.position ? keys.position[key] : key); }
 
 inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
-  if (!call.padding) return {span.keys, nullptr, nullptr};
-  const uint8_t* present = at<const uint8_t>(call.padding) + span.batch * call.keys + span.first;
+  if (!call.padding) return {span.first_key, span.keys, nullptr, nullptr};
+  const uint8_t* present = at<const uint8_t>(call.padding) + span.batch * call.keys + span.first_key;
   int32_t* position = scratch<int32_t>(slot, 2 * span.keys + 1);
   int32_t* rank = position + span.keys;
   int32_t count = 0;
@@ -76,11 +78,11 @@ inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
     count += present[j] != 0;
   }
   rank[span.keys] = count;
-  if (count == span.keys) return {span.keys, nullptr, nullptr};
-  return {count, position, rank};
+  if (count == span.keys) return {span.first_key, span.keys, nullptr, nullptr};
+  return {span.first_key, count, position, rank};
 }
 
-// The queries in the lanes of one block: which head and token each is, and the packed keys [low, high) that it sees. Query
+// The queries in the lanes of one block: which head and row each is, and the packed keys [low, high) that it sees. Query
 // heads that share a key head stand one after the other, so that a block may hold several of them.
 template <int REGISTERS>
 struct Block {
@@ -97,19 +99,20 @@ inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const 
   constexpr int SIZE = Block<REGISTERS>::SIZE;
   block.count = smaller(SIZE, rows - first_row);
   int32_t head = static_cast<int32_t>(first_head + first_row / span.queries);
-  int32_t query = static_cast<int32_t>(first_row % span.queries);
+  const int32_t begin = static_cast<int32_t>(span.first_query), end = begin + static_cast<int32_t>(span.queries);
+  int32_t query = begin + static_cast<int32_t>(first_row % span.queries);
   for (int64_t done = 0; done < block.count;) {
-    const int64_t run = smaller(block.count - done, span.queries - query);
+    const int64_t run = smaller(block.count - done, end - query);
     for (int64_t i = 0; i < run; ++i) block.head[done + i] = head, block.query[done + i] = query + static_cast<int32_t>(i);
-    done += run, ++head, query = 0;
+    done += run, ++head, query = begin;
   }
   for (int64_t i = block.count; i < SIZE; ++i) block.head[i] = block.head[0], block.query[i] = block.query[0];
-  const int32_t shift = static_cast<int32_t>(span.keys - span.queries), last = static_cast<int32_t>(span.keys);
-  const int32_t window = call.window < 0 || call.window > span.keys + span.queries
-                             ? static_cast<int32_t>(span.keys + span.queries) : static_cast<int32_t>(call.window);
-  const int32_t ahead = call.causal ? 1 : window;
+  const int32_t last = static_cast<int32_t>(span.keys), shift = last - end;
+  const int64_t all = span.keys + span.queries, window = call.window < 0 ? all : smaller(call.window, all);
+  const int32_t behind = static_cast<int32_t>(window - 1);
+  const int32_t ahead = call.causal ? 1 : static_cast<int32_t>(call.right < 0 ? window : smaller(call.right + 1, all));
   for (int i = 0; i < SIZE; ++i) {
-    const int32_t place = block.query[i] + shift, from = place - window + 1, to = place + ahead;
+    const int32_t place = block.query[i] + shift, from = place - behind, to = place + ahead;
     block.low[i] = from > 0 ? (from < last ? from : last) : 0;
     block.high[i] = to < last ? (to > 0 ? to : 0) : last;
   }
@@ -132,8 +135,8 @@ template <int REGISTERS> TK_INLINE auto sees(const Block<REGISTERS>& block, int 
   return (place >= load_ints(block.low + n * WIDTH)) & (place < load_ints(block.high + n * WIDTH));
 }
 
-template <class T> TK_INLINE T* row_of(const Heads& tensor, const Span& span, int64_t head, int64_t row) {
-  return at<T>(tensor.data) + span.batch * tensor.batch + head * tensor.head + (span.first + row) * tensor.row;
+template <class T> TK_INLINE T* row_of(const Heads& tensor, int64_t batch, int64_t head, int64_t row) {
+  return at<T>(tensor.data) + batch * tensor.batch + head * tensor.head + row * tensor.row;
 }
 
 // One row as float32, zeros behind it up to whole registers.
@@ -161,36 +164,36 @@ struct Place {
 
 // Fetches the rows at place(from) ... place(to - 1), moved by `ahead` elements; WRITE: they will be written.
 template <bool WRITE = false, class F>
-TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, const Span& span, int64_t ahead, int64_t from, int64_t to,
+TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, int64_t batch, int64_t ahead, int64_t from, int64_t to,
                      const F& place) {
   if (!tensor.data) return;
   const int64_t size = call.dtype == 0 ? 4 : 2;
   const Heads bytes{tensor.data + ahead * size, size * tensor.batch, size * tensor.head, size * tensor.row};
   for (int64_t i = from; i < to; ++i) {
     const auto [head, row] = place(i);
-    const char* line = row_of<const char>(bytes, span, head, row);
+    const char* line = row_of<const char>(bytes, batch, head, row);
     for (int64_t d = 0; d < size * call.width; d += 64) __builtin_prefetch(line + d, WRITE);
   }
 }
 
 // Packed keys [from, to) of a tensor in rows of `pitch` float32.
-inline void widen_keys(const AttentionCall& call, const Heads& tensor, const Span& span, const Keys& keys, int64_t kv_head,
+inline void widen_keys(const AttentionCall& call, const Heads& tensor, int64_t batch, const Keys& keys, int64_t kv_head,
                        int64_t from, int64_t to, int64_t pitch, float* packed) {
   by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
     for (int64_t key = from; key < to; ++key)
-      widen_row(row_of<const T>(tensor, span, kv_head, position_of(keys, key)), call.width, packed + (key - from) * pitch);
+      widen_row(row_of<const T>(tensor, batch, kv_head, row_of_key(keys, key)), call.width, packed + (key - from) * pitch);
   });
 }
 
 // The rows of a block's queries; rows without a query are zero.
 template <int REGISTERS>
-inline void widen_queries(const AttentionCall& call, const Heads& tensor, const Span& span, const Block<REGISTERS>& block,
+inline void widen_queries(const AttentionCall& call, const Heads& tensor, int64_t batch, const Block<REGISTERS>& block,
                           int64_t pitch, float* packed) {
   by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
     for (int64_t i = 0; i < block.count; ++i)
-      widen_row(row_of<const T>(tensor, span, block.head[i], block.query[i]), call.width, packed + i * pitch);
+      widen_row(row_of<const T>(tensor, batch, block.head[i], block.query[i]), call.width, packed + i * pitch);
   });
   for (int64_t i = block.count; i < Block<REGISTERS>::SIZE; ++i)
     for (int64_t d = 0; d < pitch; d += WIDTH) store(packed + i * pitch + d, splat(0.0f));
@@ -211,13 +214,12 @@ template <int REGISTERS> struct Draw {
 };
 
 template <int REGISTERS>
-inline void draw_group(Draw<REGISTERS>& draw, const AttentionCall& call, const Dropout& dropout, const Span& span, const Block<REGISTERS>& block,
+inline void draw_group(Draw<REGISTERS>& draw, const AttentionCall& call, const Dropout& dropout, int64_t batch, const Block<REGISTERS>& block,
                        int64_t group) {
   draw.group = group;
-  const Ints first = splat_int(static_cast<int32_t>(span.first)),
-             head = splat_int(static_cast<int32_t>(span.batch * call.heads));
+  const Ints head = splat_int(static_cast<int32_t>(batch * call.heads));
   for (int n = 0; n < REGISTERS; ++n) {
-    const Words row = (Words)(load_ints(block.query + n * WIDTH) + first);
+    const Words row = (Words)load_ints(block.query + n * WIDTH);
     const Words column = (Words)(load_ints(block.head + n * WIDTH) + head);
     Words words[4];
     philox_lanes(dropout.seed, static_cast<uint32_t>(group), row, column, words);
@@ -230,19 +232,19 @@ inline void draw_group(Draw<REGISTERS>& draw, const AttentionCall& call, const D
 }
 
 template <int REGISTERS>
-inline void draw_keys(const AttentionCall& call, const Dropout& dropout, const Span& span, const Keys& keys, const Block<REGISTERS>& block,
+inline void draw_keys(const AttentionCall& call, const Dropout& dropout, int64_t batch, const Keys& keys, const Block<REGISTERS>& block,
                       int64_t from, int64_t to, uint16_t* bits) {
   Draw<REGISTERS> draw;
   for (int64_t key = from; key < to; ++key) {
-    const int64_t column = span.first + position_of(keys, key);
-    if (column >> 3 != draw.group) draw_group(draw, call, dropout, span, block, column >> 3);
+    const int64_t column = row_of_key(keys, key);
+    if (column >> 3 != draw.group) draw_group(draw, call, dropout, batch, block, column >> 3);
     for (int n = 0; n < REGISTERS; ++n) bits[(key - from) * REGISTERS + n] = draw.bits[(column & 7) * REGISTERS + n];
   }
 }
 
 // Scores of the packed keys [from, to) become scale * score + bias.
 template <int REGISTERS>
-inline void add_bias(const AttentionCall& call, const Span& span, const Keys& keys, const Block<REGISTERS>& block,
+inline void add_bias(const AttentionCall& call, int64_t batch, const Keys& keys, const Block<REGISTERS>& block,
                      float scale, int64_t from, int64_t to, float* scores) {
   constexpr int SIZE = Block<REGISTERS>::SIZE;
   const int64_t* stride = call.bias_strides;
@@ -255,12 +257,12 @@ inline void add_bias(const AttentionCall& call, const Span& span, const Keys& ke
       for (int64_t key = from; key < to; key += WIDTH) {
         const int64_t some = smaller(WIDTH, to - key);
         for (int lane = 0; lane < WIDTH; ++lane) {
-          const int64_t head = block.head[n * WIDTH + lane], row = span.first + block.query[n * WIDTH + lane];
-          const T* bias = at<const T>(call.bias) + span.batch * stride[0] + head * stride[1] + row * stride[2];
-          if (dense && some == WIDTH) store(rows + lane * WIDTH, load(bias + span.first + key));
-          else if (dense) store(rows + lane * WIDTH, load(bias + span.first + key, Part{static_cast<int>(some)}));
+          const int64_t head = block.head[n * WIDTH + lane], row = block.query[n * WIDTH + lane];
+          const T* bias = at<const T>(call.bias) + batch * stride[0] + head * stride[1] + row * stride[2];
+          if (dense && some == WIDTH) store(rows + lane * WIDTH, load(bias + keys.first + key));
+          else if (dense) store(rows + lane * WIDTH, load(bias + keys.first + key, Part{static_cast<int>(some)}));
           else for (int64_t i = 0; i < WIDTH; ++i)
-            rows[lane * WIDTH + i] = i < some ? element(bias[(span.first + position_of(keys, key + i)) * stride[3]]) : 0.0f;
+            rows[lane * WIDTH + i] = i < some ? element(bias[row_of_key(keys, key + i) * stride[3]]) : 0.0f;
         }
         transpose_square(rows, WIDTH, 1.0f, columns, WIDTH);
         for (int64_t i = 0; i < some; ++i) {
@@ -269,6 +271,36 @@ inline void add_bias(const AttentionCall& call, const Span& span, const Keys& ke
         }
       }
   });
+}
+
+// Scores of the packed keys [from, to) become scale * score - slope * |distance|.
+template <int REGISTERS>
+inline void add_distances(const AttentionCall& call, const Span& span, const Keys& keys, const Block<REGISTERS>& block,
+                          float scale, int64_t from, int64_t to, float* scores) {
+  const float* slopes = at<const float>(call.slopes) + span.batch * call.slope_strides[0];
+  const Ints shift = splat_int(static_cast<int32_t>(span.first_key + span.keys - span.first_query - span.queries));
+  const Floats factor = splat(scale);
+  for (int n = 0; n < REGISTERS; ++n) {
+    Floats slope;
+    for (int lane = 0; lane < WIDTH; ++lane) slope[lane] = -slopes[block.head[n * WIDTH + lane] * call.slope_strides[1]];
+    const Ints place = load_ints(block.query + n * WIDTH) + shift;
+    for (int64_t key = from; key < to; ++key) {
+      const Ints distance = place - splat_int(static_cast<int32_t>(row_of_key(keys, key)));
+      float* score = scores + (key - from) * Block<REGISTERS>::SIZE + n * WIDTH;
+      store(score, fma(slope, magnitude(__builtin_convertvector(distance, Floats)), load(score) * factor));
+    }
+  }
+}
+
+// Whether anything but the scale is done to scores before their softmax.
+TK_INLINE bool adjusts_scores(const AttentionCall& call) { return call.bias || call.slopes; }
+
+// Products of the packed keys [from, to) with a block's queries become scores: scaled, with all that is added to them.
+template <int REGISTERS>
+inline void adjust_scores(const AttentionCall& call, const Span& span, const Keys& keys, const Block<REGISTERS>& block,
+                          float scale, int64_t from, int64_t to, float* scores) {
+  if (call.bias) add_bias(call, span.batch, keys, block, scale, from, to, scores);
+  if (call.slopes) add_distances(call, span, keys, block, call.bias ? 1.f : scale, from, to, scores);
 }
 
 }  // namespace transformer_kernels::TK_LEVEL

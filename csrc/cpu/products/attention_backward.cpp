@@ -67,13 +67,13 @@ void load_block(QueryBlock& block, const AttentionCall& call, const Options& opt
   block.q = memory, block.dout = block.q + SIZE * pitch, block.q_transposed = block.dout + SIZE * pitch;
   block.dout_transposed = block.q_transposed + SIZE * pitch, block.dq = block.dout_transposed + SIZE * pitch;
   block.base = block.dq + SIZE * pitch, block.delta = block.base + SIZE, block.total = block.delta + SIZE;
-  widen_queries(call, call.out, span, block.lanes, pitch, block.dq);
-  widen_queries(call, call.dout, span, block.lanes, pitch, block.dout);
-  widen_queries(call, call.q, span, block.lanes, pitch, block.q);
+  widen_queries(call, call.out, span.batch, block.lanes, pitch, block.dq);
+  widen_queries(call, call.dout, span.batch, block.lanes, pitch, block.dout);
+  widen_queries(call, call.q, span.batch, block.lanes, pitch, block.q);
   for (int64_t i = 0; i < SIZE; ++i) {
     block.base[i] = INFINITY, block.delta[i] = block.total[i] = 0.f;
     if (i >= count) continue;
-    const int64_t row = (span.batch * call.heads + block.lanes.head[i]) * call.queries + span.first + block.lanes.query[i];
+    const int64_t row = (span.batch * call.heads + block.lanes.head[i]) * call.queries + block.lanes.query[i];
     const float lse = at<const float>(call.lse)[row];
     if (lse != -INFINITY) block.base[i] = lse;
     Floats total = splat(0.f);
@@ -140,9 +140,9 @@ bool fill_tile(const AttentionCall& call, const Options& options, const Span& sp
                    SIZE, count, wide, call.width);
   }
   const float magnitude = __builtin_fabsf(options.scale);
-  if (call.bias) add_bias(call, span, keys, block.lanes, magnitude, key, key + rows, tile.weights);
-  if (call.seed) draw_keys(call, options.dropout, span, keys, block.lanes, key, key + rows, tile.bits);
-  const Weighing how{call.bias ? 1.f : magnitude, options.dropout.scale, call.seed != 0};
+  if (adjusts_scores(call)) adjust_scores(call, span, keys, block.lanes, magnitude, key, key + rows, tile.weights);
+  if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block.lanes, key, key + rows, tile.bits);
+  const Weighing how{adjusts_scores(call) ? 1.f : magnitude, options.dropout.scale, call.seed != 0};
   for (int n = 0; n < REGISTERS; ++n) {
     const int64_t low = tile.low[n], high = tile.high[n];
     const int64_t whole_from = larger(low, smaller(high, block.all_low[n] - key));
@@ -202,21 +202,21 @@ template <class T>
 void write_key_gradients(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys,
                          int64_t kv_head, int64_t key, int64_t rows, const ChunkRows& chunk) {
   for (int64_t i = 0; i < rows; ++i) {
-    const int64_t position = position_of(keys, key + i);
+    const int64_t row = row_of_key(keys, key + i);
     if (call.dk.data)
-      narrow_row(chunk.dkeys + i * options.pitch, splat(options.scale), call.width, row_of<T>(call.dk, span, kv_head, position));
+      narrow_row(chunk.dkeys + i * options.pitch, splat(options.scale), call.width, row_of<T>(call.dk, span.batch, kv_head, row));
     if (call.dv.data)
-      narrow_row(chunk.dvalues + i * options.pitch, splat(options.dropout.scale), call.width, row_of<T>(call.dv, span, kv_head, position));
+      narrow_row(chunk.dvalues + i * options.pitch, splat(options.dropout.scale), call.width, row_of<T>(call.dv, span.batch, kv_head, row));
   }
 }
 
-// Zeros for the gradients of the tokens [from, to) of a head that nothing sees; with `keys`, only for those padding hides.
+// Zeros for the gradients of the rows [from, to) of a head that nothing sees; with ranks, only for those padding hides.
 template <class T>
-void clear(const AttentionCall& call, const Heads& tensor, const Span& span, int64_t head, int64_t from, int64_t to,
+void clear(const AttentionCall& call, const Heads& tensor, int64_t batch, int64_t head, int64_t from, int64_t to,
            const int32_t* rank) {
   if (!tensor.data) return;
-  for (int64_t row = from; row < to; ++row)
-    if (!rank || rank[row + 1] == rank[row]) memset(row_of<T>(tensor, span, head, row), 0, sizeof(T) * call.width);
+  for (int64_t i = 0; i < to - from; ++i)
+    if (!rank || rank[i + 1] == rank[i]) memset(row_of<T>(tensor, batch, head, from + i), 0, sizeof(T) * call.width);
 }
 
 // lse was rounded to float32, which scales all weights of a query alike: their sum, which should be 1, tells by how much.
@@ -247,18 +247,18 @@ struct Step {
 void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head, const Step& step,
                  const Queries& lanes, const Share& share) {
   const int64_t group = call.heads / call.kv_heads;
-  const auto key_place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, position_of(keys, i)}; };
+  const auto key_place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
   const auto query_place = [&](int64_t i) TK_LAMBDA { return Place{lanes.head[i], lanes.query[i]}; };
   const int64_t from = step.key + step.rows * step.index / step.blocks, to = step.key + step.rows * (step.index + 1) / step.blocks;
-  fetch(call, call.k, span, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
-  fetch(call, call.v, span, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
-  if (share.keys) fetch<true>(call, call.dk, span, 0, from, to, key_place);
-  if (share.keys) fetch<true>(call, call.dv, span, 0, from, to, key_place);
+  fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
+  fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
+  if (share.keys) fetch<true>(call, call.dk, span.batch, 0, from, to, key_place);
+  if (share.keys) fetch<true>(call, call.dv, span.batch, 0, from, to, key_place);
   const int64_t first = lanes.count * step.key / keys.count, last = lanes.count * smaller(step.key + CHUNK, keys.count) / keys.count;
-  fetch(call, call.q, span, next_owner(call.q, call.kv_heads, kv_head, group), first, last, query_place);
-  fetch(call, call.out, span, next_owner(call.out, call.kv_heads, kv_head, group), first, last, query_place);
-  fetch(call, call.dout, span, next_owner(call.dout, call.kv_heads, kv_head, group), first, last, query_place);
-  if (share.queries) fetch<true>(call, call.dq, span, 0, first, last, query_place);
+  fetch(call, call.q, span.batch, next_owner(call.q, call.kv_heads, kv_head, group), first, last, query_place);
+  fetch(call, call.out, span.batch, next_owner(call.out, call.kv_heads, kv_head, group), first, last, query_place);
+  fetch(call, call.dout, span.batch, next_owner(call.dout, call.kv_heads, kv_head, group), first, last, query_place);
+  if (share.queries) fetch<true>(call, call.dq, span.batch, 0, first, last, query_place);
 }
 
 // One task owns its share of the gradients of one key head of one span, and of the query heads that use it.
@@ -267,7 +267,7 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
   const Keys keys = keys_of(call, span, POSITIONS);
   const int64_t block_step = share.keys ? 1 : share.parts, first_block = share.keys ? 0 : share.part;
   const int64_t blocks = ((total + SIZE - 1) / SIZE - first_block + block_step - 1) / block_step;
-  if (blocks <= 0) return;
+  if (blocks <= 0 && !share.keys) return;
   QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, blocks);
   float* memory = scratch<float>(QUERY_BLOCKS, blocks * QueryBlock::floats(pitch));
   for (int64_t i = 0; i < blocks; ++i) {
@@ -280,8 +280,8 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
   const int64_t chunk_step = share.queries ? 1 : share.parts, first_chunk = share.queries ? 0 : share.part;
   for (int64_t key = first_chunk * CHUNK; key < keys.count; key += chunk_step * CHUNK) {
     const int64_t rows = smaller(CHUNK, keys.count - key);
-    widen_keys(call, call.k, span, keys, kv_head, key, key + rows, pitch, chunk.keys);
-    widen_keys(call, call.v, span, keys, kv_head, key, key + rows, pitch, chunk.values);
+    widen_keys(call, call.k, span.batch, keys, kv_head, key, key + rows, pitch, chunk.keys);
+    widen_keys(call, call.v, span.batch, keys, kv_head, key, key + rows, pitch, chunk.values);
     if (share.keys) memset(chunk.dkeys, 0, sizeof(float) * 2 * (CHUNK + SLACK) * pitch);
     for (int64_t i = 0; i < blocks; ++i) {
       fetch_ahead(call, span, keys, kv_head, {key, rows, i, blocks}, block[i].lanes, share);
@@ -298,13 +298,13 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (share.keys && share.part == 0 && keys.rank) {
-      clear<T>(call, call.dk, span, kv_head, 0, span.keys, keys.rank);
-      clear<T>(call, call.dv, span, kv_head, 0, span.keys, keys.rank);
+      clear<T>(call, call.dk, span.batch, kv_head, span.first_key, span.first_key + span.keys, keys.rank);
+      clear<T>(call, call.dv, span.batch, kv_head, span.first_key, span.first_key + span.keys, keys.rank);
     }
     for (int64_t i = 0; i < blocks && share.queries; ++i)
       for (int64_t lane = 0; lane < block[i].lanes.count; ++lane)
         narrow_row(block[i].dq + lane * pitch, splat(exact && block[i].total[lane] != 0.f ? options.scale / block[i].total[lane] : options.scale),
-                   call.width, row_of<T>(call.dq, span, block[i].lanes.head[lane], block[i].lanes.query[lane]));
+                   call.width, row_of<T>(call.dq, span.batch, block[i].lanes.head[lane], block[i].lanes.query[lane]));
   });
 }
 
@@ -321,27 +321,25 @@ void backward(const AttentionCall& call, const Options& options) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t owner = task / (parts * kinds), kind = task % kinds, part = task / kinds % parts;
       const Span span = span_at(call, owner / call.kv_heads);
-      if (!span.queries) continue;
       backward_task(call, options, span, owner % call.kv_heads, {queries && (!apart || kind == 0), keys && (!apart || kind == 1), part, parts});
     }
   });
 }
 
 void clear_filler(const AttentionCall& call) {
-  const Span all{0, 0, call.queries, call.keys};
-  const int64_t from = at<int32_t>(call.starts)[call.sequences];
+  const int64_t from = at<int32_t>(call.starts)[call.sequences], from_key = at<int32_t>(call.key_starts)[call.sequences];
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    for (int64_t head = 0; head < call.heads; ++head) clear<T>(call, call.dq, all, head, from, call.queries, nullptr);
+    for (int64_t head = 0; head < call.heads; ++head) clear<T>(call, call.dq, 0, head, from, call.queries, nullptr);
     for (int64_t head = 0; head < call.kv_heads; ++head) {
-      clear<T>(call, call.dk, all, head, from, call.keys, nullptr);
-      clear<T>(call, call.dv, all, head, from, call.keys, nullptr);
+      clear<T>(call, call.dk, 0, head, from_key, call.keys, nullptr);
+      clear<T>(call, call.dv, 0, head, from_key, call.keys, nullptr);
     }
   });
 }
 
 // Adds a tile's dS to the bias's gradient, in whose shape a broadcast axis has size 1.
-void add_bias_gradient(const AttentionCall& call, const Span& span, const Keys& keys, const QueryBlock& block,
+void add_bias_gradient(const AttentionCall& call, const Keys& keys, const QueryBlock& block,
                        const Tile& tile, int64_t key, int64_t rows, float* dbias) {
   const int64_t *sizes = call.bias_sizes, columns = sizes[3];
   const bool dense = columns > 1 && sizes[2] > 1 && !keys.position;
@@ -351,13 +349,13 @@ void add_bias_gradient(const AttentionCall& call, const Span& span, const Keys& 
       transpose_square(tile.gradients + row * SIZE + lane, SIZE, 1.f, square, WIDTH);
       const int64_t some = smaller(WIDTH, rows - row), used = smaller(WIDTH, block.lanes.count - lane);
       for (int64_t i = 0; i < used; ++i) {
-        float* to = dbias + (sizes[2] > 1 ? (span.first + block.lanes.query[lane + i]) * columns : 0);
+        float* to = dbias + (sizes[2] > 1 ? block.lanes.query[lane + i] * columns : 0);
         if (dense && some == WIDTH) {
-          to += span.first + key + row;
+          to += keys.first + key + row;
           store(to, load(to) + load(square + i * WIDTH));
         } else {
           for (int64_t j = 0; j < some; ++j)
-            to[columns > 1 ? span.first + position_of(keys, key + row + j) : 0] += square[i * WIDTH + j];
+            to[columns > 1 ? row_of_key(keys, key + row + j) : 0] += square[i * WIDTH + j];
         }
       }
     }
@@ -388,10 +386,10 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
             load_block(*block, call, options, span, memory);
             for (int64_t key = 0; key < keys.count; key += CHUNK) {
               const int64_t rows = smaller(CHUNK, keys.count - key);
-              widen_keys(call, call.k, span, keys, head / group, key, key + rows, options.pitch, chunk.keys);
-              widen_keys(call, call.v, span, keys, head / group, key, key + rows, options.pitch, chunk.values);
+              widen_keys(call, call.k, span.batch, keys, head / group, key, key + rows, options.pitch, chunk.keys);
+              widen_keys(call, call.v, span.batch, keys, head / group, key, key + rows, options.pitch, chunk.values);
               if (fill_tile(call, options, span, keys, key, rows, chunk, *block, tile))
-                add_bias_gradient(call, span, keys, *block, tile, key, rows, dbias);
+                add_bias_gradient(call, keys, *block, tile, key, rows, dbias);
             }
           }
       }

@@ -136,22 +136,22 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
   for (int64_t key = low; key < high; key += CHUNK) {
     const int64_t rows = smaller(CHUNK, high - key);
     if (packed.streamed) {
-      const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, position_of(keys, i)}; };
+      const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
       const int64_t next = key + CHUNK, end = smaller(next + CHUNK, high);
-      fetch(call, call.k, span, 0, next, end, place);
-      fetch(call, call.v, span, 0, next, end, place);
-      widen_keys(call, call.k, span, keys, kv_head, key, key + rows, pitch, packed.keys);
-      widen_keys(call, call.v, span, keys, kv_head, key, key + rows, pitch, packed.values);
+      fetch(call, call.k, span.batch, 0, next, end, place);
+      fetch(call, call.v, span.batch, 0, next, end, place);
+      widen_keys(call, call.k, span.batch, keys, kv_head, key, key + rows, pitch, packed.keys);
+      widen_keys(call, call.v, span.batch, keys, kv_head, key, key + rows, pitch, packed.values);
       if (packed.broken) packed.any_broken = clear_broken(packed.values, rows, pitch, packed.broken);
     }
     const int64_t at_row = packed.streamed ? 0 : key * pitch;
     product<false>(packed.keys + at_row, {pitch, 1}, work.transposed, SIZE, work.scores, SIZE, aligned(rows, 8), REGISTERS,
                    call.width);
-    if (call.bias) add_bias(call, span, keys, block, __builtin_fabsf(options.scale), key, key + rows, work.scores);
-    if (call.seed) draw_keys(call, options.dropout, span, keys, block, key, key + rows, work.bits);
+    if (adjusts_scores(call)) adjust_scores(call, span, keys, block, __builtin_fabsf(options.scale), key, key + rows, work.scores);
+    if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block, key, key + rows, work.bits);
     hide(block, key, 0, smaller(rows, larger(0, block.all_low - key)), work.scores);
     hide(block, key, larger(0, smaller(rows, block.all_high - key)), rows, work.scores);
-    const float factor = call.bias ? LOG2_E : magnitude > smallest ? magnitude : smallest;
+    const float factor = adjusts_scores(call) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
     weigh(state, factor, rows, call.seed, work.bits, work.scores, alpha);
     if (packed.any_broken) spoil(block, key, rows, packed.broken + (packed.streamed ? 0 : key), state);
     const float* values = packed.values + at_row;
@@ -173,25 +173,25 @@ void finish(const AttentionCall& call, const Options& options, const Span& span,
             const float* values, const State<REGISTERS>& state) {
   constexpr int SIZE = Block<REGISTERS>::SIZE;
   alignas(64) float inverse[SIZE], lse[SIZE];
-  const float unit = call.bias ? 1.f : __builtin_fabsf(options.scale);
+  const float unit = adjusts_scores(call) ? 1.f : __builtin_fabsf(options.scale);
   for (int n = 0; n < REGISTERS; ++n) {
     const Floats total = state.total[n], none = splat(0.f);
     store(inverse + n * WIDTH, total == none ? none : options.dropout.scale / total);
     store(lse + n * WIDTH, total == none ? splat(-INFINITY) : state.top[n] * unit + logarithm(total));
   }
   for (int64_t i = 0; i < block.count; ++i)
-    at<float>(call.lse)[(span.batch * call.heads + block.head[i]) * call.queries + span.first + block.query[i]] = lse[i];
+    at<float>(call.lse)[(span.batch * call.heads + block.head[i]) * call.queries + block.query[i]] = lse[i];
   by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
     for (int64_t i = 0; i < block.count; ++i)
-      narrow_row(values + i * options.pitch, splat(inverse[i]), call.width, row_of<T>(call.out, span, block.head[i], block.query[i]));
+      narrow_row(values + i * options.pitch, splat(inverse[i]), call.width, row_of<T>(call.out, span.batch, block.head[i], block.query[i]));
   });
 }
 
 template <int REGISTERS>
 void prepare(const AttentionCall& call, const Options& options, const Span& span, const Block<REGISTERS>& block,
              Workspace<REGISTERS>& work, State<REGISTERS>& state) {
-  widen_queries(call, call.q, span, block, options.pitch, work.queries);
+  widen_queries(call, call.q, span.batch, block, options.pitch, work.queries);
   transpose(work.queries, options.pitch, Block<REGISTERS>::SIZE, options.scale < 0.f ? -1.f : 1.f, work.transposed,
             Block<REGISTERS>::SIZE);
   for (int64_t i = 0; i < Block<REGISTERS>::SIZE * options.pitch; i += WIDTH) store(work.values + i, splat(0.f));
@@ -213,23 +213,23 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
   Packed packed{scratch<float>(KEY_ROWS, held * pitch), scratch<float>(VALUE_ROWS, held * pitch),
                 hides ? scratch<uint8_t>(BROKEN, held) : nullptr, streamed, false};
   if (!streamed) {
-    widen_keys(call, call.k, span, keys, kv_head, 0, keys.count, pitch, packed.keys);
-    widen_keys(call, call.v, span, keys, kv_head, 0, keys.count, pitch, packed.values);
+    widen_keys(call, call.k, span.batch, keys, kv_head, 0, keys.count, pitch, packed.keys);
+    widen_keys(call, call.v, span.batch, keys, kv_head, 0, keys.count, pitch, packed.values);
     if (hides) packed.any_broken = clear_broken(packed.values, keys.count, pitch, packed.broken);
   }
   Workspace<REGISTERS> work(pitch);
   Block<REGISTERS> block;
   State<REGISTERS> state;
-  const auto key_place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, position_of(keys, i)}; };
+  const auto key_place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
   const auto query_place = [&](int64_t i) TK_LAMBDA { return Place{block.head[i], block.query[i]}; };
   for (int64_t row = part * SIZE; row < rows; row += parts * SIZE) {
     set_block(block, call, span, keys, kv_head * group, row, rows);
     prepare(call, options, span, block, work, state);
     const int64_t from = keys.count * row / rows, to = keys.count * smaller(row + SIZE, rows) / rows;
-    fetch(call, call.k, span, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
-    fetch(call, call.v, span, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
-    fetch(call, call.q, span, next_owner(call.q, call.kv_heads, kv_head, group), 0, block.count, query_place);
-    fetch<true>(call, call.out, span, 0, 0, block.count, query_place);
+    fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
+    fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
+    fetch(call, call.q, span.batch, next_owner(call.q, call.kv_heads, kv_head, group), 0, block.count, query_place);
+    fetch<true>(call, call.out, span.batch, 0, 0, block.count, query_place);
     attend(call, options, span, keys, kv_head, block, packed, block.any_low, block.any_high, work, state);
     finish(call, options, span, block, work.values, state);
   }
@@ -270,9 +270,9 @@ template <int REGISTERS> struct Split {
     const int64_t kv_head = task % call.kv_heads, group = call.heads / call.kv_heads;
     const Span span = span_at(call, task / call.kv_heads);
     Block<REGISTERS> block;
-    set_block(block, call, span, Keys{span.keys, nullptr, nullptr}, kv_head * group, 0, group * span.queries);
+    set_block(block, call, span, Keys{0, span.keys, nullptr, nullptr}, kv_head * group, 0, group * span.queries);
     const float* part = memory + task * pieces * size;
-    const float factor = call.bias ? LOG2_E : __builtin_fabsf(options.scale) * LOG2_E;
+    const float factor = adjusts_scores(call) ? LOG2_E : __builtin_fabsf(options.scale) * LOG2_E;
     State<REGISTERS> state;
     for (int n = 0; n < REGISTERS; ++n) state.top[n] = splat(-INFINITY), state.total[n] = splat(0.f);
     for (int64_t i = 0; i < pieces; ++i)
@@ -321,10 +321,9 @@ template <int REGISTERS> void forward(const AttentionCall& call, const Options& 
 void clear_filler(const AttentionCall& call) {
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const Span all{0, 0, call.queries, call.keys};
     for (int64_t head = 0; head < call.heads; ++head)
       for (int64_t row = at<int32_t>(call.starts)[call.sequences]; row < call.queries; ++row) {
-        memset(row_of<T>(call.out, all, head, row), 0, sizeof(T) * call.width);
+        memset(row_of<T>(call.out, 0, head, row), 0, sizeof(T) * call.width);
         at<float>(call.lse)[head * call.queries + row] = -INFINITY;
       }
   });

@@ -92,7 +92,7 @@ def attention(
             the keys of its own sequence only. Tokens behind the last sequence see nothing. The values are checked on
             the CPU only.
         cu_seqlens_k: the same for the keys, where they are packed otherwise than the queries: Lq and Lk may differ, and
-            i' - i (below) is Lk - Lq of each sequence. backend="torch" only, which reads both on the host.
+            i' - i (below) is Lk - Lq of each sequence. backend="cpu", or "torch", which reads both on the host.
         window: with i' = i + Lk - Lq, a query sees i' - j < window and, unless causal, j - i' < window; with a pair
             (left, right) it sees i' - left <= j <= i' + right, where None is no limit.
         dropout_p: probability in [0, 1] with which a weight is dropped; the others are multiplied by

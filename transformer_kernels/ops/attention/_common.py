@@ -9,8 +9,8 @@ from transformer_kernels.ops.attention import AttentionCall
 
 
 def beyond(call: AttentionCall, *known: str) -> str | None:
-    """Which option kernels lack that know only those `known` of `right`, `alibi_slopes` and `softcap`; or None."""
-    if call.cu_seqlens_k is not None:
+    """The option of the call that kernels lack which know only those `known` of the four here; or None."""
+    if call.cu_seqlens_k is not None and "cu_seqlens_k" not in known:
         return "it has no keys packed otherwise than the queries (cu_seqlens_k); use backend='torch'"
     if call.right is not None and "right" not in known:
         return "its windows reach equally far to both sides; use backend='torch'"

@@ -14,7 +14,9 @@ from transformer_kernels.ops.attention._common import beyond
 
 NO_HEADS = (0, 0, 0, 0)
 
-unsupported = beyond
+
+def unsupported(call: AttentionCall) -> str | None:
+    return beyond(call, "right", "alibi_slopes", "cu_seqlens_k")
 
 
 def forward(call: AttentionCall) -> AttentionResult:
@@ -78,17 +80,19 @@ def _packed(
 ) -> array[int]:
     """The fields of AttentionCall in csrc/cpu/products/attention.h."""
     q, k = call.q, call.k
-    bias, starts = call.attn_bias, call.cu_seqlens
+    bias, slopes, starts = call.attn_bias, call.alibi_slopes, call.cu_seqlens
+    key_starts = starts if call.cu_seqlens_k is None else call.cu_seqlens_k
     no_bias = (0, 0, 0, 0, 0, 0)
     return array(
         "q",
         (
             DTYPE_CODES[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
-            call.causal, -1 if call.window is None else call.window,
+            call.causal, *(-1 if reach is None else reach for reach in (call.window, call.right)),
             *_heads(q), *_heads(k), *_heads(call.v), *_heads(out),
             lse.data_ptr(), address(call.key_padding_mask), address(call.seed),
             *(no_bias if bias is None else (bias.data_ptr(), DTYPE_CODES[bias.dtype], *_broadcast_strides(bias))),
-            address(starts), 0 if starts is None else len(starts) - 1,
+            address(slopes), *((0, 0) if slopes is None else _broadcast_strides(slopes)[:2]),
+            address(starts), address(key_starts), 0 if starts is None else len(starts) - 1,
             *(stride for gradient in gradients for stride in _heads(gradient)),
             address(dlse), address(dbias), *((0, 0, 0, 0) if bias is None else bias.shape),
         ),
