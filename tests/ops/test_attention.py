@@ -72,6 +72,11 @@ def test_matches_reference_over_head_dims(backend: str, dtype: torch.dtype, devi
     check_parity("attention", backend, tensors, {"causal": True})
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_that_is_not_positive(backend: str, device: torch.device, scale: float) -> None:
+    check_parity("attention", backend, make(torch.float32, device, batch=1), {"causal": True, "scale": scale})
+
+
 @pytest.mark.parametrize("use", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_matches_reference_with_all_masks_together(
     backend: str, dtype: torch.dtype, device: torch.device, use: tuple[bool, ...]

@@ -209,10 +209,13 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _fused_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
-    """The additive mask for the fused kernel, or the word "causal" where that says it all (it aligns top-left)."""
+    """The additive mask for the fused kernel, or the word "causal" where that says it all.
+
+    It aligns top-left, and on the CPU multiplies the -inf of what it hides by the scale: NaN unless that is positive.
+    """
     q, attn_bias = call.q, call.attn_bias
     only_causal = call.causal and call.window is None and call.key_padding_mask is None and attn_bias is None
-    if only_causal and q.shape[2] == call.k.shape[2]:
+    if only_causal and q.shape[2] == call.k.shape[2] and call.scale > 0.0:
         return None, True
     visible = _visible(call)
     if visible is None:
