@@ -136,7 +136,7 @@ def _joined(out: Tensor) -> Tensor:
 
 def _on_views(call: PackedAttentionCall) -> AttentionCall:
     masks = call.key_padding_mask, None, call.seed, call.cu_seqlens
-    return AttentionCall._make((*_split(call.qkv, call.heads), *masks, *call[5:], None, None))
+    return AttentionCall._make((*_split(call.qkv, call.heads), *masks, *call[5:], None, None, None))
 
 
 class _Packed:
