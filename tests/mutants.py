@@ -141,8 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/attention/_torch_chunks.py",
-        "dq[chunk] = (low @ key).mul_(scale)",
-        "dq[chunk] = low @ key",
+        "dq[chunk] = (dproducts @ key).mul_(scale)",
+        "dq[chunk] = dproducts @ key",
         f"{EVERY} -k 'gradcheck and attention'",
     ),
     Mutant(
@@ -157,7 +157,25 @@ MUTANTS = [
         "if lowest < 0 or highest > count:",
         "tests/ops/test_embedding.py -k 'unknown_id and torch'",
     ),
+    Mutant(
+        f"{OPS}/attention/_torch_chunks.py",
+        "part.add_(dscores.sum_to_size(part.shape))",
+        "part.add_(dproducts.sum_to_size(part.shape))",
+        "tests/ops/test_attention.py -k 'softcap and torch-float32'",
+    ),
     # Triton, interpreted
+    Mutant(
+        f"{OPS}/attention/_triton_tile.py",
+        "return 1.0 - ratio * ratio",
+        "return 1.0 - ratio",
+        "tests/ops/test_attention.py -k 'softcap and triton-float16'",
+    ),
+    Mutant(
+        f"{OPS}/attention/_triton_decode.py",
+        "scores = capped(scores * scale, OPTIONS)",
+        "scores = scores * scale",
+        "tests/ops/test_attention_triton.py -k 'decode_splits and softcap'",
+    ),
     Mutant(
         f"{OPS}/attention/_triton_tile.py",
         "start = tl.maximum(0, first_key - shift - mask.right)",

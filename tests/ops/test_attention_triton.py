@@ -86,7 +86,9 @@ def test_padding_on_either_side_is_not_visited(backend: str, device: torch.devic
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"causal": True, "dropout_p": 0.3}, {"window": 300}], ids=str
+    "options",
+    [{}, {"causal": True}, {"causal": True, "dropout_p": 0.3}, {"window": 300}, {"softcap": 0.7, "scale": -0.5}],
+    ids=str,
 )
 @pytest.mark.parametrize("queries", [1, 5, 16])
 def test_decode_splits_the_keys(
@@ -125,9 +127,10 @@ def test_splits_fill_the_device(triton_attention: Any) -> None:
 
 @pytest.mark.usefixtures("long_path")
 def test_long_path_with_an_unequal_window_and_alibi(backend: str, device: torch.device) -> None:
-    """Blocks of 32: the window's ends fall into other blocks on either side, for queries as for keys."""
+    """Blocks of 32: the window's ends fall into other blocks on either side, for queries as for keys. With a cap."""
     tensors = make(torch.float32, device, (70, 100), batch=1, heads=(2, 1), width=16)
     options = {"window": (9, 40), "alibi_slopes": torch.tensor([0.5, 0.02], device=device), "return_lse": True}
+    options["softcap"] = 0.7
     check_parity(OP, backend, tensors, options)
 
 

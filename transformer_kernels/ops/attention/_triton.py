@@ -30,7 +30,7 @@ from transformer_kernels.ops.attention._triton_tile import Options
 
 def unsupported(call: AttentionCall) -> str | None:
     """The reason why these kernels do not take the call, or None."""
-    if (reason := beyond(call, "right", "alibi_slopes")) is not None:
+    if (reason := beyond(call, "right", "alibi_slopes", "softcap")) is not None:
         return reason
     if call.alibi_slopes is not None and call.attn_bias is not None:
         return "it has alibi_slopes or attn_bias, not both; use backend='torch'"
@@ -100,7 +100,7 @@ class _Launch:
         self.block_d = max(16, _triton.next_power_of_2(self.head_dim))
         if window is not None and min(window, call.right or window) >= self.queries + self.keys:
             window = None  # it hides nothing
-        heavy = self.bias is not None or self.seed is not None or window is not None
+        heavy = not (self.bias is self.seed is window is call.softcap is None)
         light = Body.CAUSAL if causal else Body.LIGHT
         self.body = Body.PACKED if self.cu_seqlens is not None else Body.HEAVY if heavy else light
         self.sizes = (self.query_heads, self.queries, self.keys)
@@ -121,6 +121,7 @@ class _Launch:
             "BIAS": _varying(bias) if self.slopes is None else "slope",
             "BIAS_ALIGNMENT": 1 if self.bias is None else alignment(self.bias.element_size(), self.bias_strides[:3]),
             "ALIGNMENT": alignment(self.itemsize, self.strides + self.gradient_strides + out_strides),
+            "SOFTCAP": call.softcap or 0.0,
             "NEGATE": self.scale < 0.0,
             "NATURAL": self.itemsize == tiles.SINGLE,
             "PRECISION": _triton.fp32_precision() if self.itemsize == tiles.SINGLE else "tf32",  # which 16 bits ignore

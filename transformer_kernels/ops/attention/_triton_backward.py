@@ -2,7 +2,8 @@
 `_triton_backward_key.py`, and dbias, where it is asked for, in `_triton_backward_bias.py`.
 
 With P = exp(S - lse) recomputed, dP = dout v^T and delta = rowsum(dout * out) - dlse:
-dS = P * (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T dout, dbias = dS.
+dS = P * (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T dout, dbias = dS; with a softcap dq and dk take
+dS * (1 - tanh^2).
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from transformer_kernels.ops.attention._triton_tile import (
     accumulate,
     any_real,
     biased,
+    cap_slope,
+    capped,
     dropout_scale,
     exponential,
     finite_rows,
@@ -85,7 +88,9 @@ def query_gradient_block(
             visible = visible & within_sequence(mask, rows, columns)
             k_tile, _ = finite_rows(k_tile)
     operand_k = dot_operand(k_tile, k_tile.dtype)
-    scores = multiply(queries.q, tl.trans(operand_k), OPTIONS) * scale  # [M, N]
+    scores = capped(multiply(queries.q, tl.trans(operand_k), OPTIONS) * scale, OPTIONS)  # [M, N]
+    if OPTIONS.SOFTCAP > 0.0:
+        slope = cap_slope(scores, OPTIONS)
     if bias.pointer is not None:
         values = load_bias(bias, queries.first_row, start, tile_rows, tile_columns, mask, MASKED, OPTIONS)
         scores = biased(scores, values, OPTIONS.NATURAL)
@@ -98,6 +103,8 @@ def query_gradient_block(
     if dropout.seed is not None:
         dweights = tl.where(keep_tile(dropout, start, rows, BLOCK_N), dweights * dropout_scale(dropout), 0.0)
     dscores = weights * (dweights - queries.delta[:, None])
+    if OPTIONS.SOFTCAP > 0.0:
+        dscores *= slope
     if MASKED:
         dscores = tl.where(visible, dscores, 0.0)
     dq = accumulate(dot_operand(dscores, k_tile.dtype), operand_k, gradient.dq, OPTIONS)  # [M, D]

@@ -13,6 +13,8 @@ from transformer_kernels.ops.attention._triton_tile import (
     Mask,
     accumulate,
     biased,
+    cap_slope,
+    capped,
     dropout_scale,
     exponential,
     finite_rows,
@@ -90,8 +92,9 @@ def key_gradient_block(
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Add what one block of queries gives to dk and dv of a key tile, unless SCORES_ONLY; also returns dS, [N, M],
-    delta and correction. Everything stands transposed, keys first, so that weights and dS go from one matrix product
-    into the next as they are.
+    delta and correction; dS of the scores before they are capped, with SCORES_ONLY of those to which the bias is added.
+    Everything stands transposed, keys first, so that weights and dS go from one matrix product into the next as they
+    are.
 
     With WHOLE_ROWS the tile holds all keys, and `delta` comes as -dlse: the mean of dP under the weights is added here,
     which needs no `out`, and the weights are normalised again, which takes out the rounding of lse."""
@@ -99,7 +102,9 @@ def key_gradient_block(
     tile_rows = tl.arange(0, queries.q.shape[0])[None, :]
     tile_columns = tl.arange(0, keys.k.shape[0])[:, None]
     rows, columns = queries.first_row + tile_rows, keys.first_key + tile_columns
-    scores = multiply(keys.k, tl.trans(queries.q), OPTIONS) * scale  # [N, M]
+    scores = capped(multiply(keys.k, tl.trans(queries.q), OPTIONS) * scale, OPTIONS)  # [N, M]
+    if OPTIONS.SOFTCAP > 0.0 and not SCORES_ONLY:
+        slope = cap_slope(scores, OPTIONS)
     if bias.pointer is not None:
         values = load_bias(bias, queries.first_row, keys.first_key, tile_rows, tile_columns, mask, True, OPTIONS)
         scores = biased(scores, values, NATURAL)
@@ -131,6 +136,8 @@ def key_gradient_block(
     if WHOLE_ROWS:
         delta += tl.sum(weights * dweights, 0)
     dscores = weights * (dweights - delta[None, :])
+    if OPTIONS.SOFTCAP > 0.0 and not SCORES_ONLY:
+        dscores *= slope
     if MASKED and not WHOLE_ROWS and (mask.sequences is not None or keys.real is not None):
         dscores = tl.where(visible, dscores, 0.0)  # v or delta may be NaN where the weight is 0
     if not SCORES_ONLY:

@@ -10,6 +10,7 @@ from transformer_kernels.ops.attention._triton_tile import (
     Mask,
     accumulate,
     biased,
+    capped,
     dropout_scale,
     exponential,
     head_rows,
@@ -88,12 +89,14 @@ def attention_decode_kernel(
             v = without_padding(v, real)
         scores = multiply(q, tl.trans(dot_operand(k, k.dtype)), OPTIONS)  # [M, N]
         factor = scale
+        if OPTIONS.SOFTCAP > 0.0 or bias_pointer is not None:
+            scores = capped(scores * scale, OPTIONS)
+            factor = 1.0
         if bias_pointer is not None:
             bias_pointers = bias_pointer + batch * wide(bias_batch, 1) + heads * wide(bias_head, 1)
             bias_pointers += rows * wide(bias_row, 1) + keys * wide(bias_column, 1)
             bias = tl.load(bias_pointers, mask=exists[:, None] & (keys < key_length), other=0.0)
-            scores = biased(scores * scale, to_fp32(bias) * score_unit(NATURAL), NATURAL)
-            factor = 1.0
+            scores = biased(scores, to_fp32(bias) * score_unit(NATURAL), NATURAL)
         scores = tl.where(visible, scores, float("-inf"))
         weights, softmax = weigh(scores, factor, softmax, True, NATURAL)
         if dropout.seed is not None:

@@ -13,6 +13,7 @@ from transformer_kernels.ops.attention._triton_tile import (
     accumulate,
     any_real,
     biased,
+    capped,
     dropout_scale,
     exponential,
     finite_rows,
@@ -101,9 +102,10 @@ def attend_block(
             total += tl.sum(tl.where(visible, trace[None, :], 0.0), 1)[:, None]
     k_tile = load_rows(k, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
     scores = multiply(q, tl.trans(dot_operand(k_tile, k_tile.dtype)), OPTIONS)  # [M, N]
-    if bias.pointer is not None:
-        scores *= scale
+    if OPTIONS.SOFTCAP > 0.0 or bias.pointer is not None:
+        scores = capped(scores * scale, OPTIONS)
         scale = 1.0
+    if bias.pointer is not None:
         values = load_bias(bias, first_row, start, tile_rows, tile_columns, mask, MASKED, OPTIONS)
         scores = biased(scores, values, NATURAL)
     if MASKED:

@@ -16,6 +16,7 @@ from transformer_kernels.ops.attention._triton_tile import (
     Dropout,
     Mask,
     biased,
+    capped,
     dropout_scale,
     exponential,
     head_offset,
@@ -73,7 +74,7 @@ def attention_short_forward_kernel(
         visible = visible & real
         v = without_padding(v, real)
     scores = multiply(dot_operand(q, q.dtype), tl.trans(dot_operand(k, k.dtype)), OPTIONS)  # [M, N]
-    scores *= scale * score_unit(NATURAL)
+    scores = capped(scores * (scale * score_unit(NATURAL)), OPTIONS)
     if bias_pointer is not None:
         bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
         scores = biased(scores, load_bias(bias, first_row, 0, tile_rows, tile_columns, mask, True, OPTIONS), NATURAL)

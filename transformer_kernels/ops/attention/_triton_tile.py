@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, keep_by_column, to_fp32
+from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, keep_by_column, tanh, to_fp32
 
 SCORE_FLOOR = tl.constexpr(-90000.0)
 """Biased scores stop here. A row biased by finfo.min everywhere stays finite, and its log-sum-exp still holds the log
@@ -39,6 +39,7 @@ class Options(NamedTuple):
     BIAS: str  # what varies within a head: "full", "row" (one row for all queries), "column" or "scalar"; or "slope"
     BIAS_ALIGNMENT: int
     ALIGNMENT: int  # elements that every stride is a multiple of; 0 if offsets within a tile overflow 32 bits
+    SOFTCAP: float  # what scores approach at most, 0 without a cap
     NEGATE: bool  # the scale is negative
     NATURAL: bool
     PRECISION: str  # of products of fp32
@@ -355,6 +356,22 @@ def score_unit(NATURAL: tl.constexpr):
 def exponential(scores, NATURAL: tl.constexpr):
     """exp of scores in their unit."""
     return tl.exp2(scores * LOG2_E) if NATURAL else tl.exp2(scores)
+
+
+@triton.jit
+def capped(scores, OPTIONS: tl.constexpr):
+    """softcap * tanh(scores / softcap) of scores to which nothing is added yet; the scores themselves without a cap."""
+    if OPTIONS.SOFTCAP > 0.0:
+        limit = OPTIONS.SOFTCAP * score_unit(OPTIONS.NATURAL)
+        scores = limit * tanh(scores / limit, OPTIONS.NATURAL)
+    return scores
+
+
+@triton.jit
+def cap_slope(scores, OPTIONS: tl.constexpr):
+    """The derivative of `capped`, from the scores that it returned: 1 - tanh^2."""
+    ratio = scores / (OPTIONS.SOFTCAP * score_unit(OPTIONS.NATURAL))
+    return 1.0 - ratio * ratio
 
 
 @triton.jit
