@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import transformer_kernels as tk
+from python_ref import GPTConfig
+from tests.support.parity import require
 
 q = torch.randn(2, 4, 5, 8)
 k = torch.randn(2, 2, 7, 8)
@@ -267,3 +269,29 @@ def test_a_target_outside_the_classes(stray: int, backend: str) -> None:
         tk.cross_entropy(x, targets, backend=backend)
     with pytest.raises(IndexError, match=f"^linear_cross_entropy: {text}"):
         tk.linear_cross_entropy(x, head[:6], targets, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_head_dimension_above_the_maximum_names_who_takes_it(backend: str) -> None:
+    require("attention", backend, q.device, q.dtype)
+    wide = torch.randn(1, 1, 2, 257)
+    told = rf"^attention: backend '{backend}' does not support .*257.*backend='torch'"
+    with pytest.raises(tk.UnsupportedByBackend, match=told):
+        tk.attention(wide, wide, wide, backend=backend)
+    assert tk.attention(wide, wide, wide, backend="torch").shape == wide.shape
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: GPTConfig(vocab_size=8, context=4, layers=1, width=256, heads=6),
+            "the hidden size must be divisible by .* width=256 with heads=6",
+        ),
+        (lambda: tk.nn.MultiHeadAttention(256, 6), r"num_heads \(6\) must divide embed_dim \(256\)"),
+    ],
+    ids=["model", "module"],
+)
+def test_six_heads_do_not_divide_a_hidden_size_of_256(make: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
