@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,13 +11,17 @@ import torch
 from torch import Tensor
 
 import transformer_kernels as tk
-from tests.support.arguments import normal
+from tests.support.arguments import LAYOUTS, expanded, misaligned, normal, strided
 from tests.support.operations import EXAMPLES, function
 from tests.support.parity import backend_fixture, check_parity, require
 from transformer_kernels._dispatch import OPERATIONS
+from transformer_kernels.backends import cuda as _extension
 
 NAMES = list(EXAMPLES)
 PER_OPERATION = pytest.mark.parametrize("op", NAMES)
+PASSES = int(os.environ.get("TRANSFORMER_KERNELS_PASSES", 0))
+"""How many backward passes must give the same bits; 0 is 1,000 but where kernels are interpreted or emulated."""
+FEWER_PASSES = {"triton": 4, "cuda": 20}
 backend = backend_fixture(*tk.BACKENDS)
 
 
@@ -27,35 +33,8 @@ def test_there_is_an_example_of_each() -> None:
     assert sorted(EXAMPLES) == sorted(OPERATIONS)
 
 
-def transposed(x: Tensor) -> Tensor:
-    order = list(range(x.dim()))
-    first = order[-3] if x.dim() > 2 else order[0]
-    second = order[-2] if x.dim() > 2 else order[1]
-    return x.transpose(first, second).contiguous().transpose(first, second)
-
-
-def sliced(x: Tensor) -> Tensor:
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 9), torch.nan, dtype=x.dtype, device=x.device)
-    wide[..., 5 : x.shape[-1] + 5] = x
-    return wide[..., 5 : x.shape[-1] + 5]
-
-
-def expanded(x: Tensor) -> Tensor:
-    return x[:1].expand_as(x)
-
-
-def misaligned(x: Tensor) -> Tensor:
-    storage = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype, device=x.device)
-    storage[1:] = x.flatten()
-    return storage[1:].view(x.shape)
-
-
-def strided(x: Tensor) -> Tensor:
-    return x.repeat_interleave(2, dim=-1)[..., ::2]
-
-
 @PER_OPERATION
-@pytest.mark.parametrize("layout", [transposed, sliced, expanded, misaligned, strided], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("layout", [*LAYOUTS, expanded], ids=lambda f: f.__name__)
 def test_any_layout(op: str, backend: str, device: torch.device, layout: Any) -> None:
     tensors = EXAMPLES[op].make(device=device)
     name = EXAMPLES[op].view
@@ -109,6 +88,35 @@ def test_same_bits_again(op: str, backend: str, dtype: torch.dtype, device: torc
         return [*(result.detach() for result in results), *grads]
 
     assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
+
+
+@pytest.fixture
+def reorder(backend: str, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Gives emulated threads another order for each number; interpreted programs have one for each launch anyway."""
+    if backend != "cuda" or device.type != "cpu":
+        yield lambda number: None
+        return
+    emulation = _extension.load()
+    yield lambda number: emulation.set_schedule("random", number)
+    emulation.set_schedule("lowest_first", 0)
+
+
+@pytest.mark.slow
+@PER_OPERATION
+def test_same_bits_however_often(op: str, backend: str, device: torch.device, reorder: Callable[[int], None]) -> None:
+    tensors = EXAMPLES[op].make(40, 24, device=device)
+    leaves = [tensors[name] for name in differentiable(op)]
+    torch.manual_seed(3)
+    results = function(op, backend)(**tensors)
+    results = results if isinstance(results, tuple) else (results,)
+    cotangents = [normal(*result.shape, dtype=result.dtype, device=device).detach() for result in results]
+    first: list[Tensor] = []
+    for number in range(PASSES or (FEWER_PASSES.get(backend, 1000) if device.type == "cpu" else 1000)):
+        reorder(number)
+        grads = torch.autograd.grad(results, leaves, cotangents, retain_graph=True)
+        bits = [grad.contiguous().view(torch.int32) for grad in grads]
+        first = first or bits
+        assert all(torch.equal(*pair) for pair in zip(bits, first, strict=True)), f"backward pass {number}"
 
 
 @PER_OPERATION

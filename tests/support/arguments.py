@@ -19,3 +19,32 @@ def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0)
     """A standard normal leaf that requires grad, the same in every dtype up to rounding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(device).requires_grad_()
+
+
+def transposed(x: Tensor) -> Tensor:
+    first, second = (-3, -2) if x.dim() > 2 else (0, -1)
+    return x.transpose(first, second).contiguous().transpose(first, second)
+
+
+def sliced(x: Tensor) -> Tensor:
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 9), torch.nan, dtype=x.dtype, device=x.device)
+    wide[..., 5 : x.shape[-1] + 5] = x
+    return wide[..., 5 : x.shape[-1] + 5]
+
+
+def expanded(x: Tensor) -> Tensor:
+    return x[:1].expand_as(x)
+
+
+def misaligned(x: Tensor) -> Tensor:
+    storage = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype, device=x.device)
+    storage[1:] = x.flatten()
+    return storage[1:].view(x.shape)
+
+
+def strided(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+LAYOUTS = (transposed, sliced, misaligned, strided)
+"""The same values with other strides, or from another offset in their storage, between NaN."""
