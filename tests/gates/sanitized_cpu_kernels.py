@@ -1,4 +1,4 @@
-"""Every row kernel of the CPU backend, in each instruction set and dtype; run under a sanitizer by test_sanitizers.py.
+"""The row kernels and attention of the CPU backend, in each instruction set and dtype; run by test_sanitizers.py.
 
 The instrumented module lies in the folder that the first argument names.
 """
@@ -8,11 +8,40 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tests.gates.sanitized_row_kernels import check_all
+from tests.gates.sanitized_row_kernels import check_all, results
+from tests.support.arguments import normal
 from transformer_kernels.backends import cpu
+
+
+def int32(*starts: int) -> torch.Tensor:
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+ATTENTION: list[tuple[int, int, int, dict[str, Any]]] = [
+    (1, 70, 70, {"causal": True}),
+    (2, 37, 150, {"window": (59, 9), "alibi_slopes": torch.rand(2, 4), "softcap": 2.0, "dropout_p": 0.2}),
+    (1, 3, 2100, {"alibi_slopes": torch.rand(4) / 100, "window": (None, 1)}),  # keys split among threads
+    (1, 90, 150, {"cu_seqlens": int32(0, 70, 70, 80), "cu_seqlens_k": int32(0, 0, 9, 140), "window": (3, 20)}),
+]
+"""Batch, queries, keys, and options."""
+
+
+def check_attention(dtype: torch.dtype) -> None:
+    for batch, queries, keys, options in ATTENTION:
+        lengths = {"q": (4, queries), "k": (2, keys), "v": (2, keys)}
+        tensors = {
+            name: normal(batch, *shape, 21, dtype=dtype, device=torch.device("cpu"), seed=seed)
+            for seed, (name, shape) in enumerate(lengths.items())
+        }
+        tensors["key_padding_mask"] = torch.arange(keys).expand(batch, keys) % 7 != 3
+        tensors["attn_bias"] = torch.randn(1, 4, queries, keys).to(dtype).requires_grad_()
+        both = (results("attention", backend, tensors, options) for backend in ("cpu", "torch"))
+        for ours, theirs in zip(*both, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=0.08, rtol=0.08)
 
 
 def main(path: str) -> None:
@@ -28,6 +57,7 @@ def main(path: str) -> None:
             module.use(name)
             for dtype in cpu.DTYPE_CODES:
                 check_all("cpu", dtype)
+                check_attention(dtype)
     print("CPU kernels ran")
 
 

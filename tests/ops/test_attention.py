@@ -92,7 +92,6 @@ def test_matches_reference_with_all_masks_together(
 
 
 LACKED = {
-    "cpu": ("softcap",),
     "triton": ("cu_seqlens_k",),
     "cuda": ("window", "alibi_slopes", "cu_seqlens_k", "softcap"),
 }
@@ -173,8 +172,8 @@ def test_alibi_beside_a_bias(backend: str, device: torch.device) -> None:
     require(OP, backend, device, torch.float32)
     tensors = make(torch.float32, device, (40, 70))
     tensors["attn_bias"] = torch.randn(2, 1, 40, 70, device=device).requires_grad_()
-    options = {"alibi_slopes": torch.tensor([0.5, 0.1], device=device)}
-    check_parity("attention", backend, tensors, options | ({} if backend == "cpu" else {"softcap": 2.0}))
+    options = {"alibi_slopes": torch.tensor([0.5, 0.1], device=device), "softcap": 2.0}
+    check_parity("attention", backend, tensors, options)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -209,9 +208,9 @@ def test_an_option_that_a_backend_lacks_is_refused(option: str, monkeypatch: pyt
     options = {option: value} | ({"cu_seqlens": starts} if option == "cu_seqlens_k" else {})
     monkeypatch.setattr(_dispatch, "unavailable", lambda *_: None)
     explanation = tk.explain("attention", **tensors, **options, backend="auto")
-    assert explanation.chosen == ("torch" if option in LACKED["cpu"] else "cpu")
+    assert explanation.chosen == "cpu"
     for backend in LACKED:
-        reason = explanation.reasons.get(backend, "")
+        reason = explanation.reasons[backend]
         assert ("use backend='torch'" in reason) == (option in LACKED[backend])
         if option in LACKED[backend]:
             with pytest.raises(UnsupportedByBackend, match=f"^attention: backend '{backend}' does not support"):

@@ -73,7 +73,8 @@ def test_each_instruction_set_matches_the_reference(instruction_set: str, dtype:
     if everything:
         tensors["key_padding_mask"] = torch.arange(150).expand(2, 150) % 7 != torch.tensor([[3], [5]])
         tensors["attn_bias"] = torch.randn(1, 4, 37, 150).to(dtype).requires_grad_()
-        options |= {"window": (59, 9), "alibi_slopes": torch.linspace(-0.1, 0.4, 8).view(2, 4), "dropout_p": 0.2}
+        options |= {"window": (59, 9), "alibi_slopes": torch.linspace(-0.1, 0.4, 8).view(2, 4)}
+        options |= {"dropout_p": 0.2, "softcap": 1.5}
     check_parity("attention", "cpu", tensors, options)
 
 
@@ -87,7 +88,7 @@ CALLS: dict[str, Any] = {
     "many heads": (make((64, 64), (4, 4), 32, 8), {"causal": True}),
     "decoding": (make((2, 3000), (8, 2), 64), {"causal": True}),
     "bias": ({**make((130, 70)), "attn_bias": torch.linspace(-1, 1, 280).view(4, 1, 70).requires_grad_()}, {}),
-    "unequal window": (make((300, 333), (6, 2), batch=1), {"window": (70, 9), "alibi_slopes": torch.rand(6)}),
+    "unequal window": (make((300, 333), (6, 2), batch=1), {"window": (70, 9), "softcap": 1.0}),
     "packed apart": (make((200, 333), batch=1), {**PACKED_APART, "dropout_p": 0.3, "alibi_slopes": torch.rand(4)}),
 }
 
@@ -112,7 +113,7 @@ def test_keys_split_among_threads_match_the_reference(case: str, dtype: torch.dt
     if case == "biased":
         tensors["attn_bias"] = torch.randn(4, 1, 2500).to(dtype).requires_grad_()
     if case == "slopes":
-        options |= {"alibi_slopes": torch.rand(4) / 100, "window": (None, 1), "scale": -0.2}
+        options |= {"alibi_slopes": torch.rand(4) / 100, "window": (None, 1), "scale": -0.2, "softcap": 0.8}
     options |= {"causal": case == "causal", "dropout_p": 0.25 if case == "dropout" else 0.0}
     check_parity("attention", "cpu", tensors, options)
 

@@ -36,6 +36,17 @@ namespace transformer_kernels::TK_LEVEL {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
+struct Options {
+  float scale, softcap;  // softcap: 0 without
+  Dropout dropout;
+  int64_t pitch;  // floats in a packed row
+};
+
+inline Options options_of(const AttentionCall& call, double scale, double dropout_p, double softcap) {
+  return {static_cast<float>(scale), static_cast<float>(softcap), make_dropout(at<const int64_t>(call.seed), dropout_p),
+          aligned(call.width, WIDTH)};
+}
+
 // Into how many tasks the blocks of one owner are cut, so that threads share the work evenly. No result depends on it.
 inline int64_t parts_of(int64_t owners, int64_t blocks) {
   constexpr int64_t TASKS_OF_A_THREAD = 4;
@@ -292,15 +303,29 @@ inline void add_distances(const AttentionCall& call, const Span& span, const Key
   }
 }
 
-// Whether anything but the scale is done to scores before their softmax.
-TK_INLINE bool adjusts_scores(const AttentionCall& call) { return call.bias || call.slopes; }
+// `count` products become softcap * tanh(scale * product / softcap); slopes, if wanted, the derivative of what is capped.
+inline void cap_scores(const Options& options, int64_t count, float* scores, float* slopes) {
+  const Floats inner = splat(__builtin_fabsf(options.scale) / options.softcap), outer = splat(options.softcap);
+  for (int64_t i = 0; i < count; i += WIDTH) {
+    const Floats tangent = hyperbolic_tangent(load(scores + i) * inner);
+    store(scores + i, tangent * outer);
+    if (slopes) store(slopes + i, fma(-tangent, tangent, splat(1.f)));
+  }
+}
 
-// Products of the packed keys [from, to) with a block's queries become scores: scaled, with all that is added to them.
+// Whether anything but the scale is done to scores before their softmax.
+TK_INLINE bool adjusts_scores(const AttentionCall& call, const Options& options) {
+  return call.bias || call.slopes || options.softcap > 0.f;
+}
+
+// Products of the packed keys [from, to) with a block's queries become scores: scaled, capped, with all that is added.
 template <int REGISTERS>
-inline void adjust_scores(const AttentionCall& call, const Span& span, const Keys& keys, const Block<REGISTERS>& block,
-                          float scale, int64_t from, int64_t to, float* scores) {
-  if (call.bias) add_bias(call, span.batch, keys, block, scale, from, to, scores);
-  if (call.slopes) add_distances(call, span, keys, block, call.bias ? 1.f : scale, from, to, scores);
+inline void adjust_scores(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys,
+                          const Block<REGISTERS>& block, int64_t from, int64_t to, float* scores, float* cap_slopes = nullptr) {
+  float scale = __builtin_fabsf(options.scale);
+  if (options.softcap > 0.f) cap_scores(options, (to - from) * Block<REGISTERS>::SIZE, scores, cap_slopes), scale = 1.f;
+  if (call.bias) add_bias(call, span.batch, keys, block, scale, from, to, scores), scale = 1.f;
+  if (call.slopes) add_distances(call, span, keys, block, scale, from, to, scores);
 }
 
 }  // namespace transformer_kernels::TK_LEVEL

@@ -12,12 +12,6 @@ constexpr int64_t SLACK = 16;            // rows that a product may read or writ
 
 enum Slot { POSITIONS = 8, CHUNK_ROWS, TILE, QUERY_BLOCKS, LANES_OF_BLOCKS };
 
-struct Options {
-  float scale;
-  Dropout dropout;
-  int64_t pitch;  // floats in a packed row
-};
-
 // A block of queries as the tiles need it.
 struct QueryBlock {
   Queries lanes;
@@ -40,13 +34,15 @@ struct ChunkRows {
 };
 struct Tile {
   float *weights, *gradients;  // (CHUNK + SLACK, SIZE): S^T then P^T, dP^T then dS^T
+  float* cap_slopes;           // (CHUNK, SIZE), null where scores are not capped
   uint16_t* bits;              // (CHUNK, REGISTERS)
   int64_t low[REGISTERS], high[REGISTERS];  // the rows that some lane of a register sees
-  Tile() {
-    const int64_t size = (CHUNK + SLACK) * SIZE;
-    weights = scratch<float>(TILE, 2 * size + CHUNK * REGISTERS / 2);
+  explicit Tile(bool capped) {
+    const int64_t size = (CHUNK + SLACK) * SIZE, slopes = capped ? CHUNK * SIZE : 0;
+    weights = scratch<float>(TILE, 2 * size + slopes + CHUNK * REGISTERS / 2);
     gradients = weights + size;
-    bits = reinterpret_cast<uint16_t*>(gradients + size);
+    cap_slopes = capped ? gradients + size : nullptr;
+    bits = reinterpret_cast<uint16_t*>(gradients + size + slopes);
   }
 };
 
@@ -139,10 +135,10 @@ bool fill_tile(const AttentionCall& call, const Options& options, const Span& sp
     product<false>(chunk.values + low * pitch, {pitch, 1}, block.dout_transposed + column, SIZE, tile.gradients + at_tile,
                    SIZE, count, wide, call.width);
   }
-  const float magnitude = __builtin_fabsf(options.scale);
-  if (adjusts_scores(call)) adjust_scores(call, span, keys, block.lanes, magnitude, key, key + rows, tile.weights);
+  const bool adjusts = adjusts_scores(call, options);
+  if (adjusts) adjust_scores(call, options, span, keys, block.lanes, key, key + rows, tile.weights, tile.cap_slopes);
   if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block.lanes, key, key + rows, tile.bits);
-  const Weighing how{adjusts_scores(call) ? 1.f : magnitude, options.dropout.scale, call.seed != 0};
+  const Weighing how{adjusts ? 1.f : __builtin_fabsf(options.scale), options.dropout.scale, call.seed != 0};
   for (int n = 0; n < REGISTERS; ++n) {
     const int64_t low = tile.low[n], high = tile.high[n];
     const int64_t whole_from = larger(low, smaller(high, block.all_low[n] - key));
@@ -155,6 +151,13 @@ bool fill_tile(const AttentionCall& call, const Options& options, const Span& sp
         store(tile.weights + row * SIZE + n * WIDTH, splat(0.f)), store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));
   }
   return true;
+}
+
+// dS^T of capped scores -> that of what was capped.
+void uncap(Tile& tile) {
+  for (int n = 0; n < REGISTERS; ++n)
+    for (int64_t at = tile.low[n] * SIZE + n * WIDTH; at < tile.high[n] * SIZE; at += SIZE)
+      store(tile.gradients + at, load(tile.gradients + at) * load(tile.cap_slopes + at));
 }
 
 // dK += dS^T Q and dV += P^T dO, for groups of eight keys from the registers that see some of them.
@@ -275,7 +278,7 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
     load_block(block[i], call, options, span, memory + i * QueryBlock::floats(pitch));
   }
   const ChunkRows chunk(pitch);
-  Tile tile;
+  Tile tile(options.softcap > 0.f);
   const bool exact = call.dtype == 0;  // operands of 16 bits are rounded by more than lse is
   const int64_t chunk_step = share.queries ? 1 : share.parts, first_chunk = share.queries ? 0 : share.part;
   for (int64_t key = first_chunk * CHUNK; key < keys.count; key += chunk_step * CHUNK) {
@@ -286,6 +289,7 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
     for (int64_t i = 0; i < blocks; ++i) {
       fetch_ahead(call, span, keys, kv_head, {key, rows, i, blocks}, block[i].lanes, share);
       if (!fill_tile(call, options, span, keys, key, rows, chunk, block[i], tile)) continue;
+      if (tile.cap_slopes) uncap(tile);
       if (share.queries) add_query_gradients(pitch, block[i], tile, chunk);
       if (exact && keys.count <= CHUNK) correct(block[i], pitch);
       if (share.keys) add_key_gradients(call, pitch, rows, block[i], tile, chunk);
@@ -371,7 +375,7 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
     const ChunkRows chunk(options.pitch);
     QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, 1);
     float* memory = scratch<float>(QUERY_BLOCKS, QueryBlock::floats(options.pitch));
-    Tile tile;
+    Tile tile(options.softcap > 0.f);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t bias_batch = task / blocks / sizes[1], bias_head = task / blocks % sizes[1];
       float* dbias = at<float>(call.dbias) + (bias_batch * sizes[1] + bias_head) * sizes[2] * sizes[3];
@@ -400,9 +404,9 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
 }  // namespace
 
 // As attention_forward; gradients with address 0 are not wanted, that of the bias starts as zeros.
-void attention_backward(Address packed_call, double scale, double dropout_p) {
+void attention_backward(Address packed_call, double scale, double dropout_p, double softcap) {
   const AttentionCall& call = *at<const AttentionCall>(packed_call);
-  const Options options{static_cast<float>(scale), make_dropout(at<const int64_t>(call.seed), dropout_p), aligned(call.width, WIDTH)};
+  const Options options = options_of(call, scale, dropout_p, softcap);
   if (call.starts) clear_filler(call);
   if (call.dq.data || call.dk.data || call.dv.data) backward(call, options);
   if (call.dbias) bias_gradient(call, options);

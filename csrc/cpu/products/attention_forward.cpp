@@ -29,12 +29,6 @@ template <int REGISTERS> struct Workspace {
   }
 };
 
-struct Options {
-  float scale;
-  Dropout dropout;
-  int64_t pitch;  // floats in a packed row
-};
-
 // Keys and values as float32 rows: all of a task's, or those of one chunk where nothing else will read them again.
 struct Packed {
   float *keys, *values;
@@ -147,11 +141,11 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
     const int64_t at_row = packed.streamed ? 0 : key * pitch;
     product<false>(packed.keys + at_row, {pitch, 1}, work.transposed, SIZE, work.scores, SIZE, aligned(rows, 8), REGISTERS,
                    call.width);
-    if (adjusts_scores(call)) adjust_scores(call, span, keys, block, __builtin_fabsf(options.scale), key, key + rows, work.scores);
+    if (adjusts_scores(call, options)) adjust_scores(call, options, span, keys, block, key, key + rows, work.scores);
     if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block, key, key + rows, work.bits);
     hide(block, key, 0, smaller(rows, larger(0, block.all_low - key)), work.scores);
     hide(block, key, larger(0, smaller(rows, block.all_high - key)), rows, work.scores);
-    const float factor = adjusts_scores(call) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
+    const float factor = adjusts_scores(call, options) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
     weigh(state, factor, rows, call.seed, work.bits, work.scores, alpha);
     if (packed.any_broken) spoil(block, key, rows, packed.broken + (packed.streamed ? 0 : key), state);
     const float* values = packed.values + at_row;
@@ -173,7 +167,7 @@ void finish(const AttentionCall& call, const Options& options, const Span& span,
             const float* values, const State<REGISTERS>& state) {
   constexpr int SIZE = Block<REGISTERS>::SIZE;
   alignas(64) float inverse[SIZE], lse[SIZE];
-  const float unit = adjusts_scores(call) ? 1.f : __builtin_fabsf(options.scale);
+  const float unit = adjusts_scores(call, options) ? 1.f : __builtin_fabsf(options.scale);
   for (int n = 0; n < REGISTERS; ++n) {
     const Floats total = state.total[n], none = splat(0.f);
     store(inverse + n * WIDTH, total == none ? none : options.dropout.scale / total);
@@ -272,7 +266,7 @@ template <int REGISTERS> struct Split {
     Block<REGISTERS> block;
     set_block(block, call, span, Keys{0, span.keys, nullptr, nullptr}, kv_head * group, 0, group * span.queries);
     const float* part = memory + task * pieces * size;
-    const float factor = adjusts_scores(call) ? LOG2_E : __builtin_fabsf(options.scale) * LOG2_E;
+    const float factor = adjusts_scores(call, options) ? LOG2_E : __builtin_fabsf(options.scale) * LOG2_E;
     State<REGISTERS> state;
     for (int n = 0; n < REGISTERS; ++n) state.top[n] = splat(-INFINITY), state.total[n] = splat(0.f);
     for (int64_t i = 0; i < pieces; ++i)
@@ -331,11 +325,10 @@ void clear_filler(const AttentionCall& call) {
 
 }  // namespace
 
-// The call's tensors as an AttentionCall; scale of q k^T; the probability of dropout.
-void attention_forward(Address packed_call, double scale, double dropout_p) {
+// The call's tensors as an AttentionCall; scale of q k^T; the probability of dropout; what bounds scores, 0 without.
+void attention_forward(Address packed_call, double scale, double dropout_p, double softcap) {
   const AttentionCall& call = *at<const AttentionCall>(packed_call);
-  const Options options{static_cast<float>(scale), make_dropout(at<const int64_t>(call.seed), dropout_p),
-                        aligned(call.width, WIDTH)};
+  const Options options = options_of(call, scale, dropout_p, softcap);
   if (call.starts) clear_filler(call);
   const bool narrow = call.heads / call.kv_heads * call.queries <= WIDTH || (call.causal && call.keys <= 128);
   narrow ? forward<1>(call, options) : forward<2>(call, options);

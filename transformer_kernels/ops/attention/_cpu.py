@@ -10,13 +10,8 @@ from torch import Tensor
 from transformer_kernels.backends import address, cpu
 from transformer_kernels.backends.cpu import DTYPE_CODES
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
-from transformer_kernels.ops.attention._common import beyond
 
 NO_HEADS = (0, 0, 0, 0)
-
-
-def unsupported(call: AttentionCall) -> str | None:
-    return beyond(call, "right", "alibi_slopes", "cu_seqlens_k")
 
 
 def forward(call: AttentionCall) -> AttentionResult:
@@ -26,7 +21,7 @@ def forward(call: AttentionCall) -> AttentionResult:
     if _without_sequences(call):
         return AttentionResult(out.zero_(), lse.fill_(-torch.inf))
     packed = _packed(call, out, lse)
-    cpu.load().attention_forward(packed.buffer_info()[0], call.scale, call.dropout_p)
+    cpu.load().attention_forward(packed.buffer_info()[0], *_numbers(call))
     return AttentionResult(out, lse)
 
 
@@ -51,7 +46,7 @@ def backward(
         return *zeros, torch.zeros_like(bias) if bias is not None and wanted[3] else None
     computed = torch.zeros(bias.shape) if bias is not None and wanted[3] and bias.shape[3] > 1 else None
     packed = _packed(call, result.out, result.lse, (dout, *gradients), dlse, computed)
-    cpu.load().attention_backward(packed.buffer_info()[0], call.scale, call.dropout_p)
+    cpu.load().attention_backward(packed.buffer_info()[0], *_numbers(call))
     if bias is None or not wanted[3]:
         return *gradients, None
     dbias = _shift_gradient(bias, result.lse, dlse) if computed is None else computed
@@ -97,6 +92,10 @@ def _packed(
             address(dlse), address(dbias), *((0, 0, 0, 0) if bias is None else bias.shape),
         ),
     )  # fmt: skip
+
+
+def _numbers(call: AttentionCall) -> tuple[float, float, float]:
+    return call.scale, call.dropout_p, call.softcap or 0.0
 
 
 def _heads(x: Tensor | None) -> tuple[int, ...]:
