@@ -678,19 +678,29 @@ def linear_cross_entropy(
     targets: Tensor,
     bias: Tensor | None = None,
     *,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     reduction: str = "mean",
 ) -> Tensor:
     """cross_entropy(x W^T + b, targets): a language model's head and its loss.
 
     Args:
-        x: floating (..., E). weight: (V, E). bias: (V,). targets: (...).
-        ignore_index, label_smoothing, reduction: as in `cross_entropy`.
+        x: floating (..., E). weight: (V, E). bias: (V,). targets: (...), classes.
+        class_weight: (V,), the `weight` of `cross_entropy`.
+        ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`.
     """
-    logits = x @ weight.T if bias is None else x @ weight.T + bias
     return cross_entropy(
-        logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        x @ weight.T if bias is None else x @ weight.T + bias,
+        targets,
+        weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
     )
 
 

@@ -129,8 +129,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/cross_entropy/_torch.py",
-        "add_(lse, alpha=2.0 * call.z_loss)",
-        "add_(lse, alpha=call.z_loss)",
+        "add_(lse, alpha=2.0 * options.z_loss)",
+        "add_(lse, alpha=options.z_loss)",
         "tests/ops/test_cross_entropy.py -k options_match",
     ),
     Mutant(

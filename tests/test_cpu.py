@@ -50,6 +50,7 @@ FUNCTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor], float, float, float,
         0x32800000,
         0x41700000,
     ),
+    "tanh": (3, torch.tanh, 0.0, 0.0, 2.0, 0x38800000, 0x41200000),
 }
 
 

@@ -6,13 +6,13 @@ namespace transformer_kernels {
 
 // One group of Layout::THREADS threads owns one row. `dloss` is one number for each row, or one for all; `count`, where
 // it is given, divides it.
-template <class Layout>
+template <class Layout, class Loss>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     cross_entropy_backward_kernel(const float* __restrict__ dloss, bool dloss_of_each_row,
                                   const typename Layout::T* __restrict__ logits, const int64_t* __restrict__ targets,
                                   const float* __restrict__ statistics, const float* __restrict__ count,
                                   typename Layout::T* __restrict__ dlogits, int64_t rows, int classes,
-                                  int64_t ignore_index, float smoothing) {
+                                  int64_t ignore_index, float smoothing, Loss kind) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
   const int64_t row = Layout::first_row();
@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const float scale = target.scale(count ? incoming / load(count) : incoming);
   const float maximum = load(statistics + row), inverse = load(statistics + rows + row);
   const float uniform = smoothing / static_cast<float>(classes);
+  const float factor = kind.factor(target, smoothing, classes, maximum - logf(inverse));
   logits += row * classes;
   dlogits += row * classes;
 
@@ -30,8 +31,8 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     Vector<float, V> gradient;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const float p = fast_exp2((to_float(stored[i]) - maximum) * LOG2_E) * inverse;
-      gradient[i] = cross_entropy_gradient(p, column + i, target, scale, smoothing, uniform);
+      const float score = kind.score(to_float(stored[i])), p = fast_exp2((score - maximum) * LOG2_E) * inverse;
+      gradient[i] = kind.gradient(p, score, column + i, target, factor, scale, smoothing, uniform);
     }
     store_vector(dlogits + column, rounded<T, V>(gradient));
   });

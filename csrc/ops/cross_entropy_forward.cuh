@@ -38,6 +38,49 @@ TK_DEVICE float cross_entropy_gradient(float p, int column, const RowTarget& tar
   return scale == 0.0f ? 0.0f : scale * (p - wanted);
 }
 
+// What any-width kernels compute of a row: here a loss with nothing but smoothing. One number for the row, its `factor`,
+// multiplies p in the gradient.
+struct SmoothedLoss {
+  TK_DEVICE float score(float logit) const { return logit; }
+  TK_DEVICE float weight(int) const { return 1.0f; }
+  TK_DEVICE float loss(const RowTerms& terms, const RowTarget& target, float smoothing, int, float) const {
+    return terms.loss(target, smoothing);
+  }
+  TK_DEVICE float factor(const RowTarget&, float, int, float) const { return 1.0f; }
+  TK_DEVICE float gradient(float p, float, int column, const RowTarget& target, float, float scale, float smoothing,
+                           float uniform) const {
+    return cross_entropy_gradient(p, column, target, scale, smoothing, uniform);
+  }
+};
+
+// And here one with class weights (classes + 1), behind them their mean, or null, with a z-loss and with a soft cap, each
+// 0 for none. Only kernels for any width are compiled with it.
+struct WeightedLoss {
+  const float* weights;
+  float z_loss, cap;
+
+  TK_DEVICE float score(float logit) const { return cap == 0.0f ? logit : cap * tanhf(logit / cap); }
+  TK_DEVICE float weight(int column) const { return weights ? load(weights + column) : 1.0f; }
+  TK_DEVICE float own(const RowTarget& target, float smoothing) const {
+    return target.column < 0 ? 0.0f : (1.0f - smoothing) * weight(target.column);
+  }
+  TK_DEVICE float loss(const RowTerms& terms, const RowTarget& target, float smoothing, int classes, float maximum) const {
+    if (target.ignored || target.stray) return target.ignored ? 0.0f : NAN;
+    const float picked = own(target, smoothing), lse = maximum + terms.log_total;
+    const float share = picked + smoothing * weight(classes);
+    return share * terms.log_total - picked * terms.picked - smoothing * terms.mean + z_loss * lse * lse;
+  }
+  TK_DEVICE float factor(const RowTarget& target, float smoothing, int classes, float lse) const {
+    return own(target, smoothing) + smoothing * weight(classes) + 2.0f * z_loss * lse;
+  }
+  TK_DEVICE float gradient(float p, float score, int column, const RowTarget& target, float factor, float scale,
+                           float smoothing, float uniform) const {
+    const float wanted = ((column == target.column ? 1.0f - smoothing : 0.0f) + uniform) * weight(column);
+    const float bent = cap == 0.0f ? 0.0f : score / cap;
+    return scale == 0.0f ? 0.0f : scale * (factor * p - wanted) * (1.0f - bent * bent);
+  }
+};
+
 template <class T, int VECTOR>
 TK_DEVICE Vector<float, VECTOR> load_logits(const T* logits, int column, int classes) {
   const Vector<T, VECTOR> stored = load_vector<VECTOR>(logits + column);
@@ -109,11 +152,11 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
 
 // One block owns one row of any width and reads it once for the running maximum and sum (Milakov and Gimelshein 2018),
 // once more for the gradient.
-template <class Layout, bool GRADIENT>
+template <class Layout, bool GRADIENT, class Loss>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     cross_entropy_forward_any_width_kernel(typename Layout::T* logits, const int64_t* __restrict__ targets,
                                            float* __restrict__ losses, float* __restrict__ statistics, int64_t rows,
-                                           int classes, int stride, int64_t ignore_index, float smoothing) {
+                                           int classes, int stride, int64_t ignore_index, float smoothing, Loss kind) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
   SharedMemory shared;
@@ -121,22 +164,25 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const int64_t row = Layout::first_row();
   const RowTarget target(load(targets + row), classes, ignore_index);
   logits += row * stride;
-  const float chosen = target.column < 0 ? 0.0f : to_float(load(logits + target.column));
-  float anchor = smoothing > 0.0f ? to_float(load(logits)) : 0.0f;  // distances to it do not cancel in large logits
+  const float chosen = target.column < 0 ? 0.0f : kind.score(to_float(load(logits + target.column)));
+  float anchor = smoothing > 0.0f ? kind.score(to_float(load(logits))) : 0.0f;  // distances to it do not cancel in large logits
   if (!(fabsf(anchor) < INFINITY)) anchor = 0.0f;
 
   float maximum = -INFINITY, total = 0.0f, distance = 0.0f;  // total is 0 while maximum is -inf
   Layout::for_each_vector(stride, [&](int, int column) {
-    const Vector<float, V> scores = load_logits<T, V>(logits, column, classes);
+    Vector<float, V> scores = load_logits<T, V>(logits, column, classes);
     float highest = maximum;
 #pragma unroll
-    for (int i = 0; i < V; ++i) highest = fmaxf(highest, scores[i]);
+    for (int i = 0; i < V; ++i) {
+      if (column + i < classes) scores[i] = kind.score(scores[i]);
+      highest = fmaxf(highest, scores[i]);
+    }
     const float shift = highest == -INFINITY ? 0.0f : highest;
     total *= fast_exp2((maximum - shift) * LOG2_E);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       total += fast_exp2((scores[i] - shift) * LOG2_E);
-      if (smoothing > 0.0f && column + i < classes) distance += scores[i] - anchor;
+      if (smoothing > 0.0f && column + i < classes) distance += kind.weight(column + i) * (scores[i] - anchor);
     }
     maximum = highest;
   });
@@ -144,19 +190,20 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   total *= fast_exp2((maximum - highest) * LOG2_E);
   const float2 sums = Layout::sum_pair(total, distance, scratch);
   const RowTerms terms{logf(sums.x), chosen - highest,
-                       sums.y / static_cast<float>(classes) - (highest - anchor)};
-  if (Layout::thread() == 0) store(losses + row, terms.loss(target, smoothing));
+                       sums.y / static_cast<float>(classes) - kind.weight(classes) * (highest - anchor)};
+  if (Layout::thread() == 0) store(losses + row, kind.loss(terms, target, smoothing, classes, highest));
 
   const float inverse = 1.0f / sums.x;
   if constexpr (GRADIENT) {
     const float scale = target.scale(1.0f), uniform = smoothing / static_cast<float>(classes);
+    const float factor = kind.factor(target, smoothing, classes, highest + terms.log_total);
     Layout::for_each_vector(stride, [&](int, int column) {
       Vector<float, V> values = load_logits<T, V>(logits, column, classes);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        const float p = fast_exp2((values[i] - highest) * LOG2_E) * inverse;
+        const float score = kind.score(values[i]), p = fast_exp2((score - highest) * LOG2_E) * inverse;
         values[i] = column + i < classes
-                        ? cross_entropy_gradient(p, column + i, target, scale, smoothing, uniform)
+                        ? kind.gradient(p, score, column + i, target, factor, scale, smoothing, uniform)
                         : 0.0f;
       }
       store_vector(logits + column, rounded<T, V>(values));

@@ -61,7 +61,7 @@ def check(backend: str, op: str, rows: int, columns: int, dtype: torch.dtype, ch
 
 def check_logits_in_place(backend: str, rows: int, columns: int, dtype: torch.dtype) -> None:
     """Rows of logits with a gap between them become their own gradient."""
-    from transformer_kernels.ops.cross_entropy import _torch
+    from transformer_kernels.ops.cross_entropy import RowLoss, _torch
 
     kernels = import_module(f"transformer_kernels.ops.cross_entropy._{backend}")
 
@@ -69,7 +69,8 @@ def check_logits_in_place(backend: str, rows: int, columns: int, dtype: torch.dt
     gapped, copy = logits.clone()[:, : columns - 1], logits[:, : columns - 1].clone()
     targets = torch.arange(rows) % (columns - 1)
     ours, theirs = (
-        module.row_losses_and_gradient(x, targets, -100, 0.1) for module, x in ((kernels, gapped), (_torch, copy))
+        module.row_losses_and_gradient(x, targets, RowLoss(-100, 0.1))
+        for module, x in ((kernels, gapped), (_torch, copy))
     )
     torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
 

@@ -12,6 +12,7 @@ from tests.support.operations import backward, prepared
 from tests.support.parity import backend_fixture, check_parity
 from tests.support.triton_tables import every_width
 from transformer_kernels.backends.triton_tiles import RowTile
+from transformer_kernels.ops.cross_entropy import RowLoss
 
 OP = "cross_entropy"
 backend = backend_fixture("triton")
@@ -46,7 +47,7 @@ def test_two_passes_of_a_row_that_starts_with_no_number(backend: str, device: to
 def losses_in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
 
-    return cross_entropy.row_losses_and_gradient(logits, targets, -100, 0.0)[0]
+    return cross_entropy.row_losses_and_gradient(logits, targets, RowLoss(-100, 0.0))[0]
 
 
 @pytest.mark.parametrize("walked", [False, True], ids=["in registers", "walked"])

@@ -59,6 +59,23 @@ def test_matches_reference_over_shapes(
     check_parity(OP, backend, make(dtype, device, rows, classes), {"label_smoothing": smoothing})
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "class_weight": {"class_weight": torch.linspace(0.0, 0.02, 65)},
+    "z_loss": {"z_loss": 0.01},
+    "softcap": {"softcap": 4.0},
+    "all": {"class_weight": torch.linspace(0.0, 2.0, 65), "z_loss": 0.01, "softcap": 4.0, "label_smoothing": 0.1},
+}
+
+
+@pytest.mark.usefixtures("rows_at_once")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("given", OPTIONS)
+def test_options_match_the_reference(backend: str, device: torch.device, given: str, reduction: str) -> None:
+    """Class weights whose sum is below 1 too: what a mean is over is no number of rows."""
+    options = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in OPTIONS[given].items()}
+    check_parity(OP, backend, make(torch.float32, device, 37, 65), {**options, "reduction": reduction})
+
+
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("classes", [33001, 50257])
 def test_wide_vocabularies(backend: str, device: torch.device, classes: int) -> None:
@@ -268,6 +285,7 @@ def test_a_target_that_is_no_class(backend: str, device: torch.device) -> None:
 def test_gradcheck_in_float64(device: torch.device, reduction: str) -> None:
     tensors = make(torch.float64, device, 19, 5, width=3)
     options = {"label_smoothing": 0.1, "reduction": reduction, "backend": "torch"}
+    options |= {"class_weight": torch.linspace(0.2, 2.0, 5, device=device), "z_loss": 0.1, "softcap": 3.0}
     function = lambda x, weight, bias: tk.linear_cross_entropy(  # noqa: E731
         x, weight, tensors["targets"], bias, **options
     )
@@ -279,7 +297,7 @@ def test_gradcheck_in_float64(device: torch.device, reduction: str) -> None:
 @pytest.mark.usefixtures("rows_at_once")
 def test_compiles_into_one_graph(device: torch.device, dynamic: bool, reduction: str) -> None:
     def step(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor) -> Tensor:
-        options = {"reduction": reduction, "backend": "torch"}
+        options = {"reduction": reduction, "backend": "torch", "class_weight": bias.detach().square(), "softcap": 5.0}
         return (2.0 * tk.linear_cross_entropy(torch.tanh(x), weight, targets, bias, **options)).square().sum()
 
     torch._dynamo.reset()

@@ -13,6 +13,7 @@ import transformer_kernels as tk
 from tests.support.arguments import DTYPES, dtype_id, normal
 from tests.support.operations import EXAMPLES, backward, function, prepared, row_operations
 from transformer_kernels.backends import cuda as _extension
+from transformer_kernels.ops.cross_entropy import RowLoss
 from transformer_kernels.ops.cross_entropy import _cuda as cross_entropy
 from transformer_kernels.ops.embedding import _cuda as embedding
 from transformer_kernels.ops.gelu import _cuda as gelu
@@ -76,10 +77,10 @@ def test_logits_are_read_once_and_their_gradient_is_written_once(
     logits, targets = random(rows, columns, dtype=dtype), torch.arange(rows)
     row_bytes = rows * columns * logits.element_size()
     each_reads_its_target = 8 * rows * threads
-    counters = counted(emulation, cross_entropy.row_losses, logits, targets, -100, 0.1)
+    counters = counted(emulation, cross_entropy.row_losses, logits, targets, RowLoss(-100, 0.1))
     assert counters["global_load_bytes"] == row_bytes + each_reads_its_target
     assert counters["global_store_bytes"] == 3 * 4 * rows  # loss, maximum, 1 / sum
-    counters = counted(emulation, cross_entropy.row_losses_and_gradient, logits, targets, -100, 0.1)
+    counters = counted(emulation, cross_entropy.row_losses_and_gradient, logits, targets, RowLoss(-100, 0.1))
     assert counters["global_load_bytes"] == row_bytes + each_reads_its_target
     assert counters["global_store_bytes"] == row_bytes + 4 * rows
 
@@ -90,7 +91,7 @@ def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(emul
     logits = buffer[:, :columns].copy_(random(5, columns, dtype=torch.bfloat16))
     expected = logits.clone()
     targets = torch.arange(5)
-    losses = cross_entropy.row_losses_and_gradient(logits, targets, -100, 0.0)[0]
+    losses = cross_entropy.row_losses_and_gradient(logits, targets, RowLoss(-100, 0.0))[0]
     torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(expected.float(), targets, reduction="none"))
     assert torch.isfinite(logits).all() and (buffer[:, columns:] == 0).all()
 
@@ -172,7 +173,7 @@ def all_results(rows: int, columns: int) -> list[Tensor]:
         torch.autograd.backward(outputs, [torch.full_like(output, 0.37) for output in outputs])
         results += [*outputs, *(x.grad for x in tensors.values() if x.grad is not None)]
     logits = random(rows, columns, dtype=torch.bfloat16)
-    return [*results, *cross_entropy.row_losses_and_gradient(logits, torch.arange(rows), 3, 0.1)]
+    return [*results, *cross_entropy.row_losses_and_gradient(logits, torch.arange(rows), RowLoss(3, 0.1))]
 
 
 @pytest.mark.parametrize("columns", [40, 45, 1000, 1100, 4100, 8300, 8301])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import transformer_kernels as tk
+from transformer_kernels.ops.cross_entropy import RowLoss
 from transformer_kernels.reports.launches import Launch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -67,7 +68,11 @@ def _cross_entropy(dtype: torch.dtype, rows: int, width: int) -> dict[str, Argum
 def _in_place(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
     given = {"logits": torch.zeros(rows, width, dtype=dtype), "targets": torch.zeros(rows, dtype=torch.int64)}
     padded = {**given, "logits": given["logits"][:, :-1]}
-    return {" in place": given, " in place padded": padded, " in place smooth": {**padded, "label_smoothing": 0.1}}
+    return {
+        " in place": given,
+        " in place padded": padded,
+        " in place smooth": {**padded, "options": RowLoss(-100, 0.1)},
+    }
 
 
 def _embedding(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
@@ -146,7 +151,7 @@ def run(operation: str, make: Make, arguments: Arguments) -> None:
     """There and back through the public function; what linear_cross_entropy asks of cross_entropy directly."""
     if make is _in_place:
         module = importlib.import_module("transformer_kernels.ops.cross_entropy._triton")
-        module.row_losses_and_gradient(**{"ignore_index": -100, "label_smoothing": 0.0, **arguments})
+        module.row_losses_and_gradient(**{"options": RowLoss(-100, 0.0), **arguments})
         return
     outputs = getattr(tk, operation)(**arguments, backend="triton")
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

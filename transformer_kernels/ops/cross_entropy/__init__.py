@@ -8,9 +8,52 @@ import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
+from transformer_kernels.backends import address
 
 OP = "cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
+
+
+class RowLoss(NamedTuple):
+    """How the loss of a row with a class is made; `cross_entropy` says what each option means."""
+
+    ignore_index: int
+    label_smoothing: float
+    weights: Tensor | None = None
+    """(V + 1,), the weight of each class and behind them their mean, float32 at least; None stands for ones."""
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+    def is_plain(self) -> bool:
+        """Whether there is nothing but smoothing: what the kernels' fastest paths know."""
+        return self.weights is None and self.z_loss == 0.0 and self.softcap is None
+
+    def as_arguments(self) -> tuple[int, float, int, float, float]:
+        """The options as compiled kernels take them, 0 for what is absent; the weights must outlive the launch."""
+        return self.ignore_index, self.label_smoothing, address(self.weights), self.z_loss, self.softcap or 0.0
+
+
+def row_loss(
+    ignore_index: int,
+    label_smoothing: float,
+    weight: Tensor | None,
+    z_loss: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> RowLoss:
+    """The options as kernels take them, from a call's; the weights in `dtype`."""
+    weights = None
+    if weight is not None:
+        weight = weight.to(dtype)
+        weights = torch.cat([weight, weight.mean(dim=0, keepdim=True)])
+    return RowLoss(ignore_index, label_smoothing, weights, z_loss, softcap)
+
+
+def weighted_mean(losses: Tensor, targets: Tensor, ignore_index: int, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the losses over that of the weights of their classes, and the latter sum."""
+    ignored = targets == ignore_index
+    counted = weights[targets.clamp(0, weights.shape[0] - 2)].masked_fill_(ignored, 0.0).sum()
+    return losses.sum() / counted, counted
 
 
 class CrossEntropyCall(NamedTuple):
@@ -25,12 +68,16 @@ class CrossEntropyCall(NamedTuple):
     z_loss: float = 0.0
     softcap: float | None = None
 
+    def row_loss(self) -> RowLoss:
+        """The options of each row."""
+        dtype = torch.promote_types(self.logits.dtype, torch.float32)
+        return row_loss(self.ignore_index, self.label_smoothing, self.weight, self.z_loss, self.softcap, dtype)
+
     def beyond_classes(self) -> str | None:
-        """Why kernels that know classes and smoothing only do not take the call; None if they do."""
-        extra = {"weight": self.weight is not None, "z_loss": self.z_loss > 0.0, "softcap": self.softcap is not None}
-        extra["probabilities as targets"] = self.targets.is_floating_point()
-        listed = ", ".join(name for name, given in extra.items() if given)
-        return f"it does not know {listed}; use backend='torch'" if listed else None
+        """Why kernels of rows with a class do not take the call; None if they do."""
+        if not self.targets.is_floating_point():
+            return None
+        return "it does not know probabilities as targets, a second tensor of the logits' size; use backend='torch'"
 
 
 class CrossEntropyResult(NamedTuple):
@@ -113,18 +160,9 @@ def prepare(
         _check_probabilities(logits, targets, ignore_index)
     else:
         _checks.class_indices(OP, "targets", targets, logits.shape[:-1])
-    if weight is not None:
-        _check_weight(logits, weight)
+    check_class_weight(OP, "weight", weight, logits.shape[-1])
     _checks.same_device(OP, logits, targets=targets, weight=weight)
-    _checks.integer(OP, "ignore_index", ignore_index)
-    _checks.probability(OP, "label_smoothing", label_smoothing)
-    _checks.finite(OP, "z_loss", z_loss)
-    if z_loss < 0.0:
-        raise ValueError(f"{OP}: z_loss must not be negative; got {z_loss}")
-    if softcap is not None:
-        _checks.positive(OP, "softcap", softcap)
-        _checks.finite(OP, "softcap", softcap)
-    _checks.choice(OP, "reduction", reduction, REDUCTIONS)
+    check_options(OP, ignore_index, label_smoothing, z_loss, softcap, reduction)
     _autograd.refuse_transforms(OP, logits, targets)
     if not _autograd.is_traced(logits) and not probabilities:
         _checks.classes_in_range(OP, "targets", targets, logits.shape[-1], ignore_index)
@@ -149,12 +187,30 @@ def _check_probabilities(logits: Tensor, targets: Tensor, ignore_index: int) -> 
         raise ValueError(f"{OP}: ignore_index is of targets that are classes; got {ignore_index} beside probabilities")
 
 
-def _check_weight(logits: Tensor, weight: Tensor) -> None:
-    _checks.tensor(OP, "weight", weight)
-    if weight.shape != logits.shape[-1:]:
-        raise ValueError(f"{OP}: weight must have shape ({logits.shape[-1]},); got {tuple(weight.shape)}")
+def check_class_weight(op: str, name: str, weight: Tensor | None, classes: int) -> None:
+    """A floating tensor (V,) without a gradient, or None."""
+    if weight is None:
+        return
+    _checks.tensor(op, name, weight)
+    if weight.shape != (classes,):
+        raise ValueError(f"{op}: {name} must have shape ({classes},); got {tuple(weight.shape)}")
     if weight.requires_grad:
-        raise ValueError(f"{OP}: weight has no gradient; detach it, or use python_ref.ops.{OP}")
+        raise ValueError(f"{op}: {name} has no gradient; detach it, or use python_ref.ops.{op}")
+
+
+def check_options(
+    op: str, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str
+) -> None:
+    """The options that are no tensors."""
+    _checks.integer(op, "ignore_index", ignore_index)
+    _checks.probability(op, "label_smoothing", label_smoothing)
+    _checks.finite(op, "z_loss", z_loss)
+    if z_loss < 0.0:
+        raise ValueError(f"{op}: z_loss must not be negative; got {z_loss}")
+    if softcap is not None:
+        _checks.positive(op, "softcap", softcap)
+        _checks.finite(op, "softcap", softcap)
+    _checks.choice(op, "reduction", reduction, REDUCTIONS)
 
 
 def _fake(call: CrossEntropyCall) -> CrossEntropyResult:

@@ -8,38 +8,34 @@ from torch import Tensor
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address
 from transformer_kernels.backends.cpu import DTYPE_CODES, load
-from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
+from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
 
 unsupported = CrossEntropyCall.beyond_classes
 
 
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
-    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
-    logits, targets, ignore_index, label_smoothing, reduction = call[:5]
+    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and what a mean is over."""
+    logits, targets, options = call.logits, call.targets, call.row_loss()
     statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
-    losses = _rows(logits, logits.shape[-1], targets, statistics, ignore_index, label_smoothing)
-    if reduction == "none":
+    losses = _rows(logits, logits.shape[-1], targets, statistics, options)
+    if call.reduction == "none":
         return CrossEntropyResult(losses, statistics, None)
-    loss, count = reduced(losses, targets, ignore_index, reduction)
+    loss, count = reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
     return CrossEntropyResult(loss, statistics, count)
 
 
-def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
     """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
     statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
-    return _rows(logits, logits.stride(0), targets, statistics, ignore_index, label_smoothing)
+    return _rows(logits, logits.stride(0), targets, statistics, options)
 
 
-def row_losses_and_gradient(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
     """`row_losses`, and the gradient of their sum, which is written over the logits."""
-    return _rows(logits, logits.stride(0), targets, None, ignore_index, label_smoothing), logits
+    return _rows(logits, logits.stride(0), targets, None, options), logits
 
 
-def _rows(
-    logits: Tensor, stride: int, targets: Tensor, statistics: Tensor | None, ignore_index: int, label_smoothing: float
-) -> Tensor:
+def _rows(logits: Tensor, stride: int, targets: Tensor, statistics: Tensor | None, options: RowLoss) -> Tensor:
     """The losses; without `statistics` the gradient is left in place of the logits."""
     losses = logits.new_empty(targets.shape, dtype=torch.float32)
     load().cross_entropy_forward(
@@ -51,14 +47,17 @@ def _rows(
         address(statistics),
         targets.numel(),
         logits.shape[-1],
-        ignore_index,
-        label_smoothing,
+        *options.as_arguments(),
     )
     return losses
 
 
-def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean of the losses, and the number of rows in the mean."""
+def reduced(
+    losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and what the mean is over."""
+    if weights is not None and reduction == "mean":
+        return weighted_mean(losses, targets, ignore_index, weights)
     loss = losses.new_empty(())
     count = losses.new_empty(()) if reduction == "mean" else None
     load().cross_entropy_sum(
@@ -68,23 +67,22 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
-    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call[:5]
+    """dloss * (softmax - the smoothed target), divided by what a mean is over."""
+    (dloss,), logits, options = grads, call.logits, call.row_loss()
     _, statistics, count = result
     assert statistics is not None
     dlogits = torch.empty_like(logits)
     load().cross_entropy_backward(
         DTYPE_CODES[logits.dtype],
         dloss.data_ptr(),
-        reduction == "none",
-        address(count) if reduction == "mean" else 0,
+        call.reduction == "none",
+        address(count) if call.reduction == "mean" else 0,
         logits.data_ptr(),
-        targets.data_ptr(),
+        call.targets.data_ptr(),
         statistics.data_ptr(),
         dlogits.data_ptr(),
-        targets.numel(),
+        call.targets.numel(),
         logits.shape[-1],
-        ignore_index,
-        label_smoothing,
+        *options.as_arguments(),
     )
     return (dlogits,)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
-from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
+from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
 
 ROWS_OF_ONE_BLOCK = 1 << 16
 """How many losses one block adds up; a sum over more is worth PyTorch's several launches."""
@@ -18,32 +18,28 @@ unsupported = CrossEntropyCall.beyond_classes
 
 
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
-    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
-    logits, targets, ignore_index, label_smoothing, reduction = call[:5]
+    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and what a mean is over."""
+    logits, targets, options = call.logits, call.targets, call.row_loss()
     statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
-    losses = _launch_rows(logits, logits.shape[-1], targets, statistics, ignore_index, label_smoothing)
-    if reduction == "none":
+    losses = _launch_rows(logits, logits.shape[-1], targets, statistics, options)
+    if call.reduction == "none":
         return CrossEntropyResult(losses, statistics, None)
-    loss, count = reduced(losses, targets, ignore_index, reduction)
+    loss, count = reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
     return CrossEntropyResult(loss, statistics, count)
 
 
-def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
     """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
     statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
-    return _launch_rows(logits, logits.stride(0), targets, statistics, ignore_index, label_smoothing)
+    return _launch_rows(logits, logits.stride(0), targets, statistics, options)
 
 
-def row_losses_and_gradient(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
     """`row_losses`, and the gradient of their sum, which is written over the logits."""
-    return _launch_rows(logits, logits.stride(0), targets, None, ignore_index, label_smoothing), logits
+    return _launch_rows(logits, logits.stride(0), targets, None, options), logits
 
 
-def _launch_rows(
-    logits: Tensor, stride: int, targets: Tensor, statistics: Tensor | None, ignore_index: int, label_smoothing: float
-) -> Tensor:
+def _launch_rows(logits: Tensor, stride: int, targets: Tensor, statistics: Tensor | None, options: RowLoss) -> Tensor:
     """The losses; without `statistics` the gradient is left in place of the logits."""
     losses = logits.new_empty(targets.shape, dtype=torch.float32)
     load().cross_entropy_forward(
@@ -54,16 +50,19 @@ def _launch_rows(
         targets.numel(),
         logits.shape[-1],
         stride,
-        ignore_index,
-        label_smoothing,
+        *options.as_arguments(),
         DTYPE_CODES[logits.dtype],
         *stream_of(logits),
     )
     return losses
 
 
-def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean of the losses, and the number of rows in the mean."""
+def reduced(
+    losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and what the mean is over."""
+    if weights is not None and reduction == "mean":
+        return weighted_mean(losses, targets, ignore_index, weights)
     mean, rows = reduction == "mean", losses.numel()
     if rows > ROWS_OF_ONE_BLOCK:
         count = targets.ne(ignore_index).sum().float() if mean else None
@@ -83,8 +82,8 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
-    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call[:5]
+    """dloss * (softmax - the smoothed target), divided by what a mean is over."""
+    (dloss,), (logits, targets), reduction, options = grads, call[:2], call.reduction, call.row_loss()
     _, statistics, count = result
     assert statistics is not None
     dlogits = torch.empty_like(logits)
@@ -98,8 +97,7 @@ def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, w
         dlogits.data_ptr(),
         targets.numel(),
         logits.shape[-1],
-        ignore_index,
-        label_smoothing,
+        *options.as_arguments(),
         DTYPE_CODES[logits.dtype],
         *stream_of(logits),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
+from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
 
 aten = torch.ops.aten
 
@@ -20,33 +20,31 @@ NO_REDUCTION = 0  # of aten.nll_loss_forward
 
 
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
-    """(loss, None, rows in the mean): there are no statistics, backward recomputes its softmax."""
-    if call.beyond_classes() is not None:
-        return _forward_with_options(call)
-    logits, targets, ignore_index, label_smoothing, reduction = call[:5]
-    losses = row_losses(logits.view(-1, logits.shape[-1]), targets.view(-1), ignore_index, label_smoothing)
-    if reduction == "none":
-        return CrossEntropyResult(losses.view(targets.shape), None, None)
-    loss, count = reduced(losses, targets, ignore_index, reduction)
+    """(loss, None, what a mean is over): there are no statistics, backward recomputes its softmax."""
+    logits, targets, classes, options = call.logits, call.targets, call.logits.shape[-1], call.row_loss()
+    losses = row_losses(logits.view(-1, classes), _rows_of(targets, classes), options)
+    if call.reduction == "none":
+        return CrossEntropyResult(losses.view(logits.shape[:-1]), None, None)
+    if targets.is_floating_point() and call.reduction == "mean":
+        return CrossEntropyResult(losses.mean(), None, losses.new_tensor(float(losses.numel())))
+    loss, count = reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
     return CrossEntropyResult(loss, None, count)
 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
-    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call[:5]
-    count = result.counted
+    """dloss * (softmax - the smoothed target), divided by what a mean is over."""
+    (dloss,), logits, count, options = grads, call.logits, result.counted, call.row_loss()
     dlogits = torch.empty_like(logits)
     classes = logits.shape[-1]
-    scales = dloss if count is None or reduction != "mean" else dloss / count
+    scales = dloss if count is None or call.reduction != "mean" else dloss / count
     scales = scales.expand(logits.shape[:-1]).reshape(-1)
-    every = (logits.view(-1, classes), _rows_of(targets, classes), scales, dlogits.view(-1, classes))
-    with_options = call.beyond_classes() is not None
+    every = (logits.view(-1, classes), _rows_of(call.targets, classes), scales, dlogits.view(-1, classes))
     for chunk, target, scale, out in _chunks(*every):
-        if with_options:
-            torch.mul(_gradient(_terms(call, chunk, target), call), scale.unsqueeze(1), out=out)
-            continue
-        p = torch.softmax(chunk, dim=-1, dtype=scale.dtype)
-        _write_gradient(p, target, scale, ignore_index, label_smoothing, out)
+        if _is_plain(options, target):
+            p = torch.softmax(chunk, dim=-1, dtype=scale.dtype)
+            _write_gradient(p, target, scale, options.ignore_index, options.label_smoothing, out)
+        else:
+            torch.mul(_gradient(_terms(options, chunk, target), options), scale.unsqueeze(1), out=out)
     return (dlogits,)
 
 
@@ -64,85 +62,80 @@ def _rows_of(targets: Tensor, classes: int) -> Tensor:
     return targets.view(-1, classes) if targets.is_floating_point() else targets.view(-1)
 
 
-def _terms(call: CrossEntropyCall, logits: Tensor, targets: Tensor) -> _Terms:
+def _is_plain(options: RowLoss, targets: Tensor) -> bool:
+    """Whether PyTorch's own fused pair of operators makes the loss."""
+    return options.is_plain() and not targets.is_floating_point()
+
+
+def _terms(options: RowLoss, logits: Tensor, targets: Tensor) -> _Terms:
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap).mul_(call.softcap)
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap).mul_(options.softcap)
     if targets.is_floating_point():
         ignored = torch.zeros_like(scores[:, :1], dtype=torch.bool)
-        wanted = targets.to(scores.dtype) * (1.0 - call.label_smoothing)
+        wanted = targets.to(scores.dtype) * (1.0 - options.label_smoothing)
     else:
-        ignored = (targets == call.ignore_index).unsqueeze(1)
+        ignored = (targets == options.ignore_index).unsqueeze(1)
         column = targets.clamp(0, scores.shape[1] - 1).unsqueeze(1)
-        kept = torch.full_like(scores[:, :1], 1.0 - call.label_smoothing)
-        kept.masked_fill_(_outside(targets, scores.shape[1], call.ignore_index).unsqueeze(1), torch.nan)
+        kept = torch.full_like(scores[:, :1], 1.0 - options.label_smoothing)
+        kept.masked_fill_(_outside(targets, scores.shape[1], options.ignore_index).unsqueeze(1), torch.nan)
         wanted = torch.zeros_like(scores).scatter_(1, column, kept)
-    wanted.add_(call.label_smoothing / scores.shape[1])
-    if call.weight is not None:
-        wanted.mul_(call.weight)
+    wanted.add_(options.label_smoothing / scores.shape[1])
+    if options.weights is not None:
+        wanted.mul_(options.weights[:-1])
     return _Terms(scores, wanted.masked_fill_(ignored, 0.0), torch.logsumexp(scores, dim=-1, keepdim=True), ignored)
 
 
-def _forward_with_options(call: CrossEntropyCall) -> CrossEntropyResult:
-    """As `forward`, with class weights, z-loss, soft capping and probabilities as targets."""
-    classes = call.logits.shape[-1]
-    losses = []
-    for chunk, target in _chunks(call.logits.view(-1, classes), _rows_of(call.targets, classes)):
-        scores, wanted, lse, ignored = _terms(call, chunk, target)
-        surprise = (lse - scores).masked_fill_(wanted == 0.0, 0.0)
-        z_losses = lse.square().mul_(call.z_loss).masked_fill_(ignored, 0.0)
-        losses.append(wanted.mul_(surprise).sum(dim=-1).add_(z_losses.squeeze(1)))
-    rows = _joined(losses)
-    if call.reduction != "mean":
-        return CrossEntropyResult(
-            rows.sum() if call.reduction == "sum" else rows.view(call.logits.shape[:-1]), None, None
-        )
-    targets = call.targets
-    if targets.is_floating_point():
-        count = rows.new_tensor(float(rows.numel()))
-    else:
-        weight = rows.new_ones(classes) if call.weight is None else call.weight.to(rows.dtype)
-        count = weight[targets.clamp(0, classes - 1)].masked_fill_(targets == call.ignore_index, 0.0).sum()
-    return CrossEntropyResult(rows.sum() / count, None, count)
+def _losses_of(terms: _Terms, options: RowLoss) -> Tensor:
+    """sum of targets * (lse - scores) + z lse^2 of each row; a class of which nothing is wanted may be impossible."""
+    scores, wanted, lse, ignored = terms
+    surprise = (lse - scores).masked_fill_(wanted == 0.0, 0.0).mul_(wanted)
+    z_losses = lse.square().mul_(options.z_loss).masked_fill_(ignored, 0.0)
+    return surprise.sum(dim=-1).add_(z_losses.squeeze(1))
 
 
-def _gradient(terms: _Terms, call: CrossEntropyCall) -> Tensor:
+def _gradient(terms: _Terms, options: RowLoss) -> Tensor:
     """d loss / d logits of each row: (sum of targets + 2 z lse) p - targets, through the cap."""
     scores, wanted, lse, ignored = terms
-    share = wanted.sum(dim=-1, keepdim=True).add_(lse, alpha=2.0 * call.z_loss)
+    share = wanted.sum(dim=-1, keepdim=True).add_(lse, alpha=2.0 * options.z_loss)
     gradient = torch.exp(scores - lse).mul_(share).sub_(wanted)
-    if call.softcap is not None:
-        gradient.mul_(1.0 - (scores / call.softcap).square_())
+    if options.softcap is not None:
+        gradient.mul_(1.0 - (scores / options.softcap).square_())
     return gradient.masked_fill_(ignored, 0.0)
 
 
-def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-    """The loss of each row, (M, V), (M,) -> (M,)."""
-    return _joined(
-        [
-            _losses(_log_softmax(chunk), target, ignore_index, label_smoothing)
-            for chunk, target in _chunks(logits, targets)
-        ]
-    )
+def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
+    """The loss of each row, (M, V), (M,) or probabilities (M, V) -> (M,)."""
+    if _is_plain(options, targets):
+        plain = options.ignore_index, options.label_smoothing
+        return _joined([_losses(_log_softmax(chunk), target, *plain) for chunk, target in _chunks(logits, targets)])
+    chunks = _chunks(logits, targets)
+    return _joined([_losses_of(_terms(options, chunk, target), options) for chunk, target in chunks])
 
 
-def row_losses_and_gradient(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
     """`row_losses`, and the gradient of their sum, which is written over the logits."""
     losses = []
     for chunk, target in _chunks(logits, targets):
-        log_p = _log_softmax(chunk)
-        losses.append(_losses(log_p, target, ignore_index, label_smoothing))
-        ones = torch.ones_like(losses[-1])
-        _write_gradient(log_p.exp_(), target, ones, ignore_index, label_smoothing, chunk)
+        if _is_plain(options, targets):
+            log_p, plain = _log_softmax(chunk), (options.ignore_index, options.label_smoothing)
+            losses.append(_losses(log_p, target, *plain))
+            _write_gradient(log_p.exp_(), target, torch.ones_like(losses[-1]), *plain, chunk)
+        else:
+            terms = _terms(options, chunk, target)
+            losses.append(_losses_of(terms, options))
+            chunk.copy_(_gradient(terms, options))
     return _joined(losses), logits
 
 
-def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean of the losses, and the number of rows in the mean."""
+def reduced(
+    losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and what the mean is over."""
     if reduction == "sum":
         return losses.sum(), None
+    if weights is not None:
+        return weighted_mean(losses, targets, ignore_index, weights)
     count = targets.ne(ignore_index).sum().to(losses.dtype)
     return losses.sum() / count, count
 

@@ -2,6 +2,9 @@
 
 Rows of logits may stand `S` elements apart. Whole rows of S are loaded, so that S alone decides about vector loads, and
 what lies beyond the N classes is not looked at; where the gradient is written over the logits it gets zeros.
+
+`weights`, `z_loss` and `softcap` are None where a call has none, and then leave no trace in the machine code. `weights`
+are (N + 1,): one of each class, and their mean.
 """
 
 import torch
@@ -13,7 +16,7 @@ from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, column_blocks, whole_rows
-from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult
+from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
 
 FORWARD = Tiles("cross_entropy forward", whole_rows, widest=16384, narrowest=16)
 BACKWARD = Tiles("cross_entropy backward", column_blocks, widest=256, narrowest=16)
@@ -34,28 +37,82 @@ def read_targets(targets, row, M, N, ignore_index):
 
 
 @triton.jit
-def smoothed_loss(log_total, picked, mean, ignored, stray, smoothing, SMOOTH: tl.constexpr):
-    """The loss of rows from terms that are relative to their maximum; 0 where ignored, NaN without a class."""
-    loss = log_total - picked
-    if SMOOTH:
-        loss = (1.0 - smoothing) * loss + smoothing * (log_total - mean)
+def capped(scores, softcap):
+    """softcap * tanh(scores / softcap), by an exponential that neither overflows nor cancels near 0."""
+    if softcap is None:
+        return scores
+    x = scores / softcap
+    square = x * x
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    large = (1.0 - e) / (1.0 + e)
+    small = 0.13333333 + square * (-0.053968254 + square * 0.021869488)  # Taylor's: 8e-9 of tanh(x) at 0.25
+    small = x + x * square * (-0.33333333 + square * small)
+    return softcap * tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0.0, -large, large))
+
+
+@triton.jit
+def weighted_share(weights, target, N, smoothing, SMOOTH: tl.constexpr):
+    """What a row wants of its class alone, and of all classes together."""
+    own = 1.0 - smoothing if SMOOTH else 1.0
+    share = 1.0
+    if weights is not None:
+        own *= tl.load(weights + target, mask=target >= 0, other=0.0)
+        share = own
+        if SMOOTH:
+            share += smoothing * tl.load(weights + N)
+    return own, share
+
+
+@triton.jit
+def row_loss(
+    highest, log_total, picked, mean, target, ignored, stray, weights, z_loss, N, smoothing, SMOOTH: tl.constexpr
+):
+    """The loss of rows: 0 where ignored, NaN without a class. The score of the class, `picked`, and the weighted `mean`
+    of all are relative to `highest`.
+    """
+    if weights is None:
+        loss = log_total - picked
+        if SMOOTH:
+            loss = (1.0 - smoothing) * loss + smoothing * (log_total - mean)
+    else:
+        own, share = weighted_share(weights, target, N, smoothing, SMOOTH)
+        loss = share * log_total - own * picked
+        if SMOOTH:
+            loss -= smoothing * mean
+    if z_loss is not None:
+        loss += z_loss * (highest + log_total) * (highest + log_total)
     return tl.where(ignored, 0.0, tl.where(stray, float("nan"), loss))
 
 
 @triton.jit
-def smoothed_gradient(p, columns, target, scale, N, smoothing, SMOOTH: tl.constexpr):
-    """scale * (p - the smoothed target), and 0 where scale is 0 whatever p holds."""
+def row_gradient(p, scores, columns, target, scale, lse, weights, z_loss, softcap, N, smoothing, SMOOTH: tl.constexpr):
+    """scale * (p - the smoothed target), and 0 where scale is 0 whatever p holds; with weights and z-loss each of the
+    terms has its factor. `scores` and `lse`, of the row, are read with a soft cap and a z-loss only.
+    """
+    own = 1.0
     if SMOOTH:
-        p -= smoothing / N
-        p -= tl.where(columns == target, 1.0 - smoothing, 0.0)
-    else:
-        p -= tl.where(columns == target, 1.0, 0.0)
+        own = 1.0 - smoothing
+    if weights is not None:
+        own, share = weighted_share(weights, target, N, smoothing, SMOOTH)
+        if z_loss is not None:
+            share += 2.0 * z_loss * lse
+        p *= share
+    elif z_loss is not None:
+        p *= 1.0 + 2.0 * z_loss * lse
+    if SMOOTH:
+        even = smoothing / N
+        if weights is not None:
+            even *= tl.load(weights + columns, mask=columns < N, other=0.0)
+        p -= even
+    p -= tl.where(columns == target, own, 0.0)
+    if softcap is not None:
+        p *= 1.0 - (scores / softcap) * (scores / softcap)
     return tl.where(scale == 0.0, 0.0, scale * p)
 
 
 @triton.jit(do_not_specialize=["M", "N", "S", "ignore_index"])
 def cross_entropy_forward_kernel(
-    logits, targets, losses, statistics, M, N, S, ignore_index, smoothing,
+    logits, targets, weights, losses, statistics, M, N, S, ignore_index, smoothing, z_loss, softcap,
     SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, PADDED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +128,10 @@ def cross_entropy_forward_kernel(
     target, ignored, stray = read_targets(targets, row, M, N, ignore_index)  # [ROWS, 1]
 
     chosen = to_fp32(tl.load(logits + row * S + target, mask=(row < M) & (target >= 0), other=0.0))  # [ROWS, 1]
+    chosen = capped(chosen, softcap)
     scores = to_fp32(tl.load(logits + row * S + columns, mask=whole, other=float("-inf")))  # [ROWS, BLOCK_N]
+    if softcap is not None:
+        scores = tl.where(columns < N, capped(scores, softcap), float("-inf"))
     if PADDED:
         scores = tl.where(columns < N, scores, float("-inf"))
     highest = tl.max(scores, axis=1, keep_dims=True)  # [ROWS, 1]
@@ -81,12 +141,19 @@ def cross_entropy_forward_kernel(
     picked = chosen - highest
     mean = picked
     if SMOOTH:
-        mean = tl.sum(tl.where(columns < N, scores, 0.0), axis=1, keep_dims=True) / N
-    loss = smoothed_loss(tl.log(total), picked, mean, ignored, stray, smoothing, SMOOTH)
+        distances = tl.where(columns < N, scores, 0.0)
+        if weights is not None:
+            distances *= tl.load(weights + columns, mask=columns < N, other=0.0)
+        mean = tl.sum(distances, axis=1, keep_dims=True) / N
+    log_total = tl.log(total)
+    loss = row_loss(highest, log_total, picked, mean, target, ignored, stray, weights, z_loss, N, smoothing, SMOOTH)
     tl.store(losses + row, loss, mask=row < M)
     if GRADIENT:
         scale = tl.where(ignored, 0.0, tl.where(stray, float("nan"), 1.0))
-        gradient = smoothed_gradient(exponentials * (1.0 / total), columns, target, scale, N, smoothing, SMOOTH)
+        gradient = row_gradient(
+            exponentials * (1.0 / total), scores + highest, columns, target, scale, highest + log_total, weights,
+            z_loss, softcap, N, smoothing, SMOOTH,
+        )  # fmt: skip
         if PADDED:
             gradient = tl.where(columns < N, gradient, 0.0)
         tl.debug_barrier()  # every thread has read the target's logit before it is overwritten
@@ -98,7 +165,7 @@ def cross_entropy_forward_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "S", "ignore_index"])
 def cross_entropy_forward_two_pass_kernel(
-    logits, targets, losses, statistics, M, N, S, ignore_index, smoothing,
+    logits, targets, weights, losses, statistics, M, N, S, ignore_index, smoothing, z_loss, softcap,
     SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns one row: a walk for its maximum and sum (Milakov and Gimelshein 2018), one for the gradient.
@@ -111,10 +178,10 @@ def cross_entropy_forward_two_pass_kernel(
     lanes = tl.arange(0, BLOCK_N)
     target, ignored, stray = read_targets(targets, row, M, N, ignore_index)
     logits += row * S
-    chosen = to_fp32(tl.load(logits + target, mask=target >= 0, other=0.0))
+    chosen = capped(to_fp32(tl.load(logits + target, mask=target >= 0, other=0.0)), softcap)
     anchor = 0.0
     if SMOOTH:
-        anchor = to_fp32(tl.load(logits))
+        anchor = capped(to_fp32(tl.load(logits)), softcap)
         anchor = tl.where(tl.abs(anchor) < float("inf"), anchor, 0.0)
 
     lane_highest = tl.full([BLOCK_N], float("-inf"), tl.float32)
@@ -123,22 +190,29 @@ def cross_entropy_forward_two_pass_kernel(
     for start in range(0, N, BLOCK_N):
         columns = start + lanes
         scores = to_fp32(tl.load(logits + columns, mask=columns < S, other=0.0, eviction_policy="evict_last"))
-        scores = tl.where(columns < N, scores, float("-inf"))
+        scores = tl.where(columns < N, capped(scores, softcap), float("-inf"))
         new_highest = tl.maximum(lane_highest, scores)
         reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         lane_total = lane_total * tl.exp2((lane_highest - reference) * LOG2_E)
         lane_total += tl.exp2((scores - reference) * LOG2_E)
         lane_highest = new_highest
         if SMOOTH:
-            lane_distance += tl.where(columns < N, scores - anchor, 0.0)
+            distances = tl.where(columns < N, scores - anchor, 0.0)
+            if weights is not None:
+                distances *= tl.load(weights + columns, mask=columns < N, other=0.0)
+            lane_distance += distances
 
     highest = tl.max(lane_highest, axis=0)
     total = tl.sum(lane_total * tl.exp2((lane_highest - highest) * LOG2_E), axis=0)
     picked = chosen - highest
     mean = picked
     if SMOOTH:
-        mean = tl.sum(lane_distance, axis=0) / N - (highest - anchor)
-    loss = smoothed_loss(tl.log(total), picked, mean, ignored, stray, smoothing, SMOOTH)
+        apart = highest - anchor
+        if weights is not None:
+            apart *= tl.load(weights + N)
+        mean = tl.sum(lane_distance, axis=0) / N - apart
+    log_total = tl.log(total)
+    loss = row_loss(highest, log_total, picked, mean, target, ignored, stray, weights, z_loss, N, smoothing, SMOOTH)
     tl.store(losses + row, loss)
     if GRADIENT:
         tl.debug_barrier()  # every thread has read the target's logit before it is overwritten
@@ -147,8 +221,11 @@ def cross_entropy_forward_two_pass_kernel(
         for start in range(0, S, BLOCK_N):
             columns = start + lanes
             scores = to_fp32(tl.load(logits + columns, mask=columns < S, other=0.0, eviction_policy="evict_first"))
+            scores = capped(scores, softcap)
             p = tl.exp2((scores - highest) * LOG2_E) * inverse
-            gradient = smoothed_gradient(p, columns, target, scale, N, smoothing, SMOOTH)
+            gradient = row_gradient(
+                p, scores, columns, target, scale, highest + log_total, weights, z_loss, softcap, N, smoothing, SMOOTH
+            )  # fmt: skip
             gradient = tl.where(columns < N, gradient, 0.0)
             tl.store(logits + columns, from_fp32(gradient, logits.dtype.element_ty), mask=columns < S)
     else:
@@ -158,7 +235,7 @@ def cross_entropy_forward_two_pass_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "ignore_index"])
 def cross_entropy_backward_kernel(
-    dloss, logits, targets, statistics, count, dlogits, M, N, ignore_index, smoothing,
+    dloss, logits, targets, weights, statistics, count, dlogits, M, N, ignore_index, smoothing, z_loss, softcap,
     SMOOTH: tl.constexpr, PER_ROW: tl.constexpr, MEAN: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -177,9 +254,12 @@ def cross_entropy_backward_kernel(
     if MEAN:
         scale = scale / tl.load(count)
     scale = tl.where(ignored, 0.0, tl.where(stray, float("nan"), scale))  # [ROWS, 1]
-    scores = to_fp32(tl.load(logits + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+    scores = capped(to_fp32(tl.load(logits + row * N + columns, mask=inside, other=0.0)), softcap)  # [ROWS, BLOCK_N]
     p = tl.exp2((scores - highest) * LOG2_E) * inverse
-    gradient = smoothed_gradient(p, columns, target, scale, classes, smoothing, SMOOTH)
+    lse = highest - tl.log(inverse)
+    gradient = row_gradient(
+        p, scores, columns, target, scale, lse, weights, z_loss, softcap, classes, smoothing, SMOOTH
+    )  # fmt: skip
     tl.store(dlogits + row * N + columns, from_fp32(gradient, dlogits.dtype.element_ty), mask=inside)
 
 
@@ -207,49 +287,44 @@ unsupported = CrossEntropyCall.beyond_classes
 
 
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
-    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and the number of rows in a mean."""
-    logits, targets, ignore_index, label_smoothing, reduction = call[:5]
+    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and what a mean is over."""
+    logits, targets, options = call.logits, call.targets, call.row_loss()
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
-    rows = logits.view(-1, logits.shape[-1])
-    _launch_rows(rows, targets, losses, statistics, ignore_index, label_smoothing)
-    if reduction == "none":
+    _launch_rows(logits.view(-1, logits.shape[-1]), targets, losses, statistics, options)
+    if call.reduction == "none":
         return CrossEntropyResult(losses, statistics, None)
-    loss, count = reduced(losses, targets, ignore_index, reduction)
+    loss, count = reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
     return CrossEntropyResult(loss, statistics, count)
 
 
-def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
     """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
-    _launch_rows(logits, targets, losses, statistics, ignore_index, label_smoothing)
+    _launch_rows(logits, targets, losses, statistics, options)
     return losses
 
 
-def row_losses_and_gradient(
-    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
     """`row_losses`, and the gradient of their sum, which is written over the logits."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    _launch_rows(logits, targets, losses, None, ignore_index, label_smoothing)
+    _launch_rows(logits, targets, losses, None, options)
     return losses, logits
 
 
-def _launch_rows(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    statistics: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-) -> None:
+def _numbers(options: RowLoss) -> tuple[int, float, float | None, float | None]:
+    """ignore_index, smoothing, z_loss and softcap, as every kernel takes them."""
+    return options.ignore_index, options.label_smoothing, options.z_loss or None, options.softcap
+
+
+def _launch_rows(logits: Tensor, targets: Tensor, losses: Tensor, statistics: Tensor | None, options: RowLoss) -> None:
     """The forward kernel over logits (M, V); without `statistics` it leaves the gradient in their place."""
     (M, N), S = logits.shape, logits.stride(0)
     tile = FORWARD.find(_triton.capability(logits.device), logits.element_size(), S)
     vector = _triton.vector_width(logits.element_size(), S)
-    arguments = (logits, targets, losses, statistics, M, N, S, ignore_index, label_smoothing)
-    kind = (label_smoothing > 0.0, statistics is None)
+    arguments = (logits, targets, options.weights, losses, statistics, M, N, S, *_numbers(options))
+    kind = (options.label_smoothing > 0.0, statistics is None)
     with _triton.launching_on(logits.device):
         if tile.columns >= S:
             cross_entropy_forward_kernel[(_triton.ceil_div(M, tile.rows),)](
@@ -261,8 +336,12 @@ def _launch_rows(
             )
 
 
-def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean of the losses, and the number of rows in the mean."""
+def reduced(
+    losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and what the mean is over."""
+    if weights is not None and reduction == "mean":
+        return weighted_mean(losses, targets, ignore_index, weights)
     mean, rows = reduction == "mean", losses.numel()
     if rows > ROWS_OF_ONE_PROGRAM:
         count = targets.ne(ignore_index).sum().float() if mean else None
@@ -276,8 +355,8 @@ def reduced(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """dloss * (softmax - the smoothed target), divided by the number of rows in a mean."""
-    (dloss,), (logits, targets, ignore_index, label_smoothing, reduction) = grads, call[:5]
+    """dloss * (softmax - the smoothed target), divided by what a mean is over."""
+    (dloss,), (logits, targets), reduction, options = grads, call[:2], call.reduction, call.row_loss()
     _, statistics, count = result
     N = logits.shape[-1]
     M = logits.numel() // N
@@ -287,8 +366,8 @@ def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, w
     grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
     with _triton.launching_on(logits.device):
         cross_entropy_backward_kernel[grid](
-            dloss, logits, targets, statistics, count, dlogits, M, N, ignore_index, label_smoothing,
-            label_smoothing > 0.0, reduction == "none", reduction == "mean", vector, tile.rows, tile.columns,
+            dloss, logits, targets, options.weights, statistics, count, dlogits, M, N, *_numbers(options),
+            options.label_smoothing > 0.0, reduction == "none", reduction == "mean", vector, tile.rows, tile.columns,
             num_warps=tile.num_warps, num_stages=1,
         )  # fmt: skip
     return (dlogits,)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformer_kernels import _autograd, _checks
 from transformer_kernels._dispatch import select
 from transformer_kernels.ops.cross_entropy import OPERATION as CROSS_ENTROPY
-from transformer_kernels.ops.cross_entropy import REDUCTIONS, CrossEntropyCall
+from transformer_kernels.ops.cross_entropy import CrossEntropyCall, check_class_weight, check_options
 from transformer_kernels.ops.linear_cross_entropy import _chunked
 from transformer_kernels.ops.linear_cross_entropy._chunked import (
     ChunkedCrossEntropy,
@@ -26,8 +26,11 @@ def linear_cross_entropy(
     targets: Tensor,
     bias: Tensor | None = None,
     *,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
@@ -42,9 +45,10 @@ def linear_cross_entropy(
         weight: (V, E) and bias: (V,) or None, in the dtype of x; under autocast in any, and the products are in
             autocast's.
         targets: int64 or int32 (...), the class of each row.
+        class_weight: floating (V,), without a gradient: what `cross_entropy` calls weight, which here is the layer's.
         ignore_index: rows with this target have no loss, no gradient and no part in the mean.
-        label_smoothing: eps, in [0, 1], as in `cross_entropy`.
-        reduction: "mean" over the rows that are not ignored, "sum" or "none".
+        label_smoothing, z_loss, softcap: as in `cross_entropy`, of the logits x W^T + b.
+        reduction: "none", "sum", or "mean": the sum over the weights of the classes that are not ignored.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`). The products
             are PyTorch's in each of them.
     Returns:
@@ -58,13 +62,22 @@ def linear_cross_entropy(
     Wijmans et al., "Cut your losses in large-vocabulary language models", 2024, section 2 (why not to hold the logits).
     """
     call = prepare(
-        x, weight, targets, bias, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        x,
+        weight,
+        targets,
+        bias,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
     )
     if call.targets.numel() > _chunked.rows_at_once(weight.shape[0], call.dtype, x.device):
         return OPERATION(call, backend)
     if not _autograd.is_traced(x):
         select(OPERATION, backend, call)  # an error names this operation
-    inner = CrossEntropyCall(F.linear(x, weight, bias), call.targets, *call[4:7])
+    inner = CrossEntropyCall(F.linear(x, weight, bias), call.targets, *call[4:7], *call[9:])
     return CROSS_ENTROPY(inner, backend)
 
 
@@ -74,8 +87,11 @@ def prepare(
     targets: Tensor,
     bias: Tensor | None = None,
     *,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     reduction: str = "mean",
 ) -> LinearCrossEntropyCall:
     """The checked arguments."""
@@ -86,17 +102,18 @@ def prepare(
     if bias is not None:
         _checks.linear_parameter(OP, "bias", bias, (weight.shape[0],), x, autocast is not None)
     _checks.class_indices(OP, "targets", targets, x.shape[:-1])
-    _checks.same_device(OP, x, weight=weight, targets=targets, bias=bias)
-    _checks.integer(OP, "ignore_index", ignore_index)
-    _checks.probability(OP, "label_smoothing", label_smoothing)
-    _checks.choice(OP, "reduction", reduction, REDUCTIONS)
+    check_class_weight(OP, "class_weight", class_weight, weight.shape[0])
+    _checks.same_device(OP, x, weight=weight, targets=targets, bias=bias, class_weight=class_weight)
+    check_options(OP, ignore_index, label_smoothing, z_loss, softcap, reduction)
     _autograd.refuse_transforms(OP, x, weight, bias)
     if not _autograd.is_traced(x):
         _checks.classes_in_range(OP, "targets", targets, weight.shape[0], ignore_index)
     dtype = x.dtype if autocast is None or x.dtype is torch.float64 else autocast
     options = int(ignore_index), float(label_smoothing), reduction, dtype
     wanted = [_autograd.needs_grad(each) for each in (x, weight, bias)]
-    return LinearCrossEntropyCall(x, weight, targets.long().contiguous(), bias, *options, wanted)
+    class_weight = None if class_weight is None else class_weight.contiguous()
+    added = class_weight, float(z_loss), None if softcap is None else float(softcap)
+    return LinearCrossEntropyCall(x, weight, targets.long().contiguous(), bias, *options, wanted, *added)
 
 
 def _fake(call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
@@ -121,7 +138,7 @@ OPERATION = _autograd.Operation(
     result=LinearCrossEntropyResult,
     fake=_fake,
     differentiable=("x", "weight", "bias"),
-    dropped=("x", "weight", "targets", "bias"),
+    dropped=("x", "weight", "targets", "bias", "class_weight"),
     dropped_when=lambda call: call.reduction != "none",
     kept=("loss", "counted", "dx", "dweight", "dbias"),
     like={"x": "dx", "weight": "dweight", "bias": "dbias"},

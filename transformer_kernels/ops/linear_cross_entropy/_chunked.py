@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops.cross_entropy import RowLoss, row_loss
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 """What a chunk's logits may fill. On a CPU about a last-level cache. On a GPU little beside a model's other tensors,
@@ -26,7 +27,10 @@ ROW_ALIGNMENT = 16
 
 
 class LinearCrossEntropyCall(NamedTuple):
-    """Targets contiguous and int64; the products are in `dtype`; `wanted` are the gradients of x, weight and bias."""
+    """Targets contiguous and int64; the products are in `dtype`; `wanted` are the gradients of x, weight and bias.
+
+    `class_weight`, `z_loss` and `softcap` are those of `cross_entropy`, whose class weights are called `weight`.
+    """
 
     x: Tensor
     weight: Tensor
@@ -37,10 +41,18 @@ class LinearCrossEntropyCall(NamedTuple):
     reduction: str
     dtype: torch.dtype
     wanted: list[bool]
+    class_weight: Tensor | None = None
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+    def row_loss(self) -> RowLoss:
+        """The options of each row."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return row_loss(self.ignore_index, self.label_smoothing, self.class_weight, self.z_loss, self.softcap, dtype)
 
 
 class LinearCrossEntropyResult(NamedTuple):
-    """The loss, the number of rows in a mean, and the gradients of the sum of losses (None where not wanted)."""
+    """The loss, what a mean is over, and the gradients of the sum of losses (None where not wanted)."""
 
     loss: Tensor
     counted: Tensor | None
@@ -75,13 +87,14 @@ class ChunkedCrossEntropy:
         losses = head.all_losses(classes)
         if call.reduction == "none":
             return LinearCrossEntropyResult(losses.view(targets.shape), None, None, None, None)
-        loss, count = self.kernels.reduced(losses, classes, call.ignore_index, call.reduction)
+        weights = head.options.weights
+        loss, count = self.kernels.reduced(losses, classes, call.ignore_index, call.reduction, weights)
         return LinearCrossEntropyResult(loss, count, *head.gradients(call))
 
     def backward(
         self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the sum of losses, times the incoming scalar and over the number of rows in a mean.
+        """The gradients of the sum of losses, times the incoming scalar and over what a mean is over.
 
         Of losses that were not summed they are made now, each row's times its own incoming gradient.
         """
@@ -92,7 +105,7 @@ class ChunkedCrossEntropy:
                 head.all_losses(call.targets.view(-1), dloss.reshape(-1, 1))
                 return head.gradients(call)
         in_mean = counted if call.reduction == "mean" else None
-        scale = dloss if in_mean is None else dloss / in_mean.clamp(min=1)
+        scale = dloss if in_mean is None else dloss / in_mean.masked_fill(in_mean == 0.0, 1.0)
         scale = scale.view(1)  # a 0-d tensor would be multiplied in the gradient's dtype
         return tuple(grad if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad)) for grad in sums)
 
@@ -104,7 +117,7 @@ class _Head:
         self.kernels, self.weight = kernels, call.weight.to(call.dtype)
         self.x = call.x.reshape(-1, call.x.shape[-1])
         self.bias = None if call.bias is None else call.bias.to(call.dtype)
-        self.options = call.ignore_index, call.label_smoothing
+        self.options = call.row_loss()
         self.wanted = wanted
         self.dx = torch.empty_like(self.x) if wanted[0] else None
         self.dweight: Tensor | None = None
@@ -135,8 +148,8 @@ class _Head:
         x, targets = self.x[rows].to(self.weight.dtype), targets[rows]  # (R, E), (R,)
         logits = self._logits(x, buffer[: x.shape[0]])
         if not any(self.wanted):
-            return self.kernels.row_losses(logits, targets, *self.options)
-        losses, dlogits = self.kernels.row_losses_and_gradient(logits, targets, *self.options)
+            return self.kernels.row_losses(logits, targets, self.options)
+        losses, dlogits = self.kernels.row_losses_and_gradient(logits, targets, self.options)
         if scale is not None:
             dlogits.mul_(scale[rows])
         if self.dx is not None:
