@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+import python_ref
 from transformer_kernels import _dispatch, nn
 
 MODULES = {
@@ -387,6 +388,11 @@ def test_linear_cross_entropy(bias):
         theirs(x).flatten(0, 1), targets.flatten(), ignore_index=9, reduction="sum", label_smoothing=0.1
     )
     torch.testing.assert_close(ours(x, targets), expected, rtol=1e-5, atol=1e-5)
+    options = {"class_weight": torch.rand(5), "z_loss": 0.1, "softcap": 4.0}
+    optioned = nn.LinearCrossEntropy(6, 5, bias, 9, **options)
+    optioned.load_state_dict(ours.state_dict())  # strict: the class weights are not in it
+    expected = python_ref.ops.linear_cross_entropy(x, ours.weight, targets, ours.bias, ignore_index=9, **options)
+    torch.testing.assert_close(optioned(x, targets), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -490,11 +490,14 @@ class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
     Args:
         in_features, out_features: E, the width of the input, and V, the number of classes.
         bias: whether each class has a bias.
-        ignore_index, label_smoothing: as in `CrossEntropyLoss`.
+        ignore_index, label_smoothing, z_loss, softcap: as in `CrossEntropyLoss`.
         reduction: "mean", "sum" or "none".
         device, dtype: of the parameters.
+        class_weight: (V,), of each class; a buffer outside the state dict, which is that of torch.nn.Linear.
         backend: see the module's docstring.
     """
+
+    class_weight: Tensor | None
 
     def __init__(
         self,
@@ -507,9 +510,14 @@ class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        class_weight: Tensor | None = None,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.z_loss, self.softcap = z_loss, softcap
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self._choose(backend)
 
@@ -520,6 +528,9 @@ class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
             self.weight,
             targets,
             self.bias,
+            class_weight=self.class_weight,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             reduction=self.reduction,

@@ -21,6 +21,8 @@ from transformer_kernels.reports.launches import Launch
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = tuple(2**power for power in range(4, 17))
 WIDTHS_OF_VARIANTS = (128, 1024, 8192, 65536)
+WIDTHS_OF_OPTIONS = (1024, 65536)
+"""For options that change little of a kernel: a row in registers, and one that is walked."""
 ROWS = 2
 
 Arguments = dict[str, Any]
@@ -62,7 +64,9 @@ def _add_layer_norm(dtype: torch.dtype, rows: int, width: int) -> dict[str, Argu
 
 def _cross_entropy(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
     given = {"logits": _like(dtype, rows, width), "targets": torch.zeros(rows, dtype=torch.int64)}
-    return {"": given, " smooth": {**given, "label_smoothing": 0.1}, " sum": {**given, "reduction": "sum"}}
+    every = {"weight": torch.ones(width), "z_loss": 0.1, "softcap": 30.0, "label_smoothing": 0.1}
+    options = {" options": {**given, **every}} if dtype is torch.bfloat16 and width in WIDTHS_OF_OPTIONS else {}
+    return {"": given, " smooth": {**given, "label_smoothing": 0.1}, " sum": {**given, "reduction": "sum"}, **options}
 
 
 def _in_place(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:

@@ -39,15 +39,15 @@ def read_targets(targets, row, M, N, ignore_index):
 @triton.jit
 def capped(scores, softcap):
     """softcap * tanh(scores / softcap), by an exponential that neither overflows nor cancels near 0."""
-    if softcap is None:
-        return scores
-    x = scores / softcap
-    square = x * x
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
-    large = (1.0 - e) / (1.0 + e)
-    small = 0.13333333 + square * (-0.053968254 + square * 0.021869488)  # Taylor's: 8e-9 of tanh(x) at 0.25
-    small = x + x * square * (-0.33333333 + square * small)
-    return softcap * tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0.0, -large, large))
+    if softcap is not None:
+        x = scores / softcap
+        square = x * x
+        e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+        large = (1.0 - e) / (1.0 + e)
+        small = 0.13333333 + square * (-0.053968254 + square * 0.021869488)  # Taylor's: 8e-9 of tanh(x) at 0.25
+        small = x + x * square * (-0.33333333 + square * small)
+        scores = softcap * tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0.0, -large, large))
+    return scores
 
 
 @triton.jit
@@ -89,9 +89,6 @@ def row_gradient(p, scores, columns, target, scale, lse, weights, z_loss, softca
     """scale * (p - the smoothed target), and 0 where scale is 0 whatever p holds; with weights and z-loss each of the
     terms has its factor. `scores` and `lse`, of the row, are read with a soft cap and a z-loss only.
     """
-    own = 1.0
-    if SMOOTH:
-        own = 1.0 - smoothing
     if weights is not None:
         own, share = weighted_share(weights, target, N, smoothing, SMOOTH)
         if z_loss is not None:
@@ -104,6 +101,8 @@ def row_gradient(p, scores, columns, target, scale, lse, weights, z_loss, softca
         if weights is not None:
             even *= tl.load(weights + columns, mask=columns < N, other=0.0)
         p -= even
+    if weights is None:
+        own = 1.0 - smoothing if SMOOTH else 1.0
     p -= tl.where(columns == target, own, 0.0)
     if softcap is not None:
         p *= 1.0 - (scores / softcap) * (scores / softcap)
