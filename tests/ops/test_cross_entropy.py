@@ -87,9 +87,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def with_weight(options: dict[str, Any], classes: int, device: torch.device) -> dict[str, Any]:
-    """The options, with weights from 0 to 2 where they are asked for."""
+    """The options, with weights from 0 to 3 where they are asked for."""
     wanted = "weight" in options
-    return {**options, "weight": torch.linspace(0.0, 2.0, classes, device=device)} if wanted else options
+    return {**options, "weight": torch.linspace(0.0, 3.0, classes, device=device)} if wanted else options
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -121,12 +121,16 @@ def test_a_class_that_is_ignored_has_no_part_in_a_weighted_mean(backend: str, de
 
 
 def test_a_soft_cap_of_large_logits(backend: str, device: torch.device) -> None:
-    """Far beyond the cap all scores are +-cap, and the gradient vanishes; near 0 the cap changes almost nothing."""
+    """Far beyond the cap all scores are +-cap, and the gradient vanishes."""
     tensors = make(torch.float32, device, 6, 33, ignored=0.0, spread=1.0)
     with torch.no_grad():
-        tensors["logits"][1, 3], tensors["logits"][2, 5], tensors["logits"][3] = -1e30, 1e30, 3e-5
+        tensors["logits"][1, 3], tensors["logits"][2, 5] = -1e30, 1e30
         tensors["logits"][4] *= 1e4
     check_parity(OP, backend, tensors, {"softcap": 30.0, "z_loss": 1e-4, "reduction": "sum"})
+
+
+def test_a_soft_cap_far_above_the_logits_costs_no_digits(backend: str, device: torch.device) -> None:
+    check_parity(OP, backend, make(torch.float32, device, 6, 33), {"softcap": 1e4, "reduction": "none"})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
