@@ -9,6 +9,8 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 ifeq ($(HAS_GPU),)
 export TRANSFORMER_KERNELS_CUDA_ARCHS ?= none
 endif
+# Tests run two at a time, each with as many threads as there are cores: one that waits must not keep a core busy.
+test gates: export OMP_WAIT_POLICY ?= passive
 SOURCES := pyproject.toml setup.py constraints.txt
 
 .PHONY: help demo test gates mutants lint gpu bench clean

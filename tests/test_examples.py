@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -27,7 +28,8 @@ COMMAND = "transformer-kernels "
 
 
 def run(*arguments: str) -> str:
-    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=240)
+    command, one_thread = [sys.executable, *arguments], {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240, env=one_thread)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
