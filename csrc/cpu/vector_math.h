@@ -42,18 +42,6 @@ TK_INLINE Floats exponential(Floats x) {
 // By an odd polynomial where 1 - e^-2|x| would lose digits, by that beyond.
 TK_INLINE Floats hyperbolic_tangent(Floats x) {
   const Floats z = magnitude(x), square = x * x, e = exponential(z * -2.f);
-  const Floats large = (1.f - e) * reciprocal(e + 1.f);
-  Floats p = splat(-0x1.75e1cap-8f);  // minimax of (tanh(x) / x - 1) / x^2 for |x| <= 0.625: 4.4e-9 of tanh(x)
-  p = fma(p, square, splat(0x1.52269ap-6f));
-  p = fma(p, square, splat(-0x1.b83c5ap-5f));
-  p = fma(p, square, splat(0x1.110726p-3f));
-  p = fma(p, square, splat(-0x1.555532p-2f));
-  return z < 0.625f ? fma(x * square, p, x) : x < 0.f ? -large : large;
-}
-
-// By an odd polynomial where 1 - e^-2|x| would lose digits, by that beyond.
-TK_INLINE Floats hyperbolic_tangent(Floats x) {
-  const Floats z = magnitude(x), square = x * x, e = exponential(z * -2.f);
   const Floats large = fma(e * -2.f, reciprocal(e + 1.f), splat(1.f));
   Floats p = splat(-0x1.75e1cap-8f);  // minimax of (tanh(x) / x - 1) / x^2 for |x| <= 0.625: 4.4e-9 of tanh(x)
   p = fma(p, square, splat(0x1.52269ap-6f));
