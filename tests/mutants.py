@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/attention/_common.py",
-        'if call.right is not None and "right" not in known:',
+        "if call.cu_seqlens_k is not None:",
         "if False:",
         "tests/ops/test_attention.py -k lacks",
     ),

@@ -19,7 +19,7 @@ struct AttentionLaunch {
   const void* seed;
   double dropout_p;
   const float* dlse;
-  int64_t query_length, key_length, window;
+  int64_t query_length, key_length, window, right;
 
   template <class Visit> void fields(Visit&& visit) {
     Arguments& a = arguments;
@@ -42,8 +42,10 @@ struct AttentionLaunch {
     visit("seed", seed);
     visit("dropout_p", dropout_p);
     visit("scale", a.scale);
+    visit("softcap", a.softcap);
     visit("causal", a.causal);
     visit("window", window);
+    visit("right", right);
     visit("device", device);
     visit("stream", stream);
     visit("path", path);
@@ -76,7 +78,9 @@ Arguments complete(const AttentionLaunch& call) {
   Arguments arguments = call.arguments;
   arguments.query_length = static_cast<int>(call.query_length);
   arguments.key_length = static_cast<int>(call.key_length);
-  arguments.window = static_cast<int>(std::min(call.window, call.query_length + call.key_length));
+  const int64_t tokens = call.query_length + call.key_length;
+  arguments.window = static_cast<int>(std::min(call.window, tokens));
+  arguments.right = static_cast<int>(std::min(call.right, tokens));
   arguments.dropout = make_dropout(call.seed, call.dropout_p);
   arguments.vectorized =
       can_vectorize(call.dtype, arguments.head_dim, arguments.query, arguments.key, arguments.value) &&
@@ -112,7 +116,7 @@ template <class T> bool takes_short(const Arguments& arguments, const AttentionL
 bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
   const bool fits = arguments.vectorized && (arguments.head_dim == 64 || arguments.head_dim == 128) &&
-                    !arguments.bias.data && !arguments.dropout.seed && arguments.scale > 0.f &&
+                    !arguments.bias.data && !arguments.dropout.seed && arguments.scale > 0.f && arguments.softcap == 0.f &&
                     is_plain(arguments.query) && is_plain(arguments.key) && is_plain(arguments.value);
   static const bool emulated = std::string(architectures()) == "emulated";
   static const bool built = emulated || std::string(architectures()).find("sm_90a") != std::string::npos;

@@ -21,11 +21,13 @@ using StridedOutput = Rows<void*>;
 struct Bias {
   const void* data;                  // null: no bias
   bool is_float;                     // else of the element type of query
+  bool is_slope;                     // a slope, by which the distance between query and key is multiplied
   int64_t batch, head, row, column;  // strides in elements, 0 along a broadcast axis
 
   template <class Visit> void fields(Visit&& visit) {
     visit("data", data);
     visit("is_float", is_float);
+    visit("is_slope", is_slope);
     visit("batch", batch);
     visit("head", head);
     visit("row", row);
@@ -57,9 +59,11 @@ struct Arguments {
   const int* cu_seqlens;            // [sequences + 1], the first token of each packed sequence and one more, or null
   Dropout dropout;
   float scale;
+  float softcap;  // 0: none
   int batches, query_heads, key_heads, query_length, key_length, head_dim;
   int sequences;  // packed ones
-  int window;     // 0: none
+  int window;     // how many keys up to a query's own it sees; 0: all
+  int right;      // and behind its own, where it has a window and is not causal
   bool causal;
   bool vectorized;         // rows of query, key, value and dout lie on 16 bytes
   bool vectorized_output;  // and so do those of what is written

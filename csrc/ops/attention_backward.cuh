@@ -122,19 +122,24 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
     multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
     uint32_t kept = ~0u;
-    if constexpr (EXTRAS) {
-      scale_scores(scores, arguments.scale);
-      if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
-      if (arguments.dropout.seed)
-        kept = kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key);
-    }
+    if (EXTRAS && arguments.dropout.seed)
+      kept = kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, warp_query, first_key);
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (EXTRAS) gradients[n][e] = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
-        gradients[n][e] = probability<EXTRAS>(scores[n][e], lse[e / 2], factor) * (gradients[n][e] - delta[e / 2]);
+        gradients[n][e] -= delta[e / 2];
       }
+    if constexpr (EXTRAS) {
+      scale_scores(scores, arguments.scale);
+      if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap, gradients);
+      if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
+    }
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) gradients[n][e] *= probability<EXTRAS>(scores[n][e], lse[e / 2], factor);
     if (edge || bits != ALL_KEYS<KEYS>) {
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
@@ -247,24 +252,30 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     multiply_transposed<QUERIES>(scores, keys, warp_row, q);              // [16 keys, QUERIES]
     multiply_transposed<QUERIES>(gradients, values, warp_row, dout);  // [16 keys, QUERIES]: dP^T
     uint32_t kept = ~0u;
+    if (EXTRAS && arguments.dropout.seed)
+      kept = kept_key_rows<QUERIES>(arguments, batch * arguments.query_heads + head, first_query, warp_key);
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; ++n) {
+      const Vector<float, 2> row_delta = load_vector<2>(delta + 8 * n + 2 * t);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (EXTRAS) gradients[n][e] = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
+        gradients[n][e] -= row_delta[e % 2];
+      }
+    }
     if constexpr (EXTRAS) {
       scale_scores(scores, arguments.scale);
+      if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap, gradients);
       if (arguments.bias.data) add_bias_transposed<T>(scores, arguments, batch, head, first_query, warp_key);
-      if (arguments.dropout.seed)
-        kept = kept_key_rows<QUERIES>(arguments, batch * arguments.query_heads + head, first_query, warp_key);
     }
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
       const Vector<float, 2> row_lse = load_vector<2>(lse + 8 * n + 2 * t);
-      const Vector<float, 2> row_delta = load_vector<2>(delta + 8 * n + 2 * t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const bool survives = !EXTRAS || (kept >> (4 * n + e) & 1);
         const float p = probability<EXTRAS>(scores[n][e], row_lse[e % 2], factor);
-        const float grad_p =
-            EXTRAS ? (survives ? gradients[n][e] * arguments.dropout.keep_scale : 0.f) : gradients[n][e];
-        scores[n][e] = survives ? p : 0.f;
-        gradients[n][e] = p * (grad_p - row_delta[e % 2]);
+        scores[n][e] = !EXTRAS || (kept >> (4 * n + e) & 1) ? p : 0.f;
+        gradients[n][e] *= p;
       }
     }
     if (edge) {  // in a pass of its own: else each exponential gets a branch around it
@@ -356,6 +367,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
     multiply_transposed<KEYS>(gradients, douts, warp_row, v);  // [16, KEYS]: dP
     scale_scores(scores, arguments.scale);
+    if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
     add_bias<T>(scores, arguments, batch, head, warp_query, first_key);
     const uint32_t kept =
         arguments.dropout.seed

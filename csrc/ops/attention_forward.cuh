@@ -72,6 +72,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
     multiply_transposed<KEYS>(scores, queries, tile_row, k);  // [16, KEYS]
     if constexpr (SCALED) {
       scale_scores(scores, arguments.scale);
+      if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
       if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
     }
     if (edge || bits != ALL_KEYS<KEYS>) hide<KEYS>(scores, 0, first_key, bits);
@@ -129,8 +130,8 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
   }
 };
 
-// One block owns QUERIES queries of one head; each warp owns 16 of them. EXTRAS: a bias, dropout, a scale that is not
-// positive, or fp32. Packing, causality, window, padding and odd lengths touch only the tiles on their edge.
+// One block owns QUERIES queries of one head; each warp owns 16 of them. EXTRAS: a bias, dropout, a softcap, a scale that
+// is not positive, or fp32. Packing, causality, window, padding and odd lengths touch only the tiles on their edge.
 template <class T, int HEAD_DIM, bool EXTRAS>
 __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BLOCKS<T, HEAD_DIM>)
     attention_forward_kernel(const Arguments arguments) {

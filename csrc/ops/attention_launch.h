@@ -28,7 +28,7 @@ template <int VALUE> using Constant = std::integral_constant<int, VALUE>;
 // extras folds the scale into the exponential, which costs fp32 its last digits; it exists for 16-bit types and the
 // head dimensions of small models. Elsewhere the general one serves every call.
 template <class T, class F> void dispatch_head_dim(const Arguments& arguments, F&& f) {
-  const bool extras = arguments.bias.data || arguments.dropout.seed || arguments.scale <= 0.f;
+  const bool extras = arguments.bias.data || arguments.dropout.seed || arguments.scale <= 0.f || arguments.softcap > 0.f;
   const int head_dim = arguments.head_dim;
   const auto with_extras = [&](auto padded) {
     if constexpr (sizeof(T) == 2) {

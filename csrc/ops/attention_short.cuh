@@ -128,10 +128,20 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
   if (any) {
     multiply_transposed<WIDTH>(scores, q, row, keys.from(keys.k, first_key));              // [16, WIDTH]
     multiply_transposed<WIDTH>(grad_scores, dout, row, keys.from(keys.v, first_key));  // [16, WIDTH]: dP
-    scale_scores(scores, arguments.scale);
-    if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
     if (arguments.dropout.seed)
       kept = kept_query_rows<WIDTH>(arguments, batch * arguments.query_heads + head, first_query, first_key);
+  }
+#pragma unroll
+  for (int n = 0; n < WIDTH / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float grad_p = kept >> (4 * n + e) & 1 ? grad_scores[n][e] * arguments.dropout.keep_scale : 0.f;
+      grad_scores[n][e] = grad_p - delta[row + g + 8 * (e / 2)];
+    }
+  if (any) {
+    scale_scores(scores, arguments.scale);
+    if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap, grad_scores);
+    if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -139,16 +149,14 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
     const bool real = any && query < arguments.query_length;
     const Interval seen = real ? keys_seen_by(arguments, query) : Interval{1, 0};
     const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
-    const float lse = real ? arguments.lse[statistics + query] : 0.f, row_delta = delta[row + g + 8 * half];
+    const float lse = real ? arguments.lse[statistics + query] : 0.f;
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; ++n)
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        const bool survives = kept >> (4 * n + e) & 1;
         const float p = probability<true>(scores[n][e], lse, LOG2_E);
-        const float grad_p = survives ? grad_scores[n][e] * arguments.dropout.keep_scale : 0.f;
-        scores[n][e] = survives ? p : 0.f;
-        grad_scores[n][e] = p * (grad_p - row_delta);
+        scores[n][e] = kept >> (4 * n + e) & 1 ? p : 0.f;
+        grad_scores[n][e] *= p;
       }
     if (edge) {
 #pragma unroll

@@ -61,7 +61,7 @@ TK_DEVICE Interval keys_seen_by(const Arguments& arguments, int query) {
   if (arguments.causal) {
     keys.last = min(keys.last, aligned);
   } else if (arguments.window) {
-    keys.last = min(keys.last, aligned + arguments.window - 1);
+    keys.last = min(keys.last, aligned + arguments.right);
   }
   return keys;
 }
@@ -73,7 +73,7 @@ TK_DEVICE Interval queries_seeing(const Arguments& arguments, int key) {
   if (arguments.causal) {
     queries.first = max(queries.first, aligned);
   } else if (arguments.window) {
-    queries.first = max(queries.first, aligned - arguments.window + 1);
+    queries.first = max(queries.first, aligned - arguments.right);
   }
   if (arguments.window) queries.last = min(queries.last, aligned + arguments.window - 1);
   return queries;
@@ -422,7 +422,10 @@ template <class T> TK_DEVICE float bias_at(const Arguments& arguments, int batch
   const Bias& bias = arguments.bias;
   if (query >= arguments.query_length || key >= arguments.key_length) return 0.f;
   const int64_t offset = batch * bias.batch + head * bias.head + query * bias.row + key * bias.column;
-  if (bias.is_float) return static_cast<const float*>(bias.data)[offset];
+  if (bias.is_float) {
+    const float value = static_cast<const float*>(bias.data)[offset];
+    return bias.is_slope ? -value * abs(query + arguments.key_length - arguments.query_length - key) : value;
+  }
   return to_float(static_cast<const T*>(bias.data)[offset]);
 }
 
@@ -431,6 +434,37 @@ template <int TILES> TK_DEVICE void scale_scores(float (&scores)[TILES][4], floa
   for (int n = 0; n < TILES; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
+}
+
+// tanh of a score of T's products: tanhf keeps small results to the last digit, which only fp32 needs, and takes more
+// registers.
+template <class T> TK_DEVICE float tanh_of(float x) {
+  if constexpr (sizeof(T) == 4) return tanhf(x);
+  const float decay = fast_exp2(-2.f * LOG2_E * fabsf(x)), size = __fdividef(1.f - decay, 1.f + decay);
+  return x < 0.f ? -size : size;
+}
+
+// softcap * tanh(score / softcap), of scores to which nothing is added yet.
+template <class T, int TILES> TK_DEVICE void cap_scores(float (&scores)[TILES][4], float softcap) {
+  const float inverse = 1.f / softcap;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[n][e] = softcap * tanh_of<T>(scores[n][e] * inverse);
+}
+
+// The same, and multiplies what becomes dS by the derivative, 1 - tanh^2: here, where that is no element more to hold.
+template <class T, int TILES>
+TK_DEVICE void cap_scores(float (&scores)[TILES][4], float softcap, float (&gradients)[TILES][4]) {
+  const float inverse = 1.f / softcap;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float ratio = tanh_of<T>(scores[n][e] * inverse);
+      scores[n][e] = softcap * ratio;
+      gradients[n][e] *= 1.f - ratio * ratio;
+    }
 }
 
 // Adds the bias to a fragment of queries (rows) and keys (columns).

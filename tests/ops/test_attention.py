@@ -91,22 +91,10 @@ def test_matches_reference_with_all_masks_together(
     check_parity("attention", backend, tensors, options)
 
 
-LACKED = {
-    "triton": ("cu_seqlens_k",),
-    "cuda": ("window", "alibi_slopes", "cu_seqlens_k", "softcap"),
-}
-
-
-def skip_where_refused(backend: str, option: str) -> None:
-    if option in LACKED.get(backend, ()):
-        pytest.skip(f"{backend} refuses {option}: test_an_option_that_a_backend_lacks_is_refused")
-
-
 @pytest.mark.parametrize("window", [(3, 9), (9, None), (None, 4)], ids=str)
 def test_windows_that_reach_unequally(
     backend: str, dtype: torch.dtype, device: torch.device, window: tuple[int | None, int | None]
 ) -> None:
-    skip_where_refused(backend, "window")
     tensors = make(dtype, device, (24, 40), batch=1, heads=(2, 1))
     check_parity("attention", backend, tensors, {"window": window, "return_lse": True})
 
@@ -133,7 +121,6 @@ def test_windows_that_are_simpler_than_they_look(
 def test_alibi_is_the_bias_of_the_reference(
     backend: str, dtype: torch.dtype, device: torch.device, per_batch: bool, causal: bool
 ) -> None:
-    skip_where_refused(backend, "alibi_slopes")
     tensors = make(dtype, device, (24, 40), heads=(2, 1))
     tensors["key_padding_mask"] = padding(2, 40, device)
     slopes = torch.rand(2, 2, generator=torch.Generator().manual_seed(1)).to(device)
@@ -145,7 +132,6 @@ def test_alibi_is_the_bias_of_the_reference(
 def test_softcap(backend: str, dtype: torch.dtype, device: torch.device, softcap: float, biased: bool) -> None:
     """Scores up to 30, in a single block of keys and in several; the bias, beyond the lower cap, is added to what tanh
     has bounded."""
-    skip_where_refused(backend, "softcap")
     tensors = make(dtype, device, (24, 70), heads=(2, 1))
     with torch.no_grad():
         tensors["q"].mul_(8.0)
@@ -191,7 +177,8 @@ def test_keys_packed_otherwise_than_queries(
     causal: bool,
 ) -> None:
     """What is peculiar to each sequence is where its last query stands: at its last key."""
-    skip_where_refused(backend, "cu_seqlens_k")
+    if backend in ("triton", "cuda"):
+        pytest.skip(f"{backend} refuses such keys: test_an_option_that_a_backend_lacks_is_refused")
     tensors = make(torch.float32, device, lengths, batch=1, heads=(4, 2))
     tensors["key_padding_mask"] = padding(1, lengths[1], device)
     packing = {"cu_seqlens": starts, "cu_seqlens_k": key_starts}
@@ -200,21 +187,19 @@ def test_keys_packed_otherwise_than_queries(
     check_parity("attention", backend, tensors, {**options, "window": (6, 3)})
 
 
-@pytest.mark.parametrize("option", ["window", "alibi_slopes", "cu_seqlens_k", "softcap"])
-def test_an_option_that_a_backend_lacks_is_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = make(torch.float32, torch.device("cpu"), (5, 7), batch=1)
+@pytest.mark.parametrize("options", [("cu_seqlens", "cu_seqlens_k"), ("alibi_slopes", "attn_bias")], ids="-".join)
+def test_an_option_that_a_backend_lacks_is_refused(options: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make(torch.float32, torch.device("cpu"), (5, 5), batch=1)
     starts = torch.tensor([0, 5], dtype=torch.int32)
-    value = {"window": (1, 3), "alibi_slopes": torch.ones(2), "cu_seqlens_k": starts, "softcap": 5.0}[option]
-    options = {option: value} | ({"cu_seqlens": starts} if option == "cu_seqlens_k" else {})
+    values = {"cu_seqlens": starts, "cu_seqlens_k": starts, "alibi_slopes": torch.ones(2), "attn_bias": torch.ones(5)}
+    tensors |= {name: values[name] for name in options}
     monkeypatch.setattr(_dispatch, "unavailable", lambda *_: None)
-    explanation = tk.explain("attention", **tensors, **options, backend="auto")
+    explanation = tk.explain("attention", **tensors, backend="auto")
     assert explanation.chosen == "cpu"
-    for backend in LACKED:
-        reason = explanation.reasons[backend]
-        assert ("use backend='torch'" in reason) == (option in LACKED[backend])
-        if option in LACKED[backend]:
-            with pytest.raises(UnsupportedByBackend, match=f"^attention: backend '{backend}' does not support"):
-                tk.attention(**tensors, **options, backend=backend)
+    for backend in ("triton", "cuda"):
+        assert "use backend='torch'" in explanation.reasons[backend]
+        with pytest.raises(UnsupportedByBackend, match=f"^attention: backend '{backend}' does not support"):
+            tk.attention(**tensors, backend=backend)
 
 
 def test_dropout_keeps_what_reaches_the_threshold(backend: str, device: torch.device) -> None:

@@ -16,7 +16,7 @@ import transformer_kernels as tk
 from tests.support.arguments import dtype_id, normal
 from tests.support.parity import check_parity, require
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops.attention import AttentionCall, _cuda
+from transformer_kernels.ops.attention import AttentionCall, Window, _cuda
 
 HALF = (torch.float16, torch.bfloat16)
 SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("one_warp_ahead", 2), ("random", 1), ("random", 2)]
@@ -129,9 +129,9 @@ def test_sm90_matches_reference(
 
 
 @sm90
-@pytest.mark.parametrize("window", [1, 60, 200])
+@pytest.mark.parametrize("window", [1, 60, (200, 30)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_sm90_with_a_window(path: str, causal: bool, window: int, device: torch.device) -> None:
+def test_sm90_with_a_window(path: str, causal: bool, window: Window, device: torch.device) -> None:
     needs_sm90(device)
     tensors = {name: t.detach() for name, t in make(torch.float16, device, (300, 400), batch=1, width=64).items()}
     check_parity("attention", "cuda", tensors, {"causal": causal, "window": window, "return_lse": True})
@@ -167,7 +167,8 @@ def test_wide_heads_with_everything_together(dtype: torch.dtype, width: int, dev
     tensors = make(dtype, device, (70, 100), heads=(2, 1), width=width)
     tensors["key_padding_mask"] = padding(2, 100, device)
     tensors["attn_bias"] = torch.randn(1, 2, 70, 100).to(dtype).to(device).requires_grad_()
-    check_parity("attention", "cuda", tensors, {"causal": True, "dropout_p": 0.2, "return_lse": True})
+    options = {"causal": True, "dropout_p": 0.2, "return_lse": True, "softcap": 1.5 if width == 96 else None}
+    check_parity("attention", "cuda", tensors, options)
 
 
 @both_paths

@@ -100,7 +100,7 @@ def attention(
             position), the same in every backend; the seed is drawn from torch's generator.
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
         softcap: softcap * tanh(scale * q k^T / softcap) takes the place of scale * q k^T; attn_bias and alibi_slopes
-            are added to that. Not with backend="cuda".
+            are added to that.
         return_lse: also return the natural log of the sum of exponentials of the scores, before dropout.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:

@@ -8,16 +8,12 @@ from torch import Tensor
 from transformer_kernels.ops.attention import AttentionCall
 
 
-def beyond(call: AttentionCall, *known: str) -> str | None:
-    """The option of the call that kernels lack which know only those `known` of the four here; or None."""
-    if call.cu_seqlens_k is not None and "cu_seqlens_k" not in known:
+def beyond(call: AttentionCall) -> str | None:
+    """The option of the call that the GPU's kernels lack, or None."""
+    if call.cu_seqlens_k is not None:
         return "it has no keys packed otherwise than the queries (cu_seqlens_k); use backend='torch'"
-    if call.right is not None and "right" not in known:
-        return "its windows reach equally far to both sides; use backend='torch'"
-    if call.alibi_slopes is not None and "alibi_slopes" not in known:
-        return "it has no alibi_slopes; use backend='torch', or give the bias as attn_bias"
-    if call.softcap is not None and "softcap" not in known:
-        return "it has no softcap; use backend='torch'"
+    if call.alibi_slopes is not None and call.attn_bias is not None:
+        return "it has alibi_slopes or attn_bias, not both; use backend='torch'"
     return None
 
 

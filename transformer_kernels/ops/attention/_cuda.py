@@ -33,10 +33,11 @@ class Rows(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Address of a bias, 0 for none, and its strides, 0 along a broadcast axis."""
+    """Address of a bias or of slopes, 0 for none, and its strides, 0 along a broadcast axis."""
 
     data: int
     is_float: bool
+    is_slope: bool
     batch: int
     head: int
     row: int
@@ -75,8 +76,10 @@ class Launch(NamedTuple):
     seed: int
     dropout_p: float
     scale: float
+    softcap: float
     causal: bool
     window: int
+    right: int
     device: int
     stream: int
     path: int
@@ -140,14 +143,16 @@ def _rows(x: Tensor) -> Rows:
     return Rows(x.data_ptr(), batch, head, row)
 
 
-def _bias(attn_bias: Tensor | None) -> Bias:
-    if attn_bias is None:
-        return Bias(0, False, 0, 0, 0, 0)
-    return Bias(attn_bias.data_ptr(), attn_bias.dtype is torch.float32, *broadcast_strides(attn_bias))
+def _bias(call: AttentionCall) -> Bias:
+    slopes = call.alibi_slopes
+    bias = call.attn_bias if slopes is None else slopes
+    if bias is None:
+        return Bias(0, False, False, 0, 0, 0, 0)
+    return Bias(bias.data_ptr(), bias.dtype is torch.float32, slopes is not None, *broadcast_strides(bias))
 
 
 def _launch(call: AttentionCall, result: AttentionResult, **gradients: Any) -> Launch:
-    q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, causal, window, dropout_p, scale = call[:11]
+    q, k, v, key_padding_mask, _, seed, cu_seqlens, causal, window, dropout_p, scale = call[:11]
     batches, query_heads, query_length, head_dim = q.shape
     device, stream = stream_of(q)
     return Launch(
@@ -166,12 +171,14 @@ def _launch(call: AttentionCall, result: AttentionResult, **gradients: Any) -> L
         address(key_padding_mask),
         address(cu_seqlens),
         0 if cu_seqlens is None else len(cu_seqlens) - 1,
-        _bias(attn_bias),
+        _bias(call),
         address(seed),
         dropout_p,
         scale,
+        call.softcap or 0.0,
         causal,
         window or 0,
+        (window or 1) - 1 if call.right is None else call.right,
         device,
         stream,
         PATHS[path],

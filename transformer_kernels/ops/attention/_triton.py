@@ -30,10 +30,8 @@ from transformer_kernels.ops.attention._triton_tile import Options
 
 def unsupported(call: AttentionCall) -> str | None:
     """The reason why these kernels do not take the call, or None."""
-    if (reason := beyond(call, "right", "alibi_slopes", "softcap")) is not None:
+    if (reason := beyond(call)) is not None:
         return reason
-    if call.alibi_slopes is not None and call.attn_bias is not None:
-        return "it has alibi_slopes or attn_bias, not both; use backend='torch'"
     if call.q.shape[3] > tiles.MAXIMUM_HEAD_DIM:
         return f"supports head dimensions up to {tiles.MAXIMUM_HEAD_DIM}, not {call.q.shape[3]}; use backend='torch'"
     return None
