@@ -72,11 +72,10 @@ def _cross_entropy(dtype: torch.dtype, rows: int, width: int) -> dict[str, Argum
 def _in_place(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
     given = {"logits": torch.zeros(rows, width, dtype=dtype), "targets": torch.zeros(rows, dtype=torch.int64)}
     padded = {**given, "logits": given["logits"][:, :-1]}
-    return {
-        " in place": given,
-        " in place padded": padded,
-        " in place smooth": {**padded, "options": RowLoss(-100, 0.1)},
-    }
+    smooth = {" in place smooth": {**padded, "options": RowLoss(-100, 0.1)}}
+    if dtype is torch.bfloat16 and width in WIDTHS_OF_OPTIONS:
+        smooth[" in place options"] = {**padded, "options": RowLoss(-100, 0.1, torch.ones(width), 0.1, 30.0)}
+    return {" in place": given, " in place padded": padded, **smooth}
 
 
 def _embedding(dtype: torch.dtype, rows: int, width: int) -> dict[str, Arguments]:
