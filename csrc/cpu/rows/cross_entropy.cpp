@@ -32,9 +32,10 @@ TK_INLINE void row_gradient(const T* x, int64_t target, float top, float inverse
   store(out + target, splat(hit), Part{1});
 }
 
-template <class T> TK_INLINE float row_loss(const T* x, int64_t target, const Softmax& s, float smoothing, int64_t classes) {
+template <class T>
+TK_INLINE float row_loss(const T* x, int64_t target, const Softmax& s, float log_total, float smoothing, int64_t classes) {
   // Relative to the largest logit: a constant that is added to all of them costs no digits.
-  const float log_total = __builtin_logf(s.total), loss = s.top - element(x[target]) + log_total;
+  const float loss = s.top - element(x[target]) + log_total;
   if (smoothing == 0.f) return loss;
   Floats below[4] = {};
   over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { below[u] += s.top - load(x + j, lanes, s.top); });
@@ -66,8 +67,9 @@ template <class T> TK_INLINE Terms terms(const T* x, int64_t target, float smoot
   return {scores, own, smoothing / static_cast<float>(classes), own + smoothing * options.weight(classes)};
 }
 
-TK_INLINE float loss_with_options(const Terms& row, int64_t target, const Softmax& s, const Options& options, int64_t classes) {
-  const float log_total = __builtin_logf(s.total), lse = s.top + log_total;
+TK_INLINE float loss_with_options(const Terms& row, int64_t target, const Softmax& s, float log_total, const Options& options,
+                                  int64_t classes) {
+  const float lse = s.top + log_total;
   Floats below[4] = {};
   if (row.even != 0.f)
     over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
@@ -92,6 +94,9 @@ TK_INLINE void gradient_with_options(const Terms& row, int64_t target, float top
   store(out + target, splat(hit * (1.f - bent * bent)), Part{1});
 }
 
+// A logarithm is a call, before which every vector register is given up: so many rows that stay in a cache make theirs together.
+constexpr int64_t BATCH = 16, NARROW = 1024;
+
 }  // namespace
 
 // logits (rows, classes) at `stride`; targets i64 (rows); losses f32 (rows). With `statistics` f32 (2, rows) the largest score
@@ -103,35 +108,50 @@ void cross_entropy_forward(int64_t dtype, Address logits, int64_t stride, Addres
   const Options options{at<const float>(weights), z_loss, cap};
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto over_rows = [&](int64_t begin, int64_t end, const auto& one) TK_LAMBDA {
-      for (int64_t i = begin; i < end; ++i) {
-        T* x = at<T>(logits) + i * stride;
-        const int64_t target = at<const int64_t>(targets)[i];
-        if (target == ignored) {
-          at<float>(losses)[i] = 0.f;
-          if (!statistics) memset(x, 0, static_cast<size_t>(classes) * sizeof(T));
-          continue;
+    const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& softmax_of, const auto& finish) TK_LAMBDA {
+      const int64_t* classes_of = at<const int64_t>(targets);
+      Softmax softmax[BATCH];
+      float log_totals[BATCH];
+      for (int64_t first = begin; first < end; first += batch) {
+        const int64_t count = first + batch < end ? batch : end - first;
+        for (int64_t k = 0; k < count; ++k) {
+          const int64_t target = classes_of[first + k];
+          softmax[k] = target == ignored ? Softmax{0.f, 1.f} : softmax_of(at<T>(logits) + (first + k) * stride, target);
         }
-        const Softmax s = one(x, target, at<float>(losses)[i]);
-        if (statistics) at<float>(statistics)[i] = s.top, at<float>(statistics)[rows + i] = 1.f / s.total;
+        for (int64_t k = 0; k < count; ++k) log_totals[k] = __builtin_logf(softmax[k].total);
+        for (int64_t k = 0; k < count; ++k) {
+          const int64_t i = first + k, target = classes_of[i];
+          T* x = at<T>(logits) + i * stride;
+          if (statistics) at<float>(statistics)[i] = softmax[k].top, at<float>(statistics)[rows + i] = 1.f / softmax[k].total;
+          if (target != ignored) at<float>(losses)[i] = finish(x, target, softmax[k], log_totals[k]);
+          else {
+            at<float>(losses)[i] = 0.f;
+            if (!statistics) memset(x, 0, static_cast<size_t>(classes) * sizeof(T));
+          }
+        }
       }
     };
     parallel_for(rows, (statistics ? 5 : 10) * classes, [&](int64_t begin, int64_t end) {
       if (!options.any())
-        return over_rows(begin, end, [&](T* x, int64_t target, float& loss) TK_LAMBDA {
-          const Softmax s = row_softmax(x, classes);
-          loss = row_loss(x, target, s, smoothing, classes);
-          if (!statistics) row_gradient(x, target, s.top, 1.f / s.total, 1.f, smoothing, classes, x);
-          return s;
-        });
+        return over_rows(begin, end, classes <= NARROW ? BATCH : 1,
+            [&](const T* x, int64_t) TK_LAMBDA { return row_softmax(x, classes); },
+            [&](T* x, int64_t target, const Softmax& s, float log_total) TK_LAMBDA {
+              const float loss = row_loss(x, target, s, log_total, smoothing, classes);
+              if (!statistics) row_gradient(x, target, s.top, 1.f / s.total, 1.f, smoothing, classes, x);
+              return loss;
+            });
       float* scores = scratch<float>(ROW_SLOT, classes);
-      over_rows(begin, end, [&](T* x, int64_t target, float& loss) TK_LAMBDA {
-        const Terms row = terms(x, target, smoothing, options, classes, scores);
-        const Softmax s = row_softmax(row.scores, classes);
-        loss = loss_with_options(row, target, s, options, classes);
-        if (!statistics) gradient_with_options(row, target, s.top, 1.f / s.total, 1.f, options, classes, x);
-        return s;
-      });
+      Terms row{};
+      over_rows(begin, end, 1,
+          [&](const T* x, int64_t target) TK_LAMBDA {
+            row = terms(x, target, smoothing, options, classes, scores);
+            return row_softmax(row.scores, classes);
+          },
+          [&](T* x, int64_t target, const Softmax& s, float log_total) TK_LAMBDA {
+            const float loss = loss_with_options(row, target, s, log_total, options, classes);
+            if (!statistics) gradient_with_options(row, target, s.top, 1.f / s.total, 1.f, options, classes, x);
+            return loss;
+          });
     });
   });
 }
