@@ -1,7 +1,8 @@
 """Planted bugs: edits applied one at a time to a copy of the sources, each of which must make a named test fail.
 
     python -m tests.mutants                    every one
-    python -m tests.mutants --sample 4         some of them, others each day (`--seed` repeats a choice)
+    python -m tests.mutants --sample 4         some of them, others each day (`--seed` repeats a choice), none that
+                                               needs two minutes of compilation
 
 A line for each: caught, or MISSED with what was planted. Exits 1 when one was missed or an edit no longer applies.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import random
 import shutil
 import subprocess
@@ -212,6 +214,31 @@ MUTANTS = [
         "row_rstd = tl.rsqrt(variance)",
         "tests/ops/test_layer_norm.py tests/ops/test_layer_norm_triton.py -k triton",
     ),
+    # CUDA, emulated
+    Mutant(
+        "csrc/ops/softmax.cu",
+        "all_aligned<T>(n, gradient, output, result)",
+        "all_aligned<T>(n, output, result)",
+        f"{EVERY} -k 'gradient_of_any_layout and cuda-softmax'",
+    ),
+    Mutant(
+        "csrc/ops/attention.cu",
+        "tensor.head * element_bytes % 16 == 0 && ",
+        "",
+        "tests/ops/test_attention_cuda.py -k begin_off_16_bytes",
+    ),
+    Mutant(
+        "csrc/ops/attention_forward_sm90.cuh",
+        "barrier_wait(keys_full + stage, at.step / STAGES % 2);",
+        "barrier_wait(keys_full + stage, at.step / STAGES > 0);",
+        "tests/ops/test_attention_cuda.py -k fills_each_stage",
+    ),
+    Mutant(
+        "csrc/ops/attention_forward_sm90.cuh",
+        "fence_for_async();",
+        "",
+        "tests/ops/test_attention_cuda.py -k sm90",
+    ),
     # Training
     Mutant(
         f"{TRAINING}/sampler.py",
@@ -243,6 +270,7 @@ def main() -> int:
     chosen = [mutant for mutant in MUTANTS if arguments.matching in mutant.file]
     if arguments.sample is not None:
         print(f"seed {arguments.seed}")
+        chosen = [mutant for mutant in chosen if not mutant.file.startswith("csrc")]
         chosen = random.Random(arguments.seed).sample(chosen, min(arguments.sample, len(chosen)))
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -271,7 +299,10 @@ def _verdict(mutant: Mutant, copy: Path) -> str:
     else:
         path.write_text(original.replace(mutant.old, mutant.new, 1))
         command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider -m 'not slow' {mutant.tests}"
-        result = subprocess.run(command, shell=True, cwd=copy, capture_output=True, text=True)
+        own_cache = {"TRANSFORMER_KERNELS_CACHE": str(copy / "cache")} if mutant.file.startswith("csrc") else {}
+        result = subprocess.run(
+            command, shell=True, cwd=copy, capture_output=True, text=True, env={**os.environ, **own_cache}
+        )
         path.write_text(original)
         # 1: a test failed. 0: none did; 5: none was there to fail; others: pytest itself did.
         verdict = "caught" if result.returncode == 1 else f"MISSED (pytest exit {result.returncode})"

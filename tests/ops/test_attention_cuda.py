@@ -106,6 +106,16 @@ def test_each_family_reads_misaligned_rows(path: str, dtype: torch.dtype, device
     check_parity("attention", "cuda", tensors, {"causal": True})
 
 
+@both_paths
+def test_each_family_reads_heads_that_begin_off_16_bytes(path: str, device: torch.device) -> None:
+    """Though the rows of a head are multiples of 16 bytes apart."""
+    tensors = {
+        name: torch.randn(1, 2, 70 * 32 + 4).half().to(device)[..., :-4].unflatten(-1, (70, 32)).requires_grad_()
+        for name in ("q", "k", "v")
+    }
+    check_parity("attention", "cuda", tensors, {"causal": True})
+
+
 def needs_sm90(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs a Hopper GPU")
@@ -126,6 +136,13 @@ def test_sm90_matches_reference(
     tensors = make(dtype, device, lengths, batch=1, heads=(2, 1), width=width)
     tensors = {name: value.detach() for name, value in tensors.items()}
     check_parity("attention", "cuda", tensors, {"causal": causal, "return_lse": True})
+
+
+@sm90
+def test_sm90_fills_each_stage_three_times(path: str, device: torch.device) -> None:
+    needs_sm90(device)
+    tensors = make(torch.float16, device, (20, 700), batch=1, heads=(1, 1), width=64)
+    check_parity("attention", "cuda", {name: value.detach() for name, value in tensors.items()}, {"return_lse": True})
 
 
 @sm90

@@ -55,10 +55,10 @@ def test_misaligned_in_16_bits(op: str, backend: str, dtype: torch.dtype, device
 
 @PER_OPERATION
 def test_gradient_of_any_layout(op: str, backend: str, device: torch.device) -> None:
-    """Expanded along the first axis; of a scalar there is only one."""
+    """Expanded along the first axis; of a scalar there is only one. The CUDA kernels load whole vectors of it."""
     tensors = EXAMPLES[op].make(device=device)
-    parity(op, backend, tensors, transform=lambda dy: expanded(dy) if dy.dim() else dy)
-    parity(op, backend, tensors, transform=lambda dy: strided(dy) if dy.dim() else dy)
+    for layout in (expanded, strided, *((misaligned,) if backend == "cuda" else ())):
+        parity(op, backend, tensors, transform=lambda dy, layout=layout: layout(dy) if dy.dim() else dy)
 
 
 def differentiable(op: str) -> list[str]:
