@@ -39,10 +39,10 @@ class Draw:
         shape = [self.random.randint(1, most) for most in (5, 4, 2)]
         return tuple(shape[: self.random.randint(0, 3)])
 
-    def tensor(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = True) -> Tensor:
-        """Normal values in any layout; a vector stays contiguous in half of the calls."""
-        x = torch.randn(shape, generator=self.values).to(dtype or self.dtype)
-        return self.one_of(*LAYOUTS, torch.clone)(x).requires_grad_(grad)
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+        """Normal values times `scale`, in any layout."""
+        x = (scale * torch.randn(shape, generator=self.values)).to(dtype or self.dtype)
+        return self.one_of(*LAYOUTS, torch.clone)(x).requires_grad_()
 
     def parameter(self, *shape: int) -> Tensor:
         """In the dtype of the call or in float32."""
@@ -139,7 +139,8 @@ def _cross_entropy(draw: Draw) -> Call:
 
 def _linear_cross_entropy(draw: Draw) -> Call:
     classes, width, leading = draw.one_of(*EVEN_WIDTHS), draw.one_of(*EVEN_WIDTHS), draw.leading()
-    tensors = {"x": draw.tensor(*leading, width), "weight": draw.tensor(classes, width)}
+    weight = draw.tensor(classes, width, scale=width**-0.5)  # else p - 1 of a sure row is a rounding
+    tensors = {"x": draw.tensor(*leading, width), "weight": weight}
     tensors |= {"targets": draw.targets(classes, *leading), "bias": draw.maybe(lambda: draw.tensor(classes))}
     return tensors, {"label_smoothing": draw.one_of(0.0, 0.1), "reduction": draw.one_of("mean", "sum", "none")}
 
