@@ -239,6 +239,18 @@ MUTANTS = [
         "",
         "tests/ops/test_attention_cuda.py -k sm90",
     ),
+    Mutant(
+        "csrc/ops/cross_entropy_forward.cuh",
+        "if (column + i < classes) distance += score;",
+        "distance += score;",
+        "tests/ops/test_row_kernels_cuda.py -k lies_between",
+    ),
+    Mutant(
+        "csrc/ops/cross_entropy_forward.cuh",
+        "if (smoothing > 0.0f && column + i < classes) distance",
+        "if (smoothing > 0.0f) distance",
+        "tests/ops/test_row_kernels_cuda.py -k lies_between",
+    ),
     # Training
     Mutant(
         f"{TRAINING}/sampler.py",

@@ -85,14 +85,18 @@ def test_logits_are_read_once_and_their_gradient_is_written_once(
     assert counters["global_store_bytes"] == row_bytes + 4 * rows
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("columns", [65, 1001, 8201])
-def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(emulation: Any, columns: int) -> None:
+def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(
+    emulation: Any, columns: int, smoothing: float
+) -> None:
     buffer = torch.full((5, -(-columns // 8) * 8), torch.nan, dtype=torch.bfloat16)
     logits = buffer[:, :columns].copy_(random(5, columns, dtype=torch.bfloat16))
     expected = logits.clone()
     targets = torch.arange(5)
-    losses = cross_entropy.row_losses_and_gradient(logits, targets, RowLoss(-100, 0.0))[0]
-    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(expected.float(), targets, reduction="none"))
+    losses = cross_entropy.row_losses_and_gradient(logits, targets, RowLoss(-100, smoothing))[0]
+    wide = torch.nn.functional.cross_entropy(expected.float(), targets, reduction="none", label_smoothing=smoothing)
+    torch.testing.assert_close(losses, wide)
     assert torch.isfinite(logits).all() and (buffer[:, columns:] == 0).all()
 
 

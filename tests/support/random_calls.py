@@ -131,10 +131,18 @@ def _cross_entropy(draw: Draw) -> Call:
     else:
         tensors["targets"] = draw.targets(classes, *leading)
     if draw.random.random() < 0.3:
-        tensors["weight"] = torch.rand(classes, generator=draw.values) + 0.5
+        tensors["weight"] = _class_weights(draw, classes)
+    return tensors, _loss_options(draw)
+
+
+def _class_weights(draw: Draw, classes: int) -> Tensor:
+    return torch.rand(classes, generator=draw.values) + 0.5
+
+
+def _loss_options(draw: Draw) -> dict[str, Any]:
     options = {"label_smoothing": draw.one_of(0.0, 0.1), "z_loss": draw.one_of(0.0, 0.0, 1e-3)}
     reduction = draw.one_of("mean", "sum", "none")
-    return tensors, {**options, "softcap": draw.one_of(None, None, 5.0), "reduction": reduction}
+    return {**options, "softcap": draw.one_of(None, None, 5.0), "reduction": reduction}
 
 
 def _linear_cross_entropy(draw: Draw) -> Call:
@@ -142,7 +150,9 @@ def _linear_cross_entropy(draw: Draw) -> Call:
     weight = draw.tensor(classes, width, scale=width**-0.5)  # else p - 1 of a sure row is a rounding
     tensors = {"x": draw.tensor(*leading, width), "weight": weight}
     tensors |= {"targets": draw.targets(classes, *leading), "bias": draw.maybe(lambda: draw.tensor(classes))}
-    return tensors, {"label_smoothing": draw.one_of(0.0, 0.1), "reduction": draw.one_of("mean", "sum", "none")}
+    if draw.random.random() < 0.3:
+        tensors["class_weight"] = _class_weights(draw, classes)
+    return tensors, _loss_options(draw)
 
 
 def _embedding(draw: Draw) -> Call:
