@@ -14,7 +14,7 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
+from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, tanh, to_fp32
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, column_blocks, whole_rows
 from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
 
@@ -38,16 +38,8 @@ def read_targets(targets, row, M, N, ignore_index):
 
 @triton.jit
 def capped(scores, softcap):
-    """softcap * tanh(scores / softcap), by an exponential that neither overflows nor cancels near 0."""
-    if softcap is not None:
-        x = scores / softcap
-        square = x * x
-        e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
-        large = (1.0 - e) / (1.0 + e)
-        small = 0.13333333 + square * (-0.053968254 + square * 0.021869488)  # Taylor's: 8e-9 of tanh(x) at 0.25
-        small = x + x * square * (-0.33333333 + square * small)
-        scores = softcap * tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0.0, -large, large))
-    return scores
+    """softcap * tanh(scores / softcap)."""
+    return scores if softcap is None else softcap * tanh(scores / softcap, True)
 
 
 @triton.jit
