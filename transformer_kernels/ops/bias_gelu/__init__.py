@@ -29,7 +29,8 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: st
         approximate: "none" (erf) or "tanh", as in `gelu`.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
-        the shape and dtype of x, computed in float32 (float64 for float64).
+        the shape and dtype of x, computed in float32 (float64 for float64); backend="torch" rounds x + bias to the
+        dtype of x first.
     Raises:
         TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
