@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
@@ -37,17 +37,17 @@ class Draw:
         shape = [self.random.randint(1, most) for most in (5, 4, 2)]
         return tuple(shape[: self.random.randint(0, 3)])
 
-    def tensor(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """Normal values times `scale`, in any layout."""
+    def tensor(
+        self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0, layouts: Iterable[Any] = LAYOUTS
+    ) -> Tensor:
+        """Normal values times `scale`, contiguous or in one of the layouts."""
         x = (scale * torch.randn(shape, generator=self.values)).to(dtype or self.dtype)
-        return self.one_of(*LAYOUTS, torch.clone)(x).requires_grad_()
+        return self.one_of(*layouts, torch.clone)(x).requires_grad_()
 
     def factor(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Of a matrix product: in bfloat16 oneDNN's reads elements behind a row, and a NaN there spoils the row."""
-        if self.dtype is not torch.bfloat16:
-            return self.tensor(*shape, scale=scale)
-        x = (scale * torch.randn(shape, generator=self.values)).to(self.dtype)
-        return self.one_of(transposed, strided, torch.clone)(x).requires_grad_()
+        layouts = (transposed, strided) if self.dtype is torch.bfloat16 else LAYOUTS
+        return self.tensor(*shape, scale=scale, layouts=layouts)
 
     def parameter(self, *shape: int) -> Tensor:
         """In the dtype of the call or in float32."""

@@ -261,7 +261,7 @@ def cpu_source_hash(csrc: Path = CSRC) -> str:
 def build_cpu(folder: Path, sanitizer: str = "", csrc: Path = CSRC) -> Path:
     """Builds the kernels of the CPU backend in `folder`, with sanitizer="address" instrumented; returns the module.
 
-    Instrumented kernels leave out the instruction sets of products alone, whose sources are those of avx512.
+    Instrumented kernels leave out the instruction sets that only products know: they differ from avx512 in conversions.
     """
     target = folder / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
     folder.mkdir(parents=True, exist_ok=True)

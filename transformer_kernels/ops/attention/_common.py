@@ -17,16 +17,6 @@ def beyond(call: AttentionCall) -> str | None:
     return None
 
 
-def cap(scores: Tensor, softcap: float | None) -> Tensor:
-    """softcap * tanh(scores / softcap), in place; scores as they are without a cap."""
-    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
-
-
-def cap_slope(scores: Tensor, softcap: float) -> Tensor:
-    """The derivative of `cap`, from the scores that it returned: 1 - tanh^2."""
-    return 1.0 - (scores / softcap).square_()
-
-
 def broadcast_strides(bias: Tensor) -> tuple[int, ...]:
     """The strides of a bias (B, Hq, Lq, Lk), 0 along the axes that it is broadcast over."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))

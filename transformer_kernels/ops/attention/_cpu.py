@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_kernels.backends import address, cpu
 from transformer_kernels.backends.cpu import DTYPE_CODES
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+from transformer_kernels.ops.attention._common import broadcast_strides, shift_gradient
 
 NO_HEADS = (0, 0, 0, 0)
 
@@ -49,20 +50,12 @@ def backward(
     cpu.load().attention_backward(packed.buffer_info()[0], *_numbers(call))
     if bias is None or not wanted[3]:
         return *gradients, None
-    dbias = _shift_gradient(bias, result.lse, dlse) if computed is None else computed
-    return *gradients, dbias.to(bias.dtype)
+    return *gradients, shift_gradient(dlse, result.lse, bias) if computed is None else computed.to(bias.dtype)
 
 
 def _without_sequences(call: AttentionCall) -> bool:
     """Whether the call is packed and has no sequence, so that no token sees any."""
     return call.cu_seqlens is not None and len(call.cu_seqlens) == 1
-
-
-def _shift_gradient(bias: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """The gradient of a bias that is one number for all keys of a query, over which dS sums to dlse."""
-    if dlse is None:
-        return torch.zeros(bias.shape)
-    return dlse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1).sum_to_size(bias.shape)
 
 
 def _packed(
@@ -85,8 +78,8 @@ def _packed(
             call.causal, *(-1 if reach is None else reach for reach in (call.window, call.right)),
             *_heads(q), *_heads(k), *_heads(call.v), *_heads(out),
             lse.data_ptr(), address(call.key_padding_mask), address(call.seed),
-            *(no_bias if bias is None else (bias.data_ptr(), DTYPE_CODES[bias.dtype], *_broadcast_strides(bias))),
-            address(slopes), *((0, 0) if slopes is None else _broadcast_strides(slopes)[:2]),
+            *(no_bias if bias is None else (bias.data_ptr(), DTYPE_CODES[bias.dtype], *broadcast_strides(bias))),
+            address(slopes), *((0, 0) if slopes is None else broadcast_strides(slopes)[:2]),
             address(starts), address(key_starts), 0 if starts is None else len(starts) - 1,
             *(stride for gradient in gradients for stride in _heads(gradient)),
             address(dlse), address(dbias), *((0, 0, 0, 0) if bias is None else bias.shape),
@@ -101,7 +94,3 @@ def _numbers(call: AttentionCall) -> tuple[float, float, float]:
 def _heads(x: Tensor | None) -> tuple[int, ...]:
     """Address, and strides of batches, heads and rows."""
     return NO_HEADS if x is None else (x.data_ptr(), *x.stride()[:3])
-
-
-def _broadcast_strides(bias: Tensor) -> tuple[int, ...]:
-    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))

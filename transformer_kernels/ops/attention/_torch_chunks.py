@@ -14,8 +14,8 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads
 from transformer_kernels._dropout import drop, keep_scale
+from transformer_kernels.ops._softcap import cap, cap_slope
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
-from transformer_kernels.ops.attention._common import cap, cap_slope
 
 aten = torch.ops.aten
 

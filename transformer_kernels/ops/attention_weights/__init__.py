@@ -10,10 +10,10 @@ from torch import Tensor
 
 from transformer_kernels import _autograd
 from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops._softcap import cap, cap_slope
 from transformer_kernels.ops._visible import visible_mask
 from transformer_kernels.ops.attention import Window
 from transformer_kernels.ops.attention import prepare as checked_attention
-from transformer_kernels.ops.attention._common import cap, cap_slope
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 OP = "attention_weights"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops._softcap import cap, cap_slope
 from transformer_kernels.ops.cross_entropy import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
 
 aten = torch.ops.aten
@@ -68,9 +69,8 @@ def _is_plain(options: RowLoss, targets: Tensor) -> bool:
 
 
 def _terms(options: RowLoss, logits: Tensor, targets: Tensor) -> _Terms:
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap).mul_(options.softcap)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    scores = cap(logits.to(wide, copy=options.softcap is not None), options.softcap)
     if targets.is_floating_point():
         ignored = torch.zeros_like(scores[:, :1], dtype=torch.bool)
         wanted = targets.to(scores.dtype) * (1.0 - options.label_smoothing)
@@ -100,7 +100,7 @@ def _gradient(terms: _Terms, options: RowLoss) -> Tensor:
     share = wanted.sum(dim=-1, keepdim=True).add_(lse, alpha=2.0 * options.z_loss)
     gradient = torch.exp(scores - lse).mul_(share).sub_(wanted)
     if options.softcap is not None:
-        gradient.mul_(1.0 - (scores / options.softcap).square_())
+        gradient.mul_(cap_slope(scores, options.softcap))
     return gradient.masked_fill_(ignored, 0.0)
 
 

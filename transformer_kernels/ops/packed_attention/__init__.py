@@ -135,8 +135,9 @@ def _joined(out: Tensor) -> Tensor:
 
 
 def _on_views(call: PackedAttentionCall) -> AttentionCall:
+    q, k, v = _split(call.qkv, call.heads)
     masks = call.key_padding_mask, None, call.seed, call.cu_seqlens
-    return AttentionCall._make((*_split(call.qkv, call.heads), *masks, *call[5:], None, None, None))
+    return AttentionCall(q, k, v, *masks, call.causal, call.window, call.dropout_p, call.scale, call.right)
 
 
 class _Packed:

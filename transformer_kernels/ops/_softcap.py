@@ -1,0 +1,15 @@
+"""Soft capping of scores in PyTorch's operators (Gemma Team, "Gemma 2", 2024, section 2)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def cap(scores: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(scores / softcap), in place; scores as they are without a cap."""
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def cap_slope(scores: Tensor, softcap: float) -> Tensor:
+    """The derivative of `cap`, from the scores that it returned: 1 - tanh^2."""
+    return 1.0 - (scores / softcap).square_()
