@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.tune_triton import targets
 from tests.support.compilations import OPERATIONS as COUNTED
 from tests.support.compilations import compilations
+from transformer_kernels.backends.triton import MINIMUM_VERSION
 from transformer_kernels.reports import triton as kernel_report
 from transformer_kernels.reports.row_calls import WIDTHS
 
@@ -45,6 +49,18 @@ def test_a_sample_of_the_launches_passes_its_gates(operation: str, matching: str
 @pytest.mark.parametrize("operation", kernel_report.OPERATIONS)
 def test_every_launch_passes_its_gates(operation: str) -> None:
     _assert_gates(kernel_report.report([operation], jobs=1, every=EVERY))
+
+
+@pytest.mark.slow
+def test_the_oldest_supported_triton_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    oldest = ".".join(map(str, (*MINIMUM_VERSION, 0)))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    if subprocess.run([*pip, f"triton=={oldest}"], capture_output=True).returncode:
+        pytest.skip(f"pip cannot install Triton {oldest} here")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    reports = kernel_report.report(["attention"], "any length causal bfloat16 D 64: attention_forward", jobs=1)
+    assert {row.capability for row in reports} == {(8, 0), (9, 0)}
+    _assert_gates(reports)
 
 
 @pytest.mark.parametrize("operation", COUNTED)

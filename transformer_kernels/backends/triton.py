@@ -17,9 +17,11 @@ import torch
 
 from transformer_kernels._errors import BackendUnavailable
 
-MINIMUM_VERSION = (3, 2)
+MINIMUM_VERSION = (3, 4)
+"""Older compilers take no named tuples in a kernel; torch 2.6 and 2.7, which pin them, have the other backends."""
+
 NEXT_UNSUPPORTED_VERSION = (4, 0)
-SUPPORTED_VERSIONS = "3.2 or newer, below 4.0"
+SUPPORTED_VERSIONS = "3.4 or newer, below 4.0"
 
 MINIMUM_CAPABILITY = (8, 0)
 
@@ -111,7 +113,8 @@ def _load_once() -> tuple[ModuleType | None, str | None, BaseException | None]:
         return None, f"cannot be imported ({error}); install it with `pip install triton` (Linux)", error
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if not MINIMUM_VERSION <= version < NEXT_UNSUPPORTED_VERSION:
-        return None, f"version {triton.__version__} is not supported; install {SUPPORTED_VERSIONS}", None
+        reason = f"version {triton.__version__} is not supported; install {SUPPORTED_VERSIONS} (torch 2.8 brings it)"
+        return None, reason, None
     imported_interpreting = type(triton.language.philox).__name__ == "InterpretedFunction"
     if imported_interpreting != (os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")):
         reason = "TRITON_INTERPRET was changed after triton was imported; set it before the process starts"

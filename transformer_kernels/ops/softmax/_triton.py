@@ -148,7 +148,7 @@ def softmax_forward_two_pass_kernel(
 def softmax_backward_kernel(
     dy, y, dx, M, N, scale, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """One program owns ROWS whole rows: dx = scale * y * (dy - sum(dy * y)), and 0 where y is 0 whatever dy holds."""
+    """One program owns ROWS whole rows: dx = scale * y * (dy - sum(dy * y)), without what dy holds where y is 0."""
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
@@ -158,7 +158,7 @@ def softmax_backward_kernel(
     gradient = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))
     gradient = tl.where(weights == 0.0, 0.0, gradient)
     inner = tl.sum(weights * gradient, axis=1, keep_dims=True)  # [ROWS, 1]
-    result = tl.where(weights == 0.0, 0.0, scale * weights * (gradient - inner))
+    result = scale * weights * (gradient - inner)  # 0 where y is 0, for what dy held there is gone
     tl.store(dx + offsets, from_fp32(result, dx.dtype.element_ty), mask=inside)
 
 
