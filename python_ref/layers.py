@@ -138,12 +138,11 @@ class Attention(Layer):
         if self.global_tokens:
             return self._attend_globally(x, maps, **visible)
         visible["window"] = self.window
-        parted = context is not None or rotation is not None or remember is not None or self.query_norm is not None
+        parted = context is not None or remember is not None or maps is not None or self.query_norm is not None
         if not parted and self.value_dim == self.head_dim:
             packed = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, L, H + 2 kv_heads, D)
-            if maps is not None:
-                q, k, _ = self._heads(packed.flatten(2))
-                maps.append(self.ops.attention_weights(q, k, **visible))
+            if rotation is not None:
+                visible |= {"cos": rotation[0], "sin": rotation[1], "interleaved": self.interleaved}
             return self.out(self.ops.packed_attention(packed, heads=self.heads, dropout_p=self.dropout_p, **visible))
         if context is None:
             q, k, v = self._heads(self.qkv(x))

@@ -312,6 +312,9 @@ def packed_attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
     window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -322,11 +325,14 @@ def packed_attention(
         qkv: floating (B, L, heads + 2 * kv_heads, D): query heads, then key heads, then value heads.
         heads: how many of them are query heads.
         causal, key_padding_mask, cu_seqlens, window, dropout_p, scale: as in `attention`.
+        cos, sin, interleaved: as in `rotary`, by which queries and keys are turned; None: they are not.
     Returns:
         (B, L, heads * D).
     """
     kv_heads = (qkv.shape[2] - heads) // 2
     q, k, v = (part.transpose(1, 2) for part in qkv.split([heads, kv_heads, kv_heads], dim=2))
+    if cos is not None and sin is not None:
+        q, k = rotary(q, k, cos, sin, interleaved=interleaved)
     out = attention(
         q,
         k,

@@ -150,6 +150,8 @@ VALUE_ERRORS = [
     (tk.attention, (q[:1], q[:1], q[:1]), {"cu_seqlens": starts(0, 6)}, "cu_seqlens must rise from 0 to at most 5; got [0, 6]"),
     (tk.packed_attention, (q[0],), {"heads": 2}, "packed_attention: qkv must have 4 dimensions (B, L, heads + 2 * kv_heads, D); got (4, 5, 8)"),
     (tk.packed_attention, (q,), {"heads": 0}, "packed_attention: heads must be positive; got 0"),
+    (tk.packed_attention, (q,), {"heads": 3, "cos": q[0, :, 0, :2]}, "packed_attention: cos and sin go together; got cos alone"),
+    (tk.packed_attention, (q,), {"heads": 3, "cos": q[0, :, 0], "sin": q[0, :, 0]}, "packed_attention: cos must have shape (L, R / 2) or (B, L, R / 2) with B = 2, L = 4 and R at most 8; got (4, 8)"),
     (tk.packed_attention, (q,), {"heads": 2}, "packed_attention: qkv must hold 2 query heads and as many key as value heads, a divisor of 2; got 5 heads in all"),
     (tk.attention, (q, k, k), {"window": 0}, "attention: window must be positive; got 0"),
     (tk.softmax, (torch.tensor(1.0),), {}, "softmax: x must have at least one dimension; got shape ()"),

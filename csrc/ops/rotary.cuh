@@ -8,12 +8,13 @@ namespace transformer_kernels {
 
 inline constexpr int ROTARY_THREADS = 256;
 
-// The heads of q or k: x (batch, count, length, width) with a contiguous last axis; out is contiguous.
+// The heads of q or k, x (batch, count, length, width), and where they are written, which may be the same place; both with
+// contiguous last axes.
 template <class T> struct RotaryHeads {
   const T* x;
   T* out;
   int count;
-  int64_t batch_stride, head_stride, row_stride;
+  int64_t batch_stride, head_stride, row_stride, out_batch_stride, out_head_stride, out_row_stride;
 };
 
 // One block owns ROTARY_THREADS / lanes tokens of one head of q or, behind those, of k; `lanes` threads share a token and
@@ -34,7 +35,9 @@ __global__ void __launch_bounds__(ROTARY_THREADS)
   // Field by field: a reference to one of two parameters would copy both to local memory.
   const T* from = (is_query ? q.x : k.x) + batch * (is_query ? q.batch_stride : k.batch_stride) +
                   head * (is_query ? q.head_stride : k.head_stride) + row * (is_query ? q.row_stride : k.row_stride);
-  T* to = (is_query ? q.out : k.out) + ((batch * (is_query ? q.count : k.count) + head) * length + row) * width;
+  T* to = (is_query ? q.out : k.out) + batch * (is_query ? q.out_batch_stride : k.out_batch_stride) +
+          head * (is_query ? q.out_head_stride : k.out_head_stride) +
+          row * (is_query ? q.out_row_stride : k.out_row_stride);
   const int64_t angles = batch * table_stride + row * half;
 
   for (int pair = lane * V; pair < half; pair += lanes * V) {

@@ -183,11 +183,16 @@ def _heads(draw: Draw) -> tuple[int, int, int, int, int, int]:
 
 def _rotary(draw: Draw) -> Call:
     batch, heads, kv_heads, length, _, width = _heads(draw)
-    turned = draw.random.randrange(2, width + 1, 2)
-    places = draw.integers(50, *draw.one_of((length,), (batch, length)))
-    table = reference.rotary_table(places, turned, dtype=draw.one_of(draw.dtype, torch.float32))
     tensors = {"q": draw.tensor(batch, heads, length, width), "k": draw.tensor(batch, kv_heads, length, width)}
-    return {**tensors, "cos": table[0], "sin": table[1]}, {"interleaved": draw.one_of(False, True)}
+    return tensors | _angles(draw, batch, length, width), {"interleaved": draw.one_of(False, True)}
+
+
+def _angles(draw: Draw, batch: int, length: int, width: int) -> dict[str, Tensor | None]:
+    """cos and sin of as many pairs of columns as fit or fewer."""
+    places = draw.integers(50, *draw.one_of((length,), (batch, length)))
+    turned = draw.random.randrange(2, width + 1, 2)
+    cos, sin = reference.rotary_table(places, turned, dtype=draw.one_of(draw.dtype, torch.float32))
+    return {"cos": cos, "sin": sin}
 
 
 def _starts(draw: Draw, tokens: int) -> Tensor:
@@ -232,7 +237,11 @@ def _packed_attention(draw: Draw) -> Call:
     batch, heads, kv_heads, _, length, width = _heads(draw)
     tensors, options = _seen(draw, batch, length, length)
     qkv = draw.tensor(batch, length, heads + 2 * kv_heads, width)
-    return {"qkv": qkv, **tensors}, {"heads": heads, **options, "dropout_p": draw.one_of(*DROPOUT)}
+    options |= {"heads": heads, "dropout_p": draw.one_of(*DROPOUT)}
+    if width > 1 and draw.random.random() < 0.3:
+        tensors |= _angles(draw, batch, length, width)
+        options["interleaved"] = draw.one_of(False, True)
+    return {"qkv": qkv, **tensors}, options
 
 
 def _attention_weights(draw: Draw) -> Call:

@@ -6,11 +6,19 @@ namespace {
 
 constexpr int64_t TOKENS = 16;  // of a task: their angles stay in the first-level cache for all heads
 
-// The heads of q or k: (batch, heads, length, width) with a contiguous last axis; `out` is contiguous.
+// How far apart the sequences, heads and rows of a tensor (batch, heads, length, width) are; its last axis is contiguous.
+struct Distances {
+  int64_t batch, head, row;
+
+  TK_INLINE int64_t to(int64_t sequence, int64_t h, int64_t i) const { return sequence * batch + h * head + i * row; }
+};
+
+// The heads of q or k, and where they are written, which may be the same place.
 template <class T> struct Heads {
   const T* x;
   T* out;
-  int64_t count, batch_stride, head_stride, row_stride;
+  int64_t count;
+  Distances from, to;
 };
 
 // The factors of `tokens` rows, f32 (tokens, 2 * half): of the columns themselves in `own`, of their partners in `other`.
@@ -49,20 +57,23 @@ template <class T> TK_INLINE void turn(const T* x, T* out, const Factors& factor
       store(out + half + j, fma(b, c, a * s), lanes);
     });
   }
-  memcpy(out + 2 * half, x + 2 * half, static_cast<size_t>(width - 2 * half) * sizeof(T));
+  if (out != x) memcpy(out + 2 * half, x + 2 * half, static_cast<size_t>(width - 2 * half) * sizeof(T));
 }
 
 }  // namespace
 
-// q, k: any strides but of the last axis; q_out, k_out contiguous (batch, heads, length, width), k (batch, kv_heads, ...).
+// q, k and their results (batch, heads or kv_heads, length, width): any strides but of the last axis; results may be q and k.
 // cos, sin f32 (length, half), `table_stride` apart for each sequence. `sign` -1 turns the other way.
 void rotary(int64_t dtype, Address q, Address k, Address cos, Address sin, Address q_out, Address k_out, int64_t batch,
             int64_t heads, int64_t kv_heads, int64_t length, int64_t width, int64_t half, int64_t q_batch, int64_t q_head,
-            int64_t q_row, int64_t k_batch, int64_t k_head, int64_t k_row, int64_t table_stride, bool interleaved, float sign) {
+            int64_t q_row, int64_t k_batch, int64_t k_head, int64_t k_row, int64_t q_out_batch, int64_t q_out_head,
+            int64_t q_out_row, int64_t k_out_batch, int64_t k_out_head, int64_t k_out_row, int64_t table_stride,
+            bool interleaved, float sign) {
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const Heads<T> all[2] = {{at<const T>(q), at<T>(q_out), heads, q_batch, q_head, q_row},
-                             {at<const T>(k), at<T>(k_out), kv_heads, k_batch, k_head, k_row}};
+    const Heads<T> all[2] = {
+        {at<const T>(q), at<T>(q_out), heads, {q_batch, q_head, q_row}, {q_out_batch, q_out_head, q_out_row}},
+        {at<const T>(k), at<T>(k_out), kv_heads, {k_batch, k_head, k_row}, {k_out_batch, k_out_head, k_out_row}}};
     const int64_t blocks = (length + TOKENS - 1) / TOKENS;
     parallel_for(batch * blocks, 3 * TOKENS * (heads + kv_heads) * width, [&](int64_t begin, int64_t end) {
       const int64_t size = TOKENS * 2 * half;
@@ -76,8 +87,8 @@ void rotary(int64_t dtype, Address q, Address k, Address cos, Address sin, Addre
         for (const Heads<T>& each : all)
           for (int64_t h = 0; h < each.count; ++h)
             for (int64_t i = 0; i < tokens; ++i)
-              turn(each.x + sequence * each.batch_stride + h * each.head_stride + (first + i) * each.row_stride,
-                   each.out + ((sequence * each.count + h) * length + first + i) * width, factors, i, width);
+              turn(each.x + each.from.to(sequence, h, first + i), each.out + each.to.to(sequence, h, first + i), factors, i,
+                   width);
       }
     });
   });

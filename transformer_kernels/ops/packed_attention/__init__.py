@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -11,23 +12,27 @@ from transformer_kernels import _autograd, _checks
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Window, last_axis_contiguous
 from transformer_kernels.ops.attention import prepare as prepare_attention
+from transformer_kernels.ops.rotary import Heads, RotaryCall, angles
 
 OP = "packed_attention"
 
 
 class PackedAttentionCall(NamedTuple):
-    """qkv with a contiguous last axis; the seed is None without dropout."""
+    """qkv with a contiguous last axis; the seed is None without dropout, cos and sin without rotary positions."""
 
     qkv: Tensor
     key_padding_mask: Tensor | None
     seed: Tensor | None
     cu_seqlens: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
     heads: int
     causal: bool
     window: int | None
     dropout_p: float
     scale: float
     right: int | None
+    interleaved: bool
 
 
 def packed_attention(
@@ -37,6 +42,9 @@ def packed_attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
     window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -44,14 +52,16 @@ def packed_attention(
 ) -> Tensor:
     """Scaled dot-product attention on a packed projection: nothing is transposed or copied on the way in or out.
 
-    Equal to `attention` on views of qkv. The gradient is written straight into one packed tensor, where gradients of
-    three views would have to be put together again.
+    Equal to `attention` on views of qkv, after `rotary` on those of the queries and keys where cos and sin are given.
+    The gradient is written straight into one packed tensor, where gradients of three views would have to be put
+    together again. Rotated queries and keys are not kept for the backward pass, which turns them once more.
 
     Args:
         qkv: (B, L, heads + 2 * kv_heads, D): query heads, key heads, value heads; float32, float16, bfloat16 (float64
             with backend="torch"), any strides with a contiguous last axis.
         heads: how many of its heads are queries; kv_heads, half of the others, divides it.
         causal, key_padding_mask, cu_seqlens, window, dropout_p, scale: as in `attention`.
+        cos, sin, interleaved: as in `rotary`, which turns queries and keys by them; None leaves these as they are.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (B, L, heads * D), contiguous, in the dtype of qkv; accumulated in float32.
@@ -67,6 +77,9 @@ def packed_attention(
         causal=causal,
         key_padding_mask=key_padding_mask,
         cu_seqlens=cu_seqlens,
+        cos=cos,
+        sin=sin,
+        interleaved=interleaved,
         window=window,
         dropout_p=dropout_p,
         scale=scale,
@@ -81,6 +94,9 @@ def prepare(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
     window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -100,7 +116,12 @@ def prepare(
         scale=scale,
     )
     masks = call.key_padding_mask, call.seed, call.cu_seqlens
-    return PackedAttentionCall._make((qkv, *masks, heads, *call[7:12]))
+    _checks.flag(OP, "interleaved", interleaved)
+    if cos is not None and sin is not None:
+        cos, sin = angles(OP, x, cos, sin)
+    elif cos is not sin:
+        raise ValueError(f"{OP}: cos and sin go together; got {'sin' if cos is None else 'cos'} alone")
+    return PackedAttentionCall._make((qkv, *masks, cos, sin, heads, *call[7:12], interleaved))
 
 
 def _checked(qkv: Tensor, heads: int) -> Tensor:
@@ -134,35 +155,56 @@ def _joined(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def _on_views(call: PackedAttentionCall) -> AttentionCall:
+def _on_views(call: PackedAttentionCall, turned: Heads | None = None) -> AttentionCall:
+    """Attention's call on views of qkv, or on `turned` queries and keys."""
     q, k, v = _split(call.qkv, call.heads)
+    if turned is not None and turned.k is not None:
+        q, k = turned.q, turned.k
     masks = call.key_padding_mask, None, call.seed, call.cu_seqlens
     return AttentionCall(q, k, v, *masks, call.causal, call.window, call.dropout_p, call.scale, call.right)
 
 
 class _Packed:
-    """The operation on the kernels of a backend's attention."""
+    """The operation on the kernels of a backend's attention and rotary."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
+        self.backend = kernels.__name__.rpartition(".")[2]
 
     def unsupported(self, call: PackedAttentionCall) -> str | None:
         refusal = getattr(self.kernels, "unsupported", None)
         return None if refusal is None else refusal(_on_views(call))
 
     def forward(self, call: PackedAttentionCall) -> AttentionResult:
-        out, lse = self.kernels.forward(_on_views(call))
+        out, lse = self.kernels.forward(self._rotated(call))
         return AttentionResult(_joined(out), lse)
 
     def backward(
         self, call: PackedAttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor]:
-        """dqkv, into which the three gradients are written where they belong."""
+        """dqkv, into which the three gradients are written where they belong, and where those of q and k are turned."""
         dout, out = (x.unflatten(2, (call.heads, -1)).transpose(1, 2) for x in (grads[0], result.out))
         dqkv = torch.empty(call.qkv.shape, dtype=call.qkv.dtype, device=call.qkv.device)
-        inner = _on_views(call), AttentionResult(out, result.lse), (last_axis_contiguous(dout), None)
-        self.kernels.backward(*inner, (True, True, True, False), _split(dqkv, call.heads))
+        inner = self._rotated(call), AttentionResult(out, result.lse), (last_axis_contiguous(dout), None)
+        dq, dk, dv = _split(dqkv, call.heads)
+        self.kernels.backward(*inner, (True, True, True, False), (dq, dk, dv))
+        if call.cos is not None:
+            self._rotate(call, Heads(dq, dk), Heads(dq, dk), back=True)
         return (dqkv,)
+
+    def _rotated(self, call: PackedAttentionCall) -> AttentionCall:
+        """Attention's call, on rotated copies of the queries and keys where there are angles."""
+        if call.cos is None:
+            return _on_views(call)
+        heads = Heads(*_split(call.qkv, call.heads)[:2])
+        turned = heads.empty()
+        self._rotate(call, heads, turned, back=False)
+        return _on_views(call, turned)
+
+    def _rotate(self, call: PackedAttentionCall, heads: Heads, out: Heads, *, back: bool) -> None:
+        assert call.cos is not None and call.sin is not None and heads.k is not None
+        rotation = RotaryCall(heads.q, heads.k, call.cos, call.sin, call.interleaved)
+        import_module(f"transformer_kernels.ops.rotary.{self.backend}").rotate(rotation, heads, out, back=back)
 
 
 def _fake(call: PackedAttentionCall) -> AttentionResult:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
+from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.ops.attention import last_axis_contiguous
 
 OP = "rotary"
@@ -28,6 +29,45 @@ class RotaryResult(NamedTuple):
 
     q: Tensor
     k: Tensor
+
+
+class Heads(NamedTuple):
+    """Queries and keys (B, heads, L, D) with contiguous last axes; the keys are None where only queries are turned."""
+
+    q: Tensor
+    k: Tensor | None
+
+    def empty(self) -> Heads:
+        """Contiguous ones of these shapes, unset."""
+        return Heads(*(None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self))  # type: ignore[arg-type]
+
+    def strides(self) -> tuple[int, ...]:
+        """Those of batch, head and row of q and of k."""
+        return (*self.q.stride()[:3], *((0, 0, 0) if self.k is None else self.k.stride()[:3]))
+
+
+class Rotate(Protocol):
+    """What a backend does: turn heads by the angles of the call, or back, into `out`, which may be the same heads."""
+
+    def __call__(self, call: RotaryCall, heads: Heads, out: Heads, *, back: bool) -> None: ...
+
+
+class Rotation:
+    """Forward and backward of a backend that has a `rotate`."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._rotate: Rotate = kernels.rotate
+
+    def forward(self, call: RotaryCall) -> RotaryResult:
+        return RotaryResult(*self._turned(call, Heads(call.q, call.k), back=False))
+
+    def backward(self, call: RotaryCall, result: RotaryResult, grads: Grads, wanted: Wanted) -> Heads:
+        return self._turned(call, Heads(*grads), back=True)
+
+    def _turned(self, call: RotaryCall, heads: Heads, *, back: bool) -> Any:
+        out = heads.empty()
+        self._rotate(call, heads, out, back=back)
+        return out
 
 
 def rotary(
@@ -67,31 +107,38 @@ def prepare(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
         raise TypeError(f"{OP}: q and k must have one dtype; got {q.dtype} and {k.dtype}")
     if (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
         raise ValueError(f"{OP}: k must have the shape of q but for its heads; got {tuple(q.shape)}, {tuple(k.shape)}")
-    for name, value in (("cos", cos), ("sin", sin)):
-        _check_table(name, value, q)
-    if sin.shape != cos.shape or sin.dtype is not cos.dtype:
-        raise ValueError(f"{OP}: cos and sin must have one shape and dtype; got {tuple(cos.shape)}, {tuple(sin.shape)}")
+    _checks.same_device(OP, q, k=k)
+    cos, sin = angles(OP, q, cos, sin)
     _checks.flag(OP, "interleaved", interleaved)
-    _checks.same_device(OP, q, k=k, cos=cos, sin=sin)
     _autograd.refuse_transforms(OP, q, k)
-    cos, sin = (table.contiguous()[(None,) * (3 - table.dim())] for table in (cos, sin))
     return RotaryCall(last_axis_contiguous(q), last_axis_contiguous(k), cos, sin, interleaved)
 
 
-def _check_table(name: str, table: Tensor, q: Tensor) -> None:
+def angles(op: str, q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for queries (B, Hq, L, D), checked and contiguous (1 or B, L, R / 2)."""
+    for name, value in (("cos", cos), ("sin", sin)):
+        _check_table(op, name, value, q)
+    if sin.shape != cos.shape or sin.dtype is not cos.dtype:
+        raise ValueError(f"{op}: cos and sin must have one shape and dtype; got {tuple(cos.shape)}, {tuple(sin.shape)}")
+    _checks.same_device(op, q, cos=cos, sin=sin)
+    cos, sin = (table.contiguous()[(None,) * (3 - table.dim())] for table in (cos, sin))
+    return cos, sin
+
+
+def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
     """cos or sin, a row for each token."""
-    _checks.tensor(OP, name, table)
+    _checks.tensor(op, name, table)
     batch, _, length, width = q.shape
     half = table.shape[-1] if table.dim() else 0
     if tuple(table.shape) not in ((length, half), (batch, length, half)) or not 0 < 2 * half <= width:
         raise ValueError(
-            f"{OP}: {name} must have shape (L, R / 2) or (B, L, R / 2) with B = {batch}, L = {length} and R at most "
+            f"{op}: {name} must have shape (L, R / 2) or (B, L, R / 2) with B = {batch}, L = {length} and R at most "
             f"{width}; got {tuple(table.shape)}"
         )
     if table.dtype not in (q.dtype, torch.float32):
-        raise TypeError(f"{OP}: {name} must have the dtype of q ({q.dtype}) or torch.float32; got {table.dtype}")
+        raise TypeError(f"{op}: {name} must have the dtype of q ({q.dtype}) or torch.float32; got {table.dtype}")
     if _autograd.needs_grad(table):
-        raise ValueError(f"{OP}: {name} has no gradient; detach it")
+        raise ValueError(f"{op}: {name} has no gradient; detach it")
 
 
 OPERATION = _autograd.Operation(
@@ -105,4 +152,5 @@ OPERATION = _autograd.Operation(
     kept=("q", "k"),
     like={"q": "q", "k": "k"},
     sizes=("q", "k"),
+    adapt=Rotation,
 )

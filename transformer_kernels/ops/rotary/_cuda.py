@@ -3,6 +3,6 @@
 from functools import partial
 
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
-from transformer_kernels.ops.rotary._compiled import passes
+from transformer_kernels.ops.rotary._compiled import rotation
 
-forward, backward = passes(lambda q: partial(load().rotary, DTYPE_CODES[q.dtype], *stream_of(q)))
+rotate = rotation(lambda q: partial(load().rotary, DTYPE_CODES[q.dtype], *stream_of(q)))

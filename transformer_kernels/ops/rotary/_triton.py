@@ -1,14 +1,11 @@
 """Rotary positions in Triton: the heads of q and k in one launch, cos and sin read once for each of their tokens."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, to_fp32
-from transformer_kernels.ops.rotary import RotaryCall, RotaryResult
+from transformer_kernels.ops.rotary import Heads, RotaryCall
 
 ELEMENTS = 1024
 """Pairs of a tile on four warps."""
@@ -16,12 +13,12 @@ ELEMENTS = 1024
 
 @triton.jit
 def turn(
-    x, out, cos, sin, row, half, D, stride_row, inside, within,
+    x, out, cos, sin, row, half, D, stride_row, stride_out, inside, within,
     BACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head's rows x [ROWS, D], turned by the angles cos and sin [ROWS, BLOCK]; columns behind the pairs are copied.
 
-    `out` is contiguous. BACK turns the other way.
+    BACK turns the other way; `out` may be x.
     """
     pair = tl.arange(0, BLOCK)[None, :]
     element = out.dtype.element_ty
@@ -33,22 +30,23 @@ def turn(
         loaded = to_fp32(tl.load(x + row * stride_row + column, mask=both, other=0.0))  # [ROWS, 2 * BLOCK]
         a, b = tl.split(tl.reshape(loaded, (ROWS, BLOCK, 2)))
         turned = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (ROWS, 2 * BLOCK))
-        tl.store(out + row * D + column, from_fp32(turned, element), mask=both)
+        tl.store(out + row * stride_out + column, from_fp32(turned, element), mask=both)
     else:
         a = to_fp32(tl.load(x + row * stride_row + pair, mask=inside, other=0.0))  # [ROWS, BLOCK]
         b = to_fp32(tl.load(x + row * stride_row + half + pair, mask=inside, other=0.0))
-        tl.store(out + row * D + pair, from_fp32(a * cos - b * sin, element), mask=inside)
-        tl.store(out + row * D + half + pair, from_fp32(b * cos + a * sin, element), mask=inside)
+        tl.store(out + row * stride_out + pair, from_fp32(a * cos - b * sin, element), mask=inside)
+        tl.store(out + row * stride_out + half + pair, from_fp32(b * cos + a * sin, element), mask=inside)
     for start in range(2 * half, D, BLOCK):
         rest = within & (start + pair < D)
         kept = tl.load(x + row * stride_row + start + pair, mask=rest, other=0.0)
-        tl.store(out + row * D + start + pair, kept, mask=rest)
+        tl.store(out + row * stride_out + start + pair, kept, mask=rest)
 
 
 @triton.jit(do_not_specialize=["L", "Hq", "Hk"])
 def rotary_kernel(
     q, k, cos, sin, q_out, k_out, Hq, Hk, L, D, half,
-    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_table,
+    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl,
+    stride_qob, stride_qoh, stride_qol, stride_kob, stride_koh, stride_kol, stride_table,
     BACK: tl.constexpr, INTERLEAVED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program owns ROWS tokens of one head, of q or, from head Hq on, of k; k may be None.
@@ -70,43 +68,28 @@ def rotary_kernel(
     s = to_fp32(tl.load(sin + at, mask=inside, other=0.0))
     if head < Hq:
         turn(
-            q + batch * stride_qb + head * stride_qh, q_out + (batch * Hq + head) * L * D,
-            c, s, row, half, D, stride_ql, inside, within, BACK, INTERLEAVED, ROWS, BLOCK,
+            q + batch * stride_qb + head * stride_qh, q_out + batch * stride_qob + head * stride_qoh,
+            c, s, row, half, D, stride_ql, stride_qol, inside, within, BACK, INTERLEAVED, ROWS, BLOCK,
         )  # fmt: skip
     if k is not None:  # noqa: SIM102 -- decided when compiled; the other where it runs
         if head >= Hq:
             turn(
-                k + batch * stride_kb + (head - Hq) * stride_kh, k_out + (batch * Hk + head - Hq) * L * D,
-                c, s, row, half, D, stride_kl, inside, within, BACK, INTERLEAVED, ROWS, BLOCK,
+                k + batch * stride_kb + (head - Hq) * stride_kh, k_out + batch * stride_kob + (head - Hq) * stride_koh,
+                c, s, row, half, D, stride_kl, stride_kol, inside, within, BACK, INTERLEAVED, ROWS, BLOCK,
             )  # fmt: skip
 
 
-def forward(call: RotaryCall) -> RotaryResult:
-    q, k = _rotate(call, call.q, call.k, False)
-    assert k is not None
-    return RotaryResult(q, k)
-
-
-def backward(call: RotaryCall, result: RotaryResult, grads: Grads, wanted: Wanted) -> tuple[Tensor, Tensor | None]:
-    """Turned back by the same angles."""
-    dq, dk = grads
-    return _rotate(call, dq, dk, True)
-
-
-def _rotate(call: RotaryCall, q: Tensor, k: Tensor | None, back: bool) -> tuple[Tensor, Tensor | None]:
+def rotate(call: RotaryCall, heads: Heads, out: Heads, *, back: bool) -> None:
     cos, sin = call.cos, call.sin
-    batch, heads, length, width = q.shape
+    q, k = heads
+    batch, count, length, width = q.shape
     half = cos.shape[-1]
     kv_heads = 0 if k is None else k.shape[1]
     block = max(8, _triton.next_power_of_2(half))
     rows = max(1, ELEMENTS // block)
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    strides = (*q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]))
     table = 0 if len(cos) == 1 else cos.stride(0)
     with _triton.launching_on(q.device):
-        rotary_kernel[(_triton.ceil_div(length, rows) * (heads + kv_heads) * batch,)](
-            q, k, cos, sin, q_out, k_out, heads, kv_heads, length, width, half, *strides, table,
+        rotary_kernel[(_triton.ceil_div(length, rows) * (count + kv_heads) * batch,)](
+            q, k, cos, sin, *out, count, kv_heads, length, width, half, *heads.strides(), *out.strides(), table,
             back, call.interleaved, _triton.vector_width(2, half, width), rows, block, num_warps=4, num_stages=1,
         )  # fmt: skip
-    return q_out, k_out
