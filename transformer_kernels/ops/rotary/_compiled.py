@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from transformer_kernels.backends import address
-from transformer_kernels.ops.rotary import Heads, Rotate, RotaryCall
+from transformer_kernels.ops.rotary import Heads, RotaryCall, Rotate
 
 
 def rotation(kernel_for: Callable[[Tensor], Callable[..., None]]) -> Rotate:
