@@ -150,16 +150,21 @@ def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
 
 
+def _turning(qkv: Tensor, heads: int) -> Heads:
+    """A view (B, heads + kv_heads, L, D) of all that rotary turns."""
+    return Heads(qkv[:, :, : (qkv.shape[2] + heads) // 2].transpose(1, 2), None)
+
+
 def _joined(out: Tensor) -> Tensor:
     """(B, H, L, D), in memory (B, L, H, D) -> (B, L, H * D)."""
     return out.transpose(1, 2).flatten(2)
 
 
-def _on_views(call: PackedAttentionCall, turned: Heads | None = None) -> AttentionCall:
-    """Attention's call on views of qkv, or on `turned` queries and keys."""
+def _on_views(call: PackedAttentionCall, turned: Tensor | None = None) -> AttentionCall:
+    """Attention's call on views of qkv, or on rotated queries and keys (B, heads + kv_heads, L, D)."""
     q, k, v = _split(call.qkv, call.heads)
-    if turned is not None and turned.k is not None:
-        q, k = turned.q, turned.k
+    if turned is not None:
+        q, k = turned[:, : call.heads], turned[:, call.heads :]
     masks = call.key_padding_mask, None, call.seed, call.cu_seqlens
     return AttentionCall(q, k, v, *masks, call.causal, call.window, call.dropout_p, call.scale, call.right)
 
@@ -186,24 +191,24 @@ class _Packed:
         dout, out = (x.unflatten(2, (call.heads, -1)).transpose(1, 2) for x in (grads[0], result.out))
         dqkv = torch.empty(call.qkv.shape, dtype=call.qkv.dtype, device=call.qkv.device)
         inner = self._rotated(call), AttentionResult(out, result.lse), (last_axis_contiguous(dout), None)
-        dq, dk, dv = _split(dqkv, call.heads)
-        self.kernels.backward(*inner, (True, True, True, False), (dq, dk, dv))
+        self.kernels.backward(*inner, (True, True, True, False), _split(dqkv, call.heads))
         if call.cos is not None:
-            self._rotate(call, Heads(dq, dk), Heads(dq, dk), back=True)
+            turned = _turning(dqkv, call.heads)
+            self._rotate(call, turned, turned, back=True)
         return (dqkv,)
 
     def _rotated(self, call: PackedAttentionCall) -> AttentionCall:
         """Attention's call, on rotated copies of the queries and keys where there are angles."""
         if call.cos is None:
             return _on_views(call)
-        heads = Heads(*_split(call.qkv, call.heads)[:2])
+        heads = _turning(call.qkv, call.heads)
         turned = heads.empty()
         self._rotate(call, heads, turned, back=False)
-        return _on_views(call, turned)
+        return _on_views(call, turned.q)
 
     def _rotate(self, call: PackedAttentionCall, heads: Heads, out: Heads, *, back: bool) -> None:
-        assert call.cos is not None and call.sin is not None and heads.k is not None
-        rotation = RotaryCall(heads.q, heads.k, call.cos, call.sin, call.interleaved)
+        assert call.cos is not None and call.sin is not None
+        rotation = RotaryCall(heads.q, heads.q, call.cos, call.sin, call.interleaved)
         import_module(f"transformer_kernels.ops.rotary.{self.backend}").rotate(rotation, heads, out, back=back)
 
 
