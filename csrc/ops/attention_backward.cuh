@@ -142,12 +142,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       for (int e = 0; e < 4; ++e) gradients[n][e] *= probability<EXTRAS>(scores[n][e], lse[e / 2], factor);
     if (edge || bits != ALL_KEYS<KEYS>) {
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
-          if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1)) gradients[n][e] = 0.f;
-        }
+      for (int half = 0; half < 2; ++half) hide<KEYS>(gradients, half, bits & bits_of(keys[half], first_key), 0.f);
     }
     multiply<KEYS, HEAD_DIM>(dq, gradients, k, 0);  // [16, HEAD_DIM]
     __syncthreads();
@@ -280,14 +275,11 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     }
     if (edge) {  // in a pass of its own: else each exponential gets a branch around it
 #pragma unroll
-      for (int n = 0; n < QUERIES / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int query = first_query + 8 * n + 2 * t + e % 2;
-          const bool visible = query >= queries[e / 2].first && query <= queries[e / 2].last;
-          scores[n][e] = visible ? scores[n][e] : 0.f;
-          gradients[n][e] = visible ? gradients[n][e] : 0.f;
-        }
+      for (int half = 0; half < 2; ++half) {
+        const uint64_t visible = bits_of(queries[half], first_query);
+        hide<QUERIES>(scores, half, visible, 0.f);
+        hide<QUERIES>(gradients, half, visible, 0.f);
+      }
     }
     multiply<QUERIES, COLUMNS>(dv, scores, dout, first_column);  // [16 keys, COLUMNS]
     multiply<QUERIES, COLUMNS>(dk, gradients, q, first_column);        // [16 keys, COLUMNS]
@@ -387,15 +379,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
           const float grad_p = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
           gradients[n][e] = probability<true>(scores[n][e], lse, LOG2_E) * (grad_p - delta);
         }
-      if (edge) {
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
-            if (key < seen.first || key > seen.last || !(bits >> column & 1)) gradients[n][e] = 0.f;
-          }
-      }
+      if (edge) hide<KEYS>(gradients, half, bits & bits_of(seen, first_key), 0.f);
     }
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n)

@@ -75,7 +75,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
       if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
       if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
     }
-    if (edge || bits != ALL_KEYS<KEYS>) hide<KEYS>(scores, 0, first_key, bits);
+    if (edge || bits != ALL_KEYS<KEYS>) hide_keys<KEYS>(scores, 0, first_key, bits);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor = SCALED ? LOG2_E : arguments.scale * LOG2_E;
@@ -97,18 +97,12 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
     multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM]
   }
 
-  // Hides what this lane's rows may not see of the KEYS keys that begin at a fragment's n-th 8 columns.
+  // Hides what this lane's rows may not see of the KEYS keys that begin at a fragment's first_tile-th 8 columns.
   template <int KEYS, int TILES>
-  TK_DEVICE void hide(float (&scores)[TILES][4], int first_tile, int first_key, uint64_t bits) {
-    const int t = threadIdx.x % 4;
+  TK_DEVICE void hide_keys(float (&scores)[TILES][4], int first_tile, int first_key, uint64_t bits) {
 #pragma unroll
-    for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
-        if (key < keys[e / 2].first || key > keys[e / 2].last || !(bits >> column & 1))
-          scores[first_tile + n][e] = -INFINITY;
-      }
+    for (int half = 0; half < 2; ++half)
+      hide<KEYS>(scores, half, bits & bits_of(keys[half], first_key), -INFINITY, first_tile);
   }
 
   // Divides by the sums and writes out and lse. The warp's rows of `staging` are overwritten.

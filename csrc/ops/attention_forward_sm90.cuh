@@ -46,13 +46,14 @@ template <int KEYS> struct TileWalk {
   TK_DEVICE bool has_hidden() const { return (low & high) != ~0ull; }
 };
 
-// Zeroes the rows of a value tile that are padding or hold inf or NaN, noting the latter. All consumers take part.
+// Zeroes the rows of a value tile that are padding and, where packed sequences share it, those that hold inf or NaN, noting
+// the latter. All consumers take part.
 template <class T, int HEAD_DIM, int KEYS, int THREADS>
-TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, uint8_t* tainted, int thread) {
+TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, bool is_shared, uint8_t* tainted, int thread) {
   for (int row = thread / 4; row < KEYS; row += THREADS / 4) {
     const bool hidden = !((row < 64 ? walk.low : walk.high) >> row % 64 & 1);
     bool found = false;
-    for (int panel = 0; panel < HEAD_DIM / PANEL_COLUMNS; ++panel) {
+    for (int panel = 0; panel < HEAD_DIM / PANEL_COLUMNS && (hidden || is_shared); ++panel) {
       const Tile<T, PANEL_COLUMNS> tile{values + panel * KEYS * PANEL_COLUMNS};
       for (int chunk = thread % 4; chunk < 8; chunk += 4) {
         T* elements = tile.chunk(row, chunk);
@@ -64,6 +65,7 @@ TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, uint8_t*
         }
       }
     }
+    if (!is_shared) continue;
     found = quad_max(found ? 1.f : 0.f) > 0.f;
     if (thread % 4 == 0) tainted[row] = found && !hidden;
   }
@@ -134,8 +136,11 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   }
 
   take_registers<240>();
-  const int thread = threadIdx.x - WARP_GROUP_SIZE, group = thread / WARP_GROUP_SIZE, lane = threadIdx.x % WARP_SIZE;
-  const int group_row = group * 64, warp_row = thread / WARP_SIZE * 16;
+  const int thread = threadIdx.x - WARP_GROUP_SIZE, lane = threadIdx.x % WARP_SIZE, warp_row = thread / WARP_SIZE * 16;
+  const int group_row = __shfl_sync(ALL_LANES, thread / WARP_GROUP_SIZE, 0) * 64;  // as one lane says: a uniform register
+  const uint64_t queries_at = swizzled_descriptor(queries + group_row * PANEL_COLUMNS, 16);
+  const uint64_t keys_at = swizzled_descriptor(key_stages, 16);
+  const uint64_t values_at = swizzled_descriptor(value_stages, KEYS * PANEL_COLUMNS * 2);
   AttendedRows<T, HEAD_DIM, false> rows(arguments, batch, head, block_query + warp_row);
   float scores[KEYS / 8][4] = {};
   uint32_t probabilities[KEYS / 16][4] = {};
@@ -145,16 +150,16 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   };
   const auto start_scores = [&](const TileWalk<KEYS>& at) {  // scores = Q K^T
     const int stage = at.step % STAGES;
-    const T* k = key_stages + stage * KEYS * HEAD_DIM;
+    const uint64_t stage_at = descriptor_after(keys_at, stage * Shape::TILE_BYTES);
     barrier_wait(keys_full + stage, at.step / STAGES % 2);
     wgmma_pin(scores);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
       const int panel = step / 4, column = step % 4 * 16;
-      Wgmma<T, KEYS>::from_shared(
-          scores, swizzled_descriptor(queries + (panel * QUERIES + group_row) * PANEL_COLUMNS + column, 16),
-          swizzled_descriptor(k + panel * KEYS * PANEL_COLUMNS + column, 16), step > 0);
+      Wgmma<T, KEYS>::from_shared(scores,
+                                  descriptor_after(queries_at, (panel * QUERIES * PANEL_COLUMNS + column) * 2),
+                                  descriptor_after(stage_at, (panel * KEYS * PANEL_COLUMNS + column) * 2), step > 0);
     }
     wgmma_commit();
   };
@@ -166,25 +171,25 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     T* v = value_stages + stage * KEYS * HEAD_DIM;
     uint8_t* tainted = tainted_stages + stage * KEYS;
     barrier_wait(values_full + stage, at.step / STAGES % 2);
-    const bool padded = arguments.key_padding_mask && at.has_hidden();
-    if (padded || (arguments.cu_seqlens && needs_mask(at))) {
-      quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, tainted, thread);
-      rows.poison.note(rows.keys, at.tile * KEYS, KEYS, tainted);
-    }
+    const bool is_shared = arguments.cu_seqlens && needs_mask(at);
+    if (is_shared || (arguments.key_padding_mask && at.has_hidden()))
+      quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, is_shared, tainted, thread);
+    if (is_shared) rows.poison.note(rows.keys, at.tile * KEYS, KEYS, tainted);
     wgmma_pin(rows.out);
     wgmma_pin(probabilities);
     wgmma_fence();
+    const uint64_t stage_at = descriptor_after(values_at, stage * Shape::TILE_BYTES);
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step)
       Wgmma<T, HEAD_DIM>::from_registers(rows.out, probabilities[step],
-                                         swizzled_descriptor(v + step * 16 * PANEL_COLUMNS, KEYS * PANEL_COLUMNS * 2));
+                                         descriptor_after(stage_at, step * 16 * PANEL_COLUMNS * 2));
     wgmma_commit();
   };
   float shrink[2];
   const auto take_scores = [&](const TileWalk<KEYS>& at) {  // scores become exponentials
     if (needs_mask(at)) {
-      rows.template hide<64>(scores, 0, at.tile * KEYS, at.low);
-      rows.template hide<64>(scores, 8, at.tile * KEYS + 64, at.high);
+      rows.template hide_keys<64>(scores, 0, at.tile * KEYS, at.low);
+      rows.template hide_keys<64>(scores, 8, at.tile * KEYS + 64, at.high);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)

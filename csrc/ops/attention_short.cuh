@@ -65,16 +65,19 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
 
   const int head = blockIdx.x % arguments.query_heads, batch = blockIdx.x / arguments.query_heads;
   const int warp_row = threadIdx.x / WARP_SIZE * 16;
+  const Tile<T, HEAD_DIM> slab{queries.data + warp_row * HEAD_DIM};
+  const auto load_slab = [&](int query) {
+    load_tile<16, WARP_SIZE>(slab, rows_of<T>(arguments.query, batch, head), arguments.query.row, query,
+                             arguments.query_length, ~0ull, arguments, threadIdx.x % WARP_SIZE);
+    copy_async_commit();
+  };
+  load_slab(warp_row);
   keys.template load<THREADS>(arguments, batch, head / (arguments.query_heads / arguments.key_heads));
   copy_async_commit();
   copy_async_wait<0>();
   __syncthreads();
 
-  const Tile<T, HEAD_DIM> slab{queries.data + warp_row * HEAD_DIM};
   for (int query = warp_row; query < arguments.query_length; query += 16 * Shape::WARPS) {
-    load_tile<16, WARP_SIZE>(slab, rows_of<T>(arguments.query, batch, head), arguments.query.row, query,
-                             arguments.query_length, ~0ull, arguments, threadIdx.x % WARP_SIZE);
-    copy_async_commit();
     copy_async_wait<0>();
     __syncwarp();
     AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query);
@@ -89,6 +92,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     __syncwarp();
     rows.finish(slab, 0);
     __syncwarp();  // the next slab is copied over this one
+    if (query + 16 * Shape::WARPS < arguments.query_length) load_slab(query + 16 * Shape::WARPS);
   }
 }
 
@@ -159,15 +163,9 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
         grad_scores[n][e] *= p;
       }
     if (edge) {
-#pragma unroll
-      for (int n = 0; n < WIDTH / 8; ++n)
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          const int column = 8 * n + 2 * t + e % 2, key = first_key + column;
-          const bool visible = key >= seen.first && key <= seen.last && (bits >> column & 1);
-          scores[n][e] = visible ? scores[n][e] : 0.f;
-          grad_scores[n][e] = visible ? grad_scores[n][e] : 0.f;
-        }
+      const uint64_t visible = bits & bits_of(seen, first_key);
+      hide<WIDTH>(scores, half, visible, 0.f);
+      hide<WIDTH>(grad_scores, half, visible, 0.f);
     }
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; ++n) {

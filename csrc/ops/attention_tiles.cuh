@@ -102,6 +102,24 @@ template <int COUNT> TK_DEVICE bool is_inside(int first, const Interval& interva
   return first >= interval.first && first + COUNT - 1 <= interval.last;
 }
 
+// Bit i says whether row first + i lies in the interval.
+TK_DEVICE uint64_t bits_of(const Interval& interval, int first) {
+  const int low = max(interval.first - first, 0), high = min(interval.last - first, 63);
+  return low > high ? 0 : ~0ull << low & ~0ull >> (63 - high);
+}
+
+// Replaces what a lane holds of `half` its rows of a fragment, from the first_tile-th 8 columns on, in columns whose bit is
+// not set. Bits at fixed places go to predicates several at a time, which comparing columns with limits would not.
+template <int COLUMNS, int TILES>
+TK_DEVICE void hide(float (&fragment)[TILES][4], int half, uint64_t visible, float value, int first_tile = 0) {
+  const uint64_t mine = visible >> threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < COLUMNS / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      fragment[first_tile + n][2 * half + e] = mine >> (8 * n + e) & 1 ? fragment[first_tile + n][2 * half + e] : value;
+}
+
 template <int KEYS> constexpr uint64_t ALL_KEYS = KEYS == 64 ? ~0ull : (1ull << KEYS % 64) - 1;
 
 // Bit k says whether key first + k exists and is not padding. Every lane gets all bits; `mask` is a row of the mask.

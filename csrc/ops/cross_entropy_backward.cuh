@@ -26,12 +26,13 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   logits += row * classes;
   dlogits += row * classes;
 
-  Layout::for_each_vector(classes, [&](int, int column) {
-    const Vector<T, V> stored = load_vector<V>(logits + column);
+  Vector<T, V> held[Layout::VECTORS];
+  const auto read = [&](int v, int column) { held[v] = load_vector<V>(logits + column); };
+  Layout::load_and_use(classes, read, [&](int v, int column) {
     Vector<float, V> gradient;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const float score = kind.score(to_float(stored[i])), p = fast_exp2((score - maximum) * LOG2_E) * inverse;
+      const float score = kind.score(to_float(held[v][i])), p = fast_exp2((score - maximum) * LOG2_E) * inverse;
       gradient[i] = kind.gradient(p, score, column + i, target, factor, scale, smoothing, uniform);
     }
     store_vector(dlogits + column, rounded<T, V>(gradient));

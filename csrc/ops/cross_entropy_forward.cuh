@@ -81,12 +81,12 @@ struct WeightedLoss {
   }
 };
 
+// Logits in fp32, -inf behind the last class.
 template <class T, int VECTOR>
-TK_DEVICE Vector<float, VECTOR> load_logits(const T* logits, int column, int classes) {
-  const Vector<T, VECTOR> stored = load_vector<VECTOR>(logits + column);
+TK_DEVICE Vector<float, VECTOR> scores_of(const Vector<T, VECTOR>& logits, int column, int classes) {
   Vector<float, VECTOR> scores;
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) scores[i] = column + i < classes ? to_float(stored[i]) : -INFINITY;
+  for (int i = 0; i < VECTOR; ++i) scores[i] = column + i < classes ? to_float(logits[i]) : -INFINITY;
   return scores;
 }
 
@@ -106,10 +106,12 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const RowTarget target(load(targets + row), classes, ignore_index);
   logits += row * stride;
 
+  Vector<T, V> held[Layout::VECTORS];
   Vector<float, V> values[Layout::VECTORS];  // logits, then exponentials
   float maximum = -INFINITY;
-  Layout::for_each_vector(stride, [&](int v, int column) {
-    values[v] = load_logits<T, V>(logits, column, classes);
+  const auto read = [&](int v, int column) { held[v] = load_vector<V>(logits + column); };
+  Layout::load_and_use(stride, read, [&](int v, int column) {
+    values[v] = scores_of(held[v], column, classes);
 #pragma unroll
     for (int i = 0; i < V; ++i) maximum = fmaxf(maximum, values[v][i]);
   });
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
 
   float maximum = -INFINITY, total = 0.0f, distance = 0.0f;  // total is 0 while maximum is -inf
   Layout::for_each_vector(stride, [&](int, int column) {
-    Vector<float, V> scores = load_logits<T, V>(logits, column, classes);
+    Vector<float, V> scores = scores_of(load_vector<V>(logits + column), column, classes);
     float highest = maximum;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     const float scale = target.scale(1.0f), uniform = smoothing / static_cast<float>(classes);
     const float factor = kind.factor(target, smoothing, classes, highest + terms.log_total);
     Layout::for_each_vector(stride, [&](int, int column) {
-      Vector<float, V> values = load_logits<T, V>(logits, column, classes);
+      Vector<float, V> values = scores_of(load_vector<V>(logits + column), column, classes);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         const float score = kind.score(values[i]), p = fast_exp2((score - highest) * LOG2_E) * inverse;

@@ -25,22 +25,19 @@ struct SoftmaxMask {
   }
 };
 
-// scale * x at a vector of columns, -inf where hidden.
+// scale * values at a vector of columns, -inf where hidden.
 template <class T, int VECTOR>
-TK_DEVICE Vector<float, VECTOR> load_scores(const T* x, const uint8_t* mask_row, const SoftmaxMask& mask, int column,
-                                            int end, float scale) {
+TK_DEVICE Vector<float, VECTOR> scores_of(const Vector<T, VECTOR>& values, const uint8_t* mask_row,
+                                          const SoftmaxMask& mask, int column, int end, float scale) {
   Vector<float, VECTOR> scores;
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) scores[i] = -INFINITY;
-  if (column >= end) return scores;
-  const Vector<T, VECTOR> values = load_vector<VECTOR>(x + column);
   Vector<uint8_t, VECTOR> keep;
-  if (mask_row && mask.vectors) keep = load_vector<VECTOR>(mask_row + column);
+  const bool masked = mask_row && column < end;
+  if (masked && mask.vectors) keep = load_vector<VECTOR>(mask_row + column);
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) {
-    if (!mask_row) keep[i] = 1;
+    if (!masked) keep[i] = column < end;
     else if (!mask.vectors) keep[i] = load(mask_row + (column + i) * mask.strides[3]);
-    if (column + i < end && keep[i]) scores[i] = to_float(values[i]) * scale;
+    scores[i] = column + i < end && keep[i] ? to_float(values[i]) * scale : -INFINITY;
   }
   return scores;
 }
@@ -66,10 +63,14 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   x += row * columns;
   y += row * columns;
 
+  Vector<T, V> held[Layout::VECTORS];
   Vector<float, V> values[Layout::VECTORS];  // scores, then exponentials
   float maximum = -INFINITY;
-  Layout::for_each_vector(columns, [&](int v, int column) {
-    values[v] = load_scores<T, V>(x, mask_row, mask, column, end, scale);
+  const auto read = [&](int v, int column) {
+    if (column < end) held[v] = load_vector<V>(x + column);
+  };
+  Layout::load_and_use(columns, read, [&](int v, int column) {
+    values[v] = scores_of(held[v], mask_row, mask, column, end, scale);
 #pragma unroll
     for (int i = 0; i < V; ++i) maximum = fmaxf(maximum, values[v][i]);
   });
@@ -107,10 +108,15 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const int end = mask.end(row, columns);
   x += row * columns;
   y += row * columns;
+  const auto scores_at = [&](int column) {
+    Vector<T, V> values;
+    if (column < end) values = load_vector<V>(x + column);
+    return scores_of(values, mask_row, mask, column, end, scale);
+  };
 
   float maximum = -INFINITY, sum = 0.0f;  // sum is of exp(score - maximum), 0 while maximum is -inf
   Layout::for_each_vector(columns, [&](int, int column) {
-    const Vector<float, V> scores = load_scores<T, V>(x, mask_row, mask, column, end, scale);
+    const Vector<float, V> scores = scores_at(column);
     float highest = maximum;
 #pragma unroll
     for (int i = 0; i < V; ++i) highest = fmaxf(highest, scores[i]);
@@ -126,7 +132,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const float factor = softmax_factor(Layout::template reduce<Sum>(sum, scratch), masked);
 
   Layout::for_each_vector(columns, [&](int, int column) {
-    Vector<float, V> values = load_scores<T, V>(x, mask_row, mask, column, end, scale);
+    Vector<float, V> values = scores_at(column);
 #pragma unroll
     for (int i = 0; i < V; ++i) values[i] = fast_exp2((values[i] - shift) * LOG2_E) * factor;
     store_vector(y + column, rounded<T, V>(values));

@@ -9,6 +9,7 @@ becomes HGMMA in machine code; a 16-byte access is a .v4.b32 (or .v2.b64) load o
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformer_kernels.backends import build as _build
@@ -43,10 +44,15 @@ class Kernel:
     loads_16_bytes: int
     register_moves: int  # setmaxnreg
     serialised: bool  # ptxas warned (C75xx) that it serialises wgmma
+    code: tuple[tuple[int, str], ...] = field(default=(), repr=False)  # machine code by address, where it was asked for
 
 
-def compile_reports(operation: str, architecture: str, toolkit: _build.Toolkit | None = None) -> list[Kernel]:
+def compile_reports(
+    operation: str, architecture: str, toolkit: _build.Toolkit | None = None, disassemble: bool = False
+) -> list[Kernel]:
     """Compiles csrc/ops/<operation>.cu for one architecture, such as "80" or "90a", and reads what ptxas says.
+
+    With `disassemble` each kernel has its machine code too, where there is a cuobjdump.
 
     Raises:
         BuildError: there is no nvcc, or it fails.
@@ -65,7 +71,8 @@ def compile_reports(operation: str, architecture: str, toolkit: _build.Toolkit |
         if result.returncode:
             raise _build.BuildError(f"{source.name} for sm_{architecture}:\n{result.stderr[-3000:]}")
         ptx = next(Path(folder).glob("*.ptx")).read_text()
-    return list(_parse(operation, architecture, result.stderr, ptx))
+        code = machine_code(Path(folder, "out.cubin")) if disassemble else {}
+    return list(_parse(operation, architecture, result.stderr, ptx, code))
 
 
 _ENTRY = re.compile(
@@ -76,7 +83,9 @@ _ENTRY = re.compile(
 )
 
 
-def _parse(operation: str, architecture: str, log: str, ptx: str) -> Iterable[Kernel]:
+def _parse(
+    operation: str, architecture: str, log: str, ptx: str, code: dict[str, list[tuple[int, str]]]
+) -> Iterable[Kernel]:
     entries = list(_ENTRY.finditer(log))
     bodies = {
         part.split("(", 1)[0].strip(): part for part in ptx.split(".entry ")[1:]
@@ -101,7 +110,32 @@ def _parse(operation: str, architecture: str, log: str, ptx: str) -> Iterable[Ke
             len(re.findall(r"ld\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)", body)),
             body.count("setmaxnreg"),
             re.search(r"\(C75\d\d\)", log) is not None,
+            tuple(code.get(entry["mangled"], ())),
         )
+
+
+_INSTRUCTION = re.compile(r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?);")
+
+
+def disassembler() -> str | None:
+    """cuobjdump of a CUDA toolkit, else the one that Triton brings."""
+    spec = importlib.util.find_spec("triton")
+    bundled = Path((spec and spec.origin) or ".").parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return shutil.which("cuobjdump") or (str(bundled) if bundled.is_file() else None)
+
+
+def machine_code(cubin: Path) -> dict[str, list[tuple[int, str]]]:
+    """The instructions of each kernel in a cubin with their addresses, by its mangled name; empty without cuobjdump."""
+    tool = disassembler()
+    if tool is None:
+        return {}
+    command = [tool, "-sass", str(cubin)]
+    text = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
+    parts = (part.split("\n", 1) for part in text.split("Function : ")[1:])
+    return {
+        name.strip(): [(int(found["address"], 16), found["text"]) for found in _INSTRUCTION.finditer(body)]
+        for name, body in parts
+    }
 
 
 def _demangled(names: list[str]) -> list[str]:
