@@ -110,30 +110,77 @@ class KVCache:
         places = torch.arange(self.tokens, self.tokens + length, device=self.device).expand(self.batch, length)
         return places if self.padding is None else (places - self.padding.unsqueeze(1)).clamp(min=0)
 
-    def padding_mask(self, length: int) -> Tensor | None:
-        """Which of the tokens read, and of `length` new ones, are real, bool (B, all of them); None when all are."""
-        if self.padding is None:
-            return None
-        return torch.arange(self.tokens + length, device=self.device) >= self.padding.unsqueeze(1)
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store the keys and values (B, kv_heads, L, D) of new tokens; return all that those tokens may see, in order.
 
-        With a window these are the `window - 1` tokens before the first new one, and the new ones.
+        With a window these are the `window - 1` tokens before the first new one, and the new ones. The third is the
+        mask of these keys, bool (B, Lk), False at padding; None when all are real.
         """
         first, last = self.tokens, self.tokens + k.shape[2]
         stored, window = (self.keys[layer], self.values[layer]), self.windows[layer]
         if window is None:
             for memory, new in zip(stored, (k, v), strict=True):
                 memory[:, :, first:last] = new
-            return stored[0][:, :, :last], stored[1][:, :, :last]
+            return stored[0][:, :, :last], stored[1][:, :, :last], self._real(0, last)
         slots = stored[0].shape[2]
-        older = torch.arange(max(0, first - window + 1), first, device=self.device) % slots
+        oldest = max(0, first - window + 1)
+        older = torch.arange(oldest, first, device=self.device) % slots
         seen = [torch.cat((memory[:, :, older], new), 2) for memory, new in zip(stored, (k, v), strict=True)]
         recent = torch.arange(max(first, last - slots), last, device=self.device)
         for memory, new in zip(stored, (k, v), strict=True):
             memory[:, :, recent % slots] = new[:, :, recent - first]
-        return seen[0], seen[1]
+        return seen[0], seen[1], self._real(oldest, last)
+
+    def _real(self, first: int, last: int) -> Tensor | None:
+        """Which of the tokens from `first` up to `last` are real, bool (B, last - first); None when all are."""
+        if self.padding is None:
+            return None
+        return torch.arange(first, last, device=self.device) >= self.padding.unsqueeze(1)
+
+    def advance(self, length: int) -> None:
+        """Count `length` tokens, whose keys and values all layers have stored, as read."""
+        self.tokens += length
+
+
+class SteadyCache(KVCache):
+    """A cache whose steps of one token all do the same to the same memory, so that one CUDA graph serves them all.
+
+    What changes from step to step lies in tensors: a token is stored at `place`, and sees all slots behind a mask of
+    those that are taken. Reading several tokens at once is as in `KVCache`.
+
+    Attributes:
+        place: int64 (1,), how many tokens each sequence has read: what `tokens` is on the host.
+    """
+
+    def __init__(self, model: Transformer, batch: int, length: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(model, batch, length, dtype)
+        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+    def reset(self) -> None:
+        super().reset()
+        self.place.zero_()
+
+    def position_ids(self, length: int) -> Tensor:
+        if length > 1:
+            return super().position_ids(length)
+        places = self.place.expand(self.batch, 1)
+        return places if self.padding is None else (places - self.padding.unsqueeze(1)).clamp(min=0)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `KVCache.extend`, which several tokens take; a single one sees the keys of a ring in the ring's order."""
+        if k.shape[2] > 1:
+            return super().extend(layer, k, v)
+        keys, values = self.keys[layer], self.values[layer]
+        slots = keys.shape[2]
+        keys.index_copy_(2, self.place % slots, k)
+        values.index_copy_(2, self.place % slots, v)
+        token = self.place - (self.place - torch.arange(slots, device=self.device)) % slots  # in each slot; < 0: none
+        real = token >= (0 if self.padding is None else self.padding.unsqueeze(1))
+        return keys, values, real.expand(self.batch, slots)
+
+    def advance(self, length: int) -> None:
+        super().advance(length)
+        self.place.add_(length)
 
 
 def activation_dtype(model: Transformer) -> torch.dtype:

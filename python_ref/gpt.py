@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from python_ref import ops as reference_ops
-from python_ref.cache import KVCache
+from python_ref.cache import KVCache, SteadyCache
 from python_ref.config import TransformerConfig
 from python_ref.layers import Transformer, check_padding_mask, positions_of_real
 
@@ -39,12 +39,15 @@ class LanguageModel(Transformer):
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size)) if config.head_bias else None
         self.initialise()
 
-    def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None) -> KVCache:
+    def new_cache(
+        self, batch: int, length: int, dtype: torch.dtype | None = None, *, steady: bool = False
+    ) -> KVCache:
         """An empty cache for `batch` sequences of at most `length` tokens, on the model's device.
 
-        Its dtype is that of the weights, or autocast's, unless given. Raises ValueError where `KVCache` does.
+        Its dtype is that of the weights, or autocast's, unless given. `steady`: a `SteadyCache`, whose steps can be
+        captured in a CUDA graph. Raises ValueError where `KVCache` does.
         """
-        return KVCache(self, batch, length, dtype)
+        return (SteadyCache if steady else KVCache)(self, batch, length, dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the next token, (B, L, E) -> (B, L, V)."""

@@ -131,7 +131,7 @@ class Attention(Layer):
         Args:
             context: those tokens, or what `keys_values` made of them.
             rotation: cos and sin of each token's angles, for rotary positions.
-            remember: given the keys and values of x, returns those of the tokens before it too.
+            remember: given the keys and values of x, returns those of the tokens before it too, and their mask.
             maps: a list to which the weights (B, H, L, Lk) are added, for looking at them.
             visible: causal, key_padding_mask and cu_seqlens, as in `ops.attention`.
         """
@@ -154,9 +154,7 @@ class Attention(Layer):
         if rotation is not None:
             q, k = self.ops.rotary(q, k, *rotation, interleaved=self.interleaved)
         if remember is not None:
-            k, v = remember(k, v)
-            if visible["key_padding_mask"] is not None:
-                visible["key_padding_mask"] = visible["key_padding_mask"][:, -k.shape[2] :]  # a window's keys
+            k, v, visible["key_padding_mask"] = remember(k, v)
         if maps is not None:
             maps.append(self.ops.attention_weights(q, k, **visible))
         mixed = self.ops.attention(q, k, v, dropout_p=self.dropout_p, **visible)
@@ -434,7 +432,7 @@ class Transformer(Layer):
                 position_ids = positions_in_sequence(cu_seqlens, tokens.shape[1]).unsqueeze(0)
         if cache is not None:
             cache.begin(self, tokens, padding_mask)
-            padding_mask, position_ids = cache.padding_mask(tokens.shape[1]), cache.position_ids(tokens.shape[1])
+            position_ids = cache.position_ids(tokens.shape[1])
         elif position_ids is not None and self.config.positions == "rotary":
             check_ids("position_ids", position_ids, self.config.context)
         stream, branch = self.embedding(tokens, segments, position_ids), None
@@ -448,7 +446,7 @@ class Transformer(Layer):
                 attention["across"] = {**seen, "maps": cross_maps}
             stream, branch = block(stream, branch, remember=remember, **attention)
         if cache is not None:
-            cache.tokens += tokens.shape[1]
+            cache.advance(tokens.shape[1])
         if self.final_norm is not None:
             return self.final_norm.add(branch, stream)[0]
         return stream if branch is None else stream + F.dropout(branch, self.dropout_p)

@@ -1,10 +1,13 @@
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_kernels
 from python_ref import GPT, GPTConfig
 from transformer_kernels.training import Sampling, generate, generate_many
 from transformer_kernels.training.generation import decoded, penalised, sampling_distribution, text_until
+from transformer_kernels.training.graphs import WARM_UP_STEPS
 from transformer_kernels.training.tokenizers import ByteTokenizer
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
@@ -143,25 +146,32 @@ def test_a_cache_changes_no_token_also_past_the_context(fields, temperature):
     model = language_model(**fields)
     whole = Forgetful(language_model(**{**fields, "context": 110 if "window" in fields else 16}))
     reach = 110 if "window" in fields else 16
-    prompts, sampling = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]], Sampling(temperature=temperature, repetition_penalty=1.1)
-    many = list(generate_many(model, prompts, 100, sampling, context=16, device=CPU))
-    for row, prompt in enumerate(prompts):
-        alone = Sampling(temperature=temperature, repetition_penalty=1.1, seed=row)
-        expected = [choice.token for choice in generate(whole, prompt, 100, alone, context=reach, device=CPU)]
-        assert [choices[row].token for choices in many] == expected
-    assert len({choice.token for choices in many for choice in choices}) > 1
+    sampling = Sampling(temperature=0.8, seed=3)
+
+    def texts(prompts, graphs):
+        steps = generate_many(model, prompts, 24, sampling, context=24, device=CPU, graphs=graphs)
+        return [[choice.token for choice in step] for step in steps]
+
+    endless = "window" in fields and "window_pattern" not in fields
+    for prompts in ([[1, 2, 3, 4, 5, 6, 7], [3, 1]], [[5, 3]]):
+        graphs = OperatorGraphs()
+        assert texts(prompts, graphs) == texts(prompts, None)
+        steps_with_the_cache = 23 if endless else 24 - len(prompts[0])
+        assert (graphs.captured, graphs.replayed) == (1, steps_with_the_cache - WARM_UP_STEPS)
 
 
-def test_a_cached_step_reads_one_token():
-    model, lengths = language_model(), []
-    model.embedding.register_forward_hook(lambda module, inputs, output: lengths.append(output.shape[1]))
-    list(generate(model, [1, 2, 3], 16, Sampling(), context=16, device=CPU))
-    assert lengths == [3] + [1] * 13 + [16, 16]
+def test_a_step_that_cannot_be_captured_is_told_once_and_run():
+    class RefusingGraphs(OperatorGraphs):
+        def capture(self, work):
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-
-def test_a_prompt_longer_than_the_context_is_read_from_its_end():
-    model = language_model()
-    prompt = torch.randint(13, (30,)).tolist()
-    ends = (generate(model, prompt[start:], 5, Sampling(), context=16, device=CPU) for start in (0, 14))
-    first, second = ([choice.token for choice in choices] for choices in ends)
-    assert first == second
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=13, width=24, layers=1, heads=2, context=24))
+    with pytest.warns(
+        UserWarning, match="no CUDA graph, .*: operation not permitted when stream is capturing$"
+    ) as told:
+        steps = list(
+            generate_many(model, [[1, 2]], 9, Sampling(seed=1), context=24, device=CPU, graphs=RefusingGraphs())
+        )
+    alone = generate(model, [1, 2], 9, Sampling(seed=1), context=24, device=CPU)
+    assert len(told) == 1 and [step[0].token for step in steps] == [choice.token for choice in alone]

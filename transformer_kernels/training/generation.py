@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.graphs import WARM_UP_STEPS, CudaGraphs, Graphs, Work
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
 
@@ -98,12 +102,14 @@ def generate_many(
     context: int,
     device: torch.device,
     ends: Collection[int] = (),
+    graphs: Graphs | None = None,
 ) -> Iterator[list[Choice]]:
     """Choose `count` tokens after each of several prompts, step by step, all of them in one batch.
 
     Shorter prompts are padded on the left. A prompt's tokens are those that it would get alone, but that the draws of
     prompt n come from the seed `sampling.seed + n`. It ends earlier once each text has had one of the tokens `ends`;
-    what is chosen for a text after that counts for nothing.
+    what is chosen for a text after that counts for nothing. On a GPU the step of a model with a cache is one CUDA
+    graph; `graphs` captures it in place of PyTorch's.
     """
     if not prompts or not all(prompts):
         raise ValueError("the prompt must have at least one token")
@@ -112,7 +118,9 @@ def generate_many(
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])  # (B, longest)
     real = torch.arange(longest) >= torch.tensor([[longest - len(prompt)] for prompt in prompts])
-    reader = _Reader(model, context, device, longest + count)
+    if graphs is None and device.type == "cuda":
+        graphs = CudaGraphs(device, Processes())
+    reader = _Reader(model, context, device, longest + count, graphs)
     ended = [False] * len(prompts)
     for _ in range(count):
         logits = reader.logits(tokens, real).float().cpu()  # (B, V)
@@ -137,23 +145,65 @@ class _Reader:
     that has a window in every layer goes on with its cache.
     """
 
-    def __init__(self, model: Any, context: int, device: torch.device, total: int) -> None:
-        self.model, self.context, self.device, self.total = model, context, device, total
+    def __init__(self, model: Any, context: int, device: torch.device, total: int, graphs: Graphs | None) -> None:
+        self.model, self.context, self.device, self.total, self.graphs = model, context, device, total, graphs
         self.cache: Any = None
+        self.step: _GraphedStep | None = None
 
     def logits(self, tokens: Tensor, real: Tensor) -> Tensor:
         """(B, V) after tokens (B, L), of which the first of a row may not be real."""
         batch, length = tokens.shape
         if self.cache is None and hasattr(self.model, "new_cache"):
-            self.cache = self.model.new_cache(batch, min(self.context, self.total))
+            self.cache = self.model.new_cache(batch, min(self.context, self.total), steady=self.graphs is not None)
+            self.step = None if self.graphs is None else _GraphedStep(self.model, self.cache, self.graphs)
         if self.cache is None or (length > self.cache.length and not self.cache.endless):
             tokens, real = tokens[:, -self.context :], real[:, -self.context :]
             options = {}
         else:
             tokens, real = tokens[:, self.cache.tokens :], real[:, self.cache.tokens :]
+            if self.step is not None and self.cache.tokens and tokens.shape[1] == 1:
+                return self.step(tokens)
             options = {"cache": self.cache, "last_only": True}
         mask = () if real.all() else (real.to(self.device),)
         return self.model(tokens.to(self.device), *mask, **options)[:, -1]
+
+
+class _GraphedStep:
+    """The step of one token for each text: run as it is a few times, which are real steps, then captured and replayed."""
+
+    def __init__(self, model: Any, cache: Any, graphs: Graphs) -> None:
+        self.model, self.cache, self.graphs = model, cache, graphs
+        self.tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.device)
+        self.replay: Work | None = None
+        self.eager_steps_left: float = WARM_UP_STEPS
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The logits (B, V) after tokens (B, 1)."""
+        self.tokens.copy_(tokens)
+        if self.replay is None and self.eager_steps_left == 0:
+            self._capture()
+        if self.replay is None:
+            self.eager_steps_left -= 1
+            return self.graphs.run(self._work)
+        self.cache.tokens += 1  # the graph itself counts on the device
+        return self.replay()
+
+    def _work(self) -> Tensor:
+        return self.model(self.tokens, cache=self.cache, last_only=True)[:, -1]
+
+    def _capture(self) -> None:
+        """Nothing is computed meanwhile, so the cache must not count it."""
+        before = self.cache.tokens
+        try:
+            self.replay = self.graphs.capture(self._work)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.eager_steps_left = float("inf")
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"generate: no CUDA graph, each kernel is launched by itself: {reason}", stacklevel=2)
+        finally:
+            self.cache.tokens = before
 
 
 def decoded(tokens: Iterable[int], tokenizer: Any) -> Iterator[str]:
