@@ -39,9 +39,7 @@ class LanguageModel(Transformer):
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size)) if config.head_bias else None
         self.initialise()
 
-    def new_cache(
-        self, batch: int, length: int, dtype: torch.dtype | None = None, *, steady: bool = False
-    ) -> KVCache:
+    def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None, *, steady: bool = False) -> KVCache:
         """An empty cache for `batch` sequences of at most `length` tokens, on the model's device.
 
         Its dtype is that of the weights, or autocast's, unless given. `steady`: a `SteadyCache`, whose steps can be

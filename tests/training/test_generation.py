@@ -146,6 +146,95 @@ def test_a_cache_changes_no_token_also_past_the_context(fields, temperature):
     model = language_model(**fields)
     whole = Forgetful(language_model(**{**fields, "context": 110 if "window" in fields else 16}))
     reach = 110 if "window" in fields else 16
+    prompts, sampling = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]], Sampling(temperature=temperature, repetition_penalty=1.1)
+    many = list(generate_many(model, prompts, 100, sampling, context=16, device=CPU))
+    for row, prompt in enumerate(prompts):
+        alone = Sampling(temperature=temperature, repetition_penalty=1.1, seed=row)
+        expected = [choice.token for choice in generate(whole, prompt, 100, alone, context=reach, device=CPU)]
+        assert [choices[row].token for choices in many] == expected
+    assert len({choice.token for choices in many for choice in choices}) > 1
+
+
+def test_a_cached_step_reads_one_token():
+    model, lengths = language_model(), []
+    model.embedding.register_forward_hook(lambda module, inputs, output: lengths.append(output.shape[1]))
+    list(generate(model, [1, 2, 3], 16, Sampling(), context=16, device=CPU))
+    assert lengths == [3] + [1] * 13 + [16, 16]
+
+
+def test_a_prompt_longer_than_the_context_is_read_from_its_end():
+    model = language_model()
+    prompt = torch.randint(13, (30,)).tolist()
+    ends = (generate(model, prompt[start:], 5, Sampling(), context=16, device=CPU) for start in (0, 14))
+    first, second = ([choice.token for choice in choices] for choices in ends)
+    assert first == second
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps each operator with its arguments and results, as a CUDA graph keeps kernels and addresses."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        for function, args, kwargs, recorded in self.calls:
+            if function.is_view:
+                continue  # what it looks at is where it was
+            fresh = function(*args, **kwargs)
+            for old, new in zip(pytree.tree_leaves(recorded), pytree.tree_leaves(fresh), strict=True):
+                if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+
+class OperatorGraphs:
+    """Graphs on the CPU. What a captured step reads from Python is the same in every replay; its memory is not."""
+
+    def __init__(self):
+        self.captured = self.replayed = 0
+
+    def run(self, work):
+        return work()
+
+    def capture(self, work):
+        self.captured += 1
+        cache = work.__self__.cache
+        kept = [cache.place, *cache.keys, *cache.values]
+        before = [tensor.clone() for tensor in kept]
+        with Recorder() as recorder:
+            result = work()
+        for tensor, value in zip(kept, before, strict=True):  # a capture computes nothing
+            tensor.copy_(value)
+
+        def replay():
+            self.replayed += 1
+            recorder.replay()
+            return result
+
+        return replay
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"positions": "learned"},
+        {"positions": "rotary", "kv_heads": 1, "norm": "rms", "activation": "swiglu"},
+        {"positions": "rotary", "window": 5},
+        {"positions": "sinusoidal", "window": 6, "window_pattern": "LG"},
+    ],
+    ids=["learned", "llama", "window", "alternating"],
+)
+def test_a_step_that_is_one_graph_gives_the_same_texts(fields):
+    """Two prompts, one padded, and one alone; windows' rings turn over; texts outgrow the context where the model lets them."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=13, width=24, layers=2, heads=2, context=24, dropout=0.1, **fields))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     sampling = Sampling(temperature=0.8, seed=3)
 
     def texts(prompts, graphs):
@@ -160,18 +249,37 @@ def test_a_cache_changes_no_token_also_past_the_context(fields, temperature):
         assert (graphs.captured, graphs.replayed) == (1, steps_with_the_cache - WARM_UP_STEPS)
 
 
-def test_a_step_that_cannot_be_captured_is_told_once_and_run():
-    class RefusingGraphs(OperatorGraphs):
-        def capture(self, work):
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+class RefusingGraphs(OperatorGraphs):
+    def capture(self, work):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
+
+def test_a_step_that_cannot_be_captured_is_told_once_and_run():
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=13, width=24, layers=1, heads=2, context=24))
+    options = {"sampling": Sampling(seed=1), "context": 24, "device": CPU}
     with pytest.warns(
         UserWarning, match="no CUDA graph, .*: operation not permitted when stream is capturing$"
     ) as told:
-        steps = list(
-            generate_many(model, [[1, 2]], 9, Sampling(seed=1), context=24, device=CPU, graphs=RefusingGraphs())
-        )
-    alone = generate(model, [1, 2], 9, Sampling(seed=1), context=24, device=CPU)
+        steps = list(generate_many(model, [[1, 2]], 9, **options, graphs=RefusingGraphs()))
+    alone = generate(model, [1, 2], 9, **options)
     assert len(told) == 1 and [step[0].token for step in steps] == [choice.token for choice in alone]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "triton", "cuda"])
+@pytest.mark.filterwarnings("ignore:generate. no CUDA graph")
+def test_a_captured_step_gives_the_same_texts_on_a_gpu(backend):
+    device = torch.device("cuda")
+    model = transformer_kernels.build("llama", backend, width=64, heads=4, kv_heads=2, layers=2, vocab_size=99).to(
+        device
+    )
+    options = {"sampling": Sampling(seed=1), "context": 128, "device": device}
+    captured, launched = (
+        [
+            [choice.token for choice in step]
+            for step in generate_many(model, [[1, 2], [7]], 60, **options, graphs=graphs)
+        ]
+        for graphs in (None, RefusingGraphs())
+    )
+    assert captured == launched

@@ -169,7 +169,7 @@ class _Reader:
 
 
 class _GraphedStep:
-    """The step of one token for each text: run as it is a few times, which are real steps, then captured and replayed."""
+    """The step of one token for each text: run as it is a few times, each a real step, then captured and replayed."""
 
     def __init__(self, model: Any, cache: Any, graphs: Graphs) -> None:
         self.model, self.cache, self.graphs = model, cache, graphs
