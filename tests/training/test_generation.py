@@ -230,7 +230,7 @@ class OperatorGraphs:
     ids=["learned", "llama", "window", "alternating"],
 )
 def test_a_step_that_is_one_graph_gives_the_same_texts(fields):
-    """Two prompts, one padded, and one alone; windows' rings turn over; texts outgrow the context where the model lets them."""
+    """Two prompts, one padded, and one alone; windows' rings turn over; texts outgrow the context where they may."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=13, width=24, layers=2, heads=2, context=24, dropout=0.1, **fields))
     for parameter in model.parameters():
