@@ -71,8 +71,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
     float scores[KEYS / 8][4] = {};
     multiply_transposed<KEYS>(scores, queries, tile_row, k);  // [16, KEYS]
     if constexpr (SCALED) {
-      scale_scores(scores, arguments.scale);
-      if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
+      scale_and_cap(scores);
       if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
     }
     if (edge || bits != ALL_KEYS<KEYS>) hide_keys<KEYS>(scores, 0, first_key, bits);
@@ -86,15 +85,24 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
         out[n][2 * half + 1] *= shrink;
       }
     }
-    if (SCALED && arguments.dropout.seed) {
-      const uint32_t kept =
-          kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, first_query, first_key);
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scores[n][e] = kept >> (4 * n + e) & 1 ? scores[n][e] : 0.f;
-    }
+    if constexpr (SCALED) drop<KEYS>(scores, 0, first_key);
     multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM]
+  }
+
+  template <int TILES> TK_DEVICE void scale_and_cap(float (&scores)[TILES][4]) {
+    scale_scores(scores, arguments.scale);
+    if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
+  }
+
+  // Zeroes what dropout hides of the KEYS keys that begin at a fragment's first_tile-th 8 columns.
+  template <int KEYS, int TILES> TK_DEVICE void drop(float (&scores)[TILES][4], int first_tile, int first_key) {
+    if (!arguments.dropout.seed) return;
+    const uint32_t kept =
+        kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, first_query, first_key);
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[first_tile + n][e] = kept >> (4 * n + e) & 1 ? scores[first_tile + n][e] : 0.f;
   }
 
   // Hides what this lane's rows may not see of the KEYS keys that begin at a fragment's first_tile-th 8 columns.

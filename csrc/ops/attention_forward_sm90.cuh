@@ -1,7 +1,6 @@
 // Flash attention, forward, for Hopper: a producer warp keeps the copy engine busy, two warp groups of consumers
 // compute 64 queries each by wgmma (Shah et al., "FlashAttention-3", 2024, algorithm 1). The scores of the next tile
-// are computed while the values of the current one are taken in. For head dimensions 64 and 128, without bias and
-// dropout.
+// are computed while the values of the current one are taken in. For head dimensions 64 and 128, without bias.
 #pragma once
 #include "../primitives/hopper.h"
 #include "attention_forward.cuh"
@@ -73,8 +72,8 @@ TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, bool is_
   named_barrier_sync(1, THREADS);
 }
 
-// One block owns 128 queries of one head.
-template <class T, int HEAD_DIM>
+// One block owns 128 queries of one head. EXTRAS: dropout, a softcap, or a scale that is not positive.
+template <class T, int HEAD_DIM, bool EXTRAS>
 __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     attention_forward_sm90_kernel(const __grid_constant__ TensorMaps maps, const Arguments arguments) {
 #if defined(TK_HOPPER)
@@ -141,7 +140,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   const uint64_t queries_at = swizzled_descriptor(queries + group_row * PANEL_COLUMNS, 16);
   const uint64_t keys_at = swizzled_descriptor(key_stages, 16);
   const uint64_t values_at = swizzled_descriptor(value_stages, KEYS * PANEL_COLUMNS * 2);
-  AttendedRows<T, HEAD_DIM, false> rows(arguments, batch, head, block_query + warp_row);
+  AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row);
   float scores[KEYS / 8][4] = {};
   uint32_t probabilities[KEYS / 16][4] = {};
   const auto release = [&](uint64_t* empty) {
@@ -186,14 +185,20 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     wgmma_commit();
   };
   float shrink[2];
-  const auto take_scores = [&](const TileWalk<KEYS>& at) {  // scores become exponentials
+  const auto take_scores = [&](const TileWalk<KEYS>& at) {  // scores become exponentials, some of which dropout hides
+    const int first_key = at.tile * KEYS;
+    if constexpr (EXTRAS) rows.scale_and_cap(scores);
     if (needs_mask(at)) {
-      rows.template hide_keys<64>(scores, 0, at.tile * KEYS, at.low);
-      rows.template hide_keys<64>(scores, 8, at.tile * KEYS + 64, at.high);
+      rows.template hide_keys<64>(scores, 0, first_key, at.low);
+      rows.template hide_keys<64>(scores, 8, first_key + 64, at.high);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shrink[half] = rows.softmax.template update<false>(scores, half, arguments.scale * LOG2_E);
+      shrink[half] = rows.softmax.template update<EXTRAS>(scores, half, EXTRAS ? LOG2_E : arguments.scale * LOG2_E);
+    if constexpr (EXTRAS) {
+      rows.template drop<64>(scores, 0, first_key);
+      rows.template drop<64>(scores, 8, first_key + 64);
+    }
   };
   const auto pack_probabilities = [&] {
 #pragma unroll
@@ -247,16 +252,18 @@ template <class T> void launch_forward_sm90(const Arguments& arguments, Stream s
     return tensor_map<T>(tensor.data, arguments.head_dim, length, heads, arguments.batches, tensor.row, tensor.head,
                          tensor.batch, 128);
   };
-  const auto with_head_dim = [&](auto head_dim) {
+  const auto with_head_dim = [&](auto head_dim, auto extras) {
     using Shape = HopperShape<head_dim.value>;
     const TensorMaps maps{map_of(arguments.query, arguments.query_length, arguments.query_heads),
                           map_of(arguments.key, arguments.key_length, arguments.key_heads),
                           map_of(arguments.value, arguments.key_length, arguments.key_heads)};
     const int64_t blocks = ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
-    launch<attention_forward_sm90_kernel<T, head_dim.value>>("attention_forward_sm90", grid_of(blocks), Shape::THREADS,
-                                                             Shape::SHARED_BYTES, stream, maps, arguments);
+    launch<attention_forward_sm90_kernel<T, head_dim.value, extras.value>>(
+        "attention_forward_sm90", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, maps, arguments);
   };
-  arguments.head_dim == 64 ? with_head_dim(Constant<64>{}) : with_head_dim(Constant<128>{});
+  dispatch_extras(arguments, [&](auto extras) {
+    arguments.head_dim == 64 ? with_head_dim(Constant<64>{}, extras) : with_head_dim(Constant<128>{}, extras);
+  });
 }
 
 }  // namespace transformer_kernels::attention

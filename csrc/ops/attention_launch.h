@@ -24,15 +24,23 @@ inline dim3 grid_of(int64_t blocks) {
 
 template <int VALUE> using Constant = std::integral_constant<int, VALUE>;
 
+// Whether a call has what the variant without extras leaves out.
+inline bool has_extras(const Arguments& arguments) {
+  return arguments.bias.data || arguments.dropout.seed || arguments.scale <= 0.f || arguments.softcap > 0.f;
+}
+
+template <class F> void dispatch_extras(const Arguments& arguments, F&& f) {
+  has_extras(arguments) ? f(std::true_type{}) : f(std::false_type{});
+}
+
 // Calls f(head dimension, extras) with the smallest compiled head dimension that holds the call's. The variant without
 // extras folds the scale into the exponential, which costs fp32 its last digits; it exists for 16-bit types and the
 // head dimensions of small models. Elsewhere the general one serves every call.
 template <class T, class F> void dispatch_head_dim(const Arguments& arguments, F&& f) {
-  const bool extras = arguments.bias.data || arguments.dropout.seed || arguments.scale <= 0.f || arguments.softcap > 0.f;
   const int head_dim = arguments.head_dim;
   const auto with_extras = [&](auto padded) {
     if constexpr (sizeof(T) == 2) {
-      if (!extras) return f(padded, std::false_type{});
+      if (!has_extras(arguments)) return f(padded, std::false_type{});
     }
     f(padded, std::true_type{});
   };

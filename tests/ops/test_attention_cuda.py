@@ -155,6 +155,18 @@ def test_sm90_with_a_window(path: str, causal: bool, window: Window, device: tor
 
 
 @sm90
+@pytest.mark.parametrize(
+    "options", [{"dropout_p": 0.3}, {"softcap": 1.5}, {"scale": -0.2, "softcap": 2.0, "dropout_p": 0.1}], ids=str
+)
+@pytest.mark.parametrize("width", [64, 128])
+def test_sm90_with_dropout_and_softcap(path: str, options: dict[str, Any], width: int, device: torch.device) -> None:
+    needs_sm90(device)
+    tensors = make(torch.bfloat16, device, (140, 200), batch=1, heads=(2, 1), width=width)
+    tensors["key_padding_mask"] = padding(1, 200, device)
+    check_parity("attention", "cuda", tensors, {"causal": True, "return_lse": True, **options})
+
+
+@sm90
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str, indirect=True)
 def test_sm90_with_padding_under_every_schedule(path: str, schedule: None, device: torch.device) -> None:
     tensors = {name: value.detach() for name, value in make(torch.bfloat16, device, (140, 420), width=64).items()}
@@ -363,8 +375,8 @@ def test_a_sequence_keeps_its_own_nan(name: str, device: torch.device) -> None:
 def test_packed_sequences_under_every_schedule(path: str, schedule: None, device: torch.device) -> None:
     tensors = make(torch.bfloat16, device, (150, 150), batch=1, heads=(2, 1), width=64)
     cu_seqlens = torch.tensor([0, 40, 41, 130], dtype=torch.int32, device=device)
-    options = {"cu_seqlens": cu_seqlens, "causal": True, "return_lse": True}
-    check_parity("attention", "cuda", tensors, {**options, "dropout_p": 0.0 if path == "sm90" else 0.2})
+    options = {"cu_seqlens": cu_seqlens, "causal": True, "return_lse": True, "dropout_p": 0.2}
+    check_parity("attention", "cuda", tensors, options)
 
 
 def test_a_scale_of_zero_or_below(device: torch.device) -> None:
