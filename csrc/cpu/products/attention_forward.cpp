@@ -1,5 +1,6 @@
 // out and lse of attention: one pass over blocks of keys with a running maximum and sum (Dao 2023, algorithm 1).
 #include "attention.h"
+#include "pairs.h"
 
 namespace transformer_kernels::TK_LEVEL {
 namespace {
@@ -13,28 +14,199 @@ enum Slot { POSITIONS = 8, KEY_ROWS, VALUE_ROWS, WORKSPACE, PARTIAL, BROKEN };
 // The softmax of a block so far; sums of weighted values are kept in memory beside it.
 template <int REGISTERS> struct State {
   Floats top[REGISTERS], total[REGISTERS];
-};
-
-template <int REGISTERS> struct Workspace {
-  static constexpr int SIZE = Block<REGISTERS>::SIZE;
-  float *queries, *transposed, *scores, *values;  // (SIZE, pitch), (width, SIZE), (CHUNK, SIZE), (SIZE, pitch)
-  uint16_t* bits;                                 // (CHUNK, REGISTERS)
-
-  explicit Workspace(int64_t pitch) {
-    queries = scratch<float>(WORKSPACE, (3 * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
-    transposed = queries + SIZE * pitch;
-    values = transposed + SIZE * pitch;
-    scores = values + SIZE * pitch;
-    bits = reinterpret_cast<uint16_t*>(scores + (CHUNK + SLACK) * SIZE);
+  State() {
+    for (int n = 0; n < REGISTERS; ++n) top[n] = splat(-INFINITY), total[n] = splat(0.f);
   }
 };
 
-// Keys and values as float32 rows: all of a task's, or those of one chunk where nothing else will read them again.
-struct Packed {
+// Whether some element of `count` packed rows is infinite or NaN.
+inline bool is_broken(const float* rows, int64_t count, int64_t pitch) {
+  Floats all = splat(0.f);
+  for (int64_t i = 0; i < count * pitch; i += WIDTH) all = fma(load(rows + i), splat(0.f), all);
+  return lane_bits(all != all) != 0;
+}
+
+#if defined(__AVX512BF16__)
+inline bool is_broken(const Bfloat16* rows, int64_t count, int64_t pitch) {
+  const __m512i exponent = _mm512_set1_epi16(0x7F80);
+  __mmask32 any = 0;
+  for (int64_t i = 0; i < count * pitch; i += PAIR_DEPTH)
+    any |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(rows + i), exponent), exponent);
+  return any != 0;
+}
+#endif
+
+// 0 * NaN is NaN, so a weight of 0 does not hide a value: packed values that are not finite become zeros, and whoever sees
+// one of them gets NaN (see `spoil`). For keys that all lanes of a block see this changes inf to NaN at most.
+template <class T>
+inline bool clear_broken(T* values, int64_t count, int64_t pitch, uint8_t* broken) {
+  constexpr int64_t GROUP = 16;
+  bool any = false;
+  memset(broken, 0, count);
+  for (int64_t first = 0; first < count; first += GROUP) {
+    const int64_t end = smaller(first + GROUP, count);
+    if (!is_broken(values + first * pitch, end - first, pitch)) continue;
+    for (int64_t i = first; i < end; ++i)
+      if (is_broken(values + i * pitch, 1, pitch)) {
+        any = true, broken[i] = 1;
+        memset(values + i * pitch, 0, sizeof(T) * pitch);
+      }
+  }
+  return any;
+}
+
+// Operands of one thread in float32: keys and values as rows, all of a task's (`held` of them) or, where nothing else will
+// read them again, those of one chunk; a block's queries transposed; its scores, which become weights; its sums.
+template <int LANE_REGISTERS> struct Wide {
+  static constexpr int REGISTERS = LANE_REGISTERS;
+  static constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
+  int64_t pitch, used;  // floats in a packed row; lanes whose sums are wanted
+  bool streamed;
   float *keys, *values;
-  uint8_t* broken;  // values that are not finite, null where every query sees every key
-  bool streamed, any_broken;
+  float *queries, *transposed, *scores, *sums;  // (SIZE, pitch), (width, SIZE), (CHUNK, SIZE), (SIZE, pitch)
+  uint16_t* bits;                               // (CHUNK, REGISTERS)
+
+  Wide(const Options& options, int64_t held, bool streams) : pitch(options.pitch), used(0), streamed(streams) {
+    keys = scratch<float>(KEY_ROWS, (held + SLACK) * pitch);
+    values = scratch<float>(VALUE_ROWS, (held + SLACK) * pitch);
+    queries = scratch<float>(WORKSPACE, (3 * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
+    transposed = queries + SIZE * pitch;
+    sums = transposed + SIZE * pitch;
+    scores = sums + SIZE * pitch;
+    bits = reinterpret_cast<uint16_t*>(scores + (CHUNK + SLACK) * SIZE);
+  }
+
+  int64_t at_row(int64_t key) const { return streamed ? 0 : key * pitch; }
+  // Where the chunks of keys [low, high) begin, and how many keys the one at `key` has.
+  static int64_t first_key(int64_t low) { return low; }
+  static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK, high - key); }
+
+  // Packs keys [from, to), and clears values that are not finite where `broken` is there to note them.
+  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* broken) {
+    widen_keys(call, call.k, batch, some, kv_head, from, to, pitch, keys + at_row(from));
+    widen_keys(call, call.v, batch, some, kv_head, from, to, pitch, values + at_row(from));
+    return broken && clear_broken(values + at_row(from), to - from, pitch, broken);
+  }
+
+  void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
+    widen_queries(call, call.q, batch, block, pitch, queries);
+    transpose(queries, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, transposed, SIZE);
+    used = block.count < 4 ? block.count : aligned(block.count, 4);
+    for (int64_t i = 0; i < SIZE * pitch; i += WIDTH) store(sums + i, splat(0.f));
+  }
+
+  void score(const AttentionCall& call, int64_t key, int64_t rows) {
+    product<false>(keys + at_row(key), {pitch, 1}, transposed, SIZE, scores, SIZE, aligned(rows, 8), REGISTERS, call.width);
+  }
+
+  void put_weights(int64_t row, int n, Floats even, Floats odd) {
+    store(scores + row * SIZE + n * WIDTH, even), store(scores + (row + 1) * SIZE + n * WIDTH, odd);
+  }
+
+  void add_values(int64_t key, int64_t rows, bool first, const float* alpha) {
+    const float* from = values + at_row(key);
+    if (first) return product<false>(scores, {1, SIZE}, from, pitch, sums, pitch, used, pitch / WIDTH, rows);
+    for (int64_t i = 0; i < used; ++i)
+      if (alpha[i] != 1.f)
+        for (int64_t d = 0; d < pitch; d += WIDTH) store(sums + i * pitch + d, load(sums + i * pitch + d) * alpha[i]);
+    product<true>(scores, {1, SIZE}, from, pitch, sums, pitch, used, pitch / WIDTH, rows);
+  }
+
+  void write(const AttentionCall& call, int64_t batch, const Block<REGISTERS>& block, const float* inverse) const {
+    by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
+      using T = typename decltype(type)::type;
+      for (int64_t i = 0; i < block.count; ++i)
+        narrow_row(sums + i * pitch, splat(inverse[i]), call.width, row_of<T>(call.out, batch, block.head[i], block.query[i]));
+    });
+  }
 };
+
+#if defined(__AVX512BF16__)
+// The same in bfloat16: keys as rows, values transposed in chunks, weights rounded in pairs of keys, sums transposed.
+template <int LANE_REGISTERS> struct Pairs {
+  static constexpr int REGISTERS = LANE_REGISTERS;
+  static constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
+  int64_t depth, height;  // of a row and of transposed rows
+  bool streamed;
+  Bfloat16 *keys, *values, *rows_of_values;  // (held, depth), (chunks, height, CHUNK), (CHUNK, depth)
+  Bfloat16* queries;                         // (SIZE, depth)
+  float *transposed, *scores, *weights, *sums;  // (depth / 2, SIZE), (CHUNK, SIZE), (CHUNK / 2, SIZE), (height, SIZE)
+  uint16_t* bits;                               // (CHUNK, REGISTERS)
+  const TileRegisters tiles;
+
+  Pairs(const Options& options, int64_t held, bool streams)
+      : depth(aligned(options.pitch, PAIR_DEPTH)), height(depth), streamed(streams) {
+    keys = scratch<Bfloat16>(KEY_ROWS, aligned(held, PAIR_DEPTH) * depth);
+    values = scratch<Bfloat16>(VALUE_ROWS, aligned(held, CHUNK) * height);
+    transposed = scratch<float>(WORKSPACE, SIZE * (depth + height + CHUNK + CHUNK / 2) + (CHUNK + SIZE) * depth / 2 + CHUNK * REGISTERS / 2);
+    sums = transposed + SIZE * depth / 2;
+    scores = sums + SIZE * height;
+    weights = scores + SIZE * CHUNK;
+    rows_of_values = reinterpret_cast<Bfloat16*>(weights + SIZE * CHUNK / 2);
+    queries = rows_of_values + CHUNK * depth;
+    bits = reinterpret_cast<uint16_t*>(queries + SIZE * depth);
+  }
+
+  static int64_t first_key(int64_t low) { return low / PAIR_DEPTH * PAIR_DEPTH; }
+  static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK - key % CHUNK, high - key); }
+
+  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* broken) {
+    bool any_broken = false;
+    for (int64_t key = from; key < to; key += rows_at(key, to)) {
+      const int64_t rows = rows_at(key, to), all = aligned(rows, PAIR_DEPTH);
+      Bfloat16* row = keys + (streamed ? 0 : key * depth);
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t place = row_of_key(some, key + i);
+        copy_row(row_of<const Bfloat16>(call.k, batch, kv_head, place), call.width, depth, row + i * depth);
+        copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, place), call.width, depth, rows_of_values + i * depth);
+      }
+      clear_rows(rows, all, depth, row), clear_rows(rows, all, depth, rows_of_values);
+      if (broken) any_broken |= clear_broken(rows_of_values, rows, depth, broken + (key - from));
+      transpose_rows(rows_of_values, all, depth, values_at(key), CHUNK);
+    }
+    return any_broken;
+  }
+
+  void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
+    for (int64_t i = 0; i < block.count; ++i)
+      copy_row(row_of<const Bfloat16>(call.q, batch, block.head[i], block.query[i]), call.width, depth, queries + i * depth);
+    clear_rows(block.count, SIZE, depth, queries);
+    transpose_pairs(queries, SIZE, depth, options.scale < 0.f ? 0x80008000u : 0u, transposed, SIZE);
+    for (int64_t i = 0; i < SIZE * height; i += WIDTH) store(sums + i, splat(0.f));
+  }
+
+  void score(const AttentionCall&, int64_t key, int64_t rows) {
+    pair_product<false>(keys + (streamed ? 0 : key * depth), depth, transposed, SIZE, scores, SIZE, aligned(rows, PAIR_ROWS), REGISTERS, depth);
+  }
+
+  void put_weights(int64_t row, int n, Floats even, Floats odd) { store(weights + row / 2 * SIZE + n * WIDTH, rounded_pairs(even, odd)); }
+
+  void add_values(int64_t key, int64_t rows, bool first, const float* alpha) {
+    const int64_t all = aligned(rows, PAIR_DEPTH);
+    for (int64_t i = (rows + 1) / 2 * SIZE; i < all / 2 * SIZE; i += WIDTH) store(weights + i, splat(0.f));
+    const Bfloat16* from = values_at(key) + (streamed ? 0 : key % CHUNK);
+    if (first) return pair_product<false>(from, CHUNK, weights, SIZE, sums, SIZE, height, REGISTERS, all);
+    for (int n = 0; n < REGISTERS; ++n) {
+      const Floats shrink = load(alpha + n * WIDTH);
+      if (lane_bits(shrink != 1.f))
+        for (int64_t d = 0; d < height; ++d) store(sums + d * SIZE + n * WIDTH, load(sums + d * SIZE + n * WIDTH) * shrink);
+    }
+    pair_product<true>(from, CHUNK, weights, SIZE, sums, SIZE, height, REGISTERS, all);
+  }
+
+  void write(const AttentionCall& call, int64_t batch, const Block<REGISTERS>& block, const float* inverse) const {
+    for (int64_t first = 0; first < block.count; first += WIDTH)
+      over_result_rows(sums + first, SIZE, height, load(inverse + first), [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
+        const int64_t i = first + lane;
+        if (i < block.count && d < call.width)
+          store_row_part(row_of<Bfloat16>(call.out, batch, block.head[i], block.query[i]), d, call.width, row);
+      });
+  }
+
+ private:
+  Bfloat16* values_at(int64_t key) const { return values + (streamed ? 0 : key / CHUNK * CHUNK * height); }
+};
+#endif
 
 // Hides the keys [key, key + rows) from the lanes that do not see them.
 template <int REGISTERS>
@@ -48,20 +220,21 @@ inline void hide(const Block<REGISTERS>& block, int64_t key, int64_t from, int64
 
 // Scores -> weights relative to the running maximum; alpha: what earlier sums are multiplied by. The maximum is taken off
 // before the change of base, which keeps the bits of large weights, and a bias of the lowest number finite.
-template <int REGISTERS>
-inline void weigh(State<REGISTERS>& state, float factor, int64_t rows, bool dropped, const uint16_t* bits, float* scores,
-                  float* alpha) {
-  constexpr int SIZE = Block<REGISTERS>::SIZE;
+template <class Operands>
+inline void weigh(State<Operands::REGISTERS>& state, float factor, int64_t rows, bool dropped, Operands& operands, float* alpha) {
+  constexpr int REGISTERS = Operands::REGISTERS;
+  constexpr int64_t SIZE = Operands::SIZE;
+  const float* scores = operands.scores;
   Floats top[2][REGISTERS], base[REGISTERS], total[2][REGISTERS];
   for (int n = 0; n < REGISTERS; ++n) top[0][n] = top[1][n] = state.top[n];
   for (int64_t row = 0; row + 2 <= rows; row += 2)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < 2 * REGISTERS; ++i)
       top[i / REGISTERS][i % REGISTERS] = maximum(load(scores + row * SIZE + i * WIDTH), top[i / REGISTERS][i % REGISTERS]);
   if (rows % 2)
     for (int n = 0; n < REGISTERS; ++n) top[0][n] = maximum(load(scores + (rows - 1) * SIZE + n * WIDTH), top[0][n]);
   const Floats scale = splat(factor);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int n = 0; n < REGISTERS; ++n) {
     const Floats highest = maximum(top[0][n], top[1][n]);
     base[n] = highest == -INFINITY ? splat(0.f) : highest;
@@ -71,44 +244,23 @@ inline void weigh(State<REGISTERS>& state, float factor, int64_t rows, bool drop
     state.top[n] = highest;
     total[0][n] = total[1][n] = splat(0.f);
   }
-  const auto weight = [&](int64_t row, int n) TK_LAMBDA {
-    float* score = scores + row * SIZE + n * WIDTH;
-    const Floats e = exp2((load(score) - base[n]) * scale);
-    store(score, dropped ? kept(bits[row * REGISTERS + n], e) : e);
-    return e;
-  };
+  const auto weight = [&](int64_t row, int n) TK_LAMBDA { return exp2((load(scores + row * SIZE + n * WIDTH) - base[n]) * scale); };
+  const auto left = [&](int64_t row, int n, Floats e) TK_LAMBDA { return dropped ? kept(operands.bits[row * REGISTERS + n], e) : e; };
   for (int64_t row = 0; row + 2 <= rows; row += 2)
 #pragma GCC unroll 4
-    for (int i = 0; i < 2 * REGISTERS; ++i) total[i / REGISTERS][i % REGISTERS] += weight(row + i / REGISTERS, i % REGISTERS);
+    for (int n = 0; n < REGISTERS; ++n) {
+      const Floats even = weight(row, n), odd = weight(row + 1, n);
+      total[0][n] += even, total[1][n] += odd;
+      operands.put_weights(row, n, left(row, n, even), left(row + 1, n, odd));
+    }
   if (rows % 2)
-#pragma GCC unroll 2
-    for (int n = 0; n < REGISTERS; ++n) total[0][n] += weight(rows - 1, n);
+#pragma GCC unroll 4
+    for (int n = 0; n < REGISTERS; ++n) {
+      const Floats last = weight(rows - 1, n);
+      total[0][n] += last;
+      operands.put_weights(rows - 1, n, left(rows - 1, n, last), splat(0.f));
+    }
   for (int n = 0; n < REGISTERS; ++n) state.total[n] += total[0][n] + total[1][n];
-}
-
-// Whether some element of `count` packed rows is infinite or NaN.
-inline bool is_broken(const float* rows, int64_t count, int64_t pitch) {
-  Floats all = splat(0.f);
-  for (int64_t i = 0; i < count * pitch; i += WIDTH) all = fma(load(rows + i), splat(0.f), all);
-  return lane_bits(all != all) != 0;
-}
-
-// 0 * NaN is NaN, so a weight of 0 does not hide a value: packed values that are not finite become zeros, and whoever sees
-// one of them gets NaN (see `spoil`). For keys that all lanes of a block see this changes inf to NaN at most.
-inline bool clear_broken(float* values, int64_t count, int64_t pitch, uint8_t* broken) {
-  constexpr int64_t GROUP = 16;
-  bool any = false;
-  memset(broken, 0, count);
-  for (int64_t first = 0; first < count; first += GROUP) {
-    const int64_t end = smaller(first + GROUP, count);
-    if (!is_broken(values + first * pitch, end - first, pitch)) continue;
-    for (int64_t i = first; i < end; ++i)
-      if (is_broken(values + i * pitch, 1, pitch)) {
-        any = broken[i] = 1;
-        memset(values + i * pitch, 0, sizeof(float) * pitch);
-      }
-  }
-  return any;
 }
 
 template <int REGISTERS>
@@ -118,114 +270,88 @@ inline void spoil(const Block<REGISTERS>& block, int64_t key, int64_t rows, cons
       state.total[n] = sees(block, n, key + row) ? splat(NAN) : state.total[n];
 }
 
+// Values that are not finite, noted where some query does not see every key.
+struct Broken {
+  uint8_t* rows;
+  bool any = false;
+  Broken(const AttentionCall& call, int64_t held) : rows(call.causal || call.window >= 0 ? scratch<uint8_t>(BROKEN, held + SLACK) : nullptr) {}
+};
+
 // Adds the packed keys [low, high) to a block's state and sums.
-template <int REGISTERS>
+template <class Operands>
 void attend(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
-            const Block<REGISTERS>& block, Packed& packed, int64_t low, int64_t high,
-            Workspace<REGISTERS>& work, State<REGISTERS>& state) {
-  constexpr int SIZE = Block<REGISTERS>::SIZE;
-  const int64_t pitch = options.pitch, used = block.count < 4 ? block.count : aligned(block.count, 4);
+            const Block<Operands::REGISTERS>& block, Operands& operands, Broken& broken, int64_t low, int64_t high,
+            State<Operands::REGISTERS>& state) {
   const float magnitude = __builtin_fabsf(options.scale) * LOG2_E, smallest = 1.17549435e-38f;
-  alignas(64) float alpha[SIZE];
-  for (int64_t key = low; key < high; key += CHUNK) {
-    const int64_t rows = smaller(CHUNK, high - key);
-    if (packed.streamed) {
+  alignas(64) float alpha[Operands::SIZE];
+  const int64_t begin = Operands::first_key(low);
+  for (int64_t key = begin, rows; key < high; key += rows) {
+    rows = Operands::rows_at(key, high);
+    if (operands.streamed) {
       const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
       const int64_t next = key + CHUNK, end = smaller(next + CHUNK, high);
       fetch(call, call.k, span.batch, 0, next, end, place);
       fetch(call, call.v, span.batch, 0, next, end, place);
-      widen_keys(call, call.k, span.batch, keys, kv_head, key, key + rows, pitch, packed.keys);
-      widen_keys(call, call.v, span.batch, keys, kv_head, key, key + rows, pitch, packed.values);
-      if (packed.broken) packed.any_broken = clear_broken(packed.values, rows, pitch, packed.broken);
+      broken.any = operands.load_keys(call, span.batch, keys, kv_head, key, key + rows, broken.rows);
     }
-    const int64_t at_row = packed.streamed ? 0 : key * pitch;
-    product<false>(packed.keys + at_row, {pitch, 1}, work.transposed, SIZE, work.scores, SIZE, aligned(rows, 8), REGISTERS,
-                   call.width);
-    if (adjusts_scores(call, options)) adjust_scores(call, options, span, keys, block, key, key + rows, work.scores);
-    if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block, key, key + rows, work.bits);
-    hide(block, key, 0, smaller(rows, larger(0, block.all_low - key)), work.scores);
-    hide(block, key, larger(0, smaller(rows, block.all_high - key)), rows, work.scores);
+    operands.score(call, key, rows);
+    float* scores = operands.scores;
+    if (adjusts_scores(call, options)) adjust_scores(call, options, span, keys, block, key, key + rows, scores);
+    if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block, key, key + rows, operands.bits);
+    hide(block, key, 0, smaller(rows, larger(0, block.all_low - key)), scores);
+    hide(block, key, larger(0, smaller(rows, block.all_high - key)), rows, scores);
     const float factor = adjusts_scores(call, options) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
-    weigh(state, factor, rows, call.seed, work.bits, work.scores, alpha);
-    if (packed.any_broken) spoil(block, key, rows, packed.broken + (packed.streamed ? 0 : key), state);
-    const float* values = packed.values + at_row;
-    if (key == low) {
-      product<false>(work.scores, {1, SIZE}, values, pitch, work.values, pitch, used, pitch / WIDTH, rows);
-      continue;
-    }
-    for (int64_t i = 0; i < used; ++i)
-      if (alpha[i] != 1.f)
-        for (int64_t d = 0; d < pitch; d += WIDTH)
-          store(work.values + i * pitch + d, load(work.values + i * pitch + d) * alpha[i]);
-    product<true>(work.scores, {1, SIZE}, values, pitch, work.values, pitch, used, pitch / WIDTH, rows);
+    weigh(state, factor, rows, call.seed, operands, alpha);
+    if (broken.any) spoil(block, key, rows, broken.rows + (operands.streamed ? 0 : key), state);
+    operands.add_values(key, rows, key == begin, alpha);
   }
 }
 
 // Writes out and lse of a block.
-template <int REGISTERS>
-void finish(const AttentionCall& call, const Options& options, const Span& span, const Block<REGISTERS>& block,
-            const float* values, const State<REGISTERS>& state) {
-  constexpr int SIZE = Block<REGISTERS>::SIZE;
-  alignas(64) float inverse[SIZE], lse[SIZE];
+template <class Operands>
+void finish(const AttentionCall& call, const Options& options, const Span& span, const Block<Operands::REGISTERS>& block,
+            const Operands& operands, const State<Operands::REGISTERS>& state) {
+  alignas(64) float inverse[Operands::SIZE], lse[Operands::SIZE];
   const float unit = adjusts_scores(call, options) ? 1.f : __builtin_fabsf(options.scale);
-  for (int n = 0; n < REGISTERS; ++n) {
+  for (int n = 0; n < Operands::REGISTERS; ++n) {
     const Floats total = state.total[n], none = splat(0.f);
     store(inverse + n * WIDTH, total == none ? none : options.dropout.scale / total);
     store(lse + n * WIDTH, total == none ? splat(-INFINITY) : state.top[n] * unit + logarithm(total));
   }
   for (int64_t i = 0; i < block.count; ++i)
     at<float>(call.lse)[(span.batch * call.heads + block.head[i]) * call.queries + block.query[i]] = lse[i];
-  by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
-    using T = typename decltype(type)::type;
-    for (int64_t i = 0; i < block.count; ++i)
-      narrow_row(values + i * options.pitch, splat(inverse[i]), call.width, row_of<T>(call.out, span.batch, block.head[i], block.query[i]));
-  });
-}
-
-template <int REGISTERS>
-void prepare(const AttentionCall& call, const Options& options, const Span& span, const Block<REGISTERS>& block,
-             Workspace<REGISTERS>& work, State<REGISTERS>& state) {
-  widen_queries(call, call.q, span.batch, block, options.pitch, work.queries);
-  transpose(work.queries, options.pitch, Block<REGISTERS>::SIZE, options.scale < 0.f ? -1.f : 1.f, work.transposed,
-            Block<REGISTERS>::SIZE);
-  for (int64_t i = 0; i < Block<REGISTERS>::SIZE * options.pitch; i += WIDTH) store(work.values + i, splat(0.f));
-  for (int n = 0; n < REGISTERS; ++n) state.top[n] = splat(-INFINITY), state.total[n] = splat(0.f);
+  operands.write(call, span.batch, block, inverse);
 }
 
 // One task owns every `parts`-th block of the queries that share one key head of one span.
-template <int REGISTERS>
+template <class Operands>
 void forward_task(const AttentionCall& call, const Options& options, int64_t task, int64_t parts) {
-  constexpr int SIZE = Block<REGISTERS>::SIZE;
+  constexpr int64_t SIZE = Operands::SIZE;
   const int64_t part = task % parts, kv_head = task / parts % call.kv_heads;
   const Span span = span_at(call, task / parts / call.kv_heads);
-  const int64_t group = call.heads / call.kv_heads, rows = group * span.queries, pitch = options.pitch;
+  const int64_t group = call.heads / call.kv_heads, rows = group * span.queries;
   if (part * SIZE >= rows) return;
   const Keys keys = keys_of(call, span, POSITIONS);
   const bool streamed = (part + parts) * SIZE >= rows;
-  const int64_t held = (streamed ? CHUNK : keys.count) + SLACK;
-  const bool hides = call.causal || call.window >= 0;
-  Packed packed{scratch<float>(KEY_ROWS, held * pitch), scratch<float>(VALUE_ROWS, held * pitch),
-                hides ? scratch<uint8_t>(BROKEN, held) : nullptr, streamed, false};
-  if (!streamed) {
-    widen_keys(call, call.k, span.batch, keys, kv_head, 0, keys.count, pitch, packed.keys);
-    widen_keys(call, call.v, span.batch, keys, kv_head, 0, keys.count, pitch, packed.values);
-    if (hides) packed.any_broken = clear_broken(packed.values, keys.count, pitch, packed.broken);
-  }
-  Workspace<REGISTERS> work(pitch);
-  Block<REGISTERS> block;
-  State<REGISTERS> state;
+  const int64_t held = streamed ? CHUNK : keys.count;
+  Operands operands(options, held, streamed);
+  Broken broken(call, held);
+  if (!streamed) broken.any = operands.load_keys(call, span.batch, keys, kv_head, 0, keys.count, broken.rows);
+  Block<Operands::REGISTERS> block;
+  State<Operands::REGISTERS> state;
   const auto key_place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
   const auto query_place = [&](int64_t i) TK_LAMBDA { return Place{block.head[i], block.query[i]}; };
   for (int64_t row = part * SIZE; row < rows; row += parts * SIZE) {
     set_block(block, call, span, keys, kv_head * group, row, rows);
-    prepare(call, options, span, block, work, state);
+    operands.load_queries(call, options, span.batch, block);
+    state = State<Operands::REGISTERS>();
     const int64_t from = keys.count * row / rows, to = keys.count * smaller(row + SIZE, rows) / rows;
     fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
     fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
     fetch(call, call.q, span.batch, next_owner(call.q, call.kv_heads, kv_head, group), 0, block.count, query_place);
     fetch<true>(call, call.out, span.batch, 0, 0, block.count, query_place);
-    attend(call, options, span, keys, kv_head, block, packed, block.any_low, block.any_high, work, state);
-    finish(call, options, span, block, work.values, state);
+    attend(call, options, span, keys, kv_head, block, operands, broken, block.any_low, block.any_high, state);
+    finish(call, options, span, block, operands, state);
   }
 }
 
@@ -245,19 +371,17 @@ template <int REGISTERS> struct Split {
     const int64_t index = task % pieces, kv_head = task / pieces % call.kv_heads, group = call.heads / call.kv_heads;
     const Span span = span_at(call, task / pieces / call.kv_heads);
     const Keys keys = keys_of(call, span, POSITIONS);
-    const int64_t held = (CHUNK + SLACK) * options.pitch;
-    Packed packed{scratch<float>(KEY_ROWS, held), scratch<float>(VALUE_ROWS, held),
-                  call.causal || call.window >= 0 ? scratch<uint8_t>(BROKEN, CHUNK + SLACK) : nullptr, true, false};
-    Workspace<REGISTERS> work(options.pitch);
+    Wide<REGISTERS> operands(options, CHUNK, true);
+    Broken broken(call, CHUNK);
     Block<REGISTERS> block;
     State<REGISTERS> state;
     set_block(block, call, span, keys, kv_head * group, 0, group * span.queries);
-    prepare(call, options, span, block, work, state);
+    operands.load_queries(call, options, span.batch, block);
     const int64_t low = larger(block.any_low, index * SPLIT_KEYS), high = smaller(block.any_high, (index + 1) * SPLIT_KEYS);
-    attend(call, options, span, keys, kv_head, block, packed, low, high, work, state);
+    attend(call, options, span, keys, kv_head, block, operands, broken, low, high, state);
     float* result = memory + task * size;
     for (int n = 0; n < REGISTERS; ++n) store(result + n * WIDTH, state.top[n]), store(result + SIZE + n * WIDTH, state.total[n]);
-    memcpy(result + 2 * SIZE, work.values, sizeof(float) * SIZE * options.pitch);
+    memcpy(result + 2 * SIZE, operands.sums, sizeof(float) * SIZE * options.pitch);
   }
 
   void join(const AttentionCall& call, const Options& options, int64_t task) const {
@@ -268,11 +392,10 @@ template <int REGISTERS> struct Split {
     const float* part = memory + task * pieces * size;
     const float factor = adjusts_scores(call, options) ? LOG2_E : __builtin_fabsf(options.scale) * LOG2_E;
     State<REGISTERS> state;
-    for (int n = 0; n < REGISTERS; ++n) state.top[n] = splat(-INFINITY), state.total[n] = splat(0.f);
     for (int64_t i = 0; i < pieces; ++i)
       for (int n = 0; n < REGISTERS; ++n) state.top[n] = maximum(load(part + i * size + n * WIDTH), state.top[n]);
-    Workspace<REGISTERS> work(options.pitch);
-    for (int64_t i = 0; i < SIZE * options.pitch; i += WIDTH) store(work.values + i, splat(0.f));
+    const Wide<REGISTERS> operands(options, CHUNK, true);
+    for (int64_t i = 0; i < SIZE * options.pitch; i += WIDTH) store(operands.sums + i, splat(0.f));
     for (int64_t i = 0; i < pieces; ++i) {
       const float* each = part + i * size;
       alignas(64) float alpha[SIZE];
@@ -284,30 +407,31 @@ template <int REGISTERS> struct Split {
       }
       for (int64_t row = 0; row < block.count; ++row)
         for (int64_t d = 0; d < options.pitch; d += WIDTH) {
-          float* value = work.values + row * options.pitch + d;
+          float* value = operands.sums + row * options.pitch + d;
           store(value, fma(load(each + 2 * SIZE + row * options.pitch + d), splat(alpha[row]), load(value)));
         }
     }
-    finish(call, options, span, block, work.values, state);
+    finish(call, options, span, block, operands, state);
   }
 };
 
-template <int REGISTERS> void forward(const AttentionCall& call, const Options& options) {
-  constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
+template <class Operands> void forward(const AttentionCall& call, const Options& options) {
+  constexpr int64_t SIZE = Operands::SIZE;
   const int64_t rows = call.heads / call.kv_heads * call.queries, owners = span_count(call) * call.kv_heads;
-  if (!call.starts && rows <= SIZE && call.keys > SPLIT_KEYS) {
-    const Split<REGISTERS> split(call, options.pitch);
-    parallel_for(owners * split.pieces, SPLIT_KEYS * call.width, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) split.piece(call, options, task);
-    });
-    parallel_for(owners, split.pieces * split.size, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) split.join(call, options, task);
-    });
-    return;
-  }
   const int64_t parts = parts_of(owners, call.starts ? 1 : (rows + SIZE - 1) / SIZE);
   parallel_for(owners * parts, rows / parts * call.keys * call.width / (8 * span_count(call) / call.batch), [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) forward_task<REGISTERS>(call, options, task, parts);
+    for (int64_t task = begin; task < end; ++task) forward_task<Operands>(call, options, task, parts);
+  });
+}
+
+template <int REGISTERS> void split_forward(const AttentionCall& call, const Options& options) {
+  const int64_t owners = span_count(call) * call.kv_heads;
+  const Split<REGISTERS> split(call, options.pitch);
+  parallel_for(owners * split.pieces, SPLIT_KEYS * call.width, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) split.piece(call, options, task);
+  });
+  parallel_for(owners, split.pieces * split.size, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) split.join(call, options, task);
   });
 }
 
@@ -330,8 +454,14 @@ void attention_forward(Address packed_call, double scale, double dropout_p, doub
   const AttentionCall& call = *at<const AttentionCall>(packed_call);
   const Options options = options_of(call, scale, dropout_p, softcap);
   if (call.starts) clear_filler(call);
-  const bool narrow = call.heads / call.kv_heads * call.queries <= WIDTH || (call.causal && call.keys <= 128);
-  narrow ? forward<1>(call, options) : forward<2>(call, options);
+  const int64_t rows = call.heads / call.kv_heads * call.queries;
+  if (!call.starts && rows <= 2 * WIDTH && call.keys > SPLIT_KEYS)
+    return rows <= WIDTH ? split_forward<1>(call, options) : split_forward<2>(call, options);
+#if defined(__AVX512BF16__)
+  if (call.dtype == BFLOAT16 && rows > WIDTH) return forward<Pairs<2>>(call, options);
+#endif
+  const bool narrow = rows <= WIDTH || (call.causal && call.keys <= 128);
+  narrow ? forward<Wide<1>>(call, options) : forward<Wide<2>>(call, options);
 }
 
 }  // namespace transformer_kernels::TK_LEVEL

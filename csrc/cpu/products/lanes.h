@@ -73,12 +73,10 @@ TK_INLINE uint16_t lane_bits(Ints mask) {
 #endif
 }
 
-// to[c][r] = factor * from[r][c] for a square of one register's width.
-TK_INLINE void transpose_square(const float* from, int64_t from_row, float factor, float* to, int64_t to_row) {
 #if defined(__AVX512F__)
-  __m512 r[16], t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_mul_ps(_mm512_loadu_ps(from + i * from_row), _mm512_set1_ps(factor));
+// Row c of the transpose of 16 registers -> to + c * to_row; 32-bit words of any kind.
+TK_INLINE void transpose_registers(__m512 (&r)[16], float* to, int64_t to_row) {
+  __m512 t[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
 #pragma GCC unroll 16
@@ -95,6 +93,16 @@ TK_INLINE void transpose_square(const float* from, int64_t from_row, float facto
     _mm512_storeu_ps(to + (8 + c) * to_row, _mm512_shuffle_f32x4(high0, high1, 0x88));
     _mm512_storeu_ps(to + (12 + c) * to_row, _mm512_shuffle_f32x4(high0, high1, 0xDD));
   }
+}
+#endif
+
+// to[c][r] = factor * from[r][c] for a square of one register's width.
+TK_INLINE void transpose_square(const float* from, int64_t from_row, float factor, float* to, int64_t to_row) {
+#if defined(__AVX512F__)
+  __m512 r[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_mul_ps(_mm512_loadu_ps(from + i * from_row), _mm512_set1_ps(factor));
+  transpose_registers(r, to, to_row);
 #else
   for (int r = 0; r < WIDTH; ++r)
     for (int c = 0; c < WIDTH; ++c) to[c * to_row + r] = factor * from[r * from_row + c];
