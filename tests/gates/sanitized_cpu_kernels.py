@@ -14,7 +14,7 @@ import torch
 
 from tests.gates.sanitized_row_kernels import check_all, results
 from tests.support.arguments import normal
-from transformer_kernels.backends import cpu
+from transformer_kernels.backends import build, cpu
 
 
 def int32(*starts: int) -> torch.Tensor:
@@ -52,12 +52,12 @@ def main(path: str) -> None:
     sys.modules["transformer_kernels._cpu"] = module
     torch.set_num_threads(1)
     assert cpu.load() is module
-    for name in ("plain", "avx2", "avx512"):
-        if name in module.instruction_sets:
-            module.use(name)
-            for dtype in cpu.DTYPE_CODES:
+    for name in module.instruction_sets:
+        module.use(name)
+        for dtype in cpu.DTYPE_CODES if name in build.CPU_FOLDERS["rows"] else [torch.bfloat16]:
+            if name in build.CPU_FOLDERS["rows"]:
                 check_all("cpu", dtype)
-                check_attention(dtype)
+            check_attention(dtype)
     print("CPU kernels ran")
 
 

@@ -259,10 +259,7 @@ def cpu_source_hash(csrc: Path = CSRC) -> str:
 
 
 def build_cpu(folder: Path, sanitizer: str = "", csrc: Path = CSRC) -> Path:
-    """Builds the kernels of the CPU backend in `folder`, with sanitizer="address" instrumented; returns the module.
-
-    Instrumented kernels leave out the instruction sets that only products know: they differ from avx512 in conversions.
-    """
+    """Builds the kernels of the CPU backend in `folder`, with sanitizer="address" instrumented; returns the module."""
     target = folder / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
     folder.mkdir(parents=True, exist_ok=True)
     _write_if_changed(folder / "build.ninja", _cpu_ninja(csrc, find_host_compiler(), target.name, sanitizer))
@@ -277,7 +274,7 @@ def _cpu_ninja(csrc: Path, compiler: str, target: str, sanitizer: str) -> str:
     )
     optimised = f"-O0 -g1 {instrumented}" if sanitizer else "-O3"  # instrumented vectors take -O1 minutes a file
     shared = "-shared -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
-    levels = [level for level in _levels_of(compiler) if not sanitizer or level in CPU_FOLDERS["rows"]]
+    levels = _levels_of(compiler)
     lines = [
         "ninja_required_version = 1.5",
         f"rule compile\n  command = {compiler} {flags} {optimised} {_include_flags()} $flags"

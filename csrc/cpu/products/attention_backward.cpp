@@ -1,50 +1,8 @@
 // Gradients of attention: weights recomputed from the saved log-sum-exp, tile by tile (Dao 2023, algorithm 2).
-#include "attention.h"
+#include "attention_backward.h"
 
 namespace transformer_kernels::TK_LEVEL {
 namespace {
-
-constexpr int REGISTERS = 4;
-using Queries = Block<REGISTERS>;
-constexpr int64_t SIZE = Queries::SIZE;  // queries of a tile
-constexpr int64_t CHUNK = 64;            // keys of a tile
-constexpr int64_t SLACK = 16;            // rows that a product may read or write behind the last
-
-enum Slot { POSITIONS = 8, CHUNK_ROWS, TILE, QUERY_BLOCKS, LANES_OF_BLOCKS };
-
-// A block of queries as the tiles need it.
-struct QueryBlock {
-  Queries lanes;
-  int64_t any_low[REGISTERS], any_high[REGISTERS], all_low[REGISTERS], all_high[REGISTERS];
-  float *q, *dout, *q_transposed, *dout_transposed;  // (SIZE, pitch) twice, (pitch, SIZE) twice
-  float *base, *delta, *total;  // (SIZE): lse, +inf in rows without keys; sum(out dout) - dlse; sum of the weights
-  float* dq;                                         // (SIZE, pitch)
-
-  static int64_t floats(int64_t pitch) { return SIZE * (5 * pitch + 3); }
-};
-
-// Keys, values and their gradients of one chunk, and the scores of one tile.
-struct ChunkRows {
-  float *keys, *values, *dkeys, *dvalues;  // (CHUNK + SLACK, pitch)
-  explicit ChunkRows(int64_t pitch) {
-    const int64_t size = (CHUNK + SLACK) * pitch;
-    keys = scratch<float>(CHUNK_ROWS, 4 * size);
-    values = keys + size, dkeys = values + size, dvalues = dkeys + size;
-  }
-};
-struct Tile {
-  float *weights, *gradients;  // (CHUNK + SLACK, SIZE): S^T then P^T, dP^T then dS^T
-  float* cap_slopes;           // (CHUNK, SIZE), null where scores are not capped
-  uint16_t* bits;              // (CHUNK, REGISTERS)
-  int64_t low[REGISTERS], high[REGISTERS];  // the rows that some lane of a register sees
-  explicit Tile(bool capped) {
-    const int64_t size = (CHUNK + SLACK) * SIZE, slopes = capped ? CHUNK * SIZE : 0;
-    weights = scratch<float>(TILE, 2 * size + slopes + CHUNK * REGISTERS / 2);
-    gradients = weights + size;
-    cap_slopes = capped ? gradients + size : nullptr;
-    bits = reinterpret_cast<uint16_t*>(gradients + size + slopes);
-  }
-};
 
 void set_ranges(QueryBlock& block) {
   for (int n = 0; n < REGISTERS; ++n) {
@@ -58,27 +16,31 @@ void set_ranges(QueryBlock& block) {
   }
 }
 
-void load_block(QueryBlock& block, const AttentionCall& call, const Options& options, const Span& span, float* memory) {
-  const int64_t pitch = options.pitch, count = block.lanes.count;
-  block.q = memory, block.dout = block.q + SIZE * pitch, block.q_transposed = block.dout + SIZE * pitch;
-  block.dout_transposed = block.q_transposed + SIZE * pitch, block.dq = block.dout_transposed + SIZE * pitch;
-  block.base = block.dq + SIZE * pitch, block.delta = block.base + SIZE, block.total = block.delta + SIZE;
-  widen_queries(call, call.out, span.batch, block.lanes, pitch, block.dq);
-  widen_queries(call, call.dout, span.batch, block.lanes, pitch, block.dout);
-  widen_queries(call, call.q, span.batch, block.lanes, pitch, block.q);
+// sum(out dout) of one query.
+float output_product(const AttentionCall& call, int64_t batch, int64_t head, int64_t row) {
+  Floats total = splat(0.f);
+  by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
+    using T = typename decltype(type)::type;
+    const T *out = row_of<const T>(call.out, batch, head, row), *dout = row_of<const T>(call.dout, batch, head, row);
+    int64_t d = 0;
+    for (; d + WIDTH <= call.width; d += WIDTH) total = fma(load(out + d), load(dout + d), total);
+    if (d < call.width) total = fma(load(out + d, Part{static_cast<int>(call.width - d)}), load(dout + d, Part{static_cast<int>(call.width - d)}), total);
+  });
+  return sum(total);
+}
+
+template <class Operands>
+void load_block(QueryBlock& block, const AttentionCall& call, const Options& options, const Span& span, float* memory, const Operands& operands) {
+  block.base = memory, block.delta = block.base + SIZE, block.total = block.delta + SIZE, block.memory = block.total + SIZE;
   for (int64_t i = 0; i < SIZE; ++i) {
     block.base[i] = INFINITY, block.delta[i] = block.total[i] = 0.f;
-    if (i >= count) continue;
-    const int64_t row = (span.batch * call.heads + block.lanes.head[i]) * call.queries + block.lanes.query[i];
+    if (i >= block.lanes.count) continue;
+    const int64_t head = block.lanes.head[i], query = block.lanes.query[i], row = (span.batch * call.heads + head) * call.queries + query;
     const float lse = at<const float>(call.lse)[row];
     if (lse != -INFINITY) block.base[i] = lse;
-    Floats total = splat(0.f);
-    for (int64_t d = 0; d < pitch; d += WIDTH) total = fma(load(block.dq + i * pitch + d), load(block.dout + i * pitch + d), total);
-    block.delta[i] = sum(total) - (call.dlse ? at<const float>(call.dlse)[row] : 0.f);
+    block.delta[i] = output_product(call, span.batch, head, query) - (call.dlse ? at<const float>(call.dlse)[row] : 0.f);
   }
-  memset(block.dq, 0, sizeof(float) * SIZE * pitch);
-  transpose(block.q, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, block.q_transposed, SIZE);
-  transpose(block.dout, pitch, SIZE, 1.f, block.dout_transposed, SIZE);
+  operands.load_queries(call, options, span.batch, block);
   set_ranges(block);
 }
 
@@ -114,26 +76,22 @@ inline void differentiate(QueryBlock& block, const Weighing& how, int n, int64_t
 
 // P^T and dS^T of a block of queries and the packed keys [key, key + rows), 0 where a query does not see a key. False
 // where none sees any.
+template <class Operands>
 bool fill_tile(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t key,
-               int64_t rows, const ChunkRows& chunk, QueryBlock& block, Tile& tile) {
+               int64_t rows, const Operands& operands, QueryBlock& block, Tile& tile) {
   bool any = false;
   for (int n = 0; n < REGISTERS; ++n) {
     tile.low[n] = larger(0, smaller(rows, block.any_low[n] - key));
     tile.high[n] = larger(tile.low[n], smaller(rows, block.any_high[n] - key));
-    any |= tile.low[n] < tile.high[n];
+    any |= !tile.is_empty(n);
   }
   if (!any) return false;
   for (int n = 0; n < REGISTERS; n += 2) {
-    const bool first = tile.low[n] < tile.high[n], second = tile.low[n + 1] < tile.high[n + 1];
+    const bool first = !tile.is_empty(n), second = !tile.is_empty(n + 1);
     if (!first && !second) continue;
     const int64_t low = !second ? tile.low[n] : !first ? tile.low[n + 1] : smaller(tile.low[n], tile.low[n + 1]);
     const int64_t high = larger(first ? tile.high[n] : 0, second ? tile.high[n + 1] : 0);
-    const int64_t column = (n + !first) * WIDTH, at_tile = low * SIZE + column, wide = first + second;
-    const int64_t count = aligned(high - low, 8), pitch = options.pitch;
-    product<false>(chunk.keys + low * pitch, {pitch, 1}, block.q_transposed + column, SIZE, tile.weights + at_tile, SIZE,
-                   count, wide, call.width);
-    product<false>(chunk.values + low * pitch, {pitch, 1}, block.dout_transposed + column, SIZE, tile.gradients + at_tile,
-                   SIZE, count, wide, call.width);
+    operands.score(call, block, low, aligned(high - low, Operands::ROWS), n + !first, first + second, tile);
   }
   const bool adjusts = adjusts_scores(call, options);
   if (adjusts) adjust_scores(call, options, span, keys, block.lanes, key, key + rows, tile.weights, tile.cap_slopes);
@@ -146,9 +104,6 @@ bool fill_tile(const AttentionCall& call, const Options& options, const Span& sp
     differentiate<true>(block, how, n, key, low, whole_from, tile);
     differentiate<false>(block, how, n, key, whole_from, whole_to, tile);
     differentiate<true>(block, how, n, key, whole_to, high, tile);
-    for (int64_t row = 0; row < aligned(rows, 8); ++row)
-      if (row < low || row >= high)
-        store(tile.weights + row * SIZE + n * WIDTH, splat(0.f)), store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));
   }
   return true;
 }
@@ -160,56 +115,15 @@ void uncap(Tile& tile) {
       store(tile.gradients + at, load(tile.gradients + at) * load(tile.cap_slopes + at));
 }
 
-// dK += dS^T Q and dV += P^T dO, for groups of eight keys from the registers that see some of them.
-void add_key_gradients(const AttentionCall& call, int64_t pitch, int64_t rows, const QueryBlock& block, const Tile& tile,
-                       const ChunkRows& chunk) {
-  int64_t begin = 0;
-  int first = 0, last = 0;
-  auto flush = [&](int64_t end) {
-    if (first < last) {
-      const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH * pitch, depth = (last - first) * WIDTH;
-      if (call.dv.data)
-        product<true>(tile.weights + from, {SIZE, 1}, block.dout + queries, pitch, chunk.dvalues + begin * pitch, pitch,
-                      end - begin, pitch / WIDTH, depth);
-      if (call.dk.data)
-        product<true>(tile.gradients + from, {SIZE, 1}, block.q + queries, pitch, chunk.dkeys + begin * pitch, pitch,
-                      end - begin, pitch / WIDTH, depth);
-    }
-    begin = end;
-  };
-  for (int64_t row = 0; row < rows; row += 8) {
-    int low = REGISTERS, high = 0;
-    for (int n = 0; n < REGISTERS; ++n)
-      if (tile.low[n] < row + 8 && tile.high[n] > row && tile.low[n] < tile.high[n]) low = n < low ? n : low, high = n + 1;
-    if (low > high) low = high = 0;
-    if (row && (low != first || high != last)) flush(row);
-    first = low, last = high;
-  }
-  flush(aligned(rows, 8));
-}
-
-// dQ += dS K, for neighbouring registers that see the same keys.
-void add_query_gradients(int64_t pitch, const QueryBlock& block, const Tile& tile, const ChunkRows& chunk) {
-  for (int n = 0; n < REGISTERS;) {
-    int end = n + 1;
-    while (end < REGISTERS && tile.low[end] == tile.low[n] && tile.high[end] == tile.high[n]) ++end;
-    const int64_t low = tile.low[n], depth = tile.high[n] - low;
-    if (depth)
-      product<true>(tile.gradients + low * SIZE + n * WIDTH, {1, SIZE}, chunk.keys + low * pitch, pitch,
-                    block.dq + n * WIDTH * pitch, pitch, (end - n) * WIDTH, pitch / WIDTH, depth);
-    n = end;
-  }
-}
-
-template <class T>
+template <class T, class Operands>
 void write_key_gradients(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys,
-                         int64_t kv_head, int64_t key, int64_t rows, const ChunkRows& chunk) {
+                         int64_t kv_head, int64_t key, int64_t rows, const Operands& operands) {
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t row = row_of_key(keys, key + i);
     if (call.dk.data)
-      narrow_row(chunk.dkeys + i * options.pitch, splat(options.scale), call.width, row_of<T>(call.dk, span.batch, kv_head, row));
+      narrow_row(operands.dkeys + i * operands.pitch, splat(options.scale), call.width, row_of<T>(call.dk, span.batch, kv_head, row));
     if (call.dv.data)
-      narrow_row(chunk.dvalues + i * options.pitch, splat(options.dropout.scale), call.width, row_of<T>(call.dv, span.batch, kv_head, row));
+      narrow_row(operands.dvalues + i * operands.pitch, splat(options.dropout.scale), call.width, row_of<T>(call.dv, span.batch, kv_head, row));
   }
 }
 
@@ -220,19 +134,6 @@ void clear(const AttentionCall& call, const Heads& tensor, int64_t batch, int64_
   if (!tensor.data) return;
   for (int64_t i = 0; i < to - from; ++i)
     if (!rank || rank[i + 1] == rank[i]) memset(row_of<T>(tensor, batch, head, from + i), 0, sizeof(T) * call.width);
-}
-
-// lse was rounded to float32, which scales all weights of a query alike: their sum, which should be 1, tells by how much.
-// Where one chunk holds all keys the correction comes in time for the gradients of keys too.
-void correct(QueryBlock& block, int64_t pitch) {
-  for (int64_t i = 0; i < block.lanes.count; ++i) {
-    const Floats inverse = splat(block.total[i] == 0.f ? 1.f : 1.f / block.total[i]);
-    block.total[i] = 1.f;
-    for (int64_t d = 0; d < pitch; d += WIDTH) {
-      float *q = block.q + i * pitch + d, *dout = block.dout + i * pitch + d, *dq = block.dq + i * pitch + d;
-      store(q, load(q) * inverse), store(dout, load(dout) * inverse), store(dq, load(dq) * inverse);
-    }
-  }
 }
 
 // What a task computes: every `parts`-th chunk of the keys, or every `parts`-th block of the queries, or all of both.
@@ -265,38 +166,39 @@ void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, 
 }
 
 // One task owns its share of the gradients of one key head of one span, and of the query heads that use it.
+template <class Operands>
 void backward_task(const AttentionCall& call, const Options& options, const Span& span, int64_t kv_head, const Share& share) {
-  const int64_t group = call.heads / call.kv_heads, total = group * span.queries, pitch = options.pitch;
+  const int64_t group = call.heads / call.kv_heads, total = group * span.queries;
   const Keys keys = keys_of(call, span, POSITIONS);
   const int64_t block_step = share.keys ? 1 : share.parts, first_block = share.keys ? 0 : share.part;
   const int64_t blocks = ((total + SIZE - 1) / SIZE - first_block + block_step - 1) / block_step;
   if (blocks <= 0 && !share.keys) return;
+  const Operands operands(options);
   QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, blocks);
-  float* memory = scratch<float>(QUERY_BLOCKS, blocks * QueryBlock::floats(pitch));
+  float* memory = scratch<float>(QUERY_BLOCKS, blocks * operands.floats_of_block());
   for (int64_t i = 0; i < blocks; ++i) {
     set_block(block[i].lanes, call, span, keys, kv_head * group, (first_block + i * block_step) * SIZE, total);
-    load_block(block[i], call, options, span, memory + i * QueryBlock::floats(pitch));
+    load_block(block[i], call, options, span, memory + i * operands.floats_of_block(), operands);
   }
-  const ChunkRows chunk(pitch);
   Tile tile(options.softcap > 0.f);
-  const bool exact = call.dtype == 0;  // operands of 16 bits are rounded by more than lse is
+  const bool exact = call.dtype == FLOAT32;  // operands of 16 bits are rounded by more than lse is
   const int64_t chunk_step = share.queries ? 1 : share.parts, first_chunk = share.queries ? 0 : share.part;
   for (int64_t key = first_chunk * CHUNK; key < keys.count; key += chunk_step * CHUNK) {
     const int64_t rows = smaller(CHUNK, keys.count - key);
-    widen_keys(call, call.k, span.batch, keys, kv_head, key, key + rows, pitch, chunk.keys);
-    widen_keys(call, call.v, span.batch, keys, kv_head, key, key + rows, pitch, chunk.values);
-    if (share.keys) memset(chunk.dkeys, 0, sizeof(float) * 2 * (CHUNK + SLACK) * pitch);
+    operands.load_keys(call, span.batch, keys, kv_head, key, rows);
+    if (share.keys) memset(operands.dkeys, 0, sizeof(float) * 2 * (CHUNK + SLACK) * operands.pitch);
     for (int64_t i = 0; i < blocks; ++i) {
       fetch_ahead(call, span, keys, kv_head, {key, rows, i, blocks}, block[i].lanes, share);
-      if (!fill_tile(call, options, span, keys, key, rows, chunk, block[i], tile)) continue;
+      if (!fill_tile(call, options, span, keys, key, rows, operands, block[i], tile)) continue;
       if (tile.cap_slopes) uncap(tile);
-      if (share.queries) add_query_gradients(pitch, block[i], tile, chunk);
-      if (exact && keys.count <= CHUNK) correct(block[i], pitch);
-      if (share.keys) add_key_gradients(call, pitch, rows, block[i], tile, chunk);
+      operands.complete(rows, tile);
+      if (share.queries) operands.add_query_gradients(block[i], tile);
+      if (exact && keys.count <= CHUNK) operands.correct(block[i]);
+      if (share.keys) operands.add_key_gradients(call, rows, block[i], tile);
     }
     if (share.keys)
       by_dtype(call.dtype, [&](auto type) {
-        write_key_gradients<typename decltype(type)::type>(call, options, span, keys, kv_head, key, rows, chunk);
+        write_key_gradients<typename decltype(type)::type>(call, options, span, keys, kv_head, key, rows, operands);
       });
   }
   by_dtype(call.dtype, [&](auto type) {
@@ -305,15 +207,17 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
       clear<T>(call, call.dk, span.batch, kv_head, span.first_key, span.first_key + span.keys, keys.rank);
       clear<T>(call, call.dv, span.batch, kv_head, span.first_key, span.first_key + span.keys, keys.rank);
     }
-    for (int64_t i = 0; i < blocks && share.queries; ++i)
-      for (int64_t lane = 0; lane < block[i].lanes.count; ++lane)
-        narrow_row(block[i].dq + lane * pitch, splat(exact && block[i].total[lane] != 0.f ? options.scale / block[i].total[lane] : options.scale),
-                   call.width, row_of<T>(call.dq, span.batch, block[i].lanes.head[lane], block[i].lanes.query[lane]));
+    alignas(64) float factors[SIZE];
+    for (int64_t i = 0; i < blocks && share.queries; ++i) {
+      for (int lane = 0; lane < SIZE; ++lane)
+        factors[lane] = exact && block[i].total[lane] != 0.f ? options.scale / block[i].total[lane] : options.scale;
+      operands.template write_queries<T>(call, span.batch, block[i], factors);
+    }
   });
 }
 
 // Where threads would be idle, gradients of keys and of queries are made apart, at the cost of two products of seven.
-void backward(const AttentionCall& call, const Options& options) {
+template <class Operands> void backward(const AttentionCall& call, const Options& options) {
   const int64_t owners = span_count(call) * call.kv_heads, threads = thread_count();
   const int64_t rows = call.heads / call.kv_heads * call.queries, rounds = (owners + threads - 1) / threads;
   const bool queries = call.dq.data, keys = call.dk.data || call.dv.data;
@@ -325,7 +229,7 @@ void backward(const AttentionCall& call, const Options& options) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t owner = task / (parts * kinds), kind = task % kinds, part = task / kinds % parts;
       const Span span = span_at(call, owner / call.kv_heads);
-      backward_task(call, options, span, owner % call.kv_heads, {queries && (!apart || kind == 0), keys && (!apart || kind == 1), part, parts});
+      backward_task<Operands>(call, options, span, owner % call.kv_heads, {queries && (!apart || kind == 0), keys && (!apart || kind == 1), part, parts});
     }
   });
 }
@@ -372,9 +276,9 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
   const int64_t blocks = sizes[2] > 1 && !call.starts ? (call.queries + SIZE - 1) / SIZE : 1;
   const int64_t tasks = sizes[0] * sizes[1] * blocks, group = call.heads / call.kv_heads;
   parallel_for(tasks, call.batch * call.heads * call.queries * call.keys / tasks * call.width / 8, [&](int64_t begin, int64_t end) {
-    const ChunkRows chunk(options.pitch);
+    const Wide operands(options);
     QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, 1);
-    float* memory = scratch<float>(QUERY_BLOCKS, QueryBlock::floats(options.pitch));
+    float* memory = scratch<float>(QUERY_BLOCKS, operands.floats_of_block());
     Tile tile(options.softcap > 0.f);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t bias_batch = task / blocks / sizes[1], bias_head = task / blocks % sizes[1];
@@ -387,13 +291,13 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
         for (int64_t head = sizes[1] > 1 ? bias_head : 0; head < (sizes[1] > 1 ? bias_head + 1 : call.heads); ++head)
           for (int64_t query = first; query < last; query += SIZE) {
             set_block(block->lanes, call, span, keys, head, query, span.queries);
-            load_block(*block, call, options, span, memory);
+            load_block(*block, call, options, span, memory, operands);
             for (int64_t key = 0; key < keys.count; key += CHUNK) {
               const int64_t rows = smaller(CHUNK, keys.count - key);
-              widen_keys(call, call.k, span.batch, keys, head / group, key, key + rows, options.pitch, chunk.keys);
-              widen_keys(call, call.v, span.batch, keys, head / group, key, key + rows, options.pitch, chunk.values);
-              if (fill_tile(call, options, span, keys, key, rows, chunk, *block, tile))
-                add_bias_gradient(call, keys, *block, tile, key, rows, dbias);
+              operands.load_keys(call, span.batch, keys, head / group, key, rows);
+              if (!fill_tile(call, options, span, keys, key, rows, operands, *block, tile)) continue;
+              operands.complete(rows, tile);
+              add_bias_gradient(call, keys, *block, tile, key, rows, dbias);
             }
           }
       }
@@ -408,7 +312,13 @@ void attention_backward(Address packed_call, double scale, double dropout_p, dou
   const AttentionCall& call = *at<const AttentionCall>(packed_call);
   const Options options = options_of(call, scale, dropout_p, softcap);
   if (call.starts) clear_filler(call);
-  if (call.dq.data || call.dk.data || call.dv.data) backward(call, options);
+  if (call.dq.data || call.dk.data || call.dv.data) {
+#if defined(__AVX512BF16__)
+    call.dtype == BFLOAT16 ? backward<Pairs>(call, options) : backward<Wide>(call, options);
+#else
+    backward<Wide>(call, options);
+#endif
+  }
   if (call.dbias) bias_gradient(call, options);
 }
 

@@ -1,0 +1,261 @@
+// A tile of attention's backward pass, and its operands: in float32, and in bfloat16 where the processor multiplies that.
+#pragma once
+#include "attention.h"
+#include "pairs.h"
+
+namespace transformer_kernels::TK_LEVEL {
+namespace {
+
+constexpr int REGISTERS = 4;
+using Queries = Block<REGISTERS>;
+constexpr int64_t SIZE = Queries::SIZE;  // queries of a tile
+constexpr int64_t CHUNK = 64;            // keys of a tile
+constexpr int64_t SLACK = 16;            // rows that a product may read or write behind the last
+
+enum Slot { POSITIONS = 8, CHUNK_ROWS, TILE, QUERY_BLOCKS, LANES_OF_BLOCKS };
+
+// A block of queries: what each lane sees, and what is known of it. Operands keep more in `memory`.
+struct QueryBlock {
+  Queries lanes;
+  int64_t any_low[REGISTERS], any_high[REGISTERS], all_low[REGISTERS], all_high[REGISTERS];
+  float *base, *delta, *total;  // (SIZE): lse, +inf in rows without keys; sum(out dout) - dlse; sum of the weights
+  float* memory;
+  static constexpr int64_t FLOATS = 3 * SIZE;
+};
+
+// The scores of one tile.
+struct Tile {
+  float *weights, *gradients;  // (CHUNK + SLACK, SIZE): S^T then P^T, dP^T then dS^T
+  float* cap_slopes;           // (CHUNK, SIZE), null where scores are not capped
+  uint16_t* bits;              // (CHUNK, REGISTERS)
+  int64_t low[REGISTERS], high[REGISTERS];  // the rows that some lane of a register sees
+  explicit Tile(bool capped) {
+    const int64_t size = (CHUNK + SLACK) * SIZE, slopes = capped ? CHUNK * SIZE : 0;
+    weights = scratch<float>(TILE, 2 * size + slopes + CHUNK * REGISTERS / 2);
+    gradients = weights + size;
+    cap_slopes = capped ? gradients + size : nullptr;
+    bits = reinterpret_cast<uint16_t*>(gradients + size + slopes);
+  }
+  bool is_empty(int n) const { return low[n] >= high[n]; }
+};
+
+// Calls f(begin, end, first, last) for runs of rows in steps of STEP, of which registers [first, last) see some.
+template <int STEP, class F> TK_INLINE void over_key_runs(const Tile& tile, int64_t rows, const F& f) {
+  int64_t begin = 0;
+  int first = 0, last = 0;
+  for (int64_t row = 0; row < rows; row += STEP) {
+    int low = REGISTERS, high = 0;
+    for (int n = 0; n < REGISTERS; ++n)
+      if (tile.low[n] < row + STEP && tile.high[n] > row && !tile.is_empty(n)) low = n < low ? n : low, high = n + 1;
+    if (low > high) low = high = 0;
+    if (row && (low != first || high != last)) {
+      if (first < last) f(begin, row, first, last);
+      begin = row;
+    }
+    first = low, last = high;
+  }
+  if (first < last) f(begin, aligned(rows, STEP), first, last);
+}
+
+// Calls f(n, count) for neighbouring registers that see the same keys, and some.
+template <class F> TK_INLINE void over_query_runs(const Tile& tile, const F& f) {
+  for (int n = 0, end; n < REGISTERS; n = end) {
+    for (end = n + 1; end < REGISTERS && tile.low[end] == tile.low[n] && tile.high[end] == tile.high[n];) ++end;
+    if (!tile.is_empty(n)) f(n, end - n);
+  }
+}
+
+// Operands in float32: keys, values and their gradients of one chunk; of a block of queries q and dout, both also
+// transposed, and dq.
+struct Wide {
+  static constexpr int ROWS = 8;  // of keys at a time
+  int64_t pitch;
+  float *keys, *values, *dkeys, *dvalues;  // (CHUNK + SLACK, pitch)
+
+  explicit Wide(const Options& options) : pitch(options.pitch) {
+    const int64_t size = (CHUNK + SLACK) * pitch;
+    keys = scratch<float>(CHUNK_ROWS, 4 * size);
+    values = keys + size, dkeys = values + size, dvalues = dkeys + size;
+  }
+  int64_t floats_of_block() const { return QueryBlock::FLOATS + 5 * SIZE * pitch; }
+  float* q(const QueryBlock& block) const { return block.memory; }
+  float* dout(const QueryBlock& block) const { return block.memory + SIZE * pitch; }
+  float* q_transposed(const QueryBlock& block) const { return block.memory + 2 * SIZE * pitch; }
+  float* dout_transposed(const QueryBlock& block) const { return block.memory + 3 * SIZE * pitch; }
+  float* dq(const QueryBlock& block) const { return block.memory + 4 * SIZE * pitch; }
+
+  void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const QueryBlock& block) const {
+    widen_queries(call, call.dout, batch, block.lanes, pitch, dout(block));
+    widen_queries(call, call.q, batch, block.lanes, pitch, q(block));
+    memset(dq(block), 0, sizeof(float) * SIZE * pitch);
+    transpose(q(block), pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, q_transposed(block), SIZE);
+    transpose(dout(block), pitch, SIZE, 1.f, dout_transposed(block), SIZE);
+  }
+
+  void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key, int64_t rows) const {
+    widen_keys(call, call.k, batch, some, kv_head, key, key + rows, pitch, keys);
+    widen_keys(call, call.v, batch, some, kv_head, key, key + rows, pitch, values);
+  }
+
+  // S^T and dP^T of `count` keys from `low` on and of `registers` queries.
+  void score(const AttentionCall& call, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
+    const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
+    product<false>(keys + low * pitch, {pitch, 1}, q_transposed(block) + column, SIZE, tile.weights + at_tile, SIZE, count, registers, call.width);
+    product<false>(values + low * pitch, {pitch, 1}, dout_transposed(block) + column, SIZE, tile.gradients + at_tile, SIZE, count, registers, call.width);
+  }
+
+  // Weights and gradients of scores that no lane sees, up to whole groups of rows, become 0.
+  void complete(int64_t rows, Tile& tile) const {
+    for (int n = 0; n < REGISTERS; ++n)
+      for (int64_t row = 0; row < aligned(rows, ROWS); ++row)
+        if (row < tile.low[n] || row >= tile.high[n])
+          store(tile.weights + row * SIZE + n * WIDTH, splat(0.f)), store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));
+  }
+
+  // dV += P^T dO and dK += dS^T Q, from the registers that see some of a group of keys.
+  void add_key_gradients(const AttentionCall& call, int64_t rows, const QueryBlock& block, const Tile& tile) const {
+    over_key_runs<ROWS>(tile, rows, [&](int64_t begin, int64_t end, int first, int last) TK_LAMBDA {
+      const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH * pitch, depth = (last - first) * WIDTH;
+      if (call.dv.data)
+        product<true>(tile.weights + from, {SIZE, 1}, dout(block) + queries, pitch, dvalues + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+      if (call.dk.data)
+        product<true>(tile.gradients + from, {SIZE, 1}, q(block) + queries, pitch, dkeys + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+    });
+  }
+
+  // dQ += dS K.
+  void add_query_gradients(const QueryBlock& block, const Tile& tile) const {
+    over_query_runs(tile, [&](int n, int count) TK_LAMBDA {
+      const int64_t low = tile.low[n];
+      product<true>(tile.gradients + low * SIZE + n * WIDTH, {1, SIZE}, keys + low * pitch, pitch, dq(block) + n * WIDTH * pitch, pitch,
+                    count * WIDTH, pitch / WIDTH, tile.high[n] - low);
+    });
+  }
+
+  // lse was rounded to float32, which scales all weights of a query alike: their sum, which should be 1, tells by how much.
+  // Where one chunk holds all keys the correction comes in time for the gradients of keys too.
+  void correct(QueryBlock& block) const {
+    for (int64_t i = 0; i < block.lanes.count; ++i) {
+      const Floats inverse = splat(block.total[i] == 0.f ? 1.f : 1.f / block.total[i]);
+      block.total[i] = 1.f;
+      for (int64_t d = i * pitch; d < (i + 1) * pitch; d += WIDTH) {
+        store(q(block) + d, load(q(block) + d) * inverse), store(dout(block) + d, load(dout(block) + d) * inverse);
+        store(dq(block) + d, load(dq(block) + d) * inverse);
+      }
+    }
+  }
+
+  template <class T>
+  void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, const float* factors) const {
+    for (int64_t i = 0; i < block.lanes.count; ++i)
+      narrow_row(dq(block) + i * pitch, splat(factors[i]), call.width, row_of<T>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]));
+  }
+};
+
+#if defined(__AVX512BF16__)
+// The same in bfloat16. P^T and dS^T are rounded as rows, which multiply q and dout, and dS^T also in pairs of rows, which
+// the transposed keys multiply; dq is transposed.
+struct Pairs {
+  static constexpr int ROWS = PAIR_ROWS;
+  int64_t pitch;
+  Bfloat16 *keys, *values, *keys_transposed;  // (CHUNK + SLACK, pitch) twice, (pitch, CHUNK)
+  Bfloat16 *weights, *gradients, *rows_of_queries;  // (CHUNK, SIZE) twice, (SIZE, pitch)
+  float *dkeys, *dvalues, *gradient_pairs;    // (CHUNK + SLACK, pitch) twice, (CHUNK / 2, SIZE)
+  const TileRegisters tiles;
+
+  explicit Pairs(const Options& options) : pitch(aligned(options.pitch, PAIR_DEPTH)) {
+    const int64_t size = (CHUNK + SLACK) * pitch;
+    dkeys = scratch<float>(CHUNK_ROWS, 3 * size + (CHUNK + SIZE) * pitch / 2 + 3 * CHUNK * SIZE / 2);
+    dvalues = dkeys + size, gradient_pairs = dvalues + size;
+    keys = reinterpret_cast<Bfloat16*>(gradient_pairs + CHUNK * SIZE / 2);
+    values = keys + size, keys_transposed = values + size, rows_of_queries = keys_transposed + CHUNK * pitch;
+    weights = rows_of_queries + SIZE * pitch, gradients = weights + CHUNK * SIZE;
+  }
+  int64_t floats_of_block() const { return QueryBlock::FLOATS + 3 * SIZE * pitch; }
+  // (pitch / 2, SIZE) words, (SIZE / 2, pitch) words, both of each; (pitch, SIZE) float32
+  float* q_transposed(const QueryBlock& block) const { return block.memory; }
+  float* dout_transposed(const QueryBlock& block) const { return block.memory + SIZE * pitch / 2; }
+  float* q(const QueryBlock& block) const { return block.memory + SIZE * pitch; }
+  float* dout(const QueryBlock& block) const { return block.memory + 3 * SIZE * pitch / 2; }
+  float* dq(const QueryBlock& block) const { return block.memory + 2 * SIZE * pitch; }
+
+  void load_side(const AttentionCall& call, const Heads& tensor, int64_t batch, const Queries& lanes, uint32_t sign, float* transposed, float* pairs) const {
+    for (int64_t i = 0; i < lanes.count; ++i)
+      copy_row(row_of<const Bfloat16>(tensor, batch, lanes.head[i], lanes.query[i]), call.width, pitch, rows_of_queries + i * pitch);
+    clear_rows(lanes.count, SIZE, pitch, rows_of_queries);
+    transpose_pairs(rows_of_queries, SIZE, pitch, sign, transposed, SIZE);
+    pair_rows(rows_of_queries, SIZE, pitch, pairs);
+  }
+
+  void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const QueryBlock& block) const {
+    load_side(call, call.q, batch, block.lanes, options.scale < 0.f ? 0x80008000u : 0u, q_transposed(block), q(block));
+    load_side(call, call.dout, batch, block.lanes, 0u, dout_transposed(block), dout(block));
+    memset(dq(block), 0, sizeof(float) * SIZE * pitch);
+  }
+
+  void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key, int64_t rows) const {
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t place = row_of_key(some, key + i);
+      copy_row(row_of<const Bfloat16>(call.k, batch, kv_head, place), call.width, pitch, keys + i * pitch);
+      copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, place), call.width, pitch, values + i * pitch);
+    }
+    const int64_t all = aligned(rows, PAIR_DEPTH);
+    clear_rows(rows, all, pitch, keys), clear_rows(rows, all, pitch, values);
+    transpose_rows(keys, all, pitch, keys_transposed, CHUNK);
+  }
+
+  void score(const AttentionCall&, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
+    const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
+    pair_product<false>(keys + low * pitch, pitch, q_transposed(block) + column, SIZE, tile.weights + at_tile, SIZE, count, registers, pitch);
+    pair_product<false>(values + low * pitch, pitch, dout_transposed(block) + column, SIZE, tile.gradients + at_tile, SIZE, count, registers, pitch);
+  }
+
+  void complete(int64_t rows, Tile& tile) const {
+    for (int64_t row = 0; row < aligned(rows, PAIR_DEPTH); row += 2)
+      for (int n = 0; n < REGISTERS; ++n) {
+        Floats p[2], ds[2];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+          const bool seen = row + i >= tile.low[n] && row + i < tile.high[n];
+          const int64_t from = (row + i) * SIZE + n * WIDTH;
+          p[i] = seen ? load(tile.weights + from) : splat(0.f), ds[i] = seen ? load(tile.gradients + from) : splat(0.f);
+          store(weights + from, p[i]), store(gradients + from, ds[i]);
+        }
+        store(gradient_pairs + row / 2 * SIZE + n * WIDTH, rounded_pairs(ds[0], ds[1]));
+      }
+  }
+
+  void add_key_gradients(const AttentionCall& call, int64_t rows, const QueryBlock& block, const Tile& tile) const {
+    over_key_runs<ROWS>(tile, rows, [&](int64_t begin, int64_t end, int first, int last) TK_LAMBDA {
+      first = first / 2 * 2;
+      const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH / 2 * pitch, depth = aligned((last - first) * WIDTH, PAIR_DEPTH);
+      if (call.dv.data)
+        pair_product<true>(weights + from, SIZE, dout(block) + queries, pitch, dvalues + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+      if (call.dk.data)
+        pair_product<true>(gradients + from, SIZE, q(block) + queries, pitch, dkeys + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+    });
+  }
+
+  void add_query_gradients(const QueryBlock& block, const Tile& tile) const {
+    over_query_runs(tile, [&](int n, int count) TK_LAMBDA {
+      const int64_t low = tile.low[n] / PAIR_DEPTH * PAIR_DEPTH, depth = aligned(tile.high[n] - low, PAIR_DEPTH);
+      pair_product<true>(keys_transposed + low, CHUNK, gradient_pairs + low / 2 * SIZE + n * WIDTH, SIZE, dq(block) + n * WIDTH, SIZE, pitch, count, depth);
+    });
+  }
+
+  void correct(QueryBlock&) const {}  // operands are rounded by more than lse is
+
+  template <class T>
+  void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, const float* factors) const {
+    for (int64_t first = 0; first < block.lanes.count; first += WIDTH)
+      over_result_rows(dq(block) + first, SIZE, pitch, load(factors + first), [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
+        const int64_t i = first + lane;
+        if (i < block.lanes.count && d < call.width)
+          store_row_part(row_of<Bfloat16>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]), d, call.width, row);
+      });
+  }
+};
+#endif
+
+}  // namespace
+}  // namespace transformer_kernels::TK_LEVEL
