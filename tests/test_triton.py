@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -99,6 +100,31 @@ def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch:
     for found, served in (((8, 6), (8, 6)), ((9, 0), (9, 0)), ((10, 0), (10, 0)), ((12, 0), (8, 0)), ((12, 1), (8, 0))):
         monkeypatch.setattr(_triton, "_device_capability", lambda index, found=found: found)
         assert _triton.capability(torch.device("cuda:0")) == served
+
+
+def test_a_compilation_is_launched_again_only_where_triton_would() -> None:
+    found: list[tuple[object, ...]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments: found.append((grid, *arguments))
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+            return lambda *arguments, num_warps, num_stages: found.append(("asked", num_warps)) or Compiled()
+
+    kernel, x = Kernel(), torch.zeros(16, dtype=torch.float16)
+    same = {"pointers": (x, None), "numbers": (3, 0.5), "constants": ("a",), "num_warps": 4}
+    _triton.launch(kernel, (7,), **same)
+    _triton.launch(kernel, (8,), **same | {"numbers": (4, 0.25), "pointers": (x[8:], None)})
+    assert found[0] == ("asked", 4) and found[1][0] == (8, 1, 1) and found[1][3:] == (4, 0.25, "a")
+    for other in (
+        {"pointers": (x, x)}, {"pointers": (x.float(), None)}, {"pointers": (x[1:], None)}, {"numbers": (1 << 31, 0.5)},
+        {"numbers": (3, 1)}, {"constants": ("b",)}, {"num_warps": 8}, {"num_stages": 2},
+    ):  # fmt: skip
+        found.clear()
+        _triton.launch(kernel, (7,), **same | other)
+        assert found[0][0] == "asked", other
 
 
 def test_float32_products_follow_either_setting() -> None:

@@ -108,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument(
         "--kernels", action="store_true", help="only the kernels: verified on which GPU, or changed since"
     )
+    info.add_argument(
+        "--static", action="store_true", help="only what compilers made of the Triton kernels: instructions and bounds"
+    )
     commands.add_parser("bench", help="run the benchmarks (from a source checkout)", add_help=False)
     commands.add_parser("kernels", help="compile the kernels ahead of time and report on them", add_help=False)
     return parser
@@ -458,6 +461,11 @@ def _info(chosen: argparse.Namespace) -> None:
         from transformer_kernels.reports.status import verification
 
         print("\n".join(verification()))
+        return
+    if chosen.static:
+        from transformer_kernels.reports import static
+
+        print(static.page(static.recorded()), end="")
         return
     from transformer_kernels.reports.installation import describe_installation
 

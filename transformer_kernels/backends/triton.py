@@ -57,6 +57,43 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    pointers: tuple[torch.Tensor | None, ...],
+    numbers: tuple[float, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    num_stages: int = 1,
+) -> None:
+    """`kernel[grid](*pointers, *numbers, *constants)`, in less time where the same compilation was launched before.
+
+    Triton looks at every argument again for what it may specialise. Numbers that a kernel does not specialise decide by
+    their type and by whether they fit 32 bits, pointers by their type and by whether they are multiples of 16 bytes;
+    where all fit and all are, what it compiled is launched as it is.
+    """
+    addresses, types = 0, []
+    for x in pointers:
+        types.append(None if x is None else x.dtype)
+        addresses |= 0 if x is None else x.data_ptr()
+    if addresses % 16 or max(numbers) >= 1 << 31:
+        kernel[grid](*pointers, *numbers, *constants, num_warps=num_warps, num_stages=num_stages)
+        return
+    first = next(x for x in pointers if x is not None)
+    key = (id(kernel), first.device, constants, num_warps, num_stages, *types, *map(type, numbers))
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)[:3]](*pointers, *numbers, *constants)
+        return
+    compiled = kernel[grid](*pointers, *numbers, *constants, num_warps=num_warps, num_stages=num_stages)
+    if compiled is not None:  # the interpreter compiles nothing
+        _COMPILED[key] = compiled
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+"""What was launched, by kernel (each lives as long as its module), device, constants, and what else decides."""
+
+
 @functools.cache
 def interpreting() -> bool:
     """Whether Triton was imported with TRITON_INTERPRET=1, so that kernels run on CPU tensors."""

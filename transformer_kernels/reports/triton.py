@@ -29,6 +29,7 @@ from transformer_kernels.backends.triton import load
 from transformer_kernels.ops import WITH_KERNELS
 from transformer_kernels.reports import row_calls
 from transformer_kernels.reports.launches import Launch, record
+from transformer_kernels.reports.machine_code import Loop, loops_of, programs_of
 
 MODULE = "transformer_kernels.reports.triton"
 OPERATIONS = tuple(
@@ -61,6 +62,8 @@ class KernelReport:
     wide_loads: int
     wide_stores: int
     instructions: int
+    programs: int
+    loops: tuple[Loop, ...]
     failures: tuple[str, ...]
 
 
@@ -123,6 +126,7 @@ def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
     cubin, shared, ptx = compile_launch(launch)
     usage, sass = disassemble(cubin)
     counts = Counter(INSTRUCTION.findall(sass))
+    num_warps = launch.options["num_warps"]
 
     def count(pattern: str) -> int:
         return sum(number for name, number in counts.items() if re.match(pattern, name))
@@ -130,7 +134,7 @@ def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
     report = KernelReport(
         name=launch.name,
         capability=launch.capability,
-        num_warps=launch.options["num_warps"],
+        num_warps=num_warps,
         registers=usage["REG"],
         stack=usage["STACK"],
         spills=count(r"(LDL|STL)\b"),
@@ -140,6 +144,8 @@ def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
         wide_loads=count(WIDE_LOADS),
         wide_stores=count(WIDE_STORES),
         instructions=sum(counts.values()),
+        programs=programs_of(usage["REG"], shared, num_warps, launch.capability),
+        loops=tuple(loops_of(sass, num_warps, launch.capability)),
         failures=(),
     )
     return dataclasses.replace(report, failures=failures(report, gates) + serialised(ptx))
@@ -165,12 +171,12 @@ def failures(report: KernelReport, gates: Iterable[str]) -> tuple[str, ...]:
 
 
 def examine_all(operations: Sequence[str], matching: str, jobs: int, every: int = 1) -> list[KernelReport]:
-    """Reports of every n-th launch of `operations` whose name contains `matching`, in the order of the calls."""
+    """Reports of every n-th launch of `operations` whose name `matching` is found in, in the order of the calls."""
     work = [
         (operation, index)
         for operation in operations
         for index, launch in enumerate(_launches(operation))
-        if index % every == 0 and matching in launch.name
+        if index % every == 0 and re.search(matching, launch.name)
     ]
     if jobs == 1:
         return [_examine_listed(item) for item in work]
@@ -192,7 +198,14 @@ def report(
         raise RuntimeError(f"kernel report: compilation failed\n{finished.stderr[-4000:]}")
     rows = json.loads(finished.stdout.splitlines()[-1])
     return [
-        KernelReport(**{**row, "capability": tuple(row["capability"]), "failures": tuple(row["failures"])})
+        KernelReport(
+            **{
+                **row,
+                "capability": tuple(row["capability"]),
+                "loops": tuple(Loop(**loop) for loop in row["loops"]),
+                "failures": tuple(row["failures"]),
+            }
+        )
         for row in rows
     ]
 
@@ -220,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "operations", nargs="*", metavar="operation", help=f"some of {', '.join(OPERATIONS)}; all by default"
     )
-    parser.add_argument("--matching", default="", help="only launches whose name contains this")
+    parser.add_argument("--matching", default="", help="only launches in whose name this regular expression is found")
     parser.add_argument("--every", type=int, default=1, help="only every n-th launch of an operation")
     parser.add_argument("--jobs", type=int, default=_default_jobs(), help="processes that compile side by side")
     parser.add_argument(

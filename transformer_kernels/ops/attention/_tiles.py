@@ -131,7 +131,7 @@ QUERY_GRADIENT: Rows = {
 QUERY_GRADIENT_HEAVY: Rows = {
     (HOPPER, HALF): (
         (64, Tile(128, 64, 32, 8, 3)),
-        (128, Tile(128, 32, 16, 8, 2)),
+        (128, Tile(128, 32, 32, 8, 2)),
         (256, Tile(16, 32, 16, 8, 2)),
     ),
     (AMPERE, HALF): (

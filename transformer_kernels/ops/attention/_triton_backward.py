@@ -147,6 +147,7 @@ def attention_backward_query_kernel(
     mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window, right)
     bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
     dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
+    span = key_blocks(first_row, mask, OPTIONS)  # before any tile is held: a padding mask takes many registers
 
     out_rows = output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS)
     dout_rows = head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
@@ -166,7 +167,6 @@ def attention_backward_query_kernel(
     queries = Queries(dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), lse, delta, 1.0, first_row)
     gradient = QueryGradient(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32))
     score_scale = scale * score_unit(NATURAL)
-    span = key_blocks(first_row, mask, OPTIONS)
     for key in range(span.full_start, span.full_end, OPTIONS.BLOCK_N):
         gradient = query_gradient_block(gradient, queries, key, k, v, mask, bias, dropout, score_scale, False, OPTIONS)
     for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
