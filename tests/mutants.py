@@ -240,6 +240,18 @@ MUTANTS = [
         "tests/ops/test_attention_cuda.py -k sm90",
     ),
     Mutant(
+        "csrc/emulation/tensor_core.cpp",
+        "architecture < 90 ? 24 : 25",
+        "24",
+        "tests/emulation/test_conformance.py -k 90",
+    ),
+    Mutant(
+        "csrc/emulation/proxies.cpp",
+        "known[writer] <= mine.its_fences",
+        "proxies.known[writer][writer] <= mine.its_fences",
+        "tests/emulation/test_planted_bugs.py -k after_fence",
+    ),
+    Mutant(
         "csrc/ops/cross_entropy_forward.cuh",
         "if (column + i < classes) distance += score;",
         "distance += score;",

@@ -78,7 +78,8 @@ Thread& next_thread(Block& block) {
   if (block.cancelled) return next_to_cancel(block);
   if (Thread* thread = pick(block)) return *thread;
   if (block.live == 0) return block.host;
-  fail("deadlock: %u threads wait, %u have exited:%s", block.live, block.exited, describe_waiting(block).c_str());
+  const std::string waiting = describe_waiting(block) + describe_barriers(block);
+  fail("deadlock: %u threads wait, %u have exited:%s", block.live, block.exited, waiting.c_str());
 }
 
 void open_barrier(Barrier& barrier) {
@@ -121,10 +122,10 @@ void fiber_main() {
   for (;;) {  // a fiber lives on from block to block
     Block& block = current_block();
     Thread& self = current_thread();
-    order_after(&block.start_order);
+    tell_order_after(&block.start_order);
     self.started = true;
     run_kernel_in_fiber(block, self);
-    order_before(&block.end_order);
+    tell_order_before(&block.end_order);
     self.exited = true;
     --block.live;
     ++block.exited;
@@ -292,6 +293,7 @@ void BlockRunner::prepare(const LaunchRequest& request, const std::function<void
   block.thread_count = request.block.x * request.block.y * request.block.z;
   block.warp_count = (block.thread_count + 31) / 32;
   block.shared_bytes = request.shared_bytes;
+  block.architecture = emulated_architecture();
   block.kernel = &kernel;
   block.schedule = schedule;
   block.counters = Counters{};
@@ -304,7 +306,7 @@ void BlockRunner::prepare(const LaunchRequest& request, const std::function<void
     create_fiber(thread->fiber, fiber_main);
     block.threads.push_back(std::move(thread));
   }
-  order_before(&block.start_order);
+  tell_order_before(&block.start_order);
 }
 
 void BlockRunner::seed_schedule(uint64_t block_number) {
@@ -349,7 +351,8 @@ void BlockRunner::run_block(uint64_t block_number) {
     make_ready(thread);
   }
   jump(*pick(block));
-  order_after(&block.end_order);
+  tell_order_after(&block.end_order);
+  close_hopper(block);
   close_shared_memory(block);
   count(BLOCKS);
   current_block_pointer = nullptr;

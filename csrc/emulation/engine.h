@@ -104,6 +104,7 @@ struct Block {
   unsigned reshuffle_period = 64;
   char* shared = nullptr;
   size_t shared_bytes = 0;
+  int architecture = 0;
   std::vector<SharedPiece> pieces;
   const std::function<void()>* kernel = nullptr;
   char start_order = 0, end_order = 0;  // ThreadSanitizer's handles
@@ -132,6 +133,10 @@ void warp_collective(uint32_t mask, const char* name, void* operands, Combine co
 void open_shared_memory(Block& block);
 void close_shared_memory(Block& block);
 void free_shared_memory(Block& block);
+
+// hopper.cpp, for the engine
+std::string describe_barriers(const Block& block);  // those that threads wait at
+void close_hopper(Block& block);                    // finds what is still under way
 
 struct LaunchRequest {
   const char* name;

@@ -1,28 +1,43 @@
 // mbarrier, bulk tensor copies and wgmma, with the layouts of the PTX ISA.
 #include "hopper.h"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "engine.h"
 #include "half_types.h"
 #include "memory.h"
 #include "sanitizers.h"
+#include "tensor_core.h"
 
 namespace emulation {
 namespace {
 
 constexpr unsigned GROUP = 128;
 constexpr int BOX_COLUMNS = 64;  // of 16 bits
+constexpr uint32_t ACCUMULATOR_POISON = 0xffffffff;  // NaN
 
 struct Mbarrier {  // its 8 bytes in shared memory
   uint16_t arrivals, missing;
   int32_t phase_and_bytes;  // bit 0: parity of the phase under way; above: bytes still to come
+
+  int parity() const { return phase_and_bytes & 1; }
+  int bytes() const { return phase_and_bytes >> 1; }
 };
 static_assert(sizeof(Mbarrier) == 8, "an mbarrier has 8 bytes");
+constexpr int MAX_ARRIVALS = 0xfffe, MAX_BYTES = (1 << 20) - 1;
+
+struct InitialisedBarrier {
+  uint64_t* barrier;
+  unsigned thread;
+  bool fenced;
+};
 
 struct TensorCopy {
   char* destination;
@@ -31,10 +46,21 @@ struct TensorCopy {
   uint64_t* barrier;
 };
 
+// The accumulators of a warp group while products work on them; the threads' registers hold poison meanwhile.
+struct Accumulators {
+  float* registers[GROUP];
+  int n;
+  unsigned last_group;        // of products
+  std::vector<float> values;  // [64][n]
+};
+
 struct Product {
-  WgmmaOperands operands[GROUP];
-  uint32_t registers[GROUP][4];
+  WgmmaOperands common;
+  const uint32_t* a[GROUP];
+  uint32_t a_at_start[GROUP][4];
+  std::vector<uint16_t> shared_at_start;  // the operands in shared memory, by chunks of eight
   unsigned group;
+  Accumulators* d;
 };
 
 struct WarpGroup {
@@ -42,15 +68,24 @@ struct WarpGroup {
   const char* meeting_for = "";
   const WgmmaOperands* operands[GROUP] = {};
   std::deque<std::unique_ptr<Product>> products;
+  std::vector<std::unique_ptr<Accumulators>> accumulators;
   unsigned open_group = 0;
   unsigned commits = 0;
-  bool fenced = false;
+  bool fenced[GROUP] = {};
+  int registers = 0;   // by set_registers
   uint64_t order = 0;  // ThreadSanitizer's handle
+};
+
+struct Waiting {
+  Thread* thread;
+  uint64_t* barrier;
+  int parity;
 };
 
 struct Hopper {
   std::deque<TensorCopy> copies;
-  std::vector<Thread*> waiting;  // at any mbarrier
+  std::vector<InitialisedBarrier> barriers;
+  std::vector<Waiting> waiting;  // at any mbarrier
   WarpGroup groups[MAX_WARPS / 4];
 };
 
@@ -61,26 +96,46 @@ Hopper& state() {
 }
 
 void wake_waiting(Hopper& hopper) {
-  for (Thread* thread : hopper.waiting) make_ready(*thread);
+  for (const Waiting& waiting : hopper.waiting) make_ready(*waiting.thread);
   hopper.waiting.clear();
 }
 
+Mbarrier& contents(uint64_t* barrier) { return *reinterpret_cast<Mbarrier*>(barrier); }
+
+// Barriers are numbered as they were initialised.
+std::string describe(const Hopper& hopper, uint64_t* barrier) {
+  size_t number = 0;
+  while (number < hopper.barriers.size() && hopper.barriers[number].barrier != barrier) ++number;
+  const Mbarrier& mine = contents(barrier);
+  return "mbarrier " + std::to_string(number) + " (phase of parity " + std::to_string(mine.parity()) + ", " +
+         std::to_string(mine.missing) + " of " + std::to_string(mine.arrivals) + " arrivals and " +
+         std::to_string(mine.bytes()) + " bytes missing)";
+}
+
 Mbarrier& checked(uint64_t* barrier) {
-  shared_address(barrier);
+  check_taken(barrier, sizeof *barrier, "an mbarrier");
   if (reinterpret_cast<uintptr_t>(barrier) % 8) fail("an mbarrier must lie on 8 bytes");
-  auto& result = *reinterpret_cast<Mbarrier*>(barrier);
+  Mbarrier& result = contents(barrier);
   if (result.arrivals == 0xffff) fail("an mbarrier is used before its initialisation");
   return result;
 }
 
-void finish_phase_if_complete(Mbarrier& barrier) {
-  if (barrier.missing || barrier.phase_and_bytes >> 1) return;
-  barrier.phase_and_bytes ^= 1;
-  barrier.missing = barrier.arrivals;
+void finish_phase_if_complete(uint64_t* barrier) {
+  Mbarrier& mine = contents(barrier);
+  if (mine.missing) return;
+  if (mine.bytes() < 0) fail("more bytes were copied than expected: %s", describe(state(), barrier).c_str());
+  if (mine.bytes()) return;
+  mine.phase_and_bytes ^= 1;
+  mine.missing = mine.arrivals;
   wake_waiting(state());
 }
 
-void add_bytes(Mbarrier& barrier, int bytes) { barrier.phase_and_bytes += bytes * 2; }
+void add_bytes(uint64_t* barrier, int bytes) {
+  Mbarrier& mine = contents(barrier);
+  const int sum = mine.bytes() + bytes;
+  if (sum > MAX_BYTES || sum < -MAX_BYTES) fail("an mbarrier counts at most %d bytes: %s", MAX_BYTES, describe(state(), barrier).c_str());
+  mine.phase_and_bytes = sum * 2 + mine.parity();
+}
 
 // The 128-byte swizzle: 16-byte chunk c of row r of a 1024-byte group lies at chunk c ^ r.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
@@ -88,7 +143,7 @@ uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; 
 char* at_address(uint32_t address) { return current_block().shared + address; }
 
 void land(const TensorCopy& copy) {
-  order_after(copy.barrier);  // whoever lands the copy acts after the thread that started it
+  tell_order_after(copy.barrier);  // whoever lands the copy acts after the thread that started it
   const uint32_t base = shared_address(copy.destination);
   for (unsigned row = 0; row < copy.map.box_rows; ++row) {
     const int64_t place[4] = {copy.place[0], copy.place[1] + static_cast<int64_t>(row), copy.place[2], copy.place[3]};
@@ -98,21 +153,23 @@ void land(const TensorCopy& copy) {
     for (int axis = 0; axis < 4; ++axis) source += place[axis] * copy.map.strides[axis];
     for (int column = 0; column < BOX_COLUMNS; column += 8) {
       char* chunk = at_address(swizzled(base + row * 128 + static_cast<unsigned>(column) * 2));
-      const bool exists = inside && place[0] + column < copy.map.sizes[0];
+      // Columns outside are zeros, also within a chunk.
+      const int64_t columns = inside ? std::clamp<int64_t>(copy.map.sizes[0] - place[0] - column, 0, 8) : 0;
+      const auto bytes = static_cast<size_t>(columns) * 2;
       note_write(chunk, 16);
-      if (exists) note_read(source + 2 * column, 16);
+      if (bytes) note_read(source + 2 * column, bytes);
       const IgnoreAccesses ignore;
-      if (exists)
-        std::memcpy(chunk, source + 2 * column, 16);
-      else
-        std::memset(chunk, 0, 16);
+      if (bytes) std::memcpy(chunk, source + 2 * column, bytes);
+      std::memset(chunk + bytes, 0, 16 - bytes);
     }
   }
-  order_before(copy.barrier);
+  tell_order_before(copy.barrier);
+  const size_t bytes = copy.map.box_rows * size_t{BOX_COLUMNS} * 2;
+  note_async_store(copy.destination, bytes);
   const IgnoreAccesses ignore;
-  Mbarrier& barrier = checked(copy.barrier);
-  add_bytes(barrier, -static_cast<int>(copy.map.box_rows) * BOX_COLUMNS * 2);
-  finish_phase_if_complete(barrier);
+  checked(copy.barrier);
+  add_bytes(copy.barrier, -static_cast<int>(bytes));
+  finish_phase_if_complete(copy.barrier);
 }
 
 void land_one(Hopper& hopper) {
@@ -157,145 +214,206 @@ const char* element_address(uint64_t descriptor, int row, int column) {
       swizzled(start + r / 8 * between_groups + r % 8 * 128 + c / BOX_COLUMNS * between_panels + c % BOX_COLUMNS * 2));
 }
 
-uint16_t element(uint64_t descriptor, int row, int column) {
-  uint16_t value;
-  std::memcpy(&value, element_address(descriptor, row, column), 2);
-  return value;
-}
-
-// Every operand in shared memory must have been written by the copy engine, or be fenced.
-void check_operands(const WgmmaOperands& common) {
-  for (int k = 0; k < 16; k += 8)
-    for (int row = 0; row < 64 && !common.a; ++row)
-      check_fenced(element_address(common.a_descriptor, row, k), 16, "wgmma");
+// Every 16-byte chunk of the operands in shared memory, in order: f(address), first those of a.
+template <class F> void for_chunks(const WgmmaOperands& common, F f) {
+  for (int row = 0; row < 64 && !common.a; ++row)
+    for (int k = 0; k < 16; k += 8) f(element_address(common.a_descriptor, row, k));
   const int rows = common.b_summed_along_rows ? 16 : common.n, columns = common.b_summed_along_rows ? common.n : 16;
   for (int row = 0; row < rows; ++row)
-    for (int column = 0; column < columns; column += 8)
-      check_fenced(element_address(common.b_descriptor, row, column), 16, "wgmma");
+    for (int column = 0; column < columns; column += 8) f(element_address(common.b_descriptor, row, column));
 }
 
-void note_operands_read(const Product& product) {
-  const WgmmaOperands& common = product.operands[0];
-  for (int k = 0; k < 16; ++k) {
-    for (int row = 0; row < 64 && !common.a; ++row) note_read(element_address(common.a_descriptor, row, k), 2);
-    for (int n = 0; n < common.n; ++n)
-      note_read(common.b_summed_along_rows ? element_address(common.b_descriptor, k, n)
-                                           : element_address(common.b_descriptor, n, k),
-                2);
-  }
+// Takes what is in shared memory; it must have been written by the copy engine, or be fenced.
+void take_shared_operands(Product& product, unsigned first_thread) {
+  const KnownFences known = fences_known_to(first_thread, GROUP);
+  for_chunks(product.common, [&](const char* chunk) {
+    check_taken(chunk, 16, "wgmma");
+    check_fenced(chunk, 16, known, "wgmma");
+    product.shared_at_start.resize(product.shared_at_start.size() + 8);
+    std::memcpy(&*product.shared_at_start.end() - 8, chunk, 16);
+  });
+}
+
+void check_operands_unchanged(const Product& product) {
+  const uint16_t* at_start = product.shared_at_start.data();
+  for_chunks(product.common, [&](const char* chunk) {
+    note_read(chunk, 16);
+    const IgnoreAccesses ignore;
+    if (std::memcmp(chunk, at_start, 16)) fail("an operand of wgmma in shared memory changed before wgmma.wait_group");
+    at_start += 8;
+  });
+  for (unsigned i = 0; i < GROUP && product.common.a; ++i)
+    for (int e = 0; e < 4; ++e)
+      if (product.a[i][e] != product.a_at_start[i][e])
+        fail("a register operand of wgmma changed in thread %u of the warp group before wgmma.wait_group", i);
 }
 
 void execute(const Product& product) {
-  note_operands_read(product);
-  const IgnoreAccesses ignore;
-  const WgmmaOperands& common = product.operands[0];
+  check_operands_unchanged(product);
+  const WgmmaOperands& common = product.common;
   const auto to_float = [&](uint16_t bits) { return common.is_float16 ? half_to_float(bits) : bfloat_to_float(bits); };
-  std::vector<float> a(64 * 16), b(16 * static_cast<size_t>(common.n)), row_of_d(static_cast<size_t>(common.n));
-  for (int row = 0; row < 64; ++row)
-    for (int k = 0; k < 16; ++k) {
-      if (common.a) {
-        const int lane = row % 8 * 4 + k % 8 / 2;
-        const uint32_t pair = product.registers[row / 16 * 32 + lane][row % 16 / 8 + k / 8 * 2];
-        a[row * 16 + k] = to_float(static_cast<uint16_t>(k % 2 ? pair >> 16 : pair));
-      } else {
-        a[row * 16 + k] = to_float(element(common.a_descriptor, row, k));
-      }
+  const size_t n = static_cast<size_t>(common.n);
+  std::vector<float> a(64 * 16), b(16 * n);
+  const uint16_t* shared = product.shared_at_start.data();
+  for (size_t row = 0; row < 64; ++row)
+    for (size_t k = 0; k < 16; ++k) {
+      const uint32_t pair = product.a_at_start[row / 16 * 32 + row % 8 * 4 + k % 8 / 2][row % 16 / 8 + k / 8 * 2];
+      a[row * 16 + k] = to_float(common.a ? static_cast<uint16_t>(k % 2 ? pair >> 16 : pair) : *shared++);
     }
-  for (int k = 0; k < 16; ++k)
-    for (int n = 0; n < common.n; ++n)
-      b[k * common.n + n] = to_float(common.b_summed_along_rows ? element(common.b_descriptor, k, n)
-                                                                : element(common.b_descriptor, n, k));
-  const auto d = [&](int row, int n) -> float& {
-    const int thread = row / 16 * 32 + row % 8 * 4 + n % 8 / 2;
-    return product.operands[thread].d[n / 8 * 4 + row % 16 / 8 * 2 + n % 2];
-  };
-  for (int row = 0; row < 64; ++row) {
-    for (int n = 0; n < common.n; ++n) row_of_d[n] = common.accumulate ? d(row, n) : 0.0f;
-    for (int k = 0; k < 16; ++k)
-      for (int n = 0; n < common.n; ++n) row_of_d[n] += a[row * 16 + k] * b[k * common.n + n];
-    for (int n = 0; n < common.n; ++n) d(row, n) = row_of_d[n];
+  for (size_t i = 0; i < 16 * n; ++i)
+    b[common.b_summed_along_rows ? i : i % 16 * n + i / 16] = to_float(shared[i]);
+  std::vector<float>& d = product.d->values;
+  if (!common.accumulate) std::fill(d.begin(), d.end(), 0.0f);
+  multiply_add(current_block().architecture, common.is_float16 ? Operand::FLOAT16 : Operand::BFLOAT16, 64, common.n, 16,
+               a.data(), b.data(), d.data());
+}
+
+// f(element of d, where that thread holds it): accumulators lie in a warp as those of mma.m16n8k16.
+template <class F> void for_accumulators(Accumulators& d, F f) {
+  for (int row = 0; row < 64; ++row)
+    for (int n = 0; n < d.n; ++n) {
+      const int thread = row / 16 * 32 + row % 8 * 4 + n % 8 / 2;
+      f(d.values[static_cast<size_t>(row * d.n + n)], d.registers[thread][n / 8 * 4 + row % 16 / 8 * 2 + n % 2], thread);
+    }
+}
+
+Accumulators& take_accumulators(WarpGroup& group) {
+  const WgmmaOperands& first = *group.operands[0];
+  for (const auto& taken : group.accumulators)
+    if (taken->registers[0] == first.d && taken->n == first.n) return *taken;
+  auto mine = std::make_unique<Accumulators>();
+  mine->n = first.n;
+  mine->values.resize(static_cast<size_t>(64 * first.n));
+  for (unsigned i = 0; i < GROUP; ++i) mine->registers[i] = group.operands[i]->d;
+  for_accumulators(*mine, [](float& value, float& held, int) {
+    value = held;
+    held = bit_cast<float>(ACCUMULATOR_POISON);
+  });
+  group.accumulators.push_back(std::move(mine));
+  return *group.accumulators.back();
+}
+
+// Gives back those that no product up to `finished` groups is left for.
+void give_accumulators(WarpGroup& group, unsigned finished) {
+  for (auto& taken : group.accumulators) {
+    if (taken->last_group >= finished) continue;
+    for_accumulators(*taken, [](float& value, float& held, int thread) {
+      if (bit_cast<uint32_t>(held) != ACCUMULATOR_POISON)
+        fail("an accumulator of wgmma was written in thread %d of the warp group before wgmma.wait_group", thread);
+      held = value;
+    });
+    taken.reset();
   }
+  group.accumulators.erase(std::remove(group.accumulators.begin(), group.accumulators.end(), nullptr),
+                           group.accumulators.end());
+}
+
+void start_product(WarpGroup& group) {
+  count(MATRIX_MULTIPLIES);
+  auto product = std::make_unique<Product>();
+  product->group = group.open_group;
+  product->common = *group.operands[0];
+  for (unsigned i = 0; i < GROUP; ++i) {
+    const WgmmaOperands &mine = *group.operands[i], &first = *group.operands[0];
+    if (mine.a_descriptor != first.a_descriptor || mine.b_descriptor != first.b_descriptor ||
+        mine.accumulate != first.accumulate || mine.n != first.n)
+      fail("wgmma: operands differ within the warp group");
+    if (!group.fenced[i]) fail("wgmma without a wgmma.fence before it in thread %u of the warp group", i);
+    product->a[i] = mine.a;
+    if (mine.a) std::memcpy(product->a_at_start[i], mine.a, sizeof product->a_at_start[i]);
+  }
+  take_shared_operands(*product, current_thread().warp / 4 * GROUP);
+  product->d = &take_accumulators(group);
+  product->d->last_group = group.open_group;
+  group.products.push_back(std::move(product));
 }
 
 }  // namespace
 
 TensorMap encode_tensor_map(const void* data, std::array<int64_t, 4> sizes, std::array<int64_t, 4> strides,
                             unsigned box_rows) {
-  if (reinterpret_cast<uintptr_t>(data) % 16) throw std::runtime_error("a tensor map needs a 16-byte aligned address");
+  const auto need = [](bool right, const char* what) {
+    if (!right) throw std::runtime_error(std::string("a tensor map needs ") + what);
+  };
+  need(reinterpret_cast<uintptr_t>(data) % 16 == 0, "an address on 16 bytes");
+  for (int axis = 0; axis < 4; ++axis)
+    need(sizes[axis] >= 1 && sizes[axis] <= int64_t{1} << 32, "sizes from 1 to 2^32");
   for (int axis = 1; axis < 4; ++axis)
-    if (strides[axis] % 16 || strides[axis] < 0 || strides[axis] >= int64_t{1} << 40)
-      throw std::runtime_error("a tensor map needs strides that are multiples of 16 bytes below 2^40");
-  if (box_rows > 256) throw std::runtime_error("a tensor map's box has at most 256 rows");
+    need(strides[axis] % 16 == 0 && strides[axis] >= 0 && strides[axis] < int64_t{1} << 40,
+         "strides that are multiples of 16 bytes below 2^40");
+  need(box_rows >= 1 && box_rows <= 256, "a box of 1 to 256 rows");
   return {static_cast<char*>(const_cast<void*>(data)), sizes, strides, box_rows};
 }
 
 void mbarrier_init(uint64_t* barrier, int arrivals) {
   const IgnoreAccesses ignore;
-  shared_address(barrier);
-  *reinterpret_cast<Mbarrier*>(barrier) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
+  check_taken(barrier, sizeof *barrier, "an mbarrier");
+  Hopper& hopper = state();
+  for (const InitialisedBarrier& known : hopper.barriers)
+    if (known.barrier == barrier) fail("initialised for the second time: %s", describe(hopper, barrier).c_str());
+  if (arrivals < 1 || arrivals > MAX_ARRIVALS) fail("an mbarrier cannot wait for %d arrivals", arrivals);
+  contents(barrier) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
+  hopper.barriers.push_back({barrier, current_thread().linear, false});
+}
+
+void fence_mbarrier_init() {
+  for (InitialisedBarrier& known : state().barriers) known.fenced |= known.thread == current_thread().linear;
 }
 
 void mbarrier_arrive(uint64_t* barrier, int expected_bytes) {
   order_before(barrier);
   const IgnoreAccesses ignore;
   Mbarrier& mine = checked(barrier);
-  if (!mine.missing) fail("an mbarrier gets more arrivals than its initialisation announced");
-  add_bytes(mine, expected_bytes);
+  if (!mine.missing) fail("more arrivals than the initialisation announced: %s", describe(state(), barrier).c_str());
+  add_bytes(barrier, expected_bytes);
   --mine.missing;
-  finish_phase_if_complete(mine);
+  finish_phase_if_complete(barrier);
 }
 
 void mbarrier_wait(uint64_t* barrier, int parity) {
-  while ((checked(barrier).phase_and_bytes & 1) == parity) {
+  if (parity != 0 && parity != 1) fail("a wait for parity %d of an mbarrier: there are 0 and 1", parity);
+  while (checked(barrier).parity() == parity) {
     Hopper& hopper = state();
     if (!hopper.copies.empty()) {  // those who wait drive the copy engine
       land_one(hopper);
       continue;
     }
     const IgnoreAccesses ignore;
-    hopper.waiting.push_back(&current_thread());
+    hopper.waiting.push_back({&current_thread(), barrier, parity});
     wait_for_turn("an mbarrier");
   }
   order_after(barrier);
 }
 
 void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> place, uint64_t* barrier) {
+  const size_t bytes = map.box_rows * size_t{BOX_COLUMNS} * 2;
+  if (place[0] < 0) fail("a tensor copy from column %d is not emulated", place[0]);
   if (shared_address(shared) % 1024) fail("a swizzled tensor copy needs a destination on 1024 bytes");
+  check_taken(shared, bytes, "a tensor copy");
   checked(barrier);
-  const size_t bytes = map.box_rows * BOX_COLUMNS * 2;
-  check_fenced(shared, bytes, "a tensor copy");
+  const unsigned self = current_thread().linear;
+  Hopper& hopper = state();
+  for (const InitialisedBarrier& known : hopper.barriers)
+    if (known.barrier == barrier && !known.fenced)
+      fail("a tensor copy counts on an mbarrier that was initialised without barrier_init_fence");
+  check_fenced(shared, bytes, fences_known_to(self, 1), "a tensor copy");
   note_write(shared, bytes);
   order_before(barrier);
   const IgnoreAccesses ignore;
   std::memset(shared, 0xff, bytes);  // NaN until it lands
-  Hopper& hopper = state();
+  note_async_store(shared, bytes);
   count(ASYNC_COPY_BYTES, bytes);
   hopper.copies.push_back({static_cast<char*>(shared), map, place, barrier});
   wake_waiting(hopper);
 }
 
-void wgmma_fence() { my_group().fenced = true; }
+void wgmma_fence() { my_group().fenced[current_thread().linear % GROUP] = true; }
 
 void wgmma(const WgmmaOperands& operands) {
-  order_before(&my_group().order);
+  if (current_block().architecture != 90) fail("wgmma exists on sm_90 only; this is sm_%d", current_block().architecture);
+  tell_order_before(&my_group().order);
   const IgnoreAccesses ignore;
-  if (!my_group().fenced) fail("wgmma without a wgmma.fence before it");
-  meet("wgmma", &operands, [](WarpGroup& group) {
-    count(MATRIX_MULTIPLIES);
-    auto product = std::make_unique<Product>();
-    product->group = group.open_group;
-    for (unsigned i = 0; i < GROUP; ++i) {
-      const WgmmaOperands& mine = *group.operands[i];
-      const WgmmaOperands& first = *group.operands[0];
-      if (mine.a_descriptor != first.a_descriptor || mine.b_descriptor != first.b_descriptor ||
-          mine.accumulate != first.accumulate || mine.n != first.n)
-        fail("wgmma: operands differ within the warp group");
-      product->operands[i] = mine;
-      if (mine.a) std::memcpy(product->registers[i], mine.a, sizeof product->registers[i]);
-    }
-    check_operands(product->operands[0]);
-    group.products.push_back(std::move(product));
-  });
+  meet("wgmma", &operands, start_product);
 }
 
 void wgmma_commit() {
@@ -305,17 +423,57 @@ void wgmma_commit() {
 
 void wgmma_wait(int pending) {
   WarpGroup& group = my_group();
-  order_before(&group.order);
+  tell_order_before(&group.order);
   meet("wgmma.wait_group", nullptr, [pending](WarpGroup& mine) {
-    order_after(&mine.order);
-    while (!mine.products.empty() && mine.products.front()->group + static_cast<unsigned>(pending) < mine.open_group) {
+    tell_order_after(&mine.order);
+    const unsigned finished = mine.open_group - std::min(mine.open_group, static_cast<unsigned>(pending));
+    for (; !mine.products.empty() && mine.products.front()->group < finished; mine.products.pop_front())
       execute(*mine.products.front());
-      mine.products.pop_front();
-    }
-    mine.fenced = false;
-    order_before(&mine.order);
+    give_accumulators(mine, finished);
+    std::fill(std::begin(mine.fenced), std::end(mine.fenced), false);
+    tell_order_before(&mine.order);
   });
-  order_after(&group.order);
+  tell_order_after(&group.order);
+}
+
+void set_registers(int count) {
+  const Block& block = current_block();
+  Hopper& hopper = state();
+  WarpGroup& mine = my_group();
+  if (count % 8 || count < 24 || count > 256) fail("setmaxnreg: %d registers are not a multiple of 8 from 24 to 256", count);
+  mine.registers = count;
+  // What the block was started with: a share of 65,536 registers in steps of 8 a thread.
+  const unsigned start = 65536 / block.thread_count / 8 * 8;
+  unsigned sum = 0;
+  for (unsigned group = 0; group < block.warp_count / 4; ++group)
+    sum += hopper.groups[group].registers ? static_cast<unsigned>(hopper.groups[group].registers) : 0;
+  if (sum * GROUP > start * block.thread_count)
+    fail("setmaxnreg: the warp groups ask for %u registers, the block has %u", sum * GROUP, start * block.thread_count);
+}
+
+std::string describe_barriers(const Block& block) {
+  if (!block.hopper) return "";
+  const Hopper& hopper = *static_cast<const Hopper*>(block.hopper.get());
+  std::string text;
+  const uint64_t* last = nullptr;
+  for (const Waiting& waiting : hopper.waiting) {
+    if (waiting.barrier == last) continue;
+    last = waiting.barrier;
+    text += " thread " + std::to_string(waiting.thread->linear) + " waits for parity " + std::to_string(waiting.parity) +
+            " of " + describe(hopper, waiting.barrier) + ";";
+  }
+  return text;
+}
+
+void close_hopper(Block& block) {
+  if (!block.hopper || !block.error.empty()) return;
+  const Hopper& hopper = *static_cast<const Hopper*>(block.hopper.get());
+  if (!hopper.copies.empty()) block.error = "the block ends with tensor copies under way";
+  for (const WarpGroup& group : hopper.groups)
+    if (!group.products.empty()) block.error = "the block ends with wgmma under way";
+  for (const InitialisedBarrier& known : hopper.barriers)
+    if (block.error.empty() && contents(known.barrier).bytes())
+      block.error = "the block ends while bytes are expected: " + describe(hopper, known.barrier);
 }
 
 }  // namespace emulation

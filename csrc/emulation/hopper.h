@@ -1,10 +1,13 @@
 // What primitives/hopper.h calls on the CPU: mbarrier, bulk tensor copies and wgmma. Copies land and products happen no
 // earlier than somebody waits for them, copies in random order under random schedules: who does not wait sees poison or
-// old values.
+// old values. Accumulators are poison from the product that takes them to the wait; they, register operands and operands
+// in shared memory that change before the wait are errors.
 #pragma once
 #include <array>
 #include <cstddef>
 #include <cstdint>
+
+#include "proxies.h"
 
 namespace emulation {
 
@@ -18,12 +21,8 @@ struct TensorMap {
 TensorMap encode_tensor_map(const void* data, std::array<int64_t, 4> sizes, std::array<int64_t, 4> strides,
                             unsigned box_rows);
 
-// What ordinary stores wrote to shared memory is out of the reach of wgmma and of the copy engine until the thread that
-// wrote it has called the fence: reading or overwriting it there is an error.
-void fence_async_proxy();
-void check_fenced(const void* shared, size_t bytes, const char* what);
-
 void mbarrier_init(uint64_t* barrier, int arrivals);
+void fence_mbarrier_init();
 void mbarrier_arrive(uint64_t* barrier, int expected_bytes);
 void mbarrier_wait(uint64_t* barrier, int parity);
 void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> place, uint64_t* barrier);
@@ -42,5 +41,7 @@ void wgmma_fence();
 void wgmma(const WgmmaOperands& operands);
 void wgmma_commit();
 void wgmma_wait(int pending);
+
+void set_registers(int count);  // of each thread of the calling warp group: setmaxnreg
 
 }  // namespace emulation

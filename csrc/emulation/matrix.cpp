@@ -6,6 +6,7 @@
 #include "half_types.h"
 #include "memory.h"
 #include "sanitizers.h"
+#include "tensor_core.h"
 
 namespace emulation {
 namespace {
@@ -49,29 +50,31 @@ struct MultiplyOperands {
 };
 
 // d += a b for the whole warp; `a` and `b` were gathered from the lanes by the caller.
-template <int K> void accumulate(void* const* operands, const float (&a)[16][K], const float (&b)[K][8]) {
+template <int K>
+void accumulate(Operand type, void* const* operands, const float (&a)[16][K], const float (&b)[K][8]) {
   count(MATRIX_MULTIPLIES);
   float c[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const float* d = static_cast<MultiplyOperands*>(operands[lane])->d;
     for (int i = 0; i < 4; ++i) c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = d[i];
   }
-  for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < K; ++k)
-      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
+  multiply_add(current_block().architecture, type, 16, 8, K, &a[0][0], &b[0][0], &c[0][0]);
   for (int lane = 0; lane < 32; ++lane) {
     float* d = static_cast<MultiplyOperands*>(operands[lane])->d;
     for (int i = 0; i < 4; ++i) d[i] = c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
   }
 }
 
-template <float (*CONVERT)(uint16_t)> void combine_m16n8k16(void* const* operands) {
+template <Operand TYPE> void combine_m16n8k16(void* const* operands) {
   float a[16][16], b[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const auto& mine = *static_cast<MultiplyOperands*>(operands[lane]);
     const int g = lane / 4, t = lane % 4;
     for (int half = 0; half < 2; ++half) {
-      const auto value = [half](uint32_t pair) { return CONVERT(static_cast<uint16_t>(half ? pair >> 16 : pair)); };
+      const auto value = [half](uint32_t pair) {
+        const auto bits = static_cast<uint16_t>(half ? pair >> 16 : pair);
+        return TYPE == Operand::FLOAT16 ? half_to_float(bits) : bfloat_to_float(bits);
+      };
       a[g][2 * t + half] = value(mine.a[0]);
       a[g + 8][2 * t + half] = value(mine.a[1]);
       a[g][2 * t + 8 + half] = value(mine.a[2]);
@@ -80,7 +83,7 @@ template <float (*CONVERT)(uint16_t)> void combine_m16n8k16(void* const* operand
       b[2 * t + 8 + half][g] = value(mine.b[1]);
     }
   }
-  accumulate<16>(operands, a, b);
+  accumulate<16>(TYPE, operands, a, b);
 }
 
 void combine_m16n8k8(void* const* operands) {
@@ -96,7 +99,7 @@ void combine_m16n8k8(void* const* operands) {
     b[t][g] = value(mine.b[0]);
     b[t + 4][g] = value(mine.b[1]);
   }
-  accumulate<8>(operands, a, b);
+  accumulate<8>(Operand::TF32, operands, a, b);
 }
 
 }  // namespace
@@ -114,11 +117,11 @@ void ldmatrix_x4(uint32_t* registers, const void* shared_row, bool transposed) {
 
 void mma_m16n8k16_bfloat16(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
   MultiplyOperands mine{d, a, {b0, b1}};
-  warp_collective(~0u, "mma.m16n8k16.bf16", &mine, combine_m16n8k16<bfloat_to_float>);
+  warp_collective(~0u, "mma.m16n8k16.bf16", &mine, combine_m16n8k16<Operand::BFLOAT16>);
 }
 void mma_m16n8k16_float16(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
   MultiplyOperands mine{d, a, {b0, b1}};
-  warp_collective(~0u, "mma.m16n8k16.f16", &mine, combine_m16n8k16<half_to_float>);
+  warp_collective(~0u, "mma.m16n8k16.f16", &mine, combine_m16n8k16<Operand::FLOAT16>);
 }
 void mma_m16n8k8_tf32(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
   MultiplyOperands mine{d, a, {b0, b1}};

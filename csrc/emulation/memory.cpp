@@ -8,7 +8,7 @@
 #include <string>
 
 #include "engine.h"
-#include "hopper.h"
+#include "proxies.h"
 #include "sanitizers.h"
 
 namespace emulation {
@@ -16,10 +16,6 @@ namespace {
 
 constexpr unsigned char UNINITIALISED = 0xff;  // NaN in fp32, fp16 and bf16
 constexpr unsigned char RED_ZONE = 0xa5;
-
-constexpr size_t PIECE_BYTES = 16;  // ordinary stores are remembered by pieces of this size
-thread_local std::vector<uint16_t> unfenced_writer;  // of each piece of the block's shared memory: thread + 1, or 0
-thread_local bool any_unfenced = false;
 
 bool in_shared_memory(const void* pointer) {
   const Block& block = current_block();
@@ -56,11 +52,7 @@ void note_store(void* address, size_t bytes, size_t alignment) {
   note_write(address, bytes);
   if (in_shared_memory(address)) {
     const IgnoreAccesses ignore;
-    const size_t first = static_cast<size_t>(static_cast<char*>(address) - current_block().shared);
-    unfenced_writer.resize(SHARED_ARENA_BYTES / PIECE_BYTES);
-    for (size_t piece = first / PIECE_BYTES; piece <= (first + bytes - 1) / PIECE_BYTES; ++piece)
-      unfenced_writer[piece] = static_cast<uint16_t>(current_thread().linear + 1);
-    any_unfenced = true;
+    note_ordinary_store(address, bytes);
     return;
   }
   count(GLOBAL_STORES);
@@ -72,26 +64,16 @@ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - current_block().shared);
 }
 
-void fence_async_proxy() {
-  const IgnoreAccesses ignore;
-  const auto mine = static_cast<uint16_t>(current_thread().linear + 1);
-  std::replace(unfenced_writer.begin(), unfenced_writer.end(), mine, uint16_t{0});
-}
-
-void check_fenced(const void* shared, size_t bytes, const char* what) {
-  const IgnoreAccesses ignore;
-  if (!any_unfenced) return;
+void check_taken(const void* shared, size_t bytes, const char* what) {
   const size_t first = shared_address(shared);
-  for (size_t piece = first / PIECE_BYTES; piece <= (first + bytes - 1) / PIECE_BYTES; ++piece)
-    if (unfenced_writer[piece])
-      fail("%s touches shared memory that thread %u wrote by an ordinary store without fence_for_async", what,
-           unfenced_writer[piece] - 1u);
+  for (const SharedPiece& piece : current_block().pieces)
+    if (first >= piece.offset && first + bytes <= piece.offset + piece.bytes) return;
+  fail("%s touches %zu bytes of shared memory that are not of one piece", what, bytes);
 }
 
 void open_shared_memory(Block& block) {
   const IgnoreAccesses ignore;
-  if (any_unfenced) std::fill(unfenced_writer.begin(), unfenced_writer.end(), uint16_t{0});
-  any_unfenced = false;
+  forget_fences();
 #if defined(EMULATION_THREAD_SANITIZER)
   free_shared_memory(block);  // blocks must not seem to share memory
 #endif
@@ -147,6 +129,7 @@ void* take_shared(size_t bytes, size_t alignment) {
     std::memset(piece - RED_ZONE_BYTES, RED_ZONE, RED_ZONE_BYTES);
     std::memset(piece, UNINITIALISED, bytes);
     std::memset(piece + bytes, RED_ZONE, RED_ZONE_BYTES);
+    open_piece(offset, bytes);
     poison(piece - RED_ZONE_BYTES, RED_ZONE_BYTES);
     poison(piece + bytes, RED_ZONE_BYTES);
   } else if (block.pieces[self.pieces_taken].bytes != bytes || block.pieces[self.pieces_taken].offset != offset) {
@@ -163,6 +146,7 @@ void copy_async(void* shared, const void* global, unsigned bytes, unsigned fille
   count(ASYNC_COPY_BYTES, filled);
   count(GLOBAL_LOAD_BYTES, filled);
   if (filled) count(GLOBAL_LOADS);
+  note_ordinary_store(shared, bytes);
   const AsyncCopy copy{shared, global, bytes, filled, current_thread().open_group};
   // Until the wait the bytes are anyone's guess: poison, or, in some random schedules, already there.
   if (current_block().schedule.kind == ScheduleKind::RANDOM && next_random() % 2) {

@@ -11,6 +11,8 @@ void note_store(void* address, size_t bytes, size_t alignment);
 
 // The offset of a pointer in the block's shared memory, as an address of the device's shared window.
 uint32_t shared_address(const void* pointer);
+// Fails unless these bytes lie in one piece of it.
+void check_taken(const void* shared, size_t bytes, const char* what);
 // The block's next piece of dynamic shared memory, filled with NaN patterns, red zones around it.
 void* take_shared(size_t bytes, size_t alignment);
 

@@ -33,8 +33,8 @@ inline bool is_poisoned(const void*, size_t) { return false; }
 #endif
 
 #if defined(EMULATION_THREAD_SANITIZER)
-inline void order_after(void* handle) { __tsan_acquire(handle); }    // what released this handle happened before
-inline void order_before(void* handle) { __tsan_release(handle); }
+inline void tell_order_after(void* handle) { __tsan_acquire(handle); }  // what released this handle happened before
+inline void tell_order_before(void* handle) { __tsan_release(handle); }
 inline void note_read(const void* address, size_t bytes) { __tsan_read_range(const_cast<void*>(address), bytes); }
 inline void note_write(void* address, size_t bytes) { __tsan_write_range(address, bytes); }
 // The library calls (memset, free) of the emulation itself are intercepted, and are not the kernel's.
@@ -51,13 +51,28 @@ struct IgnoreAccesses {
   IgnoreAccesses& operator=(const IgnoreAccesses&) = delete;
 };
 #else
-inline void order_after(void*) {}
-inline void order_before(void*) {}
+inline void tell_order_after(void*) {}
+inline void tell_order_before(void*) {}
 inline void note_read(const void*, size_t) {}
 inline void note_write(void*, size_t) {}
 struct IgnoreAccesses {
   IgnoreAccesses() {}
 };
 #endif
+
+// proxies.cpp: a barrier carries the knowledge of fences too.
+extern __thread bool fences_spread __attribute__((tls_model("initial-exec")));  // some thread of the block has called one
+void publish_fences(const void* barrier);
+void learn_fences(const void* barrier);
+
+// At the barriers that kernels wait at; what the emulation itself orders is only told to the sanitizer.
+inline void order_after(void* barrier) {
+  tell_order_after(barrier);
+  if (fences_spread) learn_fences(barrier);
+}
+inline void order_before(void* barrier) {
+  if (fences_spread) publish_fences(barrier);
+  tell_order_before(barrier);
+}
 
 }  // namespace emulation

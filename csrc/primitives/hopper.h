@@ -203,7 +203,7 @@ inline TensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int
 }
 
 TK_DEVICE void barrier_init(uint64_t* barrier, int arrivals) { emulation::mbarrier_init(barrier, arrivals); }
-TK_DEVICE void barrier_init_fence() {}
+TK_DEVICE void barrier_init_fence() { emulation::fence_mbarrier_init(); }
 TK_DEVICE void barrier_arrive(uint64_t* barrier) { emulation::mbarrier_arrive(barrier, 0); }
 TK_DEVICE void barrier_arrive_expecting(uint64_t* barrier, int bytes) { emulation::mbarrier_arrive(barrier, bytes); }
 TK_DEVICE void barrier_wait(uint64_t* barrier, int parity) { emulation::mbarrier_wait(barrier, parity); }
@@ -220,8 +220,8 @@ template <class T, int COUNT> TK_DEVICE void wgmma_pin(T (&)[COUNT][4]) {}
 TK_DEVICE void finish_before_wait(float2* slot, float first, float second) {
   store_vector<2>(reinterpret_cast<float*>(slot), Vector<float, 2>{{first, second}});
 }
-template <int COUNT> TK_DEVICE void give_registers() {}
-template <int COUNT> TK_DEVICE void take_registers() {}
+template <int COUNT> TK_DEVICE void give_registers() { emulation::set_registers(COUNT); }
+template <int COUNT> TK_DEVICE void take_registers() { emulation::set_registers(COUNT); }
 
 template <class T, int N> struct Wgmma {
   static constexpr bool IS_FLOAT16 = std::is_same_v<T, float16>;
