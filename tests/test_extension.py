@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -161,8 +162,10 @@ def test_architectures_are_read() -> None:
     assert names == "sm_80 sm_90a compute_80"
     assert flags[0] == "-gencode=arch=compute_80,code=sm_80" and flags[2].endswith("=compute_80,code=compute_80")
     assert _build.gencode_flags("compute_80") == (["-gencode=arch=compute_80,code=compute_80"], "compute_80")
-    release = "sm_80 sm_86 sm_89 sm_90a sm_100 sm_120 compute_120"
-    assert _build.gencode_flags(_build.RELEASE_ARCHITECTURES)[1] == release
+    release = _build.gencode_flags(_build.RELEASE_ARCHITECTURES)[1]
+    assert release == "sm_80 sm_90a sm_100 sm_120 compute_120"
+    for gpu in (80, 86, 89, 90, 100, 103, 120, 121):  # machine code runs on its generation from its own number on
+        assert any(gpu // 10 == code // 10 and gpu >= code for code in map(int, re.findall(r"sm_(\d+)", release)))
     for bad in ("", "hopper", "90+SASS"):
         with pytest.raises(ValueError, match="TRANSFORMER_KERNELS_CUDA_ARCHS"):
             _build.gencode_flags(bad)

@@ -179,18 +179,22 @@ TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, i
   const int left = row_end - first_row - static_cast<int>(first);
   const T* source = rows + (first_row + static_cast<int>(first)) * stride + column;
   const uint64_t mine = bits >> first;
+  if (arguments.vectorized) {
+    const bool inside = column < arguments.head_dim;
 #pragma unroll(COUNT > 8 ? 4 : COUNT)
+    for (int i = 0; i < COUNT; ++i, source += STEP * stride) {
+      const bool real = inside && i * STEP < left && (mine >> i * STEP & 1);
+      copy_async_16(tile.chunk(static_cast<int>(first + i * STEP), static_cast<int>(chunk)), real ? source : rows, real);
+    }
+    return;
+  }
+#pragma unroll 1
   for (int i = 0; i < COUNT; ++i, source += STEP * stride) {
     const bool real = i * STEP < left && (mine >> i * STEP & 1);
     T* destination = tile.chunk(static_cast<int>(first + i * STEP), static_cast<int>(chunk));
-    if (arguments.vectorized) {
-      const bool inside = real && column < arguments.head_dim;
-      copy_async_16(destination, inside ? source : rows, inside);
-    } else {
 #pragma unroll
-      for (int e = 0; e < Shape::CHUNK; ++e)
-        destination[e] = real && column + e < arguments.head_dim ? source[e] : from_float<T>(0.f);
-    }
+    for (int e = 0; e < Shape::CHUNK; ++e)
+      destination[e] = real && column + e < arguments.head_dim ? source[e] : from_float<T>(0.f);
   }
 }
 

@@ -39,8 +39,7 @@ ARCHITECTURES = ("80", "86", "90a", "100", "120")
 EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 TWINS = {
     "attention_float16": ("100", "120"),
-    "attention_short_float16": ("86", "100"),
-    "add_rms_norm": ("86", "120"),
+    "attention_short_float16": ("86", "120"),
     "geglu": ("100", "120"),
 }
 """Where CI asks for fewer: the templates of these stand in another file too, which is compiled for sm_80 and sm_90a."""

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-RELEASE_ARCHITECTURES = "80;86;89;90a;100;120+PTX"
+RELEASE_ARCHITECTURES = "80;90a;100;120+PTX"
+"""Machine code runs on the later GPUs of its generation too: that of sm_80 on sm_86, sm_87 and sm_89, that of sm_100 on
+sm_103, that of sm_120 on sm_121. No kernel has an instruction that those add; PTX serves the generations to come."""
 BUILD_NOTE = "_kernels_build.txt"
 """Beside the extension, or in its place: what the installation built for GPUs and why, for `info` and errors."""
 
