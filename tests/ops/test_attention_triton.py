@@ -119,6 +119,21 @@ def test_decode_of_batches_groups_and_many_splits(
     check_parity(OP, backend, tensors, {**options, "causal": True, "dropout_p": 0.3, "return_lse": True})
 
 
+def test_a_sequence_that_is_not_finite_leaves_the_gradients_of_its_neighbours(
+    backend: str, device: torch.device
+) -> None:
+    """The border is within a tile; the neighbours' queries, keys, values and incoming gradients are all NaN."""
+    tensors = make(torch.float16, device, (96, 96), batch=1, heads=(2, 1))
+    cu_seqlens = torch.tensor([0, 37, 81], dtype=torch.int32, device=device)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor[:, :, 37:] = torch.nan
+    out = tk.attention(**tensors, cu_seqlens=cu_seqlens, backend=backend)
+    out.backward(torch.where(torch.arange(96, device=device)[:, None] < 37, 1.0, torch.nan).half().expand_as(out))
+    for tensor in tensors.values():
+        assert tensor.grad[:, :, :37].isfinite().all() and tensor.grad[:, :, 37:81].isnan().all()
+
+
 def test_splits_fill_the_device(triton_attention: Any) -> None:
     assert triton_attention._splits(120, 64, 132) == 1  # busy anyway
     assert triton_attention._splits(8, 4, 132) == 1  # four blocks are not worth a second kernel
