@@ -28,11 +28,12 @@ EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 
 BACKWARD_QUERY = "attention_backward_query"
 KNOWN_TO_FAIL = {
-    (f"attention any length causal padded dropout bfloat16 D 128: {BACKWARD_QUERY}", (8, 0)),  # 8 spill instructions
+    (
+        f"attention any length causal padded dropout bfloat16 D 128: {BACKWARD_QUERY}",
+        (8, 0),
+    ),  # 8 spill instructions, in no loop
     (f"attention any length causal padded float32 D 64: {BACKWARD_QUERY}", (9, 0)),  # 2
     (f"attention any length sequences causal dropout float32 D 64: {BACKWARD_QUERY}", (9, 0)),  # 11
-    ("attention any length causal padded float32 tf32 D 32: attention_forward", (8, 0)),  # 2
-    ("cross_entropy in place bf16 32768: cross_entropy_forward_two_pass", (9, 0)),  # 2
 }
 """Launches that need smaller tiles or fewer live values: correct, and slower than they should be. They are of the
 eighth of all launches that CI compiles; the others were not compiled since the tiles were last chosen."""

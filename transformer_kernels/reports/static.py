@@ -127,12 +127,16 @@ def main() -> None:
     """Compile, and write the record and the page."""
     from transformer_kernels.backends.triton import load
 
-    record = {"triton": load().__version__, "launches": chosen()}
+    write({"triton": load().__version__, "launches": chosen()})
+    print(f"wrote {RECORD} and {PAGE}")
+
+
+def write(record: Mapping[str, Any]) -> None:
+    """Replace the record, a line for each launch, and its page."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(figures)}" for name, figures in record["launches"].items())
     RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(f'{{"triton": {json.dumps(record["triton"])}, "launches": {{\n{lines}\n}}}}\n')
     PAGE.write_text(page(record))
-    print(f"wrote {len(record['launches'])} launches to {RECORD} and {PAGE}")
 
 
 if __name__ == "__main__":
