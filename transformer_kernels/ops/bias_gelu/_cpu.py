@@ -24,9 +24,9 @@ def backward(call: BiasGeluCall, result: None, grads: Grads, wanted: Wanted) -> 
     return dx, None if dbias is None else dbias.to(call.bias.dtype)
 
 
-def activated(kind: int, x: Tensor, bias: Tensor | None) -> Tensor:
+def activated(kind: int, x: Tensor, bias: Tensor | None, *, in_place: bool = False) -> Tensor:
     """activation(x + bias)."""
-    y, wide = torch.empty_like(x), widened(bias)
+    y, wide = x if in_place else torch.empty_like(x), widened(bias)
     columns = x.shape[-1] if x.dim() else 1
     load().activation_forward(
         kind, DTYPE_CODES[x.dtype], x.data_ptr(), address(wide), y.data_ptr(), x.numel() // columns, columns

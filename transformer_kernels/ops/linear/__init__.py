@@ -72,14 +72,6 @@ def _fitting(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return parameter if parameter.dtype in (dtype, torch.float32) else parameter.to(dtype)
 
 
-def eager(call: LinearCall) -> tuple[Tensor, Tensor]:
-    """y, and the sums before the activation, in PyTorch's operators."""
-    dtype = call.x.dtype
-    bias = None if call.bias is None else call.bias.to(dtype)
-    before = torch.nn.functional.linear(call.x, call.weight.to(dtype), bias)
-    return activated(before, call.activation), before
-
-
 def activated(x: Tensor, activation: str | None) -> Tensor:
     """The activation in PyTorch's operators."""
     if activation is None:
@@ -93,7 +85,9 @@ def _second_order(
     call: LinearCall, result: LinearResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     with torch.enable_grad():
-        y = eager(call)[0]
+        dtype = call.x.dtype
+        bias = None if call.bias is None else call.bias.to(dtype)
+        y = activated(torch.nn.functional.linear(call.x, call.weight.to(dtype), bias), call.activation)
     return _autograd.differentiated(y, call[:3], grads[0], wanted)
 
 

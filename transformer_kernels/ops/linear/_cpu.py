@@ -11,8 +11,10 @@ from torch import Tensor
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address, cpu
 from transformer_kernels.backends.cpu import DTYPE_CODES
+from transformer_kernels.ops.bias_gelu._cpu import activated
+from transformer_kernels.ops.bias_gelu._cpu import gradients as activation_gradients
 from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
-from transformer_kernels.ops.linear._products import gradients, product
+from transformer_kernels.ops.linear._products import Gradients, gradients, product, unactivated
 
 LARGEST_WEIGHT = 1 << 19
 """Elements beyond which a weight does not stay in a second-level cache, which our products do not block for."""
@@ -25,19 +27,41 @@ def _has_fast_library() -> bool:
     return information.exists() and "GenuineIntel" in information.read_text()
 
 
-def _ours(call: LinearCall, activated: bool) -> bool:
-    """Whether our product answers: in float32, for small weights, where there is something to fuse or MKL is slow.
+def _ours(call: LinearCall) -> bool:
+    """Whether our product answers: in float32, for small weights, where MKL is slow.
 
     oneDNN's 16-bit products take AMX tiles or vdpbf16ps; ours would be several times slower.
     """
-    small = call.weight.numel() <= LARGEST_WEIGHT and call.x.dtype is torch.float32
-    return small and (activated or not _has_fast_library())
+    return call.weight.numel() <= LARGEST_WEIGHT and call.x.dtype is torch.float32 and not _has_fast_library()
 
 
 def forward(call: LinearCall) -> LinearResult:
     """y, and y or the sums before the activation for the gradient."""
-    if not _ours(call, call.activation is not None):
-        return product(call)
+    if _ours(call):
+        return _own_forward(call)
+    if call.activation is None:
+        return unactivated(call)
+    before = product(call, call.bias)
+    return LinearResult(activated(_kind(call), before, None, in_place=call.activation == "relu"), before)
+
+
+def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
+    """dx, dweight and dbias."""
+    if _ours(call):
+        return _own_backward(call, result, grads[0], wanted)
+    if call.activation is None:
+        return gradients(call, grads[0], wanted)
+    dz, dbias = activation_gradients(_kind(call), grads[0], result.saved, None, call.bias is not None and wanted[2])
+    dx, dweight, _ = gradients(call, dz, (*wanted[:2], False))
+    return dx, dweight, None if call.bias is None or dbias is None else dbias.to(call.bias.dtype)
+
+
+def _kind(call: LinearCall) -> int:
+    """The activation's number in csrc/cpu/rows/activation.cpp."""
+    return ACTIVATIONS.index(call.activation) - 1
+
+
+def _own_forward(call: LinearCall) -> LinearResult:
     x, weight, bias, activation = call
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     before = torch.empty_like(y) if activation in ("gelu", "gelu_tanh") else None
@@ -49,21 +73,16 @@ def forward(call: LinearCall) -> LinearResult:
     return LinearResult(y, x.new_empty(0) if activation is None else y if before is None else before)
 
 
-def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
-    """dx, dweight and dbias."""
-    (dy,) = grads
+def _own_backward(call: LinearCall, result: LinearResult, dy: Tensor, wanted: Wanted) -> Gradients:
     x, weight, bias, activation = call
-    ours = _ours(call, False)
     dz = dy if activation is None else torch.empty_like(dy)
-    dx = torch.empty_like(x) if ours and wanted[0] else None
+    dx = torch.empty_like(x) if wanted[0] else None
     sizes, code, weight_code = _sizes(call), DTYPE_CODES[x.dtype], DTYPE_CODES[weight.dtype]
     if activation is not None or dx is not None:
         cpu.load().linear_backward_data(
             code, dy.data_ptr(), address(result.saved), weight_code, weight.data_ptr(),
             0 if activation is None else dz.data_ptr(), address(dx), *sizes, ACTIVATIONS.index(activation),
         )  # fmt: skip
-    if not ours:
-        return gradients(call, dz, wanted)
     dweight = torch.empty_like(weight) if wanted[1] else None
     dbias = torch.empty_like(bias) if bias is not None and wanted[2] else None
     if dweight is not None or dbias is not None:

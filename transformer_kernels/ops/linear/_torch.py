@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.ops.linear import LinearCall, LinearResult
-from transformer_kernels.ops.linear._products import gradients, product
+from transformer_kernels.ops.linear import LinearCall, LinearResult, activated
+from transformer_kernels.ops.linear._products import gradients, product, unactivated
 
 
 def forward(call: LinearCall) -> LinearResult:
-    return product(call)
+    """y, and y or the sums before the activation for the gradient."""
+    if call.activation is None:
+        return unactivated(call)
+    before = product(call, call.bias)
+    y = before.relu_() if call.activation == "relu" else activated(before, call.activation)
+    return LinearResult(y, before)
 
 
 def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
