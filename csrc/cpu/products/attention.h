@@ -2,15 +2,23 @@
 // then maxima, sums and masks are lane by lane, a hidden key costs nothing, and K and V are read as they lie, row by row;
 // only the queries have to be transposed.
 #pragma once
+#include "../rotary.h"
 #include "lanes.h"
 #include "product.h"
 
 namespace transformer_kernels {
 
-// A (B, H, L, D) tensor: its address and strides in elements; the last axis is contiguous.
+// A (B, H, L, D) tensor: its address and strides in elements; the last axis is contiguous. `turned`: its rows are turned by
+// the call's angles as they are read, or, of a gradient, back where they were written.
 struct Heads {
   Address data;
-  int64_t batch, head, row;
+  int64_t batch, head, row, turned = 0;
+};
+
+// Rotary positions: f32 (length, half), `stride` apart for each batch.
+struct Angles {
+  Address cos, sin;
+  int64_t stride, half, interleaved;
 };
 
 // The arguments of a call in the order in which ops/attention/_cpu.py packs them; an absent tensor has address 0.
@@ -28,6 +36,7 @@ struct AttentionCall {
   Heads dout, dq, dk, dv;
   Address dlse, dbias;
   int64_t bias_sizes[4];
+  Angles angles;
 };
 
 }  // namespace transformer_kernels
@@ -151,6 +160,41 @@ template <class T> TK_INLINE T* row_of(const Heads& tensor, int64_t batch, int64
   return at<T>(tensor.data) + batch * tensor.batch + head * tensor.head + row * tensor.row;
 }
 
+constexpr int TURNED_SLOT = 14, ANGLES_SLOT = 15;
+
+// A row turned by its angles, or back where sign is -1; `out` may be x.
+template <class T>
+TK_INLINE void turn_row(const AttentionCall& call, const T* x, T* out, int64_t batch, int64_t row, float sign) {
+  const Angles& angles = call.angles;
+  const int64_t at_row = batch * angles.stride + row * angles.half;
+  const float *cos = at<const float>(angles.cos) + at_row, *sin = at<const float>(angles.sin) + at_row;
+  const Factors factors = angles.interleaved ? spread(cos, sin, angles.half, scratch<float>(ANGLES_SLOT, 4 * angles.half))
+                                             : Factors{cos, sin, angles.half, false};
+  turn(x, out, factors, sign, call.width);
+}
+
+// Memory for one turned row; none where rows are read as they lie.
+template <class T> TK_INLINE T* memory_of_row(const AttentionCall& call, const Heads& tensor) {
+  return tensor.turned ? scratch<T>(TURNED_SLOT, call.width) : nullptr;
+}
+
+// A row as it is to be read: where it lies, or turned in `memory`.
+template <class T>
+TK_INLINE const T* source_row(const AttentionCall& call, const Heads& tensor, int64_t batch, int64_t head, int64_t row, T* memory) {
+  const T* from = row_of<const T>(tensor, batch, head, row);
+  if (!memory) return from;
+  turn_row(call, from, memory, batch, row, 1.f);
+  return memory;
+}
+
+// Turns back a row of a gradient that was written.
+template <class T>
+TK_INLINE void finish_row(const AttentionCall& call, const Heads& gradient, int64_t batch, int64_t head, int64_t row) {
+  if (!gradient.turned) return;
+  T* written = row_of<T>(gradient, batch, head, row);
+  turn_row(call, written, written, batch, row, -1.f);
+}
+
 // One row as float32, zeros behind it up to whole registers.
 template <class T> TK_INLINE void widen_row(const T* from, int64_t width, float* to) {
   int64_t d = 0;
@@ -180,7 +224,7 @@ TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, int64_t bat
                      const F& place) {
   if (!tensor.data) return;
   const int64_t size = call.dtype == 0 ? 4 : 2;
-  const Heads bytes{tensor.data + ahead * size, size * tensor.batch, size * tensor.head, size * tensor.row};
+  const Heads bytes{tensor.data + ahead * size, size * tensor.batch, size * tensor.head, size * tensor.row, 0};
   for (int64_t i = from; i < to; ++i) {
     const auto [head, row] = place(i);
     const char* line = row_of<const char>(bytes, batch, head, row);
@@ -193,8 +237,9 @@ inline void widen_keys(const AttentionCall& call, const Heads& tensor, int64_t b
                        int64_t from, int64_t to, int64_t pitch, float* packed) {
   by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
+    T* memory = memory_of_row<T>(call, tensor);
     for (int64_t key = from; key < to; ++key)
-      widen_row(row_of<const T>(tensor, batch, kv_head, row_of_key(keys, key)), call.width, packed + (key - from) * pitch);
+      widen_row(source_row<T>(call, tensor, batch, kv_head, row_of_key(keys, key), memory), call.width, packed + (key - from) * pitch);
   });
 }
 
@@ -204,8 +249,9 @@ inline void widen_queries(const AttentionCall& call, const Heads& tensor, int64_
                           int64_t pitch, float* packed) {
   by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
+    T* memory = memory_of_row<T>(call, tensor);
     for (int64_t i = 0; i < block.count; ++i)
-      widen_row(row_of<const T>(tensor, batch, block.head[i], block.query[i]), call.width, packed + i * pitch);
+      widen_row(source_row<T>(call, tensor, batch, block.head[i], block.query[i], memory), call.width, packed + i * pitch);
   });
   for (int64_t i = block.count; i < Block<REGISTERS>::SIZE; ++i)
     for (int64_t d = 0; d < pitch; d += WIDTH) store(packed + i * pitch + d, splat(0.0f));

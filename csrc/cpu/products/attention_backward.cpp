@@ -120,8 +120,10 @@ void write_key_gradients(const AttentionCall& call, const Options& options, cons
                          int64_t kv_head, int64_t key, int64_t rows, const Operands& operands) {
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t row = row_of_key(keys, key + i);
-    if (call.dk.data)
+    if (call.dk.data) {
       narrow_row(operands.dkeys + i * operands.pitch, splat(options.scale), call.width, row_of<T>(call.dk, span.batch, kv_head, row));
+      finish_row<T>(call, call.dk, span.batch, kv_head, row);
+    }
     if (call.dv.data)
       narrow_row(operands.dvalues + i * operands.pitch, splat(options.dropout.scale), call.width, row_of<T>(call.dv, span.batch, kv_head, row));
   }
@@ -212,6 +214,9 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
       for (int lane = 0; lane < SIZE; ++lane)
         factors[lane] = exact && block[i].total[lane] != 0.f ? options.scale / block[i].total[lane] : options.scale;
       operands.template write_queries<T>(call, span.batch, block[i], factors);
+      const Queries& lanes = block[i].lanes;
+      for (int64_t lane = 0; lane < lanes.count; ++lane)
+        finish_row<T>(call, call.dq, span.batch, lanes.head[lane], lanes.query[lane]);
     }
   });
 }

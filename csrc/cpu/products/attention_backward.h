@@ -180,8 +180,9 @@ struct Pairs {
   float* dq(const QueryBlock& block) const { return block.memory + 2 * SIZE * pitch; }
 
   void load_side(const AttentionCall& call, const Heads& tensor, int64_t batch, const Queries& lanes, uint32_t sign, float* transposed, float* pairs) const {
+    Bfloat16* memory = memory_of_row<Bfloat16>(call, tensor);
     for (int64_t i = 0; i < lanes.count; ++i)
-      copy_row(row_of<const Bfloat16>(tensor, batch, lanes.head[i], lanes.query[i]), call.width, pitch, rows_of_queries + i * pitch);
+      copy_row(source_row(call, tensor, batch, lanes.head[i], lanes.query[i], memory), call.width, pitch, rows_of_queries + i * pitch);
     clear_rows(lanes.count, SIZE, pitch, rows_of_queries);
     transpose_pairs(rows_of_queries, SIZE, pitch, sign, transposed, SIZE);
     pair_rows(rows_of_queries, SIZE, pitch, pairs);
@@ -194,9 +195,10 @@ struct Pairs {
   }
 
   void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key, int64_t rows) const {
+    Bfloat16* memory = memory_of_row<Bfloat16>(call, call.k);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t place = row_of_key(some, key + i);
-      copy_row(row_of<const Bfloat16>(call.k, batch, kv_head, place), call.width, pitch, keys + i * pitch);
+      copy_row(source_row(call, call.k, batch, kv_head, place, memory), call.width, pitch, keys + i * pitch);
       copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, place), call.width, pitch, values + i * pitch);
     }
     const int64_t all = aligned(rows, PAIR_DEPTH);

@@ -152,12 +152,13 @@ template <int LANE_REGISTERS> struct Pairs {
 
   bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* broken) {
     bool any_broken = false;
+    Bfloat16* memory = memory_of_row<Bfloat16>(call, call.k);
     for (int64_t key = from; key < to; key += rows_at(key, to)) {
       const int64_t rows = rows_at(key, to), all = aligned(rows, PAIR_DEPTH);
       Bfloat16* row = keys + (streamed ? 0 : key * depth);
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t place = row_of_key(some, key + i);
-        copy_row(row_of<const Bfloat16>(call.k, batch, kv_head, place), call.width, depth, row + i * depth);
+        copy_row(source_row(call, call.k, batch, kv_head, place, memory), call.width, depth, row + i * depth);
         copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, place), call.width, depth, rows_of_values + i * depth);
       }
       clear_rows(rows, all, depth, row), clear_rows(rows, all, depth, rows_of_values);
@@ -168,8 +169,9 @@ template <int LANE_REGISTERS> struct Pairs {
   }
 
   void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
+    Bfloat16* memory = memory_of_row<Bfloat16>(call, call.q);
     for (int64_t i = 0; i < block.count; ++i)
-      copy_row(row_of<const Bfloat16>(call.q, batch, block.head[i], block.query[i]), call.width, depth, queries + i * depth);
+      copy_row(source_row(call, call.q, batch, block.head[i], block.query[i], memory), call.width, depth, queries + i * depth);
     clear_rows(block.count, SIZE, depth, queries);
     transpose_pairs(queries, SIZE, depth, options.scale < 0.f ? 0x80008000u : 0u, transposed, SIZE);
     for (int64_t i = 0; i < SIZE * height; i += WIDTH) store(sums + i, splat(0.f));

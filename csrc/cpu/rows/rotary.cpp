@@ -1,4 +1,5 @@
 // Rotary positions: pairs (a, b) of columns become (a cos - b sin, b cos + a sin) by the angle of their token.
+#include "../rotary.h"
 #include "../rows.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -21,45 +22,6 @@ template <class T> struct Heads {
   Distances from, to;
 };
 
-// The factors of `tokens` rows, f32 (tokens, 2 * half): of the columns themselves in `own`, of their partners in `other`.
-// Interleaved they are for columns 0 ... 2 * half - 1, else for the first columns of the pairs alone.
-struct Factors {
-  float *own, *other;
-  int64_t half;
-  bool interleaved;
-
-  TK_INLINE void fill(const float* cos, const float* sin, float sign, int64_t tokens) const {
-    for (int64_t i = 0; i < tokens * half; ++i) {
-      const float s = sin[i] * sign;
-      if (interleaved) {
-        own[2 * i] = own[2 * i + 1] = cos[i];
-        other[2 * i] = -s, other[2 * i + 1] = s;
-      } else {
-        own[i] = cos[i], other[i] = s;
-      }
-    }
-  }
-};
-
-template <class T> TK_INLINE void turn(const T* x, T* out, const Factors& factors, int64_t token, int64_t width) {
-  const int64_t half = factors.half;
-  if (factors.interleaved) {
-    const float *own = factors.own + token * 2 * half, *other = factors.other + token * 2 * half;
-    over_columns(2 * half, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-      const Floats values = load(x + j, lanes);
-      store(out + j, fma(values, load(own + j, lanes), swapped_pairs(values) * load(other + j, lanes)), lanes);
-    });
-  } else {
-    const float *cos = factors.own + token * half, *sin = factors.other + token * half;
-    over_columns(half, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-      const Floats a = load(x + j, lanes), b = load(x + half + j, lanes), c = load(cos + j, lanes), s = load(sin + j, lanes);
-      store(out + j, fma(a, c, -(b * s)), lanes);
-      store(out + half + j, fma(b, c, a * s), lanes);
-    });
-  }
-  if (out != x) memcpy(out + 2 * half, x + 2 * half, static_cast<size_t>(width - 2 * half) * sizeof(T));
-}
-
 }  // namespace
 
 // q, k and their results (batch, heads or kv_heads, length, width): any strides but of the last axis; results may be q and k.
@@ -76,19 +38,21 @@ void rotary(int64_t dtype, Address q, Address k, Address cos, Address sin, Addre
         {at<const T>(k), at<T>(k_out), kv_heads, {k_batch, k_head, k_row}, {k_out_batch, k_out_head, k_out_row}}};
     const int64_t blocks = (length + TOKENS - 1) / TOKENS;
     parallel_for(batch * blocks, 3 * TOKENS * (heads + kv_heads) * width, [&](int64_t begin, int64_t end) {
-      const int64_t size = TOKENS * 2 * half;
-      float* memory = scratch<float>(ROW_SLOT, 2 * size);
-      const Factors factors{memory, memory + size, half, interleaved};
+      float* memory = scratch<float>(ROW_SLOT, TOKENS * 4 * half);
+      Factors factors[TOKENS];
       for (int64_t task = begin; task < end; ++task) {
         const int64_t sequence = task / blocks, first = task % blocks * TOKENS;
         const int64_t tokens = first + TOKENS < length ? TOKENS : length - first;
         const int64_t row = sequence * table_stride + first * half;
-        factors.fill(at<const float>(cos) + row, at<const float>(sin) + row, sign, tokens);
+        for (int64_t i = 0; i < tokens; ++i) {
+          const float *c = at<const float>(cos) + row + i * half, *s = at<const float>(sin) + row + i * half;
+          factors[i] = interleaved ? spread(c, s, half, memory + i * 4 * half) : Factors{c, s, half, false};
+        }
         for (const Heads<T>& each : all)
           for (int64_t h = 0; h < each.count; ++h)
             for (int64_t i = 0; i < tokens; ++i)
-              turn(each.x + each.from.to(sequence, h, first + i), each.out + each.to.to(sequence, h, first + i), factors, i,
-                   width);
+              turn(each.x + each.from.to(sequence, h, first + i), each.out + each.to.to(sequence, h, first + i), factors[i],
+                   sign, width);
       }
     });
   });

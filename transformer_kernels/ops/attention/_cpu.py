@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +13,25 @@ from transformer_kernels.backends.cpu import DTYPE_CODES
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._common import broadcast_strides, shift_gradient
 
-NO_HEADS = (0, 0, 0, 0)
+NO_HEADS = (0, 0, 0, 0, 0)
+NO_ANGLES = (0, 0, 0, 0, 0)
 
 
-def forward(call: AttentionCall) -> AttentionResult:
+class Angles(NamedTuple):
+    """Rotary positions, by which queries and keys are turned as they are read: as in `RotaryCall`."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
     """out (B, Hq, Lq, D), in memory (B, Lq, Hq, D), and lse (B, Hq, Lq)."""
     out = like_output(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32)
     if _without_sequences(call):
         return AttentionResult(out.zero_(), lse.fill_(-torch.inf))
-    packed = _packed(call, out, lse)
+    packed = _packed(call, angles, out, lse)
     cpu.load().attention_forward(packed.buffer_info()[0], *_numbers(call))
     return AttentionResult(out, lse)
 
@@ -32,6 +42,7 @@ def backward(
     grads: tuple[Tensor | None, ...],
     wanted: tuple[bool, ...],
     into: Into | None = None,
+    angles: Angles | None = None,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv (written into `into` where that is given) and dbias, None where not wanted."""
     dout, dlse = grads
@@ -46,7 +57,7 @@ def backward(
         zeros = (None if each is None else each.zero_() for each in gradients)
         return *zeros, torch.zeros_like(bias) if bias is not None and wanted[3] else None
     computed = torch.zeros(bias.shape) if bias is not None and wanted[3] and bias.shape[3] > 1 else None
-    packed = _packed(call, result.out, result.lse, (dout, *gradients), dlse, computed)
+    packed = _packed(call, angles, result.out, result.lse, (dout, *gradients), dlse, computed)
     cpu.load().attention_backward(packed.buffer_info()[0], *_numbers(call))
     if bias is None or not wanted[3]:
         return *gradients, None
@@ -60,6 +71,7 @@ def _without_sequences(call: AttentionCall) -> bool:
 
 def _packed(
     call: AttentionCall,
+    angles: Angles | None,
     out: Tensor,
     lse: Tensor,
     gradients: tuple[Tensor | None, ...] = (None, None, None, None),
@@ -70,19 +82,20 @@ def _packed(
     q, k = call.q, call.k
     bias, slopes, starts = call.attn_bias, call.alibi_slopes, call.cu_seqlens
     key_starts = starts if call.cu_seqlens_k is None else call.cu_seqlens_k
-    no_bias = (0, 0, 0, 0, 0, 0)
+    no_bias, turned = (0, 0, 0, 0, 0, 0), angles is not None
     return array(
         "q",
         (
             DTYPE_CODES[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
             call.causal, *(-1 if reach is None else reach for reach in (call.window, call.right)),
-            *_heads(q), *_heads(k), *_heads(call.v), *_heads(out),
+            *_heads(q, turned), *_heads(k, turned), *_heads(call.v), *_heads(out),
             lse.data_ptr(), address(call.key_padding_mask), address(call.seed),
             *(no_bias if bias is None else (bias.data_ptr(), DTYPE_CODES[bias.dtype], *broadcast_strides(bias))),
             address(slopes), *((0, 0) if slopes is None else broadcast_strides(slopes)[:2]),
             address(starts), address(key_starts), 0 if starts is None else len(starts) - 1,
-            *(stride for gradient in gradients for stride in _heads(gradient)),
+            *_heads(gradients[0]), *_heads(gradients[1], turned), *_heads(gradients[2], turned), *_heads(gradients[3]),
             address(dlse), address(dbias), *((0, 0, 0, 0) if bias is None else bias.shape),
+            *(NO_ANGLES if angles is None else _angles(angles)),
         ),
     )  # fmt: skip
 
@@ -91,6 +104,12 @@ def _numbers(call: AttentionCall) -> tuple[float, float, float]:
     return call.scale, call.dropout_p, call.softcap or 0.0
 
 
-def _heads(x: Tensor | None) -> tuple[int, ...]:
-    """Address, and strides of batches, heads and rows."""
-    return NO_HEADS if x is None else (x.data_ptr(), *x.stride()[:3])
+def _heads(x: Tensor | None, turned: bool = False) -> tuple[int, ...]:
+    """Address, strides of batches, heads and rows, and whether the rows are turned."""
+    return NO_HEADS if x is None else (x.data_ptr(), *x.stride()[:3], turned)
+
+
+def _angles(angles: Angles) -> tuple[int, ...]:
+    cos, sin, interleaved = angles
+    _, length, half = cos.shape
+    return cos.data_ptr(), sin.data_ptr(), 0 if len(cos) == 1 else length * half, half, interleaved

@@ -170,18 +170,20 @@ def _on_views(call: PackedAttentionCall, turned: Tensor | None = None) -> Attent
 
 
 class _Packed:
-    """The operation on the kernels of a backend's attention and rotary."""
+    """The operation on the kernels of a backend's attention, and of its rotary where the former do not turn themselves."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
         self.backend = kernels.__name__.rpartition(".")[2]
+        self.turning = getattr(kernels, "Angles", None)  # what its kernels are told of the angles
 
     def unsupported(self, call: PackedAttentionCall) -> str | None:
         refusal = getattr(self.kernels, "unsupported", None)
         return None if refusal is None else refusal(_on_views(call))
 
     def forward(self, call: PackedAttentionCall) -> AttentionResult:
-        out, lse = self.kernels.forward(self._rotated(call))
+        inner, options = self._inner(call)
+        out, lse = self.kernels.forward(inner, **options)
         return AttentionResult(_joined(out), lse)
 
     def backward(
@@ -190,21 +192,24 @@ class _Packed:
         """dqkv, into which the three gradients are written where they belong, and where those of q and k are turned."""
         dout, out = (x.unflatten(2, (call.heads, -1)).transpose(1, 2) for x in (grads[0], result.out))
         dqkv = torch.empty(call.qkv.shape, dtype=call.qkv.dtype, device=call.qkv.device)
-        inner = self._rotated(call), AttentionResult(out, result.lse), (last_axis_contiguous(dout), None)
-        self.kernels.backward(*inner, (True, True, True, False), _split(dqkv, call.heads))
-        if call.cos is not None:
+        inner, options = self._inner(call)
+        given = AttentionResult(out, result.lse), (last_axis_contiguous(dout), None), (True, True, True, False)
+        self.kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
+        if call.cos is not None and not options:
             turned = _turning(dqkv, call.heads)
             self._rotate(call, turned, turned, back=True)
         return (dqkv,)
 
-    def _rotated(self, call: PackedAttentionCall) -> AttentionCall:
-        """Attention's call, on rotated copies of the queries and keys where there are angles."""
-        if call.cos is None:
-            return _on_views(call)
+    def _inner(self, call: PackedAttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
+        """Attention's call, with the angles for kernels that turn rows as they read them, else on rotated copies."""
+        if call.cos is None or call.sin is None:
+            return _on_views(call), {}
+        if self.turning is not None:
+            return _on_views(call), {"angles": self.turning(call.cos.float(), call.sin.float(), call.interleaved)}
         heads = _turning(call.qkv, call.heads)
         turned = heads.empty()
         self._rotate(call, heads, turned, back=False)
-        return _on_views(call, turned.q)
+        return _on_views(call, turned.q), {}
 
     def _rotate(self, call: PackedAttentionCall, heads: Heads, out: Heads, *, back: bool) -> None:
         assert call.cos is not None and call.sin is not None
