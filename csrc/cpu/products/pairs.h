@@ -155,13 +155,12 @@ TK_INLINE void clear_rows(int64_t from, int64_t to, int64_t depth, Bfloat16* row
   if (from < to) memset(rows + from * depth, 0, sizeof(Bfloat16) * (to - from) * depth);
 }
 
-// Rows [i, i + 2) of elements [d, d + 32) -> two registers of pairs: columns d ... d + 15, and the next 16.
-TK_INLINE void interleave(const Bfloat16* even, const Bfloat16* odd, Floats& first, Floats& second) {
+// 32 elements of two rows -> two registers of pairs: the first 16 columns, and the other 16.
+TK_INLINE void interleave(__m512i even, __m512i odd, Floats& first, Floats& second) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
                                        35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
-  first = (Floats)_mm512_permutex2var_epi16(a, low, b);
-  second = (Floats)_mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
+  first = (Floats)_mm512_permutex2var_epi16(even, low, odd);
+  second = (Floats)_mm512_permutex2var_epi16(even, _mm512_add_epi16(low, _mm512_set1_epi16(16)), odd);
 }
 
 // Rows (count, depth) -> words (count / 2, depth): the right operand whose depth counts rows.
@@ -169,7 +168,7 @@ inline void pair_rows(const Bfloat16* rows, int64_t count, int64_t depth, float*
   for (int64_t i = 0; i < count; i += 2)
     for (int64_t d = 0; d < depth; d += PAIR_DEPTH) {
       Floats first, second;
-      interleave(rows + i * depth + d, rows + (i + 1) * depth + d, first, second);
+      interleave(_mm512_loadu_si512(rows + i * depth + d), _mm512_loadu_si512(rows + (i + 1) * depth + d), first, second);
       store(pairs + i / 2 * depth + d, first), store(pairs + i / 2 * depth + d + WIDTH, second);
     }
 }
@@ -182,7 +181,8 @@ inline void transpose_rows(const Bfloat16* rows, int64_t count, int64_t depth, B
 #pragma GCC unroll 16
       for (int r = 0; r < 16; ++r) {
         Floats one, two;
-        interleave(rows + (i + 2 * r) * depth + d, rows + (i + 2 * r + 1) * depth + d, one, two);
+        const Bfloat16* even = rows + (i + 2 * r) * depth + d;
+        interleave(_mm512_loadu_si512(even), _mm512_loadu_si512(even + depth), one, two);
         first[r] = (__m512)one, second[r] = (__m512)two;
       }
       float* at_column = reinterpret_cast<float*>(to + d * to_row + i);
