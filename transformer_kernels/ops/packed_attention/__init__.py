@@ -170,7 +170,7 @@ def _on_views(call: PackedAttentionCall, turned: Tensor | None = None) -> Attent
 
 
 class _Packed:
-    """The operation on the kernels of a backend's attention, and of its rotary where those do not turn rows themselves."""
+    """The operation on a backend's attention kernels, and on its rotary where those do not turn rows themselves."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
