@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from python_ref import ops as reference_ops
 from python_ref.cache import KVCache, SteadyCache
 from python_ref.config import TransformerConfig
-from python_ref.layers import Transformer, check_padding_mask, positions_of_real
+from python_ref.layers import Transformer, check_padding_mask, linear, positions_of_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class LanguageModel(Transformer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the next token, (B, L, E) -> (B, L, V)."""
-        return F.linear(hidden, self._output_weight(), self.head_bias)
+        return linear(self.ops, hidden, self._output_weight(), self.head_bias)
 
     def loss_of(self, hidden: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
         """The mean cross-entropy of `logits(hidden)` for targets (B, L), without holding all the logits."""

@@ -26,8 +26,25 @@ from python_ref.windows import global_window_attention, global_window_bias
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
-class Layer(nn.Module):
-    """A module that calls `self.ops`, can be copied and pickled with it, and drops out only while training."""
+class HoldsOps:
+    """A module that can be copied and pickled with its `ops`."""
+
+    ops: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)  # type: ignore[misc]
+        if isinstance(self.ops, ModuleType):  # modules cannot be pickled
+            state["ops"] = self.ops.__name__
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ops = state["ops"]
+        set_state: Any = super().__setstate__  # type: ignore[misc]
+        set_state({**state, "ops": importlib.import_module(ops) if isinstance(ops, str) else ops})
+
+
+class Layer(HoldsOps, nn.Module):
+    """A module that calls `self.ops`, and drops out only while training."""
 
     def __init__(self, ops: Any, dropout: float = 0.0) -> None:
         super().__init__()
@@ -38,15 +55,21 @@ class Layer(nn.Module):
     def dropout_p(self) -> float:
         return self.dropout if self.training else 0.0
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
-        if isinstance(self.ops, ModuleType):  # modules cannot be pickled
-            state["ops"] = self.ops.__name__
-        return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        ops = state["ops"]
-        super().__setstate__({**state, "ops": importlib.import_module(ops) if isinstance(ops, str) else ops})
+def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b. Where nothing is recorded, as in generating text, the product of few rows is worth an operation."""
+    return F.linear(x, weight, bias) if torch.is_grad_enabled() else ops.linear(x, weight, bias)
+
+
+class Linear(HoldsOps, nn.Linear):
+    """`torch.nn.Linear` by `linear`."""
+
+    def __init__(self, ops: Any, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.ops, x, self.weight, self.bias)
 
 
 class LayerNorm(Layer):
@@ -111,10 +134,10 @@ class Attention(Layer):
         self.interleaved = config.rotary_interleaved
         self.widths = [self.head_dim, self.head_dim, self.value_dim]
         self.rows = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.value_dim]
-        self.qkv = nn.Linear(config.width, sum(self.rows), bias=config.attention_bias)
+        self.qkv = Linear(ops, config.width, sum(self.rows), config.attention_bias)
         self.query_norm = RMSNorm(config, ops, self.head_dim) if config.qk_norm else None
         self.key_norm = RMSNorm(config, ops, self.head_dim) if config.qk_norm else None
-        self.out = nn.Linear(self.heads * self.value_dim, config.width, bias=config.attention_bias)
+        self.out = Linear(ops, self.heads * self.value_dim, config.width, config.attention_bias)
 
     def forward(
         self,
@@ -187,7 +210,7 @@ class Attention(Layer):
 
     def _rows(self, x: Tensor, rows: slice) -> Tensor:
         """Some columns of the packed projection of x."""
-        return F.linear(x, self.qkv.weight[rows], None if self.qkv.bias is None else self.qkv.bias[rows])
+        return linear(self.ops, x, self.qkv.weight[rows], None if self.qkv.bias is None else self.qkv.bias[rows])
 
 
 class FeedForward(Layer):
@@ -200,8 +223,8 @@ class FeedForward(Layer):
         super().__init__(ops, config.ffn_dropout)
         inner = config.ffn_width or 4 * config.width
         self.activation = config.activation
-        self.up = nn.Linear(config.width, 2 * inner if self.gated else inner, bias=config.ffn_bias)
-        self.down = nn.Linear(inner, config.width, bias=config.ffn_bias)
+        self.up = Linear(ops, config.width, 2 * inner if self.gated else inner, config.ffn_bias)
+        self.down = Linear(ops, inner, config.width, config.ffn_bias)
 
     @property
     def gated(self) -> bool:
@@ -215,11 +238,11 @@ class FeedForward(Layer):
             return getattr(self.ops, self.activation)(self.up(x))
         bias = self.up.bias
         if self.activation == "relu":
-            return F.relu(self.up(x)) if bias is None else self.ops.bias_relu(F.linear(x, self.up.weight), bias)
+            return F.relu(self.up(x)) if bias is None else self.ops.bias_relu(linear(self.ops, x, self.up.weight), bias)
         approximate = GELU_APPROXIMATION[self.activation]
         if bias is None:
             return self.ops.gelu(self.up(x), approximate=approximate)
-        return self.ops.bias_gelu(F.linear(x, self.up.weight), bias, approximate=approximate)
+        return self.ops.bias_gelu(linear(self.ops, x, self.up.weight), bias, approximate=approximate)
 
 
 class Block(Layer):

@@ -87,6 +87,7 @@ class Operation:
             output wherever there are several outputs.
         like: for a dropped differentiable field, the kept result that its gradient is shaped as.
         sizes: the fields that make the call empty when one of them has no element; the first field unless given.
+        by_pytorch: the backends in which it is PyTorch's operator: the vendor's library computes it best.
         kernels: the operation whose backend files answer, and `adapt`: from such a module to one of this operation.
         second_order: (call, result, grads, wanted) -> gradients, in differentiable PyTorch. Without it a gradient that
             is to be differentiated again is an error.
@@ -110,6 +111,7 @@ class Operation:
         kept: tuple[str, ...] = (),
         like: Mapping[str, str] | None = None,
         sizes: tuple[str, ...] = (),
+        by_pytorch: tuple[str, ...] = (),
         kernels: str | None = None,
         adapt: Callable[[Any], Any] | None = None,
         second_order: Callable[..., tuple[Tensor | None, ...]] | None = None,
@@ -119,6 +121,7 @@ class Operation:
     ) -> None:
         self.name, self.call, self.result, self.public = name, call, result, public
         self.kernels, self.adapt, self.second_order = kernels or name, adapt, second_order
+        self.by_pytorch = by_pytorch
         self.fake, self.layout, self.check_when_run = fake, layout, check_when_run
         self.empty_gradients = empty_gradients or self._empty_gradients
         fields: tuple[str, ...] = call._fields

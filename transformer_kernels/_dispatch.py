@@ -84,7 +84,8 @@ def _module(operation: Operation, backend: str) -> Any:
     """The backend's `forward` and `backward` of an operation, imported once; None where it has none."""
     key = (operation.name, backend)
     if key not in _modules:
-        name = f"transformer_kernels.ops.{operation.kernels}._{backend}"
+        file = "torch" if backend in operation.by_pytorch else backend
+        name = f"transformer_kernels.ops.{operation.kernels}._{file}"
         module = import_module(name) if find_spec(name) is not None else None
         _modules[key] = module if module is None or operation.adapt is None else operation.adapt(module)
     return _modules[key]

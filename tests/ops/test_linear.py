@@ -44,6 +44,12 @@ def test_matches_reference(
     check_parity("linear", backend, make(*sizes, dtype, device), {"activation": activation})
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+def test_few_rows(backend: str, dtype: torch.dtype, device: torch.device, rows: int) -> None:
+    """The weight is large enough to be read in streams, which leaves a rest of three columns and, of the depth, two."""
+    check_parity("linear", backend, make(rows, 2051, 130, dtype, device), {"activation": None if rows == 1 else "gelu"})
+
+
 def test_without_a_bias(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     check_parity("linear", backend, make(40, 33, 20, dtype, device, bias=False), {"activation": "relu"})
 

@@ -38,7 +38,8 @@ def linear(
         x: (..., K), any strides, float32, float16, bfloat16 (float64 with backend="torch").
         weight, bias: (N, K) and (N,), in the dtype of x; any dtype under autocast. The bias may be None.
         activation: None, "relu", "gelu" (erf) or "gelu_tanh".
-        backend: "torch", "cpu" or "auto"; None takes the default (see `set_backend`).
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`). In "triton" and
+            "cuda" it is PyTorch's product, which is the vendor's library on a GPU.
     Returns:
         (..., N), contiguous, in the dtype of x; accumulated in float32 (float64 for float64).
     Raises:
@@ -104,5 +105,6 @@ OPERATION = _autograd.Operation(
     differentiable=("x", "weight", "bias"),
     kept=("saved",),
     sizes=("x", "weight"),
+    by_pytorch=("triton", "cuda"),
     second_order=_second_order,
 )

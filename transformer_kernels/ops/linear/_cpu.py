@@ -1,4 +1,7 @@
-"""A linear layer on the CPU: csrc/cpu/products/linear.cpp, or PyTorch's product where that is the faster one."""
+"""A linear layer on the CPU: csrc/cpu/products/linear.cpp, or PyTorch's product where that is the faster one.
+
+A few rows, as in generating text, are few_rows.cpp's.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,12 @@ LONGEST_IN_BFLOAT16 = 512
 """Rows or columns of a weight beyond which oneDNN's products on AMX tiles are as fast as ours."""
 
 
+MOST_FEW_ROWS = 4
+"""Rows of x up to which reading the weights is what a product costs."""
+SMALLEST_READ = 1 << 18
+"""Elements of a weight below which it may lie in a cache still, and PyTorch's product is called in less time."""
+
+
 @cache
 def _has_fast_library() -> bool:
     """Whether PyTorch's float32 product is as fast as ours: MKL takes its best path on Intel's processors only."""
@@ -43,9 +52,10 @@ def forward(call: LinearCall) -> LinearResult:
     """y, and y or the sums before the activation for the gradient."""
     if _ours(call):
         return _own_forward(call)
+    few = _are_few(call)
     if call.activation is None:
-        return unactivated(call)
-    before = product(call, call.bias)
+        return LinearResult(_of_few_rows(call), call.x.new_empty(0)) if few else unactivated(call)
+    before = _of_few_rows(call) if few else product(call, call.bias)
     return LinearResult(activated(_kind(call), before, None, in_place=call.activation == "relu"), before)
 
 
@@ -63,6 +73,21 @@ def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wante
 def _kind(call: LinearCall) -> int:
     """The activation's number in csrc/cpu/rows/activation.cpp."""
     return ACTIVATIONS.index(call.activation) - 1
+
+
+def _are_few(call: LinearCall) -> bool:
+    x, weight, bias, _ = call
+    same = x.dtype is weight.dtype and (bias is None or x.dtype is bias.dtype)
+    return same and x.numel() <= MOST_FEW_ROWS * x.shape[-1] and weight.numel() >= SMALLEST_READ
+
+
+def _of_few_rows(call: LinearCall) -> Tensor:
+    """x W^T + b."""
+    x, weight, bias, _ = call
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    pointers = x.data_ptr(), weight.data_ptr(), address(bias), y.data_ptr()
+    cpu.load().few_rows(DTYPE_CODES[x.dtype], *pointers, *_sizes(call))
+    return y
 
 
 def _own_forward(call: LinearCall) -> LinearResult:
