@@ -432,17 +432,15 @@ def pages():
     buffers = [torch.ones(2 << 20) for _ in range(8)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-given_back = pages()
+given_back = [pages() for _ in range(3)][-1]
 keep_freed_memory()
-kept = [pages() for _ in range(6)][-1]  # the heap settles in the first
+kept = [pages() for _ in range(2)][-1]
 print(given_back, kept)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the GNU C library's options")
 def test_the_next_step_finds_its_memory_mapped():
-    giving_back = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}  # its default adapts: blocks come back or not
-    command = [sys.executable, "-c", PAGES_OF_A_STEP]
-    finished = subprocess.run(command, env=giving_back, capture_output=True, text=True, check=True)
+    finished = subprocess.run([sys.executable, "-c", PAGES_OF_A_STEP], capture_output=True, text=True, check=True)
     given_back, kept = map(int, finished.stdout.split())
     assert kept < given_back / 10
