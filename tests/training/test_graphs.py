@@ -4,10 +4,7 @@ And batches made ahead.
 """
 
 import os
-import platform
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -421,26 +418,3 @@ def test_a_copy_to_a_gpu_does_not_wait_for_it():
     busy.record()
     assert not busy.query()
     assert torch.equal(copied.cpu(), torch.arange(1000))
-
-
-PAGES_OF_A_STEP = """
-import resource, torch
-from transformer_kernels.training.graphs import keep_freed_memory
-
-def pages():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    buffers = [torch.ones(2 << 20) for _ in range(8)]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-given_back = [pages() for _ in range(3)][-1]
-keep_freed_memory()
-kept = [pages() for _ in range(2)][-1]
-print(given_back, kept)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the GNU C library's options")
-def test_the_next_step_finds_its_memory_mapped():
-    finished = subprocess.run([sys.executable, "-c", PAGES_OF_A_STEP], capture_output=True, text=True, check=True)
-    given_back, kept = map(int, finished.stdout.split())
-    assert kept < given_back / 10

@@ -12,7 +12,6 @@ while capturing, so a run gives the same numbers with and without graphs.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import warnings
 from collections import Counter
@@ -33,8 +32,6 @@ WARM_UP_STEPS = 3
 WARM_UP_STEPS_DISTRIBUTED = 11  # DistributedDataParallel settles its buckets and its timing in the first ten
 GRAPH_LIMIT = 8
 NCCL_SWITCH = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of the GNU C library
-LARGEST_KEPT = (1 << 30, 32 << 20)  # bytes of a block; older versions refuse the first
 
 Work = Callable[[], Tensor]
 
@@ -275,8 +272,6 @@ class StepRunner:
             warm_up = warm_up_steps(processes)
             self._run = GraphedStep(step, graphs, warm_up_steps=warm_up, failed=self._capture_failed)
         self._batches = Prefetcher(load, device)
-        if device.type == "cpu":
-            keep_freed_memory()
 
     def __call__(self, indices: Tensor, rate: float) -> tuple[Batch, Tensor]:
         """A step on these items at this learning rate; returns the batch, and its loss and gradient norm (2,)."""
@@ -300,20 +295,6 @@ class StepRunner:
             raise ValueError(f"--cuda-graph on: {reason}") from error
         self.graph_state = f"off: {reason}"
         self._tell()
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep the memory it frees, so that the next step's buffers are there already.
-
-    Otherwise the GNU C library gives large blocks and the end of its heap back, and the system maps and clears
-    thousands of pages for the next step. Does nothing with another C library.
-    """
-    try:
-        set_option = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # not this C library; Windows takes no None
-        return
-    if any(set_option(M_MMAP_THRESHOLD, largest) for largest in LARGEST_KEPT):
-        set_option(M_TRIM_THRESHOLD, -1)
 
 
 def wrapped(loss: nn.Module, config: TrainingConfig, device: torch.device, processes: Processes) -> nn.Module:
