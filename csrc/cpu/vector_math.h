@@ -57,7 +57,9 @@ struct Normal {
 };
 
 TK_INLINE Normal normal(Floats x) {
-  const Floats z = minimum(splat(14.45f), magnitude(x)), e = exponential_within(z * z * -0.5f);  // 0 from there on
+  const Floats distance = magnitude(x);
+  const Ints nothing = distance > 14.45f;  // both are 0 from there on, cleared as in `exponential`
+  const Floats z = nothing ? splat(0.f) : distance, e = exponential_within(z * z * -0.5f);
   const Floats t = reciprocal(fma(z, splat(0.3f), splat(1.f)));
   Floats p = splat(0.03840757f);  // minimax of (1 - Phi(z)) / e over 0 <= z <= 14.5: 5.8e-8 of it
   p = fma(p, t, splat(-0.1693083f));
@@ -68,8 +70,8 @@ TK_INLINE Normal normal(Floats x) {
   p = fma(p, t, splat(0.12194537f));
   p = fma(p, t, splat(0.11948419f));
   p = fma(p, t, splat(7.373145e-06f));
-  const Floats tail = p * e;
-  return {x < 0.f ? tail : 1.f - tail, e * 0.39894228f};
+  const Floats tail = nothing ? splat(0.f) : p * e;
+  return {x < 0.f ? tail : 1.f - tail, nothing ? splat(0.f) : e * 0.39894228f};
 }
 
 }  // namespace transformer_kernels::TK_LEVEL

@@ -44,6 +44,7 @@ struct AttentionCall {
 namespace transformer_kernels::TK_LEVEL {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr int64_t FLOAT32 = 0, BFLOAT16 = 2;  // codes of by_dtype
 
 struct Options {
   float scale, softcap;  // softcap: 0 without

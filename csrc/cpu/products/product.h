@@ -5,8 +5,6 @@
 
 namespace transformer_kernels::TK_LEVEL {
 
-constexpr int64_t FLOAT32 = 0, BFLOAT16 = 2;  // codes of by_dtype
-
 constexpr int64_t aligned(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 TK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 TK_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

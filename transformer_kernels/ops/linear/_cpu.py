@@ -21,10 +21,6 @@ from transformer_kernels.ops.linear._products import Gradients, gradients, produ
 
 LARGEST_WEIGHT = 1 << 19
 """Elements beyond which a weight does not stay in a second-level cache, which our products do not block for."""
-LONGEST_IN_BFLOAT16 = 512
-"""Rows or columns of a weight beyond which oneDNN's products on AMX tiles are as fast as ours."""
-
-
 MOST_FEW_ROWS = 4
 """Rows of x up to which reading the weights is what a product costs."""
 SMALLEST_READ = 1 << 18
@@ -39,12 +35,10 @@ def _has_fast_library() -> bool:
 
 
 def _ours(call: LinearCall) -> bool:
-    """Whether our product answers, for small weights: in float32 where MKL is slow.
+    """Whether our product answers: in float32, for small weights, where MKL is slow.
 
-    In bfloat16 on AMX tiles, where a short depth and few columns leave oneDNN at a fifth of their rate.
+    oneDNN's 16-bit products take AMX tiles or vdpbf16ps; ours would be several times slower.
     """
-    if call.x.dtype is torch.bfloat16:
-        return max(call.weight.shape) <= LONGEST_IN_BFLOAT16 and bool(cpu.load().instruction_set() == "amx")
     return call.weight.numel() <= LARGEST_WEIGHT and call.x.dtype is torch.float32 and not _has_fast_library()
 
 
