@@ -55,6 +55,7 @@ class KVCache:
         self.model, self.batch, self.length, self.windows, self.tokens = model, batch, length, windows, 0
         self.dtype, self.device = dtype or activation_dtype(model), model.embedding.tokens.weight.device
         self.padding: Tensor | None = None  # (B,), how many tokens of padding each sequence begins with
+        self._masks: dict[tuple[int, int], Tensor] = {}  # of this step, which layers of one window share
         head_dim = config.width // config.heads
         self.keys, self.values = (
             [self._empty(config.kv_heads or config.heads, window, width) for window in windows]
@@ -83,6 +84,7 @@ class KVCache:
 
     def begin(self, model: Transformer, tokens: Tensor, padding_mask: Tensor | None) -> None:
         """Refuse tokens (B, L) that this cache cannot hold, before anything is computed."""
+        self._masks.clear()
         if model is not self.model:
             raise ValueError("cache: it was made by another model; make one with this model's new_cache")
         if tokens.dim() != 2 or tokens.shape[0] != self.batch:
@@ -107,8 +109,12 @@ class KVCache:
 
     def position_ids(self, length: int) -> Tensor:
         """Where the next `length` tokens stand in their sequences, int64 (B, length); padding stands at 0."""
-        places = torch.arange(self.tokens, self.tokens + length, device=self.device).expand(self.batch, length)
+        places = self._places(length).expand(self.batch, length)
         return places if self.padding is None else (places - self.padding.unsqueeze(1)).clamp(min=0)
+
+    def _places(self, length: int) -> Tensor:
+        """Where the next `length` tokens stand, padding counted, int64 (length,)."""
+        return torch.arange(self.tokens, self.tokens + length, device=self.device)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store the keys and values (B, kv_heads, L, D) of new tokens; return all that those tokens may see, in order.
@@ -135,7 +141,9 @@ class KVCache:
         """Which of the tokens from `first` up to `last` are real, bool (B, last - first); None when all are."""
         if self.padding is None:
             return None
-        return torch.arange(first, last, device=self.device) >= self.padding.unsqueeze(1)
+        if (first, last) not in self._masks:
+            self._masks[first, last] = torch.arange(first, last, device=self.device) >= self.padding.unsqueeze(1)
+        return self._masks[first, last]
 
     def advance(self, length: int) -> None:
         """Count `length` tokens, whose keys and values all layers have stored, as read."""
@@ -160,11 +168,8 @@ class SteadyCache(KVCache):
         super().reset()
         self.place.zero_()
 
-    def position_ids(self, length: int) -> Tensor:
-        if length > 1:
-            return super().position_ids(length)
-        places = self.place.expand(self.batch, 1)
-        return places if self.padding is None else (places - self.padding.unsqueeze(1)).clamp(min=0)
+    def _places(self, length: int) -> Tensor:
+        return self.place if length == 1 else super()._places(length)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """As `KVCache.extend`, which several tokens take; a single one sees the keys of a ring in the ring's order."""
@@ -172,11 +177,18 @@ class SteadyCache(KVCache):
             return super().extend(layer, k, v)
         keys, values = self.keys[layer], self.values[layer]
         slots = keys.shape[2]
-        keys.index_copy_(2, self.place % slots, k)
-        values.index_copy_(2, self.place % slots, v)
-        token = self.place - (self.place - torch.arange(slots, device=self.device)) % slots  # in each slot; < 0: none
-        real = token >= (0 if self.padding is None else self.padding.unsqueeze(1))
-        return keys, values, real.expand(self.batch, slots)
+        slot = self.place % slots
+        keys.index_copy_(2, slot, k)
+        values.index_copy_(2, slot, v)
+        return keys, values, self._taken(slots)
+
+    def _taken(self, slots: int) -> Tensor:
+        """Which of the slots hold a real token, the new one among them, bool (B, slots)."""
+        if (0, slots) not in self._masks:
+            token = self.place - (self.place - torch.arange(slots, device=self.device)) % slots  # of a slot; < 0: none
+            real = token >= (0 if self.padding is None else self.padding.unsqueeze(1))
+            self._masks[0, slots] = real.expand(self.batch, slots)
+        return self._masks[0, slots]
 
     def advance(self, length: int) -> None:
         super().advance(length)
