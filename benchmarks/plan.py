@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from benchmarks import calls, steps, workloads
+from benchmarks import calls, other_models, steps, workloads
 from benchmarks.measure import Bench, Row, identity, measure
 from benchmarks.peers import Candidate, candidates
 from benchmarks.steps import Recipe
@@ -57,7 +58,7 @@ def step_tasks(device: torch.device, recipe: Recipe, names: Iterable[str] | None
     for rung in steps.rungs(device):
         if names is None or rung.name in names:
             shape = {"B": recipe.batch, "L": recipe.length}
-            key = _key("step", recipe.model, "training step", "step", rung.name, rung.precision, shape)
+            key = _key("step", recipe.model, recipe.case, "step", rung.name, rung.precision, shape)
             yield Task(key, "step", rung.name, functools.partial(steps.measure_step, recipe, rung))
 
 
@@ -112,11 +113,17 @@ def _quick() -> Iterator[Task]:
 
 
 def _attention(
-    sizes: Sizes, dtype: torch.dtype, kinds: Iterable[tuple[str, int]], directions: Iterable[str], names: Iterable[str]
+    sizes: Sizes,
+    dtype: torch.dtype,
+    kinds: Iterable[tuple[str, int]],
+    directions: Iterable[str],
+    names: Iterable[str],
+    **options: Any,
 ) -> Iterator[Task]:
     for kind, width in kinds:
         for direction in directions:
-            yield from operation_tasks(workloads.attention_sweep(sizes, dtype, width, direction, kind), names)
+            sweep = workloads.attention_sweep(sizes, dtype, width, direction, kind, **options)
+            yield from operation_tasks(sweep, names)
 
 
 def _rows(
@@ -200,25 +207,29 @@ def _step_sweep() -> Iterator[Recipe]:
 
 
 def _on_cpu(device: torch.device) -> Iterator[Task]:
-    sizes, fp32 = workloads.CPU, torch.float32
-    fused = (*ON_CPU, "sdpa flash", "sdpa math", "eager")
-    yield from _attention(sizes, fp32, EVERY_KIND[:1], ("forward", "both"), fused)
-    yield from _rows(sizes, fp32, ("forward", "backward"), (*ON_CPU, "eager"))
-    yield from _output_layers(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
+    sizes, fp32, bf16 = workloads.CPU, torch.float32, torch.bfloat16
     recipes = Recipe("char_gpt", 64, 64), Recipe("imdb_bert", 16, 256)
     for recipe in recipes:
         yield from step_tasks(device, recipe, UNCOMPILED)
-    yield from call_tasks()
-    yield from _attention(sizes, fp32, EVERY_KIND[1:2], ("forward", "both"), fused)
+    for model in other_models.MODELS:
+        for recipe in (Recipe(model, 8, 128), Recipe(model, 8, 128, dropout=0.0), Recipe(model, 8, 256)):
+            yield from step_tasks(device, recipe, (f"{steps.HEADLINE}, fp32", "ours cpu, fp32"))
+    fused = (*ON_CPU, "sdpa flash", "sdpa math")
+    short = _narrowed(sizes, (64, 128, 256))
+    yield from _attention(sizes, fp32, EVERY_KIND[:2], ("forward", "both"), fused)
+    yield from _attention(short, fp32, (("padded", 64), ("full", 64)), ("both",), fused)
+    for dtype in (fp32, bf16):
+        yield from _attention(short, dtype, EVERY_KIND[:1], ("both",), fused, dropout_p=0.1)
+    yield from _attention(_narrowed(sizes, (256,)), fp32, (("full", 64),), ("both",), fused, window=64)
     yield from operation_tasks(workloads.decode_sweep(sizes, fp32), fused)
-    yield from _attention(sizes, fp32, (("padded", 64),), ("forward", "both"), fused)
+    yield from _rows(sizes, fp32, ("forward", "backward", "both"), (*ON_CPU, "eager"))
+    yield from _output_layers(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
+    yield from _attention(sizes, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
+    yield from _attention(sizes, fp32, (("causal", 32), ("padded", 64)), ("forward", "both"), fused)
+    yield from step_tasks(device, Recipe("gpt2", 4, 64), UNCOMPILED)
+    yield from call_tasks()
     yield from _rows(_narrowed(sizes, widths=(768,)), fp32, ("forward", "both"), ("compile",))
-    yield from _attention(_narrowed(sizes, (512,)), fp32, EVERY_KIND[:1], ("forward", "both"), ("compile",))
-    yield from step_tasks(device, Recipe("gpt2", 1, 128), UNCOMPILED)
-    for recipe in (Recipe("char_gpt", 16, 64), Recipe("char_gpt", 16, 256), Recipe("imdb_bert", 4, 256)):
-        yield from step_tasks(
-            device, recipe, ("reference, fp32", f"{steps.HEADLINE}, fp32", *(f"{name}, fp32" for name in ON_CPU))
-        )
+    yield from _attention(_narrowed(sizes, (512,)), fp32, EVERY_KIND[:1], ("forward", "both"), ("compile", "eager"))
     everyone = _narrowed(sizes, (512,), (768,))  # one point with every candidate, so that each is timed or explained
     yield from operation_tasks(workloads.attention_sweep(everyone, fp32, 64, "forward", "causal"))
     for op in ROW_OPERATIONS:

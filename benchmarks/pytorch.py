@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    mask = options.get("key_padding_mask")
+    mask, window = options.get("key_padding_mask"), options.get("window")
+    if mask is not None:
+        mask = mask[:, None, None, :]
+    if window is not None:
+        places = torch.arange(q.shape[2], device=q.device)
+        mask = (places[:, None] - places).abs() < window
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=None if mask is None else mask[:, None, None, :],
+        attn_mask=mask,
         dropout_p=options.get("dropout_p", 0.0),
         is_causal=options.get("causal", False),
         enable_gqa=q.shape[1] != k.shape[1],

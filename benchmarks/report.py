@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.measure import Row
-from benchmarks.results import Growth, against_headline, growth, timed
+from benchmarks.measure import Row, identity
+from benchmarks.results import Growth, against_headline, against_peers, growth, timed
 from benchmarks.steps import HEADLINE
 
 LINEAR = 1.15
@@ -25,6 +26,7 @@ def report(rows: Sequence[Row], pictures: Iterable[Path] = (), tests: dict[str, 
         _how(rows),
         *(f"![{path.stem}]({path.as_posix()})" for path in pictures if path.suffix == ".png"),
         _tests(tests),
+        _against_peers(rows),
         _fastest(rows),
         *(_operation_table(rows, op) for op in dict.fromkeys(row["op"] for row in timed(rows, "operation"))),
         _steps(rows),
@@ -66,6 +68,7 @@ def _tests(tests: dict[str, Any] | None) -> str:
 
 def _operation_table(rows: Sequence[Row], op: str) -> str:
     found = [row for row in timed(rows, "operation") if row["op"] == op]
+    ratios = against_peers(found)
     lines = []
     for row in sorted(found, key=_place):
         rate = f"{row['tflops']:.2f} TFLOP/s" if op == "attention" else f"{row['gbps']:,.0f} GB/s"
@@ -76,12 +79,22 @@ def _operation_table(rows: Sequence[Row], op: str) -> str:
                 row["candidate"],
                 microseconds(row["seconds"]),
                 f"{row['spread']:.0%}",
+                f"{ratios[identity(row)]:.2f}" if identity(row) in ratios else "",
                 rate,
                 fraction,
                 mebibytes(row.get("peak_memory")),
             )
         )
-    head = ("workload", "candidate", "median us", "spread", "rate", "of the limit", "memory MiB")
+    head = (
+        "workload",
+        "candidate",
+        "median us",
+        "spread",
+        "times the fastest peer",
+        "rate",
+        "of the limit",
+        "memory MiB",
+    )
     return f"## {op}\n\n{_table(head, lines)}"
 
 
@@ -99,6 +112,24 @@ def microseconds(seconds: float) -> str:
 
 def mebibytes(count: int | None) -> str:
     return "" if count is None else f"{count / 2**20:,.1f}"
+
+
+def _against_peers(rows: Sequence[Row]) -> str:
+    """How many times as fast as the fastest peer each of our backends is, over the workloads of a kind."""
+    ratios = against_peers(rows)
+    kinds: dict[tuple[str, ...], list[float]] = {}
+    for row in timed(rows, "operation"):
+        if identity(row) in ratios:
+            name = f"{row['op']} {row['case']}" if row["op"] == "attention" else row["op"]
+            kinds.setdefault((name, row["direction"], row["dtype"], row["candidate"]), []).append(ratios[identity(row)])
+    if not kinds:
+        return ""
+    lines = [
+        (*kind, str(len(each)), f"{min(each):.2f}", f"{median(each):.2f}", f"{max(each):.2f}")
+        for kind, each in kinds.items()
+    ]
+    head = ("operation", "direction", "dtype", "candidate", "workloads", "least", "median", "most")
+    return f"## Times as fast as the fastest peer\n\n{_table(head, lines)}"
 
 
 def _fastest(rows: Sequence[Row]) -> str:
@@ -126,7 +157,7 @@ def _steps(rows: Sequence[Row]) -> str:
         return ""
     lines = [
         (
-            f"{row['op']} {_sizes(row)}",
+            f"{row['op']}{row['case'].removeprefix('training step')} {_sizes(row)}",
             row["candidate"],
             f"{row['seconds'] * 1e3:,.2f}",
             f"{row['spread']:.0%}",

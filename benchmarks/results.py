@@ -52,6 +52,19 @@ def against_headline(row: Row, rows: Iterable[Row]) -> float | None:
     return found[0]["seconds"] / row["seconds"] if found else None
 
 
+def against_peers(rows: Iterable[Row]) -> dict[str, float]:
+    """For each row of ours by identity: how many times as fast it is as the fastest other candidate of the workload."""
+    workloads: dict[str, list[Row]] = {}
+    for row in timed(rows, "operation"):
+        workloads.setdefault(identity(row | {"candidate": ""}), []).append(row)
+    ratios = {}
+    for found in workloads.values():
+        peers = [row["seconds"] for row in found if not row["candidate"].startswith("ours")]
+        ours = [row for row in found if peers and row["candidate"].startswith("ours")]
+        ratios.update({identity(row): min(peers) / row["seconds"] for row in ours})
+    return ratios
+
+
 # Merging
 
 

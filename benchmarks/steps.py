@@ -8,6 +8,7 @@ compiling it twice would cost a minute.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import python_ref
 import transformer_kernels as tk
-from benchmarks import pytorch, timing
+from benchmarks import other_models, pytorch, timing
 from benchmarks.correctness import WrongResult
 from benchmarks.measure import Bench, Row
 from benchmarks.peers import Skipped, require
@@ -32,15 +33,29 @@ LOSS_TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "bfloat16": 2e-2}
 WITH_DROPOUT = 1e-1
 """The same where dropout is on."""
 SEED = 7
+UNCLIPPED = math.inf
+"""A bound at which a step computes the norm of the gradients and leaves them as they are."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A preset model and the shape of its batch."""
+    """A model and the shape of its batch.
+
+    Args:
+        model: a preset of `python_ref`, or one of `other_models.MODELS`.
+        batch, length: sequences, and tokens in each, padding included.
+        dropout: None for the model's own.
+    """
 
     model: str
     batch: int
     length: int
+    dropout: float | None = None
+
+    @property
+    def case(self) -> str:
+        """Which kind of row it belongs to."""
+        return "training step" if self.dropout is None else f"training step, dropout {self.dropout:g}"
 
 
 LABELS = {"float32": "fp32", "tf32": "TF32", "bfloat16": "bf16"}
@@ -58,6 +73,7 @@ class Rung:
         fused_optimizer: AdamW in one kernel.
         compile: None, or a mode of torch.compile.
         graph: the whole step captured in one CUDA graph.
+        packed: the padded batch as one row of its real tokens.
     """
 
     operations: str
@@ -65,6 +81,7 @@ class Rung:
     fused_optimizer: bool = True
     compile: str | None = None
     graph: bool = False
+    packed: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +91,7 @@ class Rung:
         else:
             what = f"ours {self.operations}"
         how = {None: "", "default": " + compile", "reduce-overhead": " + compile + CUDA graphs"}[self.compile]
-        how = " + one graph" if self.graph else how
+        how = " + one graph" if self.graph else " packed" if self.packed else how
         if not how and self.operations == "pytorch":
             how = HEADLINE.removeprefix("SDPA")
         return f"{what}{how}, {LABELS[self.precision]}"
@@ -94,6 +111,7 @@ def ladder() -> list[Rung]:
     rungs += [Rung("pytorch", bf16, compile="reduce-overhead"), Rung("pytorch", bf16, graph=True)]
     ours = [name for name in tk.BACKENDS if name != "torch"]
     rungs += [Rung(name, precision) for precision in (fp32, bf16) for name in ("torch", *ours)]
+    rungs += [Rung(name, precision, packed=True) for precision in (fp32, bf16) for name in ours]
     return rungs + [Rung(name, bf16, graph=True) for name in (*ours, "auto") if name != "cpu"]
 
 
@@ -122,13 +140,11 @@ class Step:
     def __init__(
         self, recipe: Recipe, rung: Rung, device: torch.device, dropout: float | None = None, clip: float = 0.0
     ) -> None:
-        overrides = {} if dropout is None else {"dropout": dropout}
-        if recipe.length > python_ref.preset(recipe.model).context:
-            overrides["context"] = recipe.length
         torch.manual_seed(SEED)
-        model: nn.Module = python_ref.build(recipe.model, ops=operations(rung.operations, device), **overrides)
-        self.model = model.to(device).train()
+        self.model = model(recipe, rung, device, recipe.dropout if dropout is None else dropout).to(device).train()
         self.batch = batch(recipe, self.model.config.vocab_size, device)
+        if rung.packed:
+            self.batch = packed(self.batch)
         self.flops = self.model.flops_per_token(recipe.length) * recipe.batch * recipe.length
         loss: Any = TrainingLoss(self.model, mean_loss)
         if rung.compile is not None:
@@ -146,13 +162,29 @@ class Step:
         return self.run(self.batch)
 
 
+def model(recipe: Recipe, rung: Rung, device: torch.device, dropout: float | None) -> nn.Module:
+    """The recipe's model as a rung runs it, with weights drawn from torch's generator."""
+    called = operations(rung.operations, device)
+    if recipe.model in other_models.MODELS:
+        return other_models.build(recipe.model, rung.operations, dropout)
+    overrides: dict[str, Any] = {} if dropout is None else {"dropout": dropout}
+    if recipe.length > python_ref.preset(recipe.model).context:
+        overrides["context"] = recipe.length
+    return python_ref.build(recipe.model, ops=called, **overrides)
+
+
 def _give_up(error: RuntimeError) -> None:
     raise error
 
 
 def mean_loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-    """The model's own loss; a classifier takes its labels first."""
-    return model.loss(targets, *inputs) if isinstance(model, BERTClassifier) else model.loss(*inputs, targets)
+    """The model's own loss; a classifier takes its labels first, and where packed sequences begin."""
+    if not isinstance(model, BERTClassifier):
+        return model.loss(*inputs, targets)
+    tokens, *visible = inputs
+    if visible and visible[0].dtype is torch.int32:
+        return model.loss(targets, tokens, cu_seqlens=visible[0])
+    return model.loss(targets, *inputs)
 
 
 def batch(recipe: Recipe, vocabulary: int, device: torch.device) -> Batch:
@@ -168,12 +200,30 @@ def batch(recipe: Recipe, vocabulary: int, device: torch.device) -> Batch:
     return Batch((tokens.to(device), mask.to(device)), labels.to(device), int(mask.sum()))
 
 
+def packed(padded: Batch) -> Batch:
+    """The real tokens of a padded batch as one row, and the places where its sequences begin.
+
+    Raises:
+        Skipped: the batch has no padding.
+    """
+    if len(padded.inputs) < 2:
+        raise Skipped("nothing to pack: the batch has no padding")
+    tokens, mask = padded.inputs
+    begins = nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    return padded._replace(inputs=(tokens[mask][None], begins))
+
+
+@functools.cache
+def expected(recipe: Recipe, device: torch.device) -> list[float]:
+    """The reference's loss and gradient norm without dropout."""
+    return Step(recipe, REFERENCE, device, 0.0, UNCLIPPED)().tolist()
+
+
 def check_step(recipe: Recipe, rung: Rung, device: torch.device) -> float:
     """The relative error of the loss against the float32 reference; raises WrongResult beyond the tolerance."""
-    unclipped = math.inf  # so that the step computes the norm of the gradients and leaves them as they are
-    wanted = Step(recipe, REFERENCE, device, 0.0, unclipped)().tolist()
+    wanted = expected(recipe, device)
     with matrix_products(rung.precision):
-        got = Step(recipe, rung, device, 0.0 if rung.compile is None else None, unclipped)().tolist()
+        got = Step(recipe, rung, device, 0.0 if rung.compile is None else None, UNCLIPPED)().tolist()
     tolerance = LOSS_TOLERANCE[rung.precision] if rung.compile is None else WITH_DROPOUT
     for name, value, exact, allowed in zip(
         ("loss", "gradient norm"), got, wanted, (tolerance, 5 * tolerance), strict=True
@@ -186,7 +236,7 @@ def check_step(recipe: Recipe, rung: Rung, device: torch.device) -> float:
 def measure_step(recipe: Recipe, rung: Rung, bench: Bench) -> Row:
     """The row of one rung: seconds a step, tokens a second, model FLOP/s."""
     shape = {"B": recipe.batch, "L": recipe.length}
-    row = bench.row("step", recipe.model, "training step", "step", rung.name, rung.precision, shape=shape, axis="L")
+    row = bench.row("step", recipe.model, recipe.case, "step", rung.name, rung.precision, shape=shape, axis="L")
 
     def work() -> Row:
         if bench.device.type == "cpu" and (rung.graph or rung.compile == "reduce-overhead"):

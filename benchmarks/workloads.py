@@ -8,7 +8,7 @@ heads), rows M and columns N for the others.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class Workload:
         direction: "forward", "backward", or "both" (forward, then backward).
         dtype: of the inputs.
         shape: sizes by name. axis: the name of the size that its sweep varies.
-        options: keyword arguments of the operation.
+        options: keyword arguments of the operation; dropout is left out where a result is checked.
         bytes, flops: the least that any implementation moves and does.
         key_lengths: for padded attention, the number of real tokens in each sequence.
     """
@@ -96,6 +96,11 @@ class Workload:
     bytes: int
     flops: float
     key_lengths: tuple[int, ...] = field(default=())
+
+    def without_dropout(self) -> Workload:
+        """The same with a result that can be checked."""
+        kept = {name: value for name, value in self.options.items() if name != "dropout_p"}
+        return self if kept == self.options else replace(self, options=kept)
 
     @property
     def dtype_name(self) -> str:
@@ -156,6 +161,8 @@ def attention(
     Lq: int | None = None,
     causal: bool = False,
     padded: bool = False,
+    window: int | None = None,
+    dropout_p: float = 0.0,
     case: str = "",
 ) -> Workload:
     """Attention of Lq queries (L unless given) over L keys; a quarter of each padded batch is padding, on average."""
@@ -164,19 +171,30 @@ def attention(
     pairs = Lq * (sum(lengths) if padded else B * L) * H
     if causal and Lq > 1:
         pairs //= 2
+    named = f"{'causal' if causal else 'padded' if padded else 'full'} D{D}"
+    options: dict[str, Any] = {"causal": causal}
+    if window is not None:
+        pairs, named, options = B * H * seen_in_window(L, window), f"window {window} D{D}", {"window": window}
+    if dropout_p:
+        named, options = f"{named} dropout", options | {"dropout_p": dropout_p}
     products = {"forward": 1.0, "backward": BACKWARD_PRODUCTS, "both": 1.0 + BACKWARD_PRODUCTS}
     return Workload(
         op="attention",
-        case=case or f"{'causal' if causal else 'padded' if padded else 'full'} D{D}",
+        case=case or named,
         direction=direction,
         dtype=dtype,
         shape={"B": B, "H": H, "Hk": Hk, "Lq": Lq, "L": L, "D": D},
         axis="L",
-        options={"causal": causal},
+        options=options,
         bytes=attention_bytes(dtype.itemsize, direction, B, H, Hk, Lq, L, D) + (B * L if padded else 0),
         flops=4.0 * pairs * D * products[direction],
         key_lengths=lengths,
     )
+
+
+def seen_in_window(L: int, window: int) -> int:
+    """Pairs of L queries and the keys less than `window` away on either side."""
+    return sum(min(i + window, L) - max(i - window + 1, 0) for i in range(L))
 
 
 def attention_bytes(itemsize: int, direction: str, B: int, H: int, Hk: int, Lq: int, L: int, D: int) -> int:
@@ -281,8 +299,8 @@ GPU = Sizes(
 )
 CPU = Sizes(
     tokens=2048,
-    heads={64: 4, 128: 2},
-    lengths=(128, 256, 512, 1024, 2048),
+    heads={32: 8, 64: 4, 128: 2},
+    lengths=(64, 128, 256, 512, 1024, 2048, 4096),
     elements=2**22,
     widths=(128, 768, 4096, 65536),
     decode=(4, 8192),
@@ -299,7 +317,9 @@ QUICK = Sizes(
 )
 
 
-def attention_sweep(sizes: Sizes, dtype: torch.dtype, D: int, direction: str, kind: str) -> Iterator[Workload]:
+def attention_sweep(
+    sizes: Sizes, dtype: torch.dtype, D: int, direction: str, kind: str, **options: Any
+) -> Iterator[Workload]:
     """The same number of tokens in ever longer sequences; `kind` is full, causal or padded."""
     for length in sizes.lengths:
         yield attention(
@@ -311,6 +331,7 @@ def attention_sweep(sizes: Sizes, dtype: torch.dtype, D: int, direction: str, ki
             D=D,
             causal=kind == "causal",
             padded=kind == "padded",
+            **options,
         )
 
 

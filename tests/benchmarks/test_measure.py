@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import python_ref
 import python_ref.ops as reference
-from benchmarks import calls, timing, workloads
+from benchmarks import calls, other_models, steps, timing, workloads
 from benchmarks.correctness import WrongResult, check
 from benchmarks.measure import Bench, measure
 from benchmarks.peers import Candidate, candidates
 from benchmarks.results import RESULTS, load_rows
-from benchmarks.steps import Recipe, check_step, ladder, measure_step, rungs
+from benchmarks.steps import Recipe, Rung, check_step, ladder, measure_step, rungs
 
 CPU = torch.device("cpu")
 STAMP = dict.fromkeys(("device", "torch", "triton", "driver", "commit", "date"))
@@ -258,6 +259,30 @@ def test_a_training_step_is_checked_and_timed(bench: Bench) -> None:
         assert rows[name]["status"] == "ok" and rows[name]["tokens_per_second"] > 0, rows[name]
     assert rows["ours auto + one graph, bf16"]["reason"] == "CUDA graphs need a GPU"
     assert rows["reference, TF32"]["status"] == "skipped"
+
+
+def test_a_packed_step_learns_what_the_padded_one_does(bench: Bench) -> None:
+    model = python_ref.build("imdb_bert", vocab_size=50, width=16, heads=2, layers=1, dropout=0.0)
+    padded = steps.batch(Recipe("imdb_bert", 3, 8), 50, CPU)
+    packed = steps.packed(padded)
+    assert packed.inputs[0].shape == (1, padded.tokens) and padded.tokens < 3 * 8
+    losses = [steps.mean_loss(model, each.inputs, each.targets).item() for each in (padded, packed)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert "no padding" in measure_step(SMALL, Rung("torch", "float32", packed=True), bench)["reason"]
+
+
+@pytest.mark.parametrize("name", other_models.MODELS)
+def test_a_patched_model_of_transformers_is_held_against_itself(
+    name: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    bert = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    for sizes, small in ((other_models.BERT, bert), (other_models.GPT2, {"n_layer": 1, "n_embd": 32, "n_head": 2})):
+        for key, value in {**small, "vocab_size": 50}.items():
+            monkeypatch.setitem(sizes, key, value)
+    for operations in ("pytorch", "torch"):
+        row = measure_step(Recipe(name, 2, 16, dropout=0.0), Rung(operations, "float32"), bench)
+        assert row["status"] == "ok" and row["case"] == "training step, dropout 0", row
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

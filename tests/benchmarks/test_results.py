@@ -11,6 +11,7 @@ import matplotlib.image
 import pytest
 
 from benchmarks import cli, evidence, results
+from benchmarks.measure import identity
 from benchmarks.plots import STYLES, draw_all
 from benchmarks.report import report
 from tests.benchmarks.rows import STAMP, operation_row, sweep, whole_record
@@ -121,6 +122,14 @@ def test_growth_finds_the_exponents() -> None:
 def test_the_report_says_whether_our_memory_is_linear() -> None:
     page = report(sweep("ours triton", 2.0, 1.0) + sweep("ours cuda", 2.0, 2.0))
     assert "1.00 linear" in page and "2.00 NOT LINEAR" in page
+
+
+def test_ours_is_held_against_the_fastest_peer() -> None:
+    ours, slow = operation_row(2.0), operation_row(4.0, candidate="ours cuda")
+    rows = [ours, slow, operation_row(8.0, candidate="eager"), operation_row(6.0, candidate="sdpa flash")]
+    assert results.against_peers(rows) == {identity(ours): 3.0, identity(slow): 1.5}
+    assert "| attention causal D64 | both | bfloat16 | ours triton | 1 | 3.00 | 3.00 | 3.00 |" in report(rows)
+    assert results.against_peers([ours, slow]) == {}
 
 
 # Pictures and report

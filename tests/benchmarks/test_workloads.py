@@ -42,6 +42,19 @@ def test_padding_is_not_counted_as_work() -> None:
     assert mask.sum(1).tolist() == [100, 75, 50] and mask[1, 74] and not mask[1, 75]
 
 
+def test_a_window_counts_what_its_queries_see() -> None:
+    places = torch.arange(100)
+    seen = ((places[:, None] - places).abs() < 7).sum().item()
+    work = workloads.attention(FP32, "forward", B=3, H=2, L=100, D=8, window=7)
+    assert work.flops == 4 * 3 * 2 * seen * 8 and work.options["window"] == 7
+
+
+def test_dropout_is_left_out_of_what_is_checked() -> None:
+    work = workloads.attention(FP32, "both", B=1, H=1, L=16, D=8, causal=True, dropout_p=0.1)
+    assert work.case == "causal D8 dropout" and work.options == {"causal": True, "dropout_p": 0.1}
+    assert work.without_dropout().options == {"causal": True}
+
+
 def test_decode_reads_each_key_head_once() -> None:
     work = workloads.attention(BF16, "forward", B=2, H=8, Hk=2, Lq=1, L=1000, D=128)
     assert work.bytes == 2 * (2 * 8 * 128 * 2) + 2 * (2 * 2 * 1000 * 128 * 2) + 2 * 8 * 4

@@ -1,0 +1,80 @@
+"""Models of transformers as training steps: as they come, with SDPA, or patched in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import transformer_kernels as tk
+from benchmarks.peers import Skipped
+
+BERT = {"num_hidden_layers": 4}
+GPT2 = {"n_layer": 4}
+"""Of the base sizes: a step then fits into seconds on a CPU, and a layer costs what it costs."""
+LABELLED = 0.15
+"""The share of tokens that BERT's masked language model learns from."""
+
+
+class OtherModel(nn.Module):
+    """A model of transformers under the names that a step calls.
+
+    Args:
+        model: a language model that computes its own loss from `labels`.
+        labelled: the share of tokens that have a label.
+    """
+
+    def __init__(self, model: Any, labelled: float) -> None:
+        super().__init__()
+        self.model, self.labelled, self.config = model, labelled, model.config
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy over the labelled ones of (B, L) tokens, the first of them."""
+        count = round(self.labelled * targets.shape[1])
+        labels = targets.masked_fill(torch.arange(targets.shape[1], device=targets.device) >= count, -100)
+        return self.model(input_ids=tokens, labels=labels).loss
+
+    def flops_per_token(self, length: int) -> float:
+        """Both passes: six for each weight of a product, twelve for each layer, key and column of attention."""
+        weights = sum(parameter.numel() for parameter in self.model.parameters() if parameter.dim() == 2)
+        tables = sum(each.num_embeddings for each in self.modules() if isinstance(each, nn.Embedding))
+        width = self.config.hidden_size
+        inside = weights - tables * width
+        return 6.0 * (inside + self.config.vocab_size * width) + 12.0 * self.config.num_hidden_layers * width * length
+
+
+def build(name: str, operations: str, dropout: float | None) -> OtherModel:
+    """One of `MODELS`, with eager attention ("reference"), SDPA ("pytorch") or patched with one of our backends.
+
+    Raises:
+        Skipped: transformers is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise Skipped("transformers is not installed")
+    make, labelled = MODELS[name]
+    attention = "eager" if operations == "reference" else "sdpa"
+    model = OtherModel(make(dropout, attention), labelled)
+    if operations not in ("reference", "pytorch"):
+        tk.patch(model, backend=operations)
+    return model
+
+
+def _bert(dropout: float | None, attention: str) -> nn.Module:
+    import transformers
+
+    rates = {} if dropout is None else {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    config = transformers.BertConfig(**BERT, **rates)
+    return transformers.BertForMaskedLM._from_config(config, attn_implementation=attention)
+
+
+def _gpt2(dropout: float | None, attention: str) -> nn.Module:
+    import transformers
+
+    rates = {} if dropout is None else dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = transformers.GPT2Config(**GPT2, use_cache=False, **rates)
+    return transformers.GPT2LMHeadModel._from_config(config, attn_implementation=attention)
+
+
+MODELS = {"transformers' BERT": (_bert, LABELLED), "transformers' GPT-2": (_gpt2, 1.0)}
