@@ -11,14 +11,15 @@ from torch import Tensor
 
 from tests.emulation.programs import program
 
-FRAGMENTS = 8192  # of 16 x 8 sums: 2^20
 DEPTH = {"float16": 16, "bfloat16": 16, "tf32": 8}
 DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "tf32": torch.float32}
-MMASIM = {
-    "float16": "m16n8k16.f32.f16.f16.f32",
-    "bfloat16": "m16n8k16.f32.bf16.bf16.f32",
-    "tf32": "m16n8k8.f32.tf32.tf32.f32",
-}
+PTX = {"float16": "k16.f32.f16.f16", "bfloat16": "k16.f32.bf16.bf16", "tf32": "k8.f32.tf32.tf32"}
+SUMS = {"mma": 2**20, "wgmma": 2**18}
+CASES = [
+    *((80, "mma", type_) for type_ in DTYPE),
+    *((90, "mma", type_) for type_ in DTYPE),
+    *((90, "wgmma", type_) for type_ in ("float16", "bfloat16")),
+]
 
 
 def operand(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -39,9 +40,9 @@ def words(values: Tensor) -> bytes:
     return (values.view(torch.int16).int() & 0xFFFF).numpy().tobytes()
 
 
-def multiply(type_: str, architecture: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def multiply(instruction: str, type_: str, architecture: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     result = subprocess.run(
-        [str(program("tensor_cores", "plain")), type_, str(len(a))],
+        [str(program("tensor_cores", "plain")), instruction, type_, str(len(a))],
         input=b"".join(map(words, (a, b, c))),
         env={**os.environ, "TRANSFORMER_KERNELS_EMULATE_ARCH": str(architecture)},
         capture_output=True,
@@ -50,22 +51,33 @@ def multiply(type_: str, architecture: int, a: Tensor, b: Tensor, c: Tensor) -> 
     return torch.frombuffer(bytearray(result.stdout), dtype=torch.float32).view(c.shape)
 
 
+def simulate(instruction: str, type_: str, architecture: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    mmasim = pytest.importorskip("mmasim.nv_ptx", reason="needs mmasim")
+    name = "Ampere" if architecture == 80 else "Hopper"
+    if instruction == "mma":
+        simulator = mmasim.MMA(name, f"m16n8{PTX[type_]}.f32")
+    else:
+        simulator = mmasim.WGMMA(name, f"m64n64{PTX[type_]}")
+    rows, columns = c.shape[1:]
+    left, right = a[:, :, None].expand(-1, -1, columns, -1), b.transpose(1, 2)[:, None].expand(-1, rows, -1, -1)
+    parts = zip(*(tensor.split(2**16 // c[0].numel()) for tensor in (left, right, c)), strict=True)
+    return torch.cat([simulator.dpa(*(tensor.clone() for tensor in part)) for part in parts])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "name"), [(80, "Ampere"), (90, "Hopper")])
-@pytest.mark.parametrize("type_", DEPTH)
-def test_every_sum_has_the_bits_of_the_hardware(type_: str, architecture: int, name: str) -> None:
-    simulator = pytest.importorskip("mmasim.nv_ptx", reason="needs mmasim").MMA(name, MMASIM[type_])
+@pytest.mark.parametrize(("architecture", "instruction", "type_"), CASES)
+def test_every_sum_has_the_bits_of_the_hardware(architecture: int, instruction: str, type_: str) -> None:
     torch.manual_seed(architecture)
     dtype, depth = DTYPE[type_], DEPTH[type_]
-    a, b = operand(dtype, FRAGMENTS, 16, depth), operand(dtype, FRAGMENTS, depth, 8)
-    c = operand(torch.float32, FRAGMENTS, 16, 8)
+    rows, columns = (16, 8) if instruction == "mma" else (64, 64)
+    fragments = SUMS[instruction] // (rows * columns)
+    a, b = operand(dtype, fragments, rows, depth), operand(dtype, fragments, depth, columns)
+    c = operand(torch.float32, fragments, rows, columns)
     c[::3] = -(a[::3].float() @ b[::3].float())  # much is cancelled
     for tensor in (a, b, c):
-        tensor[7::512, 3, 5] = float("inf")
-        tensor[9::1024, 3, 5] = float("nan")
-    got = multiply(type_, architecture, a, b, c)
-    left, right = a[:, :, None, :].expand(-1, -1, 8, -1), b.transpose(1, 2)[:, None].expand(-1, 16, -1, -1)
-    chunks = [slice(start, start + 512) for start in range(0, FRAGMENTS, 512)]
-    want = torch.cat([simulator.dpa(left[chunk].clone(), right[chunk].clone(), c[chunk].clone()) for chunk in chunks])
+        tensor[7 :: fragments // 16, 3, 5] = float("inf")
+        tensor[9 :: fragments // 8, 3, 5] = float("nan")
+    call = instruction, type_, architecture, a, b, c
+    got, want = multiply(*call), simulate(*call)
     different = got.view(torch.int32) != want.view(torch.int32)
     assert not different.any(), f"{int(different.sum())} of {different.numel()} sums differ"
