@@ -214,15 +214,16 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
     for model in other_models.MODELS:
         for recipe in (Recipe(model, 8, 128), Recipe(model, 8, 128, dropout=0.0), Recipe(model, 8, 256)):
             yield from step_tasks(device, recipe, (f"{steps.HEADLINE}, fp32", "ours cpu, fp32"))
-    fused = (*ON_CPU, "sdpa flash", "sdpa math")
-    short = _narrowed(sizes, (64, 128, 256))
-    yield from _attention(sizes, fp32, EVERY_KIND[:2], ("forward", "both"), fused)
-    yield from _attention(short, fp32, (("padded", 64), ("full", 64)), ("both",), fused)
+    fused = (*ON_CPU, "sdpa flash")
+    short, long = _narrowed(sizes, (64, 128, 256)), _narrowed(sizes, (512, 1024, 2048, 4096))
+    yield from _attention(short, fp32, EVERY_KIND, ("forward", "both"), (*fused, "sdpa math"))
+    yield from _attention(long, fp32, EVERY_KIND[:2], ("forward", "both"), fused)
+    yield from _attention(short, fp32, (("padded", 64),), ("both",), (*fused, "sdpa math"))
     for dtype in (fp32, bf16):
-        yield from _attention(short, dtype, EVERY_KIND[:1], ("both",), fused, dropout_p=0.1)
+        yield from _attention(short, dtype, EVERY_KIND[:1], ("both",), (*fused, "sdpa math"), dropout_p=0.1)
     yield from _attention(_narrowed(sizes, (256,)), fp32, (("full", 64),), ("both",), fused, window=64)
     yield from operation_tasks(workloads.decode_sweep(sizes, fp32), fused)
-    yield from _rows(sizes, fp32, ("forward", "backward", "both"), (*ON_CPU, "eager"))
+    yield from _rows(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
     yield from _output_layers(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
     yield from _attention(sizes, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
     yield from _attention(sizes, fp32, (("causal", 32), ("padded", 64)), ("forward", "both"), fused)
