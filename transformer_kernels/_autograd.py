@@ -20,6 +20,7 @@ from transformer_kernels import _dispatch
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_is_active = torch._C._are_functorch_transforms_active
+_any_autocast = torch._C._is_any_autocast_enabled
 
 Grads = tuple[Any, ...]
 """The incoming gradients of a backend's backward; None in one that did not come in, where there are several."""
@@ -403,6 +404,8 @@ def _unaliased(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast asks for on x's device, None where it is off."""
+    if not _any_autocast():
+        return None
     device = x.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return None

@@ -185,9 +185,10 @@ def row_parameter(op: str, name: str, value: Any, x: Tensor) -> None:
 def linear_parameter(op: str, name: str, value: Any, shape: tuple[int | None, ...], x: Tensor, any_dtype: bool) -> None:
     """A weight (V, E) or bias (V,) of a linear layer over rows of x; None in `shape` stands for any size above 0."""
     tensor(op, name, value)
-    fits = value.dim() == len(shape) and all(
-        size > 0 if wanted is None else size == wanted for size, wanted in zip(value.shape, shape, strict=True)
-    )
+    given = value.shape
+    fits = len(given) == len(shape)
+    for size, wanted in zip(given, shape, strict=False):
+        fits = fits and (size > 0 if wanted is None else size == wanted)
     if not fits:
         listed = ", ".join("V" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{op}: {name} must have shape ({listed}); got {tuple(value.shape)}")

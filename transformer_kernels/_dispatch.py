@@ -82,13 +82,15 @@ def requested(backend: str | None) -> str:
 
 def _module(operation: Operation, backend: str) -> Any:
     """The backend's `forward` and `backward` of an operation, imported once; None where it has none."""
-    key = (operation.name, backend)
-    if key not in _modules:
-        file = "torch" if backend in operation.by_pytorch else backend
-        name = f"transformer_kernels.ops.{operation.kernels}._{file}"
-        module = import_module(name) if find_spec(name) is not None else None
-        _modules[key] = module if module is None or operation.adapt is None else operation.adapt(module)
-    return _modules[key]
+    try:
+        return _modules[operation.name, backend]
+    except KeyError:
+        pass
+    file = "torch" if backend in operation.by_pytorch else backend
+    name = f"transformer_kernels.ops.{operation.kernels}._{file}"
+    module = import_module(name) if find_spec(name) is not None else None
+    adapted = module if module is None or operation.adapt is None else operation.adapt(module)
+    return _modules.setdefault((operation.name, backend), adapted)
 
 
 def unavailable(backend: str, device: torch.device) -> str | None:
