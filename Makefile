@@ -46,7 +46,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest tests -m "not slow" -n 2 --durations=15
 
 gates: $(VENV)/.test
-	$(BIN)/python -m pytest tests -m slow -n 2 --durations=15
+	$(BIN)/python -m pytest tests -m slow -n 2 --dist worksteal --durations=15
 
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE))
