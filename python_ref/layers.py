@@ -57,8 +57,8 @@ class Layer(HoldsOps, nn.Module):
 
 
 def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b. Where nothing is recorded, as in generating text, the product of few rows is worth an operation."""
-    return F.linear(x, weight, bias) if torch.is_grad_enabled() else ops.linear(x, weight, bias)
+    """x W^T + b; a compiler is given the product itself, which it can fuse."""
+    return F.linear(x, weight, bias) if torch.compiler.is_compiling() else ops.linear(x, weight, bias)
 
 
 class Linear(HoldsOps, nn.Linear):

@@ -585,9 +585,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation:
 
     The activation is None, "relu", "gelu" (of the normal distribution) or "gelu_tanh" (its approximation).
     """
-    y = x @ weight.to(x.dtype).transpose(0, 1)
-    if bias is not None:
-        y = y + bias.to(x.dtype)
+    y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     if activation is None:
         return y
     if activation == "relu":

@@ -16,14 +16,14 @@ OP = "linear"
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh"]
 
 
-@pytest.fixture(params=["as chosen", "own products"], autouse=True)
+@pytest.fixture(params=["as chosen", "PyTorch's products"], autouse=True)
 def products(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an Intel processor the choice is MKL; other processors take our products for the same calls."""
-    if request.param == "own products":
+    """Ours answer where weights are small; no weight of these tests is large."""
+    if request.param == "PyTorch's products":
         if backend != "cpu":
             pytest.skip("only the cpu backend chooses")
         chooser = import_module("transformer_kernels.ops.linear._cpu")
-        monkeypatch.setattr(chooser, "_has_fast_library", lambda: False)
+        monkeypatch.setattr(chooser, "LARGEST_WEIGHT", 0)
 
 
 def make(

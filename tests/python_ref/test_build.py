@@ -111,12 +111,13 @@ def test_layers_call_the_operations_they_were_given():
     ops = Counting()
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     python_ref.build("gpt2", ops=ops, vocab_size=50, width=24, heads=2, layers=2)(tokens)
-    block = ["packed_attention", "add_layer_norm", "bias_gelu"]
-    assert ops.calls == ["embedding", "layer_norm", *block, "add_layer_norm", *block, "add_layer_norm"]
+    attention = ["linear", "packed_attention", "linear", "add_layer_norm"]
+    block = [*attention, "linear", "bias_gelu", "linear"]
+    assert ops.calls == ["embedding", "layer_norm", *block, "add_layer_norm", *block, "add_layer_norm", "linear"]
     ops.calls.clear()
     python_ref.build("char_gpt", ops=ops, layers=2)(tokens)
-    block = ["packed_attention", "add_layer_norm", "bias_relu", "add_layer_norm"]
-    assert ops.calls == ["embedding", *block, *block]
+    block = [*attention, "linear", "bias_relu", "linear", "add_layer_norm"]
+    assert ops.calls == ["embedding", *block, *block, "linear"]
 
 
 def test_config_is_frozen():

@@ -1,34 +1,91 @@
-// y = activation(x W^T + bias) and its gradients: the products of a small transformer, whose weights fit in the
-// second-level cache, with all that surrounds a product done while its tile is in the first.
+// y = activation(x W^T + bias) and its gradients in float32: the products of a small transformer, whose weights fit in the
+// second-level cache, with all that surrounds a product done while its tile is in registers or the first-level cache.
 #include "linear.h"
 
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
-enum Slot { PANELS = 8, LEFT, RESULT, SUMS };
+enum Slot { PANELS = 8, RESULT, SUMS };
 
-constexpr int64_t DEPTH = 256;  // rows of x and dy that one step of a weight gradient adds up
+constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are multiplied with one panel after the other
+constexpr int64_t LONGEST_SUM = 512;   // products that one register adds up; longer sums are made of such
+constexpr int64_t DEPTH = 96;          // rows of x and dz that one step of a weight gradient adds up
+constexpr int64_t FEWEST_OWN = 24;     // rows of dweight that are worth packing x for
 
-// The rows [begin, begin + rows) of the left operand as float32, and how far apart they are.
-template <class T> const float* left_rows(const T* x, int64_t begin, int64_t rows, int64_t columns) {
-  if constexpr (sizeof(T) == 4) return x + begin * columns;
-  float* wide = scratch<float>(LEFT, (ROWS_OF_BLOCK + SLACK_ROWS) * columns + WIDTH);
-  for (int64_t r = 0; r < rows; ++r) widen(x + (begin + r) * columns, columns, columns, wide + r * columns);
-  return wide;
+// One panel's columns of a result, rows `pitch` apart.
+struct Columns {
+  float* to;
+  int64_t pitch, count;
+};
+
+// z = left (rows, depth) panel + added, or max(z, 0); left's rows are `pitch` apart. Without `added` z grows by the product.
+template <int N>
+__attribute__((noinline)) void strip(const float* left, int64_t pitch, int64_t rows, int64_t depth, const float* panel,
+                                     const float* added, bool relu, Columns z) {
+  const int64_t last = z.count - (N - 1) * WIDTH;
+  over_tiles(rows, [&](int64_t r, auto count) TK_LAMBDA {
+    constexpr int M = decltype(count)::value;
+    Floats sum[M][N];
+    float* to = z.to + r * z.pitch;
+    sums_of_tile<true>(left + r * pitch, {pitch, 1}, panel, depth, to, z.pitch, sum);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        float* here = to + m * z.pitch + n * WIDTH;
+        auto finish = [&](auto lanes) TK_LAMBDA {
+          const Floats value = sum[m][n] + (added ? load(added + n * WIDTH) : load(here, lanes));
+          store(here, relu ? (value < 0.f ? splat(0.f) : value) : value, lanes);
+        };
+        if (n + 1 < N || last == WIDTH) finish(Whole{});
+        else finish(Part{static_cast<int>(last)});
+      }
+  });
 }
 
-// Calls f(row, column, value, lanes) for a block's result: rows of panels[p] times the left rows, a tile at a time.
+// total (rows, N registers), rows a panel apart, += left^T panel with left's `depth` rows `pitch` apart.
+template <int N>
+__attribute__((noinline)) void add_strip(const float* left, int64_t pitch, int64_t rows, int64_t depth, const float* panel,
+                                         float* total) {
+  over_tiles(rows, [&](int64_t r, auto count) TK_LAMBDA {
+    constexpr int M = decltype(count)::value;
+    Floats sum[M][N];
+    float* to = total + r * PANEL;
+    sums_of_tile<false>(left + r, {1, pitch}, panel, depth, to, PANEL, sum);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) store(to + m * PANEL + n * WIDTH, load(to + m * PANEL + n * WIDTH) + sum[m][n]);
+  });
+}
+
+// sums (columns) += the sums of rows (depth, columns), `pitch` apart, which are added up by themselves first.
+void add_rows(const float* rows, int64_t pitch, int64_t depth, int64_t columns, float* part, float* sums) {
+  memset(part, 0, sizeof(float) * columns);
+  for (int64_t r = 0; r < depth; ++r)
+    over_columns(columns, [&](int64_t n, auto lanes, int) TK_LAMBDA {
+      store(part + n, load(part + n, lanes) + load(rows + r * pitch + n, lanes), lanes);
+    });
+  for (int64_t n = 0; n < columns; ++n) sums[n] += part[n];
+}
+
+int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
+int64_t registers_of(int64_t columns) { return (columns + WIDTH - 1) / WIDTH; }
+
+// z (rows, N) = left (rows, depth) panels + added; then finish(Columns) after each panel.
 template <class F>
-void multiply(const float* left, int64_t rows, int64_t K, const float* panels, int64_t N, const F& f) {
-  float* tile = scratch<float>(RESULT, (ROWS_OF_BLOCK + SLACK_ROWS) * PANEL);
+void multiply(const float* left, int64_t rows, int64_t depth, const float* panels, int64_t N, const float* added, bool relu,
+              float* z, const F& finish) {
   for (int64_t n = 0; n < N; n += PANEL) {
-    product<false>(left, {K, 1}, panels + n * K, PANEL, tile, PANEL, rows, 2, K);
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t j = 0; j < PANEL; j += WIDTH) {
-        const int64_t some = N - n - j;
-        if (some >= WIDTH) f(r, n + j, load(tile + r * PANEL + j), Whole{});
-        else if (some > 0) f(r, n + j, load(tile + r * PANEL + j), Part{static_cast<int>(some)});
+    const Columns part{z + n, N, smaller(PANEL, N - n)};
+    by_count(registers_of(part.count), [&](auto registers) {
+      for (int64_t k = 0; k < depth; k += LONGEST_SUM) {
+        const int64_t some = smaller(LONGEST_SUM, depth - k);
+        const float* panel = panels + n * depth + k * PANEL;
+        strip<decltype(registers)::value>(left + k, depth, rows, some, panel, k ? nullptr : added + n, relu && k + some == depth, part);
       }
+    });
+    finish(n, part);
   }
 }
 
@@ -39,101 +96,81 @@ template <class F> void over_row_blocks(int64_t M, int64_t work_of_row, const F&
   });
 }
 
+const float* widened_bias(const float* bias, int64_t N) {
+  float* added = scratch<float>(SUMS, aligned(N, WIDTH));
+  memset(added, 0, sizeof(float) * aligned(N, WIDTH));
+  if (bias) memcpy(added, bias, sizeof(float) * N);
+  return added;
+}
+
 }  // namespace
 
-// x (M, K), weight (N, K), bias (N) or address 0 -> y (M, N), and where `before` is not 0 the sums before the activation.
-void linear_forward(int64_t dtype, Address x, int64_t weight_dtype, Address weight, int64_t bias_dtype, Address bias,
-                    Address y, Address before, int64_t M, int64_t N, int64_t K, int64_t activation) {
-  const int64_t count = (N + PANEL - 1) / PANEL;
+// x (M, K), weight (N, K), bias (N) or address 0 -> y (M, N), and where `before` is not 0 the sums before the activation,
+// which GELU needs.
+void linear_forward(Address x, Address weight, Address bias, Address y, Address before, int64_t M, int64_t N, int64_t K,
+                    int64_t activation) {
+  const int64_t count = panels_of(N);
   float* panels = scratch<float>(PANELS, count * PANEL * K);
-  float* added = scratch<float>(SUMS, aligned(N, WIDTH));
-  by_dtype(weight_dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    parallel_for(count, PANEL * K, [&](int64_t begin, int64_t end) { pack_transposed(at<const T>(weight), N, K, begin, end, panels); });
-  });
-  by_dtype(bias_dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    if (bias) widen(at<const T>(bias), N, aligned(N, WIDTH), added);
-    else memset(added, 0, sizeof(float) * aligned(N, WIDTH));
-  });
-  by_dtype(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    over_row_blocks(M, N * K / 4, [&](int64_t row, int64_t rows) {
-      multiply(left_rows(at<const T>(x), row, rows, K), rows, K, panels, N, [&](int64_t r, int64_t n, Floats value, auto lanes) TK_LAMBDA {
-        const Floats z = value + load(added + n);
-        if (before) store(at<T>(before) + (row + r) * N + n, z, lanes);
-        store(at<T>(y) + (row + r) * N + n, activated(z, activation), lanes);
-      });
+  parallel_for(count, PANEL * K, [&](int64_t begin, int64_t end) { pack_transposed(at<const float>(weight), N, K, begin, end, panels); });
+  const float* added = widened_bias(at<const float>(bias), N);
+  over_row_blocks(M, N * K / 4, [&](int64_t row, int64_t rows) {
+    float *z = at<float>(before ? before : y) + row * N, *result = at<float>(y) + row * N;
+    multiply(at<const float>(x) + row * K, rows, K, panels, N, added, activation == RELU, z, [&](int64_t n, Columns sums) {
+      for (int64_t r = 0; r < rows && before; ++r)
+        over_columns(sums.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+          store(result + r * N + n + j, activated(load(sums.to + r * N + j, lanes), activation), lanes);
+        });
     });
   });
 }
 
 // dz (M, N) = dy activation'(saved) and dx (M, K) = dz W. dz is written where its address is not 0; dx likewise.
-void linear_backward_data(int64_t dtype, Address dy, Address saved, int64_t weight_dtype, Address weight, Address dz,
-                          Address dx, int64_t M, int64_t N, int64_t K, int64_t activation) {
-  const int64_t count = (K + PANEL - 1) / PANEL;
+void linear_backward_data(Address dy, Address saved, Address weight, Address dz, Address dx, int64_t M, int64_t N, int64_t K,
+                          int64_t activation) {
+  const int64_t count = panels_of(K);
   float* panels = scratch<float>(PANELS, count * PANEL * N);
-  if (dx)
-    by_dtype(weight_dtype, [&](auto type) {
-      using T = typename decltype(type)::type;
-      parallel_for(count, PANEL * N, [&](int64_t begin, int64_t end) { pack_rows(at<const T>(weight), N, K, K, begin, end, panels); });
-    });
-  by_dtype(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    over_row_blocks(M, (dx ? N * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
-      if (dz)
-        for (int64_t i = row * N; i < (row + rows) * N; i += WIDTH) {
-          const Part some{static_cast<int>(smaller(WIDTH, (row + rows) * N - i))};
-          store(at<T>(dz) + i, load(at<const T>(dy) + i, some) * slope(load(at<const T>(saved) + i, some), activation), some);
-        }
-      if (!dx) return;
-      multiply(left_rows(at<const T>(dz ? dz : dy), row, rows, N), rows, N, panels, K, [&](int64_t r, int64_t k, Floats value, auto lanes) TK_LAMBDA {
-        store(at<T>(dx) + (row + r) * K + k, value, lanes);
-      });
-    });
+  parallel_for(dx ? count : 0, PANEL * N, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) pack_panel(at<const float>(weight), N, K, p, panels + p * N * PANEL);
+  });
+  const float* added = widened_bias(nullptr, K);
+  over_row_blocks(M, (dx ? N * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
+    if (dz)
+      for (int64_t i = row * N; i < (row + rows) * N; i += WIDTH) {
+        const Part some{static_cast<int>(smaller(WIDTH, (row + rows) * N - i))};
+        store(at<float>(dz) + i, load(at<const float>(dy) + i, some) * slope(load(at<const float>(saved) + i, some), activation), some);
+      }
+    if (dx)
+      multiply(at<const float>(dz ? dz : dy) + row * N, rows, N, panels, K, added, false, at<float>(dx) + row * K, [](int64_t, Columns) {});
   });
 }
 
-// dweight (N, K) = dz^T x and dbias (N) = sums of dz. One task owns some rows of dweight and adds up the rows of x in
-// steps of DEPTH; addresses 0 are not wanted.
-void linear_backward_weight(int64_t dtype, Address dz, Address x, int64_t weight_dtype, Address dweight,
-                            int64_t bias_dtype, Address dbias, int64_t M, int64_t N, int64_t K) {
-  const int64_t threads = thread_count(), share = aligned((N + threads - 1) / threads, 16), pitch = aligned(K, PANEL);
-  const int64_t own = share < 16 ? 16 : smaller(share, 128), panels = pitch / PANEL;
-  parallel_for((N + own - 1) / own, own * K * M / 4, [&](int64_t begin, int64_t end) {
-    float* right = scratch<float>(PANELS, DEPTH * pitch);
-    float* left = scratch<float>(LEFT, DEPTH * aligned(own, WIDTH));
-    float* total = scratch<float>(RESULT, (own + SLACK_ROWS) * pitch);
-    float* sums = scratch<float>(SUMS, 2 * aligned(own, WIDTH));
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t n0 = task * own, rows = smaller(own, N - n0), wide = aligned(rows, WIDTH);
-      float* part = sums + aligned(own, WIDTH);
-      memset(total, 0, sizeof(float) * (own + SLACK_ROWS) * pitch);
-      memset(sums, 0, sizeof(float) * aligned(own, WIDTH));
-      for (int64_t m0 = 0; m0 < M; m0 += DEPTH) {
-        const int64_t depth = smaller(DEPTH, M - m0);
-        memset(part, 0, sizeof(float) * wide);
-        by_dtype(dtype, [&](auto type) {
-          using T = typename decltype(type)::type;
-          for (int64_t m = 0; m < depth; ++m) {
-            widen(at<const T>(dz) + (m0 + m) * N + n0, rows, wide, left + m * wide);
-            for (int64_t i = 0; i < wide; i += WIDTH) store(part + i, load(part + i) + load(left + m * wide + i));
-          }
-          if (dweight) pack_rows(at<const T>(x) + m0 * K, depth, K, K, 0, panels, right);
+// dweight (N, K) = dz^T x and dbias (N) = sums of dz. A task owns some rows of one panel of dweight and adds up the rows of
+// x in steps of DEPTH, whose rows of dz stay in the second-level cache for all tasks of a thread; addresses 0 are not wanted.
+void linear_backward_weight(Address dz, Address x, Address dweight, Address dbias, int64_t M, int64_t N, int64_t K) {
+  const int64_t threads = thread_count(), share = aligned((N + threads - 1) / threads, LINEAR_ROWS);
+  const int64_t own = larger(share, FEWEST_OWN), panels = dweight ? panels_of(K) : 1, parts = (N + own - 1) / own;
+  parallel_for(parts * panels, own * (dweight ? PANEL : 1) * M / 4, [&](int64_t begin, int64_t end) {
+    float* right = scratch<float>(PANELS, DEPTH * PANEL);
+    float* total = scratch<float>(RESULT, (end - begin) * own * PANEL);
+    float* sums = scratch<float>(SUMS, (end - begin + 1) * own);
+    memset(total, 0, sizeof(float) * (end - begin) * own * PANEL);
+    memset(sums, 0, sizeof(float) * (end - begin) * own);
+    for (int64_t m = 0; m < M; m += DEPTH)
+      for (int64_t task = begin, mine = 0; task < end; ++task, mine += own) {
+        const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n), depth = smaller(DEPTH, M - m);
+        const float* left = at<const float>(dz) + m * N + n;
+        if (p == 0) add_rows(left, N, depth, rows, sums + (end - begin) * own, sums + mine);
+        if (!dweight) continue;
+        pack_panel(at<const float>(x) + m * K, depth, K, p, right);
+        by_count(registers_of(smaller(PANEL, K - p * PANEL)), [&](auto registers) {
+          add_strip<decltype(registers)::value>(left, N, rows, depth, right, total + mine * PANEL);
         });
-        for (int64_t i = 0; i < wide; i += WIDTH) store(sums + i, load(sums + i) + load(part + i));
-        for (int64_t p = 0; p < panels && dweight; ++p)
-          product<true>(left, {1, wide}, right + p * depth * PANEL, PANEL, total + p * PANEL, pitch, rows, 2, depth);
       }
-      by_dtype(weight_dtype, [&](auto type) {
-        using T = typename decltype(type)::type;
-        for (int64_t n = 0; n < rows && dweight; ++n)
-          over_columns(K, [&](int64_t k, auto lanes, int) TK_LAMBDA { store(at<T>(dweight) + (n0 + n) * K + k, load(total + n * pitch + k), lanes); });
-      });
-      by_dtype(bias_dtype, [&](auto type) {
-        using T = typename decltype(type)::type;
-        if (dbias) over_columns(rows, [&](int64_t n, auto lanes, int) TK_LAMBDA { store(at<T>(dbias) + n0 + n, load(sums + n), lanes); });
-      });
+    for (int64_t task = begin, mine = 0; task < end; ++task, mine += own) {
+      const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n);
+      if (p == 0 && dbias) memcpy(at<float>(dbias) + n, sums + mine, sizeof(float) * rows);
+      for (int64_t r = 0; r < rows && dweight; ++r)
+        memcpy(at<float>(dweight) + (n + r) * K + p * PANEL, total + (mine + r) * PANEL, sizeof(float) * smaller(PANEL, K - p * PANEL));
     }
   });
 }

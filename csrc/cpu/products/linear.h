@@ -5,9 +5,15 @@
 
 namespace transformer_kernels::TK_LEVEL {
 
-constexpr int64_t PANEL = 2 * WIDTH;       // columns of a panel
-constexpr int64_t ROWS_OF_BLOCK = 96;      // rows of the left operand that one task multiplies with every panel
-constexpr int64_t SLACK_ROWS = 8;          // rows that a product may read behind the last
+// A micro-tile: TILE_ROWS of the left operand by a panel's registers of the right one, as many sums as the registers hold.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int PANEL_REGISTERS = 4;
+#else
+constexpr int PANEL_REGISTERS = 2;
+#endif
+constexpr int LINEAR_ROWS = 6;
+constexpr int64_t PANEL = PANEL_REGISTERS * WIDTH;  // columns of a panel
+constexpr int64_t LINE = 16;                        // floats of a cache line
 
 enum Activation { IDENTITY, RELU, GELU, GELU_TANH };
 
@@ -35,34 +41,80 @@ TK_INLINE Floats slope(Floats z, int64_t activation) {
   return fma(z * (s - s * s), inner, s);
 }
 
-// One row as float32, zeros behind it up to `pitch`.
-template <class T> TK_INLINE void widen(const T* from, int64_t count, int64_t pitch, float* to) {
-  int64_t i = 0;
-  for (; i + WIDTH <= count; i += WIDTH) store(to + i, load(from + i));
-  if (i < count) store(to + i, load(from + i, Part{static_cast<int>(count - i)})), i += WIDTH;
-  for (; i < pitch; i += WIDTH) store(to + i, splat(0.f));
+template <int V> struct Count {
+  static constexpr int value = V;
+};
+
+// Calls f(Count<count>{}) for a number of registers, 1 to PANEL_REGISTERS.
+template <int N = PANEL_REGISTERS, class F> TK_INLINE void by_count(int64_t count, const F& f) {
+  if constexpr (N > 1)
+    if (count < N) return by_count<N - 1>(count, f);
+  f(Count<N>{});
+}
+
+// sum (M, N registers) = A (M, depth) B (depth, N registers), B's rows a panel apart. The lines of the result `to`, which the
+// caller is about to write, and the rows of A below these are fetched on the way, a few each 16 steps: the arithmetic hides
+// how long they take, and a burst of them would hold up the operands.
+template <bool BELOW, int M, int N>
+TK_INLINE void sums_of_tile(const float* a, Strides stride, const float* panel, int64_t depth, const float* to, int64_t pitch,
+                            Floats (&sum)[M][N]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sum[m][n] = splat(0.f);
+  for (int64_t k = 0, line = 0; k < depth; ++line) {
+    const int64_t end = smaller(depth, k + LINE);
+    if (line < M)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) __builtin_prefetch(to + line * pitch + n * WIDTH, 1);
+    if (BELOW)
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) __builtin_prefetch(a + (M + m) * stride.row + k);
+    for (; k < end; ++k) {
+      Floats right[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) right[n] = load(panel + k * PANEL + n * WIDTH);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const Floats left = splat(a[m * stride.row + k * stride.depth]);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sum[m][n] = fma(left, right[n], sum[m][n]);
+      }
+    }
+  }
+}
+
+// The micro-tiles of a strip: calls f(row, Count<M>{}) for its rows.
+template <class F> TK_INLINE void over_tiles(int64_t rows, const F& f) {
+  int64_t r = 0;
+  for (; r + LINEAR_ROWS <= rows; r += LINEAR_ROWS) f(r, Count<LINEAR_ROWS>{});
+  for (; r + 2 <= rows; r += 2) f(r, Count<2>{});
+  if (r < rows) f(r, Count<1>{});
 }
 
 // Weight (N, K) -> panels (ceil(N / PANEL), K, PANEL) of its transpose: the right operand of y = x W^T. Panels [from, to).
-template <class T> void pack_transposed(const T* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
+inline void pack_transposed(const float* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
   alignas(64) float square[WIDTH * WIDTH], turned[WIDTH * WIDTH];
   for (int64_t n = from * PANEL; n < to * PANEL; n += WIDTH)
     for (int64_t k = 0; k < K; k += WIDTH) {
       const int64_t some = smaller(WIDTH, K - k);
       for (int64_t i = 0; i < WIDTH; ++i)
-        if (n + i < N) widen(weight + (n + i) * K + k, some, WIDTH, square + i * WIDTH);
+        if (n + i < N) store(square + i * WIDTH, load(weight + (n + i) * K + k, Part{static_cast<int>(some)}));
         else store(square + i * WIDTH, splat(0.f));
       transpose_square(square, WIDTH, 1.f, turned, WIDTH);
       for (int64_t i = 0; i < some; ++i) store(panels + (n / PANEL * K + k + i) * PANEL + n % PANEL, load(turned + i * WIDTH));
     }
 }
 
-// Rows (count, columns) with `stride` between them -> panels [from, to) of PANEL columns, each (count, PANEL).
-template <class T>
-void pack_rows(const T* rows, int64_t count, int64_t columns, int64_t stride, int64_t from, int64_t to, float* panels) {
-  for (int64_t r = 0; r < count; ++r)
-    for (int64_t p = from; p < to; ++p)
-      widen(rows + r * stride + p * PANEL, smaller(PANEL, columns - p * PANEL), PANEL, panels + (p * count + r) * PANEL);
+// Columns [p PANEL, (p + 1) PANEL) of rows (count, columns) -> one panel (count, PANEL), zeros where no columns are.
+inline void pack_panel(const float* rows, int64_t count, int64_t columns, int64_t p, float* panel) {
+  const int64_t some = smaller(PANEL, columns - p * PANEL);
+  for (int64_t r = 0; r < count; ++r, panel += PANEL) {
+    const float* row = rows + r * columns + p * PANEL;
+    for (int64_t j = 0; j < PANEL; j += WIDTH)
+      if (j + WIDTH <= some) store(panel + j, load(row + j));
+      else store(panel + j, j < some ? load(row + j, Part{static_cast<int>(some - j)}) : splat(0.f));
+  }
 }
 
 }  // namespace transformer_kernels::TK_LEVEL

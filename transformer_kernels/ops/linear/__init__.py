@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels import _autograd, _checks
+from transformer_kernels import _autograd, _checks, _dispatch
 
 OP = "linear"
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
@@ -48,7 +48,11 @@ def linear(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 2.
     """
-    return OPERATION(prepare(x, weight, bias, activation=activation), backend)
+    call = prepare(x, weight, bias, activation=activation)
+    recorded = activation is None and _autograd.needs_grad(*call[:3]) and not _autograd.is_traced(call.x)
+    if recorded and not _dispatch.select(OPERATION, backend, call).fuses(call):
+        return torch.nn.functional.linear(*call[:3])  # its own record costs less than an operation's
+    return OPERATION(call, backend)
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> LinearCall:
@@ -63,14 +67,15 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation
         raise ValueError(f"{OP}: activation must be None, relu, gelu or gelu_tanh; got {activation!r}")
     _checks.same_device(OP, x, weight=weight, bias=bias)
     _autograd.refuse_transforms(OP, x, weight, bias)
-    if autocast is not None and x.dtype is not torch.float64:
-        x = x.to(autocast)
+    if autocast is not None:
+        x = x if x.dtype is torch.float64 else x.to(autocast)
         weight, bias = _fitting(weight, x.dtype), None if bias is None else _fitting(bias, x.dtype)
     return LinearCall(x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), activation)
 
 
 def _fitting(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return parameter if parameter.dtype in (dtype, torch.float32) else parameter.to(dtype)
+    kept = parameter.dtype is torch.float32 and dtype is not torch.float64
+    return parameter if kept else parameter.to(dtype)
 
 
 def activated(x: Tensor, activation: str | None) -> Tensor:

@@ -5,9 +5,6 @@ A few rows, as in generating text, are few_rows.cpp's.
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -27,24 +24,17 @@ SMALLEST_READ = 1 << 18
 """Elements of a weight below which it may lie in a cache still, and PyTorch's product is called in less time."""
 
 
-@cache
-def _has_fast_library() -> bool:
-    """Whether PyTorch's float32 product is as fast as ours: MKL takes its best path on Intel's processors only."""
-    information = Path("/proc/cpuinfo")
-    return information.exists() and "GenuineIntel" in information.read_text()
-
-
-def _ours(call: LinearCall) -> bool:
-    """Whether our product answers: in float32, for small weights, where MKL is slow.
+def fuses(call: LinearCall) -> bool:
+    """Whether our product of many rows answers: in float32, for weights that stay in a second-level cache.
 
     oneDNN's 16-bit products take AMX tiles or vdpbf16ps; ours would be several times slower.
     """
-    return call.weight.numel() <= LARGEST_WEIGHT and call.x.dtype is torch.float32 and not _has_fast_library()
+    return call.weight.numel() <= LARGEST_WEIGHT and call.x.dtype is torch.float32 and not _are_few(call)
 
 
 def forward(call: LinearCall) -> LinearResult:
     """y, and y or the sums before the activation for the gradient."""
-    if _ours(call):
+    if fuses(call):
         return _own_forward(call)
     few = _are_few(call)
     if call.activation is None:
@@ -55,7 +45,7 @@ def forward(call: LinearCall) -> LinearResult:
 
 def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
     """dx, dweight and dbias."""
-    if _ours(call):
+    if fuses(call):
         return _own_backward(call, result, grads[0], wanted)
     if call.activation is None:
         return gradients(call, grads[0], wanted)
@@ -89,8 +79,7 @@ def _own_forward(call: LinearCall) -> LinearResult:
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     before = torch.empty_like(y) if activation in ("gelu", "gelu_tanh") else None
     cpu.load().linear_forward(
-        DTYPE_CODES[x.dtype], x.data_ptr(), DTYPE_CODES[weight.dtype], weight.data_ptr(),
-        0 if bias is None else DTYPE_CODES[bias.dtype], address(bias), y.data_ptr(), address(before),
+        x.data_ptr(), weight.data_ptr(), address(bias), y.data_ptr(), address(before),
         *_sizes(call), ACTIVATIONS.index(activation),
     )  # fmt: skip
     return LinearResult(y, x.new_empty(0) if activation is None else y if before is None else before)
@@ -100,18 +89,17 @@ def _own_backward(call: LinearCall, result: LinearResult, dy: Tensor, wanted: Wa
     x, weight, bias, activation = call
     dz = dy if activation is None else torch.empty_like(dy)
     dx = torch.empty_like(x) if wanted[0] else None
-    sizes, code, weight_code = _sizes(call), DTYPE_CODES[x.dtype], DTYPE_CODES[weight.dtype]
+    sizes = _sizes(call)
     if activation is not None or dx is not None:
         cpu.load().linear_backward_data(
-            code, dy.data_ptr(), address(result.saved), weight_code, weight.data_ptr(),
+            dy.data_ptr(), address(result.saved), weight.data_ptr(),
             0 if activation is None else dz.data_ptr(), address(dx), *sizes, ACTIVATIONS.index(activation),
         )  # fmt: skip
     dweight = torch.empty_like(weight) if wanted[1] else None
     dbias = torch.empty_like(bias) if bias is not None and wanted[2] else None
     if dweight is not None or dbias is not None:
         cpu.load().linear_backward_weight(
-            code, dz.data_ptr(), x.data_ptr(), weight_code, address(dweight),
-            0 if bias is None else DTYPE_CODES[bias.dtype], address(dbias), *sizes,
+            dz.data_ptr(), x.data_ptr(), address(dweight), address(dbias), *sizes,
         )  # fmt: skip
     return dx, dweight, dbias
 

@@ -10,6 +10,11 @@ from transformer_kernels.ops.linear import LinearCall, LinearResult, activated
 from transformer_kernels.ops.linear._products import gradients, product, unactivated
 
 
+def fuses(call: LinearCall) -> bool:
+    """PyTorch's operators are not fused: autograd records them as they are."""
+    return False
+
+
 def forward(call: LinearCall) -> LinearResult:
     """y, and y or the sums before the activation for the gradient."""
     if call.activation is None:
