@@ -78,6 +78,12 @@ def test_each_instruction_set_matches_the_reference(instruction_set: str, dtype:
     check_parity("attention", "cpu", tensors, options)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_that_go_together_through_keys_beyond_the_cache(instruction_set: str, dtype: torch.dtype) -> None:
+    """Blocks of queries in groups of four, the last of them of two; keys and their gradients in five pieces."""
+    check_parity("attention", "cpu", make((150, 600), (2, 1), 256, 1, dtype), {"window": (400, 90), "return_lse": True})
+
+
 PACKED_APART = {
     name: torch.tensor(starts, dtype=torch.int32)
     for name, starts in {"cu_seqlens": [0, 120, 120, 190], "cu_seqlens_k": [0, 30, 41, 300]}.items()
@@ -87,6 +93,7 @@ CALLS: dict[str, Any] = {
     "grouped": (make((200, 333), (6, 2), batch=1), {"dropout_p": 0.3}),
     "many heads": (make((64, 64), (4, 4), 32, 8), {"causal": True}),
     "decoding": (make((2, 3000), (8, 2), 64), {"causal": True}),
+    "wide heads": (make((300, 600), (1, 1), 256, 1), {"window": (350, 90)}),
     "bias": ({**make((130, 70)), "attn_bias": torch.linspace(-1, 1, 280).view(4, 1, 70).requires_grad_()}, {}),
     "unequal window": (make((300, 333), (6, 2), batch=1), {"window": (70, 9), "softcap": 1.0}),
     "packed apart": (make((200, 333), batch=1), {**PACKED_APART, "dropout_p": 0.3, "alibi_slopes": torch.rand(4)}),

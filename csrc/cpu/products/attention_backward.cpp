@@ -175,7 +175,10 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
   const int64_t block_step = share.keys ? 1 : share.parts, first_block = share.keys ? 0 : share.part;
   const int64_t blocks = ((total + SIZE - 1) / SIZE - first_block + block_step - 1) / block_step;
   if (blocks <= 0 && !share.keys) return;
-  const Operands operands(options);
+  const int64_t chunk_step = share.queries ? 1 : share.parts, first_chunk = share.queries ? 0 : share.part;
+  const int64_t chunks = ((keys.count + CHUNK - 1) / CHUNK - first_chunk + chunk_step - 1) / chunk_step;
+  const int64_t held = larger(1, smaller(chunks, HELD_FLOATS / (CHUNK * options.pitch)));
+  Operands operands(options, held);
   QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, blocks);
   float* memory = scratch<float>(QUERY_BLOCKS, blocks * operands.floats_of_block());
   for (int64_t i = 0; i < blocks; ++i) {
@@ -184,23 +187,31 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
   }
   Tile tile(options.softcap > 0.f);
   const bool exact = call.dtype == FLOAT32;  // operands of 16 bits are rounded by more than lse is
-  const int64_t chunk_step = share.queries ? 1 : share.parts, first_chunk = share.queries ? 0 : share.part;
-  for (int64_t key = first_chunk * CHUNK; key < keys.count; key += chunk_step * CHUNK) {
-    const int64_t rows = smaller(CHUNK, keys.count - key);
-    operands.load_keys(call, span.batch, keys, kv_head, key, rows);
-    if (share.keys) memset(operands.dkeys, 0, sizeof(float) * 2 * (CHUNK + SLACK) * operands.pitch);
-    for (int64_t i = 0; i < blocks; ++i) {
-      fetch_ahead(call, span, keys, kv_head, {key, rows, i, blocks}, block[i].lanes, share);
-      if (!fill_tile(call, options, span, keys, key, rows, operands, block[i], tile)) continue;
-      if (tile.cap_slopes) uncap(tile);
-      operands.complete(rows, tile);
-      if (share.queries) operands.add_query_gradients(block[i], tile);
-      if (exact && keys.count <= CHUNK) operands.correct(block[i]);
-      if (share.keys) operands.add_key_gradients(call, rows, block[i], tile);
-    }
+  for (int64_t first = 0; first < chunks; first += held) {
+    const auto over_held = [&](const auto& f) TK_LAMBDA {  // f(key, rows) with the operands at that chunk
+      for (int64_t i = first; i < smaller(chunks, first + held); ++i) {
+        const int64_t key = (first_chunk + i * chunk_step) * CHUNK;
+        operands.hold(i - first);
+        f(key, smaller(CHUNK, keys.count - key));
+      }
+    };
+    over_held([&](int64_t key, int64_t rows) { operands.load_keys(call, span.batch, keys, kv_head, key, rows); });
+    if (share.keys) operands.clear_key_gradients();
+    for (int64_t i = 0; i < blocks; ++i)
+      over_held([&](int64_t key, int64_t rows) {
+        fetch_ahead(call, span, keys, kv_head, {key, rows, i, blocks}, block[i].lanes, share);
+        if (!fill_tile(call, options, span, keys, key, rows, operands, block[i], tile)) return;
+        if (tile.cap_slopes) uncap(tile);
+        operands.complete(rows, tile);
+        if (share.queries) operands.add_query_gradients(block[i], tile);
+        if (exact && keys.count <= CHUNK) operands.correct(block[i]);
+        if (share.keys) operands.add_key_gradients(call, rows, block[i], tile);
+      });
     if (share.keys)
       by_dtype(call.dtype, [&](auto type) {
-        write_key_gradients<typename decltype(type)::type>(call, options, span, keys, kv_head, key, rows, operands);
+        over_held([&](int64_t key, int64_t rows) {
+          write_key_gradients<typename decltype(type)::type>(call, options, span, keys, kv_head, key, rows, operands);
+        });
       });
   }
   by_dtype(call.dtype, [&](auto type) {
@@ -281,7 +292,7 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
   const int64_t blocks = sizes[2] > 1 && !call.starts ? (call.queries + SIZE - 1) / SIZE : 1;
   const int64_t tasks = sizes[0] * sizes[1] * blocks, group = call.heads / call.kv_heads;
   parallel_for(tasks, call.batch * call.heads * call.queries * call.keys / tasks * call.width / 8, [&](int64_t begin, int64_t end) {
-    const Wide operands(options);
+    const Wide operands(options, 1);
     QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, 1);
     float* memory = scratch<float>(QUERY_BLOCKS, operands.floats_of_block());
     Tile tile(options.softcap > 0.f);

@@ -11,6 +11,9 @@ using Queries = Block<REGISTERS>;
 constexpr int64_t SIZE = Queries::SIZE;  // queries of a tile
 constexpr int64_t CHUNK = 64;            // keys of a tile
 constexpr int64_t SLACK = 16;            // rows that a product may read or write behind the last
+// As many floats of keys, values and their gradients each does a block of queries meet before the next one comes: they and
+// the block stay in the second-level cache, and all blocks are read from behind it once for these keys, not for each chunk.
+constexpr int64_t HELD_FLOATS = 32768;
 
 enum Slot { POSITIONS = 8, CHUNK_ROWS, TILE, QUERY_BLOCKS, LANES_OF_BLOCKS };
 
@@ -65,18 +68,23 @@ template <class F> TK_INLINE void over_query_runs(const Tile& tile, const F& f) 
   }
 }
 
-// Operands in float32: keys, values and their gradients of one chunk; of a block of queries q and dout, both also
-// transposed, and dq.
+// Operands in float32: keys, values and their gradients of as many chunks as are held, and where those of one lie; of a
+// block of queries q and dout, both also transposed, and dq.
 struct Wide {
   static constexpr int ROWS = 8;  // of keys at a time
-  int64_t pitch;
-  float *keys, *values, *dkeys, *dvalues;  // (CHUNK + SLACK, pitch)
+  int64_t pitch, size;            // floats in a row, and of what is held of each tensor
+  float* held;                    // keys, values, dkeys, dvalues: (chunks * CHUNK + SLACK, pitch)
+  float *keys, *values, *dkeys, *dvalues;
 
-  explicit Wide(const Options& options) : pitch(options.pitch) {
-    const int64_t size = (CHUNK + SLACK) * pitch;
-    keys = scratch<float>(CHUNK_ROWS, 4 * size);
+  Wide(const Options& options, int64_t chunks)
+      : pitch(options.pitch), size((chunks * CHUNK + SLACK) * pitch), held(scratch<float>(CHUNK_ROWS, 4 * size)) {
+    hold(0);
+  }
+  void hold(int64_t chunk) {
+    keys = held + chunk * CHUNK * pitch;
     values = keys + size, dkeys = values + size, dvalues = dkeys + size;
   }
+  void clear_key_gradients() const { memset(held + 2 * size, 0, sizeof(float) * 2 * size); }
   int64_t floats_of_block() const { return QueryBlock::FLOATS + 5 * SIZE * pitch; }
   float* q(const QueryBlock& block) const { return block.memory; }
   float* dout(const QueryBlock& block) const { return block.memory + SIZE * pitch; }
@@ -157,20 +165,28 @@ struct Wide {
 // the transposed keys multiply; dq is transposed.
 struct Pairs {
   static constexpr int ROWS = PAIR_ROWS;
-  int64_t pitch;
-  Bfloat16 *keys, *values, *keys_transposed;  // (CHUNK + SLACK, pitch) twice, (pitch, CHUNK)
+  int64_t pitch, size;
+  float* held;  // dkeys and dvalues, then in bfloat16 keys, values and keys transposed: (chunks * CHUNK + SLACK, pitch)
+  Bfloat16 *keys, *values, *keys_transposed;  // of one chunk: the last (pitch, CHUNK)
+  float *dkeys, *dvalues;
   Bfloat16 *weights, *gradients, *rows_of_queries;  // (CHUNK, SIZE) twice, (SIZE, pitch)
-  float *dkeys, *dvalues, *gradient_pairs;    // (CHUNK + SLACK, pitch) twice, (CHUNK / 2, SIZE)
+  float* gradient_pairs;                            // (CHUNK / 2, SIZE)
   const TileRegisters tiles;
 
-  explicit Pairs(const Options& options) : pitch(aligned(options.pitch, PAIR_DEPTH)) {
-    const int64_t size = (CHUNK + SLACK) * pitch;
-    dkeys = scratch<float>(CHUNK_ROWS, 3 * size + (CHUNK + SIZE) * pitch / 2 + 3 * CHUNK * SIZE / 2);
-    dvalues = dkeys + size, gradient_pairs = dvalues + size;
-    keys = reinterpret_cast<Bfloat16*>(gradient_pairs + CHUNK * SIZE / 2);
-    values = keys + size, keys_transposed = values + size, rows_of_queries = keys_transposed + CHUNK * pitch;
-    weights = rows_of_queries + SIZE * pitch, gradients = weights + CHUNK * SIZE;
+  Pairs(const Options& options, int64_t chunks)
+      : pitch(aligned(options.pitch, PAIR_DEPTH)), size((chunks * CHUNK + SLACK) * pitch),
+        held(scratch<float>(CHUNK_ROWS, 2 * size + 3 * size / 2 + SIZE * pitch / 2 + 3 * CHUNK * SIZE / 2)) {
+    gradient_pairs = held + 2 * size + 3 * size / 2;
+    weights = reinterpret_cast<Bfloat16*>(gradient_pairs + CHUNK * SIZE / 2), gradients = weights + CHUNK * SIZE;
+    rows_of_queries = gradients + CHUNK * SIZE;
+    hold(0);
   }
+  void hold(int64_t chunk) {
+    dkeys = held + chunk * CHUNK * pitch, dvalues = dkeys + size;
+    keys = reinterpret_cast<Bfloat16*>(held + 2 * size) + chunk * CHUNK * pitch;
+    values = keys + size, keys_transposed = values + size;
+  }
+  void clear_key_gradients() const { memset(held, 0, sizeof(float) * 2 * size); }
   int64_t floats_of_block() const { return QueryBlock::FLOATS + 3 * SIZE * pitch; }
   // (pitch / 2, SIZE) words, (SIZE / 2, pitch) words, both of each; (pitch, SIZE) float32
   float* q_transposed(const QueryBlock& block) const { return block.memory; }

@@ -8,6 +8,8 @@ namespace {
 constexpr int64_t CHUNK = 128;        // keys whose scores exist at one time
 constexpr int64_t SLACK = 16;         // rows that a product may read or write behind the last
 constexpr int64_t SPLIT_KEYS = 1024;  // a block of queries against more keys than this is split among threads
+// Blocks of queries that go through the keys together, chunk by chunk, where keys and values leave the second-level cache.
+constexpr int64_t TOGETHER = 4, NEAR_FLOATS = 65536;
 
 enum Slot { POSITIONS = 8, KEY_ROWS, VALUE_ROWS, WORKSPACE, PARTIAL, BROKEN };
 
@@ -60,20 +62,25 @@ inline bool clear_broken(T* values, int64_t count, int64_t pitch, uint8_t* broke
 template <int LANE_REGISTERS> struct Wide {
   static constexpr int REGISTERS = LANE_REGISTERS;
   static constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
-  int64_t pitch, used;  // floats in a packed row; lanes whose sums are wanted
+  int64_t pitch;  // floats in a packed row
   bool streamed;
   float *keys, *values;
-  float *queries, *transposed, *scores, *sums;  // (SIZE, pitch), (width, SIZE), (CHUNK, SIZE), (SIZE, pitch)
-  uint16_t* bits;                               // (CHUNK, REGISTERS)
+  float *queries, *scores, *blocks;  // (SIZE, pitch), (CHUNK, SIZE), of each block:
+  float *transposed, *sums;          // (pitch, SIZE), (SIZE, pitch)
+  uint16_t* bits;                    // (CHUNK, REGISTERS)
 
-  Wide(const Options& options, int64_t held, bool streams) : pitch(options.pitch), used(0), streamed(streams) {
+  Wide(const Options& options, int64_t held, bool streams, int64_t together = 1) : pitch(options.pitch), streamed(streams) {
     keys = scratch<float>(KEY_ROWS, (held + SLACK) * pitch);
     values = scratch<float>(VALUE_ROWS, (held + SLACK) * pitch);
-    queries = scratch<float>(WORKSPACE, (3 * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
-    transposed = queries + SIZE * pitch;
+    queries = scratch<float>(WORKSPACE, ((1 + 2 * together) * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
+    scores = queries + SIZE * pitch;
+    blocks = scores + (CHUNK + SLACK) * SIZE;
+    bits = reinterpret_cast<uint16_t*>(blocks + together * 2 * SIZE * pitch);
+    choose(0);
+  }
+  void choose(int64_t block) {
+    transposed = blocks + block * 2 * SIZE * pitch;
     sums = transposed + SIZE * pitch;
-    scores = sums + SIZE * pitch;
-    bits = reinterpret_cast<uint16_t*>(scores + (CHUNK + SLACK) * SIZE);
   }
 
   int64_t at_row(int64_t key) const { return streamed ? 0 : key * pitch; }
@@ -91,7 +98,6 @@ template <int LANE_REGISTERS> struct Wide {
   void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
     widen_queries(call, call.q, batch, block, pitch, queries);
     transpose(queries, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, transposed, SIZE);
-    used = block.count < 4 ? block.count : aligned(block.count, 4);
     for (int64_t i = 0; i < SIZE * pitch; i += WIDTH) store(sums + i, splat(0.f));
   }
 
@@ -103,8 +109,9 @@ template <int LANE_REGISTERS> struct Wide {
     store(scores + row * SIZE + n * WIDTH, even), store(scores + (row + 1) * SIZE + n * WIDTH, odd);
   }
 
-  void add_values(int64_t key, int64_t rows, bool first, const float* alpha) {
+  void add_values(const Block<REGISTERS>& block, int64_t key, int64_t rows, bool first, const float* alpha) {
     const float* from = values + at_row(key);
+    const int64_t used = block.count < 4 ? block.count : aligned(block.count, 4);  // lanes whose sums are wanted
     if (first) return product<false>(scores, {1, SIZE}, from, pitch, sums, pitch, used, pitch / WIDTH, rows);
     for (int64_t i = 0; i < used; ++i)
       if (alpha[i] != 1.f)
@@ -130,21 +137,27 @@ template <int LANE_REGISTERS> struct Pairs {
   bool streamed;
   Bfloat16 *keys, *values, *rows_of_values;  // (held, depth), (chunks, height, CHUNK), (CHUNK, depth)
   Bfloat16* queries;                         // (SIZE, depth)
-  float *transposed, *scores, *weights, *sums;  // (depth / 2, SIZE), (CHUNK, SIZE), (CHUNK / 2, SIZE), (height, SIZE)
-  uint16_t* bits;                               // (CHUNK, REGISTERS)
+  float *scores, *weights, *blocks;  // (CHUNK, SIZE), (CHUNK / 2, SIZE), of each block:
+  float *transposed, *sums;          // (depth / 2, SIZE), (height, SIZE)
+  uint16_t* bits;                    // (CHUNK, REGISTERS)
   const TileRegisters tiles;
 
-  Pairs(const Options& options, int64_t held, bool streams)
+  Pairs(const Options& options, int64_t held, bool streams, int64_t together = 1)
       : depth(aligned(options.pitch, PAIR_DEPTH)), height(depth), streamed(streams) {
     keys = scratch<Bfloat16>(KEY_ROWS, aligned(held, PAIR_DEPTH) * depth);
     values = scratch<Bfloat16>(VALUE_ROWS, aligned(held, CHUNK) * height);
-    transposed = scratch<float>(WORKSPACE, SIZE * (depth + height + CHUNK + CHUNK / 2) + (CHUNK + SIZE) * depth / 2 + CHUNK * REGISTERS / 2);
-    sums = transposed + SIZE * depth / 2;
-    scores = sums + SIZE * height;
+    const int64_t size = SIZE * (depth / 2 + height);
+    blocks = scratch<float>(WORKSPACE, together * size + SIZE * (CHUNK + CHUNK / 2) + (CHUNK + SIZE) * depth / 2 + CHUNK * REGISTERS / 2);
+    scores = blocks + together * size;
     weights = scores + SIZE * CHUNK;
     rows_of_values = reinterpret_cast<Bfloat16*>(weights + SIZE * CHUNK / 2);
     queries = rows_of_values + CHUNK * depth;
     bits = reinterpret_cast<uint16_t*>(queries + SIZE * depth);
+    choose(0);
+  }
+  void choose(int64_t block) {
+    transposed = blocks + block * SIZE * (depth / 2 + height);
+    sums = transposed + SIZE * depth / 2;
   }
 
   static int64_t first_key(int64_t low) { return low / PAIR_DEPTH * PAIR_DEPTH; }
@@ -183,7 +196,7 @@ template <int LANE_REGISTERS> struct Pairs {
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) { store(weights + row / 2 * SIZE + n * WIDTH, rounded_pairs(even, odd)); }
 
-  void add_values(int64_t key, int64_t rows, bool first, const float* alpha) {
+  void add_values(const Block<REGISTERS>&, int64_t key, int64_t rows, bool first, const float* alpha) {
     const int64_t all = aligned(rows, PAIR_DEPTH);
     for (int64_t i = (rows + 1) / 2 * SIZE; i < all / 2 * SIZE; i += WIDTH) store(weights + i, splat(0.f));
     const Bfloat16* from = values_at(key) + (streamed ? 0 : key % CHUNK);
@@ -279,34 +292,40 @@ struct Broken {
   Broken(const AttentionCall& call, int64_t held) : rows(call.causal || call.window >= 0 ? scratch<uint8_t>(BROKEN, held + SLACK) : nullptr) {}
 };
 
-// Adds the packed keys [low, high) to a block's state and sums.
+// A block of queries on its way through the packed keys [first, end) that it sees.
+template <int REGISTERS> struct Visit {
+  Block<REGISTERS> block;
+  State<REGISTERS> state;
+  int64_t first, next, end;
+  void start(int64_t begin, int64_t to) { state = State<REGISTERS>(), first = next = begin, end = to; }
+};
+
+// Adds the next chunk of keys to a block's state and sums.
 template <class Operands>
 void attend(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
-            const Block<Operands::REGISTERS>& block, Operands& operands, Broken& broken, int64_t low, int64_t high,
-            State<Operands::REGISTERS>& state) {
+            Visit<Operands::REGISTERS>& visit, Operands& operands, Broken& broken) {
   const float magnitude = __builtin_fabsf(options.scale) * LOG2_E, smallest = 1.17549435e-38f;
   alignas(64) float alpha[Operands::SIZE];
-  const int64_t begin = Operands::first_key(low);
-  for (int64_t key = begin, rows; key < high; key += rows) {
-    rows = Operands::rows_at(key, high);
-    if (operands.streamed) {
-      const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
-      const int64_t next = key + CHUNK, end = smaller(next + CHUNK, high);
-      fetch(call, call.k, span.batch, 0, next, end, place);
-      fetch(call, call.v, span.batch, 0, next, end, place);
-      broken.any = operands.load_keys(call, span.batch, keys, kv_head, key, key + rows, broken.rows);
-    }
-    operands.score(call, key, rows);
-    float* scores = operands.scores;
-    if (adjusts_scores(call, options)) adjust_scores(call, options, span, keys, block, key, key + rows, scores);
-    if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block, key, key + rows, operands.bits);
-    hide(block, key, 0, smaller(rows, larger(0, block.all_low - key)), scores);
-    hide(block, key, larger(0, smaller(rows, block.all_high - key)), rows, scores);
-    const float factor = adjusts_scores(call, options) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
-    weigh(state, factor, rows, call.seed, operands, alpha);
-    if (broken.any) spoil(block, key, rows, broken.rows + (operands.streamed ? 0 : key), state);
-    operands.add_values(key, rows, key == begin, alpha);
+  const auto& block = visit.block;
+  const int64_t key = visit.next, rows = Operands::rows_at(key, visit.end);
+  if (operands.streamed) {
+    const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
+    const int64_t next = key + CHUNK, end = smaller(next + CHUNK, visit.end);
+    fetch(call, call.k, span.batch, 0, next, end, place);
+    fetch(call, call.v, span.batch, 0, next, end, place);
+    broken.any = operands.load_keys(call, span.batch, keys, kv_head, key, key + rows, broken.rows);
   }
+  operands.score(call, key, rows);
+  float* scores = operands.scores;
+  if (adjusts_scores(call, options)) adjust_scores(call, options, span, keys, block, key, key + rows, scores);
+  if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block, key, key + rows, operands.bits);
+  hide(block, key, 0, smaller(rows, larger(0, block.all_low - key)), scores);
+  hide(block, key, larger(0, smaller(rows, block.all_high - key)), rows, scores);
+  const float factor = adjusts_scores(call, options) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
+  weigh(visit.state, factor, rows, call.seed, operands, alpha);
+  if (broken.any) spoil(block, key, rows, broken.rows + (operands.streamed ? 0 : key), visit.state);
+  operands.add_values(block, key, rows, key == visit.first, alpha);
+  visit.next = key + rows;
 }
 
 // Writes out and lse of a block.
@@ -336,24 +355,41 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
   const Keys keys = keys_of(call, span, POSITIONS);
   const bool streamed = (part + parts) * SIZE >= rows;
   const int64_t held = streamed ? CHUNK : keys.count;
-  Operands operands(options, held, streamed);
+  const int64_t together = held * options.pitch > NEAR_FLOATS ? TOGETHER : 1, step = parts * SIZE;
+  Operands operands(options, held, streamed, together);
   Broken broken(call, held);
   if (!streamed) broken.any = operands.load_keys(call, span.batch, keys, kv_head, 0, keys.count, broken.rows);
-  Block<Operands::REGISTERS> block;
-  State<Operands::REGISTERS> state;
+  Visit<Operands::REGISTERS> visits[TOGETHER];
   const auto key_place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
-  const auto query_place = [&](int64_t i) TK_LAMBDA { return Place{block.head[i], block.query[i]}; };
-  for (int64_t row = part * SIZE; row < rows; row += parts * SIZE) {
-    set_block(block, call, span, keys, kv_head * group, row, rows);
-    operands.load_queries(call, options, span.batch, block);
-    state = State<Operands::REGISTERS>();
-    const int64_t from = keys.count * row / rows, to = keys.count * smaller(row + SIZE, rows) / rows;
-    fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
-    fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
-    fetch(call, call.q, span.batch, next_owner(call.q, call.kv_heads, kv_head, group), 0, block.count, query_place);
-    fetch<true>(call, call.out, span.batch, 0, 0, block.count, query_place);
-    attend(call, options, span, keys, kv_head, block, operands, broken, block.any_low, block.any_high, state);
-    finish(call, options, span, block, operands, state);
+  for (int64_t row = part * SIZE; row < rows; row += together * step) {
+    const int64_t count = smaller(together, (rows - row + step - 1) / step);
+    for (int64_t i = 0; i < count; ++i) {
+      auto& block = visits[i].block;
+      const int64_t begin = row + i * step;
+      set_block(block, call, span, keys, kv_head * group, begin, rows);
+      operands.choose(i);
+      operands.load_queries(call, options, span.batch, block);
+      visits[i].start(Operands::first_key(block.any_low), block.any_high);
+      const auto query_place = [&](int64_t lane) TK_LAMBDA { return Place{block.head[lane], block.query[lane]}; };
+      const int64_t from = keys.count * begin / rows, to = keys.count * smaller(begin + SIZE, rows) / rows;
+      fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
+      fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
+      fetch(call, call.q, span.batch, next_owner(call.q, call.kv_heads, kv_head, group), 0, block.count, query_place);
+      fetch<true>(call, call.out, span.batch, 0, 0, block.count, query_place);
+    }
+    for (bool more = true; more;) {
+      more = false;
+      for (int64_t i = 0; i < count; ++i)
+        if (visits[i].next < visits[i].end) {
+          more = true;
+          operands.choose(i);
+          attend(call, options, span, keys, kv_head, visits[i], operands, broken);
+        }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      operands.choose(i);
+      finish(call, options, span, visits[i].block, operands, visits[i].state);
+    }
   }
 }
 
@@ -375,12 +411,13 @@ template <int REGISTERS> struct Split {
     const Keys keys = keys_of(call, span, POSITIONS);
     Wide<REGISTERS> operands(options, CHUNK, true);
     Broken broken(call, CHUNK);
-    Block<REGISTERS> block;
-    State<REGISTERS> state;
-    set_block(block, call, span, keys, kv_head * group, 0, group * span.queries);
+    Visit<REGISTERS> visit;
+    const Block<REGISTERS>& block = visit.block;
+    const State<REGISTERS>& state = visit.state;
+    set_block(visit.block, call, span, keys, kv_head * group, 0, group * span.queries);
     operands.load_queries(call, options, span.batch, block);
-    const int64_t low = larger(block.any_low, index * SPLIT_KEYS), high = smaller(block.any_high, (index + 1) * SPLIT_KEYS);
-    attend(call, options, span, keys, kv_head, block, operands, broken, low, high, state);
+    visit.start(larger(block.any_low, index * SPLIT_KEYS), smaller(block.any_high, (index + 1) * SPLIT_KEYS));
+    while (visit.next < visit.end) attend(call, options, span, keys, kv_head, visit, operands, broken);
     float* result = memory + task * size;
     for (int n = 0; n < REGISTERS; ++n) store(result + n * WIDTH, state.top[n]), store(result + SIZE + n * WIDTH, state.total[n]);
     memcpy(result + 2 * SIZE, operands.sums, sizeof(float) * SIZE * options.pitch);

@@ -106,7 +106,7 @@ def _forward(call: AttentionCall, first: tuple[int, int]) -> AttentionResult:
     """out and lse; `first` is the query and the key that dropout counts from."""
     if _fused(call):
         result = _fused_forward(call)
-        if call.key_padding_mask is None or call.q.device.type != "cpu" or math.isfinite(float(result.out.sum())):
+        if _contained(call, result.out):
             return result
     return forward_in_chunks(call, _visible(call), first)
 
@@ -115,30 +115,13 @@ def _backward(
     call: AttentionCall, result: AttentionResult, grads: Grads, bias_wanted: bool, into: Into, first: tuple[int, int]
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
-    q, k, v = call[:3]
-    dout, dlse = grads
-    fused = dlse is None and not bias_wanted and _fused(call)
-    if fused and call.key_padding_mask is not None and q.device.type == "cpu":
-        fused = math.isfinite(float(k.sum() + v.sum()))
-    if not fused:
-        return backward_in_chunks(call, _visible(call), grads, bias_wanted, into, first)
-    out, lse = result
-    mask, is_causal = _fused_mask(call)
-    k, v = _operands(call)
-    if q.device.type == "cpu":
-        fused_grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            dout, q, k, v, out, _finite(lse), 0.0, is_causal, attn_mask=mask, scale=call.scale
-        )
-    else:
-        padded = torch.nn.functional.pad(_finite(lse), (0, -lse.shape[-1] % 32))
-        no_philox = torch.zeros((), dtype=torch.int64, device=q.device)
-        fused_grads = aten._scaled_dot_product_efficient_attention_backward.default(
-            dout, q, k, v, _aligned(mask, q, k), out, padded, no_philox, no_philox, 0.0, [True, True, True, False],
-            is_causal, scale=call.scale,
-        )[:3]  # fmt: skip
-    for grad, computed in zip(into, fused_grads, strict=True):
-        grad.copy_(sum_heads(computed, grad.shape[1]))
-    return None
+    if grads[1] is None and not bias_wanted and _fused(call):
+        fused_grads = _fused_backward(call, result, grads[0])
+        if _contained(call, fused_grads[0]):
+            for grad, computed in zip(into, fused_grads, strict=True):
+                grad.copy_(sum_heads(computed, grad.shape[1]))
+            return None
+    return backward_in_chunks(call, _visible(call), grads, bias_wanted, into, first)
 
 
 def _visible(call: AttentionCall) -> Tensor | None:
@@ -182,6 +165,28 @@ def _fused_forward(call: AttentionCall) -> AttentionResult:
         lse = lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
     out, lse = _laid_out(out), lse.contiguous()
     return AttentionResult(out, lse if mask is None else _mark_blind_rows(lse, mask))
+
+
+def _contained(call: AttentionCall, result: Tensor) -> bool:
+    """Whether out or dq shows that nothing behind the padding mask spoiled it: 0 times what is not finite is NaN."""
+    return call.key_padding_mask is None or result.device.type != "cpu" or math.isfinite(float(result.sum()))
+
+
+def _fused_backward(call: AttentionCall, result: AttentionResult, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv for each query head."""
+    q, (out, lse) = call.q, result
+    mask, is_causal = _fused_mask(call)
+    k, v = _operands(call)
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            dout, q, k, v, out, _finite(lse), 0.0, is_causal, attn_mask=mask, scale=call.scale
+        )
+    padded = torch.nn.functional.pad(_finite(lse), (0, -lse.shape[-1] % 32))
+    no_philox = torch.zeros((), dtype=torch.int64, device=q.device)
+    return aten._scaled_dot_product_efficient_attention_backward.default(
+        dout, q, k, v, _aligned(mask, q, k), out, padded, no_philox, no_philox, 0.0, [True, True, True, False],
+        is_causal, scale=call.scale,
+    )[:3]  # fmt: skip
 
 
 def _rows_aligned(x: Tensor) -> bool:
