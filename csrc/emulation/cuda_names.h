@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "approximations.h"
 #include "engine.h"
 #include "memory.h"
 
@@ -57,8 +58,9 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) { return emulation::
 inline int __any_sync(unsigned mask, int predicate) { return emulation::ballot(mask, predicate != 0) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return emulation::ballot(mask, predicate == 0) == 0; }
 
-inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
-inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float value) { return emulation::approximate_rsqrt(value); }
+inline float __frsqrt_rn(float value) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(value))); }
+inline float __fdividef(float a, float b) { return emulation::approximate_quotient(a, b); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline long long min(long long a, long long b) { return a < b ? a : b; }

@@ -24,11 +24,6 @@ TK_DEVICE float fast_exp2(float value) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
 }
-TK_DEVICE float fast_log2(float value) {
-  float result;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-  return result;
-}
 #else
 TK_DEVICE float to_float(float16 value) { return emulation::half_to_float(value.bits); }
 TK_DEVICE float to_float(bfloat16 value) { return emulation::bfloat_to_float(value.bits); }
@@ -39,8 +34,7 @@ template <> TK_DEVICE bfloat16 from_float<bfloat16>(float value) { return bfloat
 
 TK_DEVICE uint32_t float_bits(float value) { return emulation::bit_cast<uint32_t>(value); }
 TK_DEVICE float bits_float(uint32_t bits) { return emulation::bit_cast<float>(bits); }
-TK_DEVICE float fast_exp2(float value) { return exp2f(value); }
-TK_DEVICE float fast_log2(float value) { return log2f(value); }
+TK_DEVICE float fast_exp2(float value) { return emulation::approximate_exp2(value); }
 #endif
 
 // Two 16-bit values in one register, the first in the low half: the operand format of mma.

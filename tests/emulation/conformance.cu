@@ -2,7 +2,9 @@
 // csrc/emulation. Compiles under g++ (the emulation) and under nvcc (the device must agree). A line for each: its name, ok
 // or WRONG, and a checksum of the words that came out, which must be those of the emulation of the same architecture. Exit
 // status 1 on a mismatch.
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <string>
 
 #include "device_memory.h"
@@ -242,6 +244,49 @@ template <class T> static void check_conversions(uint16_t infinity, const char* 
   expect(right, what, got);
 }
 
+// ---- approximate instructions: within the bounds that the PTX ISA states, which the emulation reaches
+
+__global__ void approximation_kernel(const float* x, float* y) {
+  const int i = static_cast<int>(blockIdx.x * 256 + threadIdx.x);
+  y[3 * i] = fast_exp2(x[i]);
+  y[3 * i + 1] = __fdividef(1.7f, x[i]);
+  y[3 * i + 2] = rsqrtf(x[i]);
+}
+
+static void check_approximations() {
+  constexpr int COUNT = 4096;
+  constexpr float INF = INFINITY;
+  std::vector<float> x(COUNT);
+  for (int i = 0; i < COUNT; ++i) x[static_cast<size_t>(i)] = static_cast<float>(i - COUNT / 2) * 0.0587f + 0.013f;
+  const float special[] = {0.0f, 0x1p-130f, INF, -127.0f, 0x1.8p126f};  // subnormal numbers count as 0
+  const float powers[] = {1.0f, 1.0f, INF, 0.0f, INF};
+  std::copy(std::begin(special), std::end(special), x.begin());
+  const Buffer<float> from(x), to(std::vector<float>(3 * COUNT));
+  launch<approximation_kernel>("approximation", dim3(COUNT / 256), dim3(256), 0, Stream{0, 0}, from.data(), to.data());
+  const std::vector<float> got = to.read();
+  const auto ulps = [](float value, double exact) {
+    const float pair[2] = {value, static_cast<float>(exact)};
+    int32_t words[2];
+    std::memcpy(words, pair, sizeof words);
+    return std::abs(words[0] - words[1]);
+  };
+  int exponential = 0, quotient = 0;
+  double root = 0.0;
+  for (size_t i = std::size(special); i < COUNT; ++i) {
+    const double value = x[i];
+    exponential = std::max(exponential, ulps(got[3 * i], std::exp2(value)));
+    quotient = std::max(quotient, ulps(got[3 * i + 1], static_cast<double>(1.7f) / value));
+    if (value > 0) root = std::max(root, std::fabs(got[3 * i + 2] * std::sqrt(value) - 1.0));
+  }
+  bool right = got[4 * 3 + 1] == 0.0f && got[2] == INF && got[2 * 3 + 2] == 0.0f;
+  for (size_t i = 0; i < std::size(special); ++i) right = right && got[3 * i] == powers[i];
+  right = right && exponential <= 2 && quotient <= 2 && root <= std::exp2(-22.9);
+#if !defined(__CUDACC__)
+  right = right && exponential == 2 && quotient == 2 && root > 0.99 * std::exp2(-22.9);
+#endif
+  expect(right, "exponentials, quotients and roots", std::vector<int>{right});
+}
+
 // ---- Hopper: matrices come by the copy engine in panels of 64 columns, products leave by wgmma
 
 #if defined(TK_HOPPER)
@@ -467,6 +512,7 @@ int main() {
   check_philox();
   check_conversions<bfloat16>(0x7f80, "bf16 conversions");
   check_conversions<float16>(0x7c00, "fp16 conversions");
+  check_approximations();
   check_alignment(architecture);
   if (architecture == 90) {
     check_tensor_copies();

@@ -101,8 +101,8 @@ def assert_within_budget(
     magnitude: float | None = None,
     unit: float | None = None,
     excess: float | None = None,
-) -> None:
-    """Check one tensor against the exact one, its budget taken from the eager one.
+) -> float:
+    """Check one tensor against the exact one, its budget taken from the eager one; returns the share that is used.
 
     The floor is one unit of rounding at `magnitude`, the largest element unless given: a gradient may be the difference
     of terms far larger than itself (that of q for a single key is 0), and then its terms' rounding is all one can ask
@@ -115,7 +115,7 @@ def assert_within_budget(
     exact, got, eager = (tensor.double().masked_fill(unusual, 0.0) for tensor in (exact, ours, eager))
     assert torch.isfinite(got).all(), f"{name}: not finite where the exact result is"
     if exact.numel() == 0:
-        return
+        return 0.0
     unit = torch.finfo(dtype).eps if unit is None else unit
     floor = unit * (exact.abs().max().item() if magnitude is None else magnitude) + 1e-30
     error = (got - exact).abs().max().item()
@@ -127,6 +127,7 @@ def assert_within_budget(
     rms, eager_rms = (_rms(result - exact) for result in (got, eager))
     limit = max(RELATIVE_RMS[dtype] * _rms(exact), eager_rms if math.isfinite(eager_rms) else 0.0) + floor
     assert rms <= limit, f"{name}: RMS error {rms:.3e} exceeds {limit:.3e}"
+    return max(error / budget, rms / limit)
 
 
 def dropout_boundary(seed: int, device: torch.device) -> tuple[float, float]:
@@ -151,8 +152,10 @@ def check_parity(
     transform: Callable[[Tensor], Tensor] | None = None,
     excess: dict[str, float] | None = None,
     slack: float = 1.0,
-) -> None:
+) -> float:
     """Forward and every gradient of `op` in `backend` against python_ref in float64, within the budget.
+
+    Returns the largest share of a budget that was used.
 
     Args:
         op: the operation. backend: who answers it.
@@ -177,8 +180,10 @@ def check_parity(
     eps = torch.finfo(first.dtype).eps
     unit = slack * (PYTORCH_UNIT.get(first.dtype, eps) if backend == "torch" else eps)
     ours = run(getattr(tk, op), tensors, {**options, "backend": backend}, cotangents, seed=seed)
-    for i, (got, want, plain) in enumerate(zip(ours.outputs, exact.outputs, eager.outputs, strict=True)):
+    shares = [
         assert_within_budget(f"{op} output {i}", got, want, plain, slack * OUTPUT_FACTOR, first.dtype, unit=unit)
+        for i, (got, want, plain) in enumerate(zip(ours.outputs, exact.outputs, eager.outputs, strict=True))
+    ]
     assert ours.gradients.keys() == exact.gradients.keys()
     sizes = [gradient.abs().max().item() for gradient in exact.gradients.values() if gradient is not None]
     magnitude = max(sizes, default=None)
@@ -186,14 +191,17 @@ def check_parity(
         got, plain = ours.gradients[name], eager.gradients[name]
         assert got is not None and want is not None and plain is not None, f"{op}: no gradient for {name}"
         assert got.dtype == tensors[name].dtype, f"{op}: the gradient of {name} has dtype {got.dtype}"
-        assert_within_budget(
-            f"{op} gradient of {name}",
-            got,
-            want,
-            plain,
-            slack * GRADIENT_FACTOR,
-            first.dtype,
-            magnitude,
-            unit,
-            (excess or {}).get(name),
+        shares.append(
+            assert_within_budget(
+                f"{op} gradient of {name}",
+                got,
+                want,
+                plain,
+                slack * GRADIENT_FACTOR,
+                first.dtype,
+                magnitude,
+                unit,
+                (excess or {}).get(name),
+            )
         )
+    return max(shares)
