@@ -52,10 +52,10 @@ template <class To, class From> TK_INLINE To bits_of(From from) {
 TK_INLINE Floats splat(float x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_set1_ps(x);
 #else
-  Floats all;
-  for (int i = 0; i < WIDTH; ++i) all[i] = x;
-  return all;
+  return x - Floats{};  // a lane at a time GCC inserts one by one
 #endif
 }
 
