@@ -34,6 +34,7 @@ KNOWN_TO_FAIL = {
     ),  # 8 spill instructions, in no loop
     (f"attention any length causal padded float32 D 64: {BACKWARD_QUERY}", (9, 0)),  # 2
     (f"attention any length sequences causal dropout float32 D 64: {BACKWARD_QUERY}", (9, 0)),  # 11
+    ("attention 128 keys causal padded dropout rotary bfloat16 D 64: attention_short_backward", (9, 0)),  # 4
 }
 """Launches that need smaller tiles or fewer live values: correct, and slower than they should be. They are of the
 eighth of all launches that CI compiles; the others were not compiled since the tiles were last chosen."""

@@ -9,6 +9,7 @@ import torch
 
 import transformer_kernels as tk
 from python_ref import ops as reference
+from python_ref.ops import rotary_table
 from tests.ops.test_attention import make, padding
 from tests.support.interpreter import guarded
 from tests.support.parity import backend_fixture, check_parity
@@ -29,6 +30,30 @@ def test_masked_and_full_blocks_meet(
     """With windows of 33 and 64 a tile's first and last query begin to see keys at the edge of a block."""
     tensors = make(torch.float16, device, lengths, batch=1, heads=(2, 1))
     check_parity(OP, backend, tensors, {"causal": causal, "window": window, "return_lse": True})
+
+
+ROTATED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window, dropout": {"causal": True, "window": 20, "dropout_p": 0.2},
+}
+
+
+@pytest.mark.usefixtures("long_path")
+@pytest.mark.parametrize("masks", ["padding", "sequences"])
+@pytest.mark.parametrize(("options", "interleaved"), [("full", False), ("causal", True), ("window, dropout", False)])
+def test_rotated_in_every_loop(backend: str, device: torch.device, options: str, interleaved: bool, masks: str) -> None:
+    """16 of 40 columns of grouped heads are turned, each sequence by places of its own."""
+    sequences = 2 if masks == "padding" else 1
+    length = 70 if masks == "padding" else 110
+    qkv = torch.randn(sequences, length, 8, 40).to(device, torch.float16).requires_grad_()
+    cos, sin = rotary_table(torch.arange(length) * torch.arange(1, sequences + 1)[:, None], 16)
+    tensors = {"qkv": qkv, "cos": cos.to(device), "sin": sin.to(device)}
+    if masks == "padding":
+        tensors["key_padding_mask"] = padding(2, length, device)
+    else:
+        tensors["cu_seqlens"] = torch.tensor([0, 30, 31, 100], dtype=torch.int32, device=device)
+    check_parity("packed_attention", backend, tensors, {"heads": 4, "interleaved": interleaved, **ROTATED[options]})
 
 
 def unlike(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def test_grouped_heads_with_padding(backend: str, dtype: torch.dtype, device: to
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("each_its_own", [False, True], ids=["places", "places_each"])
 def test_rotated(backend: str, dtype: torch.dtype, device: torch.device, interleaved: bool, each_its_own: bool) -> None:
-    """24 of 32 columns are turned; `each_its_own`: the second sequence begins at another place."""
+    """24 of 32 columns are turned; `each_its_own`: places of the second sequence are farther apart."""
     tensors = make(dtype, device, heads=8)
-    places = torch.stack((torch.arange(33), torch.arange(40, 73))) if each_its_own else torch.arange(33)
+    places = torch.stack((torch.arange(33), torch.arange(40, 106, 2))) if each_its_own else torch.arange(33)
     tensors["cos"], tensors["sin"] = (table.to(device) for table in rotary_table(places, 24))
     options = {"heads": 4, "causal": True, "interleaved": interleaved, "dropout_p": 0.2 if each_its_own else 0.0}
     check_parity("packed_attention", backend, tensors, options)
@@ -71,13 +71,15 @@ def test_is_attention_on_views(
     assert qkv is not None
     cos, sin = (table.to(device) if rotated else None for table in rotary_table(torch.arange(33), 32))
     torch.manual_seed(0)
-    packed = tk.packed_attention(qkv, heads=4, causal=True, cos=cos, sin=sin, dropout_p=dropout_p, backend=backend)
+    interleaved = backend == "triton"  # it sets pairs in halves side by side, which sums scores in another order
+    options: dict[str, Any] = {"causal": True, "dropout_p": dropout_p, "backend": backend}
+    packed = tk.packed_attention(qkv, heads=4, cos=cos, sin=sin, interleaved=interleaved, **options)
     (gradient,) = torch.autograd.grad(packed, qkv, torch.ones_like(packed))
     torch.manual_seed(0)
     q, k, v = (part.transpose(1, 2) for part in qkv.split([4, 2, 2], dim=2))
     if cos is not None and sin is not None:
-        q, k = tk.rotary(q, k, cos, sin, backend=backend)
-    out = tk.attention(q, k, v, causal=True, dropout_p=dropout_p, backend=backend)
+        q, k = tk.rotary(q, k, cos, sin, interleaved=interleaved, backend=backend)
+    out = tk.attention(q, k, v, **options)
     (wanted,) = torch.autograd.grad(out, qkv, torch.ones_like(out))
     assert packed.is_contiguous() and packed.shape == (2, 33, 128)
     assert torch.equal(packed, out.transpose(1, 2).flatten(2))

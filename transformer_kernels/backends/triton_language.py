@@ -66,6 +66,22 @@ def dot_operand(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def turned(a, b, cos, sin):
+    """Pairs turned by their angles, (a cos - b sin, b cos + a sin), in fp32. Which product is rounded is said here and
+    not left to the compiler, so that all kernels turn alike."""
+    return tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)
+
+
+@triton.jit
+def settled(x):
+    """`x` of 16 bits, computed where its elements were loaded. As an operand of a product it would else be computed
+    in the layout of the product, by every warp that takes part in it."""
+    if INTERPRET or x.dtype.primitive_bitwidth != 16:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
 def philox_words(seed, group, row, head):
     """Four uint32 words of philox4x32-7 for counter (group, row, head, 0) under the 64-bit key `seed`.
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from transformer_kernels.ops.attention import AttentionCall
+
+
+class Angles(NamedTuple):
+    """Rotary positions, by which queries and keys are turned as they are read: as in `RotaryCall`, in float32."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
 
 
 def beyond(call: AttentionCall) -> str | None:

@@ -33,6 +33,17 @@ COMBINED_SPLITS = 16
 SEQUENCES_TOKENS = 256
 """Tokens whose sequence one program finds."""
 
+TURNED_HEAD_DIM = 64
+"""Of 16 bits. Wider rows, turned as they are loaded, leave no room for a second stage on 8.0; those of fp32 spill."""
+
+TURNED_KEYS = 1024
+"""How many keys a query may see, on average, where kernels turn rows as they load them.
+
+By issue slots and bytes of sm_90, not measured: to turn 64 keys of 64 columns takes about 200 clocks for each tile of
+128 queries that walks over them, and to turn queries as much again in the backward pass. To write and read rotated
+copies of 64 queries and keys takes 2,400 clocks, and 4,700 in the backward pass: as much as 11 tiles, besides launches.
+"""
+
 L2_BYTES = 16 << 20
 """What heads that run side by side may keep in the L2 cache: less than half of an A100's or an H100's."""
 
@@ -61,13 +72,14 @@ class Kernel(Enum):
 
 
 class Body(Enum):
-    """What the masks of a call make of a kernel's body: a bias, dropout, a window or packed sequences need more
-    registers."""
+    """What the masks of a call make of a kernel's body: a bias, dropout, a window, packed sequences or rotary positions
+    need more registers."""
 
     LIGHT = "light"
     CAUSAL = "causal"
     HEAVY = "heavy"
     PACKED = "packed"
+    TURNED = "turned"
 
 
 Rows = dict[tuple[tuple[int, int], int], tuple[tuple[int, Tile], ...]]
@@ -195,6 +207,8 @@ KEY_GRADIENT_PACKED: Rows = {
     (AMPERE, SINGLE): KEY_GRADIENT[AMPERE, SINGLE],
 }
 
+KEY_GRADIENT_TURNED: Rows = KEY_GRADIENT | {(AMPERE, HALF): KEY_GRADIENT_HEAVY[AMPERE, HALF]}
+
 BIAS_GRADIENT: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(32, 64, 32, 8, 1)), (256, Tile(32, 16, 16, 8, 1))),
     (AMPERE, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(16, 64, 16, 8, 1)), (256, Tile(32, 16, 16, 8, 1))),
@@ -276,6 +290,7 @@ TABLES: dict[tuple[Kernel, Body], Rows] = {
     (Kernel.KEY_GRADIENT, Body.LIGHT): KEY_GRADIENT,
     (Kernel.KEY_GRADIENT, Body.HEAVY): KEY_GRADIENT_HEAVY,
     (Kernel.KEY_GRADIENT, Body.PACKED): KEY_GRADIENT_PACKED,
+    (Kernel.KEY_GRADIENT, Body.TURNED): KEY_GRADIENT_TURNED,
     (Kernel.BIAS_GRADIENT, Body.LIGHT): BIAS_GRADIENT,
     (Kernel.DECODE, Body.LIGHT): DECODE,
     (Kernel.SHORT_FORWARD, Body.LIGHT): SHORT_FORWARD,
@@ -284,7 +299,7 @@ TABLES: dict[tuple[Kernel, Body], Rows] = {
     (Kernel.SHORT_BACKWARD, Body.HEAVY): SHORT_BACKWARD_HEAVY,
 }
 
-LIGHTER = {Body.PACKED: Body.HEAVY, Body.HEAVY: Body.LIGHT, Body.CAUSAL: Body.LIGHT}
+LIGHTER = {Body.PACKED: Body.HEAVY, Body.HEAVY: Body.LIGHT, Body.TURNED: Body.CAUSAL, Body.CAUSAL: Body.LIGHT}
 """A body without a table of its own takes that of a lighter one."""
 
 

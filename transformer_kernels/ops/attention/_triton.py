@@ -14,7 +14,7 @@ from transformer_kernels._dropout import keep_scale, keep_threshold
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention import _tiles as tiles
-from transformer_kernels.ops.attention._common import beyond, broadcast_strides, shift_gradient
+from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.attention._tiles import Body, Kernel, Tile
 from transformer_kernels.ops.attention._triton_backward import attention_backward_query_kernel
 from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel
@@ -38,9 +38,20 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def forward(call: AttentionCall) -> AttentionResult:
+def turns(call: AttentionCall) -> bool:
+    """Whether rotary positions turn queries and keys as they are loaded, or the kernels are given rotated copies."""
+    keys = call.k.shape[2] // 2 if call.causal else call.k.shape[2]  # that a query sees, on average
+    if call.cu_seqlens is not None:  # lengths are not known here, and sequences are packed because they are short
+        keys = 0
+    elif call.window is not None:
+        keys = min(keys, call.window)
+    narrow = call.q.shape[3] <= tiles.TURNED_HEAD_DIM and call.q.element_size() == tiles.HALF
+    return narrow and keys <= tiles.TURNED_KEYS
+
+
+def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
     """Output and log-sum-exp, by the path that suits the lengths."""
-    launch = _Launch(call)
+    launch = _Launch(call, angles)
     out = like_output(call.q)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
     with _triton.launching_on(call.q.device):
@@ -55,7 +66,12 @@ def forward(call: AttentionCall) -> AttentionResult:
 
 
 def backward(
-    call: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, into: Into | None = None
+    call: AttentionCall,
+    result: AttentionResult,
+    grads: Grads,
+    wanted: Wanted,
+    into: Into | None = None,
+    angles: Angles | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and, if it is wanted, of the bias; the first three are `into` where it is given."""
     dout, dlse = grads
@@ -63,7 +79,7 @@ def backward(
     dq, dk, dv = into or (like_output(call.q), like_output(call.k), like_output(call.v))
     alike = dk.stride() == dv.stride()  # kernels know one layout for both
     own = (dk, dv) if alike else (like_output(call.k), like_output(call.v))
-    launch = _Launch(call, dout, dq, *own)
+    launch = _Launch(call, angles, dout, dq, *own)
     tile = launch.plan.short_tile(Kernel.SHORT_BACKWARD)
     statistics = None  # delta and correction of each query, (B, Hq, 2, Lq), which kernels write for each other
     if tile is None or wanted[3]:
@@ -92,6 +108,7 @@ class _Plan:
         gradient_strides: tuple[int, ...],
         bias: tuple[torch.Size, tuple[int, ...], int] | None,
         masks: tuple[bool, bool, bool],
+        rotary: tuple[int, bool, bool],
         causal: bool,
         window: int | None,
         right: int | None,
@@ -111,7 +128,7 @@ class _Plan:
         if window is not None and min(window, right or window) >= self.queries + self.keys:
             window = None  # it hides nothing
         heavy = dropped or not (bias is window is softcap is None)
-        light = Body.CAUSAL if causal else Body.LIGHT
+        light = Body.TURNED if rotary[0] else Body.CAUSAL if causal else Body.LIGHT
         self.body = Body.PACKED if self.packed else Body.HEAVY if heavy else light
         self.sizes = (self.query_heads, self.queries, self.keys)
         self.strides, self.gradient_strides = strides, gradient_strides
@@ -132,6 +149,9 @@ class _Plan:
             "BIAS_ALIGNMENT": 1 if bias is None else alignment(bias[2], self.bias_strides[:3]),
             "ALIGNMENT": alignment(self.itemsize, strides + gradient_strides + out_strides),
             "SOFTCAP": softcap or 0.0,
+            "PAIRS": rotary[0],
+            "INTERLEAVED": rotary[1],
+            "OWN_ANGLES": rotary[2],
             "NEGATE": scale < 0.0,
             "NATURAL": self.itemsize == tiles.SINGLE,
             "PRECISION": precision,
@@ -177,10 +197,11 @@ _plan = functools.lru_cache(maxsize=1024)(_Plan)
 class _Launch:
     """One call as kernels are told of it: its tensors, and its plan."""
 
-    def __init__(self, call: AttentionCall, *gradients: Tensor) -> None:
+    def __init__(self, call: AttentionCall, angles: Angles | None, *gradients: Tensor) -> None:
         q, k, v, self.padding, bias, self.seed, self.cu_seqlens = call[:7]
         self.bias = bias if call.alibi_slopes is None else call.alibi_slopes
         self.q, self.k, self.v = q, k, v
+        self.angles = (None, None) if angles is None else angles[:2]
         self.gradients = gradients  # dout, dq, dk, dv in the backward pass; dk and dv have the same strides
         self.sequences: Tensor | None = None  # starts and ends (2, Lk), see `find_sequences`
         self.dropout_p, itemsize = call.dropout_p, q.element_size()
@@ -189,6 +210,7 @@ class _Launch:
             tuple([stride for x in gradients[:3] for stride in x.stride()[:3]]),
             None if self.bias is None else (self.bias.shape, broadcast_strides(self.bias), self.bias.element_size()),
             (self.seed is not None, self.cu_seqlens is not None, call.alibi_slopes is not None),
+            (0, False, False) if angles is None else (angles.cos.shape[2], angles.interleaved, len(angles.cos) > 1),
             call.causal, call.window, call.right, call.dropout_p, call.scale, call.softcap, itemsize,
             _triton.capability(q.device),
             _triton.fp32_precision() if itemsize == tiles.SINGLE else "tf32",  # which 16 bits ignore
@@ -232,7 +254,8 @@ def _launch_forward(launch: _Launch, out: Tensor, lse: Tensor) -> None:
     section = plan.group * plan.section(plan.keys, plan.batch * plan.key_heads)
     _triton.launch(
         attention_forward_kernel, (_triton.ceil_div(plan.queries, tile.queries) * heads,),
-        (launch.q, launch.k, launch.v, out, lse, launch.padding, launch.sequences, launch.bias, launch.seed),
+        (launch.q, launch.k, launch.v, out, lse, launch.padding, launch.sequences, launch.bias, launch.seed,
+         *launch.angles),
         (*plan.sizes, *plan.strides, *plan.scalars, section),
         (plan.options(tile),), tile.num_warps, tile.num_stages,
     )  # fmt: skip
@@ -243,7 +266,7 @@ def _launch_short_forward(launch: _Launch, tile: Tile, out: Tensor, lse: Tensor)
     grid = (_triton.ceil_div(plan.queries, tile.queries) * plan.batch * plan.query_heads,)
     _triton.launch(
         attention_short_forward_kernel, grid,
-        (launch.q, launch.k, launch.v, out, lse, launch.padding, launch.bias, launch.seed),
+        (launch.q, launch.k, launch.v, out, lse, launch.padding, launch.bias, launch.seed, *launch.angles),
         (*plan.sizes, *plan.strides, *plan.scalars),
         (plan.options(tile),), tile.num_warps, tile.num_stages,
     )  # fmt: skip
@@ -298,7 +321,7 @@ def _launch_backward(launch: _Launch, out: Tensor, lse: Tensor, dlse: Tensor | N
     tile = plan.tile(Kernel.QUERY_GRADIENT)
     grid = (_triton.ceil_div(plan.queries, tile.queries) * plan.batch * plan.query_heads,)
     heads = plan.batch * plan.key_heads
-    masks = (launch.padding, launch.sequences, launch.bias, launch.seed)
+    masks = (launch.padding, launch.sequences, launch.bias, launch.seed, *launch.angles)
     _triton.launch(
         attention_backward_query_kernel, grid,
         (launch.q, launch.k, launch.v, out, lse, dout, dlse, statistics, dq, *masks),
@@ -324,7 +347,7 @@ def _launch_short_backward(
     pointers = (launch.q, launch.k, launch.v, lse, dout, dlse, statistics, *gradients)
     _triton.launch(
         attention_short_backward_kernel, (plan.batch, plan.key_heads),
-        (*pointers, launch.padding, launch.bias, launch.seed),
+        (*pointers, launch.padding, launch.bias, launch.seed, *launch.angles),
         (*plan.sizes[1:], *plan.strides, *plan.gradient_strides, *plan.scalars),
         (plan.options(tile),), tile.num_warps, tile.num_stages,
     )  # fmt: skip

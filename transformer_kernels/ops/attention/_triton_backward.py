@@ -13,6 +13,7 @@ import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand, to_fp32
 from transformer_kernels.ops.attention._triton_forward import SIZES, STRIDES
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_turned, store_turned_back
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
     Dropout,
@@ -39,7 +40,6 @@ from transformer_kernels.ops.attention._triton_tile import (
     output_rows,
     query_tile_of_program,
     score_unit,
-    store_rows,
     visible_pairs,
     within_sequence,
     without_padding,
@@ -69,15 +69,16 @@ class QueryGradient(NamedTuple):
 
 @triton.jit
 def query_gradient_block(
-    gradient, queries, start, k, v, mask, bias, dropout, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr
-):
+    gradient, queries, start, k, v, mask, bias, dropout, angles, scale,
+    MASKED: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
     """Add what the block of keys at `start` gives to the gradient of a query tile and, for fp32, to the sum of its
     weights."""
     BLOCK_N: tl.constexpr = OPTIONS.MASKED if MASKED else OPTIONS.BLOCK_N
     tile_rows = tl.arange(0, OPTIONS.BLOCK_M)[:, None]
     tile_columns = tl.arange(0, BLOCK_N)[None, :]
     rows, columns = queries.first_row + tile_rows, start + tile_columns
-    k_tile = load_rows(k, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
+    k_tile = load_turned(k, angles, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
     if MASKED:
         visible = visible_pairs(rows, columns, mask, OPTIONS)
         if mask.padding is not None:
@@ -126,6 +127,8 @@ def attention_backward_query_kernel(
     sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
+    cos_pointer,  # (1 or B, L, pairs), fp32, contiguous, or None
+    sin_pointer,  # the same
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row,
@@ -162,13 +165,16 @@ def attention_backward_query_kernel(
     tl.store(statistics_pointer + rows, delta, mask=rows < query_length)
 
     q_rows = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
-    q = load_rows(q_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
+    angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
+    q = load_turned(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     lse = load_lse(lse_pointer + row_offset, rows, query_length, True, NATURAL)
     queries = Queries(dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), lse, delta, 1.0, first_row)
     gradient = QueryGradient(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32))
     score_scale = scale * score_unit(NATURAL)
     for key in range(span.full_start, span.full_end, OPTIONS.BLOCK_N):
-        gradient = query_gradient_block(gradient, queries, key, k, v, mask, bias, dropout, score_scale, False, OPTIONS)
+        gradient = query_gradient_block(
+            gradient, queries, key, k, v, mask, bias, dropout, angles, score_scale, False, OPTIONS
+        )
     for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
         key = masked_position(span, offset)
         visited = True
@@ -176,7 +182,7 @@ def attention_backward_query_kernel(
             visited = any_real(mask, key, OPTIONS.MASKED)
         if visited:
             gradient = query_gradient_block(
-                gradient, queries, key, k, v, mask, bias, dropout, score_scale, True, OPTIONS
+                gradient, queries, key, k, v, mask, bias, dropout, angles, score_scale, True, OPTIONS
             )
     dq = gradient.dq
     if NATURAL:
@@ -184,4 +190,4 @@ def attention_backward_query_kernel(
         tl.store(statistics_pointer + query_length + rows, correction, mask=rows < query_length)
         dq *= correction[:, None]
     target = head_rows(dq_pointer, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
-    store_rows(target, dq * scale, first_row, OPTIONS)
+    store_turned_back(target, dq * scale, angles, first_row, OPTIONS)

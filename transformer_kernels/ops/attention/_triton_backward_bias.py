@@ -13,6 +13,7 @@ from transformer_kernels.ops.attention._triton_backward_key import (
     load_queries,
     operands,
 )
+from transformer_kernels.ops.attention._triton_rotary import Angles
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
     Dropout,
@@ -84,6 +85,7 @@ def attention_backward_bias_kernel(
                 head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
                 lse_pointer + row_offset,
                 statistics_pointer + 2 * row_offset,
+                Angles(None, None, 0),
             )
             queries = load_queries(source, first_row, mask, BLOCK_M, True, OPTIONS)
             k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)

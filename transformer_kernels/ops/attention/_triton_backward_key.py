@@ -7,6 +7,7 @@ import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand
 from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_turned, store_turned_back
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
     Dropout,
@@ -61,13 +62,14 @@ class QuerySource(NamedTuple):
     dout: Any
     lse: Any
     statistics: Any
+    angles: Any
 
 
 @triton.jit
 def load_queries(source, first_row, mask, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
     """The queries [first_row, first_row + ROWS)."""
     rows = first_row + tl.arange(0, ROWS)
-    q = load_rows(source.q, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
+    q = load_turned(source.q, source.angles, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
     dout = load_rows(source.dout, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
     lse = load_lse(source.lse, rows, mask.query_length, BOUNDED, OPTIONS.NATURAL)
     delta = load_statistic(source.statistics, rows, mask.query_length, 0.0, BOUNDED)
@@ -181,6 +183,8 @@ def attention_backward_key_kernel(
     sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
+    cos_pointer,  # (1 or B, L, pairs), fp32, contiguous, or None
+    sin_pointer,  # the same
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dkv_batch, dkv_head, dkv_row,
@@ -205,7 +209,8 @@ def attention_backward_key_kernel(
         read = tl.where(tl.max(real.to(tl.int32), 0) > 0, key_length, 0)  # all padding: not even the keys are read
     k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, read, OPTIONS)
     v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, read, OPTIONS)
-    k = load_rows(k_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
+    angles = Angles(cos_pointer, sin_pointer, first_token(batch, key_length, OPTIONS))
+    k = load_turned(k_rows, angles, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
     keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), None, first_key)
     zeros = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -224,6 +229,7 @@ def attention_backward_key_kernel(
             head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
             lse_pointer + row_offset,
             statistics_pointer + 2 * row_offset,
+            angles,
         )
         bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
         dropout = Dropout(seed, query_batch_head, threshold)
@@ -237,5 +243,5 @@ def attention_backward_key_kernel(
         dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
     for_dk = head_rows(dk_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
     for_dv = head_rows(dv_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
-    store_rows(for_dk, dk, first_key, OPTIONS)
+    store_turned_back(for_dk, dk, angles, first_key, OPTIONS)
     store_rows(for_dv, dv, first_key, OPTIONS)

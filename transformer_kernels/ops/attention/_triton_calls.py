@@ -6,6 +6,7 @@ bf16 in all of them, fp16 and fp32 in the last one of each body.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from transformer_kernels.ops.attention import AttentionCall
 from transformer_kernels.ops.attention import _triton as attention
+from transformer_kernels.ops.attention._common import Angles
 
 BIASED, WINDOWED, DROPPED = {"attn_bias": True}, {"window": 100}, {"dropout_p": 0.1}
 CAUSAL, PADDED, PACKED = {"causal": True}, {"key_padding_mask": True}, {"cu_seqlens": True}
@@ -30,6 +32,15 @@ LENGTHS = {"any length": (1024, 1024), "64 keys": (64, 64), "128 keys": (128, 12
 HEAD_DIMS = (32, 64, 128, 256)
 CAPPED, CAPPED_HEAD_DIMS = CAUSAL | BIASED | {"softcap": 50.0}, (128, 256)
 """Gemma 2's, with a bias, so that each kernel for any length has a cap; they stand last."""
+
+ROTARY: dict[str, dict[str, Any]] = {
+    "causal rotary": CAUSAL,
+    "causal rotary interleaved": CAUSAL,
+    "causal padded dropout rotary": CAUSAL | PADDED | DROPPED,
+    "sequences causal rotary": PACKED | CAUSAL,
+}
+TURNED_LENGTHS = ("any length", "64 keys", "128 keys")
+"""Calls of packed_attention with rotary positions, behind all others."""
 
 
 def calls(operation: str = "attention") -> Iterator[tuple[str, Callable[[], object]]]:
@@ -50,6 +61,11 @@ def calls(operation: str = "attention") -> Iterator[tuple[str, Callable[[], obje
     for head_dim in CAPPED_HEAD_DIMS:
         call = functools.partial(_run, torch.bfloat16, "highest", (1024, 1024), head_dim, "any length", CAPPED)
         yield f"attention any length causal biased softcap bfloat16 D {head_dim}", call
+    for where, (variant, arguments) in itertools.product(TURNED_LENGTHS, ROTARY.items()):
+        if "any" in where or "sequences" not in variant:
+            interleaved = "interleaved" in variant
+            call = functools.partial(_run, torch.bfloat16, "highest", LENGTHS[where], 64, where, arguments, interleaved)
+            yield f"attention {where} {variant} bfloat16 D 64", call
 
 
 def gates(launch: Any) -> frozenset[str]:
@@ -72,15 +88,20 @@ def _run(
     head_dim: int,
     where: str,
     arguments: dict[str, Any],
+    interleaved: bool | None = None,
 ) -> None:
     """Forward and, but for a decode step, backward of one call, with the gradient of a bias that takes all keys."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         call = _call(dtype, lengths, head_dim, **arguments)
-        result = attention.forward(call)
+        table = torch.empty(1, lengths[0], head_dim // 2)
+        angles = None if interleaved is None else Angles(table, table, interleaved)
+        result = attention.forward(call, angles)
         if where != "decode":
-            attention.backward(call, result, (result.out, None), (True, True, True, call.attn_bias is not None))
+            attention.backward(
+                call, result, (result.out, None), (True, True, True, call.attn_bias is not None), None, angles
+            )
     finally:
         torch.set_float32_matmul_precision(before)
 

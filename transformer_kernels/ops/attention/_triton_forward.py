@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import LN_2, dot_operand
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_turned
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
     Dropout,
@@ -79,8 +80,9 @@ def finish_rows(softmax, scale, NATURAL: tl.constexpr):
 
 @triton.jit
 def attend_block(
-    softmax, q, first_row, start, k, v, mask, bias, dropout, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr
-):
+    softmax, q, first_row, start, k, v, mask, bias, dropout, angles, scale,
+    MASKED: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
     """Add the block of keys at `start` to the running softmax of a query tile."""
     NATURAL: tl.constexpr = OPTIONS.NATURAL
     BLOCK_N: tl.constexpr = OPTIONS.MASKED if MASKED else OPTIONS.BLOCK_N
@@ -100,7 +102,7 @@ def attend_block(
             visible = visible & within_sequence(mask, rows, columns)
             v_tile, trace = finite_rows(v_tile)
             total += tl.sum(tl.where(visible, trace[None, :], 0.0), 1)[:, None]
-    k_tile = load_rows(k, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
+    k_tile = load_turned(k, angles, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
     scores = multiply(q, tl.trans(dot_operand(k_tile, k_tile.dtype)), OPTIONS)  # [M, N]
     if OPTIONS.SOFTCAP > 0.0 or bias.pointer is not None:
         scores = capped(scores * scale, OPTIONS)
@@ -131,6 +133,8 @@ def attention_forward_kernel(
     sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
+    cos_pointer,  # (1 or B, L, pairs), fp32, contiguous, or None
+    sin_pointer,  # the same
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row,
@@ -148,7 +152,8 @@ def attention_forward_kernel(
     bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
     dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
     queries = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
-    q = load_rows(queries, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
+    angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
+    q = load_turned(queries, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     q = dot_operand(q, q.dtype)
     scale = positive(scale * score_unit(OPTIONS.NATURAL))
     if OPTIONS.NEGATE:
@@ -157,14 +162,14 @@ def attention_forward_kernel(
     softmax = Softmax(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row_max, row_sum)
     span = key_blocks(first_row, mask, OPTIONS)
     for key in range(span.full_start, span.full_end, OPTIONS.BLOCK_N):
-        softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, scale, False, OPTIONS)
+        softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, angles, scale, False, OPTIONS)
     for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
         key = masked_position(span, offset)
         visited = True
         if padding_pointer is not None:
             visited = any_real(mask, key, OPTIONS.MASKED)
         if visited:
-            softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, scale, True, OPTIONS)
+            softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, angles, scale, True, OPTIONS)
     out, lse = finish_rows(softmax, dropout_scale(dropout), OPTIONS.NATURAL)
     store_rows(output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS), out, first_row, OPTIONS)
     rows = first_row + tl.arange(0, BLOCK_M)

@@ -40,6 +40,9 @@ class Options(NamedTuple):
     BIAS_ALIGNMENT: int
     ALIGNMENT: int  # elements that every stride is a multiple of; 0 if offsets within a tile overflow 32 bits
     SOFTCAP: float  # what scores approach at most, 0 without a cap
+    PAIRS: int  # of columns that are turned by rotary positions; 0 if none are
+    INTERLEAVED: bool  # a pair is two neighbours, else a column of either half of what is turned
+    OWN_ANGLES: bool  # each batch has rotary positions of its own
     NEGATE: bool  # the scale is negative
     NATURAL: bool
     PRECISION: str  # of products of fp32
@@ -159,8 +162,13 @@ def row_offsets(rows, stride, ALIGNMENT: tl.constexpr):
 @triton.jit
 def load_rows(source, start, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
     """Rows [start, start + ROWS) of one head, zeros beyond its length and HEAD_DIM. Without BOUNDED all rows exist."""
+    return load_columns(source, start, tl.arange(0, OPTIONS.BLOCK_D)[None, :], ROWS, BOUNDED, OPTIONS)
+
+
+@triton.jit
+def load_columns(source, start, columns, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
+    """`columns` [1, C] of such rows."""
     rows = tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, OPTIONS.BLOCK_D)[None, :]
     pointers = source.pointer + tl.cast(start, tl.int64) * source.stride
     pointers += row_offsets(rows, source.stride, OPTIONS.ALIGNMENT) + columns
     if BOUNDED:
@@ -175,8 +183,13 @@ def load_rows(source, start, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS:
 @triton.jit
 def store_rows(target, tile, start, OPTIONS: tl.constexpr):
     """Write `tile`, in fp32 [ROWS, BLOCK_D], to rows from `start` on of one head."""
+    store_columns(target, tile, start, tl.arange(0, OPTIONS.BLOCK_D)[None, :], OPTIONS)
+
+
+@triton.jit
+def store_columns(target, tile, start, columns, OPTIONS: tl.constexpr):
+    """Write `tile`, in fp32 [ROWS, C], to `columns` [1, C] of those rows."""
     rows = tl.arange(0, tile.shape[0])[:, None]
-    columns = tl.arange(0, OPTIONS.BLOCK_D)[None, :]
     pointers = target.pointer + tl.cast(start, tl.int64) * target.stride
     pointers += row_offsets(rows, target.stride, OPTIONS.ALIGNMENT) + columns
     tile = from_fp32(tile, target.pointer.dtype.element_ty)

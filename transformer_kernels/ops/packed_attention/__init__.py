@@ -52,7 +52,8 @@ def packed_attention(
 ) -> Tensor:
     """Scaled dot-product attention on a packed projection: nothing is transposed or copied on the way in or out.
 
-    Equal to `attention` on views of qkv, after `rotary` on those of the queries and keys where cos and sin are given.
+    Equal to `attention` on views of qkv, after `rotary` on those of the queries and keys where cos and sin are given
+    (scores may be summed over the columns in another order).
     The gradient is written straight into one packed tensor, where gradients of three views would have to be put
     together again. Rotated queries and keys are not kept for the backward pass, which turns them once more.
 
@@ -176,6 +177,7 @@ class _Packed:
         self.kernels = kernels
         self.backend = kernels.__name__.rpartition(".")[2]
         self.turning = getattr(kernels, "Angles", None)  # what its kernels are told of the angles
+        self.turns = getattr(kernels, "turns", lambda call: True)  # and which calls they turn themselves
 
     def unsupported(self, call: PackedAttentionCall) -> str | None:
         refusal = getattr(self.kernels, "unsupported", None)
@@ -204,7 +206,7 @@ class _Packed:
         """Attention's call, with the angles for kernels that turn rows as they read them, else on rotated copies."""
         if call.cos is None or call.sin is None:
             return _on_views(call), {}
-        if self.turning is not None:
+        if self.turning is not None and self.turns(_on_views(call)):
             return _on_views(call), {"angles": self.turning(call.cos.float(), call.sin.float(), call.interleaved)}
         heads = _turning(call.qkv, call.heads)
         turned = heads.empty()

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton_language import from_fp32, to_fp32
+from transformer_kernels.backends.triton_language import from_fp32, to_fp32, turned
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 
 BYTES = 2048
@@ -29,13 +29,15 @@ def turn(
         both = within & (column < 2 * half)
         loaded = to_fp32(tl.load(x + row * stride_row + column, mask=both, other=0.0))  # [ROWS, 2 * BLOCK]
         a, b = tl.split(tl.reshape(loaded, (ROWS, BLOCK, 2)))
-        turned = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (ROWS, 2 * BLOCK))
-        tl.store(out + row * stride_out + column, from_fp32(turned, element), mask=both)
+        a, b = turned(a, b, cos, sin)
+        both_turned = tl.reshape(tl.join(a, b), (ROWS, 2 * BLOCK))
+        tl.store(out + row * stride_out + column, from_fp32(both_turned, element), mask=both)
     else:
         a = to_fp32(tl.load(x + row * stride_row + pair, mask=inside, other=0.0))  # [ROWS, BLOCK]
         b = to_fp32(tl.load(x + row * stride_row + half + pair, mask=inside, other=0.0))
-        tl.store(out + row * stride_out + pair, from_fp32(a * cos - b * sin, element), mask=inside)
-        tl.store(out + row * stride_out + half + pair, from_fp32(b * cos + a * sin, element), mask=inside)
+        a, b = turned(a, b, cos, sin)
+        tl.store(out + row * stride_out + pair, from_fp32(a, element), mask=inside)
+        tl.store(out + row * stride_out + half + pair, from_fp32(b, element), mask=inside)
     for start in range(2 * half, D, BLOCK):
         rest = within & (start + pair < D)
         kept = tl.load(x + row * stride_row + start + pair, mask=rest, other=0.0)
