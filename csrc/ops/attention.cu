@@ -1,6 +1,7 @@
 // attention: what Python calls. Tensors were checked there; here come the limits of these kernels.
 #include "../build_info.h"
 #include "../dtype.h"
+#include "../primitives/memory.h"
 #include "../registry.h"
 #include "attention_launch.h"
 
@@ -39,6 +40,7 @@ struct AttentionLaunch {
     visit("cu_seqlens", a.cu_seqlens);
     visit("sequences", a.sequences);
     visit("bias", a.bias);
+    visit("angles", a.angles);
     visit("seed", seed);
     visit("dropout_p", dropout_p);
     visit("scale", a.scale);
@@ -88,6 +90,9 @@ Arguments complete(const AttentionLaunch& call) {
   arguments.vectorized_output =
       arguments.dout.data ? can_vectorize(call.dtype, arguments.head_dim, arguments.dq, arguments.dk, arguments.dv)
                           : can_vectorize(call.dtype, arguments.head_dim, arguments.out);
+  Angles& angles = arguments.angles;
+  angles.vectorized = angles.half % (static_cast<DType>(call.dtype) == DType::FLOAT32 ? 4 : 8) == 0 &&
+                      rows_are_aligned(angles.cos, angles.half) && rows_are_aligned(angles.sin, angles.half);
   return arguments;
 }
 
@@ -115,7 +120,7 @@ template <class T> bool takes_short(const Arguments& arguments, const AttentionL
 // The copy engine wants addresses and strides on 16 bytes and, to be safe, no axis that overlaps itself.
 bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
-  const bool fits = arguments.vectorized && (arguments.head_dim == 64 || arguments.head_dim == 128) && !arguments.bias.data &&
+  const bool fits = arguments.vectorized && !arguments.angles.cos && (arguments.head_dim == 64 || arguments.head_dim == 128) && !arguments.bias.data &&
                     is_plain(arguments.query) && is_plain(arguments.key) && is_plain(arguments.value);
   static const bool emulated = std::string(architectures()) == "emulated";
   static const bool built = emulated || std::string(architectures()).find("sm_90a") != std::string::npos;

@@ -48,10 +48,29 @@ struct BiasGradient {
   }
 };
 
+// Rotary positions, by which queries and keys are turned in shared memory after they were read.
+struct Angles {
+  const float* cos = nullptr;  // (length, half), a row for each token; null: none are turned
+  const float* sin = nullptr;
+  int64_t batch = 0;  // stride in elements, 0 where all sequences share a table
+  int half = 0;       // how many pairs of columns a row has
+  bool interleaved = false;
+  bool vectorized = false;  // pairs and tables lie on 16 bytes
+
+  template <class Visit> void fields(Visit&& visit) {
+    visit("cos", cos);
+    visit("sin", sin);
+    visit("batch", batch);
+    visit("half", half);
+    visit("interleaved", interleaved);
+  }
+};
+
 struct Arguments {
   Strided query, key, value, dout;
   StridedOutput out, dq, dk, dv;
   Bias bias;
+  Angles angles;
   BiasGradient dbias;
   float* lse;                       // [batch, query head, query], natural log
   float* delta;                     // [batch, query head, query], rowsum(dout * out) - dlse

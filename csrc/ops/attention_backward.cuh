@@ -88,8 +88,14 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
                               arguments.query_length, ~0ull, arguments);
   load_tile<QUERIES, THREADS>(douts, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
                               block_query, arguments.query_length, ~0ull, arguments);
+  copy_async_commit();
   if (tile < tiles.end) load_keys_and_values(tile, 0, bits);
   copy_async_commit();
+  if (arguments.angles.cos) {
+    copy_async_wait<1>();
+    turn_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
+                                threadIdx.x);
+  }
 
   const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
   float lse[2], delta[2];
@@ -111,6 +117,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     if (following < tiles.end) load_keys_and_values(following, stage ^ 1, next_bits);
     copy_async_commit();
     copy_async_wait<1>();
+    if (arguments.angles.cos)
+      turn_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f, threadIdx.x);
     __syncthreads();
 
     const bool edge = !is_inside<KEYS>(first_key, common);
@@ -153,7 +161,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   __syncthreads();
   const float factors[2] = {arguments.scale + poison.of_row(0), arguments.scale + poison.of_row(1)};
   store_fragment<HEAD_DIM>(dq, factors, queries, warp_row, rows_of<T>(arguments.dq, batch, head),
-                           arguments.dq.row, warp_query, arguments.query_length, 0, arguments);
+                           arguments.dq.row, warp_query, arguments.query_length, 0, arguments,
+                           angles_of(arguments, batch));
 }
 
 // One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and walks the queries of every
@@ -219,8 +228,14 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
                            arguments.key_length, bits, arguments);
   load_tile<KEYS, THREADS>(values, rows_of<T>(arguments.value, batch, key_head), arguments.value.row, block_key,
                            arguments.key_length, bits, arguments);
+  copy_async_commit();
   if (steps > 0) load_step(0);
   copy_async_commit();
+  if (arguments.angles.cos) {
+    copy_async_wait<1>();
+    turn_tile<KEYS, THREADS>(keys, block_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f,
+                             threadIdx.x);
+  }
 
   float dk[COLUMNS / 8][4] = {}, dv[COLUMNS / 8][4] = {};
   Poison poison;
@@ -234,6 +249,9 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     if (step + 1 < steps) load_step(step + 1);
     copy_async_commit();
     copy_async_wait<1>();
+    if (arguments.angles.cos)
+      turn_tile<QUERIES, THREADS>(q, first_query, visited.last + 1, ~0ull, angles_of(arguments, batch), 1.f,
+                                  threadIdx.x);
     __syncthreads();
 
     if (arguments.cu_seqlens && !is_inside<QUERIES>(first_query, block_common)) {
@@ -294,7 +312,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
                           rows_of<T>(arguments.dv, batch, key_head), arguments.dv.row, warp_key,
                           arguments.key_length, first_column, arguments);
   store_fragment<COLUMNS>(dk, key_factors, keys, warp_row, rows_of<T>(arguments.dk, batch, key_head),
-                          arguments.dk.row, warp_key, arguments.key_length, first_column, arguments);
+                          arguments.dk.row, warp_key, arguments.key_length, first_column, arguments,
+                          PARTS == 1 ? angles_of(arguments, batch) : Angles{});  // parts do not hold both of a pair
 }
 
 // One block owns up to OWNED queries x STREAMED keys of the bias's gradient, which is dS summed over every axis along

@@ -170,8 +170,14 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BL
   };
   load_tile<QUERIES, THREADS>(queries, rows_of<T>(arguments.query, batch, head), arguments.query.row, block_query,
                               arguments.query_length, ~0ull, arguments);
+  copy_async_commit();
   if (tile < tiles.end) load_keys_and_values(tile, 0, bits);
   copy_async_commit();
+  if (arguments.angles.cos) {
+    copy_async_wait<1>();
+    turn_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
+                                threadIdx.x);
+  }
 
   for (int stage = 0; tile < tiles.end; stage ^= 1) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
@@ -180,6 +186,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BL
     if (following < tiles.end) load_keys_and_values(following, stage ^ 1, next_bits);
     copy_async_commit();
     copy_async_wait<1>();
+    if (arguments.angles.cos)
+      turn_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f, threadIdx.x);
     __syncthreads();
     const bool edge = !is_inside<KEYS>(first_key, common);
     if (edge && arguments.cu_seqlens) {

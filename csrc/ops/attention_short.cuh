@@ -33,9 +33,7 @@ template <class T, int HEAD_DIM, int KEYS> struct ResidentKeys {
 #pragma unroll
     for (int block = 0; block < KEYS / 64; ++block) {
       const int first_key = 64 * block;
-      const uint64_t real = first_key < arguments.key_length
-                                ? real_keys<64>(padding_of(arguments, batch), first_key, arguments.key_length)
-                                : 0;
+      const uint64_t real = real_from(arguments, batch, first_key);
       if (threadIdx.x == 0) bits[block] = real;
       load_tile<64, THREADS>(from(k, first_key), key_rows, arguments.key.row, first_key, arguments.key_length, real,
                              arguments);
@@ -44,6 +42,19 @@ template <class T, int HEAD_DIM, int KEYS> struct ResidentKeys {
     }
   }
 
+  // Once this thread's copies have arrived; a barrier follows.
+  template <int THREADS> TK_DEVICE void turn(const Arguments& arguments, int batch) {
+#pragma unroll 1
+    for (int first_key = 0; first_key < KEYS; first_key += 64)
+      turn_tile<64, THREADS>(from(k, first_key), first_key, arguments.key_length,
+                             real_from(arguments, batch, first_key), angles_of(arguments, batch), 1.f, threadIdx.x);
+  }
+
+  static TK_DEVICE uint64_t real_from(const Arguments& arguments, int batch, int first_key) {
+    return first_key < arguments.key_length
+               ? real_keys<64>(padding_of(arguments, batch), first_key, arguments.key_length)
+               : 0;
+  }
   static TK_DEVICE Tile<T, HEAD_DIM> from(Tile<T, HEAD_DIM> tile, int first_key) {
     return {tile.data + first_key * HEAD_DIM};
   }
@@ -75,10 +86,14 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
   keys.template load<THREADS>(arguments, batch, head / (arguments.query_heads / arguments.key_heads));
   copy_async_commit();
   copy_async_wait<0>();
+  if (arguments.angles.cos) keys.template turn<THREADS>(arguments, batch);
   __syncthreads();
 
   for (int query = warp_row; query < arguments.query_length; query += 16 * Shape::WARPS) {
     copy_async_wait<0>();
+    if (arguments.angles.cos)
+      turn_tile<16, WARP_SIZE>(slab, query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
+                               threadIdx.x % WARP_SIZE);
     __syncwarp();
     AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query);
     const bool hides = arguments.causal || arguments.window;
@@ -213,14 +228,23 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     copy_async_commit();
   };
   keys.template load<THREADS>(arguments, batch, key_head);
+  copy_async_commit();
   load_step(0);
+  if (arguments.angles.cos) {
+    copy_async_wait<1>();
+    keys.template turn<THREADS>(arguments, batch);
+  }
 
+  const float key_factors[2] = {arguments.scale, arguments.scale};
   float dk[OWNED][HEAD_DIM / 8][4] = {}, dv[OWNED][HEAD_DIM / 8][4] = {};
   for (int step = 0; step < tiles * group; ++step) {
     const int head = key_head * group + step / tiles, first_query = step % tiles * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
     const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     copy_async_wait<0>();
+    if (arguments.angles.cos)
+      turn_tile<QUERIES, THREADS>(q, first_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
+                                  threadIdx.x);
     __syncthreads();  // also: the last step has been read, so its stage, P and dS may be overwritten
     if (step + 1 < tiles * group) load_step(step + 1);
     row_deltas<QUERIES, THREADS>(arguments, dlse, batch, head, first_query, dout, delta);
@@ -246,13 +270,23 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     for (int first_key = 0; first_key < KEYS; first_key += 64)
       if (keys.bits_from(first_key))
         multiply<64, COLUMNS>(dq, gradients, row, keys.k, column, first_key);  // [16 queries, COLUMNS]
-    store_scaled<T, COLUMNS>(dq, arguments.scale, rows_of<T>(arguments.dq, batch, head),
-                             arguments.dq.row, first_query + row, arguments.query_length, column, arguments);
+    T* const dq_rows = rows_of<T>(arguments.dq, batch, head);
+    if (!arguments.angles.cos) {
+      store_scaled<T, COLUMNS>(dq, arguments.scale, dq_rows, arguments.dq.row, first_query + row,
+                               arguments.query_length, column, arguments);
+      continue;
+    }
+    __syncthreads();  // Q has been read: columns that other warps hold meet there
+    stage_fragment<COLUMNS>(dq, key_factors, q, row, column);
+    __syncthreads();
+    if (warp >= QUERIES / 16) continue;
+    turn_slab(q, row, first_query + row, arguments.query_length, angles_of(arguments, batch));
+    __syncwarp();
+    store_rows(q, row, dq_rows, arguments.dq.row, first_query + row, arguments.query_length, 0, arguments);
   }
   copy_async_wait<0>();
   __syncthreads();
   const float value_factors[2] = {arguments.dropout.keep_scale, arguments.dropout.keep_scale};
-  const float key_factors[2] = {arguments.scale, arguments.scale};
 #pragma unroll
   for (int slab = 0; slab < OWNED; ++slab) {
     const int own_key = (warp * OWNED + slab) * 16;
@@ -261,7 +295,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
                              arguments.key_length, 0, arguments);
     store_fragment<HEAD_DIM>(dk[slab], key_factors, keys.k, own_key,
                              rows_of<T>(arguments.dk, batch, key_head), arguments.dk.row, own_key,
-                             arguments.key_length, 0, arguments);
+                             arguments.key_length, 0, arguments, angles_of(arguments, batch));
   }
 }
 

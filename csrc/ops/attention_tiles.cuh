@@ -13,6 +13,7 @@
 #include "../primitives/philox.h"
 #include "../primitives/reductions.h"
 #include "attention_arguments.h"
+#include "rotary.cuh"
 
 namespace transformer_kernels::attention {
 
@@ -214,6 +215,62 @@ TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, i
   load_tile<ROWS, THREADS>(tile, rows, stride, first_row, row_end, bits, arguments, threadIdx.x);
 }
 
+// The angles of one sequence's tokens.
+TK_DEVICE Angles angles_of(const Arguments& arguments, int batch) {
+  Angles angles = arguments.angles;
+  if (!angles.cos) return angles;
+  angles.cos += batch * angles.batch;
+  angles.sin += batch * angles.batch;
+  return angles;
+}
+
+// Turns V pairs of a row at a time, by the cosines and sines of its token; one of LANES threads that share the row.
+template <int V, int LANES, class T, int COLUMNS>
+TK_DEVICE void turn_row(Tile<T, COLUMNS> tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
+  const int half = angles.half;
+#pragma unroll 1
+  for (int pair = lane * V; pair < half; pair += LANES * V) {
+    T* const first = tile.at(row, angles.interleaved ? 2 * pair : pair);
+    T* const second = tile.at(row, angles.interleaved ? 2 * pair + V : half + pair);
+    const Vector<float, V> cos = load_vector<V>(angles.cos + token * half + pair);
+    const Vector<float, V> sin = load_vector<V>(angles.sin + token * half + pair);
+    Vector<T, V> x[2] = {load_vector<V>(first), load_vector<V>(second)};
+    if (angles.interleaved) {
+      turn_pairs<true>(x, cos, sin, sign);
+    } else {
+      turn_pairs<false>(x, cos, sin, sign);
+    }
+    store_vector(first, x[0]);
+    store_vector(second, x[1]);
+  }
+}
+
+// Turns rows in place, rounded as `rotary` rounds them, after load_tile was told the same and this thread's copies have
+// arrived; or back where sign is -1. A warp turns what its own lanes copied, so that the barrier which shows the copies
+// to other warps shows this too; only rows of more than 32 chunks need one before.
+template <int ROWS, int THREADS, class T, int COLUMNS>
+TK_DEVICE void turn_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, uint64_t bits, const Angles& angles,
+                         float sign, int thread) {
+  using Shape = Tile<T, COLUMNS>;
+  constexpr int LANES = Shape::CHUNKS / 2;  // each turns a chunk of the first columns of pairs and one of the second
+  constexpr int PLACES = Shape::CHUNKS < THREADS ? Shape::CHUNKS : THREADS, STEP = THREADS / PLACES;
+  if constexpr (PLACES > WARP_SIZE) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
+  const int lane = thread % LANES;
+#pragma unroll 1
+  for (int row = thread / PLACES + thread % PLACES / LANES * STEP; row < ROWS; row += PLACES / LANES * STEP) {
+    if (first_row + row >= row_end || !(bits >> row & 1)) continue;
+    if (angles.vectorized) {
+      turn_row<Shape::CHUNK, LANES>(tile, row, angles, first_row + row, sign, lane);
+    } else {
+      turn_row<1, LANES>(tile, row, angles, first_row + row, sign, lane);
+    }
+  }
+}
+
 // Writes a warp's 16 rows (first_row of the tile on) to global memory.
 template <class T, int COLUMNS>
 TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t stride, int first_row, int row_end,
@@ -234,20 +291,36 @@ TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t 
   }
 }
 
-// Puts a warp's fragment, row r times factor[r / 8 of the pair], into its 16 rows of a tile and from there into global
-// memory in 16-byte pieces. No other warp may use those rows of the tile.
+// Turns a warp's 16 rows of a gradient (from tile_row on) back.
+template <class T, int COLUMNS>
+TK_DEVICE void turn_slab(Tile<T, COLUMNS> tile, int tile_row, int first_row, int row_end, const Angles& angles) {
+  turn_tile<16, WARP_SIZE>(Tile<T, COLUMNS>{tile.data + tile_row * COLUMNS}, first_row, row_end, ~0ull, angles, -1.f,
+                           threadIdx.x % WARP_SIZE);
+}
+
+// Puts a warp's fragment, row r times factor[r / 8 of the pair], into 16 rows of a tile from first_column on.
 template <int COLUMNS, class T, int TILE_COLUMNS>
-TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const float (&factor)[2],
-                              Tile<T, TILE_COLUMNS> tile, int tile_row, T* rows, int64_t stride, int first_row,
-                              int row_end, int first_column, const Arguments& arguments) {
+TK_DEVICE void stage_fragment(const float (&fragment)[COLUMNS / 8][4], const float (&factor)[2],
+                              Tile<T, TILE_COLUMNS> tile, int tile_row, int first_column) {
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
-  const Tile<T, COLUMNS> staged{tile.data};
 #pragma unroll
   for (int n = 0; n < COLUMNS / 8; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      store_pair(staged.at(tile_row + g + 8 * half, 8 * n + 2 * t), fragment[n][2 * half] * factor[half],
+      store_pair(tile.at(tile_row + g + 8 * half, first_column + 8 * n + 2 * t), fragment[n][2 * half] * factor[half],
                  fragment[n][2 * half + 1] * factor[half]);
+}
+
+// Puts a warp's fragment, row r times factor[r / 8 of the pair], into its 16 rows of a tile and from there into global
+// memory in 16-byte pieces, turned back where there are angles. No other warp may use those rows of the tile.
+template <int COLUMNS, class T, int TILE_COLUMNS>
+TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const float (&factor)[2],
+                              Tile<T, TILE_COLUMNS> tile, int tile_row, T* rows, int64_t stride, int first_row,
+                              int row_end, int first_column, const Arguments& arguments,
+                              const Angles& turned_by = {}) {
+  const Tile<T, COLUMNS> staged{tile.data};
+  stage_fragment<COLUMNS>(fragment, factor, staged, tile_row, 0);
+  if (turned_by.cos) turn_slab(staged, tile_row, first_row, row_end, turned_by);
   __syncwarp();
   store_rows(staged, tile_row, rows, stride, first_row, row_end, first_column, arguments);
 }

@@ -17,6 +17,18 @@ template <class T> struct RotaryHeads {
   int64_t batch_stride, head_stride, row_stride, out_batch_stride, out_head_stride, out_row_stride;
 };
 
+// Turns V pairs, which are the 2 V neighbours x[0], x[1] or, where not interleaved, x[0] with x[1]; sign -1 turns back.
+template <bool INTERLEAVED, class T, int V>
+TK_DEVICE void turn_pairs(Vector<T, V> (&x)[2], const Vector<float, V>& cos, const Vector<float, V>& sin, float sign) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const int at_a = INTERLEAVED ? 2 * i : i, at_b = INTERLEAVED ? 2 * i + 1 : V + i;  // of the 2 V elements
+    const float a = to_float(x[at_a / V][at_a % V]), b = to_float(x[at_b / V][at_b % V]), turn = sin[i] * sign;
+    x[at_a / V][at_a % V] = from_float<T>(a * cos[i] - b * turn);
+    x[at_b / V][at_b % V] = from_float<T>(b * cos[i] + a * turn);
+  }
+}
+
 // One block owns ROTARY_THREADS / lanes tokens of one head of q or, behind those, of k; `lanes` threads share a token and
 // own V pairs at a time, then V of the columns that follow the pairs. Blocks count the tiles of a head, the heads, and the
 // sequences. cos, sin (length, half), `table_stride` apart for each sequence; sign -1 turns the other way.
@@ -42,18 +54,10 @@ __global__ void __launch_bounds__(ROTARY_THREADS)
 
   for (int pair = lane * V; pair < half; pair += lanes * V) {
     const int first = INTERLEAVED ? 2 * pair : pair, second = INTERLEAVED ? first + V : half + pair;
-    const Vector<T, V> x[2] = {load_vector<V>(from + first), load_vector<V>(from + second)};
-    const Vector<float, V> c = load_vector<V>(cos + angles + pair), s = load_vector<V>(sin + angles + pair);
-    Vector<T, V> turned[2];
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const int at_a = INTERLEAVED ? 2 * i : i, at_b = INTERLEAVED ? 2 * i + 1 : V + i;  // of the 2 V elements
-      const float a = to_float(x[at_a / V][at_a % V]), b = to_float(x[at_b / V][at_b % V]), turn = s[i] * sign;
-      turned[at_a / V][at_a % V] = from_float<T>(a * c[i] - b * turn);
-      turned[at_b / V][at_b % V] = from_float<T>(b * c[i] + a * turn);
-    }
-    store_vector(to + first, turned[0]);
-    store_vector(to + second, turned[1]);
+    Vector<T, V> x[2] = {load_vector<V>(from + first), load_vector<V>(from + second)};
+    turn_pairs<INTERLEAVED>(x, load_vector<V>(cos + angles + pair), load_vector<V>(sin + angles + pair), sign);
+    store_vector(to + first, x[0]);
+    store_vector(to + second, x[1]);
   }
   for (int column = 2 * half + lane * V; column < width; column += lanes * V)
     store_vector(to + column, load_vector<V>(from + column));

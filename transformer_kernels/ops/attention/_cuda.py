@@ -12,11 +12,16 @@ from transformer_kernels.backends import address
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._common import beyond, broadcast_strides, shift_gradient
+from transformer_kernels.ops.rotary import Heads, RotaryCall
+from transformer_kernels.ops.rotary._cuda import rotate
 
 MAX_HEAD_DIM = 256
 MAX_FLOAT32_HEAD_DIM = 128
 """In fp32 on GPUs that give a block less than FLOAT32_WIDE_BYTES of shared memory, as those with 99 KiB do."""
 FLOAT32_WIDE_BYTES = 131360
+
+MAX_WHOLE_HEAD_DIM = 128
+"""Above, a block owns half the columns of dK, and rotary's kernel turns these back where they lie."""
 
 PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.cu
 
@@ -30,6 +35,24 @@ class Rows(NamedTuple):
     batch: int
     head: int
     row: int
+
+
+class Angles(NamedTuple):
+    """Rotary positions, by which queries and keys are turned in shared memory: as in `RotaryCall`, in float32."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+class Tables(NamedTuple):
+    """Addresses of cosines and sines (1 or B, L, R / 2), 0 for none, the stride of batches, R / 2, how pairs lie."""
+
+    cos: int
+    sin: int
+    batch: int
+    half: int
+    interleaved: bool
 
 
 class Bias(NamedTuple):
@@ -73,6 +96,7 @@ class Launch(NamedTuple):
     cu_seqlens: int
     sequences: int
     bias: Bias
+    angles: Tables
     seed: int
     dropout_p: float
     scale: float
@@ -110,16 +134,21 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def forward(call: AttentionCall) -> AttentionResult:
+def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
     """(out, lse)."""
     q = call.q
     result = AttentionResult(like_output(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-    load().attention_forward(_launch(call, result))
+    load().attention_forward(_launch(call, result, angles))
     return result
 
 
 def backward(
-    call: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, into: Into | None = None
+    call: AttentionCall,
+    result: AttentionResult,
+    grads: Grads,
+    wanted: Wanted,
+    into: Into | None = None,
+    angles: Angles | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dbias), bit for bit the same each time; the first three are `into` where it is given."""
     (q, k, v), attn_bias, lse, (dout, dlse) = call[:3], call.attn_bias, result.lse, grads
@@ -134,7 +163,10 @@ def backward(
             gradients["dbias"] = BiasGradient(dbias.data_ptr(), *dbias.shape)
         else:
             dbias = shift_gradient(dlse, lse, attn_bias)
-    load().attention_backward(_launch(call, result, **gradients))
+    load().attention_backward(_launch(call, result, angles, **gradients))
+    if angles is not None and q.shape[3] > MAX_WHOLE_HEAD_DIM:
+        heads = Heads(dk, None)
+        rotate(RotaryCall(dk, dk, *angles), heads, heads, back=True)
     return dq, dk, dv, dbias
 
 
@@ -151,7 +183,15 @@ def _bias(call: AttentionCall) -> Bias:
     return Bias(bias.data_ptr(), bias.dtype is torch.float32, slopes is not None, *broadcast_strides(bias))
 
 
-def _launch(call: AttentionCall, result: AttentionResult, **gradients: Any) -> Launch:
+def _tables(angles: Angles | None) -> Tables:
+    if angles is None:
+        return Tables(0, 0, 0, 0, False)
+    cos, sin, interleaved = angles
+    _, length, half = cos.shape
+    return Tables(cos.data_ptr(), sin.data_ptr(), 0 if len(cos) == 1 else length * half, half, interleaved)
+
+
+def _launch(call: AttentionCall, result: AttentionResult, angles: Angles | None, **gradients: Any) -> Launch:
     q, k, v, key_padding_mask, _, seed, cu_seqlens, causal, window, dropout_p, scale = call[:11]
     batches, query_heads, query_length, head_dim = q.shape
     device, stream = stream_of(q)
@@ -172,6 +212,7 @@ def _launch(call: AttentionCall, result: AttentionResult, **gradients: Any) -> L
         address(cu_seqlens),
         0 if cu_seqlens is None else len(cu_seqlens) - 1,
         _bias(call),
+        _tables(angles),
         address(seed),
         dropout_p,
         scale,

@@ -1,0 +1,127 @@
+"""Queries and keys that the CUDA attention kernels turn in shared memory: bit for bit what rotated copies give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from python_ref.ops import rotary_table
+from tests.support.arguments import dtype_id
+from tests.support.parity import require
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, _cuda
+from transformer_kernels.ops.rotary import Heads, RotaryCall
+from transformer_kernels.ops.rotary._cuda import rotate
+
+TENSOR_CORES = (torch.float16, torch.bfloat16)
+CASES: dict[str, tuple[str, tuple[torch.dtype, ...], dict[str, Any]]] = {
+    "plain": ("general", TENSOR_CORES, {"width": 64, "turned": 64, "causal": True}),
+    "padded": ("general", TENSOR_CORES, {"width": 128, "turned": 96, "length": 70, "padded": True, "dropout_p": 0.2}),
+    "packed": ("general", TENSOR_CORES, {"width": 40, "turned": 20, "starts": [0, 20, 70, 70, 95], "batch": 1}),
+    "window": ("general", TENSOR_CORES, {"width": 32, "turned": 16, "window": 40, "causal": True, "softcap": 5.0}),
+    "wide": ("general", TENSOR_CORES, {"width": 256, "turned": 256, "length": 40, "batch": 1}),
+    "float32": ("general", (torch.float32,), {"width": 64, "turned": 24, "length": 70, "padded": True}),
+    "float32_wide": ("general", (torch.float32,), {"width": 256, "turned": 256, "length": 20, "batch": 1}),
+    "short": ("short", TENSOR_CORES, {"width": 64, "turned": 64, "causal": True}),
+    "short_padded": (
+        "short",
+        TENSOR_CORES,
+        {"width": 24, "turned": 12, "length": 70, "padded": True, "dropout_p": 0.2},
+    ),
+    "short_long": ("short", TENSOR_CORES, {"width": 64, "turned": 32, "length": 150, "batch": 1, "window": 50}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cuda_backend(device: torch.device) -> None:
+    require("attention", "cuda", device, torch.float32)
+
+
+def make(
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int,
+    width: int,
+    batch: int,
+    padded: bool,
+    starts: list[int] | None,
+) -> AttentionCall:
+    """Two query heads for each of two key heads, unmasked but for padding and packing."""
+    generator = torch.Generator().manual_seed(length + width)
+    x = torch.randn(batch, length, 8, width, generator=generator).to(device, dtype).transpose(1, 2)
+    mask = torch.arange(length) < torch.tensor([[length], [length // 2]]) if padded else None
+    return AttentionCall(
+        x[:, :4],
+        x[:, 4:6],
+        x[:, 6:],
+        None if mask is None else mask.to(device),
+        None,
+        torch.tensor([7], device=device),
+        None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device),
+        False,
+        None,
+        0.0,
+        width**-0.5,
+    )
+
+
+def turned(x: Tensor, angles: _cuda.Angles, back: bool = False) -> Tensor:
+    out = Heads(torch.empty_like(x), None)
+    rotate(RotaryCall(x, x, *angles), Heads(x, None), out, back=back)
+    return out.q
+
+
+def forward_and_backward(
+    call: AttentionCall, angles: _cuda.Angles | None
+) -> tuple[AttentionResult, tuple[Tensor | None, ...]]:
+    result = _cuda.forward(call, angles)
+    dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(1)).to(result.out)
+    return result, _cuda.backward(call, result, (dout, None), (True, True, True, False), angles=angles)
+
+
+def copied(call: AttentionCall, angles: _cuda.Angles) -> tuple[AttentionResult, tuple[Tensor | None, ...]]:
+    """The same by rotary's own kernel before and after attention without angles."""
+    on_copies = call._replace(q=turned(call.q, angles), k=turned(call.k, angles))
+    result, (dq, dk, dv, _) = forward_and_backward(on_copies, None)
+    assert dq is not None and dk is not None
+    return result, (turned(dq, angles, back=True), turned(dk, angles, back=True), dv)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "interleaved"),
+    [
+        pytest.param(
+            case,
+            dtype,
+            interleaved,
+            id=f"{case}-{dtype_id(dtype)}-{'interleaved' if interleaved else 'halves'}",
+            marks=[pytest.mark.slow] * (interleaved != number % 2 or dtype is not dtypes[0]),
+        )
+        for number, (case, (_, dtypes, _)) in enumerate(CASES.items())
+        for dtype in dtypes
+        for interleaved in (False, True)
+    ],
+)
+def test_equals_rotated_copies(
+    case: str, dtype: torch.dtype, interleaved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _, options = CASES[case]
+    monkeypatch.setattr(_cuda, "path", path)
+    given = {"length": 100, "batch": 2, "padded": False, "starts": None, **options}
+    call = make(dtype, device, *(given.pop(name) for name in ("length", "width", "batch", "padded", "starts")))
+    batch, _, length, _ = call.q.shape
+    places = torch.arange(length) + 30 * torch.arange(batch)[:, None]  # each sequence begins elsewhere
+    cos, sin = (table.to(device) for table in rotary_table(places, given.pop("turned")))
+    if given.get("window"):
+        given["right"] = given["window"] - 1
+    call = call._replace(**given)
+    if not call.dropout_p:
+        call = call._replace(seed=None)
+    result, gradients = forward_and_backward(call, _cuda.Angles(cos, sin, interleaved))
+    wanted, wanted_gradients = copied(call, _cuda.Angles(cos, sin, interleaved))
+    for name, got, want in zip(("out", "lse"), result, wanted, strict=True):
+        assert torch.equal(got, want), name
+    for name, got, want in zip(("dq", "dk", "dv"), gradients, wanted_gradients, strict=False):
+        assert got is not None and torch.equal(got, want), name
