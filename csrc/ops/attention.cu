@@ -120,7 +120,7 @@ template <class T> bool takes_short(const Arguments& arguments, const AttentionL
 // The copy engine wants addresses and strides on 16 bytes and, to be safe, no axis that overlaps itself.
 bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
-  const bool fits = arguments.vectorized && !arguments.angles.cos && (arguments.head_dim == 64 || arguments.head_dim == 128) && !arguments.bias.data &&
+  const bool fits = arguments.vectorized && (arguments.head_dim == 64 || arguments.head_dim == 128) && !arguments.bias.data &&
                     is_plain(arguments.query) && is_plain(arguments.key) && is_plain(arguments.value);
   static const bool emulated = std::string(architectures()) == "emulated";
   static const bool built = emulated || std::string(architectures()).find("sm_90a") != std::string::npos;

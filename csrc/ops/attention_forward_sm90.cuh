@@ -72,6 +72,29 @@ TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, bool is_
   named_barrier_sync(1, THREADS);
 }
 
+// A tile as the copy engine writes it: panels of 64 columns.
+template <class T, int ROWS> struct Panels {
+  T* data;
+
+  TK_DEVICE T* at(int row, int column) const {
+    const Tile<T, PANEL_COLUMNS> panel{data + column / PANEL_COLUMNS * ROWS * PANEL_COLUMNS};
+    return panel.at(row, column % PANEL_COLUMNS);
+  }
+};
+
+// Turns the rows of a tile whose bits are set by the angles of tokens before `end`. All consumers take part.
+template <int HEAD_DIM, int THREADS, class T, int ROWS>
+TK_DEVICE void turn_panels(Panels<T, ROWS> tile, int first_row, int end, uint64_t low, uint64_t high,
+                           const Angles& angles, int thread) {
+  constexpr int LANES = HEAD_DIM / 16;  // each turns 16 bytes of the first columns of pairs and 16 of the second
+#pragma unroll 1
+  for (int row = thread / LANES; row < ROWS; row += THREADS / LANES)
+    if (first_row + row < end && ((row < 64 ? low : high) >> row % 64 & 1))
+      turn_row<LANES, T>(tile, row, angles, first_row + row, 1.f, thread % LANES);
+  fence_for_async();
+  named_barrier_sync(1, THREADS);
+}
+
 // One block owns 128 queries of one head. EXTRAS: dropout, a softcap, or a scale that is not positive.
 template <class T, int HEAD_DIM, bool EXTRAS>
 __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
@@ -151,6 +174,9 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     const int stage = at.step % STAGES;
     const uint64_t stage_at = descriptor_after(keys_at, stage * Shape::TILE_BYTES);
     barrier_wait(keys_full + stage, at.step / STAGES % 2);
+    if (arguments.angles.cos)
+      turn_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, KEYS>{key_stages + stage * KEYS * HEAD_DIM}, at.tile * KEYS,
+                                              arguments.key_length, at.low, at.high, angles_of(arguments, batch), thread);
     wgmma_pin(scores);
     wgmma_fence();
 #pragma unroll
@@ -210,6 +236,9 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   };
 
   barrier_wait(queries_full, 0);
+  if (arguments.angles.cos)
+    turn_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, QUERIES>{queries}, block_query, arguments.query_length, ~0ull, ~0ull,
+                                            angles_of(arguments, batch), thread);
   walk.find(tiles.first);
   if (walk.tile < walk.tiles) {
     start_scores(walk);

@@ -224,9 +224,9 @@ TK_DEVICE Angles angles_of(const Arguments& arguments, int batch) {
   return angles;
 }
 
-// Turns V pairs of a row at a time, by the cosines and sines of its token; one of LANES threads that share the row.
-template <int V, int LANES, class T, int COLUMNS>
-TK_DEVICE void turn_row(Tile<T, COLUMNS> tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
+// Turns V pairs of a row at a time, by the cosines and sines of its token.
+template <int V, int LANES, class T, class Rows>
+TK_DEVICE void turn_row_by(Rows tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
   const int half = angles.half;
 #pragma unroll 1
   for (int pair = lane * V; pair < half; pair += LANES * V) {
@@ -245,6 +245,16 @@ TK_DEVICE void turn_row(Tile<T, COLUMNS> tile, int row, const Angles& angles, in
   }
 }
 
+// Turns a row of a tile; one of LANES threads that share it.
+template <int LANES, class T, class Rows>
+TK_DEVICE void turn_row(Rows tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
+  if (angles.vectorized) {
+    turn_row_by<ELEMENTS_PER_16_BYTES<T>, LANES, T>(tile, row, angles, token, sign, lane);
+  } else {
+    turn_row_by<1, LANES, T>(tile, row, angles, token, sign, lane);
+  }
+}
+
 // Turns rows in place, rounded as `rotary` rounds them, after load_tile was told the same and this thread's copies have
 // arrived; or back where sign is -1. A warp turns what its own lanes copied, so that the barrier which shows the copies
 // to other warps shows this too; only rows of more than 32 chunks need one before.
@@ -259,15 +269,12 @@ TK_DEVICE void turn_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, uint
   } else {
     __syncwarp();
   }
+  thread = computed_late(thread);
   const int lane = thread % LANES;
 #pragma unroll 1
   for (int row = thread / PLACES + thread % PLACES / LANES * STEP; row < ROWS; row += PLACES / LANES * STEP) {
     if (first_row + row >= row_end || !(bits >> row & 1)) continue;
-    if (angles.vectorized) {
-      turn_row<Shape::CHUNK, LANES>(tile, row, angles, first_row + row, sign, lane);
-    } else {
-      turn_row<1, LANES>(tile, row, angles, first_row + row, sign, lane);
-    }
+    turn_row<LANES, T>(tile, row, angles, first_row + row, sign, lane);
   }
 }
 

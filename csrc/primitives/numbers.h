@@ -9,6 +9,15 @@ inline constexpr float LN_2 = 0.6931471805599453f;
 
 TK_DEVICE float to_float(float value) { return value; }
 
+// The same number, of which the compiler knows nothing: what depends on it is computed where it is needed, not kept in
+// registers throughout a loop that seldom needs it.
+TK_DEVICE int computed_late(int value) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 #if defined(__CUDACC__)
 TK_DEVICE float to_float(float16 value) { return __half2float(value); }
 TK_DEVICE float to_float(bfloat16 value) { return __bfloat162float(value); }

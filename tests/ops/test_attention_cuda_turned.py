@@ -24,6 +24,17 @@ CASES: dict[str, tuple[str, tuple[torch.dtype, ...], dict[str, Any]]] = {
     "wide": ("general", TENSOR_CORES, {"width": 256, "turned": 256, "length": 40, "batch": 1}),
     "float32": ("general", (torch.float32,), {"width": 64, "turned": 24, "length": 70, "padded": True}),
     "float32_wide": ("general", (torch.float32,), {"width": 256, "turned": 256, "length": 20, "batch": 1}),
+    "hopper": ("sm90", TENSOR_CORES, {"width": 64, "turned": 64, "length": 150, "causal": True}),
+    "hopper_padded": (
+        "sm90",
+        TENSOR_CORES,
+        {"width": 128, "turned": 100, "length": 140, "padded": True, "softcap": 5.0},
+    ),
+    "hopper_packed": (
+        "sm90",
+        TENSOR_CORES,
+        {"width": 64, "turned": 32, "length": 280, "batch": 1, "starts": [0, 20, 150, 270]},
+    ),
     "short": ("short", TENSOR_CORES, {"width": 64, "turned": 64, "causal": True}),
     "short_padded": (
         "short",
@@ -109,6 +120,7 @@ def test_equals_rotated_copies(
 ) -> None:
     path, _, options = CASES[case]
     monkeypatch.setattr(_cuda, "path", path)
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if path == "sm90" else "80")
     given = {"length": 100, "batch": 2, "padded": False, "starts": None, **options}
     call = make(dtype, device, *(given.pop(name) for name in ("length", "width", "batch", "padded", "starts")))
     batch, _, length, _ = call.q.shape
