@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,18 +10,10 @@ from torch import Tensor
 from transformer_kernels.backends import address, cpu
 from transformer_kernels.backends.cpu import DTYPE_CODES
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
-from transformer_kernels.ops.attention._common import broadcast_strides, shift_gradient
+from transformer_kernels.ops.attention._common import Angles, broadcast_strides, shift_gradient
 
 NO_HEADS = (0, 0, 0, 0, 0)
 NO_ANGLES = (0, 0, 0, 0, 0)
-
-
-class Angles(NamedTuple):
-    """Rotary positions, by which queries and keys are turned as they are read: as in `RotaryCall`."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
 
 
 def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:

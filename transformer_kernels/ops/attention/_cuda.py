@@ -11,7 +11,7 @@ from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
-from transformer_kernels.ops.attention._common import beyond, broadcast_strides, shift_gradient
+from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._cuda import rotate
 
@@ -35,14 +35,6 @@ class Rows(NamedTuple):
     batch: int
     head: int
     row: int
-
-
-class Angles(NamedTuple):
-    """Rotary positions, by which queries and keys are turned in shared memory: as in `RotaryCall`, in float32."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
 
 
 class Tables(NamedTuple):
