@@ -85,6 +85,10 @@ def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
     return F.relu(x + bias)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
 def embedding(
     tokens: Tensor,
     weight: Tensor,
