@@ -40,10 +40,10 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
 
 // exp(score - lse). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have hidden
 // every key of a row (lse is -inf). Without a bias only masks hide keys, and those select zeros.
-template <bool SCALED> TK_DEVICE float probability(float score, float lse, float factor) {
-  if (!SCALED) return fast_exp2(fmaf(score, factor, -lse * LOG2_E));
+template <class T, bool SCALED> TK_DEVICE float probability(float score, float lse, float factor) {
+  if (!SCALED) return exp2_beside<T>(fmaf(score, factor, -lse * LOG2_E));
   const float base = lse == -INFINITY ? INFINITY : lse;  // exp(-inf) is 0
-  return fast_exp2((score - base) * factor);
+  return exp2_beside<T>((score - base) * factor);
 }
 
 // One block owns OWNED queries of one head and walks the keys, as the forward pass does, for dQ = scale * dS K.
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) gradients[n][e] *= probability<EXTRAS>(scores[n][e], lse[e / 2], factor);
+      for (int e = 0; e < 4; ++e) gradients[n][e] *= probability<T, EXTRAS>(scores[n][e], lse[e / 2], factor);
     if (edge || bits != ALL_KEYS<KEYS>) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) hide<KEYS>(gradients, half, bits & bits_of(keys[half], first_key), 0.f);
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       const Vector<float, 2> row_lse = load_vector<2>(lse + 8 * n + 2 * t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float p = probability<EXTRAS>(scores[n][e], row_lse[e % 2], factor);
+        const float p = probability<T, EXTRAS>(scores[n][e], row_lse[e % 2], factor);
         scores[n][e] = !EXTRAS || (kept >> (4 * n + e) & 1) ? p : 0.f;
         gradients[n][e] *= p;
       }
@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           const float grad_p = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
-          gradients[n][e] = probability<true>(scores[n][e], lse, LOG2_E) * (grad_p - delta);
+          gradients[n][e] = probability<T, true>(scores[n][e], lse, LOG2_E) * (grad_p - delta);
         }
       if (edge) hide<KEYS>(gradients, half, bits & bits_of(seen, first_key), 0.f);
     }

@@ -27,20 +27,20 @@ struct OnlineSoftmax {
   // Turns scores into exponentials and returns by how much earlier results shrink. With SCALED the scores are final and
   // the difference to the maximum is taken first, so that a bias near -FLT_MAX stays finite; else `factor` holds the
   // scale and one FMA does all.
-  template <bool SCALED, int TILES> TK_DEVICE float update(float (&scores)[TILES][4], int half, float factor) {
+  template <class T, bool SCALED, int TILES> TK_DEVICE float update(float (&scores)[TILES][4], int half, float factor) {
     float highest = maximum[half];
 #pragma unroll
     for (int n = 0; n < TILES; ++n) highest = fmaxf(highest, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
     highest = quad_max(highest);
     const float base = highest == -INFINITY ? 0.f : highest;
-    const float shrink = fast_exp2((maximum[half] - base) * factor);
+    const float shrink = exp2_beside<T>((maximum[half] - base) * factor);
     maximum[half] = highest;
     float sum = 0.f;
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        scores[n][e] = fast_exp2(SCALED ? (scores[n][e] - base) * factor : fmaf(scores[n][e], factor, -base * factor));
+        scores[n][e] = exp2_beside<T>(SCALED ? (scores[n][e] - base) * factor : fmaf(scores[n][e], factor, -base * factor));
         sum += scores[n][e];
       }
     total[half] = total[half] * shrink + sum;
@@ -78,7 +78,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor = SCALED ? LOG2_E : arguments.scale * LOG2_E;
-      const float shrink = softmax.template update<SCALED>(scores, half, factor);
+      const float shrink = softmax.template update<T, SCALED>(scores, half, factor);
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; ++n) {
         out[n][2 * half] *= shrink;

@@ -46,6 +46,26 @@ TK_DEVICE float bits_float(uint32_t bits) { return emulation::bit_cast<float>(bi
 TK_DEVICE float fast_exp2(float value) { return emulation::approximate_exp2(value); }
 #endif
 
+// 2^x within 1 ulp, where ex2.approx has 2: 2^n times a polynomial on [-1/2, 1/2] (minimax: 2e-9). 0 below 2^-126; x < 128.
+TK_DEVICE float accurate_exp2(float x) {
+  constexpr float TO_INTEGER = 0x1.8p23f;  // a sum with it is rounded to an integer, which its low bits hold
+  const float shifted = x + TO_INTEGER, fraction = x - (shifted - TO_INTEGER);
+  float p = 0.00015353359f;
+  p = fmaf(p, fraction, 0.001339888f);
+  p = fmaf(p, fraction, 0.009618438f);
+  p = fmaf(p, fraction, 0.055503324f);
+  p = fmaf(p, fraction, 0.24022648f);
+  p = fmaf(p, fraction, 0.6931472f);
+  p = fmaf(p, fraction, 1.f);
+  return x < -126.f ? 0.f : p * bits_float((float_bits(shifted) << 23) + 0x3f800000u);
+}
+
+// The exponential beside products of T: ex2.approx's error is far below the rounding of 16 bits, but not that of float.
+template <class T> TK_DEVICE float exp2_beside(float x) {
+  if constexpr (sizeof(T) == 4) return accurate_exp2(x);
+  else return fast_exp2(x);
+}
+
 // Two 16-bit values in one register, the first in the low half: the operand format of mma.
 template <class T> TK_DEVICE uint32_t pack_pair(float low, float high);
 template <class T> TK_DEVICE float2 unpack_pair(uint32_t pair);

@@ -110,6 +110,8 @@ def test_grouped_heads_are_repeated_heads():
 
 def test_attention_copies_neither_its_projection_nor_its_output():
     class Watching:
+        linear = staticmethod(ops.linear)
+
         def packed_attention(self, qkv, heads, **options):
             assert qkv.shape == (2, 5, 10, 2) and qkv.data_ptr() == self.projected.data_ptr()
             self.out = torch.empty(2, 5, heads * 2)
