@@ -41,9 +41,9 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
 // exp(score - lse). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have hidden
 // every key of a row (lse is -inf). Without a bias only masks hide keys, and those select zeros.
 template <class T, bool SCALED> TK_DEVICE float probability(float score, float lse, float factor) {
-  if (!SCALED) return exp2_beside<T>(fmaf(score, factor, -lse * LOG2_E));
+  if (!SCALED) return exponential<T>(fmaf(score, factor, -lse * UNIT<T>));
   const float base = lse == -INFINITY ? INFINITY : lse;  // exp(-inf) is 0
-  return exp2_beside<T>((score - base) * factor);
+  return exponential<T>((score - base) * factor);
 }
 
 // One block owns OWNED queries of one head and walks the keys, as the forward pass does, for dQ = scale * dS K.
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
   float dq[HEAD_DIM / 8][4] = {};
   Poison poison;
-  const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
+  const float factor = EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>;
   for (int stage = 0; tile < tiles.end; stage ^= 1) {
     const Tile<T, HEAD_DIM> k{key_stages + stage * KEYS * HEAD_DIM}, v{value_stages + stage * KEYS * HEAD_DIM};
     const int first_key = tile * KEYS;
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
   float dk[COLUMNS / 8][4] = {}, dv[COLUMNS / 8][4] = {};
   Poison poison;
-  const float factor = EXTRAS ? LOG2_E : arguments.scale * LOG2_E;
+  const float factor = EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>;
   for (int step = 0; step < steps; ++step) {
     const int head = key_head * group + step / tiles, first_query = (range.first + step % tiles) * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           const float grad_p = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
-          gradients[n][e] = probability<T, true>(scores[n][e], lse, LOG2_E) * (grad_p - delta);
+          gradients[n][e] = probability<T, true>(scores[n][e], lse, UNIT<T>) * (grad_p - delta);
         }
       if (edge) hide<KEYS>(gradients, half, bits & bits_of(seen, first_key), 0.f);
     }

@@ -33,14 +33,14 @@ struct OnlineSoftmax {
     for (int n = 0; n < TILES; ++n) highest = fmaxf(highest, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
     highest = quad_max(highest);
     const float base = highest == -INFINITY ? 0.f : highest;
-    const float shrink = exp2_beside<T>((maximum[half] - base) * factor);
+    const float shrink = exponential<T>((maximum[half] - base) * factor);
     maximum[half] = highest;
     float sum = 0.f;
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        scores[n][e] = exp2_beside<T>(SCALED ? (scores[n][e] - base) * factor : fmaf(scores[n][e], factor, -base * factor));
+        scores[n][e] = exponential<T>(SCALED ? (scores[n][e] - base) * factor : fmaf(scores[n][e], factor, -base * factor));
         sum += scores[n][e];
       }
     total[half] = total[half] * shrink + sum;
@@ -77,7 +77,7 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
     if (edge || bits != ALL_KEYS<KEYS>) hide_keys<KEYS>(scores, 0, first_key, bits);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float factor = SCALED ? LOG2_E : arguments.scale * LOG2_E;
+      const float factor = SCALED ? UNIT<T> : arguments.scale * UNIT<T>;
       const float shrink = softmax.template update<T, SCALED>(scores, half, factor);
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; ++n) {

@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shrink[half] = rows.softmax.template update<T, EXTRAS>(scores, half, EXTRAS ? LOG2_E : arguments.scale * LOG2_E);
+      shrink[half] = rows.softmax.template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
     if constexpr (EXTRAS) {
       rows.template drop<64>(scores, 0, first_key);
       rows.template drop<64>(scores, 8, first_key + 64);

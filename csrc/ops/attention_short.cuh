@@ -173,7 +173,7 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
     for (int n = 0; n < WIDTH / 8; ++n)
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        const float p = probability<T, true>(scores[n][e], lse, LOG2_E);
+        const float p = probability<T, true>(scores[n][e], lse, UNIT<T>);
         scores[n][e] = kept >> (4 * n + e) & 1 ? p : 0.f;
         grad_scores[n][e] *= p;
       }

@@ -46,10 +46,13 @@ TK_DEVICE float bits_float(uint32_t bits) { return emulation::bit_cast<float>(bi
 TK_DEVICE float fast_exp2(float value) { return emulation::approximate_exp2(value); }
 #endif
 
-// 2^x within 1 ulp, where ex2.approx has 2: 2^n times a polynomial on [-1/2, 1/2] (minimax: 2e-9). 0 below 2^-126; x < 128.
-TK_DEVICE float accurate_exp2(float x) {
+// e^x within 1.2 ulp, where 2^(x log2 e) by ex2.approx has 2 and the rounding of the exponent: 2^n times a polynomial on
+// [-1/2, 1/2] (minimax: 2e-9). 0 below 2^-126; x < 88.
+TK_DEVICE float accurate_exp(float x) {
   constexpr float TO_INTEGER = 0x1.8p23f;  // a sum with it is rounded to an integer, which its low bits hold
-  const float shifted = x + TO_INTEGER, fraction = x - (shifted - TO_INTEGER);
+  constexpr float LOG2_E_REST = 1.9259630e-8f;
+  const float shifted = fmaf(x, LOG2_E, TO_INTEGER);
+  const float fraction = fmaf(x, LOG2_E_REST, fmaf(x, LOG2_E, TO_INTEGER - shifted));
   float p = 0.00015353359f;
   p = fmaf(p, fraction, 0.001339888f);
   p = fmaf(p, fraction, 0.009618438f);
@@ -57,12 +60,14 @@ TK_DEVICE float accurate_exp2(float x) {
   p = fmaf(p, fraction, 0.24022648f);
   p = fmaf(p, fraction, 0.6931472f);
   p = fmaf(p, fraction, 1.f);
-  return x < -126.f ? 0.f : p * bits_float((float_bits(shifted) << 23) + 0x3f800000u);
+  return x < -87.33654f ? 0.f : p * bits_float((float_bits(shifted) << 23) + 0x3f800000u);
 }
 
-// The exponential beside products of T: ex2.approx's error is far below the rounding of 16 bits, but not that of float.
-template <class T> TK_DEVICE float exp2_beside(float x) {
-  if constexpr (sizeof(T) == 4) return accurate_exp2(x);
+// The exponential beside products of T, of exponents that were multiplied by UNIT<T>: ex2.approx's error is far below the
+// rounding of 16 bits, but not below that of float.
+template <class T> constexpr float UNIT = sizeof(T) == 4 ? 1.f : LOG2_E;
+template <class T> TK_DEVICE float exponential(float x) {
+  if constexpr (sizeof(T) == 4) return accurate_exp(x);
   else return fast_exp2(x);
 }
 
