@@ -232,10 +232,12 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
     found = timed(rows, "step")
     if not found:
         return None
-    largest: dict[str, tuple[int, int]] = {}  # of each model, the batch with the most rungs
-    counts = Counter((row["op"], row["shape"]["B"], row["shape"]["L"]) for row in found)
-    for (model, batch, length), _ in sorted(counts.items(), key=lambda item: item[1]):
-        largest[model] = (batch, length)
+    largest: dict[
+        tuple[str, str], tuple[int, int]
+    ] = {}  # of each kind of step, the batch with the most rungs
+    counts = Counter((row["op"], row["case"], row["shape"]["B"], row["shape"]["L"]) for row in found)
+    for (*model, batch, length), _ in sorted(counts.items(), key=lambda item: item[1]):
+        largest[model[0], model[1]] = (batch, length)
     heights = [sum(_in_panel(row, model, largest[model]) for row in found) for model in largest]
     height = 0.27 * sum(heights) + 0.7 * len(heights) + 0.6
     figure, grid = plt.subplots(
@@ -257,14 +259,14 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlim(0, 1.25 * max(row["tokens_per_second"] for row in panel))
-        axes.set_title(f"{model}: training step of {batch} x {length} tokens")
+        axes.set_title(f"{model[0]}: {model[1].replace('step', f'step of {batch} x {length} tokens')}")
     grid.flat[-1].set_xlabel(f"tokens a second (times {HEADLINE} in the same precision; solid: ours)")
     figure.tight_layout(rect=(0, 0.22 / height, 1, 1))
     return figure
 
 
-def _in_panel(row: Row, model: str, size: tuple[int, int]) -> bool:
-    return row["op"] == model and (row["shape"]["B"], row["shape"]["L"]) == size
+def _in_panel(row: Row, model: tuple[str, str], size: tuple[int, int]) -> bool:
+    return (row["op"], row["case"]) == model and (row["shape"]["B"], row["shape"]["L"]) == size
 
 
 MARKERS = dict(zip(OPERATIONS, itertools.cycle("os^vDPX*hp<>8d")))
