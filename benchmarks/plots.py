@@ -232,9 +232,7 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
     found = timed(rows, "step")
     if not found:
         return None
-    largest: dict[
-        tuple[str, str], tuple[int, int]
-    ] = {}  # of each kind of step, the batch with the most rungs
+    largest: dict[tuple[str, str], tuple[int, int]] = {}  # of each kind of step, the batch with the most rungs
     counts = Counter((row["op"], row["case"], row["shape"]["B"], row["shape"]["L"]) for row in found)
     for (*model, batch, length), _ in sorted(counts.items(), key=lambda item: item[1]):
         largest[model[0], model[1]] = (batch, length)
