@@ -234,15 +234,15 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
         return None
     largest: dict[tuple[str, str], tuple[int, int]] = {}  # of each kind of step, the batch with the most rungs
     counts = Counter((row["op"], row["case"], row["shape"]["B"], row["shape"]["L"]) for row in found)
-    for (*model, batch, length), _ in sorted(counts.items(), key=lambda item: item[1]):
-        largest[model[0], model[1]] = (batch, length)
-    heights = [sum(_in_panel(row, model, largest[model]) for row in found) for model in largest]
+    for (model, case, batch, length), _ in sorted(counts.items(), key=lambda item: item[1]):
+        largest[model, case] = (batch, length)
+    heights = [sum(_in_panel(row, kind, largest[kind]) for row in found) for kind in largest]
     height = 0.27 * sum(heights) + 0.7 * len(heights) + 0.6
     figure, grid = plt.subplots(
         len(largest), 1, figsize=(7.2, height), squeeze=False, gridspec_kw={"height_ratios": [n + 1 for n in heights]}
     )
-    for axes, (model, (batch, length)) in zip(grid.flat, largest.items(), strict=True):
-        panel = [row for row in found if _in_panel(row, model, (batch, length))]
+    for axes, (kind, (batch, length)) in zip(grid.flat, largest.items(), strict=True):
+        panel = [row for row in found if _in_panel(row, kind, (batch, length))]
         for i, row in enumerate(panel):
             ours = row["candidate"].startswith("ours")
             speed = row["tokens_per_second"]
@@ -257,14 +257,15 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlim(0, 1.25 * max(row["tokens_per_second"] for row in panel))
-        axes.set_title(f"{model[0]}: {model[1].replace('step', f'step of {batch} x {length} tokens')}")
+        model, case = kind
+        axes.set_title(f"{model}: {case.replace('step', f'step of {batch} x {length} tokens')}")
     grid.flat[-1].set_xlabel(f"tokens a second (times {HEADLINE} in the same precision; solid: ours)")
     figure.tight_layout(rect=(0, 0.22 / height, 1, 1))
     return figure
 
 
-def _in_panel(row: Row, model: tuple[str, str], size: tuple[int, int]) -> bool:
-    return (row["op"], row["case"]) == model and (row["shape"]["B"], row["shape"]["L"]) == size
+def _in_panel(row: Row, kind: tuple[str, str], size: tuple[int, int]) -> bool:
+    return (row["op"], row["case"]) == kind and (row["shape"]["B"], row["shape"]["L"]) == size
 
 
 MARKERS = dict(zip(OPERATIONS, itertools.cycle("os^vDPX*hp<>8d")))

@@ -15,7 +15,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         mask = mask[:, None, None, :]
     if window is not None:
         places = torch.arange(q.shape[2], device=q.device)
-        mask = (places[:, None] - places).abs() < window
+        near = (places[:, None] - places).abs() < window
+        mask = near if mask is None else mask & near
     return F.scaled_dot_product_attention(
         q,
         k,

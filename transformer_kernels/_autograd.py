@@ -88,6 +88,7 @@ class Operation:
             output wherever there are several outputs.
         like: for a dropped differentiable field, the kept result that its gradient is shaped as.
         sizes: the fields that make the call empty when one of them has no element; the first field unless given.
+        composed: (module, call) -> the output in PyTorch's operators where autograd shall record these, else None.
         by_pytorch: the backends in which it is PyTorch's operator: the vendor's library computes it best.
         kernels: the operation whose backend files answer, and `adapt`: from such a module to one of this operation.
         second_order: (call, result, grads, wanted) -> gradients, in differentiable PyTorch. Without it a gradient that
@@ -112,6 +113,7 @@ class Operation:
         kept: tuple[str, ...] = (),
         like: Mapping[str, str] | None = None,
         sizes: tuple[str, ...] = (),
+        composed: Callable[[Any, Any], Tensor | None] | None = None,
         by_pytorch: tuple[str, ...] = (),
         kernels: str | None = None,
         adapt: Callable[[Any], Any] | None = None,
@@ -122,7 +124,7 @@ class Operation:
     ) -> None:
         self.name, self.call, self.result, self.public = name, call, result, public
         self.kernels, self.adapt, self.second_order = kernels or name, adapt, second_order
-        self.by_pytorch = by_pytorch
+        self.composed, self.by_pytorch = composed, by_pytorch
         self.fake, self.layout, self.check_when_run = fake, layout, check_when_run
         self.empty_gradients = empty_gradients or self._empty_gradients
         fields: tuple[str, ...] = call._fields
@@ -151,7 +153,8 @@ class Operation:
         if torch.is_grad_enabled():
             for i in self.differentiable:
                 if call[i] is not None and call[i].requires_grad:
-                    return _Recorded.apply(self, module, *call)
+                    output = None if self.composed is None else self.composed(module, call)
+                    return _Recorded.apply(self, module, *call) if output is None else output
         outputs = module.forward(call)
         return outputs if self.result is None else self._outputs(outputs)
 

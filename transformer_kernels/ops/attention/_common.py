@@ -17,6 +17,12 @@ class Angles(NamedTuple):
     sin: Tensor
     interleaved: bool
 
+    def addresses(self) -> tuple[int, int, int, int, bool]:
+        """Of cosines and sines (1 or B, L, R / 2), the stride of batches, R / 2, and how pairs lie."""
+        _, length, half = self.cos.shape
+        stride = 0 if len(self.cos) == 1 else length * half
+        return self.cos.data_ptr(), self.sin.data_ptr(), stride, half, self.interleaved
+
 
 def beyond(call: AttentionCall) -> str | None:
     """The option of the call that the GPU's kernels lack, or None."""

@@ -86,7 +86,7 @@ def _packed(
             address(starts), address(key_starts), 0 if starts is None else len(starts) - 1,
             *_heads(gradients[0]), *_heads(gradients[1], turned), *_heads(gradients[2], turned), *_heads(gradients[3]),
             address(dlse), address(dbias), *((0, 0, 0, 0) if bias is None else bias.shape),
-            *(NO_ANGLES if angles is None else _angles(angles)),
+            *(NO_ANGLES if angles is None else angles.addresses()),
         ),
     )  # fmt: skip
 
@@ -98,9 +98,3 @@ def _numbers(call: AttentionCall) -> tuple[float, float, float]:
 def _heads(x: Tensor | None, turned: bool = False) -> tuple[int, ...]:
     """Address, strides of batches, heads and rows, and whether the rows are turned."""
     return NO_HEADS if x is None else (x.data_ptr(), *x.stride()[:3], turned)
-
-
-def _angles(angles: Angles) -> tuple[int, ...]:
-    cos, sin, interleaved = angles
-    _, length, half = cos.shape
-    return cos.data_ptr(), sin.data_ptr(), 0 if len(cos) == 1 else length * half, half, interleaved

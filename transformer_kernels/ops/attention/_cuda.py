@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Addresses of cosines and sines (1 or B, L, R / 2), 0 for none, the stride of batches, R / 2, how pairs lie."""
+    """`Angles.addresses`, zeros for none."""
 
     cos: int
     sin: int
@@ -175,14 +175,6 @@ def _bias(call: AttentionCall) -> Bias:
     return Bias(bias.data_ptr(), bias.dtype is torch.float32, slopes is not None, *broadcast_strides(bias))
 
 
-def _tables(angles: Angles | None) -> Tables:
-    if angles is None:
-        return Tables(0, 0, 0, 0, False)
-    cos, sin, interleaved = angles
-    _, length, half = cos.shape
-    return Tables(cos.data_ptr(), sin.data_ptr(), 0 if len(cos) == 1 else length * half, half, interleaved)
-
-
 def _launch(call: AttentionCall, result: AttentionResult, angles: Angles | None, **gradients: Any) -> Launch:
     q, k, v, key_padding_mask, _, seed, cu_seqlens, causal, window, dropout_p, scale = call[:11]
     batches, query_heads, query_length, head_dim = q.shape
@@ -204,7 +196,7 @@ def _launch(call: AttentionCall, result: AttentionResult, angles: Angles | None,
         address(cu_seqlens),
         0 if cu_seqlens is None else len(cu_seqlens) - 1,
         _bias(call),
-        _tables(angles),
+        Tables(0, 0, 0, 0, False) if angles is None else Tables(*angles.addresses()),
         address(seed),
         dropout_p,
         scale,

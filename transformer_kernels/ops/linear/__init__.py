@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_kernels import _autograd, _checks, _dispatch
+from transformer_kernels import _autograd, _checks
 
 OP = "linear"
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
@@ -48,11 +48,7 @@ def linear(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 2.
     """
-    call = prepare(x, weight, bias, activation=activation)
-    recorded = activation is None and _autograd.needs_grad(*call[:3]) and not _autograd.is_traced(call.x)
-    if recorded and not _dispatch.select(OPERATION, backend, call).fuses(call):
-        return torch.nn.functional.linear(*call[:3])  # its own record costs less than an operation's
-    return OPERATION(call, backend)
+    return OPERATION(prepare(x, weight, bias, activation=activation), backend)
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> LinearCall:
@@ -102,6 +98,13 @@ def _fake(call: LinearCall) -> LinearResult:
     return LinearResult(y, call.x.new_empty(0) if call.activation is None else torch.empty_like(y))
 
 
+def _composed(module: Any, call: LinearCall) -> Tensor | None:
+    """PyTorch's product where it answers alone: its own record costs less than an operation's."""
+    if call.activation is not None or module.fuses(call):
+        return None
+    return torch.nn.functional.linear(*call[:3])
+
+
 OPERATION = _autograd.Operation(
     OP,
     LinearCall,
@@ -110,6 +113,7 @@ OPERATION = _autograd.Operation(
     differentiable=("x", "weight", "bias"),
     kept=("saved",),
     sizes=("x", "weight"),
+    composed=_composed,
     by_pytorch=("triton", "cuda"),
     second_order=_second_order,
 )
