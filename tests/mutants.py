@@ -240,6 +240,12 @@ MUTANTS = [
         "tests/ops/test_attention_cuda.py -k sm90",
     ),
     Mutant(
+        "csrc/ops/attention_forward_sm90.cuh",
+        "reinterpret_cast<const uint32_t*>(rows[half]) + first_key / 2;",
+        "reinterpret_cast<const uint32_t*>(rows[half]);",
+        "tests/ops/test_attention_cuda.py -k sm90_with_a_bias",
+    ),
+    Mutant(
         "csrc/emulation/tensor_core.cpp",
         "architecture < 90 ? 24 : 25",
         "24",

@@ -117,11 +117,19 @@ template <class T> bool takes_short(const Arguments& arguments, const AttentionL
   return needed <= given;
 }
 
+// Hopper's kernels read a bias in pairs of neighbouring keys; a slope is read alone.
+bool has_pairs(const Bias& bias, int key_length) {
+  const int64_t bytes = bias.is_float ? 4 : 2;
+  return bias.is_slope || (bias.column == 1 && key_length % 2 == 0 && bias.row % 2 == 0 && bias.head % 2 == 0 &&
+                           bias.batch % 2 == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes) == 0);
+}
+
 // The copy engine wants addresses and strides on 16 bytes and, to be safe, no axis that overlaps itself.
 bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
-  const bool fits = arguments.vectorized && (arguments.head_dim == 64 || arguments.head_dim == 128) && !arguments.bias.data &&
-                    is_plain(arguments.query) && is_plain(arguments.key) && is_plain(arguments.value);
+  const bool fits = arguments.vectorized && is_plain(arguments.query) && is_plain(arguments.key) &&
+                    is_plain(arguments.value) &&
+                    (!arguments.bias.data || (arguments.head_dim <= 128 && has_pairs(arguments.bias, arguments.key_length)));
   static const bool emulated = std::string(architectures()) == "emulated";
   static const bool built = emulated || std::string(architectures()).find("sm_90a") != std::string::npos;
   const int gpu = architecture(call.device);

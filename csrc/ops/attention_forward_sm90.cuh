@@ -1,6 +1,6 @@
 // Flash attention, forward, for Hopper: a producer warp keeps the copy engine busy, two warp groups of consumers
 // compute 64 queries each by wgmma (Shah et al., "FlashAttention-3", 2024, algorithm 1). The scores of the next tile
-// are computed while the values of the current one are taken in. For head dimensions 64 and 128, without bias.
+// are computed while the values of the current one are taken in.
 #pragma once
 #include "../primitives/hopper.h"
 #include "attention_forward.cuh"
@@ -11,8 +11,9 @@ struct TensorMaps {
   TensorMap query, key, value;
 };
 
-template <int HEAD_DIM> struct HopperShape {
-  static constexpr int QUERIES = 128, KEYS = 128, STAGES = 2;
+// The copy engine fills what a call's head dimension leaves of HEAD_DIM with zeros.
+template <int HEAD_DIM, bool BIAS> struct HopperShape {
+  static constexpr int QUERIES = 128, KEYS = HEAD_DIM > 128 || BIAS ? 64 : 128, STAGES = 2;
   static constexpr int CONSUMERS = 2 * WARP_GROUP_SIZE, THREADS = CONSUMERS + WARP_GROUP_SIZE;
   static constexpr int PANELS = HEAD_DIM / PANEL_COLUMNS;
   static constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;  // of a key or a value tile
@@ -27,15 +28,15 @@ template <int HEAD_DIM> struct HopperShape {
 template <int KEYS> struct TileWalk {
   const uint8_t* mask;
   int key_length, tiles;
-  int tile = 0, step = 0;      // `step` counts the tiles walked: stages and parities follow it
-  uint64_t low = 0, high = 0;  // bits of the real keys among the tile's first and last 64
+  int tile = 0, step = 0;          // `step` counts the tiles walked: stages and parities follow it
+  uint64_t low = 0, high = ~0ull;  // bits of the real keys among the tile's first 64 and what follows
 
   TK_DEVICE void find(int from) {
     for (tile = from; tile < tiles; ++tile) {
       const int first = tile * KEYS;
       low = real_keys<64>(mask, first, key_length);
-      high = first + 64 < key_length ? real_keys<64>(mask, first + 64, key_length) : 0;
-      if (low | high) return;
+      if constexpr (KEYS > 64) high = first + 64 < key_length ? real_keys<64>(mask, first + 64, key_length) : 0;
+      if (low || (KEYS > 64 && high)) return;
     }
   }
   TK_DEVICE void advance() {
@@ -95,12 +96,84 @@ TK_DEVICE void turn_panels(Panels<T, ROWS> tile, int first_row, int end, uint64_
   named_barrier_sync(1, THREADS);
 }
 
-// One block owns 128 queries of one head. EXTRAS: dropout, a softcap, or a scale that is not positive.
-template <class T, int HEAD_DIM, bool EXTRAS>
-__global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
+// The bias of this lane's two rows, or what a slope makes of distances, for a tile of keys. Neighbouring keys are read
+// two at a time: `ask` starts the loads, which arrive while the scores are computed.
+template <class T, int KEYS> struct BiasTile {
+  const Bias& bias;
+  int keys, distance;  // from this lane's first column on: keys, and how far key 0 lies behind the first row's query
+  float slope = 0.f;
+  const char* rows[2];
+  uint32_t pairs[KEYS / 8][2][2];  // float32 fills both words, 16 bits one
+
+  TK_DEVICE BiasTile(const Arguments& arguments, int batch, int head, int first_query) : bias(arguments.bias) {
+    const int query = first_query + threadIdx.x % WARP_SIZE / 4, column = threadIdx.x % 4 * 2;
+    const int64_t plane = batch * bias.batch + head * bias.head;
+    keys = arguments.key_length - column;
+    distance = query + keys - arguments.query_length;
+    if (bias.is_slope) slope = load(static_cast<const float*>(bias.data) + plane);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // rows behind the last one read the last one's, and are not written
+      const int row = min(query + 8 * half, arguments.query_length - 1);
+      rows[half] = static_cast<const char*>(bias.data) + (plane + row * bias.row + column) * (bias.is_float ? 4 : 2);
+    }
+  }
+
+  TK_DEVICE void ask(int first_key) {
+    if (bias.is_slope) return;
+    const int left = keys - first_key;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (bias.is_float) {
+        const auto* row = reinterpret_cast<const uint32_t*>(rows[half]) + first_key;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) {
+          const auto pair = 8 * n < left ? load_vector<2>(row + 8 * n) : Vector<uint32_t, 2>{{0, 0}};
+          pairs[n][half][0] = pair[0];
+          pairs[n][half][1] = pair[1];
+        }
+      } else {
+        const auto* row = reinterpret_cast<const uint32_t*>(rows[half]) + first_key / 2;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) pairs[n][half][0] = 8 * n < left ? load(row + 4 * n) : 0;
+      }
+    }
+  }
+
+  TK_DEVICE void add_to(float (&scores)[KEYS / 8][4], int first_key) const {
+    const auto add = [&](auto pair_of) {
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 pair = pair_of(n, half);
+          scores[n][2 * half] += pair.x;
+          scores[n][2 * half + 1] += pair.y;
+        }
+    };
+    if (bias.is_slope) {
+      const float away = static_cast<float>(distance - first_key);
+      add([&](int n, int half) {
+        const float first = away + static_cast<float>(8 * half - 8 * n);
+        return make_float2(-slope * fabsf(first), -slope * fabsf(first - 1.f));
+      });
+    } else if (bias.is_float) {
+      add([&](int n, int half) { return make_float2(bits_float(pairs[n][half][0]), bits_float(pairs[n][half][1])); });
+    } else {
+      add([&](int n, int half) { return unpack_pair<T>(pairs[n][half][0]); });
+    }
+  }
+};
+template <class T> struct BiasTile<T, 0> {
+  TK_DEVICE BiasTile(const Arguments&, int, int, int) {}
+};
+
+// One block owns 128 queries of one head. EXTRAS: dropout, a softcap, a scale that is not positive, or a BIAS,
+// which has tiles of half the keys.
+template <class T, int HEAD_DIM, bool EXTRAS, bool BIAS>
+__global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     attention_forward_sm90_kernel(const __grid_constant__ TensorMaps maps, const Arguments arguments) {
 #if defined(TK_HOPPER)
-  using Shape = HopperShape<HEAD_DIM>;
+  using Shape = HopperShape<HEAD_DIM, BIAS>;
   constexpr int QUERIES = Shape::QUERIES, KEYS = Shape::KEYS, STAGES = Shape::STAGES, PANELS = Shape::PANELS;
   SharedMemory shared;
   T* const queries = shared.take<T, 1024>(QUERIES * HEAD_DIM);
@@ -164,6 +237,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   const uint64_t keys_at = swizzled_descriptor(key_stages, 16);
   const uint64_t values_at = swizzled_descriptor(value_stages, KEYS * PANEL_COLUMNS * 2);
   AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row);
+  BiasTile<T, BIAS ? KEYS : 0> bias(arguments, batch, head, block_query + warp_row);
   float scores[KEYS / 8][4] = {};
   uint32_t probabilities[KEYS / 16][4] = {};
   const auto release = [&](uint64_t* empty) {
@@ -214,16 +288,17 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   const auto take_scores = [&](const TileWalk<KEYS>& at) {  // scores become exponentials, some of which dropout hides
     const int first_key = at.tile * KEYS;
     if constexpr (EXTRAS) rows.scale_and_cap(scores);
+    if constexpr (BIAS) bias.add_to(scores, first_key);
     if (needs_mask(at)) {
       rows.template hide_keys<64>(scores, 0, first_key, at.low);
-      rows.template hide_keys<64>(scores, 8, first_key + 64, at.high);
+      if constexpr (KEYS > 64) rows.template hide_keys<64>(scores, 8, first_key + 64, at.high);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       shrink[half] = rows.softmax.template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
     if constexpr (EXTRAS) {
       rows.template drop<64>(scores, 0, first_key);
-      rows.template drop<64>(scores, 8, first_key + 64);
+      if constexpr (KEYS > 64) rows.template drop<64>(scores, 8, first_key + 64);
     }
   };
   const auto pack_probabilities = [&] {
@@ -242,6 +317,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
   walk.find(tiles.first);
   if (walk.tile < walk.tiles) {
     start_scores(walk);
+    if constexpr (BIAS) bias.ask(walk.tile * KEYS);
     wgmma_wait<0>();
     wgmma_pin(scores);
     release(keys_empty + walk.step % STAGES);
@@ -251,6 +327,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
     for (walk.advance(); walk.tile < walk.tiles; walk.advance()) {
       start_scores(walk);
       start_values(previous);
+      if constexpr (BIAS) bias.ask(walk.tile * KEYS);
       wgmma_wait<1>();
       wgmma_pin(scores);
       release(keys_empty + walk.step % STAGES);
@@ -277,22 +354,25 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM>::THREADS, 1)
 
 template <class T> void launch_forward_sm90(const Arguments& arguments, Stream stream) {
   const DeviceGuard guard(stream.device);  // a tensor map is made in a context
-  const auto map_of = [&](const Strided& tensor, int64_t length, int64_t heads) {
+  const auto map_of = [&](const Strided& tensor, int64_t length, int64_t heads, unsigned box_rows) {
     return tensor_map<T>(tensor.data, arguments.head_dim, length, heads, arguments.batches, tensor.row, tensor.head,
-                         tensor.batch, 128);
+                         tensor.batch, box_rows);
   };
-  const auto with_head_dim = [&](auto head_dim, auto extras) {
-    using Shape = HopperShape<head_dim.value>;
-    const TensorMaps maps{map_of(arguments.query, arguments.query_length, arguments.query_heads),
-                          map_of(arguments.key, arguments.key_length, arguments.key_heads),
-                          map_of(arguments.value, arguments.key_length, arguments.key_heads)};
+  const auto with_head_dim = [&](auto head_dim, auto extras, auto bias) {
+    using Shape = HopperShape<head_dim.value, bias.value>;
+    const TensorMaps maps{map_of(arguments.query, arguments.query_length, arguments.query_heads, Shape::QUERIES),
+                          map_of(arguments.key, arguments.key_length, arguments.key_heads, Shape::KEYS),
+                          map_of(arguments.value, arguments.key_length, arguments.key_heads, Shape::KEYS)};
     const int64_t blocks = ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
-    launch<attention_forward_sm90_kernel<T, head_dim.value, extras.value>>(
+    launch<attention_forward_sm90_kernel<T, head_dim.value, extras.value, bias.value>>(
         "attention_forward_sm90", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, maps, arguments);
   };
-  dispatch_extras(arguments, [&](auto extras) {
-    arguments.head_dim == 64 ? with_head_dim(Constant<64>{}, extras) : with_head_dim(Constant<128>{}, extras);
-  });
+  const auto with_extras = [&](auto extras, auto bias) {
+    arguments.head_dim <= 64 ? with_head_dim(Constant<64>{}, extras, bias) : with_head_dim(Constant<128>{}, extras, bias);
+  };
+  if (arguments.head_dim > 128) return with_head_dim(Constant<256>{}, std::true_type{}, std::false_type{});
+  if (arguments.bias.data) return with_extras(std::true_type{}, std::true_type{});
+  dispatch_extras(arguments, [&](auto extras) { with_extras(extras, std::false_type{}); });
 }
 
 }  // namespace transformer_kernels::attention

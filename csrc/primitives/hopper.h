@@ -150,6 +150,9 @@ template <class T, int N> struct Wgmma;
 #define TK_D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define TK_D32 TK_D4(0), TK_D4(1), TK_D4(2), TK_D4(3), TK_D4(4), TK_D4(5), TK_D4(6), TK_D4(7)
 #define TK_D64 TK_D32, TK_D4(8), TK_D4(9), TK_D4(10), TK_D4(11), TK_D4(12), TK_D4(13), TK_D4(14), TK_D4(15)
+#define TK_D128                                                                                                       \
+  TK_D64, TK_D4(16), TK_D4(17), TK_D4(18), TK_D4(19), TK_D4(20), TK_D4(21), TK_D4(22), TK_D4(23), TK_D4(24), TK_D4(25), \
+      TK_D4(26), TK_D4(27), TK_D4(28), TK_D4(29), TK_D4(30), TK_D4(31)
 #define TK_REGISTERS32                                                                                             \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
@@ -157,6 +160,12 @@ template <class T, int N> struct Wgmma;
   TK_REGISTERS32                                                                                                     \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TK_REGISTERS128 \
+  TK_REGISTERS64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // P0 to P5 are the numbers of the operands after the accumulators.
 #define TK_WGMMA(TYPE, PTX, N, D, REGISTERS, P0, P1, P2, P3, P4, P5)                                                   \
@@ -179,10 +188,14 @@ TK_WGMMA(float16, "f16", 64, TK_D32, TK_REGISTERS32, "32", "33", "34", "35", "36
 TK_WGMMA(bfloat16, "bf16", 64, TK_D32, TK_REGISTERS32, "32", "33", "34", "35", "36", "37");
 TK_WGMMA(float16, "f16", 128, TK_D64, TK_REGISTERS64, "64", "65", "66", "67", "68", "69");
 TK_WGMMA(bfloat16, "bf16", 128, TK_D64, TK_REGISTERS64, "64", "65", "66", "67", "68", "69");
+TK_WGMMA(float16, "f16", 256, TK_D128, TK_REGISTERS128, "128", "129", "130", "131", "132", "133");
+TK_WGMMA(bfloat16, "bf16", 256, TK_D128, TK_REGISTERS128, "128", "129", "130", "131", "132", "133");
 
 #undef TK_WGMMA
+#undef TK_REGISTERS128
 #undef TK_REGISTERS64
 #undef TK_REGISTERS32
+#undef TK_D128
 #undef TK_D64
 #undef TK_D32
 #undef TK_D4

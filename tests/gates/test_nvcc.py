@@ -115,8 +115,11 @@ def test_the_hopper_kernel_multiplies_by_warp_groups(capsys: pytest.CaptureFixtu
         assert sum("USETMAXREG" in text for _, text in kernel.code) == 2
         loop = overlapped_loop(kernel.code)
         print(kernel.arguments, loop)
-        with_softcap = kernel.arguments.endswith("true")  # its tanh is an exponential for each of 64 scores
-        # 64 scores a thread and two sums that shrink
-        assert loop.overlapped == loop.exponentials == (130 if with_softcap else 66)
-        if not with_softcap:
+        head_dim, extras, bias = re.findall(r", (\w+)", kernel.arguments)
+        scores = 32 if head_dim == "256" or bias == "true" else 64  # a thread's
+        # and two sums that shrink; a softcap's tanh is an exponential too
+        assert loop.overlapped == loop.exponentials == (2 * scores if extras == "true" else scores) + 2
+        if extras == "false":
             assert loop.instructions <= 510 and loop.uniform <= 66 and loop.instructions + loop.mask <= 700
+        elif scores == 32:
+            assert loop.instructions <= 900 and loop.uniform <= 100 and loop.mask <= 96

@@ -165,9 +165,26 @@ def test_sm90_matches_reference(
 
 
 @sm90
-def test_sm90_fills_each_stage_three_times(path: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(32, HALF[0]), (40, HALF[1]), (96, HALF[1]), (192, HALF[1]), (256, HALF[0])]
+)
+def test_sm90_fills_up_other_widths(path: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
     needs_sm90(device)
-    tensors = make(torch.float16, device, (20, 700), batch=1, heads=(1, 1), width=64)
+    storage = {
+        name: t.detach() for name, t in make(dtype, device, (130, 200), batch=1, heads=(2, 1), width=264).items()
+    }
+    tensors = {name: value.fill_(float("nan"))[..., :width] for name, value in storage.items()}  # NaN behind each row
+    for seed, value in enumerate(tensors.values()):
+        value.copy_(normal(*value.shape, dtype=dtype, device=device, seed=seed).detach())
+    tensors["key_padding_mask"] = padding(1, 200, device)
+    check_parity("attention", "cuda", tensors, {"causal": width != 40, "return_lse": True})
+
+
+@sm90
+@pytest.mark.parametrize(("width", "keys"), [(64, 700), (256, 350)])
+def test_sm90_fills_each_stage_three_times(path: str, width: int, keys: int, device: torch.device) -> None:
+    needs_sm90(device)
+    tensors = make(torch.float16, device, (20, keys), batch=1, heads=(1, 1), width=width)
     check_parity("attention", "cuda", {name: value.detach() for name, value in tensors.items()}, {"return_lse": True})
 
 
@@ -184,12 +201,39 @@ def test_sm90_with_a_window(path: str, causal: bool, window: Window, device: tor
 @pytest.mark.parametrize(
     "options", [{"dropout_p": 0.3}, {"softcap": 1.5}, {"scale": -0.2, "softcap": 2.0, "dropout_p": 0.1}], ids=str
 )
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 def test_sm90_with_dropout_and_softcap(path: str, options: dict[str, Any], width: int, device: torch.device) -> None:
     needs_sm90(device)
     tensors = make(torch.bfloat16, device, (140, 200), batch=1, heads=(2, 1), width=width)
     tensors["key_padding_mask"] = padding(1, 200, device)
     check_parity("attention", "cuda", tensors, {"causal": True, "return_lse": True, **options})
+
+
+BIASES = {
+    "whole": (64, torch.float32, (2, 4, 140, 200), {"dropout_p": 0.2}),
+    "broadcast over queries": (96, torch.float32, (2, 1, 1, 200), {"window": 70}),
+    "broadcast over batches": (128, torch.bfloat16, (1, 4, 140, 200), {"softcap": 1.5, "dropout_p": 0.2}),
+}
+
+
+@sm90
+@pytest.mark.parametrize("bias", BIASES)
+def test_sm90_with_a_bias(path: str, bias: str, device: torch.device) -> None:
+    needs_sm90(device)
+    width, dtype, shape, options = BIASES[bias]
+    tensors = make(torch.bfloat16, device, (140, 200), heads=(4, 2), width=width)
+    tensors = {name: value.detach() for name, value in tensors.items()}
+    tensors["key_padding_mask"] = padding(2, 200, device)
+    tensors["attn_bias"] = normal(*shape, dtype=dtype, device=device, seed=5).detach()
+    check_parity("attention", "cuda", tensors, {"return_lse": True, **options})
+
+
+@sm90
+def test_sm90_with_slopes(path: str, device: torch.device) -> None:
+    needs_sm90(device)
+    tensors = {name: t.detach() for name, t in make(torch.float16, device, (140, 333), heads=(4, 2), width=64).items()}
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.004], device=device)
+    check_parity("attention", "cuda", tensors, {"alibi_slopes": slopes, "causal": True, "return_lse": True})
 
 
 @sm90
@@ -212,8 +256,10 @@ def test_sm90_reads_a_packed_projection_and_writes_what_backward_needs(path: str
 
 @sm90
 def test_sm90_refuses_what_it_does_not_do(path: str, device: torch.device) -> None:
-    with pytest.raises(ValueError, match="the sm90 kernels do not take this call"):
-        tk.attention(**make(torch.float16, device, (8, 8), width=32), backend="cuda")
+    odd = torch.zeros(1, 1, 8, 9, device=device)  # its rows do not lie in pairs
+    for width, bias in ((36, None), (64, odd[..., :8]), (256, odd[..., 1:])):
+        with pytest.raises(ValueError, match="the sm90 kernels do not take this call"):
+            tk.attention(**make(torch.float16, device, (8, 8), width=width), attn_bias=bias, backend="cuda")
 
 
 @half

@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, tuple[torch.dtype, ...], dict[str, Any]]] = {
         TENSOR_CORES,
         {"width": 64, "turned": 32, "length": 280, "batch": 1, "starts": [0, 20, 150, 270]},
     ),
+    "hopper_wide": ("sm90", TENSOR_CORES[1:], {"width": 256, "turned": 256, "length": 70, "batch": 1}),
+    "hopper_filled_up": ("sm90", TENSOR_CORES[:1], {"width": 96, "turned": 96, "length": 70, "causal": True}),
     "short": ("short", TENSOR_CORES, {"width": 64, "turned": 64, "causal": True}),
     "short_padded": (
         "short",
