@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -103,28 +103,69 @@ def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch:
 
 
 def test_a_compilation_is_launched_again_only_where_triton_would() -> None:
-    found: list[tuple[object, ...]] = []
+    """What decides is in the key: one wrong word there, and a kernel compiled for something else would be launched."""
+    found = json.loads(run_python(LAUNCHES, TRITON_INTERPRET=None, PYTHONPATH=os.pathsep.join(sys.path)))
+    assert found == {case: "asked" if case in ASKED else "again" for case in found} and set(found) > ASKED
 
-    class Compiled:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *arguments: found.append((grid, *arguments))
 
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
-            return lambda *arguments, num_warps, num_stages: found.append(("asked", num_warps)) or Compiled()
+ASKED = {
+    "one more tensor", "another type", "unaligned", "beyond 32 bits", "below 32 bits", "an integer for a float", "one",
+    "a float for an integer", "a multiple of 16", "another constant", "warps", "stages", "another kernel",
+    "another device", "profiled",
+}  # fmt: skip
+LAUNCHES = """
+import contextlib, json, types
+from unittest import mock
+import torch, triton
+from transformer_kernels.backends import triton as backend
 
-    kernel, x = Kernel(), torch.zeros(16, dtype=torch.float16)
-    same = {"pointers": (x, None), "numbers": (3, 0.5), "constants": ("a",), "num_warps": 4}
-    _triton.launch(kernel, (7,), **same)
-    _triton.launch(kernel, (8,), **same | {"numbers": (4, 0.25), "pointers": (x[8:], None)})
-    assert found[0] == ("asked", 4) and found[1][0] == (8, 1, 1) and found[1][3:] == (4, 0.25, "a")
-    for other in (
-        {"pointers": (x, x)}, {"pointers": (x.float(), None)}, {"pointers": (x[1:], None)}, {"numbers": (1 << 31, 0.5)},
-        {"numbers": (3, 1)}, {"constants": ("b",)}, {"num_warps": 8}, {"num_stages": 2},
-    ):  # fmt: skip
-        found.clear()
-        _triton.launch(kernel, (7,), **same | other)
-        assert found[0][0] == "asked", other
+heard = []
+
+class Compiled:
+    function = packed_metadata = None
+    def run(self, *arguments):
+        assert arguments[:4] == (7, 1, 1, "stream") and arguments[6:9] == (None,) * 3, arguments
+        assert list(arguments[9:]) == wanted, (arguments, wanted)
+        heard.append("again")
+
+class Kernel:
+    params = [types.SimpleNamespace(do_not_specialize=n == 2) for n in range(6)]
+    def __getitem__(self, grid):
+        return lambda *arguments, num_warps, num_stages: heard.append("asked") or Compiled()
+
+class Elsewhere:
+    def __init__(self, x): self.x, self.device, self.dtype = x, types.SimpleNamespace(type="cpu", index=1), x.dtype
+    def data_ptr(self): return self.x.data_ptr()
+
+driver = types.SimpleNamespace(get_current_stream=lambda device: "stream")
+drivers = triton.runtime.driver
+hook = mock.patch.object(triton.knobs.runtime, "launch_enter_hook", print)
+x, kernel = torch.zeros(32, dtype=torch.float16), Kernel()
+same = {"kernel": kernel, "pointers": (x, None), "numbers": (3, 33, 0.5), "constants": ("a",), "num_warps": 4}
+cases = {
+    "first": {}, "again": {}, "aligned": {"pointers": (x[8:], None)}, "another number": {"numbers": (1, 49, 0.25)},
+    "one more tensor": {"pointers": (x, x)}, "another type": {"pointers": (x.float(), None)},
+    "unaligned": {"pointers": (x[1:], None)}, "beyond 32 bits": {"numbers": (1 << 31, 33, 0.5)},
+    "below 32 bits": {"numbers": (-(1 << 31) - 1, 33, 0.5)}, "an integer for a float": {"numbers": (3, 33, 1)},
+    "one": {"numbers": (3, 1, 0.5)}, "a multiple of 16": {"numbers": (3, 48, 0.5)},
+    "a float for an integer": {"numbers": (3.0, 33, 0.5)},
+    "another constant": {"constants": ("b",)}, "warps": {"num_warps": 8}, "stages": {"num_stages": 2},
+    "another kernel": {"kernel": Kernel()}, "another device": {"pointers": (Elsewhere(x), None)}, "profiled": {},
+}
+said = {}
+with mock.patch.object(drivers, "_active" if hasattr(drivers, "_active") else "active", driver):
+    for name, other in cases.items():
+        chosen = same | other
+        pointers = chosen.pop("pointers")
+        wanted = [None if p is None else p.data_ptr() for p in pointers]
+        wanted += [*chosen["numbers"], *chosen["constants"]]
+        heard.clear()
+        with hook if name == "profiled" else contextlib.nullcontext():
+            backend.Launch(chosen.pop("kernel"), (7,), **chosen)(*pointers)
+        said[name] = heard[0]
+del said["first"]
+print(json.dumps(said))
+"""
 
 
 def test_float32_products_follow_either_setting() -> None:

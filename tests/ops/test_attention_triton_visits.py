@@ -183,9 +183,8 @@ def test_the_sequence_of_every_token(triton_attention: Any, device: torch.device
     for lengths, tokens in (([5], 5), ([3, 0, 0, 4], 9), ([], 4), ([0, 0], 3), ([1] * 300, 300), ([256, 256, 1], 600)):
         q = torch.empty(1, 1, tokens, 16, device=device, dtype=torch.float16)
         call = AttentionCall(q, q, q, None, None, None, _sequences(lengths, device), False, None, 0.0, 1.0)
-        launch = triton_attention._Launch(call, None)
-        launch.find_sequences()
+        sequences = triton_attention._Given(call, None).sequences()
         spans = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
         end = sum(lengths)
         want = [next(((a, b) for a, b in spans if a <= token < b), (end, end)) for token in range(tokens)]
-        assert launch.sequences.T.tolist() == [list(pair) for pair in want], lengths
+        assert sequences.T.tolist() == [list(pair) for pair in want], lengths

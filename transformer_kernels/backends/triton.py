@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,48 +49,86 @@ def unavailable(device: torch.device) -> str | None:
     return _unavailable_on(device.type, device.index)
 
 
-def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` current for a launch; free of cost where it already is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+class Launch:
+    """One launch of a kernel, all but its pointers: made once for a layout, called for each call that has it.
 
-
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    pointers: tuple[torch.Tensor | None, ...],
-    numbers: tuple[float, ...],
-    constants: tuple[Any, ...],
-    num_warps: int,
-    num_stages: int = 1,
-) -> None:
-    """`kernel[grid](*pointers, *numbers, *constants)`, in less time where the same compilation was launched before.
-
-    Triton looks at every argument again for what it may specialise. Numbers that a kernel does not specialise decide by
-    their type and by whether they fit 32 bits, pointers by their type and by whether they are multiples of 16 bytes;
-    where all fit and all are, what it compiled is launched as it is.
+    Triton looks at every argument of every launch for what it may specialise: of a number the type, whether it fits
+    32 bits, and unless the kernel says otherwise whether it is 1 or a multiple of 16; of a pointer the type and whether
+    it is a multiple of 16 bytes. Here numbers are looked at once, and where all pointers are aligned, what was compiled
+    for their types is launched as it is.
     """
-    addresses, types = 0, []
-    for x in pointers:
-        types.append(None if x is None else x.dtype)
-        addresses |= 0 if x is None else x.data_ptr()
-    if addresses % 16 or max(numbers) >= 1 << 31:
-        kernel[grid](*pointers, *numbers, *constants, num_warps=num_warps, num_stages=num_stages)
-        return
-    first = next(x for x in pointers if x is not None)
-    key = (id(kernel), first.device, constants, num_warps, num_stages, *types, *map(type, numbers))
-    compiled = _COMPILED.get(key)
-    if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*pointers, *numbers, *constants)
-        return
-    compiled = kernel[grid](*pointers, *numbers, *constants, num_warps=num_warps, num_stages=num_stages)
-    if compiled is not None:  # the interpreter compiles nothing
-        _COMPILED[key] = compiled
+
+    __slots__ = ("_arguments", "_compiled", "_grid", "_kernel", "_options")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        numbers: tuple[float | None, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int = 1,
+    ) -> None:
+        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
+        self._arguments = (*numbers, *constants)
+        self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._compiled: dict[tuple[Any, ...], Any] | None = None
+        if not interpreting() and not any(isinstance(x, int) and not -(1 << 31) <= x < 1 << 31 for x in numbers):
+            specialised = _specialised(kernel, numbers, len(constants))
+            key = (id(kernel), constants, num_warps, num_stages, specialised, *map(type, numbers))
+            self._compiled = _COMPILED.setdefault(key, {})
+
+    def __call__(self, *pointers: torch.Tensor | None) -> None:
+        """`kernel[grid](*pointers, *numbers, *constants)` on the pointers' device; the first is a tensor."""
+        device = cast(torch.Tensor, pointers[0]).device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            self._launch(device.index, pointers)
+        else:
+            with torch.cuda.device(device):
+                self._launch(device.index, pointers)
+
+    def _launch(self, device: int | None, pointers: tuple[torch.Tensor | None, ...]) -> None:
+        if self._compiled is None:
+            self._kernel[self._grid](*pointers, *self._arguments, **self._options)
+            return
+        addresses: list[int | None] = []
+        key: list[Any] = [device]
+        together = 0
+        for x in pointers:
+            address = None if x is None else x.data_ptr()
+            addresses.append(address)
+            key.append(None if x is None else x.dtype)
+            together |= address or 0
+        compiled = None if together % 16 else self._compiled.get(tuple(key))
+        triton = load()
+        runtime = triton.knobs.runtime
+        if compiled is None or _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
+            compiled = self._kernel[self._grid](*pointers, *self._arguments, **self._options)
+            if compiled is not None and not together % 16:  # None where a report only asks what would be compiled
+                self._compiled[tuple(key)] = compiled
+            return
+        stream = triton.runtime.driver.active.get_current_stream(device)
+        function, packed = compiled.function, compiled.packed_metadata
+        compiled.run(*self._grid, stream, function, packed, None, None, None, *addresses, *self._arguments)
 
 
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-"""What was launched, by kernel (each lives as long as its module), device, constants, and what else decides."""
+planned = functools.lru_cache(maxsize=1024)
+"""For functions that make a `Launch`: the same one for the same layout, which costs less than making it."""
+
+_COMPILED: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
+"""What was launched, by kernel (each lives as long as its module), constants and numbers, then by device and types."""
+
+
+def _specialised(kernel: Any, numbers: tuple[float | None, ...], constants: int) -> tuple[tuple[bool, bool], ...]:
+    """What Triton compiles into a kernel of integers that it may specialise: whether each is 1, or 16 divides it."""
+    parameters = kernel.params[len(kernel.params) - constants - len(numbers) :]
+    pairs: Any = zip(parameters, numbers, strict=False)
+    return tuple([(x == 1, x % 16 == 0) for each, x in pairs if isinstance(x, int) and not each.do_not_specialize])
+
+
+def _hooked(hook: Any) -> bool:
+    """Whether a profiler wants to be told of launches; newer Tritons keep a list of hooks."""
+    return bool(getattr(hook, "calls", hook))
 
 
 @functools.cache

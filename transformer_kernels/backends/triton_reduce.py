@@ -39,9 +39,12 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Sum partials (1 or 2, P, N), fp32, over P: one (N,) tensor in `dtype` for each."""
     count, P, N = partials.shape
     sums = [torch.empty(N, dtype=dtype, device=partials.device) for _ in range(count)]
+    _launch(count, P, N)(partials, sums[0], sums[-1])
+    return sums
+
+
+@_triton.planned
+def _launch(count: int, P: int, N: int) -> _triton.Launch:
     tile = NARROW_TILE if N <= WIDE else WIDE_TILE
     grid = (_triton.ceil_div(N, tile.columns), count)
-    sum_partials_kernel[grid](
-        partials, sums[0], sums[-1], P, N, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
-    )
-    return sums
+    return _triton.Launch(sum_partials_kernel, grid, (P, N), (tile.rows, tile.columns), tile.num_warps)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
-from transformer_kernels.backends.triton_tiles import Tiles
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles
 
 ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2}
 """What ACTIVATION stands for in the kernels."""
@@ -88,15 +88,16 @@ def forward(x: Tensor, bias: Tensor, activation: str, tiles: Tiles) -> Tensor:
     N = x.shape[-1]
     M = x.numel() // N
     tile = tiles.find(_triton.capability(x.device), x.element_size(), N)
-    vector = _triton.vector_width(x.element_size(), N)
     y = torch.empty_like(x)
-    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
-    with _triton.launching_on(x.device):
-        bias_activation_forward_kernel[grid](
-            x, bias, y, M, N, ACTIVATIONS[activation], vector, tile.rows, tile.columns,
-            num_warps=tile.num_warps, num_stages=1,
-        )  # fmt: skip
+    _forward_launch(tile, M, N, x.element_size(), activation)(x, bias, y)
     return y
+
+
+@_triton.planned
+def _forward_launch(tile: RowTile, M: int, N: int, itemsize: int, activation: str) -> _triton.Launch:
+    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
+    constants = (ACTIVATIONS[activation], _triton.vector_width(itemsize, N), tile.rows, tile.columns)
+    return _triton.Launch(bias_activation_forward_kernel, grid, (M, N), constants, tile.num_warps)
 
 
 def backward(
@@ -106,16 +107,25 @@ def backward(
     N = saved.shape[-1]
     M = saved.numel() // N
     tile = tiles.find(_triton.capability(saved.device), saved.element_size(), N)
-    vector = _triton.vector_width(saved.element_size(), N)
-    column_blocks = _triton.ceil_div(N, tile.columns)
     programs = tile.programs * _triton.multiprocessors(saved.device)
-    shares = min(_triton.ceil_div(M, tile.rows), _triton.ceil_div(programs, column_blocks))
+    shares, launch = _backward_launch(tile, M, N, saved.element_size(), activation, bias is not None, programs)
     dx = torch.empty_like(saved)
     partials = torch.empty((1, shares, N), dtype=torch.float32, device=saved.device)
-    with _triton.launching_on(saved.device):
-        bias_activation_backward_kernel[(column_blocks, shares)](
-            dy, saved, bias, dx, partials, M, N, ACTIVATIONS[activation], bias is not None, vector, tile.num_stages,
-            tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
-        (dbias,) = sum_partials(partials, dbias_dtype)
+    launch(dy, saved, bias, dx, partials)
+    (dbias,) = sum_partials(partials, dbias_dtype)
     return dx, dbias
+
+
+@_triton.planned
+def _backward_launch(
+    tile: RowTile, M: int, N: int, itemsize: int, activation: str, has_bias: bool, programs: int
+) -> tuple[int, _triton.Launch]:
+    """Into how many shares the rows are split, and the launch."""
+    column_blocks = _triton.ceil_div(N, tile.columns)
+    shares = min(_triton.ceil_div(M, tile.rows), _triton.ceil_div(programs, column_blocks))
+    vector = _triton.vector_width(itemsize, N)
+    constants = (ACTIVATIONS[activation], has_bias, vector, tile.num_stages, tile.rows, tile.columns)
+    grid = (column_blocks, shares)
+    return shares, _triton.Launch(
+        bias_activation_backward_kernel, grid, (M, N), constants, tile.num_warps, tile.num_stages
+    )

@@ -1,5 +1,7 @@
 """Triton kernels of swiglu and geglu: activation(gate) * up and both gradients, each in one pass."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -73,30 +75,26 @@ def gated_backward_kernel(
 def forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
     """activation(gate) * up."""
     y = output_like(gate, up)
-    tile, grid, numbers = _tiling(y)
-    with _triton.launching_on(gate.device):
-        gated_forward_kernel[grid](
-            gate, up, y, *numbers[:2], kind, numbers[2], tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
-        )
+    _launch(gated_forward_kernel, y, kind)(gate, up, y)
     return y
 
 
 def backward(dy: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> tuple[Tensor, Tensor | None]:
     """(dgate, dup); dup is None where gate holds both, and then so does dgate."""
     dgate, dup = torch.empty_like(gate), None if up is None else torch.empty_like(up)
-    tile, grid, numbers = _tiling(dy)
-    with _triton.launching_on(gate.device):
-        gated_backward_kernel[grid](
-            dy, gate, up, dgate, dup, *numbers[:2], kind, numbers[2], tile.rows, tile.columns,
-            num_warps=tile.num_warps, num_stages=1,
-        )  # fmt: skip
+    _launch(gated_backward_kernel, dy, kind)(dy, gate, up, dgate, dup)
     return dgate, dup
 
 
-def _tiling(y: Tensor) -> tuple[RowTile, tuple[int, int], tuple[int, int, int]]:
-    """The tile, the grid, and M, N, VECTOR."""
-    N = y.shape[-1]
-    M = y.numel() // N
-    tile = TILES.find(_triton.capability(y.device), y.element_size(), N)
+def _launch(kernel: Any, y: Tensor, kind: str) -> _triton.Launch:
+    """The launch of a kernel whose rows are those of y."""
+    N, itemsize = y.shape[-1], y.element_size()
+    tile = TILES.find(_triton.capability(y.device), itemsize, N)
+    return _planned_launch(kernel, tile, y.numel() // N, N, itemsize, kind)
+
+
+@_triton.planned
+def _planned_launch(kernel: Any, tile: RowTile, M: int, N: int, itemsize: int, kind: str) -> _triton.Launch:
     grid = _triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns)
-    return tile, grid, (M, N, _triton.vector_width(y.element_size(), N))
+    constants = (kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
+    return _triton.Launch(kernel, grid, (M, N), constants, tile.num_warps)

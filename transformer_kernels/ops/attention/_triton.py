@@ -51,17 +51,16 @@ def turns(call: AttentionCall) -> bool:
 
 def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
     """Output and log-sum-exp, by the path that suits the lengths."""
-    launch = _Launch(call, angles)
-    out = like_output(call.q)
-    lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
-    with _triton.launching_on(call.q.device):
-        if launch.plan.is_decode():
-            _launch_decode(launch, out, lse)
-        elif (tile := launch.plan.short_tile(Kernel.SHORT_FORWARD)) is not None:
-            _launch_short_forward(launch, tile, out, lse)
-        else:
-            launch.find_sequences()
-            _launch_forward(launch, out, lse)
+    given = _Given(call, angles)
+    plan, q = given.plan, call.q
+    out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+    if plan.is_decode:
+        _decode(given, out, lse)
+    elif (short := plan.short_forward) is not None:
+        short(q, call.k, call.v, out, lse, given.padding, given.bias, given.seed, *given.angles)
+    else:
+        plan.forward(q, call.k, call.v, out, lse, *given.masks())
     return AttentionResult(out, lse)
 
 
@@ -74,23 +73,24 @@ def backward(
     angles: Angles | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and, if it is wanted, of the bias; the first three are `into` where it is given."""
-    dout, dlse = grads
-    out = result.out if result.out.transpose(1, 2).is_contiguous() else like_output(call.q).copy_(result.out)
-    dq, dk, dv = into or (like_output(call.q), like_output(call.k), like_output(call.v))
+    (dout, dlse), lse, (q, k, v) = grads, result.lse, call[:3]
+    out = result.out if result.out.transpose(1, 2).is_contiguous() else like_output(q).copy_(result.out)
+    dq, dk, dv = into or (like_output(q), like_output(k), like_output(v))
     alike = dk.stride() == dv.stride()  # kernels know one layout for both
-    own = (dk, dv) if alike else (like_output(call.k), like_output(call.v))
-    launch = _Launch(call, angles, dout, dq, *own)
-    tile = launch.plan.short_tile(Kernel.SHORT_BACKWARD)
+    own = (dk, dv) if alike else (like_output(k), like_output(v))
+    given = _Given(call, angles, dout, dq, own[0])
+    plan = given.plan
     statistics = None  # delta and correction of each query, (B, Hq, 2, Lq), which kernels write for each other
-    if tile is None or wanted[3]:
-        statistics = torch.empty((*call.q.shape[:2], 2, call.q.shape[2]), dtype=torch.float32, device=call.q.device)
-    with _triton.launching_on(call.q.device):
-        if tile is not None:
-            _launch_short_backward(launch, tile, result.lse, dlse, statistics)
-        else:
-            launch.find_sequences()
-            _launch_backward(launch, out, result.lse, dlse, statistics)
-        dbias = _bias_gradient(launch, result.lse, dlse, statistics) if wanted[3] else None
+    if plan.short_backward is None or wanted[3]:
+        statistics = torch.empty(plan.statistics_shape, dtype=torch.float32, device=q.device)
+    masks = given.masks()
+    if plan.short_backward is not None:
+        padding, _, *others = masks
+        plan.short_backward(q, k, v, lse, dout, dlse, statistics, dq, *own, padding, *others)
+    else:
+        plan.query_gradient(q, k, v, out, lse, dout, dlse, statistics, dq, *masks)
+        plan.key_gradient(q, k, v, lse, dout, statistics, *own, *masks)
+    dbias = _bias_gradient(given, lse, dout, dlse, statistics, masks) if wanted[3] else None
     if not alike:
         dk.copy_(own[0])
         dv.copy_(own[1])
@@ -98,14 +98,15 @@ def backward(
 
 
 class _Plan:
-    """What kernels are told of a call besides its tensors: sizes, strides and numbers, and the compile-time options."""
+    """What kernels are told of a call besides its tensors: sizes, strides and numbers, the compile-time options, and
+    the launches that follow from them."""
 
     def __init__(
         self,
         q_shape: torch.Size,
         k_shape: torch.Size,
-        strides: tuple[int, ...],
-        gradient_strides: tuple[int, ...],
+        strides: tuple[tuple[int, ...], ...],
+        gradient_strides: tuple[tuple[int, ...], ...],
         bias: tuple[torch.Size, tuple[int, ...], int] | None,
         masks: tuple[bool, bool, bool],
         rotary: tuple[int, bool, bool],
@@ -115,15 +116,17 @@ class _Plan:
         dropout_p: float,
         scale: float,
         softcap: float | None,
-        itemsize: int,
+        dtype: torch.dtype,
         capability: _triton.Capability,
+        multiprocessors: int,
         precision: str,
     ) -> None:
         dropped, self.packed, self.sloped = masks
         self.batch, self.query_heads, self.queries, self.head_dim = q_shape
         self.key_heads, self.keys = k_shape[1], k_shape[2]
         self.group = self.query_heads // self.key_heads
-        self.itemsize, self.capability = itemsize, capability
+        self.multiprocessors = multiprocessors
+        self.itemsize, self.capability = dtype.itemsize, capability
         self.block_d = max(16, _triton.next_power_of_2(self.head_dim))
         if window is not None and min(window, right or window) >= self.queries + self.keys:
             window = None  # it hides nothing
@@ -131,11 +134,16 @@ class _Plan:
         light = Body.TURNED if rotary[0] else Body.CAUSAL if causal else Body.LIGHT
         self.body = Body.PACKED if self.packed else Body.HEAVY if heavy else light
         self.sizes = (self.query_heads, self.queries, self.keys)
-        self.strides, self.gradient_strides = strides, gradient_strides
+        self.strides, self.gradient_strides = _without_columns(strides), _without_columns(gradient_strides)
+        self.bias_shape = None if bias is None else bias[0]
         self.bias_strides = (0, 0, 0, 0) if bias is None else bias[1]
+        self.out_shape = (self.batch, self.queries, self.query_heads, self.head_dim)
+        self.lse_shape = q_shape[:3]
+        self.statistics_shape = (*q_shape[:2], 2, self.queries)
         out_row = self.query_heads * self.head_dim
         out_strides = (self.queries * out_row, self.head_dim, out_row)
         reach = (window or 1) - 1 if right is None else right
+        self.dropout_p = dropout_p
         self.numbers = (scale, window or 0, reach, keep_threshold(dropout_p))
         self.scalars = (*self.bias_strides[:3], *self.numbers)
         self._options: dict[Tile, Options] = {}
@@ -147,7 +155,7 @@ class _Plan:
             "WINDOW": window is not None,
             "BIAS": "slope" if self.sloped else _varying(bias and bias[0]),
             "BIAS_ALIGNMENT": 1 if bias is None else alignment(bias[2], self.bias_strides[:3]),
-            "ALIGNMENT": alignment(self.itemsize, strides + gradient_strides + out_strides),
+            "ALIGNMENT": alignment(self.itemsize, self.strides + self.gradient_strides + out_strides),
             "SOFTCAP": softcap or 0.0,
             "PAIRS": rotary[0],
             "INTERLEAVED": rotary[1],
@@ -165,6 +173,7 @@ class _Plan:
             self._options[tile] = found
         return found
 
+    @functools.cached_property
     def is_decode(self) -> bool:
         """Whether there are few queries and many keys: then keys are split among programs."""
         return (
@@ -189,44 +198,136 @@ class _Plan:
         """The tile of this call in the tables of a kernel."""
         return tiles.find(kernel, self.body, self.capability, self.itemsize, self.block_d)
 
+    def launch(self, kernel: Any, tile: Tile, grid: tuple[int, ...], numbers: tuple[float, ...]) -> _triton.Launch:
+        """A launch with this tile and the options of the call."""
+        return _triton.Launch(kernel, grid, numbers, (self.options(tile),), tile.num_warps, tile.num_stages)
 
-_plan = functools.lru_cache(maxsize=1024)(_Plan)
+    @functools.cached_property
+    def forward(self) -> _triton.Launch:
+        tile = self.tile(Kernel.FORWARD)
+        heads = self.batch * self.query_heads
+        section = self.group * self.section(self.keys, self.batch * self.key_heads)
+        numbers = (*self.sizes, *self.strides, *self.scalars, section)
+        grid = (_triton.ceil_div(self.queries, tile.queries) * heads,)
+        return self.launch(attention_forward_kernel, tile, grid, numbers)
+
+    @functools.cached_property
+    def short_forward(self) -> _triton.Launch | None:
+        tile = self.short_tile(Kernel.SHORT_FORWARD)
+        if tile is None:
+            return None
+        grid = (_triton.ceil_div(self.queries, tile.queries) * self.batch * self.query_heads,)
+        return self.launch(attention_short_forward_kernel, tile, grid, (*self.sizes, *self.strides, *self.scalars))
+
+    @functools.cached_property
+    def query_gradient(self) -> _triton.Launch:
+        tile = self.tile(Kernel.QUERY_GRADIENT)
+        section = self.group * self.section(self.keys, self.batch * self.key_heads)
+        numbers = (*self.sizes, *self.strides, *self.gradient_strides[:6], *self.scalars, section)
+        grid = (_triton.ceil_div(self.queries, tile.queries) * self.batch * self.query_heads,)
+        return self.launch(attention_backward_query_kernel, tile, grid, numbers)
+
+    @functools.cached_property
+    def key_gradient(self) -> _triton.Launch:
+        tile = self.tile(Kernel.KEY_GRADIENT)
+        heads = self.batch * self.key_heads
+        strides = (*self.strides, *self.gradient_strides[:3], *self.gradient_strides[6:])
+        numbers = (*self.sizes, *strides, *self.scalars, self.section(self.queries * self.group, heads))
+        grid = (_triton.ceil_div(self.keys, tile.keys) * heads,)
+        return self.launch(attention_backward_key_kernel, tile, grid, numbers)
+
+    @functools.cached_property
+    def short_backward(self) -> _triton.Launch | None:
+        tile = self.short_tile(Kernel.SHORT_BACKWARD)
+        if tile is None:
+            return None
+        numbers = (*self.sizes[1:], *self.strides, *self.gradient_strides, *self.scalars)
+        return self.launch(attention_short_backward_kernel, tile, (self.batch, self.key_heads), numbers)
+
+    @functools.cached_property
+    def bias_gradient(self) -> tuple[int, _triton.Launch]:
+        """Into how many shares the tiles of each element's sum are split, and the launch."""
+        assert self.bias_shape is not None
+        batches, heads, rows = self.bias_shape[:3]
+        tile = self.tile(Kernel.BIAS_GRADIENT)
+        blocks = (_triton.ceil_div(self.queries, tile.queries), _triton.ceil_div(self.keys, tile.keys))
+        own = batches * heads * (blocks[0] if rows > 1 else 1) * blocks[1]
+        shared = self.batch * self.query_heads * blocks[0] * blocks[1] // own
+        splits = max(1, min(shared, tiles.MAXIMUM_SPLITS, 2 * self.multiprocessors // own))
+        strides = (*self.strides, *self.gradient_strides[:3])
+        numbers = (self.batch, *self.sizes, batches, heads, splits, *strides, *self.scalars)
+        return splits, self.launch(attention_backward_bias_kernel, tile, (own * splits,), numbers)
+
+    @functools.cached_property
+    def decode(self) -> tuple[int, _triton.Launch, _triton.Launch]:
+        """Into how many parts the keys are split, the launch, and the one that joins the parts."""
+        tile = self.tile(Kernel.DECODE)
+        programs = self.batch * self.key_heads
+        blocks = _triton.ceil_div(self.keys, tile.keys)
+        split_blocks = _triton.ceil_div(blocks, _splits(programs, blocks, self.multiprocessors))
+        splits = _triton.ceil_div(blocks, split_blocks)
+        options = self.options(tile)._replace(
+            BLOCK_M=max(16, _triton.next_power_of_2(self.queries * self.group)), BIAS="", BIAS_ALIGNMENT=1
+        )
+        numbers = (*self.sizes, split_blocks * tile.keys, *self.strides, *self.bias_strides, *self.numbers)
+        grid = (programs, splits)
+        launch = _triton.Launch(attention_decode_kernel, grid, numbers, (options,), tile.num_warps, tile.num_stages)
+        combine = _triton.Launch(
+            attention_combine_kernel, (self.batch * self.query_heads * self.queries,),
+            (self.query_heads, self.queries, splits, keep_scale(self.dropout_p)),
+            (self.head_dim, self.block_d, tiles.COMBINED_SPLITS), num_warps=1, num_stages=3,
+        )  # fmt: skip
+        return splits, launch, combine
+
+
+def _without_columns(strides: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Strides (batch, head, row) of each tensor; that of columns is 1."""
+    return tuple([stride for each in strides for stride in each[:3]])
+
+
+_plan = _triton.planned(_Plan)
 """The same plan for the same layouts and options: it costs more than the launch."""
 
 
-class _Launch:
-    """One call as kernels are told of it: its tensors, and its plan."""
+class _Given:
+    """One call as kernels are told of it: the tensors besides q, k and v that it may lack, and its plan."""
 
     def __init__(self, call: AttentionCall, angles: Angles | None, *gradients: Tensor) -> None:
+        """`gradients` are dout, dq and dk in the backward pass; dv has the strides of dk."""
         q, k, v, self.padding, bias, self.seed, self.cu_seqlens = call[:7]
-        self.bias = bias if call.alibi_slopes is None else call.alibi_slopes
-        self.q, self.k, self.v = q, k, v
+        sloped = call.alibi_slopes is not None
+        self.call, self.bias = call, call.alibi_slopes if sloped else bias
         self.angles = (None, None) if angles is None else angles[:2]
-        self.gradients = gradients  # dout, dq, dk, dv in the backward pass; dk and dv have the same strides
-        self.sequences: Tensor | None = None  # starts and ends (2, Lk), see `find_sequences`
-        self.dropout_p, itemsize = call.dropout_p, q.element_size()
+        dtype = q.dtype
         self.plan = _plan(
-            q.shape, k.shape, q.stride()[:3] + k.stride()[:3] + v.stride()[:3],
-            tuple([stride for x in gradients[:3] for stride in x.stride()[:3]]),
+            q.shape, k.shape, (q.stride(), k.stride(), v.stride()), tuple([x.stride() for x in gradients]),
             None if self.bias is None else (self.bias.shape, broadcast_strides(self.bias), self.bias.element_size()),
-            (self.seed is not None, self.cu_seqlens is not None, call.alibi_slopes is not None),
+            (self.seed is not None, self.cu_seqlens is not None, sloped),
             (0, False, False) if angles is None else (angles.cos.shape[2], angles.interleaved, len(angles.cos) > 1),
-            call.causal, call.window, call.right, call.dropout_p, call.scale, call.softcap, itemsize,
-            _triton.capability(q.device),
-            _triton.fp32_precision() if itemsize == tiles.SINGLE else "tf32",  # which 16 bits ignore
+            call.causal, call.window, call.right, call.dropout_p, call.scale, call.softcap, dtype,
+            _triton.capability(q.device), _triton.multiprocessors(q.device),
+            _triton.fp32_precision() if dtype is torch.float32 else "tf32",  # which 16 bits ignore
         )  # fmt: skip
 
-    def find_sequences(self) -> None:
-        """Find start and end of each token's sequence, on the device; cu_seqlens is not read again."""
+    def masks(self) -> tuple[Tensor | None, ...]:
+        """padding, sequences, bias, seed and angles, as kernels take them."""
+        return self.padding, self.sequences(), self.bias, self.seed, *self.angles
+
+    def sequences(self) -> Tensor | None:
+        """Start and end of each token's sequence (2, Lk), found on the device; cu_seqlens is not read again."""
         if self.cu_seqlens is None:
-            return
-        entries = len(self.cu_seqlens)
-        self.sequences = torch.empty((2, self.plan.keys), dtype=torch.int32, device=self.q.device)
-        _triton.launch(
-            attention_sequences_kernel, (_triton.ceil_div(self.plan.keys, tiles.SEQUENCES_TOKENS),),
-            (self.cu_seqlens, self.sequences), (entries, entries.bit_length(), self.plan.keys),
-            (tiles.SEQUENCES_TOKENS,), num_warps=4,
-        )  # fmt: skip
+            return None
+        tokens = self.plan.keys
+        sequences = torch.empty((2, tokens), dtype=torch.int32, device=self.cu_seqlens.device)
+        _sequences_launch(len(self.cu_seqlens), tokens)(self.cu_seqlens, sequences)
+        return sequences
+
+
+@_triton.planned
+def _sequences_launch(entries: int, tokens: int) -> _triton.Launch:
+    grid, constants = (_triton.ceil_div(tokens, tiles.SEQUENCES_TOKENS),), (tiles.SEQUENCES_TOKENS,)
+    numbers = (entries, entries.bit_length(), tokens)
+    return _triton.Launch(attention_sequences_kernel, grid, numbers, constants, num_warps=4)
 
 
 def alignment(itemsize: int, strides: tuple[int, ...]) -> int:
@@ -247,63 +348,19 @@ def _varying(bias: torch.Size | None) -> str:
     return "column" if bias[2] > 1 else "scalar"
 
 
-def _launch_forward(launch: _Launch, out: Tensor, lse: Tensor) -> None:
-    plan = launch.plan
-    tile = plan.tile(Kernel.FORWARD)
-    heads = plan.batch * plan.query_heads
-    section = plan.group * plan.section(plan.keys, plan.batch * plan.key_heads)
-    _triton.launch(
-        attention_forward_kernel, (_triton.ceil_div(plan.queries, tile.queries) * heads,),
-        (launch.q, launch.k, launch.v, out, lse, launch.padding, launch.sequences, launch.bias, launch.seed,
-         *launch.angles),
-        (*plan.sizes, *plan.strides, *plan.scalars, section),
-        (plan.options(tile),), tile.num_warps, tile.num_stages,
-    )  # fmt: skip
-
-
-def _launch_short_forward(launch: _Launch, tile: Tile, out: Tensor, lse: Tensor) -> None:
-    plan = launch.plan
-    grid = (_triton.ceil_div(plan.queries, tile.queries) * plan.batch * plan.query_heads,)
-    _triton.launch(
-        attention_short_forward_kernel, grid,
-        (launch.q, launch.k, launch.v, out, lse, launch.padding, launch.bias, launch.seed, *launch.angles),
-        (*plan.sizes, *plan.strides, *plan.scalars),
-        (plan.options(tile),), tile.num_warps, tile.num_stages,
-    )  # fmt: skip
-
-
-def _launch_decode(launch: _Launch, out: Tensor, lse: Tensor) -> None:
-    plan = launch.plan
-    tile = plan.tile(Kernel.DECODE)
-    device = launch.q.device
-    programs = plan.batch * plan.key_heads
-    blocks = _triton.ceil_div(plan.keys, tile.keys)
-    split_blocks = _triton.ceil_div(blocks, _splits(programs, blocks, _triton.multiprocessors(device)))
-    splits = _triton.ceil_div(blocks, split_blocks)
+def _decode(given: _Given, out: Tensor, lse: Tensor) -> None:
+    q, k, v = given.call[:3]
+    splits, launch, combine = given.plan.decode
     partial = partial_max = partial_sum = None
     if splits > 1:
-        rows = (splits, *launch.q.shape[:3])
-        partial = torch.empty((*rows, plan.head_dim), dtype=torch.float32, device=device)
-        partial_max, partial_sum = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-    options = plan.options(tile)._replace(
-        BLOCK_M=max(16, _triton.next_power_of_2(plan.queries * plan.group)), BIAS="", BIAS_ALIGNMENT=1
-    )
-    pointers = (launch.q, launch.k, launch.v, out, lse, partial, partial_max, partial_sum)
-    _triton.launch(
-        attention_decode_kernel, (programs, splits), (*pointers, launch.padding, launch.bias, launch.seed),
-        (*plan.sizes, split_blocks * tile.keys, *plan.strides, *plan.bias_strides, *plan.numbers),
-        (options,), tile.num_warps, tile.num_stages,
-    )  # fmt: skip
+        rows = (splits, *given.plan.lse_shape)
+        partial = torch.empty((*rows, given.plan.head_dim), dtype=torch.float32, device=q.device)
+        partial_max, partial_sum = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    launch(q, k, v, out, lse, partial, partial_max, partial_sum, given.padding, given.bias, given.seed)
     if splits > 1:
-        _triton.launch(
-            attention_combine_kernel, (plan.batch * plan.query_heads * plan.queries,),
-            (partial, partial_max, partial_sum, out, lse),
-            (plan.query_heads, plan.queries, splits, keep_scale(launch.dropout_p)),
-            (plan.head_dim, plan.block_d, tiles.COMBINED_SPLITS), num_warps=1, num_stages=3,
-        )  # fmt: skip
+        combine(partial, partial_max, partial_sum, out, lse)
 
 
-@functools.lru_cache(maxsize=1024)
 def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
     """Into how many parts the keys are split: one where the device is busy anyway or the keys are few, else the fewest
     that fill the waves of programs to 85 % of what the best number does."""
@@ -315,64 +372,17 @@ def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
     return next(count for count, value in zip(candidates, efficiency, strict=True) if value >= 0.85 * max(efficiency))
 
 
-def _launch_backward(launch: _Launch, out: Tensor, lse: Tensor, dlse: Tensor | None, statistics: Tensor | None) -> None:
-    plan = launch.plan
-    dout, dq, dk, dv = launch.gradients
-    tile = plan.tile(Kernel.QUERY_GRADIENT)
-    grid = (_triton.ceil_div(plan.queries, tile.queries) * plan.batch * plan.query_heads,)
-    heads = plan.batch * plan.key_heads
-    masks = (launch.padding, launch.sequences, launch.bias, launch.seed, *launch.angles)
-    _triton.launch(
-        attention_backward_query_kernel, grid,
-        (launch.q, launch.k, launch.v, out, lse, dout, dlse, statistics, dq, *masks),
-        (*plan.sizes, *plan.strides, *plan.gradient_strides[:6], *plan.scalars,
-         plan.group * plan.section(plan.keys, heads)),
-        (plan.options(tile),), tile.num_warps, tile.num_stages,
-    )  # fmt: skip
-    tile = plan.tile(Kernel.KEY_GRADIENT)
-    _triton.launch(
-        attention_backward_key_kernel, (_triton.ceil_div(plan.keys, tile.keys) * heads,),
-        (launch.q, launch.k, launch.v, lse, dout, statistics, dk, dv, *masks),
-        (*plan.sizes, *plan.strides, *plan.gradient_strides[:3], *plan.gradient_strides[6:], *plan.scalars,
-         plan.section(plan.queries * plan.group, heads)),
-        (plan.options(tile),), tile.num_warps, tile.num_stages,
-    )  # fmt: skip
-
-
-def _launch_short_backward(
-    launch: _Launch, tile: Tile, lse: Tensor, dlse: Tensor | None, statistics: Tensor | None
-) -> None:
-    plan = launch.plan
-    dout, *gradients = launch.gradients
-    pointers = (launch.q, launch.k, launch.v, lse, dout, dlse, statistics, *gradients)
-    _triton.launch(
-        attention_short_backward_kernel, (plan.batch, plan.key_heads),
-        (*pointers, launch.padding, launch.bias, launch.seed, *launch.angles),
-        (*plan.sizes[1:], *plan.strides, *plan.gradient_strides, *plan.scalars),
-        (plan.options(tile),), tile.num_warps, tile.num_stages,
-    )  # fmt: skip
-
-
-def _bias_gradient(launch: _Launch, lse: Tensor, dlse: Tensor | None, statistics: Tensor | None) -> Tensor:
+def _bias_gradient(
+    given: _Given, lse: Tensor, dout: Tensor, dlse: Tensor | None, statistics: Tensor | None,
+    masks: tuple[Tensor | None, ...],
+) -> Tensor:  # fmt: skip
     """dbias, summed over the axes on which the bias is broadcast. Each program sums dS over a share of those; the
     shares are added up at the end."""
-    plan = launch.plan
-    bias = launch.bias
+    bias = given.bias
     assert bias is not None
     if bias.shape[3] == 1:
         return shift_gradient(dlse, lse, bias)
-    tile = plan.tile(Kernel.BIAS_GRADIENT)
-    blocks = (_triton.ceil_div(plan.queries, tile.queries), _triton.ceil_div(plan.keys, tile.keys))
-    own = bias.shape[0] * bias.shape[1] * (blocks[0] if bias.shape[2] > 1 else 1) * blocks[1]
-    shared = plan.batch * plan.query_heads * blocks[0] * blocks[1] // own
-    splits = max(1, min(shared, tiles.MAXIMUM_SPLITS, 2 * _triton.multiprocessors(bias.device) // own))
+    splits, launch = given.plan.bias_gradient
     partial = torch.empty((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32, device=bias.device)
-    pointers = (launch.q, launch.k, launch.v, lse, launch.gradients[0], statistics, partial)
-    _triton.launch(
-        attention_backward_bias_kernel, (own * splits,),
-        (*pointers, launch.padding, launch.sequences, bias, launch.seed),
-        (plan.batch, *plan.sizes, bias.shape[0], bias.shape[1], splits, *plan.strides,
-         *plan.gradient_strides[:3], *plan.scalars),
-        (plan.options(tile),), tile.num_warps, tile.num_stages,
-    )  # fmt: skip
+    launch(*given.call[:3], lse, dout, statistics, partial, *masks[:4])
     return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)

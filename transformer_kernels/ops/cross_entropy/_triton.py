@@ -7,6 +7,8 @@ what lies beyond the N classes is not looked at; where the gradient is written o
 are (N + 1,): one of each class, and their mean.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ BACKWARD = Tiles("cross_entropy backward", column_blocks, widest=256, narrowest=
 ROWS_OF_ONE_PROGRAM = 1 << 16
 """How many losses one program adds up; a sum over more is worth PyTorch's several launches."""
 
-REDUCTION = RowTile(rows=1, columns=4096, num_warps=16)
+REDUCTION = RowTile(rows=1, columns=4096, num_warps=16, num_stages=3)
 
 
 @triton.jit
@@ -304,7 +306,10 @@ def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -
     return losses, logits
 
 
-def _numbers(options: RowLoss) -> tuple[int, float, float | None, float | None]:
+Numbers = tuple[int, float, float | None, float | None]
+
+
+def _numbers(options: RowLoss) -> Numbers:
     """ignore_index, smoothing, z_loss and softcap, as every kernel takes them."""
     return options.ignore_index, options.label_smoothing, options.z_loss or None, options.softcap
 
@@ -313,18 +318,21 @@ def _launch_rows(logits: Tensor, targets: Tensor, losses: Tensor, statistics: Te
     """The forward kernel over logits (M, V); without `statistics` it leaves the gradient in their place."""
     (M, N), S = logits.shape, logits.stride(0)
     tile = FORWARD.find(_triton.capability(logits.device), logits.element_size(), S)
-    vector = _triton.vector_width(logits.element_size(), S)
-    arguments = (logits, targets, options.weights, losses, statistics, M, N, S, *_numbers(options))
-    kind = (options.label_smoothing > 0.0, statistics is None)
-    with _triton.launching_on(logits.device):
-        if tile.columns >= S:
-            cross_entropy_forward_kernel[(_triton.ceil_div(M, tile.rows),)](
-                *arguments, *kind, S > N, vector, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
-            )
-        else:
-            cross_entropy_forward_two_pass_kernel[(M,)](
-                *arguments, *kind, vector, tile.columns, num_warps=tile.num_warps, num_stages=1
-            )
+    launch = _forward_launch(tile, M, N, S, logits.element_size(), _numbers(options), statistics is None)
+    launch(logits, targets, options.weights, losses, statistics)
+
+
+@_triton.planned
+def _forward_launch(
+    tile: RowTile, M: int, N: int, S: int, itemsize: int, options: Numbers, gradient: bool
+) -> _triton.Launch:
+    numbers, vector = (M, N, S, *options), _triton.vector_width(itemsize, S)
+    kind = (options[1] > 0.0, gradient)
+    if tile.columns < S:
+        constants: tuple[Any, ...] = (*kind, vector, tile.columns)
+        return _triton.Launch(cross_entropy_forward_two_pass_kernel, (M,), numbers, constants, tile.num_warps)
+    grid, constants = (_triton.ceil_div(M, tile.rows),), (*kind, S > N, vector, tile.rows, tile.columns)
+    return _triton.Launch(cross_entropy_forward_kernel, grid, numbers, constants, tile.num_warps)
 
 
 def reduced(
@@ -338,11 +346,16 @@ def reduced(
         count = targets.ne(ignore_index).sum().float() if mean else None
         return losses.sum() if count is None else losses.sum() / count, count
     loss, count = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
-    with _triton.launching_on(losses.device):
-        sum_losses_kernel[(1,)](
-            losses, targets, loss, count, rows, ignore_index, mean, REDUCTION.columns, num_warps=REDUCTION.num_warps
-        )
+    _sum_launch(rows, ignore_index, mean)(losses, targets, loss, count)
     return loss, count if mean else None
+
+
+@_triton.planned
+def _sum_launch(rows: int, ignore_index: int, mean: bool) -> _triton.Launch:
+    constants = (mean, REDUCTION.columns)
+    return _triton.Launch(
+        sum_losses_kernel, (1,), (rows, ignore_index), constants, REDUCTION.num_warps, REDUCTION.num_stages
+    )
 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
@@ -352,13 +365,15 @@ def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, w
     N = logits.shape[-1]
     M = logits.numel() // N
     tile = BACKWARD.find(_triton.capability(logits.device), logits.element_size(), N)
-    vector = _triton.vector_width(logits.element_size(), N)
     dlogits = torch.empty_like(logits)
-    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
-    with _triton.launching_on(logits.device):
-        cross_entropy_backward_kernel[grid](
-            dloss, logits, targets, options.weights, statistics, count, dlogits, M, N, *_numbers(options),
-            options.label_smoothing > 0.0, reduction == "none", reduction == "mean", vector, tile.rows, tile.columns,
-            num_warps=tile.num_warps, num_stages=1,
-        )  # fmt: skip
+    launch = _backward_launch(tile, M, N, logits.element_size(), _numbers(options), reduction)
+    launch(dloss, logits, targets, options.weights, statistics, count, dlogits)
     return (dlogits,)
+
+
+@_triton.planned
+def _backward_launch(tile: RowTile, M: int, N: int, itemsize: int, options: Numbers, reduction: str) -> _triton.Launch:
+    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
+    kind = (options[1] > 0.0, reduction == "none", reduction == "mean")
+    constants = (*kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
+    return _triton.Launch(cross_entropy_backward_kernel, grid, (M, N, *options), constants, tile.num_warps)

@@ -1,5 +1,7 @@
 """Token embedding, positions, LayerNorm and dropout in Triton: one pass, and in the backward pass the rows again."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
-from transformer_kernels.backends.triton_tiles import Tiles, persistent_rows, whole_rows
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles, persistent_rows, whole_rows
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
 from transformer_kernels.ops.embedding._scatter import table_gradients
 from transformer_kernels.ops.layer_norm._triton_backward import normalised_gradient
@@ -153,14 +155,25 @@ def forward(call: EmbeddingCall) -> EmbeddingResult:
     y = torch.empty((*tokens.shape, N), dtype=weight.dtype, device=weight.device)
     mean = None if norm_weight is None else torch.empty(M, dtype=torch.float32, device=weight.device)
     rstd = None if mean is None else torch.empty_like(mean)
-    kind = (positions is not None, position_ids is not None, norm_weight is not None, norm_bias is not None)
-    with _triton.launching_on(weight.device):
-        embedding_forward_kernel[(_triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns))](
-            weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd, *sizes, scale, eps,
-            *dropout_numbers(dropout_p), *kind, seed is not None, _triton.vector_width(weight.element_size(), N),
-            tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1,
-        )  # fmt: skip
+    given = (
+        positions is not None, position_ids is not None, norm_weight is not None, norm_bias is not None,
+        seed is not None,
+    )  # fmt: skip
+    numbers = (*sizes, scale, eps, *dropout_numbers(dropout_p))
+    launch = _launch(embedding_forward_kernel, tile, numbers, given, weight.element_size())
+    launch(weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd)
     return EmbeddingResult(y, mean, rstd)
+
+
+@_triton.planned
+def _launch(
+    kernel: Any, tile: RowTile, numbers: tuple[float, ...], given: tuple[bool, ...], itemsize: int
+) -> _triton.Launch:
+    """A launch over tiles of rows and columns; M and N lead the numbers."""
+    M, N = int(numbers[0]), int(numbers[1])
+    grid = (_triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns))
+    constants = (*given, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
+    return _triton.Launch(kernel, grid, numbers, constants, tile.num_warps)
 
 
 def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted: Wanted) -> tuple[Tensor | None, ...]:
@@ -176,15 +189,21 @@ def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted:
     programs = min(_triton.ceil_div(M, tile.rows), tile.programs * _triton.multiprocessors(weight.device))
     ds = torch.empty_like(dy)
     partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=weight.device)
-    kind = (positions is not None, position_ids is not None, has_bias, seed is not None)
-    with _triton.launching_on(weight.device):
-        embedding_backward_kernel[(programs,)](
-            dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials, *sizes, scale,
-            *dropout_numbers(dropout_p), *kind, _triton.vector_width(weight.element_size(), N), tile.num_stages,
-            tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
-        sums = sum_partials(partials, norm_weight.dtype)
+    given = (positions is not None, position_ids is not None, has_bias, seed is not None)
+    numbers = (*sizes, scale, *dropout_numbers(dropout_p))
+    launch = _backward_launch(tile, programs, numbers, given, weight.element_size())
+    launch(dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials)
+    sums = sum_partials(partials, norm_weight.dtype)
     return *table_gradients(call, ds, wanted), sums[0], sums[1] if has_bias else None
+
+
+@_triton.planned
+def _backward_launch(
+    tile: RowTile, programs: int, numbers: tuple[float, ...], given: tuple[bool, ...], itemsize: int
+) -> _triton.Launch:
+    vector = _triton.vector_width(itemsize, int(numbers[1]))
+    constants = (*given, vector, tile.num_stages, tile.rows, tile.columns)
+    return _triton.Launch(embedding_backward_kernel, (programs,), numbers, constants, tile.num_warps, tile.num_stages)
 
 
 def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
@@ -193,9 +212,5 @@ def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
     M = dy.numel() // N
     tile = FORWARD.find(_triton.capability(dy.device), dy.element_size(), N)
     ds = torch.empty_like(dy)
-    with _triton.launching_on(dy.device):
-        embedding_dropout_kernel[(_triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns))](
-            dy, seed, ds, M, N, *dropout_numbers(dropout_p), _triton.vector_width(dy.element_size(), N),
-            tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1,
-        )  # fmt: skip
+    _launch(embedding_dropout_kernel, tile, (M, N, *dropout_numbers(dropout_p)), (), dy.element_size())(dy, seed, ds)
     return ds

@@ -1,5 +1,7 @@
 """GELU in Triton: flat tensors, 16-byte accesses, fp32 arithmetic."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -8,7 +10,7 @@ from torch import Tensor
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
-from transformer_kernels.backends.triton_tiles import Tiles, flat
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles, flat
 from transformer_kernels.ops.gelu import GeluCall
 
 FORWARD = Tiles("gelu forward", flat, widest=1, narrowest=2)  # one tile for every count
@@ -56,10 +58,7 @@ def forward(call: GeluCall) -> Tensor:
     count = x.numel()
     tile = FORWARD.find(_triton.capability(x.device), x.element_size(), count)
     y = torch.empty_like(x)
-    with _triton.launching_on(x.device):
-        gelu_forward_kernel[(_triton.ceil_div(count, tile.columns),)](
-            x, y, count, call.approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
-        )
+    _launch(gelu_forward_kernel, tile, count, call.approximate)(x, y)
     return y
 
 
@@ -69,8 +68,11 @@ def backward(call: GeluCall, result: None, grads: Grads, wanted: Wanted) -> tupl
     count = x.numel()
     tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), count)
     dx = torch.empty_like(x)
-    with _triton.launching_on(x.device):
-        gelu_backward_kernel[(_triton.ceil_div(count, tile.columns),)](
-            dy, x, dx, count, call.approximate == "tanh", tile.columns, num_warps=tile.num_warps, num_stages=1
-        )
+    _launch(gelu_backward_kernel, tile, count, call.approximate)(dy, x, dx)
     return (dx,)
+
+
+@_triton.planned
+def _launch(kernel: Any, tile: RowTile, count: int, approximate: str) -> _triton.Launch:
+    grid = (_triton.ceil_div(count, tile.columns),)
+    return _triton.Launch(kernel, grid, (count,), (approximate == "tanh", tile.columns), tile.num_warps)

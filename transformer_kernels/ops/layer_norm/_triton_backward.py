@@ -184,31 +184,46 @@ def backward_rows(
     tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), N)
     dresidual = torch.empty_like(x)
     dx = None if seed is None else torch.empty_like(x)
-    vector = _triton.vector_width(x.element_size(), N)
-    pointers = (dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual)
-    numbers = (M, N, *dropout_numbers(dropout_p), dsummed is not None, seed is not None)
-    multiprocessors = _triton.multiprocessors(x.device)
-    one_pass = tile.columns >= N
-    if one_pass:
-        programs = min(_triton.ceil_div(M, tile.rows), tile.programs * multiprocessors)
-    else:
-        column_blocks = _triton.ceil_div(N, COLUMN_TILE.columns)
-        shares = _triton.ceil_div(COLUMN_TILE.programs * multiprocessors, column_blocks)
-        programs = min(_triton.ceil_div(M, COLUMN_TILE.rows), shares)
+    given = (dsummed is not None, seed is not None, has_bias)
+    programs, launches = _plan(tile, M, N, x.element_size(), dropout_p, given, _triton.multiprocessors(x.device))
     partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=x.device)
-    with _triton.launching_on(x.device):
-        if one_pass:
-            layer_norm_backward_kernel[(programs,)](
-                *pointers, partials, *numbers, has_bias, vector, tile.num_stages, tile.rows, tile.columns,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
-            )  # fmt: skip
-        else:
-            layer_norm_backward_two_pass_kernel[(M,)](
-                *pointers, *numbers, vector, tile.columns, num_warps=tile.num_warps, num_stages=1
-            )
-            layer_norm_backward_columns_kernel[(column_blocks, programs)](
-                dy, x, mean, rstd, partials, M, N, has_bias, vector, COLUMN_TILE.rows, COLUMN_TILE.columns,
-                num_warps=COLUMN_TILE.num_warps, num_stages=1,
-            )  # fmt: skip
-        sums = sum_partials(partials, weight.dtype)
+    pointers = (dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual)
+    if len(launches) == 1:
+        launches[0](*pointers, partials)
+    else:
+        launches[0](*pointers)
+        launches[1](dy, x, mean, rstd, partials)
+    sums = sum_partials(partials, weight.dtype)
     return dx, dresidual, sums[0], sums[1] if has_bias else None
+
+
+@_triton.planned
+def _plan(
+    tile: RowTile,
+    M: int,
+    N: int,
+    itemsize: int,
+    dropout_p: float,
+    given: tuple[bool, bool, bool],
+    multiprocessors: int,
+) -> tuple[int, tuple[_triton.Launch, ...]]:
+    """How many programs leave partial sums, and the launches: one that keeps rows in registers, or two."""
+    has_dsummed, dropped, has_bias = given
+    vector = _triton.vector_width(itemsize, N)
+    numbers = (M, N, *dropout_numbers(dropout_p))
+    if tile.columns >= N:
+        programs = min(_triton.ceil_div(M, tile.rows), tile.programs * multiprocessors)
+        constants = (has_dsummed, dropped, has_bias, vector, tile.num_stages, tile.rows, tile.columns)
+        kernel, stages = layer_norm_backward_kernel, tile.num_stages
+        return programs, (_triton.Launch(kernel, (programs,), numbers, constants, tile.num_warps, stages),)
+    column_blocks = _triton.ceil_div(N, COLUMN_TILE.columns)
+    shares = _triton.ceil_div(COLUMN_TILE.programs * multiprocessors, column_blocks)
+    programs = min(_triton.ceil_div(M, COLUMN_TILE.rows), shares)
+    rows = _triton.Launch(
+        layer_norm_backward_two_pass_kernel, (M,), numbers, (has_dsummed, dropped, vector, tile.columns), tile.num_warps
+    )
+    columns = _triton.Launch(
+        layer_norm_backward_columns_kernel, (column_blocks, programs), (M, N),
+        (has_bias, vector, COLUMN_TILE.rows, COLUMN_TILE.columns), COLUMN_TILE.num_warps,
+    )  # fmt: skip
+    return programs, (rows, columns)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformer_kernels._dropout import keep_scale, keep_threshold
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, keep_by_column, round_to, to_fp32
-from transformer_kernels.backends.triton_tiles import Tiles, whole_rows
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles, whole_rows
 
 FORWARD = Tiles("layer_norm forward", whole_rows, widest=16384)
 
@@ -162,20 +162,22 @@ def forward_rows(
     mean = torch.empty(M, dtype=torch.float32, device=x.device) if centre else None
     # rstd has memory of its own: the alignment of half a buffer would follow M, and so would compilations
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    threshold, keep_scale = dropout_numbers(dropout_p)
-    pointers = (x, residual, seed, weight, bias, y, summed, mean, rstd)
-    numbers = (M, N, eps, threshold, keep_scale)
-    kind = (residual is not None, seed is not None, bias is not None, _triton.vector_width(x.element_size(), N))
-    with _triton.launching_on(x.device):
-        if tile.columns >= N:
-            layer_norm_forward_kernel[(_triton.ceil_div(M, tile.rows),)](
-                *pointers, *numbers, *kind, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1
-            )
-        else:
-            layer_norm_forward_two_pass_kernel[(M,)](
-                *pointers, *numbers, *kind, tile.columns, num_warps=tile.num_warps, num_stages=1
-            )
+    given = (residual is not None, seed is not None, bias is not None)
+    launch = _launch(tile, M, N, x.element_size(), eps, dropout_p, given)
+    launch(x, residual, seed, weight, bias, y, summed, mean, rstd)
     return y, summed, mean, rstd
+
+
+@_triton.planned
+def _launch(
+    tile: RowTile, M: int, N: int, itemsize: int, eps: float, dropout_p: float, given: tuple[bool, bool, bool]
+) -> _triton.Launch:
+    numbers = (M, N, eps, *dropout_numbers(dropout_p))
+    kind = (*given, _triton.vector_width(itemsize, N))
+    if tile.columns < N:
+        return _triton.Launch(layer_norm_forward_two_pass_kernel, (M,), numbers, (*kind, tile.columns), tile.num_warps)
+    grid = (_triton.ceil_div(M, tile.rows),)
+    return _triton.Launch(layer_norm_forward_kernel, grid, numbers, (*kind, tile.rows, tile.columns), tile.num_warps)
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:

@@ -1,5 +1,6 @@
 """Rotary positions in Triton: the heads of q and k in one launch, cos and sin read once for each of their tokens."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -84,14 +85,21 @@ def rotary_kernel(
 def rotate(call: RotaryCall, heads: Heads, out: Heads, *, back: bool) -> None:
     cos, sin = call.cos, call.sin
     q, k = heads
-    batch, count, length, width = q.shape
-    half = cos.shape[-1]
     kv_heads = 0 if k is None else k.shape[1]
-    block = max(8, _triton.next_power_of_2(half))
-    rows = max(1, BYTES // (block * q.element_size()))
     table = 0 if len(cos) == 1 else cos.stride(0)
-    with _triton.launching_on(q.device):
-        rotary_kernel[(_triton.ceil_div(length, rows) * (count + kv_heads) * batch,)](
-            q, k, cos, sin, *out, count, kv_heads, length, width, half, *heads.strides(), *out.strides(), table,
-            back, call.interleaved, _triton.vector_width(2, half, width), rows, block, num_warps=4, num_stages=1,
-        )  # fmt: skip
+    strides = (*heads.strides(), *out.strides(), table)
+    launch = _launch(q.shape, kv_heads, cos.shape[-1], q.element_size(), strides, back, call.interleaved)
+    launch(q, k, cos, sin, *out)
+
+
+@_triton.planned
+def _launch(
+    shape: torch.Size, kv_heads: int, half: int, itemsize: int, strides: tuple[int, ...], back: bool, interleaved: bool
+) -> _triton.Launch:
+    batch, count, length, width = shape
+    block = max(8, _triton.next_power_of_2(half))
+    rows = max(1, BYTES // (block * itemsize))
+    grid = (_triton.ceil_div(length, rows) * (count + kv_heads) * batch,)
+    numbers = (count, kv_heads, length, width, half, *strides)
+    constants = (back, interleaved, _triton.vector_width(2, half, width), rows, block)
+    return _triton.Launch(rotary_kernel, grid, numbers, constants, num_warps=4)

@@ -1,5 +1,7 @@
 """Softmax over the last axis in Triton: rows in registers where they fit, an online two-pass walk where they do not."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -8,7 +10,7 @@ from torch import Tensor
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
-from transformer_kernels.backends.triton_tiles import Tiles, whole_rows
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles, whole_rows
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 FORWARD = Tiles("softmax forward", whole_rows, widest=32768)
@@ -191,26 +193,48 @@ def forward(call: SoftmaxCall) -> Tensor:
     N = x.shape[-1]
     M = x.numel() // N
     tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
-    vector = _triton.vector_width(x.element_size(), N)
     y = torch.empty_like(x)
-    if mask is None:
-        mask_sizes: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
-        mask_kind = (False, causal, vector, False, 1)
-    else:
-        strides = mask.stride()
-        mask_sizes = (mask.shape[1], mask.shape[2], *strides)
-        contiguous = strides[3] == 1
-        mask_vector = _triton.vector_width(x.element_size(), *strides[:3]) if contiguous else 1
-        mask_kind = (True, causal, vector, contiguous, mask_vector)
-    queries = x.shape[-2] if causal else 1
-    arguments = (x, mask, y, M, N, queries, *mask_sizes, scale, *mask_kind)
-    with _triton.launching_on(x.device):
-        if tile.columns >= N:
-            grid = (_triton.ceil_div(M, tile.rows),)
-            softmax_forward_kernel[grid](*arguments, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1)
-        else:
-            softmax_forward_two_pass_kernel[(M,)](*arguments, tile.columns, num_warps=tile.num_warps, num_stages=1)
+    layout = None if mask is None else (mask.shape, mask.stride())
+    queries = x.shape[-2] if causal else None
+    _forward_launch(tile, M, N, x.element_size(), layout, queries, scale)(x, mask, y)
     return y
+
+
+@_triton.planned
+def _forward_launch(
+    tile: RowTile,
+    M: int,
+    N: int,
+    itemsize: int,
+    mask: tuple[torch.Size, tuple[int, ...]] | None,
+    queries: int | None,
+    scale: float,
+) -> _triton.Launch:
+    """For a mask of that shape and those strides; `queries` of a causal one."""
+    vector, causal = _triton.vector_width(itemsize, N), queries is not None
+    if mask is None:
+        sizes: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
+        kind = (False, causal, vector, False, 1)
+    else:
+        shape, strides = mask
+        sizes = (shape[1], shape[2], *strides)
+        contiguous = strides[3] == 1
+        mask_vector = _triton.vector_width(itemsize, *strides[:3]) if contiguous else 1
+        kind = (True, causal, vector, contiguous, mask_vector)
+    numbers = (M, N, queries or 1, *sizes, scale)
+    kernels = (softmax_forward_kernel, softmax_forward_two_pass_kernel)
+    return _rows_launch(kernels, tile, numbers, kind)
+
+
+def _rows_launch(
+    kernels: tuple[Any, Any], tile: RowTile, numbers: tuple[float, ...], kind: tuple[Any, ...]
+) -> _triton.Launch:
+    """The launch of the first kernel, for rows that fit into a tile, or of the second; M and N lead the numbers."""
+    M, N = int(numbers[0]), numbers[1]
+    if tile.columns < N:
+        return _triton.Launch(kernels[1], (M,), numbers, (*kind, tile.columns), tile.num_warps)
+    grid = (_triton.ceil_div(M, tile.rows),)
+    return _triton.Launch(kernels[0], grid, numbers, (*kind, tile.rows, tile.columns), tile.num_warps)
 
 
 def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
@@ -219,13 +243,12 @@ def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tupl
     N = y.shape[-1]
     M = y.numel() // N
     tile = BACKWARD.find(_triton.capability(y.device), y.element_size(), N)
-    vector = _triton.vector_width(y.element_size(), N)
     dx = torch.empty_like(y)
-    arguments = (dy, y, dx, M, N, scale, vector)
-    with _triton.launching_on(y.device):
-        if tile.columns >= N:
-            grid = (_triton.ceil_div(M, tile.rows),)
-            softmax_backward_kernel[grid](*arguments, tile.rows, tile.columns, num_warps=tile.num_warps, num_stages=1)
-        else:
-            softmax_backward_two_pass_kernel[(M,)](*arguments, tile.columns, num_warps=tile.num_warps, num_stages=1)
+    _backward_launch(tile, M, N, y.element_size(), scale)(dy, y, dx)
     return (dx,)
+
+
+@_triton.planned
+def _backward_launch(tile: RowTile, M: int, N: int, itemsize: int, scale: float) -> _triton.Launch:
+    kernels = (softmax_backward_kernel, softmax_backward_two_pass_kernel)
+    return _rows_launch(kernels, tile, (M, N, scale), (_triton.vector_width(itemsize, N),))
