@@ -13,7 +13,7 @@ endif
 test gates: export OMP_WAIT_POLICY ?= passive
 SOURCES := pyproject.toml setup.py constraints.txt
 
-.PHONY: help demo test gates mutants lint gpu bench clean
+.PHONY: help demo test gates mutants lint gpu bench wheel clean
 
 help:
 	@echo "make demo   train a character GPT on this machine and compare the backends (a few minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"
 	@echo "make lint   ruff and mypy"
 	@echo "make gpu    on a GPU: build, test, benchmark and record in OUT=runs/benchmarks"
+	@echo "make wheel  the wheel of a release in dist/, for all its GPUs (with nvcc)"
 	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results/cpu (twelve minutes)"
 
 $(BIN)/python:
@@ -64,6 +65,9 @@ gpu:
 bench: $(VENV)/.test
 	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu.sh --device cpu --out $(OUT)
 	$(BIN)/python -m benchmarks.cli --merge $(OUT)
+
+wheel:
+	.ci/wheel --release dist
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

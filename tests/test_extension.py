@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from transformer_kernels._errors import BackendUnavailable
 from transformer_kernels.backends import build as _build
 from transformer_kernels.backends import cuda as _extension
+from transformer_kernels.reports.cuda import disassembler, machine_code
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.device("cuda", 0)
@@ -163,12 +165,32 @@ def test_architectures_are_read() -> None:
     assert flags[0] == "-gencode=arch=compute_80,code=sm_80" and flags[2].endswith("=compute_80,code=compute_80")
     assert _build.gencode_flags("compute_80") == (["-gencode=arch=compute_80,code=compute_80"], "compute_80")
     release = _build.gencode_flags(_build.RELEASE_ARCHITECTURES)[1]
-    assert release == "sm_80 sm_90a sm_100 sm_120 compute_120"
+    assert release == "sm_80 sm_90a sm_100 sm_120 compute_100"
+    assert _build.gencode_flags("120+PTX") == (
+        ["-gencode=arch=compute_120,code=sm_120", "-gencode=arch=compute_120,code=compute_120"],
+        "sm_120 compute_120",
+    )
+    assert _build.gencode_flags("100a;120")[0][1] == "-gencode=arch=compute_120,code=sm_120"
     for gpu in (80, 86, 89, 90, 100, 103, 120, 121):  # machine code runs on its generation from its own number on
         assert any(gpu // 10 == code // 10 and gpu >= code for code in map(int, re.findall(r"sm_(\d+)", release)))
     for bad in ("", "hopper", "90+SASS"):
         with pytest.raises(ValueError, match="TRANSFORMER_KERNELS_CUDA_ARCHS"):
             _build.gencode_flags(bad)
+
+
+@pytest.mark.slow
+def test_the_code_for_sm_120_does_not_depend_on_whose_ptx_it_is_made_of(tmp_path: Path) -> None:
+    toolkit = _build.find_toolkit()
+    if toolkit is None or disassembler() is None:
+        pytest.skip("no nvcc or no cuobjdump")
+    codes = []
+    for architectures in ("100;120", "120"):
+        target = tmp_path / f"{architectures}.cubin"
+        flags = [f"-I{folder}" for folder in (*toolkit.include, sysconfig.get_paths()["include"])]
+        flags += ["-std=c++17", "-O3", _build.gencode_flags(architectures)[0][-1]]
+        subprocess.run([toolkit.nvcc, *flags, "-cubin", _build.CSRC / "ops" / "gelu.cu", "-o", target], check=True)
+        codes.append(machine_code(target))
+    assert len(codes[0]) == 24 and codes[0] == codes[1]
 
 
 @pytest.fixture

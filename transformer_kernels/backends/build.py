@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -101,8 +102,11 @@ def _same_release(include: Path, nvcc: Path) -> bool:
 
 
 def gencode_flags(architectures: str) -> tuple[list[str], str]:
-    """nvcc's flags for "80;90a;120+PTX", and the list as the module will show it; +PTX adds code for later GPUs."""
-    names: list[str] = []
+    """nvcc's flags for "80;90a;120+PTX", and the list as the module will show it; +PTX adds code for later GPUs.
+
+    All from 100 on are compiled from the PTX of the lowest: ptxas makes the machine code of 120 of either.
+    """
+    targets: list[tuple[str, str]] = []
     for entry in architectures.replace(",", ";").replace(" ", ";").split(";"):
         number = entry.strip().lower().removeprefix("sm_").replace(".", "")
         only_ptx, number = number.startswith("compute_"), number.removeprefix("compute_")
@@ -111,11 +115,13 @@ def gencode_flags(architectures: str) -> tuple[list[str], str]:
         number, _, ptx = number.partition("+")
         if not number.rstrip("af").isdigit() or ptx not in ("", "ptx"):
             raise ValueError(f"TRANSFORMER_KERNELS_CUDA_ARCHS: cannot read {entry!r}; write for example 80;90a;120+PTX")
-        names += [f"sm_{number}"] * (not only_ptx) + [f"compute_{number}"] * bool(ptx or only_ptx)
-    if not names:
+        targets += [("sm", number)] * (not only_ptx) + [("compute", number)] * bool(ptx or only_ptx)
+    if not targets:
         raise ValueError("TRANSFORMER_KERNELS_CUDA_ARCHS is empty")
-    names = list(dict.fromkeys(names))
-    return [f"-gencode=arch=compute_{name.partition('_')[2]},code={name}" for name in names], " ".join(names)
+    alike = [number for _, number in targets if number.isdigit() and int(number) >= 100]
+    virtual = {number: min(alike, key=int) if number in alike else number for _, number in targets}
+    names = {f"{kind}_{number if kind == 'sm' else virtual[number]}": virtual[number] for kind, number in targets}
+    return [f"-gencode=arch=compute_{number},code={name}" for name, number in names.items()], " ".join(names)
 
 
 def present_architectures() -> str:
@@ -207,6 +213,16 @@ def _jobs() -> int | None:
     return int(os.environ["MAX_JOBS"]) if os.environ.get("MAX_JOBS", "").isdigit() else None
 
 
+def _compression(nvcc: Path) -> list[str]:
+    """nvcc's flag for the smallest machine code, a seventh: from CUDA 13 on, whose code needs driver 580 anyway.
+
+    Before, it would ask for driver 550 where 525 does.
+    """
+    said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)", said)
+    return ["--compress-mode=size"] if release and int(release[1]) >= 13 else []
+
+
 def build_cuda(folder: Path, toolkit: Toolkit, architectures: str, csrc: Path = CSRC) -> Path:
     """Builds the extension for GPUs in `folder` and returns its path."""
     if not toolkit.library:
@@ -216,6 +232,8 @@ def build_cuda(folder: Path, toolkit: Toolkit, architectures: str, csrc: Path = 
     folder.mkdir(parents=True, exist_ok=True)
     gencode, names = gencode_flags(architectures)
     device_flags = ["-std=c++17", "-O3", "--threads=2", *gencode, "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"]
+    if len(gencode) > 1:  # to be shipped; the code of one GPU is not, and would take longer
+        device_flags += _compression(toolkit.nvcc)
     device_flags += [f"-I{path}" for path in toolkit.include] + [f"-I{sysconfig.get_paths()['include']}"]
     compiler = find_host_compiler()
     target = folder / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
