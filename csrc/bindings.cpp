@@ -71,6 +71,8 @@ void bind_emulation(py::module_& m) {
   m.def("set_schedule", &set_schedule, py::arg("kind"), py::arg("seed") = 0,
         "The order in which the emulation runs threads: lowest_first, one_warp_ahead or random, with a seed.");
   m.def("counters", &counters, "What all launches since reset_counters() have counted.");
+  m.def("launches", &emulation::launches,
+        "Threads of a block and bytes of shared memory in the last launch of each kernel since reset_counters().");
   m.def("reset_counters", &emulation::reset_counters);
 }
 

@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "--kernels", action="store_true", help="only the kernels: verified on which GPU, or changed since"
     )
     info.add_argument(
-        "--static", action="store_true", help="only what compilers made of the Triton kernels: instructions and bounds"
+        "--static", action="store_true", help="only what compilers made of the GPU kernels: instructions and bounds"
     )
     commands.add_parser("bench", help="run the benchmarks (from a source checkout)", add_help=False)
     commands.add_parser("kernels", help="compile the kernels ahead of time and report on them", add_help=False)
@@ -465,7 +465,10 @@ def _info(chosen: argparse.Namespace) -> None:
     if chosen.static:
         from transformer_kernels.reports import static
 
-        print(static.page(static.recorded()), end="")
+        print("\n".join(map(static.page, static.BACKENDS)), end="")
+        for backend in static.BACKENDS:
+            if changed := static.changed(backend, static.recorded(backend)):
+                print(f"\nThe {static.BACKENDS[backend]} sources of these changed since: {', '.join(changed)}")
         return
     from transformer_kernels.reports.installation import describe_installation
 

@@ -6,8 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fiber.h"
@@ -140,6 +142,7 @@ void close_hopper(Block& block);                    // finds what is still under
 
 struct LaunchRequest {
   const char* name;
+  const char* kernel;  // with its template arguments, in the compiler's words
   dim3 grid, block;
   size_t shared_bytes;
 };
@@ -149,6 +152,8 @@ void run(const LaunchRequest& request, const std::function<void()>& kernel);
 
 void set_schedule(Schedule schedule);
 Counters counters();
+// Threads of a block and bytes of shared memory in the last launch of each kernel since reset_counters().
+std::map<std::string, std::pair<uint64_t, size_t>> launches();
 void reset_counters();
 int emulated_architecture();  // 80, 86, 89, 90, 100 or 120, from TRANSFORMER_KERNELS_EMULATE_ARCH
 size_t shared_bytes_per_block(int architecture);

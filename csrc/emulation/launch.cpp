@@ -132,6 +132,7 @@ class Workers {
 Workers* workers = nullptr;
 std::mutex launch_mutex;
 Counters total{};
+std::map<std::string, std::pair<uint64_t, size_t>> launched;
 Schedule current_schedule;
 
 unsigned wanted_threads() {
@@ -162,6 +163,7 @@ size_t shared_bytes_per_block(int architecture) {
 void run(const LaunchRequest& request, const std::function<void()>& kernel) {
   check_limits(request);
   const std::lock_guard<std::mutex> lock(launch_mutex);
+  launched[request.kernel] = {uint64_t{request.block.x} * request.block.y * request.block.z, request.shared_bytes};
   Job job(request, kernel, current_schedule);
   static const unsigned threads = wanted_threads();
   if (threads > 1 && job.blocks > 1) {
@@ -189,6 +191,12 @@ Counters counters() {
 void reset_counters() {
   const std::lock_guard<std::mutex> lock(launch_mutex);
   total = Counters{};
+  launched.clear();
+}
+
+std::map<std::string, std::pair<uint64_t, size_t>> launches() {
+  const std::lock_guard<std::mutex> lock(launch_mutex);
+  return launched;
 }
 
 }  // namespace emulation

@@ -18,7 +18,7 @@ from transformer_kernels import cli
 from transformer_kernels.backends.triton import MINIMUM_VERSION
 from transformer_kernels.reports import static
 from transformer_kernels.reports import triton as kernel_report
-from transformer_kernels.reports.machine_code import Loop, loops_of
+from transformer_kernels.reports.machine_code import Flow, Loop, bytes_in_flight, in_flight, loops_of
 from transformer_kernels.reports.row_calls import WIDTHS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -56,8 +56,9 @@ def test_a_sample_of_the_launches_passes_its_gates(operation: str, matching: str
 def test_every_launch_passes_its_gates(operation: str) -> None:
     reports = kernel_report.report([operation], jobs=1, every=EVERY)
     _assert_gates(reports)
-    record = static.recorded()
-    assert record["triton"] != triton.__version__ or not static.grown(reports, record)
+    record = static.recorded("triton")
+    grown = static.grown(reports, record) if record["compiler"] == static.release("triton") else []
+    assert not grown, "\n".join(grown)
 
 
 @pytest.mark.slow
@@ -104,7 +105,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_gate_that_fails_is_named() -> None:
     report = kernel_report.KernelReport(
         "sample", (8, 0), 4, registers=255, stack=8, spills=2, shared=170_000, matrix=0, loads=3, wide_loads=0,
-        wide_stores=0, instructions=100, programs=1, loops=(), failures=(),
+        wide_stores=0, instructions=100, programs=1, in_flight=0, loops=(), failures=(),
     )  # fmt: skip
     found = kernel_report.failures(report, {"no_spills", "matrix", "wide_loads", "wide_stores"})
     assert found == (
@@ -118,9 +119,11 @@ def test_a_gate_that_fails_is_named() -> None:
 
 
 def test_figures_that_grow_are_named() -> None:
-    name, before = next(iter(static.recorded()["launches"].items()))
+    record = static.recorded("triton")
+    name, before = next(iter(record["launches"].items()))
     figures = json.loads(json.dumps(before))
     figures["registers"] *= 2
+    figures["in_flight"] /= 2
     figures["loops"][0]["bound"] /= 2
     launch, _, architecture = name.rpartition(" sm_")
     report = SimpleNamespace(
@@ -128,41 +131,106 @@ def test_figures_that_grow_are_named() -> None:
         name=launch,
         capability=tuple(map(int, architecture)),
     )
-    found = static.grown([report], static.recorded())
-    assert [text.removeprefix(f"{name}: ").rsplit(" ", 3)[0] for text in found] == ["registers", "1 / bound of loop 1"]
-    report.registers, report.loops = before["registers"], [Loop(**loop) for loop in before["loops"]]
-    assert not static.grown([report], static.recorded())
+    found = [text.removeprefix(f"{name}: ").rsplit(" ", 3)[0] for text in static.grown([report], record)]
+    assert found == ["registers", "1 / bytes in flight", "1 / bound of loop 1"]
+    report.registers, report.in_flight = before["registers"], before["in_flight"]
+    report.loops = [Loop(**loop) for loop in before["loops"]]
+    assert not static.grown([report], record)
 
 
-def test_the_page_of_bounds_is_the_records(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_of_bounds_are_the_records(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--static"]) == 0
-    assert capsys.readouterr().out == static.PAGE.read_text()
+    pages = [(static.FOLDER / f"{backend}.md").read_text() for backend in ("triton", "cuda")]
+    assert capsys.readouterr().out.startswith("\n".join(pages))
 
 
-SASS = """
-.text.kernel:
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-.L_x_1:
-        /*0010*/                   LDG.E.128 R4, [R2] ;
-.L_x_0:
-        /*0020*/              @!P0 LDSM.16.M88.4 R8, [R9] ;
-        /*0030*/                   HMMA.16816.F32.BF16 R12, R8, R4, R12 ;
-        /*0040*/                   MUFU.EX2 R3, R3 ;
-        /*0050*/               @P1 BRA `(.L_x_0) ;
-        /*0060*/                   BRA `(.L_x_1) ;
-        /*0070*/                   EXIT ;
+def test_only_what_changed_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = {"softmax": "1", "gelu": "1"}
+    loop = Loop(100, {"float": 100}, 0.5)
+    compiled: list[str] = []
+
+    def reports(backend: str, wanted: list[str]) -> list[SimpleNamespace]:
+        compiled.extend(wanted)
+        return [
+            SimpleNamespace(
+                name=f"{part} bf16 64: {part}_forward", capability=(8, 0), registers=len(compiled), spills=0, shared=0,
+                programs=8, in_flight=0, loops=(loop,),
+            )
+            for part in wanted
+        ]  # fmt: skip
+
+    monkeypatch.setattr(static, "FOLDER", tmp_path)
+    monkeypatch.setattr(static, "parts", lambda backend: hashes)
+    monkeypatch.setattr(static, "release", lambda backend: "nvcc 13.0")
+    monkeypatch.setattr(static, "reports", reports)
+    assert static.update("cuda")[1] == ["softmax", "gelu"] and static.update("cuda")[1] == []
+    assert "## softmax\n" in static.page("cuda") and "| bf16 64: gelu_forward | sm_80 | 2 |" in static.page("cuda")
+    hashes["softmax"] = "2"
+    assert static.changed("cuda", static.recorded("cuda")) == ["softmax"] == static.update("cuda")[1]
+    registers = {name: found["registers"] for name, found in static.recorded("cuda")["launches"].items()}
+    assert registers == {"softmax bf16 64: softmax_forward sm_80": 3, "gelu bf16 64: gelu_forward sm_80": 2}
+    hashes.pop("gelu")
+    assert static.update("cuda")[1] == [] and len(static.recorded("cuda")["launches"]) == 1
+    monkeypatch.setattr(static, "release", lambda backend: "nvcc 13.1")
+    assert static.update("cuda")[1] == ["softmax"]
+
+
+LOOP = """
+LDGSTS.E.BYPASS.128 [R20], [R2.64]
+LDGDEPBAR
+LDG.E.128 R4, [R2]
+@P1 BRA 0x60
+FADD R30, R30, R30
+BRA 0x60
+@!P0 LDSM.16.M88.4 R8, [R9]
+HMMA.16816.F32.BF16 R12, R8, R4, R12
+DEPBAR.LE SB0, 0x0
+MUFU.EX2 R3, R3
+@P2 BRA 0xd0
+FMUL R3, R3, R3
+FMUL R3, R3, R3
+@P1 BRA 0x60
+@P3 BRA 0x20
+EXIT
 """
 
 
+def code_of(text: str) -> list[tuple[int, str]]:
+    return [(0x10 * number, line) for number, line in enumerate(text.strip().splitlines())]
+
+
 def test_the_innermost_loop_is_classified_and_bound() -> None:
-    (loop,) = loops_of(SASS, 4, (8, 0))
-    assert loop.classes == {"branch": 1, "matrix": 1, "shared": 1, "special": 1} and loop.instructions == 4
-    assert loop.bound == 1.0  # 4 warps * 4096 / 2048 = 8 clocks of products, and 8 of a special function
-    assert loops_of(SASS, 4, (9, 0))[0].bound == 0.5
-    straight = SASS.replace("BRA", "NOP").replace("HMMA", "STG.E.64") + 292 * "        /*0080*/    FADD R1, R1, R1 ;\n"
-    (whole,) = loops_of(straight, 4, (9, 0))
-    assert whole.instructions == 300 and whole.classes["float"] == 292  # 32 lanes move 16 and 8 bytes each
-    assert whole.bound == pytest.approx(32 * 24 / (3.35e12 / (4 * 132 * 1.83e9)) / 300, abs=1e-3)
+    flow = Flow(code_of(LOOP))
+    (loop,) = loops_of(flow, (8, 0))
+    assert loop.classes == {"branch": 2, "matrix": 1, "shared": 1, "special": 1, "wait": 1} and loop.instructions == 6
+    assert loop.bound == 1.0  # 4 * 4096 / 2048 = 8 clocks of products, and 8 of a special function
+    assert loops_of(flow, (9, 0))[0].bound == 0.5
+    assert bytes_in_flight(flow) == 32 and in_flight(flow, 1000, 4, 2) == 2 * 4 * 32 * 32
+    with_tma = Flow(code_of(LOOP.replace("LDGSTS.E.BYPASS.128 [R20], [R2.64]", "UTMALDG.4D [UR8], [UR6]")))
+    assert in_flight(with_tma, 1000, 4, 2) == 2000
+
+
+def test_a_kernel_without_a_loop_is_judged_whole() -> None:
+    straight = "LDG.E.128 R4, [R2]\n@P0 EXIT\n" + 300 * "FADD R1, R1, R1\n" + "STG.E.64 [R2], R6\nEXIT"
+    (whole,) = loops_of(Flow(code_of(straight)), (9, 0))
+    assert whole.instructions == 304 and whole.classes["float"] == 300  # 32 lanes move 16 and 8 bytes each
+    assert whole.bound == pytest.approx(32 * 24 / (3.35e12 / (4 * 132 * 1.83e9)) / 304, abs=1e-3)
+
+
+def test_calls_are_branches_and_subroutines_no_part_of_a_loop() -> None:
+    code = (
+        "LDG.E.128 R4, [R2]\n@P0 CALL.REL.NOINC 0x50\nCALL.REL.NOINC 0xa0\nBRA.CONV ~URZ, 0x40\nFADD R1, R1, R1\n"
+        "IADD3 R2, R2, R2, RZ\n@P0 LDG.E.U16 R7, [R2]\n@P1 BRA 0x60\n@P2 BRA 0x0\nEXIT\n"
+        "MUFU.RCP R3, R3\nRET.REL.NODEC R22 0x0"
+    )
+    (loop,) = loops_of(Flow(code_of(code)), (9, 0))  # and not the one over 16 bits
+    assert loop.classes == {"global": 2, "branch": 3, "integer": 1} and loop.instructions == 6
+
+
+def test_integers_take_two_clocks() -> None:
+    code = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24\n" + 30 * "IADD3 R1, R1, R1, RZ\n" + "@P0 BRA 0x0\nEXIT"
+    (loop,) = loops_of(Flow(code_of(code)), (9, 0))
+    assert loop.bound == pytest.approx(32 / 60, abs=1e-3)  # 2 * 16 * 64 * 16 / 1024 clocks of products
 
 
 def _assert_gates(reports: list[kernel_report.KernelReport]) -> None:

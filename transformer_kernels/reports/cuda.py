@@ -9,7 +9,6 @@ becomes HGMMA in machine code; a 16-byte access is a .v4.b32 (or .v2.b64) load o
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformer_kernels.backends import build as _build
+from transformer_kernels.reports.machine_code import Code, disassembled
 
 DEFAULT_ARCHITECTURES = ("80", "90a")
 NAMESPACE = "transformer_kernels::"
@@ -44,7 +44,7 @@ class Kernel:
     loads_16_bytes: int
     register_moves: int  # setmaxnreg
     serialised: bool  # ptxas warned (C75xx) that it serialises wgmma
-    code: tuple[tuple[int, str], ...] = field(default=(), repr=False)  # machine code by address, where it was asked for
+    code: Code = field(default=(), repr=False)  # where it was asked for
 
 
 def compile_reports(
@@ -71,7 +71,7 @@ def compile_reports(
         if result.returncode:
             raise _build.BuildError(f"{source.name} for sm_{architecture}:\n{result.stderr[-3000:]}")
         ptx = next(Path(folder).glob("*.ptx")).read_text()
-        code = machine_code(Path(folder, "out.cubin")) if disassemble else {}
+        code = disassembled(Path(folder, "out.cubin")) if disassemble else {}
     return list(_parse(operation, architecture, result.stderr, ptx, code))
 
 
@@ -83,9 +83,7 @@ _ENTRY = re.compile(
 )
 
 
-def _parse(
-    operation: str, architecture: str, log: str, ptx: str, code: dict[str, list[tuple[int, str]]]
-) -> Iterable[Kernel]:
+def _parse(operation: str, architecture: str, log: str, ptx: str, code: dict[str, Code]) -> Iterable[Kernel]:
     entries = list(_ENTRY.finditer(log))
     bodies = {
         part.split("(", 1)[0].strip(): part for part in ptx.split(".entry ")[1:]
@@ -110,32 +108,8 @@ def _parse(
             len(re.findall(r"ld\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)", body)),
             body.count("setmaxnreg"),
             re.search(r"\(C75\d\d\)", log) is not None,
-            tuple(code.get(entry["mangled"], ())),
+            code.get(entry["mangled"], ()),
         )
-
-
-_INSTRUCTION = re.compile(r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?);")
-
-
-def disassembler() -> str | None:
-    """cuobjdump of a CUDA toolkit, else the one that Triton brings."""
-    spec = importlib.util.find_spec("triton")
-    bundled = Path((spec and spec.origin) or ".").parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return shutil.which("cuobjdump") or (str(bundled) if bundled.is_file() else None)
-
-
-def machine_code(cubin: Path) -> dict[str, list[tuple[int, str]]]:
-    """The instructions of each kernel in a cubin with their addresses, by its mangled name; empty without cuobjdump."""
-    tool = disassembler()
-    if tool is None:
-        return {}
-    command = [tool, "-sass", str(cubin)]
-    text = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
-    parts = (part.split("\n", 1) for part in text.split("Function : ")[1:])
-    return {
-        name.strip(): [(int(found["address"], 16), found["text"]) for found in _INSTRUCTION.finditer(body)]
-        for name, body in parts
-    }
 
 
 def _demangled(names: list[str]) -> list[str]:

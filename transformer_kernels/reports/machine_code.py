@@ -1,24 +1,36 @@
 """The loops of a kernel's machine code, and the share of the tensor or memory rate that they cannot exceed.
 
-A quarter of a multiprocessor issues one instruction a clock and computes special functions (exp2, reciprocals) for four
-lanes a clock. What a loop needs of these is set against what its matrix products, or its bytes, take at the peak rate
-of the device, as if all else overlapped perfectly and each instruction were issued once: a bound, never a speed.
+A quarter of a multiprocessor issues one instruction a clock; its lanes for integers, comparisons and selections take
+two clocks for a warp, those for special functions (exp2, reciprocals) eight. What a loop needs of these is set against
+what its matrix products, or its bytes, take at the peak rate of the device, as if all else overlapped perfectly and
+each instruction were issued once: a bound, never a speed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shutil
+import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import networkx
 
 from transformer_kernels.backends.triton import Capability, ceil_div
+
+Code = Sequence[tuple[int, str]]
+"""The instructions of a kernel, each with its address."""
 
 CLASSES = {
     "matrix": r"HGMMA|HMMA",
     "special": r"MUFU",
     "float": r"FADD|FMUL|FFMA",
-    "convert": r"F2F|I2F|F2I|PRMT",
+    "integer": r"(IADD3?|LOP3|LEA|SHF|PRMT|F?SEL|[IF]SETP|[IF]MNMX|VIADD\w*|VIMNMX\w*)\b",
+    "convert": r"F2F|I2F|F2I",
     "shuffle": r"SHFL|REDUX",
     "shared": r"LDS|STS|LDSM|STSM",
     "wait": r"LDGDEPBAR|BAR|SYNCS|WARPGROUP|WARPSYNC|DEPBAR|FENCE|MEMBAR",
@@ -26,10 +38,13 @@ CLASSES = {
     "spill": r"LDL|STL",
     "branch": r"BRA|EXIT|CALL|RET|BSSY|BSYNC",
 }
-"""Instructions by how their names begin, the first that fits; what is left (integers, selections, moves) is "other"."""
+"""Instructions by how their names begin, the first that fits; "other" are IMAD, moves, and uniform registers."""
 
-INSTRUCTION = re.compile(r"(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.[\w.]+)?)\b(.*)")
-LABEL = re.compile(r"(\.L_\w+):")
+_INSTRUCTION = re.compile(r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?);")
+_BRANCH = re.compile(r"\b(?:BRA(?!\.DIV)|CALL)\S*\s+(?:[!~]?U?[PR]\w+,?\s*)*(0x[0-9a-f]+)")
+"""BRA.DIV leads to what warps do whose lanes have parted, which those of these kernels seldom have."""
+_LEAVES = re.compile(r"BRA\S*\s+0x|EXIT|RET|BRX")
+"""What the instruction after it does not follow, unless it has a predicate."""
 
 
 @dataclass(frozen=True)
@@ -49,89 +64,223 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Loop:
-    """One innermost loop, or the whole of a kernel without one: instructions of a warp, by class, and the bound."""
+    """One loop, or the whole of a kernel without one: instructions of a warp in a round, by class, and the bound."""
 
     instructions: int
     classes: Mapping[str, int]
     bound: float
 
 
+def disassembler() -> str | None:
+    """cuobjdump of a CUDA toolkit, else the one that Triton brings."""
+    spec = importlib.util.find_spec("triton")
+    bundled = Path((spec and spec.origin) or ".").parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return shutil.which("cuobjdump") or (str(bundled) if bundled.is_file() else None)
+
+
+def disassembled(cubin: Path) -> dict[str, Code]:
+    """The machine code of each kernel in a cubin by its mangled name; nothing without cuobjdump."""
+    tool = disassembler()
+    if tool is None:
+        return {}
+    command = [tool, "-sass", str(cubin)]
+    text = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
+    parts = (part.split("\n", 1) for part in text.split("Function : ")[1:])
+    return {
+        name.strip(): [(int(found["address"], 16), found["text"].strip()) for found in _INSTRUCTION.finditer(body)]
+        for name, body in parts
+    }
+
+
+def operation(instruction: str) -> str:
+    """An instruction without its predicate."""
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction)
+
+
+def branches(code: Code) -> list[tuple[int, int]]:
+    """(from, to) of each branch, by address; of each call too, which ptxas also uses as a branch within a kernel."""
+    found = ((address, _BRANCH.search(text)) for address, text in code)
+    return [(address, int(match[1], 16)) for address, match in found if match]
+
+
 def programs_of(registers: int, shared: int, num_warps: int, capability: Capability) -> int:
     """How many programs of a launch fit on a multiprocessor: by registers, shared memory and warps."""
-    by_registers = 65536 // (8 * ceil_div(registers, 8) * 32 * num_warps)
-    by_shared = DEVICES[capability].shared // (shared + 1024)
+    warps_of_a_quarter = 16384 // (8 * ceil_div(registers, 8) * 32)
+    by_registers = 4 * warps_of_a_quarter // num_warps
+    by_shared = DEVICES[capability].shared // (128 * ceil_div(shared, 128) + 1024)
     return min(by_registers, by_shared, 64 // num_warps, 32)
 
 
-def loops_of(sass: str, num_warps: int, capability: Capability) -> list[Loop]:
-    """The innermost loops with matrix products; without any, those that read memory; without those, the whole."""
-    items = _parse(sass)
-    bodies = _innermost(items)
-    for worked in (r"HGMMA|HMMA", r"LDG|UTMALDG"):
-        chosen = [body for body in bodies if any(re.match(worked, name) for name in body)]
-        if chosen:
-            return [_judged(body, num_warps, capability) for body in chosen]
-    return [_judged([item for item in items if not item.startswith(".")], num_warps, capability)]
+@dataclass(frozen=True)
+class NaturalLoop:
+    """A natural loop: the blocks that jump back to its first one, and all of its blocks."""
+
+    latches: frozenset[int]
+    blocks: frozenset[int]
 
 
-def _parse(sass: str) -> list[str]:
-    """Labels, which begin with a point, and instructions in order; of a branch also where it goes to."""
-    found = []
-    for line in sass.splitlines():
-        text = line.strip()
-        if label := LABEL.match(text):
-            found.append(label[1])
-        elif text.startswith("/*") and (instruction := INSTRUCTION.match(text)):
-            target = re.search(r"`\((\.L_\w+)\)", instruction[2])
-            found.append(f"{instruction[1]} {target[1]}" if target else instruction[1])
-    return found
+class Flow:
+    """The blocks of straight code that control can reach, each by the index of its first instruction."""
+
+    def __init__(self, code: Code) -> None:
+        index = {address: number for number, (address, _) in enumerate(code)}
+        targets = {index[at]: index[to] for at, to in branches(code) if to in index}
+        ends = {number + 1 for number, (_, text) in enumerate(code) if number in targets or _LEAVES.match(text)}
+        starts = sorted({0, *targets.values(), *ends} - {len(code)})
+        graph = networkx.DiGraph()
+        for start, end in pairwise([*starts, len(code)]):
+            graph.add_node(start, texts=[operation(text) for _, text in code[start:end]])
+            if end - 1 in targets:
+                graph.add_edge(start, targets[end - 1])
+            if end < len(code) and not _LEAVES.match(code[end - 1][1]):
+                graph.add_edge(start, end)
+        self.graph = graph.subgraph({0} | networkx.descendants(graph, 0)).copy()
+        above = networkx.immediate_dominators(self.graph, 0)
+        tree = networkx.DiGraph((over, block) for block, over in above.items() if over not in (None, block))
+        self.back = [
+            (latch, head)
+            for latch, head in self.graph.edges
+            if latch == head or (latch in tree and head in networkx.ancestors(tree, latch))
+        ]
+        names = self.names(self.graph)
+        copies = [name for name in names if re.match(r"LDGSTS|UTMALDG", name)]
+        accesses = copies or [name for name in names if _class(name) == "global"]
+        widest = max(map(bytes_of, accesses), default=0)
+        self.work = {name for name in accesses if bytes_of(name) == widest}
+        self.products = {name for name in names if _class(name) == "matrix"}
+
+    def texts(self, blocks: Iterable[int]) -> list[str]:
+        """The instructions of some blocks, without predicates."""
+        return [text for block in blocks for text in self.graph.nodes[block]["texts"]]
+
+    def names(self, blocks: Iterable[int]) -> list[str]:
+        return [name_of(text) for text in self.texts(blocks)]
+
+    def loops(self) -> list[NaturalLoop]:
+        """Those that share a head are one."""
+        found = []
+        for head in sorted({head for _, head in self.back}):
+            latches = frozenset(latch for latch, to in self.back if to == head)
+            blocks, ahead = {head}, list(latches)
+            while ahead:
+                if (block := ahead.pop()) not in blocks:
+                    blocks.add(block)
+                    ahead += self.graph.predecessors(block)
+            found.append(NaturalLoop(latches, frozenset(blocks)))
+        return found
+
+    def whole(self) -> list[str]:
+        """The instructions of one way through the kernel with all of its work, each loop passed once."""
+        ends = [block for block, texts in self.graph.nodes(data="texts") if texts[-1].startswith("EXIT")]
+        return self.way(ends, self.graph)
+
+    def way(self, ends: Collection[int], blocks: Collection[int]) -> list[str]:
+        """The shortest of those with most matrix products, then most work in memory, then most special functions."""
+        forward = self.graph.subgraph(blocks).copy()
+        forward.remove_edges_from(self.back)
+        best: dict[int, tuple[list[int], list[int]]] = {}
+        for block in networkx.topological_sort(forward):
+            reached = [best[before] for before in forward.predecessors(block) if before in best]
+            value, way = max(reached, default=([0, 0, 0, 0], []))
+            best[block] = ([a + b for a, b in zip(value, self._value(block), strict=True)], [*way, block])
+        _, way = max(best[end] for end in ends if end in best)
+        return self.texts(way)
+
+    def _value(self, block: int) -> list[int]:
+        """What a way is chosen by. Work in memory: the widest accesses, or asynchronous copies where there are any.
+
+        Other loads beside these, and special functions beside matrix products, may be an option's.
+        """
+        names = self.names([block])
+        classes = Counter(map(_class, names))
+        special = 0 if self.products else classes["special"]
+        return [classes["matrix"], sum(name in self.work for name in names), special, -len(names)]
 
 
-def _innermost(items: list[str]) -> list[list[str]]:
-    """The instructions of each loop that holds no other one, labels left out."""
-    places = {item: index for index, item in enumerate(items) if item.startswith(".")}
-    spans = []
-    for index, item in enumerate(items):
-        name, _, target = item.partition(" ")
-        if name.startswith("BRA") and places.get(target, index) < index:
-            spans.append((places[target], index))
-    inner = [
-        (start, end)
-        for start, end in spans
-        if not any(other != (start, end) and start <= other[0] and other[1] <= end for other in spans)
-    ]
-    return [[item for item in items[start : end + 1] if not item.startswith(".")] for start, end in inner]
+def loops_of(flow: Flow, capability: Capability) -> list[Loop]:
+    """The innermost loops with matrix products; without any, those that work in memory; without those, the whole.
+
+    What a round may skip is left out: its bound holds for the shortest way through that does all of the work. A loop
+    with none but narrow accesses, over what is left of a row, is no work.
+    """
+    loops = flow.loops()
+    for worked in (flow.products, flow.work):
+        working = [loop for loop in loops if not worked.isdisjoint(flow.names(loop.blocks))]
+        inner = [loop for loop in working if not any(other.blocks < loop.blocks for other in working)]
+        if inner:
+            return [_judged(flow.way(loop.latches, loop.blocks), capability) for loop in inner]
+    return [_judged(flow.whole(), capability)]
 
 
-def _judged(body: list[str], num_warps: int, capability: Capability) -> Loop:
-    names = [item.partition(" ")[0] for item in body]
-    classes = Counter(
-        next((label for label, start in CLASSES.items() if re.match(start, name)), "other") for name in names
-    )
+def bytes_in_flight(flow: Flow) -> int:
+    """The most bytes that a lane asks global memory for before it waits for any of them.
+
+    Read off one way through the kernel with all of its work, each loop passed once. What subroutines and the TMA unit
+    copy does not show.
+    """
+    most, registers, pending, groups = 0, set[int](), 0, [0]
+    for text in flow.whole():
+        name, _, operands = text.partition(" ")
+        if name.startswith("LDGSTS"):
+            groups[-1] += bytes_of(name)
+        elif name.startswith("LDGDEPBAR"):
+            groups.append(0)
+        elif waited := re.match(r"DEPBAR\.LE SB\d, 0x(\w+)", text):
+            groups = groups[-1 - int(waited[1], 16) :]
+        elif name.startswith("LDG") and (into := re.match(r"R(\d+)", operands)):
+            pending += bytes_of(name)
+            registers |= set(range(int(into[1]), int(into[1]) + max(1, bytes_of(name) // 4)))
+        elif not name.startswith(("BRA", "BSSY", "BSYNC", "EXIT")):
+            sources = operands if name.startswith("ST") else operands.partition(",")[2]
+            if registers & {int(number) for number in re.findall(r"\bR(\d+)", sources)}:
+                pending, registers = 0, set()
+        most = max(most, pending + sum(groups))
+    return most
+
+
+def in_flight(flow: Flow, shared: int, num_warps: int, programs: int) -> int:
+    """At most how many bytes the programs of a multiprocessor wait for at a time: TMA fills their shared memory."""
+    by_tma = any(name.startswith("UTMALDG") for name in flow.names(flow.graph))
+    return programs * (shared if by_tma else 32 * num_warps * bytes_in_flight(flow))
+
+
+def name_of(instruction: str) -> str:
+    """The operation alone, such as LDG.E.128."""
+    return operation(instruction).partition(" ")[0]
+
+
+def bytes_of(name: str) -> int:
+    """What one lane of a load from or a store to global memory moves."""
+    if not re.match(r"LDG\b|LDGSTS|STG", name):
+        return 0
+    width = re.search(r"\.(8|16|64|128)\b|\.[US](8|16)\b", name)
+    return int(next(filter(None, width.groups()))) // 8 if width else 4
+
+
+def _class(name: str) -> str:
+    return next((label for label, start in CLASSES.items() if re.match(start, name)), "other")
+
+
+def _judged(texts: list[str], capability: Capability) -> Loop:
+    """What one warp of a quarter needs, set against what its products or bytes take."""
+    names = list(map(name_of, texts))
+    classes = Counter(map(_class, names))
     device = DEVICES[capability]
-    warps = num_warps / 4  # of each quarter
     float_clocks = classes["float"] * (2 if capability == (8, 0) else 1)
-    clocks = warps * max(len(names), 8 * classes["special"], float_clocks)
-    flops = sum(_flops(name) * (num_warps / 4 if name.startswith("HGMMA") else num_warps) for name in names)
-    moved = 32 * warps * sum(_bytes(name) for name in names)
-    wanted = flops / device.matrix_flops if flops else moved / device.bytes
+    clocks = max(len(names), 8 * classes["special"], 2 * classes["integer"], float_clocks)
+    flops = sum(_flops(name) for name in names)
+    moved = 32 * sum(map(bytes_of, names))
+    wanted = 4 * flops / device.matrix_flops if flops else moved / device.bytes
     return Loop(len(names), dict(sorted(classes.items())), round(wanted / max(wanted, clocks), 3))
 
 
-def _flops(name: str) -> int:
-    """Those of one matrix instruction, TF32 twice, as it takes twice the time."""
+def _flops(name: str) -> float:
+    """A warp's share of those of one matrix instruction, TF32 twice, as it takes twice the time."""
     if wide := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):
         m, n, k = map(int, wide.groups())
+        m //= 4  # of a warp group
     elif small := re.match(r"HMMA\.168(16|8|4)\.", name):
         m, n, k = 16, 8, int(small[1])
     else:
         return 0
     return 2 * m * n * k * (2 if "TF32" in name else 1)
-
-
-def _bytes(name: str) -> int:
-    """What one lane of a load from or a store to global memory moves."""
-    if not re.match(r"LDG|STG", name):
-        return 0
-    width = re.search(r"\.(8|16|64|128)\b|\.[US](8|16)\b", name)
-    return int(next(filter(None, width.groups()))) // 8 if width else 4

@@ -150,13 +150,13 @@ def calls(operation: str) -> Iterator[tuple[str, Callable[[], object]]]:
                         yield label, functools.partial(run, operation, make, arguments)
 
 
-def run(operation: str, make: Make, arguments: Arguments) -> None:
+def run(operation: str, make: Make, arguments: Arguments, backend: str = "triton") -> None:
     """There and back through the public function; what linear_cross_entropy asks of cross_entropy directly."""
     if make is _in_place:
         module = importlib.import_module("transformer_kernels.ops.cross_entropy._triton")
         module.row_losses_and_gradient(**{"options": RowLoss(-100, 0.0), **arguments})
         return
-    outputs = getattr(tk, operation)(**arguments, backend="triton")
+    outputs = getattr(tk, operation)(**arguments, backend=backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     leaves = [each for each in arguments.values() if isinstance(each, Tensor) and each.requires_grad]
     torch.autograd.grad(outputs, leaves, [torch.zeros_like(output) for output in outputs])

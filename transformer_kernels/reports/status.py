@@ -10,7 +10,7 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ OPERATIONS = WITH_KERNELS
 BACKENDS = ("triton", "cuda")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+HOST_ONLY = ("launch.h", "registry.h")
+"""Files of csrc without a line that a GPU runs."""
 INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -36,6 +38,13 @@ def kernel_sources(op: str, backend: str, checkout: Path = CHECKOUT) -> list[Pat
     if not files or not own:
         return []
     return sorted({*named, *_closure(own, lambda path: _included(path, csrc))})
+
+
+def machine_code_sources(source: str, checkout: Path = CHECKOUT) -> list[Path]:
+    """The files that decide what nvcc makes of the kernels of csrc/ops/<source>.cu."""
+    csrc = checkout / "csrc"
+    closure = _closure([csrc / "ops" / f"{source}.cu"], lambda path: _included(path, csrc))
+    return sorted(path for path in closure if path.name not in HOST_ONLY)
 
 
 def _compiled(folder: Path, op: str) -> list[Path]:
@@ -78,10 +87,13 @@ def _imported(path: Path, checkout: Path, prefix: str = "_triton") -> Iterator[P
 def kernel_hash(op: str, backend: str, checkout: Path = CHECKOUT) -> str | None:
     """SHA-256 over the names and contents of a kernel's sources; None where there is no such kernel."""
     sources = kernel_sources(op, backend, checkout)
-    if not sources:
-        return None
+    return digest_of(sources, checkout) if sources else None
+
+
+def digest_of(paths: Iterable[Path], checkout: Path = CHECKOUT) -> str:
+    """SHA-256 over the names and contents of files."""
     digest = hashlib.sha256()
-    for path in sources:
+    for path in paths:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(checkout).as_posix()}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()

@@ -29,7 +29,17 @@ from transformer_kernels.backends.triton import load
 from transformer_kernels.ops import WITH_KERNELS
 from transformer_kernels.reports import row_calls
 from transformer_kernels.reports.launches import Launch, record
-from transformer_kernels.reports.machine_code import Loop, loops_of, programs_of
+from transformer_kernels.reports.machine_code import (
+    Code,
+    Flow,
+    Loop,
+    disassembled,
+    disassembler,
+    in_flight,
+    loops_of,
+    name_of,
+    programs_of,
+)
 
 MODULE = "transformer_kernels.reports.triton"
 OPERATIONS = tuple(
@@ -43,7 +53,6 @@ MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA")
 WIDE_LOADS = r"(LDG\.[\w.]*128|LDGSTS\.[\w.]*128|UTMALDG)"
 WIDE_STORES = r"(STG\.[\w.]*128|UTMASTG)"
 ANY_LOAD = r"(LDG\b|LDGSTS\b|UTMALDG)"
-INSTRUCTION = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class KernelReport:
     wide_stores: int
     instructions: int
     programs: int
+    in_flight: int
     loops: tuple[Loop, ...]
     failures: tuple[str, ...]
 
@@ -97,15 +107,14 @@ def compile_launch(launch: Launch) -> tuple[bytes, int, str]:
     return kernel.asm["cubin"], kernel.metadata.shared, kernel.asm["ptx"]
 
 
-def disassemble(cubin: bytes) -> tuple[dict[str, int], str]:
-    """Resource usage (REG, STACK, LOCAL, ...) and SASS of a cubin, by the tools in Triton's wheel."""
-    tools = Path(str(load().__file__)).parent / "backends" / "nvidia" / "bin"
+def disassemble(cubin: bytes) -> tuple[dict[str, int], Code]:
+    """Resource usage (REG, STACK, LOCAL, ...) and machine code of the kernel in a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
-        sass = _output(tools / "nvdisasm", "-c", file.name)
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}, sass
+        usage = _output(str(disassembler()), "-res-usage", file.name)
+        (code,) = disassembled(Path(file.name)).values()
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}, code
 
 
 def serialised(ptx: str) -> tuple[str, ...]:
@@ -124,9 +133,10 @@ def serialised(ptx: str) -> tuple[str, ...]:
 def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
     """Compile one launch, read its machine code and judge it by its gates."""
     cubin, shared, ptx = compile_launch(launch)
-    usage, sass = disassemble(cubin)
-    counts = Counter(INSTRUCTION.findall(sass))
+    usage, code = disassemble(cubin)
+    flow, counts = Flow(code), Counter(name_of(text) for _, text in code)
     num_warps = launch.options["num_warps"]
+    programs = programs_of(usage["REG"], shared, num_warps, launch.capability)
 
     def count(pattern: str) -> int:
         return sum(number for name, number in counts.items() if re.match(pattern, name))
@@ -144,8 +154,9 @@ def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
         wide_loads=count(WIDE_LOADS),
         wide_stores=count(WIDE_STORES),
         instructions=sum(counts.values()),
-        programs=programs_of(usage["REG"], shared, num_warps, launch.capability),
-        loops=tuple(loops_of(sass, num_warps, launch.capability)),
+        programs=programs,
+        in_flight=in_flight(flow, shared, num_warps, programs),
+        loops=tuple(loops_of(flow, launch.capability)),
         failures=(),
     )
     return dataclasses.replace(report, failures=failures(report, gates) + serialised(ptx))
