@@ -1,0 +1,137 @@
+"""The records of what compilers make of kernels: how machine code is read, and what a record and its page hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from transformer_kernels import cli
+from transformer_kernels.backends import cuda as _extension
+from transformer_kernels.reports import cuda_launches, static
+from transformer_kernels.reports.machine_code import Flow, Loop, bytes_in_flight, in_flight, loops_of
+
+
+def test_figures_that_grow_are_named() -> None:
+    record = static.recorded("triton")
+    name, before = next(iter(record["launches"].items()))
+    figures = json.loads(json.dumps(before))
+    figures["registers"] *= 2
+    figures["in_flight"] /= 2
+    figures["loops"][0]["bound"] /= 2
+    launch, _, architecture = name.rpartition(" sm_")
+    report = SimpleNamespace(
+        **{**figures, "loops": [Loop(**loop) for loop in figures["loops"]]},
+        name=launch,
+        capability=tuple(map(int, architecture)),
+    )
+    found = [text.removeprefix(f"{name}: ").rsplit(" ", 3)[0] for text in static.grown([report], record)]
+    assert found == ["registers", "1 / bytes in flight", "1 / bound of loop 1"]
+    report.registers, report.in_flight = before["registers"], before["in_flight"]
+    report.loops = [Loop(**loop) for loop in before["loops"]]
+    assert not static.grown([report], record)
+
+
+def test_the_pages_of_bounds_are_the_records(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--static"]) == 0
+    pages = [(static.FOLDER / f"{backend}.md").read_text() for backend in ("triton", "cuda")]
+    assert capsys.readouterr().out.startswith("\n".join(pages))
+
+
+def test_only_what_changed_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = {"softmax": "1", "gelu": "1"}
+    loop = Loop(100, {"float": 100}, 0.5)
+    compiled: list[str] = []
+
+    def reports(backend: str, wanted: list[str]) -> list[SimpleNamespace]:
+        compiled.extend(wanted)
+        return [
+            SimpleNamespace(
+                name=f"{part} bf16 64: {part}_forward", capability=(8, 0), registers=len(compiled), spills=0, shared=0,
+                programs=8, in_flight=0, loops=(loop,),
+            )
+            for part in wanted
+        ]  # fmt: skip
+
+    monkeypatch.setattr(static, "FOLDER", tmp_path)
+    monkeypatch.setattr(static, "parts", lambda backend: hashes)
+    monkeypatch.setattr(static, "release", lambda backend: "nvcc 13.0")
+    monkeypatch.setattr(static, "reports", reports)
+    assert static.update("cuda")[1] == ["softmax", "gelu"] and static.update("cuda")[1] == []
+    assert "## softmax\n" in static.page("cuda") and "| bf16 64: gelu_forward | sm_80 | 2 |" in static.page("cuda")
+    hashes["softmax"] = "2"
+    assert static.changed("cuda", static.recorded("cuda")) == ["softmax"] == static.update("cuda")[1]
+    registers = {name: found["registers"] for name, found in static.recorded("cuda")["launches"].items()}
+    assert registers == {"softmax bf16 64: softmax_forward sm_80": 3, "gelu bf16 64: gelu_forward sm_80": 2}
+    hashes.pop("gelu")
+    assert static.update("cuda")[1] == [] and len(static.recorded("cuda")["launches"]) == 1
+    monkeypatch.setattr(static, "release", lambda backend: "nvcc 13.1")
+    assert static.update("cuda")[1] == ["softmax"]
+
+
+LOOP = """
+LDGSTS.E.BYPASS.128 [R20], [R2.64]
+LDGDEPBAR
+LDG.E.128 R4, [R2]
+@P1 BRA 0x60
+FADD R30, R30, R30
+BRA 0x60
+@!P0 LDSM.16.M88.4 R8, [R9]
+HMMA.16816.F32.BF16 R12, R8, R4, R12
+DEPBAR.LE SB0, 0x0
+MUFU.EX2 R3, R3
+@P2 BRA 0xd0
+FMUL R3, R3, R3
+FMUL R3, R3, R3
+@P1 BRA 0x60
+@P3 BRA 0x20
+EXIT
+"""
+
+
+def code_of(text: str) -> list[tuple[int, str]]:
+    return [(0x10 * number, line) for number, line in enumerate(text.strip().splitlines())]
+
+
+def test_the_innermost_loop_is_classified_and_bound() -> None:
+    flow = Flow(code_of(LOOP))
+    (loop,) = loops_of(flow, (8, 0))
+    assert loop.classes == {"branch": 2, "matrix": 1, "shared": 1, "special": 1, "wait": 1} and loop.instructions == 6
+    assert loop.bound == 1.0  # 4 * 4096 / 2048 = 8 clocks of products, and 8 of a special function
+    assert loops_of(flow, (9, 0))[0].bound == 0.5
+    assert bytes_in_flight(flow) == 32 and in_flight(flow, 1000, 4, 2) == 2 * 4 * 32 * 32
+    with_tma = Flow(code_of(LOOP.replace("LDGSTS.E.BYPASS.128 [R20], [R2.64]", "UTMALDG.4D [UR8], [UR6]")))
+    assert in_flight(with_tma, 1000, 4, 2) == 2000
+
+
+def test_a_kernel_without_a_loop_is_judged_whole() -> None:
+    straight = "LDG.E.128 R4, [R2]\n@P0 EXIT\n" + 300 * "FADD R1, R1, R1\n" + "STG.E.64 [R2], R6\nEXIT"
+    (whole,) = loops_of(Flow(code_of(straight)), (9, 0))
+    assert whole.instructions == 304 and whole.classes["float"] == 300  # 32 lanes move 16 and 8 bytes each
+    assert whole.bound == pytest.approx(32 * 24 / (3.35e12 / (4 * 132 * 1.83e9)) / 304, abs=1e-3)
+
+
+def test_calls_are_branches_and_subroutines_no_part_of_a_loop() -> None:
+    code = (
+        "LDG.E.128 R4, [R2]\n@P0 CALL.REL.NOINC 0x50\nCALL.REL.NOINC 0xa0\nBRA.CONV ~URZ, 0x40\nFADD R1, R1, R1\n"
+        "IADD3 R2, R2, R2, RZ\n@P0 LDG.E.U16 R7, [R2]\n@P1 BRA 0x60\n@P2 BRA 0x0\nEXIT\n"
+        "MUFU.RCP R3, R3\nRET.REL.NODEC R22 0x0"
+    )
+    (loop,) = loops_of(Flow(code_of(code)), (9, 0))  # and not the one over 16 bits
+    assert loop.classes == {"global": 2, "branch": 3, "integer": 1} and loop.instructions == 6
+
+
+def test_integers_take_two_clocks() -> None:
+    code = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24\n" + 30 * "IADD3 R1, R1, R1, RZ\n" + "@P0 BRA 0x0\nEXIT"
+    (loop,) = loops_of(Flow(code_of(code)), (9, 0))
+    assert loop.bound == pytest.approx(32 / 60, abs=1e-3)  # 2 * 16 * 64 * 16 / 1024 clocks of products
+
+
+def test_the_emulation_knows_what_a_call_launches() -> None:
+    if not _extension.emulating():
+        pytest.skip("with a GPU the kernels are not emulated")
+    assert cuda_launches.launches("rotary", "80") == [
+        cuda_launches.Launch("rotary bf16 64", "rotary_kernel", "false,bfloat16,8", 8, 0)
+    ]
