@@ -147,8 +147,7 @@ class Operation:
     def __call__(self, call: Any, backend: str | None) -> Any:
         """The public outputs, by the cheapest route that the call allows: one tensor or a tuple of them."""
         if is_traced(call[0]):
-            outputs = self._registered(*call, backend)
-            return outputs if self.result is None else self._outputs(outputs)
+            return self._traced(call, backend)
         module = _dispatch.select(self, backend, call)
         if torch.is_grad_enabled():
             for i in self.differentiable:
@@ -156,6 +155,15 @@ class Operation:
                     output = None if self.composed is None else self.composed(module, call)
                     return _Recorded.apply(self, module, *call) if output is None else output
         outputs = module.forward(call)
+        return outputs if self.result is None else self._outputs(outputs)
+
+    def _traced(self, call: Any, backend: str | None) -> Any:
+        """By the registered operator, or by those of PyTorch that autograd would record otherwise."""
+        if self.composed is not None and not is_compiling() and needs_grad(*(call[i] for i in self.differentiable)):
+            output = self.composed(_dispatch.select(self, backend, call), call)
+            if output is not None:
+                return output
+        outputs = self._registered(*call, backend)
         return outputs if self.result is None else self._outputs(outputs)
 
     def is_empty(self, call: Any) -> bool:
@@ -232,7 +240,7 @@ class Operation:
         self._registered_backward = _define(
             f"{name}_backward({', '.join(arguments)}, bool[] gradients, str? backend)"
             f" -> {f'({gradients})' if len(self.differentiable) > 1 else gradients}",
-            self._run_backward,
+            self.run_backward,
             self._fake_backward,
         )
         torch.library.register_autograd(
@@ -243,10 +251,14 @@ class Operation:
         )
 
     def _run(self, *arguments: Any) -> Any:
+        if self.check_when_run is not None:
+            self.check_when_run(self.call(*arguments[:-1]))
+        return self.compute(*arguments)
+
+    def compute(self, *arguments: Any) -> Any:
+        """What the operator returns for the fields of a call and a backend, unchecked."""
         *values, backend = arguments
         call = self.call(*values)
-        if self.check_when_run is not None:
-            self.check_when_run(call)
         outputs = _dispatch.select(self, backend, call).forward(call)
         if self.result is None:
             return outputs
@@ -270,7 +282,8 @@ class Operation:
         call, results = self.kept(values[:tensors], values[tensors:])
         return call, results, self.incoming(tuple(values), grads), tuple(wanted), backend
 
-    def _run_backward(self, *arguments: Any) -> Any:
+    def run_backward(self, *arguments: Any) -> Any:
+        """What its gradient's operator returns."""
         call, results, grads, wanted, backend = self._unpacked(arguments)
         call = self._with_shapes(call, results)
         gradients = _dispatch.select(self, backend, call).backward(call, results, grads, wanted)
@@ -302,6 +315,7 @@ class Operation:
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *call, ctx.backend = inputs
         self.keep(ctx, self.call(*call), output)
+        ctx.set_materialize_grads(False)  # else there would be one for each result, the public ones and the others
         if self.result is not None:
             ctx.mark_non_differentiable(*output[self.public :])
 

@@ -5,9 +5,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_kernels
 from python_ref import GPT, GPTConfig
-from transformer_kernels.training import Sampling, generate, generate_many
+from transformer_kernels.backends import cpu
+from transformer_kernels.training import Sampling, generate, generate_many, generation
 from transformer_kernels.training.generation import decoded, penalised, sampling_distribution, text_until
 from transformer_kernels.training.graphs import WARM_UP_STEPS
+from transformer_kernels.training.host_graphs import HostGraphs
 from transformer_kernels.training.tokenizers import ByteTokenizer
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
@@ -219,6 +221,20 @@ class OperatorGraphs:
         return replay
 
 
+class CountedHostGraphs(HostGraphs):
+    captured = replayed = 0
+
+    def capture(self, work):
+        replay = super().capture(work)
+        self.captured += 1
+
+        def counted():
+            self.replayed += 1
+            return replay()
+
+        return counted
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -229,13 +245,18 @@ class OperatorGraphs:
     ],
     ids=["learned", "llama", "window", "alternating"],
 )
-def test_a_step_that_is_one_graph_gives_the_same_texts(fields):
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_step_that_is_one_graph_gives_the_same_texts(fields, backend, monkeypatch):
     """Two prompts, one padded, and one alone; windows' rings turn over; texts outgrow the context where they may."""
+    if backend == "cpu" and (reason := cpu.unavailable(CPU)) is not None:
+        pytest.skip(reason)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=13, width=24, layers=2, heads=2, context=24, dropout=0.1, **fields))
+    config = GPTConfig(vocab_size=13, width=24, layers=2, heads=2, context=24, dropout=0.1, **fields)
+    model = GPT(config, ops=transformer_kernels.bind(backend))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     sampling = Sampling(temperature=0.8, seed=3)
+    monkeypatch.setattr(generation, "_graphs_for", lambda model, device: None)
 
     def texts(prompts, graphs):
         steps = generate_many(model, prompts, 24, sampling, context=24, device=CPU, graphs=graphs)
@@ -243,10 +264,19 @@ def test_a_step_that_is_one_graph_gives_the_same_texts(fields):
 
     endless = "window" in fields and "window_pattern" not in fields
     for prompts in ([[1, 2, 3, 4, 5, 6, 7], [3, 1]], [[5, 3]]):
-        graphs = OperatorGraphs()
+        graphs = OperatorGraphs() if backend == "reference" else CountedHostGraphs()
         assert texts(prompts, graphs) == texts(prompts, None)
         steps_with_the_cache = 23 if endless else 24 - len(prompts[0])
         assert (graphs.captured, graphs.replayed) == (1, steps_with_the_cache - WARM_UP_STEPS)
+
+
+def test_recorded_steps_are_what_a_model_of_the_cpu_kernels_gets():
+    reason = cpu.unavailable(CPU)
+    for backend, expected in (("reference", None), ("torch", None), ("cpu", HostGraphs), ("auto", HostGraphs)):
+        model = transformer_kernels.build("char_gpt", backend)
+        found = generation._graphs_for(model, CPU)
+        assert found is None if expected is None or reason is not None else isinstance(found, expected)
+    assert generation._graphs_for(Successor(), CPU) is None
 
 
 class RefusingGraphs(OperatorGraphs):
@@ -258,9 +288,7 @@ def test_a_step_that_cannot_be_captured_is_told_once_and_run():
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=13, width=24, layers=1, heads=2, context=24))
     options = {"sampling": Sampling(seed=1), "context": 24, "device": CPU}
-    with pytest.warns(
-        UserWarning, match="no CUDA graph, .*: operation not permitted when stream is capturing$"
-    ) as told:
+    with pytest.warns(UserWarning, match="no graph, .*: operation not permitted when stream is capturing$") as told:
         steps = list(generate_many(model, [[1, 2]], 9, **options, graphs=RefusingGraphs()))
     alone = generate(model, [1, 2], 9, **options)
     assert len(told) == 1 and [step[0].token for step in steps] == [choice.token for choice in alone]
@@ -268,7 +296,7 @@ def test_a_step_that_cannot_be_captured_is_told_once_and_run():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["torch", "triton", "cuda"])
-@pytest.mark.filterwarnings("ignore:generate. no CUDA graph")
+@pytest.mark.filterwarnings("ignore:generate. no graph")
 def test_a_captured_step_gives_the_same_texts_on_a_gpu(backend):
     device = torch.device("cuda")
     model = transformer_kernels.build("llama", backend, width=64, heads=4, kv_heads=2, layers=2, vocab_size=99).to(

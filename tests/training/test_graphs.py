@@ -1,8 +1,9 @@
-"""Captured steps: the logic on the CPU, with a capture that keeps the work and a replay that does it; then on a GPU.
+"""Captured steps: with a capture that keeps the work and a replay that does it, recorded ones, and those of a GPU.
 
 And batches made ahead.
 """
 
+import dataclasses
 import os
 import signal
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from transformer_kernels.backends import cpu
 from transformer_kernels.training import (
     CharGPT,
     Imdb,
@@ -27,6 +29,7 @@ from transformer_kernels.training.graphs import (
     reason_against,
     warm_up_steps,
 )
+from transformer_kernels.training.host_graphs import HostGraphs
 from transformer_kernels.training.optimisation import learning_rate
 from transformer_kernels.training.step import Batch, to_device
 
@@ -43,6 +46,9 @@ class RecordedGraphs:
     def side_stream(self):
         return nullcontext()
 
+    def on_host(self, function):
+        return function
+
     def run(self, work):
         self.runs += 1
         return work()
@@ -56,6 +62,35 @@ class RecordedGraphs:
             return result.copy_(work())
 
         return replay
+
+
+class CountedHostGraphs(HostGraphs):
+    """The CPU's own, counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = self.captures = self.replays = 0
+
+    def run(self, work):
+        self.runs += 1
+        return super().run(work)
+
+    def capture(self, work):
+        replay = super().capture(work)
+        self.captures += 1
+
+        def counted():
+            self.replays += 1
+            return replay()
+
+        return counted
+
+
+@pytest.fixture(params=[RecordedGraphs, CountedHostGraphs])
+def kind(request):
+    if request.param is CountedHostGraphs and (reason := cpu.unavailable(CPU)) is not None:
+        pytest.skip(reason)
+    return request.param
 
 
 class RefusingGraphs(RecordedGraphs):
@@ -100,6 +135,10 @@ class ConstantCharGPT(CharGPT):
         return super().batch(torch.arange(len(indices)), device)
 
 
+def plainly(config):
+    return dataclasses.replace(config, cuda_graph="off")
+
+
 def captured(trainer):
     return trainer.runner._run._captured
 
@@ -120,9 +159,9 @@ def outcomes(trainer, steps=STEPS):
 
 
 @pytest.mark.parametrize("recipe", [SpoilingCharGPT, UnevenCharGPT, ConstantCharGPT])
-def test_graphs_change_no_bit(char_config, recipe):
+def test_graphs_change_no_bit(char_config, recipe, kind):
     config = char_config(steps=STEPS, lr=1e-2)
-    plain, graphed = Trainer(recipe(config)), Trainer(recipe(config), graphs=RecordedGraphs())
+    plain, graphed = Trainer(recipe(plainly(config))), Trainer(recipe(config), graphs=kind())
     torch.manual_seed(1)
     expected = outcomes(plain)
     torch.manual_seed(1)
@@ -133,9 +172,9 @@ def test_graphs_change_no_bit(char_config, recipe):
 
 
 @pytest.mark.parametrize("batching", ["shuffled", "packed"])
-def test_reviews_of_all_lengths_change_no_bit(imdb_config, batching):
+def test_reviews_of_all_lengths_change_no_bit(imdb_config, batching, kind):
     config = imdb_config(steps=STEPS, padding="longest", batch_size=2, batching=batching)
-    plain, graphs = Trainer(Imdb(config)), RecordedGraphs()
+    plain, graphs = Trainer(Imdb(plainly(config))), kind()
     torch.manual_seed(1)
     expected = outcomes(plain)
     graphed = Trainer(Imdb(config), graphs=graphs)
@@ -145,30 +184,30 @@ def test_reviews_of_all_lengths_change_no_bit(imdb_config, batching):
     assert (graphs.runs == WARM_UP_STEPS) == (batching == "packed")
 
 
-def test_a_step_is_captured_once_after_warm_up_on_real_batches(char_config):
-    graphs = RecordedGraphs()
+def test_a_step_is_captured_once_after_warm_up_on_real_batches(char_config, kind):
+    graphs = kind()
     outcomes(Trainer(CharGPT(char_config(steps=STEPS)), graphs=graphs))
     assert (graphs.runs, graphs.captures, graphs.replays) == (WARM_UP_STEPS, 1, STEPS - WARM_UP_STEPS)
 
 
-def test_shapes_have_graphs_of_their_own_and_rare_ones_have_none(char_config):
-    graphs = RecordedGraphs()
+def test_shapes_have_graphs_of_their_own_and_rare_ones_have_none(char_config, kind):
+    graphs = kind()
     trainer = Trainer(UnevenCharGPT(char_config(steps=STEPS)), graphs=graphs)
     outcomes(trainer)
     assert graphs.captures == len(captured(trainer)) == 2
     assert graphs.runs == 2 * WARM_UP_STEPS + 1
 
 
-def test_there_are_never_more_graphs_than_the_limit(char_config):
-    graphs = RecordedGraphs()
+def test_there_are_never_more_graphs_than_the_limit(char_config, kind):
+    graphs = kind()
     trainer = Trainer(UnevenCharGPT(char_config(steps=STEPS)), graphs=graphs)
     trainer.runner._run._limit = 1
     outcomes(trainer)
     assert graphs.captures == len(captured(trainer)) == 1
 
 
-def test_everything_a_graph_reads_keeps_its_address(char_config):
-    trainer = Trainer(SpoilingCharGPT(char_config(steps=STEPS)), graphs=RecordedGraphs())
+def test_everything_a_graph_reads_keeps_its_address(char_config, kind):
+    trainer = Trainer(SpoilingCharGPT(char_config(steps=STEPS)), graphs=kind())
     outcomes(trainer, WARM_UP_STEPS + 1)
     before = addresses(trainer)
     outcomes(trainer, 5)
@@ -181,9 +220,9 @@ def test_everything_a_graph_reads_keeps_its_address(char_config):
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-def test_the_schedule_reaches_the_tensor_that_the_graph_reads(char_config):
+def test_the_schedule_reaches_the_tensor_that_the_graph_reads(char_config, kind):
     config = char_config(steps=STEPS, warmup_steps=2)
-    trainer = Trainer(CharGPT(config), graphs=RecordedGraphs())
+    trainer = Trainer(CharGPT(config), graphs=kind())
     first, second = (group["lr"] for group in trainer.optimizer.param_groups)
     assert first is second
     for step in range(STEPS):
@@ -191,18 +230,18 @@ def test_the_schedule_reaches_the_tensor_that_the_graph_reads(char_config):
         assert first.item() == pytest.approx(learning_rate(step, STEPS, config), rel=1e-6)
 
 
-def test_each_replay_draws_its_own_dropout(char_config):
+def test_each_replay_draws_its_own_dropout(char_config, kind):
     model = {"layers": 1, "width": 16, "heads": 2, "dropout": 0.5}
-    trainer = Trainer(ConstantCharGPT(char_config(steps=STEPS, lr=0.0, model=model)), graphs=RecordedGraphs())
+    trainer = Trainer(ConstantCharGPT(char_config(steps=STEPS, lr=0.0, model=model)), graphs=kind())
     losses = outcomes(trainer)[:, 0].tolist()
     assert len(set(losses)) == STEPS
 
 
 @pytest.mark.parametrize("before, after", [(True, True), (True, False), (False, True)])
-def test_resuming_is_exact_with_and_without_graphs(char_config, tmp_path, before, after):
+def test_resuming_is_exact_with_and_without_graphs(char_config, tmp_path, before, after, kind):
     def trainer(out, graphed, **changes):
-        graphs = RecordedGraphs() if graphed else None
-        return Trainer(CharGPT(char_config(out=str(tmp_path / out), steps=12, **changes)), graphs=graphs)
+        config = char_config(out=str(tmp_path / out), steps=12, **changes)
+        return Trainer(CharGPT(config), graphs=kind()) if graphed else Trainer(CharGPT(plainly(config)))
 
     trainer("straight", False).fit()
     parted = trainer("parted", before)
@@ -220,9 +259,9 @@ def test_resuming_is_exact_with_and_without_graphs(char_config, tmp_path, before
         assert all(torch.equal(tensors[name], value) for name, value in getattr(expected, kind).items())
 
 
-def test_restoring_forgets_graphs_of_tensors_that_are_gone(char_config):
+def test_restoring_forgets_graphs_of_tensors_that_are_gone(char_config, kind):
     config = char_config(steps=STEPS)
-    graphs = RecordedGraphs()
+    graphs = kind()
     trainer = Trainer(CharGPT(config), graphs=graphs)
     outcomes(trainer, 6)
     trainer.save("last")
@@ -238,7 +277,7 @@ def test_restoring_forgets_graphs_of_tensors_that_are_gone(char_config):
 def test_a_step_that_cannot_be_captured_is_run_and_the_reason_told(char_config):
     config = char_config(steps=STEPS)
     torch.manual_seed(1)
-    plain = Trainer(CharGPT(config))
+    plain = Trainer(CharGPT(plainly(config)))
     trainer = Trainer(CharGPT(config), graphs=RefusingGraphs())
     results = []
     for each in (plain, trainer):
@@ -264,8 +303,8 @@ def test_want_of_memory_is_not_taken_for_a_step_that_cannot_be_captured(char_con
         trainer.step()
 
 
-def test_a_replayed_loss_that_is_not_finite_ends_the_run(char_config):
-    trainer = Trainer(CharGPT(char_config(steps=STEPS)), graphs=RecordedGraphs())
+def test_a_replayed_loss_that_is_not_finite_ends_the_run(char_config, kind):
+    trainer = Trainer(CharGPT(char_config(steps=STEPS)), graphs=kind())
     outcomes(trainer, 5)
     trainer.model.head_bias.data.fill_(torch.nan)
     with pytest.raises(TrainingDiverged, match="the loss is nan at step 6"):
@@ -284,9 +323,9 @@ def test_a_signal_while_capturing_ends_the_run_after_that_step(char_config):
     assert load_checkpoint(Path(config.out, "last")).trainer["step"] == WARM_UP_STEPS + 1
 
 
-def test_a_whole_run_reports_losses_of_replays(char_config):
-    plain = Trainer(CharGPT(char_config(steps=STEPS))).fit()
-    graphed = Trainer(CharGPT(char_config(steps=STEPS)), graphs=RecordedGraphs()).fit(overwrite=True)
+def test_a_whole_run_reports_losses_of_replays(char_config, kind):
+    plain = Trainer(CharGPT(plainly(char_config(steps=STEPS)))).fit()
+    graphed = Trainer(CharGPT(char_config(steps=STEPS)), graphs=kind()).fit(overwrite=True)
     assert graphed.train_loss == plain.train_loss
     assert graphed.validation == plain.validation
 
@@ -296,7 +335,11 @@ def test_a_whole_run_reports_losses_of_replays(char_config):
     [
         ({}, "cuda", Processes(), None),
         ({"dtype": "bfloat16", "compile": True, "deterministic": True}, "cuda", Processes(), None),
-        ({}, "cpu", Processes(), "the device is cpu"),
+        ({}, "meta", Processes(), "the device is meta"),
+        ({"backend": "cpu"}, "cpu", Processes(), None),
+        ({"backend": "torch"}, "cpu", Processes(), "only steps of the backend cpu are recorded; the backend is torch"),
+        ({"compile": True}, "cpu", Processes(), "--compile"),
+        ({}, "cpu", Processes(count=2), "several processes on a CPU"),
         ({"dtype": "float16"}, "cuda", Processes(), "GradScaler"),
         ({}, "cuda", Processes(count=2), "TORCH_NCCL_ASYNC_ERROR_HANDLING=0"),
         ({"compile": True}, "cuda", Processes(count=2), "several processes with --compile"),
@@ -315,9 +358,11 @@ def test_several_processes_are_captured_when_nccl_is_told(char_config, monkeypat
 
 
 def test_a_graph_that_is_asked_for_in_vain_is_an_error(char_config):
-    with pytest.raises(ValueError, match="--cuda-graph on: the device is cpu"):
-        choose_graphs(char_config(cuda_graph="on"), torch.device("cpu"), Processes())
-    assert choose_graphs(char_config(), torch.device("cpu"), Processes()) == (None, "off: the device is cpu")
+    config = char_config(backend="torch", cuda_graph="on")
+    with pytest.raises(ValueError, match="--cuda-graph on: on a CPU only steps of the backend cpu"):
+        choose_graphs(config, CPU, Processes())
+    graphs, state = choose_graphs(dataclasses.replace(config, cuda_graph="auto"), CPU, Processes())
+    assert graphs is None and state.startswith("off: on a CPU only steps of the backend cpu")
     assert choose_graphs(char_config(cuda_graph="off"), CUDA, Processes()) == (None, "off: as told")
 
 

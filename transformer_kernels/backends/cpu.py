@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +44,46 @@ def load() -> Any:
     if _failure is not None:
         raise BackendUnavailable(str(_failure)) from _failure.__cause__
     return _module
+
+
+class Held(int):
+    """An address that keeps alive what stands there."""
+
+    owner: Any
+
+    def __new__(cls, address: int, owner: Any) -> Held:
+        held = super().__new__(cls, address)
+        held.owner = owner
+        return held
+
+
+@contextmanager
+def recorded(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
+    """While entered, the kernels that this thread calls are added to `calls`, with their arguments."""
+    global _module
+    before = _module = load()
+    _module = _Recorder(before, calls)
+    try:
+        yield
+    finally:
+        _module = before
+
+
+class _Recorder:
+    """The compiled module, whose calls by one thread are noted."""
+
+    def __init__(self, module: Any, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        self._module, self._calls, self._thread = module, calls, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(self._module, name)
+
+        def call(*arguments: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                self._calls.append((kernel, arguments))
+            return kernel(*arguments)
+
+        return call if callable(kernel) else kernel
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -64,7 +64,7 @@ class TrainingConfig:
     compile: bool = option(False, "compile the model with torch.compile")
     cuda_graph: str = option(
         "auto",
-        "replay each step as one CUDA graph; auto does so on a GPU where possible, else prints the reason",
+        "replay each step: as one CUDA graph, or on a CPU as a list of kernels' calls; auto does so where possible",
         choices=("auto", "on", "off"),
     )
     threads: int = option(0, "CPU threads of PyTorch; 0 leaves its own choice, the physical cores or OMP_NUM_THREADS")

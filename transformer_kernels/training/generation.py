@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from transformer_kernels._bind import BoundOperations
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.graphs import WARM_UP_STEPS, CudaGraphs, Graphs, Work
+from transformer_kernels.training.graphs import WARM_UP_STEPS, CudaGraphs, Graphs, Work, answered_on_cpu
+from transformer_kernels.training.host_graphs import HostGraphs
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
 
@@ -108,8 +110,8 @@ def generate_many(
 
     Shorter prompts are padded on the left. A prompt's tokens are those that it would get alone, but that the draws of
     prompt n come from the seed `sampling.seed + n`. It ends earlier once each text has had one of the tokens `ends`;
-    what is chosen for a text after that counts for nothing. On a GPU the step of a model with a cache is one CUDA
-    graph; `graphs` captures it in place of PyTorch's.
+    what is chosen for a text after that counts for nothing. The step of a model with a cache is one CUDA graph on a
+    GPU, and a recorded list of calls where the backend cpu answers; `graphs` captures it in place of these.
     """
     if not prompts or not all(prompts):
         raise ValueError("the prompt must have at least one token")
@@ -118,8 +120,8 @@ def generate_many(
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])  # (B, longest)
     real = torch.arange(longest) >= torch.tensor([[longest - len(prompt)] for prompt in prompts])
-    if graphs is None and device.type == "cuda":
-        graphs = CudaGraphs(device, Processes())
+    if graphs is None:
+        graphs = _graphs_for(model, device)
     reader = _Reader(model, context, device, longest + count, graphs)
     ended = [False] * len(prompts)
     for _ in range(count):
@@ -136,6 +138,16 @@ def generate_many(
         ended = [before or choice.token in ends for before, choice in zip(ended, choices, strict=True)]
         if all(ended):
             return
+
+
+def _graphs_for(model: Any, device: torch.device) -> Graphs | None:
+    """What captures the steps of a model."""
+    if device.type == "cuda":
+        return CudaGraphs(device, Processes())
+    ops = getattr(model, "ops", None)
+    if device.type == "cpu" and isinstance(ops, BoundOperations) and answered_on_cpu(ops.backend, device):
+        return HostGraphs()
+    return None
 
 
 class _Reader:
@@ -192,7 +204,7 @@ class _GraphedStep:
         return self.model(self.tokens, cache=self.cache, last_only=True)[:, -1]
 
     def _capture(self) -> None:
-        """Nothing is computed meanwhile, so the cache must not count it."""
+        """What is computed meanwhile is the first replay's, which counts it."""
         before = self.cache.tokens
         try:
             self.replay = self.graphs.capture(self._work)
@@ -201,7 +213,8 @@ class _GraphedStep:
         except RuntimeError as error:
             self.eager_steps_left = float("inf")
             reason = str(error).partition("\n")[0]
-            warnings.warn(f"generate: no CUDA graph, each kernel is launched by itself: {reason}", stacklevel=2)
+            warnings.warn(f"generate: no graph, each kernel is called by itself: {reason}", stacklevel=2)
+            self.cache.place.fill_(before)
         finally:
             self.cache.tokens = before
 

@@ -1,4 +1,4 @@
-"""How the steps of a run are executed: as they are or as CUDA graphs, with the next batch prepared meanwhile.
+"""How the steps of a run are executed: as they are or as graphs, with the next batch prepared meanwhile.
 
 A graph holds a whole training step, captured once for each shape of batch, then replayed. A replay repeats the same
 kernels on the same addresses. So a batch is copied into static buffers, the learning rate is a tensor, weights and
@@ -7,7 +7,8 @@ each replay as far as the step itself would have.
 
 A step is first run eagerly on a side stream, and each of those runs is a real step of the training on real data: it
 loads kernels, creates the optimizer's state, and changes nothing that capturing would have to undo. Nothing is computed
-while capturing, so a run gives the same numbers with and without graphs.
+while a CUDA graph is captured, and what is computed while a step is recorded on the CPU is the first replay's result,
+so a run gives the same numbers with and without graphs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from transformer_kernels._dispatch import requested
+from transformer_kernels.backends import cpu
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.host_graphs import HostGraphs
 from transformer_kernels.training.optimisation import set_learning_rate
 from transformer_kernels.training.step import Batch, Check, TrainingStep, matrix_products
 
@@ -48,7 +52,11 @@ class Graphs(Protocol):
         ...
 
     def capture(self, work: Work) -> Work:
-        """Capture the work without running it; returns its replay, whose result lies in static memory."""
+        """Capture the work; returns its replay, whose result lies in static memory. A replay must follow at once."""
+        ...
+
+    def on_host(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The function, to be called in work that is captured."""
         ...
 
 
@@ -82,6 +90,10 @@ class CudaGraphs:
             result = work()
         result.record_stream(torch.cuda.current_stream(self._device))
         return result
+
+    def on_host(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The function itself, which must not read what a GPU computes; a replay does not call it."""
+        return function
 
     def capture(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
@@ -202,15 +214,35 @@ def _fixed(leaf: Any) -> Hashable:
 
 def reason_against(config: TrainingConfig, device: torch.device, processes: Processes) -> str | None:
     """Why the steps of such a run cannot be captured; None where nothing known forbids it."""
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda"):
         return f"the device is {device.type}"
     if config.dtype == "float16":
         return "float16 scales its loss, and GradScaler stays outside of graphs; --dtype bfloat16 needs none"
+    if device.type == "cpu":
+        return _reason_against_recording(config, device, processes)
     if processes.count > 1 and config.compile:
         return "several processes with --compile"
     if processes.count > 1 and os.environ.get(NCCL_SWITCH) != "0":
         return f"several processes need {NCCL_SWITCH}=0 in the environment before they start"
     return None
+
+
+def _reason_against_recording(config: TrainingConfig, device: torch.device, processes: Processes) -> str | None:
+    """On a CPU the step is a list of this package's kernels and of operators that PyTorch calls one by one."""
+    if not answered_on_cpu(config.backend, device):
+        return f"on a CPU only steps of the backend cpu are recorded; the backend is {config.backend}"
+    if config.compile:
+        return "--compile makes calls of its own on a CPU"
+    if processes.count > 1:
+        return "several processes on a CPU"
+    if getattr(config, "sparse_embedding", False):
+        return "--sparse-embedding reads on the host which rows a batch has"
+    return None
+
+
+def answered_on_cpu(backend: str | None, device: torch.device) -> bool:
+    """Whether the backend cpu answers the calls of a model with this one."""
+    return requested(backend) in ("auto", "cpu") and cpu.unavailable(device) is None
 
 
 def choose_graphs(config: TrainingConfig, device: torch.device, processes: Processes) -> tuple[Graphs | None, str]:
@@ -223,7 +255,7 @@ def choose_graphs(config: TrainingConfig, device: torch.device, processes: Proce
         return None, "off: as told"
     reason = reason_against(config, device, processes)
     if reason is None:
-        return CudaGraphs(device, processes), "on"
+        return HostGraphs() if device.type == "cpu" else CudaGraphs(device, processes), "on"
     if config.cuda_graph == "on":
         raise ValueError(f"--cuda-graph on: {reason}")
     return None, f"off: {reason}"
@@ -266,6 +298,8 @@ class StepRunner:
             graphs, self.graph_state = choose_graphs(config, device, processes)
         with nullcontext() if graphs is None else graphs.side_stream():
             called = wrapped(loss, config, device, processes)
+        if graphs is not None:
+            check = graphs.on_host(check)
         step = TrainingStep(called, optimizer, scaler, dtype=config.dtype, clip=config.clip, check=check)
         self._run: TrainingStep | GraphedStep = step
         if graphs is not None:

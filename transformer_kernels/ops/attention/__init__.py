@@ -292,11 +292,23 @@ def _checked_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
         raise TypeError(f"{OP}: {name} must be an int32 tensor; got {got}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(f"{OP}: {name} must have shape (sequences + 1,); got {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.device.type == "cpu" and not _autograd.is_traced(cu_seqlens):
+    if not _autograd.is_traced(cu_seqlens):
+        check_starts(name, cu_seqlens, tokens)
+    return cu_seqlens.contiguous()
+
+
+def check_starts(name: str, cu_seqlens: Tensor | None, tokens: int) -> None:
+    """Refuse sequences that do not lie one behind the other; on the CPU only, since on a GPU that would synchronise."""
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
         starts = cu_seqlens.tolist()
         if starts[0] != 0 or starts[-1] > tokens or any(a > b for a, b in itertools.pairwise(starts)):
             raise ValueError(f"{OP}: {name} must rise from 0 to at most {tokens}; got {starts}")
-    return cu_seqlens.contiguous()
+
+
+def _check_when_run(call: AttentionCall) -> None:
+    """A traced call is checked when it runs: its sequences have no places before."""
+    check_starts("cu_seqlens", call.cu_seqlens, call.q.shape[2])
+    check_starts("cu_seqlens_k", call.cu_seqlens_k, call.k.shape[2])
 
 
 def last_axis_contiguous(x: Tensor) -> Tensor:
@@ -337,4 +349,5 @@ OPERATION = _autograd.Operation(
     sizes=("q", "k"),
     layout=last_axis_contiguous,
     empty_gradients=_empty_gradients,
+    check_when_run=_check_when_run,
 )

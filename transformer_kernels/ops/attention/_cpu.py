@@ -23,7 +23,7 @@ def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResul
     if _without_sequences(call):
         return AttentionResult(out.zero_(), lse.fill_(-torch.inf))
     packed = _packed(call, angles, out, lse)
-    cpu.load().attention_forward(packed.buffer_info()[0], *_numbers(call))
+    cpu.load().attention_forward(packed, *_numbers(call))
     return AttentionResult(out, lse)
 
 
@@ -49,7 +49,7 @@ def backward(
         return *zeros, torch.zeros_like(bias) if bias is not None and wanted[3] else None
     computed = torch.zeros(bias.shape) if bias is not None and wanted[3] and bias.shape[3] > 1 else None
     packed = _packed(call, angles, result.out, result.lse, (dout, *gradients), dlse, computed)
-    cpu.load().attention_backward(packed.buffer_info()[0], *_numbers(call))
+    cpu.load().attention_backward(packed, *_numbers(call))
     if bias is None or not wanted[3]:
         return *gradients, None
     return *gradients, shift_gradient(dlse, result.lse, bias) if computed is None else computed.to(bias.dtype)
@@ -68,13 +68,13 @@ def _packed(
     gradients: tuple[Tensor | None, ...] = (None, None, None, None),
     dlse: Tensor | None = None,
     dbias: Tensor | None = None,
-) -> array[int]:
+) -> cpu.Held:
     """The fields of AttentionCall in csrc/cpu/products/attention.h."""
     q, k = call.q, call.k
     bias, slopes, starts = call.attn_bias, call.alibi_slopes, call.cu_seqlens
     key_starts = starts if call.cu_seqlens_k is None else call.cu_seqlens_k
     no_bias, turned = (0, 0, 0, 0, 0, 0), angles is not None
-    return array(
+    fields = array(
         "q",
         (
             DTYPE_CODES[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
@@ -89,6 +89,7 @@ def _packed(
             *(NO_ANGLES if angles is None else angles.addresses()),
         ),
     )  # fmt: skip
+    return cpu.Held(fields.buffer_info()[0], fields)
 
 
 def _numbers(call: AttentionCall) -> tuple[float, float, float]:

@@ -115,9 +115,7 @@ def prepare(
     _checks.probability(OP, "dropout_p", dropout_p)
     _autograd.refuse_transforms(OP, weight, positions, norm_weight, norm_bias)
     if not _autograd.is_traced(weight):
-        _checks.rows_in_range(OP, "tokens", tokens, weight.shape[0])
-        if position_ids is not None and positions is not None:
-            _checks.rows_in_range(OP, "position_ids", position_ids, positions.shape[0])
+        _check_rows(tokens, weight, positions, position_ids)
     seed = draw_seed(weight.device) if dropout_p > 0.0 else None
     tensors = (weight, tokens, positions, position_ids, norm_weight, norm_bias)
     contiguous = (None if tensor is None else tensor.contiguous() for tensor in tensors)
@@ -154,6 +152,13 @@ def _check_places(tokens: Tensor, weight: Tensor, positions: Tensor | None, posi
         )
 
 
+def _check_rows(tokens: Tensor, weight: Tensor, positions: Tensor | None, position_ids: Tensor | None) -> None:
+    """What a traced call is checked for when it runs: its ids have no values before."""
+    _checks.rows_in_range(OP, "tokens", tokens, weight.shape[0])
+    if position_ids is not None and positions is not None:
+        _checks.rows_in_range(OP, "position_ids", position_ids, positions.shape[0])
+
+
 def _check_norm(weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> None:
     if norm_weight is None:
         if norm_bias is not None:
@@ -181,4 +186,5 @@ OPERATION = _autograd.Operation(
     differentiable=("weight", "positions", "norm_weight", "norm_bias"),
     kept=("mean", "rstd"),
     sizes=("weight", "tokens"),
+    check_when_run=lambda call: _check_rows(call.tokens, call.weight, call.positions, call.position_ids),
 )

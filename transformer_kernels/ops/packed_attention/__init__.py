@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_kernels import _autograd, _checks
 from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Window, last_axis_contiguous
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Window, check_starts, last_axis_contiguous
 from transformer_kernels.ops.attention import prepare as prepare_attention
 from transformer_kernels.ops.rotary import Heads, RotaryCall, angles
 
@@ -235,4 +235,5 @@ OPERATION = _autograd.Operation(
     kept=("out", "lse"),
     kernels="attention",
     adapt=_Packed,
+    check_when_run=lambda call: check_starts("cu_seqlens", call.cu_seqlens, call.qkv.shape[1]),
 )

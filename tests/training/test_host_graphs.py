@@ -1,0 +1,121 @@
+"""Recorded steps of the CPU: what they refuse, what a replay still checks, and the memory that they share."""
+
+import pytest
+import torch
+
+import transformer_kernels
+from transformer_kernels.backends import cpu
+from transformer_kernels.training.host_graphs import HostGraphs
+
+pytestmark = pytest.mark.skipif(
+    cpu.unavailable(torch.device("cpu")) is not None, reason="the CPU kernels are not built"
+)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x[x > 0],
+        lambda x: x.unique(),
+        lambda x: x.nonzero(),
+        lambda x: x + float(torch.equal(x, x)),
+    ],
+    ids=["item", "bool", "mask", "unique", "nonzero", "equal"],
+)
+def test_what_depends_on_values_is_refused_and_no_random_number_is_lost(work):
+    x = torch.randn(8)
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="reads values on the host"):
+        HostGraphs().capture(lambda: work(torch.rand(8) + x))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert cpu.load().__class__.__name__ == "module"
+
+
+def test_a_replay_follows_its_inputs_by_kernels_operators_and_random_numbers():
+    x, weight, token = torch.randn(3, 8), torch.randn(40, 8), torch.tensor([[1, 5, 7]])
+    seen = []
+    graphs = HostGraphs()
+    note = graphs.on_host(lambda value: seen.append(value.item()))
+
+    def work():
+        y = transformer_kernels.embedding(token, weight, dropout_p=0.5, backend="cpu")[0]
+        y = transformer_kernels.layer_norm(y + x[torch.tensor([2, 0, 1])], weight[0], backend="cpu")
+        note(y.sum())
+        return torch.cat([y.t().contiguous(), torch.rand(8, 1).to(torch.float64).float()], 1).clone()
+
+    replay = graphs.capture(work)
+    replay()
+    for seed in range(3):
+        x.normal_()
+        token.random_(40)
+        torch.manual_seed(seed)
+        got = replay().clone()
+        torch.manual_seed(seed)
+        assert torch.equal(got, work())
+        assert seen[-1] == seen[-2]
+    token.fill_(40)
+    with pytest.raises(IndexError, match=r"embedding: tokens must be in \[0, 40\); got .*40"):
+        replay()
+
+
+def test_sequences_of_a_replay_are_checked():
+    packed, starts = torch.randn(1, 8, 3, 4), torch.tensor([0, 3, 8], dtype=torch.int32)
+    replay = HostGraphs().capture(
+        lambda: transformer_kernels.packed_attention(packed, heads=1, cu_seqlens=starts, backend="cpu")
+    )
+    replay()
+    starts[2] = 9
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to at most 8"):
+        replay()
+
+
+def test_memory_is_used_again_within_a_step_and_by_the_next_one():
+    x = torch.randn(1000)
+    graphs = HostGraphs()
+
+    def chain(count):
+        y = x
+        for _ in range(count):
+            y = transformer_kernels.gelu(y, backend="cpu")
+        return y
+
+    expected = chain(9)
+    first = graphs.capture(lambda: chain(9))
+    assert torch.equal(first(), expected)
+    taken = sum(map(len, graphs._memory._by_size.values()))
+    assert taken <= 3
+    second = graphs.capture(lambda: chain(9) + 1)
+    assert sum(map(len, graphs._memory._by_size.values())) <= taken + 1  # the first one's result stays
+    second()
+    for replay, wanted in ((first, expected), (second, expected + 1), (first, expected)):
+        assert torch.equal(replay(), wanted)
+
+
+def test_memory_of_a_dropped_recording_is_free_again():
+    x = torch.randn(1000)
+    graphs = HostGraphs()
+    for _ in range(3):
+        assert torch.equal(graphs.capture(lambda: torch.relu(x) * 2)(), torch.relu(x) * 2)
+        taken = sum(map(len, graphs._memory._by_size.values()))
+    assert taken == 2
+
+
+def test_calls_of_other_threads_are_not_recorded():
+    import threading
+
+    x = torch.randn(10)
+    graphs = HostGraphs()
+
+    def work():
+        thread = threading.Thread(target=lambda: transformer_kernels.gelu(x, backend="cpu"))
+        thread.start()
+        thread.join()
+        return transformer_kernels.softmax(x, backend="cpu")
+
+    calls = []
+    with cpu.recorded(calls):
+        work()
+    assert len(calls) == 1
+    assert torch.equal(graphs.capture(work)(), work())
