@@ -86,8 +86,11 @@ def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
     return F.relu(x + bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> Tensor:
+    y = F.linear(x, weight, bias)
+    if activation is None:
+        return y
+    return F.relu(y) if activation == "relu" else F.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def embedding(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from python_ref import ops as reference_ops
 from python_ref.bert import IMDB_BERT, mean_of_real
 from python_ref.config import TransformerConfig
-from python_ref.layers import GELU_APPROXIMATION, LayerNorm, Transformer
+from python_ref.layers import LayerNorm, Transformer, linear
 
 MASKED_SHARE = 0.15  # of the tokens, in pretraining
 
@@ -45,11 +45,7 @@ class MaskedLMHead(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """What the token embedding is multiplied with, (..., E) -> (..., E)."""
-        product = F.linear(x, self.dense.weight)
-        if self.activation == "relu":
-            return self.norm(self.norm.ops.bias_relu(product, self.dense.bias))
-        approximate = GELU_APPROXIMATION[self.activation]
-        return self.norm(self.norm.ops.bias_gelu(product, self.dense.bias, approximate=approximate))
+        return self.norm(linear(self.norm.ops, x, self.dense.weight, self.dense.bias, self.activation))
 
 
 class Encoder(Transformer):

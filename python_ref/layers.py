@@ -18,12 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from python_ref import ops as reference_ops
 from python_ref.cache import KVCache, SourceMemory
 from python_ref.config import TransformerConfig
 from python_ref.ops import RotaryScaling, check_ids, positions_in_sequence, rotary_table, sinusoidal_positions
 from python_ref.windows import global_window_attention, global_window_bias
-
-GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class HoldsOps:
@@ -56,9 +55,10 @@ class Layer(HoldsOps, nn.Module):
         return self.dropout if self.training else 0.0
 
 
-def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b; a compiler is given the product itself, which it can fuse."""
-    return F.linear(x, weight, bias) if torch.compiler.is_compiling() else ops.linear(x, weight, bias)
+def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    """activation(x W^T + b); a compiler is given the definition, whose parts it can fuse."""
+    called = reference_ops if torch.compiler.is_compiling() else ops
+    return called.linear(x, weight, bias, activation=activation)
 
 
 class Linear(HoldsOps, nn.Linear):
@@ -236,13 +236,7 @@ class FeedForward(Layer):
     def _activated(self, x: Tensor) -> Tensor:
         if self.gated:
             return getattr(self.ops, self.activation)(self.up(x))
-        bias = self.up.bias
-        if self.activation == "relu":
-            return F.relu(self.up(x)) if bias is None else self.ops.bias_relu(linear(self.ops, x, self.up.weight), bias)
-        approximate = GELU_APPROXIMATION[self.activation]
-        if bias is None:
-            return self.ops.gelu(self.up(x), approximate=approximate)
-        return self.ops.bias_gelu(linear(self.ops, x, self.up.weight), bias, approximate=approximate)
+        return linear(self.ops, x, self.up.weight, self.up.bias, self.activation)
 
 
 class Block(Layer):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from transformer_kernels import ops
 from transformer_kernels.nn import without_gradient
@@ -57,6 +58,9 @@ def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> T
     bias = linear.bias
     if not plain or not isinstance(bias, Tensor) or not (relu or approximate):
         return activation(linear(x))
+    if not transposed and not is_compiling():
+        kind = "relu" if relu else "gelu_tanh" if approximate == "tanh" else "gelu"
+        return ops.linear(x, linear.weight, bias, activation=kind, backend=backend)
     product = x @ linear.weight if transposed else F.linear(x, linear.weight)
     if relu:
         return ops.bias_relu(product, bias, backend=backend)

@@ -148,6 +148,10 @@ class Recording(TorchDispatchMode):
         name = function._schema.name
         if _depends_on_values(function, args):
             raise RuntimeError(f"{name} reads values on the host")
+        with self:  # what an operator is composed of is recorded in its place
+            result = function.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         result = function(*args, **kwargs)
         if name in ALLOCATIONS:
             return self._memory.placed(result)

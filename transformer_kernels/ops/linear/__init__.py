@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def linear(
         weight, bias: (N, K) and (N,), in the dtype of x; any dtype under autocast. The bias may be None.
         activation: None, "relu", "gelu" (erf) or "gelu_tanh".
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`). In "triton" and
-            "cuda" it is PyTorch's product, which is the vendor's library on a GPU.
+            "cuda" it is PyTorch's product, which is the vendor's library on a GPU, then `bias_gelu`.
     Returns:
         (..., N), contiguous, in the dtype of x; accumulated in float32 (float64 for float64).
     Raises:
@@ -98,13 +98,6 @@ def _fake(call: LinearCall) -> LinearResult:
     return LinearResult(y, call.x.new_empty(0) if call.activation is None else torch.empty_like(y))
 
 
-def _composed(module: Any, call: LinearCall) -> Tensor | None:
-    """PyTorch's product where it answers alone: its own record costs less than an operation's."""
-    if call.activation is not None or module.fuses(call):
-        return None
-    return torch.nn.functional.linear(*call[:3])
-
-
 OPERATION = _autograd.Operation(
     OP,
     LinearCall,
@@ -113,7 +106,7 @@ OPERATION = _autograd.Operation(
     differentiable=("x", "weight", "bias"),
     kept=("saved",),
     sizes=("x", "weight"),
-    composed=_composed,
+    composed=lambda module, call, backend: module.composed(call, backend),
     by_pytorch=("triton", "cuda"),
     second_order=_second_order,
 )

@@ -6,13 +6,21 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops.bias_gelu import bias_gelu
 from transformer_kernels.ops.linear import LinearCall, LinearResult, activated
 from transformer_kernels.ops.linear._products import gradients, product, unactivated
 
 
-def fuses(call: LinearCall) -> bool:
-    """PyTorch's operators are not fused: autograd records them as they are."""
-    return False
+def composed(call: LinearCall, backend: str | None) -> Tensor:
+    """The product that autograd records in PyTorch, and a backend's kernel for GELU.
+
+    Before ReLU the bias is added in the product: rounded without it, sums near 0 would get the wrong sign.
+    """
+    x, weight, bias, activation = call
+    if bias is None or activation in (None, "relu"):
+        return activated(torch.nn.functional.linear(x, weight, bias), activation)
+    before = torch.nn.functional.linear(x, weight)
+    return bias_gelu(before, bias, approximate="tanh" if activation == "gelu_tanh" else "none", backend=backend)
 
 
 def forward(call: LinearCall) -> LinearResult:
