@@ -25,7 +25,8 @@ from benchmarks.measure import Bench, Row
 from benchmarks.peers import Skipped, require
 from python_ref.bert import BERTClassifier
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.graphs import WARM_UP_STEPS, CudaGraphs, GraphedStep
+from transformer_kernels.training.graphs import WARM_UP_STEPS, CudaGraphs, GraphedStep, Graphs
+from transformer_kernels.training.host_graphs import HostGraphs
 from transformer_kernels.training.step import Batch, TrainingLoss, TrainingStep, matrix_products
 
 LOSS_TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "bfloat16": 2e-2}
@@ -72,7 +73,7 @@ class Rung:
         precision: "float32", "tf32" or "bfloat16" (autocast).
         fused_optimizer: AdamW in one kernel.
         compile: None, or a mode of torch.compile.
-        graph: the whole step captured in one CUDA graph.
+        graph: the whole step captured in one CUDA graph; that of the backend cpu recorded and replayed.
         packed: the padded batch as one row of its real tokens.
     """
 
@@ -91,7 +92,7 @@ class Rung:
         else:
             what = f"ours {self.operations}"
         how = {None: "", "default": " + compile", "reduce-overhead": " + compile + CUDA graphs"}[self.compile]
-        how = " + one graph" if self.graph else " packed" if self.packed else how
+        how += (" packed" if self.packed else "") + (" + one graph" if self.graph else "")
         if not how and self.operations == "pytorch":
             how = HEADLINE.removeprefix("SDPA")
         return f"{what}{how}, {LABELS[self.precision]}"
@@ -111,8 +112,12 @@ def ladder() -> list[Rung]:
     rungs += [Rung("pytorch", bf16, compile="reduce-overhead"), Rung("pytorch", bf16, graph=True)]
     ours = [name for name in tk.BACKENDS if name != "torch"]
     rungs += [Rung(name, precision) for precision in (fp32, bf16) for name in ("torch", *ours)]
-    rungs += [Rung(name, precision, packed=True) for precision in (fp32, bf16) for name in ours]
-    return rungs + [Rung(name, bf16, graph=True) for name in (*ours, "auto") if name != "cpu"]
+    on_gpus = [name for name in ours if name != "cpu"]
+    rungs += [Rung(name, precision, packed=True) for precision in (fp32, bf16) for name in on_gpus]
+    rungs += [
+        Rung("cpu", precision, packed=packed, graph=True) for precision in (fp32, bf16) for packed in (False, True)
+    ]
+    return rungs + [Rung(name, bf16, graph=True) for name in (*on_gpus, "auto")]
 
 
 def rungs(device: torch.device) -> list[Rung]:
@@ -155,7 +160,8 @@ class Step:
         step = TrainingStep(loss, optimizer, scaler, dtype=rung.precision, clip=clip, check=lambda name, value: None)
         self.run: Callable[[Batch], Tensor] = step
         if rung.graph:
-            self.run = GraphedStep(step, CudaGraphs(device, Processes()), failed=_give_up)
+            graphs: Graphs = HostGraphs() if device.type == "cpu" else CudaGraphs(device, Processes())
+            self.run = GraphedStep(step, graphs, failed=_give_up)
 
     def __call__(self) -> Tensor:
         """The loss, and the norm of the gradients where they are clipped."""
@@ -239,7 +245,8 @@ def measure_step(recipe: Recipe, rung: Rung, bench: Bench) -> Row:
     row = bench.row("step", recipe.model, recipe.case, "step", rung.name, rung.precision, shape=shape, axis="L")
 
     def work() -> Row:
-        if bench.device.type == "cpu" and (rung.graph or rung.compile == "reduce-overhead"):
+        graphed = (rung.graph and rung.operations != "cpu") or rung.compile == "reduce-overhead"
+        if bench.device.type == "cpu" and graphed:
             raise Skipped("CUDA graphs need a GPU")
         if bench.device.type == "cpu" and rung.precision == "tf32":
             raise Skipped("TF32 needs a GPU")
@@ -258,7 +265,7 @@ def _timed(row: Row, recipe: Recipe, rung: Rung, bench: Bench) -> Row:
             torch.compiler.cudagraph_mark_step_begin()
         return step()
 
-    for _ in range(WARM_UP_STEPS + 1 if bench.device.type == "cuda" else 1):
+    for _ in range(WARM_UP_STEPS + 1 if rung.graph or bench.device.type == "cuda" else 1):
         result = call()
     if not torch.isfinite(result).all():
         raise WrongResult("the loss is not finite after the warm-up")

@@ -18,6 +18,7 @@ from benchmarks.measure import Bench, measure
 from benchmarks.peers import Candidate, candidates
 from benchmarks.results import RESULTS, load_rows
 from benchmarks.steps import Recipe, Rung, check_step, ladder, measure_step, rungs
+from transformer_kernels._dispatch import unavailable
 
 CPU = torch.device("cpu")
 STAMP = dict.fromkeys(("device", "torch", "triton", "driver", "commit", "date"))
@@ -258,6 +259,8 @@ def test_a_training_step_is_checked_and_timed(bench: Bench) -> None:
     for name in timed:
         assert rows[name]["status"] == "ok" and rows[name]["tokens_per_second"] > 0, rows[name]
     assert rows["ours auto + one graph, bf16"]["reason"] == "CUDA graphs need a GPU"
+    recorded = measure_step(SMALL, named["ours cpu + one graph, fp32"], bench)
+    assert recorded["status"] == "ok" if unavailable("cpu", CPU) is None else recorded["status"] == "skipped"
     assert rows["reference, TF32"]["status"] == "skipped"
 
 
