@@ -337,6 +337,7 @@ def test_a_whole_run_reports_losses_of_replays(char_config, kind):
         ({"dtype": "bfloat16", "compile": True, "deterministic": True}, "cuda", Processes(), None),
         ({}, "meta", Processes(), "the device is meta"),
         ({"backend": "cpu"}, "cpu", Processes(), None),
+        ({"backend": "reference"}, "cpu", Processes(), "the backend is reference"),
         ({"backend": "torch"}, "cpu", Processes(), "only steps of the backend cpu are recorded; the backend is torch"),
         ({"compile": True}, "cpu", Processes(), "--compile"),
         ({}, "cpu", Processes(count=2), "several processes on a CPU"),

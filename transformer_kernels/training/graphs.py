@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from transformer_kernels._dispatch import requested
+from transformer_kernels._dispatch import get_backend
 from transformer_kernels.backends import cpu
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
@@ -242,7 +242,7 @@ def _reason_against_recording(config: TrainingConfig, device: torch.device, proc
 
 def answered_on_cpu(backend: str | None, device: torch.device) -> bool:
     """Whether the backend cpu answers the calls of a model with this one."""
-    return requested(backend) in ("auto", "cpu") and cpu.unavailable(device) is None
+    return (backend or get_backend()) in ("auto", "cpu") and cpu.unavailable(device) is None
 
 
 def choose_graphs(config: TrainingConfig, device: torch.device, processes: Processes) -> tuple[Graphs | None, str]:
