@@ -179,6 +179,32 @@ def test_decode_visits_from_the_first_real_key_to_the_last(backend: str, count: 
     assert {load["start"] for load in loads} == {64, 128, 192}
 
 
+@pytest.mark.parametrize(("start", "end"), [(0, 1024), (0, 1025), (100, 5300), (64, 9000)], ids=str)
+def test_the_real_keys_of_any_range(triton_attention: Any, device: torch.device, start: int, end: int) -> None:
+    """Few and many of them are read in chunks of different sizes."""
+    from tests.support.triton_kernels import real_keys_kernel
+
+    for first, last, hole in (
+        (0, 9000, None),
+        (1030, 4200, None),
+        (500, 1000, 700),
+        (1100, 5298, 5200),
+        (8999, 9000, 0),
+    ):
+        real = torch.zeros(9000, dtype=torch.bool, device=device)
+        real[first:last] = True
+        if hole is not None:
+            real[hole] = False
+        found = torch.zeros(3, dtype=torch.int32, device=device)
+        real_keys_kernel[(1,)](real, found, start, end, 9000)
+        within = real[start:end].nonzero().flatten() + start
+        if not len(within):
+            assert found[0] >= found[1]  # nothing is visited
+            continue
+        low, high = int(within[0]), int(within[-1]) + 1
+        assert found.tolist() == [low, high, int(len(within) == high - low)], (first, last, hole)
+
+
 def test_the_sequence_of_every_token(triton_attention: Any, device: torch.device) -> None:
     for lengths, tokens in (([5], 5), ([3, 0, 0, 4], 9), ([], 4), ([0, 0], 3), ([1] * 300, 300), ([256, 256, 1], 600)):
         q = torch.empty(1, 1, tokens, 16, device=device, dtype=torch.float16)

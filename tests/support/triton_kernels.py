@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import from_fp32, philox_words, to_fp32
+from transformer_kernels.ops.attention._triton_tile import Mask, real_keys
 
 
 @triton.jit
@@ -38,3 +39,12 @@ def running_total_kernel(total, order):
     program = tl.program_id(0)
     tl.store(order + program, tl.load(total))
     tl.store(total, tl.load(total) + 1.0)
+
+
+@triton.jit
+def real_keys_kernel(padding, found, start, end, length):
+    """What `real_keys` says of the keys [start, end) of one sequence."""
+    first_real, end_real, contiguous = real_keys(Mask(padding, 0, None, 1, length, 0, 0), start, end)
+    tl.store(found, first_real)
+    tl.store(found + 1, end_real)
+    tl.store(found + 2, contiguous.to(tl.int32))

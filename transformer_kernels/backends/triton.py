@@ -95,21 +95,24 @@ class Launch:
         key: list[Any] = [device]
         together = 0
         for x in pointers:
-            address = None if x is None else x.data_ptr()
-            addresses.append(address)
-            key.append(None if x is None else x.dtype)
-            together |= address or 0
-        compiled = None if together % 16 else self._compiled.get(tuple(key))
-        triton = load()
-        runtime = triton.knobs.runtime
-        if compiled is None or _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
+            if x is None:
+                addresses.append(None)
+                key.append(None)
+            else:
+                address = x.data_ptr()
+                together |= address
+                addresses.append(address)
+                key.append(x.dtype)
+        triton, types = load(), tuple(key)
+        known = None if together % 16 or _is_profiled(triton.knobs.runtime) else self._compiled.get(types)
+        if known is None:
             compiled = self._kernel[self._grid](*pointers, *self._arguments, **self._options)
             if compiled is not None and not together % 16:  # None where a report only asks what would be compiled
-                self._compiled[tuple(key)] = compiled
+                self._compiled[types] = compiled.run, compiled.function, compiled.packed_metadata
             return
+        run, function, packed = known
         stream = triton.runtime.driver.active.get_current_stream(device)
-        function, packed = compiled.function, compiled.packed_metadata
-        compiled.run(*self._grid, stream, function, packed, None, None, None, *addresses, *self._arguments)
+        run(*self._grid, stream, function, packed, None, None, None, *addresses, *self._arguments)
 
 
 planned = functools.lru_cache(maxsize=1024)
@@ -126,9 +129,10 @@ def _specialised(kernel: Any, numbers: tuple[float | None, ...], constants: int)
     return tuple([(x == 1, x % 16 == 0) for each, x in pairs if isinstance(x, int) and not each.do_not_specialize])
 
 
-def _hooked(hook: Any) -> bool:
-    """Whether a profiler wants to be told of launches; newer Tritons keep a list of hooks."""
-    return bool(getattr(hook, "calls", hook))
+def _is_profiled(runtime: Any) -> bool:
+    """Whether someone wants to be told of launches; newer Tritons keep lists of hooks."""
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 @functools.cache

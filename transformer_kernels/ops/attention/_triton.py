@@ -75,8 +75,8 @@ def backward(
     """Gradients of q, k, v and, if it is wanted, of the bias; the first three are `into` where it is given."""
     (dout, dlse), lse, (q, k, v) = grads, result.lse, call[:3]
     out = result.out if result.out.transpose(1, 2).is_contiguous() else like_output(q).copy_(result.out)
-    dq, dk, dv = into or (like_output(q), like_output(k), like_output(v))
-    alike = dk.stride() == dv.stride()  # kernels know one layout for both
+    dq, dk, dv = into or _gradients_like(out, k)
+    alike = into is None or dk.stride() == dv.stride()  # kernels know one layout for both
     own = (dk, dv) if alike else (like_output(k), like_output(v))
     given = _Given(call, angles, dout, dq, own[0])
     plan = given.plan
@@ -95,6 +95,12 @@ def backward(
         dk.copy_(own[0])
         dv.copy_(own[1])
     return dq, dk, dv, dbias
+
+
+def _gradients_like(out: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised dq, dk and dv, laid out as `out` is, for less than `like_output`."""
+    dk = torch.empty_like(out) if k.shape == out.shape else like_output(k)
+    return torch.empty_like(out), dk, torch.empty_like(dk)
 
 
 class _Plan:
@@ -298,14 +304,14 @@ class _Given:
         sloped = call.alibi_slopes is not None
         self.call, self.bias = call, call.alibi_slopes if sloped else bias
         self.angles = (None, None) if angles is None else angles[:2]
-        dtype = q.dtype
+        dtype, device = q.dtype, q.device
         self.plan = _plan(
             q.shape, k.shape, (q.stride(), k.stride(), v.stride()), tuple([x.stride() for x in gradients]),
             None if self.bias is None else (self.bias.shape, broadcast_strides(self.bias), self.bias.element_size()),
             (self.seed is not None, self.cu_seqlens is not None, sloped),
             (0, False, False) if angles is None else (angles.cos.shape[2], angles.interleaved, len(angles.cos) > 1),
             call.causal, call.window, call.right, call.dropout_p, call.scale, call.softcap, dtype,
-            _triton.capability(q.device), _triton.multiprocessors(q.device),
+            _triton.capability(device), _triton.multiprocessors(device),
             _triton.fp32_precision() if dtype is torch.float32 else "tf32",  # which 16 bits ignore
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from transformer_kernels.backends.triton_language import dot_operand, from_fp32, to_fp32
 from transformer_kernels.ops.attention._triton_forward import SIZES, STRIDES, Softmax, finish_rows, positive, weigh
 from transformer_kernels.ops.attention._triton_tile import (
+    SCANNED,
     Dropout,
     Mask,
     accumulate,
@@ -18,7 +19,7 @@ from transformer_kernels.ops.attention._triton_tile import (
     load_padding,
     load_rows,
     multiply,
-    real_keys,
+    scan_keys,
     score_unit,
     visible_keys,
     visible_pairs,
@@ -76,7 +77,7 @@ def attention_decode_kernel(
     start = tl.maximum(start // BLOCK_N * BLOCK_N, split * split_keys)
     end = tl.minimum(end, (split + 1) * split_keys)
     if padding_pointer is not None:
-        first_real, end_real, _ = real_keys(mask, start, end)
+        first_real, end_real, _ = scan_keys(mask, start, end, SCANNED)  # a part has few keys
         start, end = tl.maximum(start, first_real // BLOCK_N * BLOCK_N), tl.minimum(end, end_real)
     for first_key in range(start, end, BLOCK_N):
         keys = (first_key + tl.arange(0, BLOCK_N))[None, :]

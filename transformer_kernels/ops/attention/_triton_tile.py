@@ -25,6 +25,10 @@ DROPOUT_LEVELS = tl.constexpr(1 << 16)
 """A weight is kept where its random number of as many bits reaches the threshold."""
 
 
+SCANNED = tl.constexpr(1024)
+"""Keys whose padding a program reads at a time."""
+
+
 class Options(NamedTuple):
     """All that a kernel is compiled for, in one compile-time argument. What a pointer that is None says is not here."""
 
@@ -268,7 +272,17 @@ def visible_keys(first_row, last_row, mask, OPTIONS: tl.constexpr):
 @triton.jit
 def real_keys(mask, start, end):
     """Of the keys [start, end): the first real one, one past the last one, and whether there is no padding between."""
-    CHUNK: tl.constexpr = 1024
+    if end - start > SCANNED:  # four times as many loads in flight; fewer keys do not pay for their instructions
+        first_real, end_real, count = scan_keys(mask, start, end, 4 * SCANNED)
+    else:
+        first_real, end_real, count = scan_keys(mask, start, end, SCANNED)
+    return first_real, end_real, count == end_real - first_real
+
+
+@triton.jit
+def scan_keys(mask, start, end, CHUNK: tl.constexpr):
+    """Of the keys [start, end): the first real one, one past the last one, and how many there are, read CHUNK at a
+    time."""
     columns = tl.arange(0, CHUNK)
     first = tl.zeros([CHUNK], tl.int32) + end
     last = tl.zeros([CHUNK], tl.int32)
@@ -279,9 +293,7 @@ def real_keys(mask, start, end):
         first = tl.where(real, tl.minimum(first, keys), first)
         last = tl.where(real, keys + 1, last)
         count += real.to(tl.int32)
-    first_real = tl.min(first, 0)
-    end_real = tl.max(last, 0)
-    return first_real, end_real, tl.sum(count, 0) == end_real - first_real
+    return tl.min(first, 0), tl.max(last, 0), tl.sum(count, 0)
 
 
 @triton.jit
