@@ -253,10 +253,11 @@ class Operation:
     def _run(self, *arguments: Any) -> Any:
         if self.check_when_run is not None:
             self.check_when_run(self.call(*arguments[:-1]))
-        return self.compute(*arguments)
+        outputs = self.compute(*arguments)
+        return outputs if self.result is None else _unaliased(outputs)
 
     def compute(self, *arguments: Any) -> Any:
-        """What the operator returns for the fields of a call and a backend, unchecked."""
+        """What the operator returns for the fields of a call and a backend, unchecked; two outputs may be one tensor."""
         *values, backend = arguments
         call = self.call(*values)
         outputs = _dispatch.select(self, backend, call).forward(call)
@@ -265,7 +266,7 @@ class Operation:
         if any(each is None for each in outputs):
             pairs = zip(outputs, self._fake(*arguments), strict=True)
             outputs = [torch.zeros_like(like) if each is None else each for each, like in pairs]
-        return _unaliased(outputs)
+        return tuple(outputs)
 
     def _fake(self, *arguments: Any) -> Any:
         call = self.call(*arguments[:-1])

@@ -171,7 +171,10 @@ class Recording(TorchDispatchMode):
             operation = OPERATIONS[name]
             if operation.check_when_run is not None:
                 self.on_host(operation.check_when_run, (operation.call(*arguments[:-1]),))
-            return operation.compute(*arguments)
+            outputs = operation.compute(*arguments)
+            if isinstance(outputs, Tensor):
+                return outputs
+            return tuple(each.detach() for each in outputs)  # a tensor of its own for each, which autograd wants
 
     def _note(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """How to compute results again where they are."""
