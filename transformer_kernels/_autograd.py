@@ -257,7 +257,7 @@ class Operation:
         return outputs if self.result is None else _unaliased(outputs)
 
     def compute(self, *arguments: Any) -> Any:
-        """What the operator returns for the fields of a call and a backend, unchecked; two outputs may be one tensor."""
+        """What the operator returns for a call and a backend, unchecked; two outputs may be one tensor."""
         *values, backend = arguments
         call = self.call(*values)
         outputs = _dispatch.select(self, backend, call).forward(call)
