@@ -212,8 +212,11 @@ def _table(launches: Mapping[str, Any]) -> str:
 def main() -> None:
     """Compile the kernels that changed since they were recorded, and write the records and their pages."""
     parser = argparse.ArgumentParser(prog="python -m transformer_kernels.reports.static", description=main.__doc__)
-    parser.add_argument("backend", nargs="*", choices=[*BACKENDS, []], help="triton, cuda; both by default")
-    for backend in parser.parse_args().backend or BACKENDS:
+    parser.add_argument("backend", nargs="*", help=f"{' or '.join(BACKENDS)}; both by default")
+    wanted = parser.parse_args().backend or BACKENDS
+    if unknown := set(wanted) - BACKENDS.keys():
+        parser.error(f"unknown backend {', '.join(sorted(unknown))}; there are {', '.join(BACKENDS)}")
+    for backend in wanted:
         path, compiled = update(backend)
         print(f"compiled {', '.join(compiled) or 'nothing'}; wrote {path} and {path.with_suffix('.md')}")
 
