@@ -59,6 +59,13 @@ TK_INLINE Floats splat(float x) {
 #endif
 }
 
+// Whether fma() rounds once.
+#if defined(__AVX2__) || defined(__aarch64__)
+constexpr bool FUSES = true;
+#else
+constexpr bool FUSES = false;
+#endif
+
 // a * b + c, rounded once where the processor can.
 TK_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)

@@ -27,7 +27,7 @@ TK_INLINE Floats exponential_within(Floats x) {
   p = fma(p, r, splat(0x1.555916p-5f));
   p = fma(p, r, splat(0x1.55548ap-3f));
   p = fma(p, r, splat(0x1.fffffcp-2f));
-  p = fma(p * r, r, r) + 1.f;
+  p = FUSES ? fma(fma(p, r, splat(1.f)), r, splat(1.f)) : p * r * r + r + 1.f;
   return scaled_by_power(p, n, (Ints)shifted - 0x4B400000);
 }
 

@@ -8,7 +8,7 @@ namespace {
 enum Slot { PANELS = 8, RESULT, SUMS };
 
 constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are multiplied with one panel after the other
-constexpr int64_t LONGEST_SUM = 512;   // products that one register adds up; longer sums are made of such
+constexpr int64_t LONGEST_SUM = FUSES ? 512 : 32;  // products that one register adds up; longer sums are made of such
 constexpr int64_t DEPTH = 96;          // rows of x and dz that one step of a weight gradient adds up
 constexpr int64_t FEWEST_OWN = 24;     // rows of dweight that are worth packing x for
 
