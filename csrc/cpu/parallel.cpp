@@ -1,9 +1,13 @@
 #include <pthread.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <cstdlib>
 #include <new>
 
 #define TK_LEVEL plain
+#include "pages.h"
 #include "parallel.h"
 
 // PyTorch's own OpenMP threads where it brings GNU's runtime, as its Linux wheels do: a second pool would have to share the
@@ -67,6 +71,15 @@ void* scratch_bytes(int slot, size_t bytes) {
     kept.bytes[slot] = rounded;
   }
   return kept.memory[slot];
+}
+
+void expect_result([[maybe_unused]] const void* memory, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t PAGE = uintptr_t{1} << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + PAGE - 1) / PAGE * PAGE;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / PAGE * PAGE;
+  if (memory && begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
 }
 
 }  // namespace transformer_kernels

@@ -1,18 +1,34 @@
 // What row kernels share: sums over rows, the moments of a row, and LayerNorm of one row forward and backward, or RMSNorm
 // where CENTRED is false: its mean counts as 0, and there is no bias.
 #pragma once
+#include "pages.h"
 #include "philox.h"
 
 namespace transformer_kernels::TK_LEVEL {
+
+// Where a result of `count` elements goes, which nobody has written to yet.
+template <class T> TK_INLINE T* result_at(Address address, int64_t count) {
+  expect_result(at<T>(address), count * static_cast<int64_t>(sizeof(T)));
+  return at<T>(address);
+}
+
+// Fetch what is soon read or written, AHEAD of a vector or a row behind it, into the second-level cache: the processor's own
+// prefetching ends with a page of 4 KiB.
+constexpr int64_t AHEAD = 1024;
+template <class T> TK_INLINE void fetch_ahead(const T* place) { __builtin_prefetch(reinterpret_cast<const char*>(place) + AHEAD); }
+template <class T> TK_INLINE void fetch_ahead_to_write(T* place) { __builtin_prefetch(reinterpret_cast<char*>(place) + AHEAD, 1); }
+template <class T> TK_INLINE void fetch_below(const T* place, int64_t columns) { __builtin_prefetch(place + columns, 0, 2); }
 
 // Slots of scratch memory.
 constexpr int ROW_SLOT = 0, SUMS_SLOT = 1;
 
 // Sums over rows are made over `parts_of(rows)` ranges, and these are added in order: the bits depend on the shape alone.
-constexpr int64_t ROWS_OF_A_PART = 64, MOST_PARTS = 64;
+// Few rows, which may be long, are still enough for some threads.
+constexpr int64_t ROWS_OF_A_PART = 64, MOST_PARTS = 64, FEWEST_ROWS_OF_A_PART = 8, FEW_PARTS = 8;
 inline int64_t parts_of(int64_t rows) {
-  const int64_t parts = rows / ROWS_OF_A_PART;
-  return parts < 1 ? 1 : parts < MOST_PARTS ? parts : MOST_PARTS;
+  const int64_t parts = rows / ROWS_OF_A_PART, small = rows / FEWEST_ROWS_OF_A_PART;
+  if (parts >= FEW_PARTS) return parts < MOST_PARTS ? parts : MOST_PARTS;
+  return small < 1 ? 1 : small < FEW_PARTS ? small : FEW_PARTS;
 }
 
 // Calls f(sums, begin, end) for each range of rows; sums[0 ... width) starts at 0 and is that range's own.

@@ -101,14 +101,16 @@ void activation_forward(int64_t kind, int64_t dtype, Address x, Address bias, Ad
       using T = typename decltype(type)::type;
       const T* from = at<const T>(x);
       const float* b = at<const float>(bias);
-      T* to = at<T>(y);
+      T* to = result_at<T>(y, rows * columns);
       if (!b)
         return over_blocks(rows * columns, [&](int64_t j, auto lanes) TK_LAMBDA {
+          fetch_ahead(from + j), fetch_ahead_to_write(to + j);
           store(to + j, activation.value(load(from + j, lanes)), lanes);
         });
       parallel_for(rows, WORK * columns, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
           over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+            fetch_ahead(from + i * columns + j), fetch_ahead_to_write(to + i * columns + j);
             store(to + i * columns + j, activation.value(load(from + i * columns + j, lanes) + load(b + j, lanes)), lanes);
           });
       });
@@ -124,17 +126,20 @@ void activation_backward(int64_t kind, int64_t dtype, Address dy, Address saved,
       using T = typename decltype(type)::type;
       const T *came = at<const T>(dy), *x = at<const T>(saved);
       const float* b = at<const float>(bias);
-      T* to = at<T>(dx);
+      T* to = result_at<T>(dx, rows * columns);
       if (!b && !dbias)
         return over_blocks(rows * columns, [&](int64_t j, auto lanes) TK_LAMBDA {
+          fetch_ahead(came + j), fetch_ahead(x + j), fetch_ahead_to_write(to + j);
           store(to + j, activation.gradient(load(came + j, lanes), load(x + j, lanes)), lanes);
         });
       const float* sums = sums_over_rows(rows, columns, WORK * columns, [&](float* own, int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
           over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-            const Floats at_x = b ? load(x + i * columns + j, lanes) + load(b + j, lanes) : load(x + i * columns + j, lanes);
-            const Floats gradient = activation.gradient(load(came + i * columns + j, lanes), at_x);
-            store(to + i * columns + j, gradient, lanes);
+            const int64_t here = i * columns + j;
+            fetch_ahead(x + here), fetch_ahead(came + here), fetch_ahead_to_write(to + here);
+            const Floats at_x = b ? load(x + here, lanes) + load(b + j, lanes) : load(x + here, lanes);
+            const Floats gradient = activation.gradient(load(came + here, lanes), at_x);
+            store(to + here, gradient, lanes);
             store(own + j, load(own + j, lanes) + gradient, lanes);
           });
       });
@@ -150,8 +155,9 @@ void gated_forward(int64_t kind, int64_t dtype, Address gate, Address up, Addres
       using T = typename decltype(type)::type;
       const Gated<T> from{at<const T>(gate), at<const T>(up), rows, columns};
       const T* factor = from.second(from.gate, from.up);
-      T* to = at<T>(y);
+      T* to = result_at<T>(y, rows * columns);
       from.each([&](int64_t j, int64_t place, auto lanes) TK_LAMBDA {
+        fetch_ahead(from.gate + place), fetch_ahead(factor + place), fetch_ahead_to_write(to + j);
         store(to + j, activation.value(load(from.gate + place, lanes)) * load(factor + place, lanes), lanes);
       });
     });
@@ -165,8 +171,11 @@ void gated_backward(int64_t kind, int64_t dtype, Address dy, Address gate, Addre
       using T = typename decltype(type)::type;
       const Gated<T> from{at<const T>(gate), at<const T>(up), rows, columns};
       const T *came = at<const T>(dy), *factor = from.second(from.gate, from.up);
-      T *to = at<T>(dgate), *to_factor = from.second(to, at<T>(dup));
+      T* to = result_at<T>(dgate, (from.up ? 1 : 2) * rows * columns);
+      T* to_factor = from.second(to, result_at<T>(dup, rows * columns));
       from.each([&](int64_t j, int64_t place, auto lanes) TK_LAMBDA {
+        fetch_ahead(came + j), fetch_ahead(from.gate + place), fetch_ahead(factor + place);
+        fetch_ahead_to_write(to + place), fetch_ahead_to_write(to_factor + place);
         const Floats gradient = load(came + j, lanes);
         const ValueAndSlope gated = activation.both(load(from.gate + place, lanes));
         store(to + place, gradient * load(factor + place, lanes) * gated.slope, lanes);

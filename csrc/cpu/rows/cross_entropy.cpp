@@ -12,11 +12,15 @@ struct Softmax {
   float top, total;  // the largest logit, and the sum of exponentials relative to it
 };
 
-template <class T> TK_INLINE Softmax row_softmax(const T* x, int64_t classes) {
+// `below` elements later the next row begins.
+template <class T> TK_INLINE Softmax row_softmax(const T* x, int64_t classes, int64_t below) {
   Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, total[4] = {};
   over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(load(x + j, lanes, -INFINITY), top[u]); });
   const float limit = largest(top);
-  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { total[u] += exponential(load(x + j, lanes, -INFINITY) - limit); });
+  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    fetch_below(x + j, below);
+    total[u] += exponential(load(x + j, lanes, -INFINITY) - limit);
+  });
   return {limit, sum(total)};
 }
 
@@ -27,6 +31,7 @@ TK_INLINE void row_gradient(const T* x, int64_t target, float top, float inverse
   const float p = __builtin_expf(element(x[target]) - top) * inverse;
   const float hit = factor * (p - smoothing / static_cast<float>(classes) - (1.f - smoothing));
   over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+    fetch_ahead(x + j), fetch_ahead_to_write(out + j);
     store(out + j, fma(exponential(load(x + j, lanes) - top), splat(share), splat(even)), lanes);
   });
   store(out + target, splat(hit), Part{1});
@@ -134,7 +139,7 @@ void cross_entropy_forward(int64_t dtype, Address logits, int64_t stride, Addres
     parallel_for(rows, (statistics ? 5 : 10) * classes, [&](int64_t begin, int64_t end) {
       if (!options.any())
         return over_rows(begin, end, classes <= NARROW ? BATCH : 1,
-            [&](const T* x, int64_t) TK_LAMBDA { return row_softmax(x, classes); },
+            [&](const T* x, int64_t) TK_LAMBDA { return row_softmax(x, classes, stride); },
             [&](T* x, int64_t target, const Softmax& s, float log_total) TK_LAMBDA {
               const float loss = row_loss(x, target, s, log_total, smoothing, classes);
               if (!statistics) row_gradient(x, target, s.top, 1.f / s.total, 1.f, smoothing, classes, x);
@@ -145,7 +150,7 @@ void cross_entropy_forward(int64_t dtype, Address logits, int64_t stride, Addres
       over_rows(begin, end, 1,
           [&](const T* x, int64_t target) TK_LAMBDA {
             row = terms(x, target, smoothing, options, classes, scores);
-            return row_softmax(row.scores, classes);
+            return row_softmax(row.scores, classes, 0);
           },
           [&](T* x, int64_t target, const Softmax& s, float log_total) TK_LAMBDA {
             const float loss = loss_with_options(row, target, s, log_total, options, classes);
@@ -165,10 +170,11 @@ void cross_entropy_backward(int64_t dtype, Address dloss, bool of_each_row, Addr
     using T = typename decltype(type)::type;
     const float divisor = count ? *at<const float>(count) : 1.f;
     const float *top = at<const float>(statistics), *inverse = top + rows;
+    T* result = result_at<T>(dlogits, rows * classes);
     const auto over_rows = [&](int64_t begin, int64_t end, const auto& one) TK_LAMBDA {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t target = at<const int64_t>(targets)[i];
-        T* out = at<T>(dlogits) + i * classes;
+        T* out = result + i * classes;
         if (target == ignored) memset(out, 0, static_cast<size_t>(classes) * sizeof(T));
         else one(i, at<const T>(logits) + i * classes, target, at<const float>(dloss)[of_each_row ? i : 0] / divisor, out);
       }

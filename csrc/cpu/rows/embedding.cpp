@@ -47,10 +47,11 @@ void embedding_forward(int64_t dtype, Address weight, Address tokens, Address po
     const Tables<T> tables{at<const T>(weight), at<const T>(positions), at<const int64_t>(tokens), at<const int64_t>(places),
                            length, columns, token_count, place_count, scale};
     const float *w = at<const float>(norm_weight), *b = at<const float>(norm_bias);
+    T* result = result_at<T>(y, rows * columns);
     parallel_for(rows, (seed ? 8 : 3) * columns, [&](int64_t begin, int64_t end) {
       float* row = scratch<float>(ROW_SLOT, columns);
       for (int64_t i = begin; i < end; ++i) {
-        T* to = at<T>(y) + i * columns;
+        T* to = result + i * columns;
         const float total = gather_row(tables, i, row);
         if (!w) {
           over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
@@ -79,11 +80,12 @@ void embedding_backward(int64_t dtype, Address dy, Address weight, Address token
     const Tables<T> tables{at<const T>(weight), at<const T>(positions), at<const int64_t>(tokens), at<const int64_t>(places),
                            length, columns, token_count, place_count, scale};
     const float* w = at<const float>(norm_weight);
+    T* result = result_at<T>(ds, rows * columns);
     if (!w)
       return parallel_for(rows, 6 * columns, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
           over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
-            store(at<T>(ds) + i * columns + j, drop(load(at<const T>(dy) + i * columns + j, lanes)), lanes);
+            store(result + i * columns + j, drop(load(at<const T>(dy) + i * columns + j, lanes)), lanes);
           });
       });
     const float* sums = sums_over_rows(rows, 2 * columns, (seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
@@ -97,7 +99,7 @@ void embedding_backward(int64_t dtype, Address dy, Address weight, Address token
         Projections means;
         project<true, 1>(row, came, &m, w, columns, own, own + columns, &means);
         over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-          store(at<T>(ds) + i * columns + j, norm_gradient(load(came + j, lanes), row, m, w, means, j, lanes), lanes);
+          store(result + i * columns + j, norm_gradient(load(came + j, lanes), row, m, w, means, j, lanes), lanes);
         });
       }
     });

@@ -11,6 +11,7 @@ TK_INLINE float add_row(const T* x, const T* residual, const Dropout& dropout, i
   Floats total[4] = {};
   over_dropped_columns(dropout, static_cast<uint32_t>(row), columns, [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
     const Floats each = as_stored<T>(drop(load(x + j, lanes)) + load(residual + j, lanes));
+    fetch_ahead_to_write(summed + j);
     store(summed + j, each, lanes);
     total[u] = with_term<CENTRED>(total[u], lanes.count == WIDTH ? each : load(summed + j, lanes));
   });
@@ -34,6 +35,9 @@ template <class T> struct Gradients {
   int64_t columns;
 };
 
+// Longer rows are taken one by one: several of x and dy would leave the second-level cache between the two passes over them.
+constexpr int64_t NEAR_COLUMNS = 32768;
+
 // Of R rows from row i on, which are added to dweight and dbias.
 template <bool CENTRED, int R, class T> TK_INLINE void gradients_of(const Gradients<T>& all, int64_t i, float* dweight, float* dbias) {
   const int64_t columns = all.columns;
@@ -46,6 +50,8 @@ template <bool CENTRED, int R, class T> TK_INLINE void gradients_of(const Gradie
     over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
       Floats gradient = norm_gradient(load(all.dy + first + j, lanes), all.summed + first, m[r], all.weight, means[r], j, lanes);
       if (all.dsummed) gradient += load(all.dsummed + first + j, lanes);
+      fetch_below(all.dy + first + j, R * columns), fetch_below(all.summed + first + j, R * columns);
+      fetch_ahead_to_write(all.dresidual + first + j);
       store(all.dresidual + first + j, gradient, lanes);
       if (all.dropout.threshold) store(all.dx + first + j, drop(gradient), lanes);
     });
@@ -63,23 +69,28 @@ void layer_norm_forward(int64_t dtype, Address x, Address residual, Address weig
     using T = typename decltype(type)::type;
     constexpr bool CENTRED = decltype(centred)::value;
     const float *w = at<const float>(weight), *b = at<const float>(bias);
-    const T* added = at<const T>(residual);
+    const T *from = at<const T>(x), *added = at<const T>(residual);
+    T *result = result_at<T>(y, rows * columns), *sums = result_at<T>(summed, added ? rows * columns : 0);
     parallel_for(rows, (seed ? 8 : 3) * columns, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t first = i * columns;
-        const T* row = at<const T>(x) + first;
+        const T* row = from + first;
         float total;
         if (added) {
-          total = add_row<CENTRED>(row, added + first, dropout, i, columns, at<T>(summed) + first);
-          row = at<const T>(summed) + first;
+          total = add_row<CENTRED>(row, added + first, dropout, i, columns, sums + first);
+          row = sums + first;
         } else {
           total = row_sum<CENTRED>(row, columns);
         }
         const Moments m = moments<CENTRED>(row, total, columns, eps);
         if (CENTRED) at<float>(mean)[i] = m.mean;
         at<float>(rstd)[i] = m.rstd;
-        T* to = at<T>(y) + first;
-        over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(to + j, normalised(row, m, w, b, j, lanes), lanes); });
+        T* to = result + first;
+        over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+          fetch_below(from + first + j, columns), fetch_ahead_to_write(to + j);
+          if (added) fetch_below(added + first + j, columns);
+          store(to + j, normalised(row, m, w, b, j, lanes), lanes);
+        });
       }
     });
   });
@@ -96,10 +107,11 @@ void layer_norm_backward(int64_t dtype, Address dy, Address dsummed, Address sum
     constexpr int R = 4;
     const int64_t width = CENTRED ? 2 * columns : columns;
     const Gradients<T> all{at<const T>(dy), at<const T>(dsummed), at<const T>(summed), at<const float>(weight), at<const float>(mean),
-                           at<const float>(rstd), at<T>(dx), at<T>(dresidual), make_dropout(at<const int64_t>(seed), p), columns};
+                           at<const float>(rstd), result_at<T>(dx, rows * columns), result_at<T>(dresidual, rows * columns),
+                           make_dropout(at<const int64_t>(seed), p), columns};
     const float* sums = sums_over_rows(rows, width, (seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
       int64_t i = begin;
-      for (; i + R <= end; i += R) gradients_of<CENTRED, R>(all, i, own, own + columns);
+      for (; columns <= NEAR_COLUMNS && i + R <= end; i += R) gradients_of<CENTRED, R>(all, i, own, own + columns);
       for (; i < end; ++i) gradients_of<CENTRED, 1>(all, i, own, own + columns);
     });
     add_parts(sums, parts_of(rows), width, columns, at<float>(dweight));

@@ -1,4 +1,5 @@
 // y = softmax(scale * x) over rows, with a mask and causality in the same pass, and its gradient.
+#include "../rows.h"
 #include "../vector_math.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -29,6 +30,7 @@ TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool s
   over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(scores<SIMPLE>(x, mask, step, scale, j, lanes), top[u]); });
   const float limit = largest(top), base = safe && limit == -INFINITY ? 0.f : limit;
   over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    fetch_below(x + j, columns), fetch_ahead_to_write(kept + j);
     const Floats e = exponential(scores<SIMPLE>(x, mask, step, scale, j, lanes) - base);
     store(kept + j, e, lanes);
     total[u] += lanes.count == WIDTH ? e : load(kept + j, lanes);
@@ -43,6 +45,7 @@ template <class T> void softmax_backward_row(const T* dy, const T* y, float scal
   over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { total[u] = fma(load(dy + j, lanes), load(y + j, lanes), total[u]); });
   const float dot = sum(total);
   over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+    fetch_below(dy + j, columns), fetch_below(y + j, columns), fetch_ahead_to_write(dx + j);
     store(dx + j, load(y + j, lanes) * (load(dy + j, lanes) - dot) * scale, lanes);
   });
 }
@@ -56,14 +59,18 @@ void softmax_forward(int64_t dtype, Address x, Address y, Address mask, int64_t 
   const bool safe = view.data || causal_rows;
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
+    T* result = result_at<T>(y, rows * columns);
     parallel_for(rows, 8 * columns, [&](int64_t begin, int64_t end) {
-      float* kept = scratch<float>(0, columns);
+      [[maybe_unused]] float* memory = scratch<float>(ROW_SLOT, sizeof(T) == 4 ? 0 : columns);
       const auto rows_of = [&](auto simple) TK_LAMBDA {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t last = causal_rows ? columns - causal_rows + i % causal_rows + 1 : columns;
           const int64_t seen = last < 0 ? 0 : last < columns ? last : columns;
+          T* to = result + i * columns;
+          float* kept = memory;
+          if constexpr (sizeof(T) == 4) kept = to;  // where the exponentials are in the cache when they are normalised
           softmax_row<decltype(simple)::value>(at<const T>(x) + i * columns, view.data ? view.row(i) : nullptr, s3, safe, scale,
-                                               columns, seen, at<T>(y) + i * columns, kept);
+                                               columns, seen, to, kept);
         }
       };
       if (view.data || scale <= 0.f) rows_of(Flag<false>{});
@@ -76,9 +83,10 @@ void softmax_forward(int64_t dtype, Address x, Address y, Address mask, int64_t 
 void softmax_backward(int64_t dtype, Address dy, Address y, Address dx, int64_t rows, int64_t columns, float scale) {
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
+    T* result = result_at<T>(dx, rows * columns);
     parallel_for(rows, 4 * columns, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        softmax_backward_row(at<const T>(dy) + i * columns, at<const T>(y) + i * columns, scale, columns, at<T>(dx) + i * columns);
+        softmax_backward_row(at<const T>(dy) + i * columns, at<const T>(y) + i * columns, scale, columns, result + i * columns);
     });
   });
 }
