@@ -84,6 +84,17 @@ def test_blocks_that_go_together_through_keys_beyond_the_cache(instruction_set: 
     check_parity("attention", "cpu", make((150, 600), (2, 1), 256, 1, dtype), {"window": (400, 90), "return_lse": True})
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [1, 2, 3, 7])
+def test_one_query_for_each_head(instruction_set: str, dtype: torch.dtype, group: int) -> None:
+    """Two pieces of keys, holes and a window in them, rows that end within a register; then fewer keys than streams."""
+    tensors = make((1, 1100), (2 * group, 2), dtype=dtype)
+    tensors["key_padding_mask"] = torch.arange(1100).expand(2, 1100) % 7 != torch.tensor([[3], [5]])
+    check_parity("attention", "cpu", tensors, {"causal": True, "window": 1090, "return_lse": True})
+    few = {name: x.detach() for name, x in make((1, 3), (2 * group, 2), 144, dtype=dtype).items()}
+    check_parity("attention", "cpu", few, {"scale": -0.3, "return_lse": True})
+
+
 PACKED_APART = {
     name: torch.tensor(starts, dtype=torch.int32)
     for name, starts in {"cu_seqlens": [0, 120, 120, 190], "cu_seqlens_k": [0, 30, 41, 300]}.items()
@@ -93,6 +104,7 @@ CALLS: dict[str, Any] = {
     "grouped": (make((200, 333), (6, 2), batch=1), {"dropout_p": 0.3}),
     "many heads": (make((64, 64), (4, 4), 32, 8), {"causal": True}),
     "decoding": (make((2, 3000), (8, 2), 64), {"causal": True}),
+    "one query": (make((1, 3000), (6, 2), 64), {"causal": True}),
     "wide heads": (make((300, 600), (1, 1), 256, 1), {"window": (350, 90)}),
     "bias": ({**make((130, 70)), "attn_bias": torch.linspace(-1, 1, 280).view(4, 1, 70).requires_grad_()}, {}),
     "unequal window": (make((300, 333), (6, 2), batch=1), {"window": (70, 9), "softcap": 1.0}),

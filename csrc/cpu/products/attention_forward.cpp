@@ -1,5 +1,6 @@
 // out and lse of attention: one pass over blocks of keys with a running maximum and sum (Dao 2023, algorithm 1).
 #include "attention.h"
+#include "attention_few.h"
 #include "pairs.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -7,7 +8,7 @@ namespace {
 
 constexpr int64_t CHUNK = 128;        // keys whose scores exist at one time
 constexpr int64_t SLACK = 16;         // rows that a product may read or write behind the last
-constexpr int64_t SPLIT_KEYS = 1024;  // a block of queries against more keys than this is split among threads
+constexpr int64_t SPLIT_KEYS = PIECE_KEYS;  // a block of queries against more keys than this is split among threads
 // Blocks of queries that go through the keys together, chunk by chunk, where keys and values leave the second-level cache.
 constexpr int64_t TOGETHER = 4, NEAR_FLOATS = 65536;
 
@@ -300,11 +301,16 @@ template <int REGISTERS> struct Visit {
   void start(int64_t begin, int64_t to) { state = State<REGISTERS>(), first = next = begin, end = to; }
 };
 
+// What scores are multiplied by as exponents of 2: never 0 or denormal.
+TK_INLINE float weight_factor(const AttentionCall& call, const Options& options) {
+  const float magnitude = __builtin_fabsf(options.scale) * LOG2_E, smallest = 1.17549435e-38f;
+  return adjusts_scores(call, options) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
+}
+
 // Adds the next chunk of keys to a block's state and sums.
 template <class Operands>
 void attend(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
             Visit<Operands::REGISTERS>& visit, Operands& operands, Broken& broken) {
-  const float magnitude = __builtin_fabsf(options.scale) * LOG2_E, smallest = 1.17549435e-38f;
   alignas(64) float alpha[Operands::SIZE];
   const auto& block = visit.block;
   const int64_t key = visit.next, rows = Operands::rows_at(key, visit.end);
@@ -321,8 +327,7 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
   if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block, key, key + rows, operands.bits);
   hide(block, key, 0, smaller(rows, larger(0, block.all_low - key)), scores);
   hide(block, key, larger(0, smaller(rows, block.all_high - key)), rows, scores);
-  const float factor = adjusts_scores(call, options) ? LOG2_E : magnitude > smallest ? magnitude : smallest;
-  weigh(visit.state, factor, rows, call.seed, operands, alpha);
+  weigh(visit.state, weight_factor(call, options), rows, call.seed, operands, alpha);
   if (broken.any) spoil(block, key, rows, broken.rows + (operands.streamed ? 0 : key), visit.state);
   operands.add_values(block, key, rows, key == visit.first, alpha);
   visit.next = key + rows;
@@ -405,18 +410,33 @@ template <int REGISTERS> struct Split {
     memory = scratch<float>(PARTIAL, call.batch * call.kv_heads * pieces * size);
   }
 
+  // The same as `piece` for few queries, which see the same keys.
+  void few(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
+           const Visit<REGISTERS>& visit, float* result) const {
+    const int64_t pitch = options.pitch;
+    float* queries = scratch<float>(WORKSPACE, SIZE * (pitch + SPLIT_KEYS));
+    widen_queries(call, call.q, span.batch, visit.block, pitch, queries);
+    if (options.scale < 0.f)
+      for (int64_t i = 0; i < visit.block.count * pitch; i += WIDTH) store(queries + i, -load(queries + i));
+    for (int64_t i = 0; i < size; i += WIDTH) store(result + i, splat(i < SIZE ? -INFINITY : 0.f));
+    if (visit.next < visit.end)
+      attend_few(call, span, keys, kv_head, visit.next, visit.end - visit.next, queries, visit.block.count, pitch,
+                 weight_factor(call, options), queries + SIZE * pitch, result, result + SIZE, result + 2 * SIZE);
+  }
+
   void piece(const AttentionCall& call, const Options& options, int64_t task) const {
     const int64_t index = task % pieces, kv_head = task / pieces % call.kv_heads, group = call.heads / call.kv_heads;
     const Span span = span_at(call, task / pieces / call.kv_heads);
     const Keys keys = keys_of(call, span, POSITIONS);
-    Wide<REGISTERS> operands(options, CHUNK, true);
-    Broken broken(call, CHUNK);
     Visit<REGISTERS> visit;
     const Block<REGISTERS>& block = visit.block;
     const State<REGISTERS>& state = visit.state;
     set_block(visit.block, call, span, keys, kv_head * group, 0, group * span.queries);
-    operands.load_queries(call, options, span.batch, block);
     visit.start(larger(block.any_low, index * SPLIT_KEYS), smaller(block.any_high, (index + 1) * SPLIT_KEYS));
+    if (has_few_queries(call, options)) return few(call, options, span, keys, kv_head, visit, memory + task * size);
+    Wide<REGISTERS> operands(options, CHUNK, true);
+    Broken broken(call, CHUNK);
+    operands.load_queries(call, options, span.batch, block);
     while (visit.next < visit.end) attend(call, options, span, keys, kv_head, visit, operands, broken);
     float* result = memory + task * size;
     for (int n = 0; n < REGISTERS; ++n) store(result + n * WIDTH, state.top[n]), store(result + SIZE + n * WIDTH, state.total[n]);
@@ -494,7 +514,7 @@ void attention_forward(Address packed_call, double scale, double dropout_p, doub
   const Options options = options_of(call, scale, dropout_p, softcap);
   if (call.starts) clear_filler(call);
   const int64_t rows = call.heads / call.kv_heads * call.queries;
-  if (!call.starts && rows <= 2 * WIDTH && call.keys > SPLIT_KEYS)
+  if (!call.starts && rows <= 2 * WIDTH && (call.keys > SPLIT_KEYS || has_few_queries(call, options)))
     return rows <= WIDTH ? split_forward<1>(call, options) : split_forward<2>(call, options);
 #if defined(__AVX512BF16__)
   if (call.dtype == BFLOAT16 && rows > WIDTH) return forward<Pairs<2>>(call, options);
