@@ -11,9 +11,11 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +108,18 @@ def reports(backend: str, wanted: Iterable[str]) -> list[Any]:
         return list(triton.report(list(wanted), CHOSEN))
     from transformer_kernels.reports import cuda, cuda_launches
 
-    return [
-        report
+    units = [
+        (part, architecture)
         for part, architecture in itertools.product(wanted, cuda_launches.ARCHITECTURES)
         if part in cuda_launches.sources(architecture)
-        for report in cuda_launches.reports(
-            part, architecture, cuda.compile_reports(part, architecture, disassemble=True)
-        )
     ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(lambda unit: cuda.compile_reports(unit[0], unit[1], disassemble=True), units)
+        return [
+            report
+            for unit, kernels in zip(units, compiled, strict=True)
+            for report in cuda_launches.reports(*unit, kernels)
+        ]
 
 
 def release(backend: str) -> str:
