@@ -67,9 +67,17 @@ def test_matches_reference_over_widths(
     check_parity(OP, backend, tensors, options, seed=11, excess=CONSTANT_ROW if exceeds else None)
 
 
-@pytest.mark.parametrize("width", [1025, 4097])
-def test_matches_reference_over_wide_rows(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
-    check_parity(OP, backend, make(dtype, device, width, 2, 3), {"dropout_p": 0.1})
+@pytest.mark.parametrize(
+    ("width", "norm"),
+    [(1025, True), (4097, True), (257, False), (1025, False), (1032, False), (4097, False), (4104, False)],
+)
+def test_matches_reference_over_wide_rows(
+    backend: str, dtype: torch.dtype, device: torch.device, width: int, norm: bool
+) -> None:
+    tensors = make(dtype, device, width, 2, 3)
+    if not norm:
+        tensors["norm_weight"] = tensors["norm_bias"] = None
+    check_parity(OP, backend, tensors, {"dropout_p": 0.1})
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 33), (300, 1), (7, 61), (64, 64)], ids=str)
