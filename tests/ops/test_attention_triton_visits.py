@@ -196,7 +196,7 @@ def test_the_real_keys_of_any_range(triton_attention: Any, device: torch.device,
         if hole is not None:
             real[hole] = False
         found = torch.zeros(3, dtype=torch.int32, device=device)
-        real_keys_kernel[(1,)](real, found, start, end, 9000)
+        real_keys_kernel[(1,)](real, found, start, end, 9000, 4096)
         within = real[start:end].nonzero().flatten() + start
         if not len(within):
             assert found[0] >= found[1]  # nothing is visited

@@ -42,9 +42,9 @@ def running_total_kernel(total, order):
 
 
 @triton.jit
-def real_keys_kernel(padding, found, start, end, length):
+def real_keys_kernel(padding, found, start, end, length, CHUNK: tl.constexpr):
     """What `real_keys` says of the keys [start, end) of one sequence."""
-    first_real, end_real, contiguous = real_keys(Mask(padding, 0, None, 1, length, 0, 0), start, end)
+    first_real, end_real, contiguous = real_keys(Mask(padding, 0, None, 1, length, 0, 0), start, end, CHUNK)
     tl.store(found, first_real)
     tl.store(found + 1, end_real)
     tl.store(found + 2, contiguous.to(tl.int32))

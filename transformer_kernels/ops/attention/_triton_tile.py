@@ -270,10 +270,13 @@ def visible_keys(first_row, last_row, mask, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def real_keys(mask, start, end):
-    """Of the keys [start, end): the first real one, one past the last one, and whether there is no padding between."""
-    if end - start > SCANNED:  # four times as many loads in flight; fewer keys do not pay for their instructions
-        first_real, end_real, count = scan_keys(mask, start, end, 4 * SCANNED)
+def real_keys(mask, start, end, CHUNK: tl.constexpr):
+    """Of the keys [start, end): the first real one, one past the last one, and whether there is no padding between.
+    More than SCANNED are read CHUNK at a time; fewer do not pay for the instructions."""
+    if CHUNK == SCANNED:  # noqa: SIM114 -- decided when compiled; the other where it runs
+        first_real, end_real, count = scan_keys(mask, start, end, CHUNK)
+    elif end - start > SCANNED:
+        first_real, end_real, count = scan_keys(mask, start, end, CHUNK)
     else:
         first_real, end_real, count = scan_keys(mask, start, end, SCANNED)
     return first_real, end_real, count == end_real - first_real
@@ -313,7 +316,8 @@ def key_blocks(first_row, mask, OPTIONS: tl.constexpr):
         start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
         full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
     if mask.padding is not None:
-        first_real, end_real, contiguous = real_keys(mask, start, end)
+        LONG: tl.constexpr = 4 * SCANNED if OPTIONS.BLOCK_D <= 64 else SCANNED  # wider rows leave no registers for it
+        first_real, end_real, contiguous = real_keys(mask, start, end, LONG)
         start = tl.maximum(start, first_real)
         end = tl.minimum(end, end_real)
         full_start = tl.maximum(full_start, first_real)
