@@ -18,7 +18,7 @@ import torch
 from transformer_kernels._errors import BackendUnavailable
 from transformer_kernels.backends import build as _build
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.reports.cuda import disassembler, machine_code
+from transformer_kernels.reports.machine_code import disassembled, disassembler
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.device("cuda", 0)
@@ -189,7 +189,7 @@ def test_the_code_for_sm_120_does_not_depend_on_whose_ptx_it_is_made_of(tmp_path
         flags = [f"-I{folder}" for folder in (*toolkit.include, sysconfig.get_paths()["include"])]
         flags += ["-std=c++17", "-O3", _build.gencode_flags(architectures)[0][-1]]
         subprocess.run([toolkit.nvcc, *flags, "-cubin", _build.CSRC / "ops" / "gelu.cu", "-o", target], check=True)
-        codes.append(machine_code(target))
+        codes.append(disassembled(target))
     assert len(codes[0]) == 24 and codes[0] == codes[1]
 
 

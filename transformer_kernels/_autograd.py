@@ -88,7 +88,8 @@ class Operation:
             output wherever there are several outputs.
         like: for a dropped differentiable field, the kept result that its gradient is shaped as.
         sizes: the fields that make the call empty when one of them has no element; the first field unless given.
-        composed: (module, call, backend) -> the output in other operators where autograd shall record these, else None.
+        composed: (module, call, backend, whether autograd records it) -> the output where other operators answer, which
+            autograd then sees, else None.
         by_pytorch: the backends in which it is PyTorch's operator: the vendor's library computes it best.
         kernels: the operation whose backend files answer, and `adapt`: from such a module to one of this operation.
         second_order: (call, result, grads, wanted) -> gradients, in differentiable PyTorch. Without it a gradient that
@@ -113,7 +114,7 @@ class Operation:
         kept: tuple[str, ...] = (),
         like: Mapping[str, str] | None = None,
         sizes: tuple[str, ...] = (),
-        composed: Callable[[Any, Any, str | None], Tensor | None] | None = None,
+        composed: Callable[[Any, Any, str | None, bool], Tensor | None] | None = None,
         by_pytorch: tuple[str, ...] = (),
         kernels: str | None = None,
         adapt: Callable[[Any], Any] | None = None,
@@ -149,18 +150,26 @@ class Operation:
         if is_traced(call[0]):
             return self._traced(call, backend)
         module = _dispatch.select(self, backend, call)
+        recorded = False
         if torch.is_grad_enabled():
             for i in self.differentiable:
                 if call[i] is not None and call[i].requires_grad:
-                    output = None if self.composed is None else self.composed(module, call, backend)
-                    return _Recorded.apply(self, module, *call) if output is None else output
+                    recorded = True
+                    break
+        if self.composed is not None:
+            output = self.composed(module, call, backend, recorded)
+            if output is not None:
+                return output
+        if recorded:
+            return _Recorded.apply(self, module, *call)
         outputs = module.forward(call)
         return outputs if self.result is None else self._outputs(outputs)
 
     def _traced(self, call: Any, backend: str | None) -> Any:
-        """By the registered operator, or by those that autograd would record otherwise."""
-        if self.composed is not None and not is_compiling() and needs_grad(*(call[i] for i in self.differentiable)):
-            output = self.composed(_dispatch.select(self, backend, call), call, backend)
+        """By the registered operator, or by those that it is composed of."""
+        if self.composed is not None and not is_compiling():
+            recorded = needs_grad(*(call[i] for i in self.differentiable))
+            output = self.composed(_dispatch.select(self, backend, call), call, backend, recorded)
             if output is not None:
                 return output
         outputs = self._registered(*call, backend)

@@ -106,7 +106,7 @@ OPERATION = _autograd.Operation(
     differentiable=("x", "weight", "bias"),
     kept=("saved",),
     sizes=("x", "weight"),
-    composed=lambda module, call, backend: module.composed(call, backend),
+    composed=lambda module, *call: module.composed(*call),
     by_pytorch=("triton", "cuda"),
     second_order=_second_order,
 )

@@ -32,9 +32,9 @@ def fuses(call: LinearCall) -> bool:
     return call.weight.numel() <= LARGEST_WEIGHT and call.x.dtype is torch.float32 and not _are_few(call)
 
 
-def composed(call: LinearCall, backend: str | None) -> Tensor | None:
+def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
     """PyTorch's product where it answers alone: its own record costs less than an operation's."""
-    if call.activation is not None or fuses(call):
+    if not recorded or call.activation is not None or fuses(call):
         return None
     return torch.nn.functional.linear(*call[:3])
 

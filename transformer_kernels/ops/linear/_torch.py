@@ -11,14 +11,15 @@ from transformer_kernels.ops.linear import LinearCall, LinearResult, activated
 from transformer_kernels.ops.linear._products import gradients, product, unactivated
 
 
-def composed(call: LinearCall, backend: str | None) -> Tensor:
-    """The product that autograd records in PyTorch, and a backend's kernel for GELU.
+def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor:
+    """PyTorch's product, and a backend's kernel for GELU.
 
     Before ReLU the bias is added in the product: rounded without it, sums near 0 would get the wrong sign.
     """
     x, weight, bias, activation = call
     if bias is None or activation in (None, "relu"):
-        return activated(torch.nn.functional.linear(x, weight, bias), activation)
+        before = torch.nn.functional.linear(x, weight, bias)
+        return before.relu_() if activation == "relu" and not recorded else activated(before, activation)
     before = torch.nn.functional.linear(x, weight)
     return bias_gelu(before, bias, approximate="tanh" if activation == "gelu_tanh" else "none", backend=backend)
 
