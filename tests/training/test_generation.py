@@ -5,6 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_kernels
 from python_ref import GPT, GPTConfig
+from tests.support.host_graphs import CountedHostGraphs
 from transformer_kernels.backends import cpu
 from transformer_kernels.training import Sampling, generate, generate_many, generation
 from transformer_kernels.training.generation import decoded, penalised, sampling_distribution, text_until
@@ -198,13 +199,13 @@ class OperatorGraphs:
     """Graphs on the CPU. What a captured step reads from Python is the same in every replay; its memory is not."""
 
     def __init__(self):
-        self.captured = self.replayed = 0
+        self.captures = self.replays = 0
 
     def run(self, work):
         return work()
 
     def capture(self, work):
-        self.captured += 1
+        self.captures += 1
         cache = work.__self__.cache
         kept = [cache.place, *cache.keys, *cache.values]
         before = [tensor.clone() for tensor in kept]
@@ -214,25 +215,11 @@ class OperatorGraphs:
             tensor.copy_(value)
 
         def replay():
-            self.replayed += 1
+            self.replays += 1
             recorder.replay()
             return result
 
         return replay
-
-
-class CountedHostGraphs(HostGraphs):
-    captured = replayed = 0
-
-    def capture(self, work):
-        replay = super().capture(work)
-        self.captured += 1
-
-        def counted():
-            self.replayed += 1
-            return replay()
-
-        return counted
 
 
 @pytest.mark.parametrize(
@@ -267,7 +254,7 @@ def test_a_step_that_is_one_graph_gives_the_same_texts(fields, backend, monkeypa
         graphs = OperatorGraphs() if backend == "reference" else CountedHostGraphs()
         assert texts(prompts, graphs) == texts(prompts, None)
         steps_with_the_cache = 23 if endless else 24 - len(prompts[0])
-        assert (graphs.captured, graphs.replayed) == (1, steps_with_the_cache - WARM_UP_STEPS)
+        assert (graphs.captures, graphs.replays) == (1, steps_with_the_cache - WARM_UP_STEPS)
 
 
 def test_recorded_steps_are_what_a_model_of_the_cpu_kernels_gets():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.host_graphs import CountedHostGraphs
 from transformer_kernels.backends import cpu
 from transformer_kernels.training import (
     CharGPT,
@@ -29,7 +30,6 @@ from transformer_kernels.training.graphs import (
     reason_against,
     warm_up_steps,
 )
-from transformer_kernels.training.host_graphs import HostGraphs
 from transformer_kernels.training.optimisation import learning_rate
 from transformer_kernels.training.step import Batch, to_device
 
@@ -62,28 +62,6 @@ class RecordedGraphs:
             return result.copy_(work())
 
         return replay
-
-
-class CountedHostGraphs(HostGraphs):
-    """The CPU's own, counted."""
-
-    def __init__(self):
-        super().__init__()
-        self.runs = self.captures = self.replays = 0
-
-    def run(self, work):
-        self.runs += 1
-        return super().run(work)
-
-    def capture(self, work):
-        replay = super().capture(work)
-        self.captures += 1
-
-        def counted():
-            self.replays += 1
-            return replay()
-
-        return counted
 
 
 @pytest.fixture(params=[RecordedGraphs, CountedHostGraphs])
