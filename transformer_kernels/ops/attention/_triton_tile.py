@@ -316,8 +316,8 @@ def key_blocks(first_row, mask, OPTIONS: tl.constexpr):
         start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
         full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
     if mask.padding is not None:
-        WIDEST: tl.constexpr = 32 if OPTIONS.NATURAL else 64  # wider rows leave no registers for it
-        LONG: tl.constexpr = 4 * SCANNED if OPTIONS.BLOCK_D <= WIDEST else SCANNED
+        narrow: tl.constexpr = OPTIONS.BLOCK_D <= 64 and not OPTIONS.NATURAL  # else no registers are left for it
+        LONG: tl.constexpr = 4 * SCANNED if narrow else SCANNED
         first_real, end_real, contiguous = real_keys(mask, start, end, LONG)
         start = tl.maximum(start, first_real)
         end = tl.minimum(end, end_real)
