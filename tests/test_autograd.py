@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import python_ref
@@ -320,3 +322,32 @@ def test_the_dropout_mask_is_forgotten_with_its_seed(monkeypatch: pytest.MonkeyP
     assert len(_dropout._remembered) == before + 1
     del normed, _
     assert len(_dropout._remembered) == before
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The sum of its inputs, of which the first gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, grads[0]
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Watching])
+@pytest.mark.parametrize("op", EXAMPLES)
+def test_where_no_gradient_comes_in_none_or_zeros_go_out(op: str, mode: Any) -> None:
+    call, tensors = call_of(op)
+    y = torch.zeros((), requires_grad=True)
+    with mode():
+        result = call(*tensors)
+        WithoutGradient.apply(result[0] if isinstance(result, tuple) else result, y).backward()
+    assert y.grad is not None
+    assert all(tensor.grad is None or not tensor.grad.any() for tensor in tensors)

@@ -330,6 +330,8 @@ class Operation:
             ctx.mark_non_differentiable(*output[self.public :])
 
     def _gradient(self, ctx: Any, *grads: Tensor | None) -> Any:
+        if all(grad is None for grad in grads[: self.public]):
+            return (None,) * (len(self.call._fields) + 1)
         wanted = [ctx.needs_input_grad[i] for i in self.differentiable]
         arguments = (*grads[: self.public], *ctx.saved_tensors, *ctx.numbers)
         gradients = self._registered_backward(*arguments, wanted, ctx.backend)
