@@ -24,9 +24,7 @@ from benchmarks.correctness import WrongResult
 from benchmarks.measure import Bench, Row
 from benchmarks.peers import Skipped, require
 from python_ref.bert import BERTClassifier
-from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.graphs import WARM_UP_STEPS, CudaGraphs, GraphedStep, Graphs
-from transformer_kernels.training.host_graphs import HostGraphs
+from transformer_kernels.training.graphs import WARM_UP_STEPS, GraphedStep, graphs_on
 from transformer_kernels.training.step import Batch, TrainingLoss, TrainingStep, matrix_products
 
 LOSS_TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "bfloat16": 2e-2}
@@ -160,8 +158,7 @@ class Step:
         step = TrainingStep(loss, optimizer, scaler, dtype=rung.precision, clip=clip, check=lambda name, value: None)
         self.run: Callable[[Batch], Tensor] = step
         if rung.graph:
-            graphs: Graphs = HostGraphs() if device.type == "cpu" else CudaGraphs(device, Processes())
-            self.run = GraphedStep(step, graphs, failed=_give_up)
+            self.run = GraphedStep(step, graphs_on(device), failed=_give_up)
 
     def __call__(self) -> Tensor:
         """The loss, and the norm of the gradients where they are clipped."""

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels._bind import BoundOperations
-from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.graphs import WARM_UP_STEPS, CudaGraphs, Graphs, Work, answered_on_cpu
-from transformer_kernels.training.host_graphs import HostGraphs
+from transformer_kernels.training.graphs import WARM_UP_STEPS, Graphs, answered_on_cpu, graphs_on
+from transformer_kernels.training.host_graphs import Work
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
 
@@ -142,12 +141,9 @@ def generate_many(
 
 def _graphs_for(model: Any, device: torch.device) -> Graphs | None:
     """What captures the steps of a model."""
-    if device.type == "cuda":
-        return CudaGraphs(device, Processes())
     ops = getattr(model, "ops", None)
-    if device.type == "cpu" and isinstance(ops, BoundOperations) and answered_on_cpu(ops.backend, device):
-        return HostGraphs()
-    return None
+    recorded = device.type == "cpu" and isinstance(ops, BoundOperations) and answered_on_cpu(ops.backend, device)
+    return graphs_on(device) if device.type == "cuda" or recorded else None
 
 
 class _Reader:

@@ -28,7 +28,7 @@ from transformer_kernels._dispatch import get_backend
 from transformer_kernels.backends import cpu
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.host_graphs import HostGraphs
+from transformer_kernels.training.host_graphs import HostGraphs, Work
 from transformer_kernels.training.optimisation import set_learning_rate
 from transformer_kernels.training.step import Batch, Check, TrainingStep, matrix_products
 
@@ -36,8 +36,6 @@ WARM_UP_STEPS = 3
 WARM_UP_STEPS_DISTRIBUTED = 11  # DistributedDataParallel settles its buckets and its timing in the first ten
 GRAPH_LIMIT = 8
 NCCL_SWITCH = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
-Work = Callable[[], Tensor]
 
 
 class Graphs(Protocol):
@@ -245,6 +243,11 @@ def answered_on_cpu(backend: str | None, device: torch.device) -> bool:
     return (backend or get_backend()) in ("auto", "cpu") and cpu.unavailable(device) is None
 
 
+def graphs_on(device: torch.device, processes: Processes | None = None) -> Graphs:
+    """What captures steps on a CPU or a CUDA device."""
+    return HostGraphs() if device.type == "cpu" else CudaGraphs(device, processes or Processes())
+
+
 def choose_graphs(config: TrainingConfig, device: torch.device, processes: Processes) -> tuple[Graphs | None, str]:
     """What captures the steps of the run, and the state to report.
 
@@ -255,7 +258,7 @@ def choose_graphs(config: TrainingConfig, device: torch.device, processes: Proce
         return None, "off: as told"
     reason = reason_against(config, device, processes)
     if reason is None:
-        return HostGraphs() if device.type == "cpu" else CudaGraphs(device, processes), "on"
+        return graphs_on(device, processes), "on"
     if config.cuda_graph == "on":
         raise ValueError(f"--cuda-graph on: {reason}")
     return None, f"off: {reason}"

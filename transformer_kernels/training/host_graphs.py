@@ -24,7 +24,6 @@ from transformer_kernels.backends import cpu
 
 ALLOCATIONS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 COPIES = {"aten::_to_copy", "aten::clone"}
-READS = {"aten::item", "aten::is_nonzero"}
 REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Work = Callable[[], Tensor]
@@ -207,10 +206,9 @@ class Recording(TorchDispatchMode):
 
 def _depends_on_values(function: Any, args: Any) -> bool:
     """Whether what an operator returns to the host, or the shape of its result, depends on values of tensors."""
-    name = function._schema.name
-    if name == "aten::index":  # by numbers it does not, by masks it does
+    if function._schema.name == "aten::index":  # by numbers it does not, by masks it does
         return any(each.dtype in (torch.bool, torch.uint8) for each in _tensors(args[1]))
-    return name in READS or not REFUSED_TAGS.isdisjoint(function.tags)
+    return not REFUSED_TAGS.isdisjoint(function.tags)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformer_kernels import _autograd, _checks
 
 OP = "linear"
-ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
+APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
+ACTIVATIONS = (None, "relu", *APPROXIMATIONS)
 
 
 class LinearCall(NamedTuple):
@@ -80,7 +81,7 @@ def activated(x: Tensor, activation: str | None) -> Tensor:
         return x
     if activation == "relu":
         return torch.relu(x)
-    return torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return torch.nn.functional.gelu(x, approximate=APPROXIMATIONS[activation])
 
 
 def _second_order(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.ops.bias_gelu import bias_gelu
-from transformer_kernels.ops.linear import LinearCall, LinearResult, activated
+from transformer_kernels.ops.linear import APPROXIMATIONS, LinearCall, LinearResult, activated
 from transformer_kernels.ops.linear._products import gradients, product, unactivated
 
 
@@ -21,7 +21,7 @@ def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor:
         before = torch.nn.functional.linear(x, weight, bias)
         return before.relu_() if activation == "relu" and not recorded else activated(before, activation)
     before = torch.nn.functional.linear(x, weight)
-    return bias_gelu(before, bias, approximate="tanh" if activation == "gelu_tanh" else "none", backend=backend)
+    return bias_gelu(before, bias, approximate=APPROXIMATIONS[activation], backend=backend)
 
 
 def forward(call: LinearCall) -> LinearResult:
@@ -39,6 +39,6 @@ def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wante
     if call.activation == "relu":
         dy = torch.ops.aten.threshold_backward.default(dy, result.saved, 0)
     elif call.activation is not None:
-        approximate = "tanh" if call.activation == "gelu_tanh" else "none"
+        approximate = APPROXIMATIONS[call.activation]
         dy = torch.ops.aten.gelu_backward.default(dy, result.saved, approximate=approximate)
     return gradients(call, dy, wanted)
