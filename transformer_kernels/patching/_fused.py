@@ -50,7 +50,7 @@ def gelu_kind(activation: Any) -> str | None:
 
 
 def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> Tensor:
-    """activation(linear(x)), where the bias is added in the activation's pass."""
+    """activation(linear(x)) in one operation, or where that is not possible with the bias in the activation's pass."""
     approximate = gelu_kind(activation)
     relu = activation is F.relu or is_plain(activation, nn.ReLU) if approximate is None else False
     transposed = class_path(linear) == CONV1D

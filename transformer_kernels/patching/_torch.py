@@ -56,7 +56,7 @@ class TransformerEncoder(nn.TransformerEncoder):
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """Self-attention and a feed-forward network, each fused with its dropout, residual addition and LayerNorm."""
 
-    answered = "add_layer_norm, bias_gelu or bias_relu"
+    answered = "add_layer_norm and linear"
     backend: str | None
 
     def forward(
@@ -73,7 +73,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """Self-attention, cross-attention and a feed-forward network, fused as in the encoder's layer."""
 
-    answered = "add_layer_norm, bias_gelu or bias_relu"
+    answered = "add_layer_norm and linear"
     backend: str | None
 
     def forward(

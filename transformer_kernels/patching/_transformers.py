@@ -37,7 +37,7 @@ class ResidualNorm(Mixin):
 class Intermediate(Mixin):
     """activation(dense(x)) of BERT."""
 
-    answered = "bias_gelu"
+    answered = "linear"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return activated(hidden_states, self.dense, self.intermediate_act_fn, self.backend)
@@ -134,7 +134,7 @@ class DistilBertBlock(Mixin):
 
 
 class DistilBertFFN(Mixin):
-    answered = "bias_gelu"
+    answered = "linear"
 
     def ff_chunk(self, input: Tensor) -> Tensor:
         return self.dropout(self.lin2(activated(input, self.lin1, self.activation, self.backend)))
@@ -195,7 +195,7 @@ class ViTLayer(Mixin):
 
 
 class ViTMLP(Mixin):
-    answered = "bias_gelu"
+    answered = "linear"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.fc2(activated(hidden_states, self.fc1, self.activation_fn, self.backend))
