@@ -271,7 +271,8 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
             need_weights: also return the attention weights.
             attn_mask: (L, S) or (B * H, L, S); bool with True = IGNORE, or floating, added to the scores.
             average_attn_weights: return the mean of the weights over heads, (B, L, S), not (B, H, L, S).
-            is_causal: query i sees the keys j <= i + S - L.
+            is_causal: query i sees the keys j <= i + S - L. Beside an attn_mask it is torch's hint that the mask is causal:
+                with L and S apart, where torch's masks begin at the first key, the mask alone counts.
         Returns:
             the output, of the shape of query, and the weights or None.
         """
@@ -280,11 +281,12 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)  # (B, H, L, D)
         self._check_masks(key_padding_mask, attn_mask, q.shape[0], q.shape[2], k.shape[2])
         real, bias = self._masks(key_padding_mask, attn_mask, q)
+        causal = is_causal and (attn_mask is None or q.shape[2] == k.shape[2])
         mixed = ops.attention(
             q,
             k,
             v,
-            causal=is_causal,
+            causal=causal,
             key_padding_mask=real,
             attn_bias=bias,
             dropout_p=self.dropout if self.training else 0.0,
@@ -292,7 +294,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         )
         assert isinstance(mixed, Tensor)  # a pair only with return_lse
         out = self.out_proj(self._join_heads(mixed, batched))
-        weights = self._weights(q, k, real, bias, is_causal) if need_weights else None
+        weights = self._weights(q, k, real, bias, causal) if need_weights else None
         if weights is not None:
             weights = weights.mean(dim=1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
