@@ -10,8 +10,11 @@ chunks, static caches, functions of the caller's own) becomes a boolean mask (B,
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor
 from transformer_kernels import ops
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 except ImportError as error:
     raise ImportError(
@@ -32,9 +35,13 @@ __all__ = ["NAME", "attention_forward", "attention_mask"]
 NAME = "transformer_kernels"
 REFUSED = {
     "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "keys chosen for each query",
+    "block_indices": "blocks of keys chosen for each query",
     "cache": "paged caches",
     "head_mask": "head masks",
 }
+SILENT = "is written for eager attention only, whose mask tells it causality"
 
 
 def attention_forward(
@@ -70,11 +77,15 @@ def attention_forward(
     Returns:
         (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
     Raises:
-        ValueError: attention sinks, a paged cache, a head mask, or GPT-2's `reorder_and_upcast_attn`, which
-            are not supported.
+        ValueError: attention sinks, keys chosen for each query, a paged cache, a head mask, or GPT-2's
+            `reorder_and_upcast_attn`, which are not supported; or a layer that `tells_causality` does not trust, where
+            the mask leaves causality to it.
     """
     _refuse(module, kwargs)
     padding, bias, visible = _parted(attention_mask, query.dtype)
+    kind: Any = type(module)
+    if not visible and is_causal is None and not tells_causality(kind):
+        raise ValueError(f"attention: {kind.__name__} {SILENT}; use attn_implementation='eager'")
     if visible:
         causal = sliding_window = None
     else:
@@ -97,6 +108,26 @@ def attention_forward(
     out = ops.attention(query, key, value, dropout_p=dropout, **options)
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out.transpose(1, 2), ops.attention_weights(query, key, **options) if wanted else None
+
+
+@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[misc]
+def tells_causality(layer: Any) -> bool:
+    """Whether the `is_causal` of a class of layers can be relied on.
+
+    It can where one of the models beside it is written for SDPA, whose masks leave causality to it, or would be but for
+    its soft cap.
+    """
+    beside = vars(sys.modules[layer.__module__]).values() if layer.__module__ in sys.modules else ()
+    models = [each for each in beside if isinstance(each, type) and issubclass(each, PreTrainedModel)]
+    models = [each for each in models if each.__module__ == layer.__module__]
+    return not models or any(each._supports_sdpa for each in models) or "softcap" in set(constants(layer))
+
+
+def constants(layer: Any) -> Iterator[Any]:
+    """Those of a layer's forward, among them the keywords of its calls."""
+    for constant in inspect.unwrap(layer.forward).__code__.co_consts:
+        yield from constant if isinstance(constant, tuple) else (constant,)
 
 
 def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:

@@ -271,8 +271,8 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
             need_weights: also return the attention weights.
             attn_mask: (L, S) or (B * H, L, S); bool with True = IGNORE, or floating, added to the scores.
             average_attn_weights: return the mean of the weights over heads, (B, L, S), not (B, H, L, S).
-            is_causal: query i sees the keys j <= i + S - L. Beside an attn_mask it is torch's hint that the mask is causal:
-                with L and S apart, where torch's masks begin at the first key, the mask alone counts.
+            is_causal: query i sees the keys j <= i + S - L. Beside an attn_mask it is torch's hint that the mask is
+                causal: with L and S apart, where torch's begin at the first key, the mask alone counts.
         Returns:
             the output, of the shape of query, and the weights or None.
         """

@@ -345,6 +345,34 @@ def test_what_cannot_be_exact_is_left_with_its_reason():
     assert weights(**batch).attentions[0] is not None
 
 
+DEEPSEEK = {**models.ENCODER, "kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "moe_intermediate_size": 16}
+DEEPSEEK |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "n_group": 1}
+DEEPSEEK |= {"topk_group": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "num_experts_per_tok": 2}
+PEGASUS = {"vocab_size": models.VOCABULARY, "d_model": 32, "num_global_tokens": 2, "block_size": 4}
+PEGASUS |= {f"{side}_{size}": count for side in ("encoder", "decoder") for size, count in models.SIDE.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "reason"),
+    [
+        ("DeepseekV32ForCausalLM", DEEPSEEK, "keys chosen for each query"),
+        ("PegasusXForConditionalGeneration", PEGASUS, "written for eager attention only"),
+    ],
+)
+def test_attention_that_says_more_than_its_mask_is_refused(model, sizes, reason):
+    """By `patch`, which leaves it, and by the function that `attn_implementation` names."""
+    kind = getattr(transformers, model)
+    torch.manual_seed(0)
+    eager = kind._from_config(kind.config_class(**sizes, **models.TOKENS), attn_implementation="eager").eval()
+    ours, batch = copy.deepcopy(eager), models.inputs("t5" if eager.config.is_encoder_decoder else "llama", None, False)
+    report = tk.patch(ours)
+    assert report.patched and any(reason in row.reason for row in report.left)
+    torch.testing.assert_close(ours(**batch).logits, eager(**batch).logits, rtol=1e-4, atol=1e-5)
+    eager.set_attn_implementation("transformer_kernels")
+    with pytest.raises(ValueError, match=reason):
+        eager(**batch)
+
+
 def test_softcapped_scores_match_eager():
     sizes = models.DECODER | {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 0.5}
     torch.manual_seed(0)

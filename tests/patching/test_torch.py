@@ -64,7 +64,7 @@ def test_decoder_layer(norm_first, bias):
     layer = nn.TransformerDecoderLayer(12, 2, 24, 0.0, "gelu", norm_first=norm_first, bias=bias)
     tgt, memory = torch.randn(5, 2, 12), torch.randn(7, 2, 12)
     assert_same_with_gradients(layer, tgt, memory)
-    hint = {"memory_mask": torch.ones(5, 3).triu(1).bool(), "memory_is_causal": True}  # from the first key, not the last
+    hint = {"memory_mask": torch.ones(5, 3).triu(1).bool(), "memory_is_causal": True}  # as torch aligns it
     assert_same_with_gradients(layer, tgt, memory[:3], **hint)
     hidden = torch.arange(7) >= torch.tensor([[7], [4]])
     assert_same_with_gradients(

@@ -19,6 +19,7 @@ DISTILBERT = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, 
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 VIT = {key: ENCODER[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+SIDE = {"layers": 1, "ffn_dim": 64, "attention_heads": 4}  # of an encoder or a decoder in BART's configurations
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
