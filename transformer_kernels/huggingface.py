@@ -24,7 +24,7 @@ from transformer_kernels import ops
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 except ImportError as error:
     raise ImportError(
         "transformer_kernels.huggingface needs transformers 5.23 or newer: pip install 'transformers>=5.23,<5.24'"
@@ -41,7 +41,6 @@ REFUSED = {
     "cache": "paged caches",
     "head_mask": "head masks",
 }
-SILENT = "is written for eager attention only, whose mask tells it causality"
 
 
 def attention_forward(
@@ -78,19 +77,16 @@ def attention_forward(
         (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
     Raises:
         ValueError: attention sinks, keys chosen for each query, a paged cache, a head mask, or GPT-2's
-            `reorder_and_upcast_attn`, which are not supported; or a layer that `tells_causality` does not trust, where
-            the mask leaves causality to it.
+            `reorder_and_upcast_attn`, which are not supported.
     """
     _refuse(module, kwargs)
     padding, bias, visible = _parted(attention_mask, query.dtype)
-    kind: Any = type(module)
-    if not visible and is_causal is None and not tells_causality(kind):
-        raise ValueError(f"attention: {kind.__name__} {SILENT}; use attn_implementation='eager'")
     if visible:
         causal = sliding_window = None
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = causal and getattr(getattr(module, "config", None), "is_causal", True) is not False
+        causal = causal and leaves_causality(type(module).__module__)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     if bias is not None and bias.dtype is not torch.float32:
@@ -112,21 +108,23 @@ def attention_forward(
 
 @functools.cache
 @torch.compiler.assume_constant_result  # type: ignore[misc]
-def tells_causality(layer: Any) -> bool:
-    """Whether the `is_causal` of a class of layers can be relied on.
+def leaves_causality(path: str) -> bool:
+    """Whether the models of a module are written for SDPA, whose masks leave causality to the layers.
 
-    It can where one of the models beside it is written for SDPA, whose masks leave causality to it, or would be but for
-    its soft cap.
+    Other models add a mask to the scores, as eager attention does, and their layers need not say whether they are
+    causal. A model that SDPA lacks the soft cap for counts as written for it.
     """
-    beside = vars(sys.modules[layer.__module__]).values() if layer.__module__ in sys.modules else ()
-    models = [each for each in beside if isinstance(each, type) and issubclass(each, PreTrainedModel)]
-    models = [each for each in models if each.__module__ == layer.__module__]
-    return not models or any(each._supports_sdpa for each in models) or "softcap" in set(constants(layer))
+    found = vars(sys.modules[path]).values() if path in sys.modules else ()
+    kinds = [each for each in found if isinstance(each, type) and each.__module__ == path]
+    models = [kind for kind in kinds if issubclass(kind, PreTrainedModel)]
+    capped = (kind for kind in kinds if issubclass(kind, torch.nn.Module) and "softcap" in set(constants(kind)))
+    return not models or any(model._supports_sdpa for model in models) or any(capped)
 
 
 def constants(layer: Any) -> Iterator[Any]:
     """Those of a layer's forward, among them the keywords of its calls."""
-    for constant in inspect.unwrap(layer.forward).__code__.co_consts:
+    code = getattr(inspect.unwrap(layer.forward), "__code__", None)
+    for constant in () if code is None else code.co_consts:
         yield from constant if isinstance(constant, tuple) else (constant,)
 
 
@@ -167,6 +165,8 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask that `attention_forward` takes: None, (B, Lk) bool, or (B, 1, Lq, Lk) bool with True = visible.
 
+    For models that add a mask to the scores (`leaves_causality` is false) it is eager attention's, floating.
+
     Args:
         batch_size, q_length, kv_length: B, Lq and Lk.
         q_offset, kv_offset: the positions of the first query and of the first key.
@@ -176,6 +176,17 @@ def attention_mask(
             mask that hides padding at most may stay (B, Lk).
         kwargs: what `transformers.masking_utils.sdpa_mask` takes besides.
     """
+    pattern: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,  # static caches give a tensor
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+    }
+    if not leaves_causality(type(kwargs.get("config")).__module__.replace(".configuration_", ".modeling_")):
+        return eager_mask(**pattern, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs)
     if mask_function is causal_mask_function:
         short = allow_is_causal_skip and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     else:
@@ -185,18 +196,7 @@ def attention_mask(
     if short and attention_mask is not None and attention_mask.shape == (batch_size, kv_length) and kv_offset == 0:
         looked_at = attention_mask.device.type == "cpu" and not torch.compiler.is_compiling()
         return None if looked_at and bool(attention_mask.all()) else attention_mask
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,  # type: ignore[arg-type]  # static caches give a tensor
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        **kwargs,
-    )
+    return sdpa_mask(**pattern, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs)
 
 
 AttentionInterface.register(NAME, attention_forward)

@@ -352,25 +352,40 @@ PEGASUS = {"vocab_size": models.VOCABULARY, "d_model": 32, "num_global_tokens": 
 PEGASUS |= {f"{side}_{size}": count for side in ("encoder", "decoder") for size, count in models.SIDE.items()}
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes", "reason"),
-    [
-        ("DeepseekV32ForCausalLM", DEEPSEEK, "keys chosen for each query"),
-        ("PegasusXForConditionalGeneration", PEGASUS, "written for eager attention only"),
-    ],
-)
-def test_attention_that_says_more_than_its_mask_is_refused(model, sizes, reason):
-    """By `patch`, which leaves it, and by the function that `attn_implementation` names."""
-    kind = getattr(transformers, model)
+def of_kind(name, **sizes):
+    """Eager attention, for evaluation."""
+    kind = getattr(transformers, name)
     torch.manual_seed(0)
-    eager = kind._from_config(kind.config_class(**sizes, **models.TOKENS), attn_implementation="eager").eval()
-    ours, batch = copy.deepcopy(eager), models.inputs("t5" if eager.config.is_encoder_decoder else "llama", None, False)
+    return kind._from_config(kind.config_class(**sizes, **models.TOKENS), attn_implementation="eager").eval()
+
+
+def test_keys_chosen_for_each_query_are_refused():
+    """By `patch`, which leaves the attention, and by the function that `attn_implementation` names."""
+    eager = of_kind("DeepseekV32ForCausalLM", **DEEPSEEK)
+    ours, batch = copy.deepcopy(eager), models.inputs("llama", None, labels=False)
     report = tk.patch(ours)
-    assert report.patched and any(reason in row.reason for row in report.left)
+    assert report.patched and {row.reason for row in report.left} == {"keys chosen for each query"}
     torch.testing.assert_close(ours(**batch).logits, eager(**batch).logits, rtol=1e-4, atol=1e-5)
     eager.set_attn_implementation("transformer_kernels")
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match="keys chosen for each query"):
         eager(**batch)
+
+
+@pytest.mark.parametrize("padding", ["left", None])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("PegasusXForConditionalGeneration", PEGASUS), ("GitModel", models.ENCODER | {"vision_config": models.VIT})],
+)
+def test_models_that_add_their_masks_to_the_scores(name, sizes, padding):
+    """Their layers need not say that they are causal (Pegasus-X), nor ask for a function at all (GIT's text)."""
+    eager = of_kind(name, **sizes)
+    patched, chosen = copy.deepcopy(eager), copy.deepcopy(eager)
+    tk.patch(patched)
+    chosen.set_attn_implementation("transformer_kernels")
+    batch = models.inputs("t5" if eager.config.is_encoder_decoder else "llama", padding, labels=False)
+    expected = eager(**batch)[0]
+    for ours in (patched, chosen):
+        torch.testing.assert_close(ours(**batch)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_softcapped_scores_match_eager():

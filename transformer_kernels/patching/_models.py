@@ -110,13 +110,11 @@ def _why_not(model: Any, layers: list[Any]) -> str | None:
         return "config.output_attentions wants the weights"
     if any(getattr(layer, "sinks", None) is not None for layer in layers):
         return "attention sinks"
-    from transformer_kernels.huggingface import REFUSED, SILENT, constants, tells_causality
+    from transformer_kernels.huggingface import REFUSED, constants
 
     kinds = dict.fromkeys(original_class(layer) for layer in layers)
     for name in {name for kind in kinds for name in constants(kind)} & (REFUSED.keys() - {"s_aux"}):  # may be None
         return REFUSED[name]
-    if not all(map(tells_causality, kinds)):
-        return f"the model {SILENT}"
     return None if model._can_set_attn_implementation() else "the model does not let its attention be chosen"
 
 
