@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.gates.sanitized_row_kernels import check_all, results
+from tests.gates.sanitized_row_kernels import check, check_all, results
 from tests.support.arguments import normal
 from transformer_kernels.backends import build, cpu
 
@@ -57,6 +57,7 @@ def main(path: str) -> None:
         for dtype in cpu.DTYPE_CODES if name in build.CPU_FOLDERS["rows"] else [torch.bfloat16]:
             if name in build.CPU_FOLDERS["rows"]:
                 check_all("cpu", dtype)
+            check("cpu", "linear", 71, 37, dtype, {})
             check_attention(dtype)
     print("CPU kernels ran")
 

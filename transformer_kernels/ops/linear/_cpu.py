@@ -1,6 +1,6 @@
 """A linear layer on the CPU: csrc/cpu/products/linear.cpp, or PyTorch's product where that is the faster one.
 
-A few rows, as in generating text, are few_rows.cpp's.
+A few rows, as in generating text, are few_rows.cpp's, and gradients of weights in bfloat16 weight_gradient.cpp's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ LARGEST_WEIGHT = 1 << 19
 """Elements beyond which a weight does not stay in a second-level cache, which our products do not block for."""
 MOST_FEW_ROWS = 4
 """Rows of x up to which reading the weights is what a product costs."""
+NEAR_WEIGHT, MANY_ROWS = 1 << 16, 2048
+"""In bfloat16 our gradient is the faster one for weights of at most so many elements, and for larger ones from so many
+rows of x on."""
 SMALLEST_READ = 1 << 18
 """Elements of a weight below which it may lie in a cache still, and PyTorch's product is called in less time."""
 
@@ -35,6 +38,8 @@ def fuses(call: LinearCall) -> bool:
 def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
     """PyTorch's product where it answers alone: its own record costs less than an operation's."""
     if not recorded or call.activation is not None or fuses(call):
+        return None
+    if call.weight.requires_grad and _owns_gradient(call):
         return None
     return torch.nn.functional.linear(*call[:3])
 
@@ -55,9 +60,9 @@ def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wante
     if fuses(call):
         return _own_backward(call, result, grads[0], wanted)
     if call.activation is None:
-        return gradients(call, grads[0], wanted)
+        return _gradients(call, grads[0], wanted)
     dz, dbias = activation_gradients(_kind(call), grads[0], result.saved, None, call.bias is not None and wanted[2])
-    dx, dweight, _ = gradients(call, dz, (*wanted[:2], False))
+    dx, dweight, _ = _gradients(call, dz, (*wanted[:2], False))
     return dx, dweight, None if call.bias is None or dbias is None else dbias.to(call.bias.dtype)
 
 
@@ -70,6 +75,29 @@ def _are_few(call: LinearCall) -> bool:
     x, weight, bias, _ = call
     same = x.dtype is weight.dtype and (bias is None or x.dtype is bias.dtype)
     return same and x.numel() <= MOST_FEW_ROWS * x.shape[-1] and weight.numel() >= SMALLEST_READ
+
+
+def _owns_gradient(call: LinearCall) -> bool:
+    """Whether our gradient of the weight answers."""
+    M, N, K = _sizes(call)
+    elements = N * K
+    if call.x.dtype is not torch.bfloat16 or elements > LARGEST_WEIGHT or (elements > NEAR_WEIGHT and M < MANY_ROWS):
+        return False
+    return not _are_few(call)
+
+
+def _gradients(call: LinearCall, dz: Tensor, wanted: Wanted) -> Gradients:
+    """dx, dweight and dbias from the gradient of the sums before the activation."""
+    if not wanted[1] or not _owns_gradient(call):
+        return gradients(call, dz, wanted)
+    dx, _, _ = gradients(call, dz, (wanted[0], False, False))
+    dweight = torch.empty_like(call.weight)
+    dbias = dz.new_empty(len(dweight), dtype=torch.float32) if call.bias is not None and wanted[2] else None
+    wide = dweight.dtype is torch.float32
+    cpu.load().weight_gradient(
+        dz.data_ptr(), call.x.data_ptr(), dweight.data_ptr(), wide, address(dbias), *_sizes(call)
+    )
+    return dx, dweight, None if call.bias is None or dbias is None else dbias.to(call.bias.dtype)
 
 
 def _of_few_rows(call: LinearCall) -> Tensor:
