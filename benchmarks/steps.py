@@ -24,7 +24,7 @@ from benchmarks.correctness import WrongResult
 from benchmarks.measure import Bench, Row
 from benchmarks.peers import Skipped, require
 from python_ref.bert import BERTClassifier
-from transformer_kernels.training.graphs import WARM_UP_STEPS, GraphedStep, graphs_on
+from transformer_kernels.graphs import WARM_UP_CALLS, Graphed, graphs_on
 from transformer_kernels.training.step import Batch, TrainingLoss, TrainingStep, matrix_products
 
 LOSS_TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "bfloat16": 2e-2}
@@ -158,7 +158,7 @@ class Step:
         step = TrainingStep(loss, optimizer, scaler, dtype=rung.precision, clip=clip, check=lambda name, value: None)
         self.run: Callable[[Batch], Tensor] = step
         if rung.graph:
-            self.run = GraphedStep(step, graphs_on(device), failed=_give_up)
+            self.run = Graphed(step, graphs_on(device), optimizer=optimizer, failed=_give_up)
 
     def __call__(self) -> Tensor:
         """The loss, and the norm of the gradients where they are clipped."""
@@ -262,7 +262,7 @@ def _timed(row: Row, recipe: Recipe, rung: Rung, bench: Bench) -> Row:
             torch.compiler.cudagraph_mark_step_begin()
         return step()
 
-    for _ in range(WARM_UP_STEPS + 1 if rung.graph or bench.device.type == "cuda" else 1):
+    for _ in range(WARM_UP_CALLS + 1 if rung.graph or bench.device.type == "cuda" else 1):
         result = call()
     if not torch.isfinite(result).all():
         raise WrongResult("the loss is not finite after the warm-up")

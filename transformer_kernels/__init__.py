@@ -11,6 +11,7 @@ from transformer_kernels._bind import bind, build
 from transformer_kernels._dispatch import BACKENDS, explain, get_backend, set_backend, use_backend
 from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
 from transformer_kernels._version import __version__
+from transformer_kernels.graphs import graphed
 from transformer_kernels.ops import *  # noqa: F403 - every operation; ops/__init__.py lists them
 from transformer_kernels.ops import __all__ as _operations
 from transformer_kernels.patching import patch, unpatch
@@ -26,6 +27,7 @@ __all__ = [
     "explain",
     "export_pretrained",
     "get_backend",
+    "graphed",
     "load_pretrained",
     "patch",
     "set_backend",

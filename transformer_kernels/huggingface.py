@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels import ops
+from transformer_kernels._autograd import is_traced
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -194,7 +195,7 @@ def attention_mask(
     if short and attention_mask is None:
         return None
     if short and attention_mask is not None and attention_mask.shape == (batch_size, kv_length) and kv_offset == 0:
-        looked_at = attention_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+        looked_at = attention_mask.device.type == "cpu" and not is_traced(attention_mask)
         return None if looked_at and bool(attention_mask.all()) else attention_mask
     return sdpa_mask(**pattern, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs)
 

@@ -1,6 +1,6 @@
 """The CPU's own graphs, counted."""
 
-from transformer_kernels.training.host_graphs import HostGraphs
+from transformer_kernels.graphs._host import HostGraphs
 
 
 class CountedHostGraphs(HostGraphs):

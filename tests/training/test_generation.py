@@ -7,10 +7,10 @@ import transformer_kernels
 from python_ref import GPT, GPTConfig
 from tests.support.host_graphs import CountedHostGraphs
 from transformer_kernels.backends import cpu
+from transformer_kernels.graphs import WARM_UP_CALLS
+from transformer_kernels.graphs._host import HostGraphs
 from transformer_kernels.training import Sampling, generate, generate_many, generation
 from transformer_kernels.training.generation import decoded, penalised, sampling_distribution, text_until
-from transformer_kernels.training.graphs import WARM_UP_STEPS
-from transformer_kernels.training.host_graphs import HostGraphs
 from transformer_kernels.training.tokenizers import ByteTokenizer
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
@@ -254,7 +254,7 @@ def test_a_step_that_is_one_graph_gives_the_same_texts(fields, backend, monkeypa
         graphs = OperatorGraphs() if backend == "reference" else CountedHostGraphs()
         assert texts(prompts, graphs) == texts(prompts, None)
         steps_with_the_cache = 23 if endless else 24 - len(prompts[0])
-        assert (graphs.captures, graphs.replays) == (1, steps_with_the_cache - WARM_UP_STEPS)
+        assert (graphs.captures, graphs.replays) == (1, steps_with_the_cache - WARM_UP_CALLS)
 
 
 def test_recorded_steps_are_what_a_model_of_the_cpu_kernels_gets():

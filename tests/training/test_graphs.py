@@ -14,6 +14,7 @@ import torch
 
 from tests.support.host_graphs import CountedHostGraphs
 from transformer_kernels.backends import cpu
+from transformer_kernels.graphs import WARM_UP_CALLS
 from transformer_kernels.training import (
     CharGPT,
     Imdb,
@@ -24,7 +25,6 @@ from transformer_kernels.training import (
     load_checkpoint,
 )
 from transformer_kernels.training.graphs import (
-    WARM_UP_STEPS,
     Prefetcher,
     choose_graphs,
     reason_against,
@@ -159,13 +159,13 @@ def test_reviews_of_all_lengths_change_no_bit(imdb_config, batching, kind):
     torch.manual_seed(1)
     assert torch.equal(outcomes(graphed), expected)
     assert graphs.captures >= 1
-    assert (graphs.runs == WARM_UP_STEPS) == (batching == "packed")
+    assert (graphs.runs == WARM_UP_CALLS) == (batching == "packed")
 
 
 def test_a_step_is_captured_once_after_warm_up_on_real_batches(char_config, kind):
     graphs = kind()
     outcomes(Trainer(CharGPT(char_config(steps=STEPS)), graphs=graphs))
-    assert (graphs.runs, graphs.captures, graphs.replays) == (WARM_UP_STEPS, 1, STEPS - WARM_UP_STEPS)
+    assert (graphs.runs, graphs.captures, graphs.replays) == (WARM_UP_CALLS, 1, STEPS - WARM_UP_CALLS)
 
 
 def test_shapes_have_graphs_of_their_own_and_rare_ones_have_none(char_config, kind):
@@ -173,7 +173,7 @@ def test_shapes_have_graphs_of_their_own_and_rare_ones_have_none(char_config, ki
     trainer = Trainer(UnevenCharGPT(char_config(steps=STEPS)), graphs=graphs)
     outcomes(trainer)
     assert graphs.captures == len(captured(trainer)) == 2
-    assert graphs.runs == 2 * WARM_UP_STEPS + 1
+    assert graphs.runs == 2 * WARM_UP_CALLS + 1
 
 
 def test_there_are_never_more_graphs_than_the_limit(char_config, kind):
@@ -186,7 +186,7 @@ def test_there_are_never_more_graphs_than_the_limit(char_config, kind):
 
 def test_everything_a_graph_reads_keeps_its_address(char_config, kind):
     trainer = Trainer(SpoilingCharGPT(char_config(steps=STEPS)), graphs=kind())
-    outcomes(trainer, WARM_UP_STEPS + 1)
+    outcomes(trainer, WARM_UP_CALLS + 1)
     before = addresses(trainer)
     outcomes(trainer, 5)
     assert addresses(trainer) == before
@@ -268,15 +268,15 @@ def test_a_step_that_cannot_be_captured_is_run_and_the_reason_told(char_config):
 
 def test_a_step_that_must_be_captured_and_cannot_is_an_error(char_config):
     trainer = Trainer(CharGPT(char_config(cuda_graph="on")), graphs=RefusingGraphs())
-    outcomes(trainer, WARM_UP_STEPS)
+    outcomes(trainer, WARM_UP_CALLS)
     with pytest.raises(ValueError, match="--cuda-graph on: the step cannot be captured: operation not permitted"):
         trainer.step()
-    assert trainer.step_number == WARM_UP_STEPS
+    assert trainer.step_number == WARM_UP_CALLS
 
 
 def test_want_of_memory_is_not_taken_for_a_step_that_cannot_be_captured(char_config):
     trainer = Trainer(CharGPT(char_config()), graphs=RefusingGraphs(torch.OutOfMemoryError))
-    outcomes(trainer, WARM_UP_STEPS)
+    outcomes(trainer, WARM_UP_CALLS)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.step()
 
@@ -296,9 +296,9 @@ def test_a_signal_while_capturing_ends_the_run_after_that_step(char_config):
             return super().capture(work)
 
     config = char_config(steps=STEPS)
-    with pytest.raises(Interrupted, match=f"stopped by SIGTERM after step {WARM_UP_STEPS + 1}"):
+    with pytest.raises(Interrupted, match=f"stopped by SIGTERM after step {WARM_UP_CALLS + 1}"):
         Trainer(CharGPT(config), graphs=InterruptedGraphs()).fit()
-    assert load_checkpoint(Path(config.out, "last")).trainer["step"] == WARM_UP_STEPS + 1
+    assert load_checkpoint(Path(config.out, "last")).trainer["step"] == WARM_UP_CALLS + 1
 
 
 def test_a_whole_run_reports_losses_of_replays(char_config, kind):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from transformer_kernels.graphs import in_one_piece
 from transformer_kernels.patching._swap import Mixin
 
 FEW = 0.75  # of the rows; for more of them, gathering does not pay
@@ -40,18 +41,34 @@ class _RowsWithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, grads, places = x.flatten(0, -2), dy.flatten(0, -2), None
-        if not torch.is_grad_enabled() and grads.numel():  # a second derivative is not zero where the gradient is
-            least, most = grads.aminmax(dim=-1)
-            kept = ((least != 0) | (most != 0)).nonzero().squeeze(1)  # NaN counts
-            if len(kept) <= FEW * len(rows):
-                rows, grads, places = rows[kept], grads[kept], kept
+        rows, grads = x.flatten(0, -2), dy.flatten(0, -2)
         wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad
-        dx = grads @ weight if wanted_x else None
-        if dx is not None and places is not None:
-            dx = dx.new_zeros(dy[..., 0].numel(), dx.shape[1]).index_copy_(0, places, dx)
-        return (
-            None if dx is None else dx.view(x.shape),
-            grads.t() @ rows if wanted_weight else None,
-            grads.sum(0) if wanted_bias else None,
-        )
+        if torch.is_grad_enabled():  # a second derivative is not zero where the gradient is
+            return (
+                (grads @ weight).view(x.shape) if wanted_x else None,
+                grads.t() @ rows if wanted_weight else None,
+                grads.sum(0) if wanted_bias else None,
+            )
+        dx = torch.empty_like(rows) if wanted_x else None
+        dweight = torch.empty_like(weight) if wanted_weight else None
+        dbias = weight.new_empty(weight.shape[0]) if wanted_bias else None
+        in_one_piece(_write_gradients, grads, rows, weight, dx, dweight, dbias)
+        return None if dx is None else dx.view(x.shape), dweight, dbias
+
+
+def _write_gradients(
+    grads: Tensor, rows: Tensor, weight: Tensor, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
+) -> None:
+    """From the rows (N, E) with a gradient (N, V) to dx (N, E), dweight (V, E) and dbias (V)."""
+    places = None
+    if grads.numel():
+        least, most = grads.aminmax(dim=-1)
+        kept = ((least != 0) | (most != 0)).nonzero().squeeze(1)  # NaN counts
+        if len(kept) <= FEW * len(rows):
+            rows, grads, places = rows[kept], grads[kept], kept
+    if dx is not None:
+        torch.mm(grads, weight, out=dx) if places is None else dx.zero_().index_copy_(0, places, grads @ weight)
+    if dweight is not None:
+        torch.mm(grads.t(), rows, out=dweight)
+    if dbias is not None:
+        torch.sum(grads, 0, out=dbias)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels._bind import BoundOperations
-from transformer_kernels.training.graphs import WARM_UP_STEPS, Graphs, answered_on_cpu, graphs_on
-from transformer_kernels.training.host_graphs import Work
+from transformer_kernels.graphs import WARM_UP_CALLS, Graphs, Work, graphs_on
+from transformer_kernels.training.graphs import answered_on_cpu
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
 
@@ -183,7 +183,7 @@ class _GraphedStep:
         self.model, self.cache, self.graphs = model, cache, graphs
         self.tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.device)
         self.replay: Work | None = None
-        self.eager_steps_left: float = WARM_UP_STEPS
+        self.eager_steps_left: float = WARM_UP_CALLS
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits (B, V) after tokens (B, 1)."""

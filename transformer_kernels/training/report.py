@@ -12,14 +12,14 @@ import torch
 
 import transformer_kernels
 from transformer_kernels._dispatch import unavailable
+from transformer_kernels.graphs import WARM_UP_CALLS
 from transformer_kernels.training.files import numbered_folder
 from transformer_kernels.training.generation import Choice
-from transformer_kernels.training.graphs import WARM_UP_STEPS
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.trainer import Result, Trainer
 
 TIMED_SECONDS = 4.0
-UNTIMED_STEPS = WARM_UP_STEPS + 2  # compiling and capturing are done by then
+UNTIMED_STEPS = WARM_UP_CALLS + 2  # compiling and capturing are done by then
 MODEL: dict[str, int] = {}
 
 

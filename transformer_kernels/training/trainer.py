@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from transformer_kernels.graphs import Graphs
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.checkpoint import (
     Checkpoint,
@@ -37,7 +38,7 @@ from transformer_kernels.training.distributed import (
     choose_device,
 )
 from transformer_kernels.training.files import numbered_folder
-from transformer_kernels.training.graphs import Graphs, StepRunner
+from transformer_kernels.training.graphs import StepRunner
 from transformer_kernels.training.measures import Padding, RunLog, Stopwatch, peak_flops, peak_memory
 from transformer_kernels.training.optimisation import (
     learning_rate,

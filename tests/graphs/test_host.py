@@ -5,7 +5,7 @@ import torch
 
 import transformer_kernels
 from transformer_kernels.backends import cpu
-from transformer_kernels.training.host_graphs import HostGraphs
+from transformer_kernels.graphs._host import HostGraphs
 
 pytestmark = pytest.mark.skipif(
     cpu.unavailable(torch.device("cpu")) is not None, reason="the CPU kernels are not built"

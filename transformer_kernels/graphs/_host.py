@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,11 +27,18 @@ ALLOCATIONS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_stride
 COPIES = {"aten::_to_copy", "aten::clone"}
 REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
-Work = Callable[[], Tensor]
+EXITS = {Tensor.numpy: "Tensor.numpy", Tensor.__array__: "Tensor.__array__", Tensor.__dlpack__: "Tensor.__dlpack__"}
+
+Work = Callable[[], Any]
+"""Gives tensors, in any nesting of lists, tuples and dicts."""
 
 
 class HostGraphs:
-    """`Graphs` of the CPU: all of them in one memory, which each overwrites. Recording a step also computes it."""
+    """`Graphs` of the CPU: all of them in one memory, which each overwrites. Recording a step also computes it.
+
+    Each recording is proved: it is repeated once from where it began, in memory that has been spoilt, and has to come
+    to the same results, weights and random numbers.
+    """
 
     def __init__(self) -> None:
         self._memory = Memory()
@@ -39,7 +47,7 @@ class HostGraphs:
     def side_stream(self) -> AbstractContextManager:
         return nullcontext()
 
-    def run(self, work: Work) -> Tensor:
+    def run(self, work: Work) -> Any:
         return work()
 
     def on_host(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -57,21 +65,25 @@ class HostGraphs:
         """Run the work and record it; the first replay returns this run's result.
 
         Raises:
-            RuntimeError: it reads a value on the host, or the shape of a result depends on values.
+            RuntimeError: it reads a value on the host, the shape of a result depends on values, or it does something
+                that a recording does not hold. What it had written until then is as before.
         """
-        state = torch.get_rng_state()
         recording = self._recording = Recording(self._memory)
+        kernels = nullcontext() if cpu.unavailable(torch.device("cpu")) else cpu.recorded(recording.calls)
         try:
-            with cpu.recorded(recording.calls), recording:
+            with kernels, recording, _Exits():
                 result = work()
+            self._recording = None
+            recording.prove(result)
         except RuntimeError:
-            torch.set_rng_state(state)
+            recording.undo()
             raise
         finally:
             self._recording = None
+            recording.before.clear()
         computed = True
 
-        def replay() -> Tensor:
+        def replay() -> Any:
             nonlocal computed
             if not computed:
                 recording.repeat()
@@ -92,10 +104,13 @@ class Memory:
         self._by_size: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self._addresses: set[int] = set()
 
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._addresses
+
     def placed(self, tensor: Tensor) -> Tensor:
         """The tensor, which has just been made, with its values moved to a storage that is free if there is one."""
         own = tensor.untyped_storage()
-        if own.nbytes() == 0 or own.data_ptr() in self._addresses:
+        if own.nbytes() == 0 or tensor in self:
             return tensor
         storages = self._by_size[own.nbytes()]
         free = next((each for each in reversed(storages) if self._is_free(each)), own)
@@ -108,6 +123,12 @@ class Memory:
         storages.append(free)  # the last one used is the likeliest to be in a cache
         return tensor
 
+    def spoil(self) -> None:
+        """Fill what is free with ones, which make NaN of any float."""
+        for storages in self._by_size.values():
+            for storage in filter(self._is_free, storages):
+                _flat(storage, torch.uint8).fill_(255)
+
     def _is_free(self, storage: torch.UntypedStorage) -> bool:
         held = sum(recording.held[storage.data_ptr()] for recording in self.recordings)
         return torch._C._storage_Use_Count(storage._cdata) == 1 + held
@@ -119,12 +140,15 @@ class Recording(TorchDispatchMode):
     Attributes:
         calls: functions and their arguments, in order; `cpu.recorded` adds the kernels that operations call.
         held: how many tensors it holds in the storage at each address.
+        before: memory from elsewhere that the work has written to, by its address, and what stood there.
     """
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.held: Counter[int] = Counter()
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._random: dict[torch.Generator, Tensor] = {torch.default_generator: torch.default_generator.get_state()}
         self._memory = memory
         memory.recordings.add(self)
         self._kept: list[Any] = []  # memory from elsewhere whose addresses kernels were given
@@ -133,6 +157,38 @@ class Recording(TorchDispatchMode):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for function, arguments in self.calls:
                 function(*arguments)
+
+    def undo(self) -> None:
+        """Put back what the work has written to, and the random numbers."""
+        for tensor, value in self.before.values():
+            tensor.copy_(value)
+        for generator, state in self._random.items():
+            generator.set_state(state)
+
+    def prove(self, result: Any) -> None:
+        """Repeat the work from where it began; see that it comes to the same.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        outcomes = [*tensors(result), *(tensor for tensor, _ in self.before.values())]
+        expected = [each.clone() for each in outcomes]
+        drawn = [generator.get_state() for generator in self._random]
+        self.undo()
+        self._memory.spoil()
+        for each in tensors(result):
+            if each in self._memory:
+                _flat(each.untyped_storage(), torch.uint8).fill_(255)
+        try:
+            self.repeat()
+        except Exception as error:
+            raise RuntimeError(f"its recording cannot be repeated: {error}") from error
+        same = all(map(_agree, outcomes, expected))
+        if not same or not all(map(torch.equal, drawn, [each.get_state() for each in self._random])):
+            raise RuntimeError(
+                "its recording comes to other values: part of it is neither an operator of PyTorch nor a kernel of the"
+                " backend cpu"
+            )
 
     def on_host(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Call a function that may read values, unwatched."""
@@ -151,15 +207,32 @@ class Recording(TorchDispatchMode):
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
+        self._remember(function, args, kwargs)
         result = function(*args, **kwargs)
         if name in ALLOCATIONS:
             return self._memory.placed(result)
-        written = _tensors(result)
+        written = tensors(result)
         if function._schema.is_mutable:
             self.calls.append((partial(function, **self._aliases(kwargs)), self._aliases(args)))
-        elif written and not function.is_view and not _share_memory(written, _tensors((args, kwargs))):
+        elif written and not function.is_view and not _share_memory(written, tensors((args, kwargs))):
             self._note(function, args, kwargs, written)
         return result
+
+    def _remember(self, function: Any, args: Any, kwargs: Any) -> None:
+        """What an operator is about to change: memory from elsewhere, generators of random numbers."""
+        for generator in pytree.tree_leaves((args, kwargs)):
+            if isinstance(generator, torch.Generator) and generator not in self._random:
+                self._random[generator] = generator.get_state()
+        if not function._schema.is_mutable:
+            return
+        for place, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for each in tensors(args[place] if place < len(args) else kwargs.get(argument.name)):
+                storage = each.untyped_storage()
+                if each not in self._memory and storage.data_ptr() not in self.before:
+                    flat = _flat(storage, each.dtype)
+                    self.before[storage.data_ptr()] = flat, flat.clone()
 
     def _operation(self, name: str, arguments: tuple[Any, ...]) -> Any:
         """One of this package's: its kernels and what else it calls are recorded, not the operation."""
@@ -190,7 +263,7 @@ class Recording(TorchDispatchMode):
             return
 
         def again() -> None:
-            for old, new in zip(results, _tensors(function(*inputs, **options)), strict=True):
+            for old, new in zip(results, tensors(function(*inputs, **options)), strict=True):
                 old.copy_(new)
 
         self.calls.append((again, ()))
@@ -204,14 +277,36 @@ class Recording(TorchDispatchMode):
         return tensor.detach()
 
 
+class _Exits(TorchFunctionMode):
+    """Refuses what hands a tensor's memory to others, of which the dispatcher hears nothing."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in EXITS:
+            raise RuntimeError(f"{EXITS[function]} reads values on the host")
+        return function(*args, **(kwargs or {}))
+
+
+def in_one_piece(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function that writes to its arguments, with no gradient; for a recording it is one call, to be repeated.
+
+    So it may read values, and what it makes on the way may be of any shape.
+    """
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    if isinstance(mode, Recording):
+        mode.on_host(function, arguments)
+    else:
+        function(*arguments)
+
+
 def _depends_on_values(function: Any, args: Any) -> bool:
     """Whether what an operator returns to the host, or the shape of its result, depends on values of tensors."""
     if function._schema.name == "aten::index":  # by numbers it does not, by masks it does
-        return any(each.dtype in (torch.bool, torch.uint8) for each in _tensors(args[1]))
+        return any(each.dtype in (torch.bool, torch.uint8) for each in tensors(args[1]))
     return not REFUSED_TAGS.isdisjoint(function.tags)
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors(values: Any) -> list[Tensor]:
+    """Those in a nesting of lists, tuples and dicts."""
     return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
 
 
@@ -231,3 +326,17 @@ def _into(function: Any, results: int) -> tuple[Any, list[str]] | None:
         if len(names) == results and wanted == [(each.name, str(each.type)) for each in arguments if not each.is_out]:
             return overload, names
     return None
+
+
+def _flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """All that a storage holds."""
+    whole = torch.empty(0, dtype=dtype)
+    return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    """Bit for bit but for what a library's sums may differ by, whose order may depend on addresses."""
+    if torch.equal(found, expected) or not expected.is_floating_point():
+        return torch.equal(found, expected)
+    size = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * size, equal_nan=True)
