@@ -213,7 +213,8 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
         yield from step_tasks(device, recipe, UNCOMPILED)
     for model in other_models.MODELS:
         for recipe in (Recipe(model, 8, 128), Recipe(model, 8, 128, dropout=0.0), Recipe(model, 8, 256)):
-            yield from step_tasks(device, recipe, (f"{steps.HEADLINE}, fp32", "ours cpu, fp32"))
+            ours = ("ours cpu, fp32", "ours cpu + one graph, fp32")
+            yield from step_tasks(device, recipe, (f"{steps.HEADLINE}, fp32", *ours))
     fused = (*ON_CPU, "sdpa flash")
     short, long = _narrowed(sizes, (64, 128, 256)), _narrowed(sizes, (512, 1024, 2048, 4096))
     yield from _attention(short, fp32, EVERY_KIND, ("forward", "both"), (*fused, "sdpa math"))

@@ -37,6 +37,7 @@ def test_public_names() -> None:
         "explain",
         "export_pretrained",
         "get_backend",
+        "graphed",
         "load_pretrained",
         "patch",
         "set_backend",
