@@ -147,6 +147,9 @@ def test_a_model_that_is_only_asked(device):
     assert len(graphs(ask)) == 2
     whole.train()
     assert not torch.equal(ask(tokens), ask(tokens))
+    whole.eval().to(torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(ask(tokens), whole(tokens))
 
 
 def reads(x):

@@ -187,7 +187,9 @@ def graphed(
     run under `torch.no_grad()`.
 
     What the function does in Python, it does only while it is run as it is: it must not count, print, or read values
-    (`.item()`, `if tensor > 0`); return tensors and read them after the call.
+    (`.item()`, `if tensor > 0`); return tensors and read them after the call. What it reads besides its arguments, such
+    as the weights of a model that only it knows, must stay where it is: changed in place, as optimizers and
+    `load_state_dict` do.
 
     Args:
         function: takes tensors of one device, and hashable constants, each of which has graphs of its own, in any
@@ -229,6 +231,7 @@ class _Graphed:
                 self._run = Graphed(
                     work, graphs_on(device), optimizer=self._optimizer, failed=_refuse, kind=self._kind, **self._options
                 )
+            self._forget_replaced()
             if self._optimizer is not None:
                 self._prepare(self._optimizer)
             return self._run(*args, **kwargs)
@@ -262,7 +265,7 @@ class _Graphed:
         return result
 
     def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learning rates in the tensors that graphs read; no graph where tensors were replaced."""
+        """Learning rates in the tensors that graphs read."""
         if any(each.grad is not None for each in _parameters(optimizer)):
             raise ValueError("graphed: a parameter has a gradient before the step; accumulate within the step")
         groups = optimizer.param_groups
@@ -276,11 +279,18 @@ class _Graphed:
             rate = torch.tensor(float(group["lr"]), dtype=exact, device=device)
             self._rates.append(rate)
             group["lr"] = rate
-        parameters = tuple((each.data_ptr(), each.requires_grad) for each in _parameters(optimizer))
-        state, held = self._held
-        if (optimizer.state is not state or parameters != held) and self._run is not None:
+
+    def _forget_replaced(self) -> None:
+        """No graph of tensors that the optimizer or the module has no more."""
+        state, weights = None, []
+        if self._optimizer is not None:
+            state, weights = self._optimizer.state, _parameters(self._optimizer)
+        if isinstance(self._function, nn.Module):
+            weights = [*weights, *self._function.parameters(), *self._function.buffers()]
+        places = tuple((each.data_ptr(), each.requires_grad) for each in weights)
+        if (state is not self._held[0] or places != self._held[1]) and self._run is not None:
             self._run.reset()
-        self._held = optimizer.state, parameters
+        self._held = state, places
 
     def _kind(self) -> Hashable:
         modules = self._function.modules() if isinstance(self._function, nn.Module) else ()
