@@ -24,16 +24,13 @@ EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 
 BACKWARD_QUERY = "attention_backward_query"
 KNOWN_TO_FAIL = {
-    (
-        f"attention any length causal padded dropout bfloat16 D 128: {BACKWARD_QUERY}",
-        (8, 0),
-    ),  # 8 spill instructions, in no loop
-    (f"attention any length causal padded float32 D 64: {BACKWARD_QUERY}", (9, 0)),  # 2
-    (f"attention any length sequences causal dropout float32 D 64: {BACKWARD_QUERY}", (9, 0)),  # 11
-    ("attention 128 keys causal padded dropout rotary bfloat16 D 64: attention_short_backward", (9, 0)),  # 4
+    (f"attention any length causal padded dropout bfloat16 D 128: {BACKWARD_QUERY}", (8, 0)),
+    # 8 spill instructions of 2,920, in no loop. Tiles without (64 x 32, masked blocks of 16) take 37 % more in the loop
+    # and 81 % more where it masks; with half of the queries 3 % and 29 % more, and read keys twice as often.
+    (f"attention any length causal padded dropout float32 D 64: {BACKWARD_QUERY}", (9, 0)),
+    # 4 of 2,808, in no loop; without (32 x 16) 15 % more in the loop.
 }
-"""Launches that need smaller tiles or fewer live values: correct, and slower than they should be. They are of the
-eighth of all launches that CI compiles; the others were not compiled since the tiles were last chosen."""
+"""Launches whose spills cost less than the tiles that have none."""
 
 QUICK = {
     "attention": "any length sequences bfloat16 D 64: attention_backward_key",
@@ -100,8 +97,8 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_gate_that_fails_is_named() -> None:
     report = kernel_report.KernelReport(
-        "sample", (8, 0), 4, registers=255, stack=8, spills=2, shared=170_000, matrix=0, loads=3, wide_loads=0,
-        wide_stores=0, instructions=100, programs=1, in_flight=0, loops=(), failures=(),
+        "sample", (8, 0), registers=255, spills=2, shared=170_000, programs=1, in_flight=0, loops=(), num_warps=4,
+        stack=8, matrix=0, loads=3, wide_loads=0, wide_stores=0, instructions=100, failures=(),
     )  # fmt: skip
     found = kernel_report.failures(report, {"no_spills", "matrix", "wide_loads", "wide_stores"})
     assert found == (

@@ -114,7 +114,7 @@ class _Plan:
         strides: tuple[tuple[int, ...], ...],
         gradient_strides: tuple[tuple[int, ...], ...],
         bias: tuple[torch.Size, tuple[int, ...], int] | None,
-        masks: tuple[bool, bool, bool],
+        masks: tuple[bool, bool, bool, bool],
         rotary: tuple[int, bool, bool],
         causal: bool,
         window: int | None,
@@ -127,7 +127,7 @@ class _Plan:
         multiprocessors: int,
         precision: str,
     ) -> None:
-        dropped, self.packed, self.sloped = masks
+        padded, dropped, self.packed, self.sloped = masks
         self.batch, self.query_heads, self.queries, self.head_dim = q_shape
         self.key_heads, self.keys = k_shape[1], k_shape[2]
         self.group = self.query_heads // self.key_heads
@@ -137,7 +137,7 @@ class _Plan:
         if window is not None and min(window, right or window) >= self.queries + self.keys:
             window = None  # it hides nothing
         heavy = dropped or not (bias is window is softcap is None)
-        light = Body.TURNED if rotary[0] else Body.CAUSAL if causal else Body.LIGHT
+        light = Body.TURNED if rotary[0] else Body.LIGHT if not causal else Body.PADDED if padded else Body.CAUSAL
         self.body = Body.PACKED if self.packed else Body.HEAVY if heavy else light
         self.sizes = (self.query_heads, self.queries, self.keys)
         self.strides, self.gradient_strides = _without_columns(strides), _without_columns(gradient_strides)
@@ -208,14 +208,16 @@ class _Plan:
         """A launch with this tile and the options of the call."""
         return _triton.Launch(kernel, grid, numbers, (self.options(tile),), tile.num_warps, tile.num_stages)
 
+    def over_queries(self, kernel: Any, table: Kernel, strides: tuple[int, ...]) -> _triton.Launch:
+        """A launch with a program for each tile of queries, in sections of heads that share the L2 cache."""
+        tile = self.tile(table)
+        section = self.group * self.section(self.keys, self.batch * self.key_heads)
+        grid = (_triton.ceil_div(self.queries, tile.queries) * self.batch * self.query_heads,)
+        return self.launch(kernel, tile, grid, (*self.sizes, *strides, *self.scalars, section))
+
     @functools.cached_property
     def forward(self) -> _triton.Launch:
-        tile = self.tile(Kernel.FORWARD)
-        heads = self.batch * self.query_heads
-        section = self.group * self.section(self.keys, self.batch * self.key_heads)
-        numbers = (*self.sizes, *self.strides, *self.scalars, section)
-        grid = (_triton.ceil_div(self.queries, tile.queries) * heads,)
-        return self.launch(attention_forward_kernel, tile, grid, numbers)
+        return self.over_queries(attention_forward_kernel, Kernel.FORWARD, self.strides)
 
     @functools.cached_property
     def short_forward(self) -> _triton.Launch | None:
@@ -227,11 +229,8 @@ class _Plan:
 
     @functools.cached_property
     def query_gradient(self) -> _triton.Launch:
-        tile = self.tile(Kernel.QUERY_GRADIENT)
-        section = self.group * self.section(self.keys, self.batch * self.key_heads)
-        numbers = (*self.sizes, *self.strides, *self.gradient_strides[:6], *self.scalars, section)
-        grid = (_triton.ceil_div(self.queries, tile.queries) * self.batch * self.query_heads,)
-        return self.launch(attention_backward_query_kernel, tile, grid, numbers)
+        strides = (*self.strides, *self.gradient_strides[:6])
+        return self.over_queries(attention_backward_query_kernel, Kernel.QUERY_GRADIENT, strides)
 
     @functools.cached_property
     def key_gradient(self) -> _triton.Launch:
@@ -308,7 +307,7 @@ class _Given:
         self.plan = _plan(
             q.shape, k.shape, (q.stride(), k.stride(), v.stride()), tuple([x.stride() for x in gradients]),
             None if self.bias is None else (self.bias.shape, broadcast_strides(self.bias), self.bias.element_size()),
-            (self.seed is not None, self.cu_seqlens is not None, sloped),
+            (self.padding is not None, self.seed is not None, self.cu_seqlens is not None, sloped),
             (0, False, False) if angles is None else (angles.cos.shape[2], angles.interleaved, len(angles.cos) > 1),
             call.causal, call.window, call.right, call.dropout_p, call.scale, call.softcap, dtype,
             _triton.capability(device), _triton.multiprocessors(device),

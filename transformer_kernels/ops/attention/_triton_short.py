@@ -127,7 +127,6 @@ def attention_short_backward_kernel(
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     batch, key_head = tl.program_id(0), tl.program_id(1)
     query_heads = tl.num_programs(1) * OPTIONS.GROUP
-    seed = tl.load(seed_pointer) if seed_pointer is not None else None
     k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
     angles = Angles(cos_pointer, sin_pointer, first_token(batch, key_length, OPTIONS))
@@ -158,7 +157,7 @@ def attention_short_backward_kernel(
         lse = load_lse(lse_pointer + row_offset, rows, query_length, True, NATURAL)
         queries = operands(Queries(q, dout, lse, delta, 1.0, first_row))
         bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-        dropout = Dropout(seed, batch_head, threshold)
+        dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
         gradient, dscores, delta, correction = key_gradient_block(
             gradient,
             keys,
@@ -181,7 +180,7 @@ def attention_short_backward_kernel(
         dq = multiply(tl.trans(dot_operand(dscores, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
         target = head_rows(dq_pointer, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
         store_turned_back(target, dq, angles, first_row, OPTIONS)
-    dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed, 0, threshold))
+    dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed_pointer, 0, threshold))
     for_dk = head_rows(dk_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
     for_dv = head_rows(dv_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
     store_turned_back(for_dk, dk, angles, 0, OPTIONS)
