@@ -104,7 +104,14 @@ def cause() -> BaseException | None:
 
 def widened(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """A parameter in float32, as the kernels read it; keep the result until the kernel returned."""
-    return None if parameter is None else parameter.float()
+    return parameter if parameter is None or parameter.dtype is torch.float32 else parameter.float()
+
+
+def narrowed(gradient: torch.Tensor | None, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A float32 gradient in the dtype of its parameter; None without one of them."""
+    if gradient is None or parameter is None:
+        return None
+    return gradient if parameter.dtype is torch.float32 else gradient.to(parameter.dtype)
 
 
 def _load() -> Any:

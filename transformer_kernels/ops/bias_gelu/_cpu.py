@@ -7,7 +7,7 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address
-from transformer_kernels.backends.cpu import DTYPE_CODES, load, widened
+from transformer_kernels.backends.cpu import DTYPE_CODES, load, narrowed, widened
 from transformer_kernels.ops.bias_gelu import BiasGeluCall
 
 RELU, GELU = 0, {"none": 1, "tanh": 2}
@@ -21,7 +21,7 @@ def forward(call: BiasGeluCall) -> Tensor:
 def backward(call: BiasGeluCall, result: None, grads: Grads, wanted: Wanted) -> tuple[Tensor, Tensor | None]:
     """dx, and dbias in float32 and in an order that depends on the shape alone."""
     dx, dbias = gradients(GELU[call.approximate], grads[0], call.x, call.bias, wanted[1])
-    return dx, None if dbias is None else dbias.to(call.bias.dtype)
+    return dx, narrowed(dbias, call.bias)
 
 
 def activated(kind: int, x: Tensor, bias: Tensor | None, *, in_place: bool = False) -> Tensor:

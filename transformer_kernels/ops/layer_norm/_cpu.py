@@ -7,7 +7,7 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address
-from transformer_kernels.backends.cpu import DTYPE_CODES, load, widened
+from transformer_kernels.backends.cpu import DTYPE_CODES, load, narrowed, widened
 from transformer_kernels.ops.layer_norm import LayerNormCall, LayerNormResult
 
 
@@ -106,6 +106,4 @@ def gradients(
         summed.numel() // columns,
         columns,
     )
-    dweight = None if dweight is None else dweight.to(weight.dtype)
-    dbias = None if dbias is None or bias is None else dbias.to(bias.dtype)
-    return dx, dresidual, dweight, dbias
+    return dx, dresidual, narrowed(dweight, weight), narrowed(dbias, bias)

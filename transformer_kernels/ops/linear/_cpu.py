@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address, cpu
-from transformer_kernels.backends.cpu import DTYPE_CODES
+from transformer_kernels.backends.cpu import DTYPE_CODES, narrowed
 from transformer_kernels.ops.bias_gelu._cpu import activated
 from transformer_kernels.ops.bias_gelu._cpu import gradients as activation_gradients
 from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
@@ -63,7 +63,7 @@ def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wante
         return _gradients(call, grads[0], wanted)
     dz, dbias = activation_gradients(_kind(call), grads[0], result.saved, None, call.bias is not None and wanted[2])
     dx, dweight, _ = _gradients(call, dz, (*wanted[:2], False))
-    return dx, dweight, None if call.bias is None or dbias is None else dbias.to(call.bias.dtype)
+    return dx, dweight, narrowed(dbias, call.bias)
 
 
 def _kind(call: LinearCall) -> int:
@@ -97,7 +97,7 @@ def _gradients(call: LinearCall, dz: Tensor, wanted: Wanted) -> Gradients:
     cpu.load().weight_gradient(
         dz.data_ptr(), call.x.data_ptr(), dweight.data_ptr(), wide, address(dbias), *_sizes(call)
     )
-    return dx, dweight, None if call.bias is None or dbias is None else dbias.to(call.bias.dtype)
+    return dx, dweight, narrowed(dbias, call.bias)
 
 
 def _of_few_rows(call: LinearCall) -> Tensor:
