@@ -104,9 +104,10 @@ def test_a_model_with_dropout_generates_without_it():
         assert torch.equal(choice.probabilities, embedding.weight[before].detach().softmax(-1))
 
 
-def test_an_empty_prompt_is_told():
-    with pytest.raises(ValueError, match="the prompt must have at least one token"):
-        next(generate(Successor(), [], 1, Sampling(), context=3, device=CPU))
+@pytest.mark.parametrize(("prompt", "count", "told"), [([], 1, "prompt must have"), ([0], -1, "must not be negative")])
+def test_an_empty_prompt_and_a_negative_length_are_told(prompt, count, told):
+    with pytest.raises(ValueError, match=told):
+        next(generate(Successor(), prompt, count, Sampling(), context=3, device=CPU))
 
 
 def test_a_penalty_makes_what_was_seen_less_likely():

@@ -114,6 +114,8 @@ def generate_many(
     """
     if not prompts or not all(prompts):
         raise ValueError("the prompt must have at least one token")
+    if count < 0:
+        raise ValueError(f"the number of tokens to write must not be negative; got {count}")
     model.eval()
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
     longest = max(map(len, prompts))
