@@ -21,23 +21,25 @@ def int32(*starts: int) -> torch.Tensor:
     return torch.tensor(starts, dtype=torch.int32)
 
 
-ATTENTION: list[tuple[int, int, int, dict[str, Any]]] = [
-    (1, 70, 70, {"causal": True}),
-    (2, 37, 150, {"window": (59, 9), "alibi_slopes": torch.rand(2, 4), "softcap": 2.0, "dropout_p": 0.2}),
-    (1, 3, 2100, {"alibi_slopes": torch.rand(4) / 100, "window": (None, 1)}),  # keys split among threads
-    (1, 90, 150, {"cu_seqlens": int32(0, 70, 70, 80), "cu_seqlens_k": int32(0, 0, 9, 140), "window": (3, 20)}),
+ATTENTION: list[tuple[int, int, int, int, dict[str, Any]]] = [
+    (1, 70, 72, 32, {"window": (9, 5)}),  # rows that are read where they lie
+    (1, 70, 70, 21, {"causal": True}),
+    (2, 37, 150, 21, {"window": (59, 9), "alibi_slopes": torch.rand(2, 4), "softcap": 2.0, "dropout_p": 0.2}),
+    (1, 3, 2100, 21, {"alibi_slopes": torch.rand(4) / 100, "window": (None, 1)}),  # keys split among threads
+    (1, 90, 150, 21, {"cu_seqlens": int32(0, 70, 70, 80), "cu_seqlens_k": int32(0, 0, 9, 140), "window": (3, 20)}),
 ]
-"""Batch, queries, keys, and options."""
+"""Batch, queries, keys, head dimension, and options."""
 
 
 def check_attention(dtype: torch.dtype) -> None:
-    for batch, queries, keys, options in ATTENTION:
+    for batch, queries, keys, width, options in ATTENTION:
         lengths = {"q": (4, queries), "k": (2, keys), "v": (2, keys)}
         tensors = {
-            name: normal(batch, *shape, 21, dtype=dtype, device=torch.device("cpu"), seed=seed)
+            name: normal(batch, *shape, width, dtype=dtype, device=torch.device("cpu"), seed=seed)
             for seed, (name, shape) in enumerate(lengths.items())
         }
-        tensors["key_padding_mask"] = torch.arange(keys).expand(batch, keys) % 7 != 3
+        if width % 16:
+            tensors["key_padding_mask"] = torch.arange(keys).expand(batch, keys) % 7 != 3
         tensors["attn_bias"] = torch.randn(1, 4, queries, keys).to(dtype).requires_grad_()
         both = (results("attention", backend, tensors, options) for backend in ("cpu", "torch"))
         for ours, theirs in zip(*both, strict=True):

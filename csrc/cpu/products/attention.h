@@ -228,8 +228,22 @@ TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, int64_t bat
   for (int64_t i = from; i < to; ++i) {
     const auto [head, row] = place(i);
     const char* line = row_of<const char>(bytes, batch, head, row);
-    for (int64_t d = 0; d < size * call.width; d += 64) __builtin_prefetch(line + d, WRITE);
+    constexpr int LEVEL = WRITE ? 3 : 2;  // the first level has no room for the next owner's rows
+    for (int64_t d = 0; d < size * call.width; d += 64) __builtin_prefetch(line + d, WRITE, LEVEL);
   }
+}
+
+constexpr int64_t ROW_GROUP = 8;  // float32 rows of keys that products read at one time
+
+// Whether the rows of a head lie as they would be packed.
+TK_INLINE bool has_packed_rows(const AttentionCall& call, const Heads& tensor, int64_t pitch) {
+  return call.dtype == FLOAT32 && !tensor.turned && tensor.row == pitch && call.width == pitch;
+}
+
+// The first of the packed keys of a tensor where they can be read in place, else null.
+TK_INLINE const float* keys_in_place(const AttentionCall& call, const Heads& tensor, int64_t batch, const Keys& keys, int64_t kv_head, int64_t pitch) {
+  const bool readable = has_packed_rows(call, tensor, pitch) && !keys.position && keys.count % ROW_GROUP == 0;
+  return readable ? row_of<const float>(tensor, batch, kv_head, keys.first) : nullptr;
 }
 
 // Packed keys [from, to) of a tensor in rows of `pitch` float32.
@@ -255,6 +269,17 @@ inline void widen_queries(const AttentionCall& call, const Heads& tensor, int64_
   });
   for (int64_t i = block.count; i < Block<REGISTERS>::SIZE; ++i)
     for (int64_t d = 0; d < pitch; d += WIDTH) store(packed + i * pitch + d, splat(0.0f));
+}
+
+// The same in `packed` or, where they lie as they would there, in place.
+template <int REGISTERS>
+inline const float* rows_of_queries(const AttentionCall& call, const Heads& tensor, int64_t batch, const Block<REGISTERS>& block,
+                                    int64_t pitch, float* packed) {
+  constexpr int64_t LAST = Block<REGISTERS>::SIZE - 1;
+  if (has_packed_rows(call, tensor, pitch) && block.count > LAST && block.head[0] == block.head[LAST])
+    return row_of<const float>(tensor, batch, block.head[0], block.query[0]);
+  widen_queries(call, tensor, batch, block, pitch, packed);
+  return packed;
 }
 
 // to[c][r] = from[r][c] for `rows` rows, a multiple of the lanes, of `pitch` columns, another; times `factor`.

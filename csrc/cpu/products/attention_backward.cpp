@@ -31,14 +31,15 @@ float output_product(const AttentionCall& call, int64_t batch, int64_t head, int
 
 template <class Operands>
 void load_block(QueryBlock& block, const AttentionCall& call, const Options& options, const Span& span, float* memory, const Operands& operands) {
+  block.whole = block.lanes.any_low / CHUNK == (block.lanes.any_high - 1) / CHUNK;
   block.base = memory, block.delta = block.base + SIZE, block.total = block.delta + SIZE, block.memory = block.total + SIZE;
   for (int64_t i = 0; i < SIZE; ++i) {
     block.base[i] = INFINITY, block.delta[i] = block.total[i] = 0.f;
     if (i >= block.lanes.count) continue;
     const int64_t head = block.lanes.head[i], query = block.lanes.query[i], row = (span.batch * call.heads + head) * call.queries + query;
-    const float lse = at<const float>(call.lse)[row];
+    const float lse = at<const float>(call.lse)[row], product = block.whole ? 0.f : output_product(call, span.batch, head, query);
     if (lse != -INFINITY) block.base[i] = lse;
-    block.delta[i] = output_product(call, span.batch, head, query) - (call.dlse ? at<const float>(call.dlse)[row] : 0.f);
+    block.delta[i] = product - (call.dlse ? at<const float>(call.dlse)[row] : 0.f);
   }
   operands.load_queries(call, options, span.batch, block);
   set_ranges(block);
@@ -74,6 +75,53 @@ inline void differentiate(QueryBlock& block, const Weighing& how, int n, int64_t
   store(block.total + n * WIDTH, load(block.total + n * WIDTH) + total);
 }
 
+// The same where the tile holds every key that the queries of a register see, all of them those of [whole_from, whole_to): the sum of a
+// query's weights and sum(out dout) are those of this tile, so that they cancel the rounding of its scores and of lse.
+inline void differentiate_whole(const QueryBlock& block, const Weighing& how, int n, int64_t key, int64_t whole_from,
+                                int64_t whole_to, Tile& tile) {
+  const Floats keep = splat(how.keep), none = splat(0.f), lowest = splat(-INFINITY);
+  Floats top = lowest, total = none, product = none;
+  const auto seen = [&](int64_t row, Floats x, Floats hidden) TK_LAMBDA {
+    return row >= whole_from && row < whole_to ? x : sees(block.lanes, n, key + row) ? x : hidden;
+  };
+  for (int64_t row = tile.low[n]; row < tile.high[n]; ++row)
+    top = maximum(seen(row, load(tile.weights + row * SIZE + n * WIDTH), lowest), top);
+  top = top == lowest ? none : top;
+  for (int64_t row = tile.low[n]; row < tile.high[n]; ++row) {
+    float *weight = tile.weights + row * SIZE + n * WIDTH, *gradient = tile.gradients + row * SIZE + n * WIDTH;
+    const Floats p = seen(row, exp2((load(weight) - top) * (how.factor * LOG2_E)), none);
+    Floats dp = seen(row, load(gradient), none);
+    if (how.dropped) dp = kept(tile.bits[row * REGISTERS + n], dp) * keep;
+    total += p, product = fma(p, dp, product);
+    store(weight, p), store(gradient, dp);
+  }
+  const Floats inverse = total == none ? none : 1.f / total, delta = fma(product, inverse, load(block.delta + n * WIDTH));
+  for (int64_t row = tile.low[n]; row < tile.high[n]; ++row) {
+    float *weight = tile.weights + row * SIZE + n * WIDTH, *gradient = tile.gradients + row * SIZE + n * WIDTH;
+    const Floats p = load(weight) * inverse;
+    store(gradient, seen(row, p * (load(gradient) - delta), none));
+    store(weight, how.dropped ? kept(tile.bits[row * REGISTERS + n], p) : p);
+  }
+}
+
+// S^T and dP^T of registers n and n + 1: of the keys that both see together, and of those that one sees alone.
+template <class Operands>
+void score_pair(const AttentionCall& call, const Operands& operands, const QueryBlock& block, int n, Tile& tile) {
+  const auto score = [&](int64_t from, int64_t to, int first, int count) {
+    if (from < to) operands.score(call, block, from, to - from, first, count, tile);
+  };
+  int64_t low[2], high[2];
+  for (int i = 0; i < 2; ++i) {
+    low[i] = tile.low[n + i] / Operands::ROWS * Operands::ROWS;
+    high[i] = tile.is_empty(n + i) ? low[i] : aligned(tile.high[n + i], Operands::ROWS);
+  }
+  const int64_t from = larger(low[0], low[1]), to = smaller(high[0], high[1]);
+  if (from >= to) return score(low[0], high[0], n, 1), score(low[1], high[1], n + 1, 1);
+  score(smaller(low[0], low[1]), from, low[0] < low[1] ? n : n + 1, 1);
+  score(from, to, n, 2);
+  score(to, larger(high[0], high[1]), high[0] > high[1] ? n : n + 1, 1);
+}
+
 // P^T and dS^T of a block of queries and the packed keys [key, key + rows), 0 where a query does not see a key. False
 // where none sees any.
 template <class Operands>
@@ -86,13 +134,7 @@ bool fill_tile(const AttentionCall& call, const Options& options, const Span& sp
     any |= !tile.is_empty(n);
   }
   if (!any) return false;
-  for (int n = 0; n < REGISTERS; n += 2) {
-    const bool first = !tile.is_empty(n), second = !tile.is_empty(n + 1);
-    if (!first && !second) continue;
-    const int64_t low = !second ? tile.low[n] : !first ? tile.low[n + 1] : smaller(tile.low[n], tile.low[n + 1]);
-    const int64_t high = larger(first ? tile.high[n] : 0, second ? tile.high[n + 1] : 0);
-    operands.score(call, block, low, aligned(high - low, Operands::ROWS), n + !first, first + second, tile);
-  }
+  for (int n = 0; n < REGISTERS; n += 2) score_pair(call, operands, block, n, tile);
   const bool adjusts = adjusts_scores(call, options);
   if (adjusts) adjust_scores(call, options, span, keys, block.lanes, key, key + rows, tile.weights, tile.cap_slopes);
   if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block.lanes, key, key + rows, tile.bits);
@@ -101,6 +143,10 @@ bool fill_tile(const AttentionCall& call, const Options& options, const Span& sp
     const int64_t low = tile.low[n], high = tile.high[n];
     const int64_t whole_from = larger(low, smaller(high, block.all_low[n] - key));
     const int64_t whole_to = larger(whole_from, smaller(high, block.all_high[n] - key));
+    if (block.whole) {
+      differentiate_whole(block, how, n, key, whole_from, whole_to, tile);
+      continue;
+    }
     differentiate<true>(block, how, n, key, low, whole_from, tile);
     differentiate<false>(block, how, n, key, whole_from, whole_to, tile);
     differentiate<true>(block, how, n, key, whole_to, high, tile);
@@ -162,7 +208,7 @@ void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, 
   if (share.keys) fetch<true>(call, call.dv, span.batch, 0, from, to, key_place);
   const int64_t first = lanes.count * step.key / keys.count, last = lanes.count * smaller(step.key + CHUNK, keys.count) / keys.count;
   fetch(call, call.q, span.batch, next_owner(call.q, call.kv_heads, kv_head, group), first, last, query_place);
-  fetch(call, call.out, span.batch, next_owner(call.out, call.kv_heads, kv_head, group), first, last, query_place);
+  if (keys.count > CHUNK) fetch(call, call.out, span.batch, next_owner(call.out, call.kv_heads, kv_head, group), first, last, query_place);
   fetch(call, call.dout, span.batch, next_owner(call.dout, call.kv_heads, kv_head, group), first, last, query_place);
   if (share.queries) fetch<true>(call, call.dq, span.batch, 0, first, last, query_place);
 }
@@ -191,7 +237,7 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
     const auto over_held = [&](const auto& f) TK_LAMBDA {  // f(key, rows) with the operands at that chunk
       for (int64_t i = first; i < smaller(chunks, first + held); ++i) {
         const int64_t key = (first_chunk + i * chunk_step) * CHUNK;
-        operands.hold(i - first);
+        operands.hold(i - first, key);
         f(key, smaller(CHUNK, keys.count - key));
       }
     };
@@ -204,7 +250,6 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
         if (tile.cap_slopes) uncap(tile);
         operands.complete(rows, tile);
         if (share.queries) operands.add_query_gradients(block[i], tile);
-        if (exact && keys.count <= CHUNK) operands.correct(block[i]);
         if (share.keys) operands.add_key_gradients(call, rows, block[i], tile);
       });
     if (share.keys)
@@ -292,7 +337,7 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
   const int64_t blocks = sizes[2] > 1 && !call.starts ? (call.queries + SIZE - 1) / SIZE : 1;
   const int64_t tasks = sizes[0] * sizes[1] * blocks, group = call.heads / call.kv_heads;
   parallel_for(tasks, call.batch * call.heads * call.queries * call.keys / tasks * call.width / 8, [&](int64_t begin, int64_t end) {
-    const Wide operands(options, 1);
+    Wide operands(options, 1);
     QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, 1);
     float* memory = scratch<float>(QUERY_BLOCKS, operands.floats_of_block());
     Tile tile(options.softcap > 0.f);

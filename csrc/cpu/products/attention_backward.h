@@ -11,6 +11,7 @@ using Queries = Block<REGISTERS>;
 constexpr int64_t SIZE = Queries::SIZE;  // queries of a tile
 constexpr int64_t CHUNK = 64;            // keys of a tile
 constexpr int64_t SLACK = 16;            // rows that a product may read or write behind the last
+constexpr int64_t SHORT_SUM = 16;        // columns that are added up at one time for a few queries
 // As many floats of keys, values and their gradients each does a block of queries meet before the next one comes: they and
 // the block stay in the second-level cache, and all blocks are read from behind it once for these keys, not for each chunk.
 constexpr int64_t HELD_FLOATS = 32768;
@@ -21,7 +22,9 @@ enum Slot { POSITIONS = 8, CHUNK_ROWS, TILE, QUERY_BLOCKS, LANES_OF_BLOCKS };
 struct QueryBlock {
   Queries lanes;
   int64_t any_low[REGISTERS], any_high[REGISTERS], all_low[REGISTERS], all_high[REGISTERS];
-  float *base, *delta, *total;  // (SIZE): lse, +inf in rows without keys; sum(out dout) - dlse; sum of the weights
+  bool whole;                   // no key that some lane sees is in another tile than the others
+  float *base, *delta, *total;  // (SIZE): lse, +inf in rows without keys; sum(out dout), unless whole, - dlse; sum of the weights
+  const float *q, *dout;        // (SIZE, pitch), of Wide: in `memory`, or where they lie
   float* memory;
   static constexpr int64_t FLOATS = 3 * SIZE;
 };
@@ -71,45 +74,54 @@ template <class F> TK_INLINE void over_query_runs(const Tile& tile, const F& f) 
 // Operands in float32: keys, values and their gradients of as many chunks as are held, and where those of one lie; of a
 // block of queries q and dout, both also transposed, and dq.
 struct Wide {
-  static constexpr int ROWS = 8;  // of keys at a time
+  static constexpr int ROWS = ROW_GROUP;  // of keys at a time
   int64_t pitch, size;            // floats in a row, and of what is held of each tensor
   float* held;                    // keys, values, dkeys, dvalues: (chunks * CHUNK + SLACK, pitch)
-  float *keys, *values, *dkeys, *dvalues;
+  float *dkeys, *dvalues;
+  const float *keys, *values, *own_keys = nullptr, *own_values = nullptr;  // own: the call's, where they can be read as they lie
 
   Wide(const Options& options, int64_t chunks)
       : pitch(options.pitch), size((chunks * CHUNK + SLACK) * pitch), held(scratch<float>(CHUNK_ROWS, 4 * size)) {
-    hold(0);
+    hold(0, 0);
   }
-  void hold(int64_t chunk) {
-    keys = held + chunk * CHUNK * pitch;
-    values = keys + size, dkeys = values + size, dvalues = dkeys + size;
+  void hold(int64_t chunk, int64_t key) {
+    const float* packed = held + chunk * CHUNK * pitch;
+    dkeys = held + chunk * CHUNK * pitch + 2 * size, dvalues = dkeys + size;
+    keys = own_keys ? own_keys + key * pitch : packed, values = own_values ? own_values + key * pitch : packed + size;
   }
   void clear_key_gradients() const { memset(held + 2 * size, 0, sizeof(float) * 2 * size); }
   int64_t floats_of_block() const { return QueryBlock::FLOATS + 5 * SIZE * pitch; }
-  float* q(const QueryBlock& block) const { return block.memory; }
-  float* dout(const QueryBlock& block) const { return block.memory + SIZE * pitch; }
   float* q_transposed(const QueryBlock& block) const { return block.memory + 2 * SIZE * pitch; }
   float* dout_transposed(const QueryBlock& block) const { return block.memory + 3 * SIZE * pitch; }
   float* dq(const QueryBlock& block) const { return block.memory + 4 * SIZE * pitch; }
 
-  void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const QueryBlock& block) const {
-    widen_queries(call, call.dout, batch, block.lanes, pitch, dout(block));
-    widen_queries(call, call.q, batch, block.lanes, pitch, q(block));
+  void load_queries(const AttentionCall& call, const Options& options, int64_t batch, QueryBlock& block) const {
+    block.dout = rows_of_queries(call, call.dout, batch, block.lanes, pitch, block.memory + SIZE * pitch);
+    block.q = rows_of_queries(call, call.q, batch, block.lanes, pitch, block.memory);
     memset(dq(block), 0, sizeof(float) * SIZE * pitch);
-    transpose(q(block), pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, q_transposed(block), SIZE);
-    transpose(dout(block), pitch, SIZE, 1.f, dout_transposed(block), SIZE);
+    transpose(block.q, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, q_transposed(block), SIZE);
+    transpose(block.dout, pitch, SIZE, 1.f, dout_transposed(block), SIZE);
   }
 
-  void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key, int64_t rows) const {
-    widen_keys(call, call.k, batch, some, kv_head, key, key + rows, pitch, keys);
-    widen_keys(call, call.v, batch, some, kv_head, key, key + rows, pitch, values);
+  void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key, int64_t rows) {
+    own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch), own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
+    if (!own_keys) widen_keys(call, call.k, batch, some, kv_head, key, key + rows, pitch, dkeys - 2 * size);
+    if (!own_values) widen_keys(call, call.v, batch, some, kv_head, key, key + rows, pitch, dvalues - 2 * size);
+    keys = own_keys ? own_keys + key * pitch : dkeys - 2 * size, values = own_values ? own_values + key * pitch : dvalues - 2 * size;
   }
 
   // S^T and dP^T of `count` keys from `low` on and of `registers` queries.
   void score(const AttentionCall& call, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
-    product<false>(keys + low * pitch, {pitch, 1}, q_transposed(block) + column, SIZE, tile.weights + at_tile, SIZE, count, registers, call.width);
-    product<false>(values + low * pitch, {pitch, 1}, dout_transposed(block) + column, SIZE, tile.gradients + at_tile, SIZE, count, registers, call.width);
+    const int64_t step = block.lanes.count <= WIDTH ? SHORT_SUM : call.width;  // where eager PyTorch's own sums are short
+    for (int64_t d = 0; d < call.width; d += step) {
+      const int64_t depth = smaller(step, call.width - d), at_rows = low * pitch + d, at_columns = d * SIZE + column;
+      const auto add = [&](const float* rows, const float* columns, float* to) TK_LAMBDA {
+        if (d) product<true>(rows + at_rows, {pitch, 1}, columns + at_columns, SIZE, to + at_tile, SIZE, count, registers, depth);
+        else product<false>(rows + at_rows, {pitch, 1}, columns + at_columns, SIZE, to + at_tile, SIZE, count, registers, depth);
+      };
+      add(keys, q_transposed(block), tile.weights), add(values, dout_transposed(block), tile.gradients);
+    }
   }
 
   // Weights and gradients of scores that no lane sees, up to whole groups of rows, become 0.
@@ -125,9 +137,9 @@ struct Wide {
     over_key_runs<ROWS>(tile, rows, [&](int64_t begin, int64_t end, int first, int last) TK_LAMBDA {
       const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH * pitch, depth = (last - first) * WIDTH;
       if (call.dv.data)
-        product<true>(tile.weights + from, {SIZE, 1}, dout(block) + queries, pitch, dvalues + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+        product<true>(tile.weights + from, {SIZE, 1}, block.dout + queries, pitch, dvalues + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
       if (call.dk.data)
-        product<true>(tile.gradients + from, {SIZE, 1}, q(block) + queries, pitch, dkeys + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+        product<true>(tile.gradients + from, {SIZE, 1}, block.q + queries, pitch, dkeys + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
     });
   }
 
@@ -138,19 +150,6 @@ struct Wide {
       product<true>(tile.gradients + low * SIZE + n * WIDTH, {1, SIZE}, keys + low * pitch, pitch, dq(block) + n * WIDTH * pitch, pitch,
                     count * WIDTH, pitch / WIDTH, tile.high[n] - low);
     });
-  }
-
-  // lse was rounded to float32, which scales all weights of a query alike: their sum, which should be 1, tells by how much.
-  // Where one chunk holds all keys the correction comes in time for the gradients of keys too.
-  void correct(QueryBlock& block) const {
-    for (int64_t i = 0; i < block.lanes.count; ++i) {
-      const Floats inverse = splat(block.total[i] == 0.f ? 1.f : 1.f / block.total[i]);
-      block.total[i] = 1.f;
-      for (int64_t d = i * pitch; d < (i + 1) * pitch; d += WIDTH) {
-        store(q(block) + d, load(q(block) + d) * inverse), store(dout(block) + d, load(dout(block) + d) * inverse);
-        store(dq(block) + d, load(dq(block) + d) * inverse);
-      }
-    }
   }
 
   template <class T>
@@ -179,9 +178,9 @@ struct Pairs {
     gradient_pairs = held + 2 * size + 3 * size / 2;
     weights = reinterpret_cast<Bfloat16*>(gradient_pairs + CHUNK * SIZE / 2), gradients = weights + CHUNK * SIZE;
     rows_of_queries = gradients + CHUNK * SIZE;
-    hold(0);
+    hold(0, 0);
   }
-  void hold(int64_t chunk) {
+  void hold(int64_t chunk, int64_t) {
     dkeys = held + chunk * CHUNK * pitch, dvalues = dkeys + size;
     keys = reinterpret_cast<Bfloat16*>(held + 2 * size) + chunk * CHUNK * pitch;
     values = keys + size, keys_transposed = values + size;
@@ -260,8 +259,6 @@ struct Pairs {
       pair_product<true>(keys_transposed + low, CHUNK, gradient_pairs + low / 2 * SIZE + n * WIDTH, SIZE, dq(block) + n * WIDTH, SIZE, pitch, count, depth);
     });
   }
-
-  void correct(QueryBlock&) const {}  // operands are rounded by more than lse is
 
   template <class T>
   void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, const float* factors) const {

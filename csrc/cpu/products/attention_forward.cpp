@@ -65,7 +65,8 @@ template <int LANE_REGISTERS> struct Wide {
   static constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
   int64_t pitch;  // floats in a packed row
   bool streamed;
-  float *keys, *values;
+  float *keys, *values;                        // (held + SLACK, pitch)
+  const float *rows_of_keys, *rows_of_values;  // those, or where the call's lie as they would be packed
   float *queries, *scores, *blocks;  // (SIZE, pitch), (CHUNK, SIZE), of each block:
   float *transposed, *sums;          // (pitch, SIZE), (SIZE, pitch)
   uint16_t* bits;                    // (CHUNK, REGISTERS)
@@ -86,24 +87,28 @@ template <int LANE_REGISTERS> struct Wide {
 
   int64_t at_row(int64_t key) const { return streamed ? 0 : key * pitch; }
   // Where the chunks of keys [low, high) begin, and how many keys the one at `key` has.
-  static int64_t first_key(int64_t low) { return low; }
+  static int64_t first_key(int64_t low) { return low / ROW_GROUP * ROW_GROUP; }
   static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK, high - key); }
 
   // Packs keys [from, to), and clears values that are not finite where `broken` is there to note them.
   bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* broken) {
-    widen_keys(call, call.k, batch, some, kv_head, from, to, pitch, keys + at_row(from));
-    widen_keys(call, call.v, batch, some, kv_head, from, to, pitch, values + at_row(from));
-    return broken && clear_broken(values + at_row(from), to - from, pitch, broken);
+    const float *own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch), *own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
+    rows_of_keys = own_keys ? own_keys + from * pitch : keys, rows_of_values = own_values ? own_values + from * pitch : values;
+    if (!own_keys) widen_keys(call, call.k, batch, some, kv_head, from, to, pitch, keys);
+    if (own_values && !(broken && is_broken(rows_of_values, to - from, pitch))) return false;
+    rows_of_values = values;
+    widen_keys(call, call.v, batch, some, kv_head, from, to, pitch, values);
+    return broken && clear_broken(values, to - from, pitch, broken);
   }
 
   void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
-    widen_queries(call, call.q, batch, block, pitch, queries);
-    transpose(queries, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, transposed, SIZE);
+    const float* rows = rows_of_queries(call, call.q, batch, block, pitch, queries);
+    transpose(rows, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, transposed, SIZE);
     for (int64_t i = 0; i < SIZE * pitch; i += WIDTH) store(sums + i, splat(0.f));
   }
 
   void score(const AttentionCall& call, int64_t key, int64_t rows) {
-    product<false>(keys + at_row(key), {pitch, 1}, transposed, SIZE, scores, SIZE, aligned(rows, 8), REGISTERS, call.width);
+    product<false>(rows_of_keys + at_row(key), {pitch, 1}, transposed, SIZE, scores, SIZE, aligned(rows, ROW_GROUP), REGISTERS, call.width);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) {
@@ -111,7 +116,7 @@ template <int LANE_REGISTERS> struct Wide {
   }
 
   void add_values(const Block<REGISTERS>& block, int64_t key, int64_t rows, bool first, const float* alpha) {
-    const float* from = values + at_row(key);
+    const float* from = rows_of_values + at_row(key);
     const int64_t used = block.count < 4 ? block.count : aligned(block.count, 4);  // lanes whose sums are wanted
     if (first) return product<false>(scores, {1, SIZE}, from, pitch, sums, pitch, used, pitch / WIDTH, rows);
     for (int64_t i = 0; i < used; ++i)
@@ -434,6 +439,7 @@ template <int REGISTERS> struct Split {
     set_block(visit.block, call, span, keys, kv_head * group, 0, group * span.queries);
     visit.start(larger(block.any_low, index * SPLIT_KEYS), smaller(block.any_high, (index + 1) * SPLIT_KEYS));
     if (has_few_queries(call, options)) return few(call, options, span, keys, kv_head, visit, memory + task * size);
+    visit.first = visit.next = Wide<REGISTERS>::first_key(visit.next);
     Wide<REGISTERS> operands(options, CHUNK, true);
     Broken broken(call, CHUNK);
     operands.load_queries(call, options, span.batch, block);
