@@ -129,7 +129,7 @@ bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
   const bool fits = arguments.vectorized && is_plain(arguments.query) && is_plain(arguments.key) &&
                     is_plain(arguments.value) &&
-                    (!arguments.bias.data || (arguments.head_dim <= 128 && has_pairs(arguments.bias, arguments.key_length)));
+                    (!arguments.bias.data || has_pairs(arguments.bias, arguments.key_length));
   static const bool emulated = std::string(architectures()) == "emulated";
   static const bool built = emulated || std::string(architectures()).find("sm_90a") != std::string::npos;
   const int gpu = architecture(call.device);

@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   }
   copy_async_wait<0>();
   __syncthreads();
-  const float factors[2] = {arguments.scale + poison.of_row(0), arguments.scale + poison.of_row(1)};
+  const float factors[2] = {arguments.scale + poison.found[0], arguments.scale + poison.found[1]};
   store_fragment<HEAD_DIM>(dq, factors, queries, warp_row, rows_of<T>(arguments.dq, batch, head),
                            arguments.dq.row, warp_query, arguments.query_length, 0, arguments,
                            angles_of(arguments, batch));
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   }
   copy_async_wait<0>();
   __syncthreads();
-  const float seen[2] = {poison.of_row(0), poison.of_row(1)};
+  const float seen[2] = {poison.found[0], poison.found[1]};
   const float value_factors[2] = {arguments.dropout.keep_scale + seen[0], arguments.dropout.keep_scale + seen[1]};
   const float key_factors[2] = {arguments.scale + seen[0], arguments.scale + seen[1]};
   store_fragment<COLUMNS>(dv, value_factors, values, warp_row,

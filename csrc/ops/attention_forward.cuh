@@ -6,18 +6,19 @@
 
 namespace transformer_kernels::attention {
 
-template <class T, int HEAD_DIM> struct ForwardShape {
+// A warp has SLABS times 16 queries.
+template <class T, int HEAD_DIM, int SLABS> struct ForwardShape {
   static constexpr bool WIDE = HEAD_DIM > 128;
-  static constexpr int QUERIES = sizeof(T) == 4 && WIDE ? 32 : 64;
-  static constexpr int KEYS = sizeof(T) == 4 ? (WIDE ? 16 : 32) : (WIDE ? 32 : 64);
-  static constexpr int THREADS = QUERIES / 16 * WARP_SIZE;
-  static constexpr int SHARED_BYTES =
-      shared_bytes_after<uint8_t>(KEYS, (QUERIES + 4 * KEYS) * HEAD_DIM * static_cast<int>(sizeof(T)));
+  static constexpr int QUERIES = (sizeof(T) == 4 && WIDE ? 32 : 64) * SLABS;
+  static constexpr int KEYS = sizeof(T) == 4 ? (WIDE ? 16 : 32) : (HEAD_DIM * SLABS > 128 ? 32 : 64);
+  static constexpr int THREADS = QUERIES / 16 / SLABS * WARP_SIZE;
+  static constexpr int SHARED_BYTES = shared_bytes_after<uint8_t>(
+      KEYS, shared_bytes_after<Interval>(QUERIES, (QUERIES + 4 * KEYS) * HEAD_DIM * static_cast<int>(sizeof(T))));
 };
 
 // Blocks per multiprocessor that the registers allow: more would spill, and without a demand the compiler takes fewer.
-template <class T, int HEAD_DIM>
-constexpr int FORWARD_BLOCKS = HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : 3;
+template <int HEAD_DIM, int SLABS>
+constexpr int FORWARD_BLOCKS = HEAD_DIM > 128 ? 1 : HEAD_DIM * SLABS > 64 ? 2 : 3;
 
 // A fragment's running maximum and sum of exponentials per row; this lane's rows are g and g + 8.
 struct OnlineSoftmax {
@@ -48,19 +49,19 @@ struct OnlineSoftmax {
   }
 };
 
-// What a warp computes for its 16 queries of one head.
-template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
+// What a warp computes for its SLABS times 16 queries of one head.
+template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows {
   const Arguments& arguments;
   int batch, head, first_query;
-  Interval keys[2];  // that this lane's rows see
-  float out[HEAD_DIM / 8][4] = {};
-  OnlineSoftmax softmax;
-  Poison poison;
+  Interval* keys;  // that the warp's rows see, in shared memory: few tiles need them
+  float out[SLABS][HEAD_DIM / 8][4] = {};
+  OnlineSoftmax softmax[SLABS];
 
-  TK_DEVICE AttendedRows(const Arguments& arguments_, int batch_, int head_, int first_query_)
-      : arguments(arguments_), batch(batch_), head(head_), first_query(first_query_) {
-    const int g = threadIdx.x % WARP_SIZE / 4;
-    for (int half = 0; half < 2; ++half) keys[half] = keys_seen_by(arguments, first_query + g + 8 * half);
+  TK_DEVICE AttendedRows(const Arguments& arguments_, int batch_, int head_, int first_query_, Interval* keys_)
+      : arguments(arguments_), batch(batch_), head(head_), first_query(first_query_), keys(keys_) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    if (lane < 16 * SLABS) keys[lane] = keys_seen_by(arguments, first_query + lane);
+    __syncwarp();
   }
 
   // Takes in KEYS keys. `queries` holds the rows from tile_row on; without `edge` every row may see all keys that are
@@ -68,25 +69,29 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
   template <int KEYS>
   TK_DEVICE void add(Tile<T, HEAD_DIM> queries, int tile_row, Tile<T, HEAD_DIM> k, Tile<T, HEAD_DIM> v, int first_key,
                      uint64_t bits, bool edge) {
-    float scores[KEYS / 8][4] = {};
-    multiply_transposed<KEYS>(scores, queries, tile_row, k);  // [16, KEYS]
-    if constexpr (SCALED) {
-      scale_and_cap(scores);
-      if (arguments.bias.data) add_bias<T>(scores, arguments, batch, head, first_query, first_key);
-    }
-    if (edge || bits != ALL_KEYS<KEYS>) hide_keys<KEYS>(scores, 0, first_key, bits);
+    float scores[SLABS][KEYS / 8][4] = {};
+    multiply_transposed<KEYS>(scores, queries, tile_row, k);  // [16, KEYS] each
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float factor = SCALED ? UNIT<T> : arguments.scale * UNIT<T>;
-      const float shrink = softmax.template update<T, SCALED>(scores, half, factor);
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n) {
-        out[n][2 * half] *= shrink;
-        out[n][2 * half + 1] *= shrink;
+    for (int slab = 0; slab < SLABS; ++slab) {
+      if constexpr (SCALED) {
+        scale_and_cap(scores[slab]);
+        if (arguments.bias.data)
+          add_bias<T>(scores[slab], arguments, batch, head, first_query + 16 * slab, first_key);
       }
+      if (edge || bits != ALL_KEYS<KEYS>) hide_keys<KEYS>(scores[slab], 0, first_key, bits, slab);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float factor = SCALED ? UNIT<T> : arguments.scale * UNIT<T>;
+        const float shrink = softmax[slab].template update<T, SCALED>(scores[slab], half, factor);
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; ++n) {
+          out[slab][n][2 * half] *= shrink;
+          out[slab][n][2 * half + 1] *= shrink;
+        }
+      }
+      if constexpr (SCALED) drop<KEYS>(scores[slab], first_key, slab);
     }
-    if constexpr (SCALED) drop<KEYS>(scores, 0, first_key);
-    multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM]
+    multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM] each
   }
 
   template <int TILES> TK_DEVICE void scale_and_cap(float (&scores)[TILES][4]) {
@@ -94,55 +99,82 @@ template <class T, int HEAD_DIM, bool SCALED> struct AttendedRows {
     if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
   }
 
-  // Zeroes what dropout hides of the KEYS keys that begin at a fragment's first_tile-th 8 columns.
-  template <int KEYS, int TILES> TK_DEVICE void drop(float (&scores)[TILES][4], int first_tile, int first_key) {
+  // Zeroes what dropout hides of the KEYS keys from first_key on.
+  template <int KEYS> TK_DEVICE void drop(float (&scores)[KEYS / 8][4], int first_key, int slab = 0) {
     if (!arguments.dropout.seed) return;
-    const uint32_t kept =
-        kept_query_rows<KEYS>(arguments, batch * arguments.query_heads + head, first_query, first_key);
+    constexpr int TOGETHER = KEYS < 64 ? KEYS : 64;
 #pragma unroll
-    for (int n = 0; n < KEYS / 8; ++n)
+    for (int part = 0; part < KEYS; part += TOGETHER) {
+      const uint32_t kept = kept_query_rows<TOGETHER>(arguments, batch * arguments.query_heads + head,
+                                                      first_query + 16 * slab, first_key + part);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[first_tile + n][e] = kept >> (4 * n + e) & 1 ? scores[first_tile + n][e] : 0.f;
+      for (int n = 0; n < TOGETHER / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& score = scores[part / 8 + n][e];
+          score = kept >> (4 * n + e) & 1 ? score : 0.f;
+        }
+    }
   }
 
   // Hides what this lane's rows may not see of the KEYS keys that begin at a fragment's first_tile-th 8 columns.
   template <int KEYS, int TILES>
-  TK_DEVICE void hide_keys(float (&scores)[TILES][4], int first_tile, int first_key, uint64_t bits) {
+  TK_DEVICE void hide_keys(float (&scores)[TILES][4], int first_tile, int first_key, uint64_t bits, int slab = 0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      hide<KEYS>(scores, half, bits & bits_of(keys[half], first_key), -INFINITY, first_tile);
+      hide<KEYS>(scores, half, bits & bits_of(keys_of(slab, half), first_key), -INFINITY, first_tile);
+  }
+
+  TK_DEVICE Interval keys_of(int slab, int half) const {
+    return keys[16 * slab + threadIdx.x % WARP_SIZE / 4 + 8 * half];
+  }
+
+  // Adds to a row what poison_seen() found for it. No product with the values is under way.
+  TK_DEVICE void add_poison(int slab, int half, float seen) {
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 8; ++n) {
+      out[slab][n][2 * half] += seen;
+      out[slab][n][2 * half + 1] += seen;
+    }
   }
 
   // Divides by the sums and writes out and lse. The warp's rows of `staging` are overwritten.
   TK_DEVICE void finish(Tile<T, HEAD_DIM> staging, int tile_row) {
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) finish_slab(staging, tile_row + 16 * slab, slab);
+  }
+
+ private:
+  TK_DEVICE void finish_slab(Tile<T, HEAD_DIM> staging, int tile_row, int slab) {
     const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
     float normaliser[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float total = quad_sum(softmax.total[half]), seen = poison.of_row(half);
-      const int query = first_query + g + 8 * half;
-      normaliser[half] = total == 0.f ? 0.f : arguments.dropout.keep_scale / total + seen;
+      const float total = quad_sum(softmax[slab].total[half]);
+      const int query = first_query + 16 * slab + g + 8 * half;
+      normaliser[half] = total == 0.f ? 0.f : arguments.dropout.keep_scale / total;
       if (t != 0 || query >= arguments.query_length) continue;
-      const float natural = SCALED ? softmax.maximum[half] : softmax.maximum[half] * arguments.scale;
+      const float highest = softmax[slab].maximum[half], natural = SCALED ? highest : highest * arguments.scale;
       arguments.lse[(static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + query] =
           total == 0.f ? -INFINITY : natural + logf(total);
     }
-    store_fragment<HEAD_DIM>(out, normaliser, staging, tile_row, rows_of<T>(arguments.out, batch, head),
-                             arguments.out.row, first_query, arguments.query_length, 0, arguments);
+    store_fragment<HEAD_DIM>(out[slab], normaliser, staging, tile_row, rows_of<T>(arguments.out, batch, head),
+                             arguments.out.row, first_query + 16 * slab, arguments.query_length, 0, arguments);
   }
 };
 
-// One block owns QUERIES queries of one head; each warp owns 16 of them. EXTRAS: a bias, dropout, a softcap, a scale that
+// One block owns QUERIES queries of one head; each warp owns SLABS times 16 of them. EXTRAS: a bias, dropout, a softcap, a scale that
 // is not positive, or fp32. Packing, causality, window, padding and odd lengths touch only the tiles on their edge.
-template <class T, int HEAD_DIM, bool EXTRAS>
-__global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BLOCKS<T, HEAD_DIM>)
+template <class T, int HEAD_DIM, bool EXTRAS, int SLABS>
+__global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FORWARD_BLOCKS<HEAD_DIM, SLABS>)
     attention_forward_kernel(const Arguments arguments) {
-  using Shape = ForwardShape<T, HEAD_DIM>;
+  using Shape = ForwardShape<T, HEAD_DIM, SLABS>;
   constexpr int QUERIES = Shape::QUERIES, KEYS = Shape::KEYS, THREADS = Shape::THREADS;
   SharedMemory shared;
   const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(QUERIES * HEAD_DIM)};
   T* const key_stages = shared.take<T, 1024>(2 * KEYS * HEAD_DIM);
   T* const value_stages = shared.take<T, 1024>(2 * KEYS * HEAD_DIM);
+  Interval* const seen = shared.take<Interval>(QUERIES);
   uint8_t* const tainted = shared.take<uint8_t>(KEYS);
 
   const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
@@ -154,8 +186,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BL
   const T* value_rows = rows_of<T>(arguments.value, batch, key_head);
   const uint8_t* mask = padding_of(arguments, batch);
 
-  const int block_query = query_tile * QUERIES, warp_row = threadIdx.x / WARP_SIZE * 16;
-  AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row);
+  const int block_query = query_tile * QUERIES, warp_row = threadIdx.x / WARP_SIZE * 16 * SLABS;
+  AttendedRows<T, HEAD_DIM, EXTRAS, SLABS> rows(arguments, batch, head, block_query + warp_row, seen + warp_row);
   const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
   const Interval first_sees = keys_seen_by(arguments, block_query), last_sees = keys_seen_by(arguments, last_query);
   const Interval common = seen_by_all(first_sees, last_sees);
@@ -192,7 +224,9 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BL
     const bool edge = !is_inside<KEYS>(first_key, common);
     if (edge && arguments.cu_seqlens) {
       quarantine<KEYS, THREADS>(v, tainted);
-      rows.poison.note(rows.keys, first_key, KEYS, tainted);
+#pragma unroll
+      for (int half = 0; half < 2 * SLABS; ++half)
+        rows.add_poison(half / 2, half % 2, poison_seen(rows.keys_of(half / 2, half % 2), first_key, KEYS, tainted));
     }
     rows.template add<KEYS>(queries, warp_row, k, v, first_key, bits, edge);
     __syncthreads();  // the next round copies into the stage read in this one
@@ -204,12 +238,26 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM>::THREADS, FORWARD_BL
   rows.finish(queries, warp_row);
 }
 
+// Whether warps take 32 queries each: a fragment of keys or values read from shared memory then serves two products. The
+// blocks are half as many and must still fill the GPU; what they compute beyond a causal edge costs short sequences more
+// than is saved, at head dimension 128 up to 256 queries.
+template <int HEAD_DIM> bool takes_two_slabs(const Arguments& arguments, int device) {
+  const int64_t blocks = ceil_div(arguments.query_length, 128) * arguments.query_heads * arguments.batches;
+  return arguments.query_length > (HEAD_DIM > 64 ? 256 : 64) && blocks >= 2 * multiprocessor_count(device);
+}
+
 template <class T> void launch_forward(const Arguments& arguments, Stream stream) {
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto extras) {
-    using Shape = ForwardShape<T, head_dim.value>;
-    const int64_t blocks = ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
-    launch<attention_forward_kernel<T, head_dim.value, extras.value>>(
-        "attention_forward", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
+    const auto with_slabs = [&](auto slabs) {
+      using Shape = ForwardShape<T, head_dim.value, slabs.value>;
+      const int64_t blocks = ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
+      launch<attention_forward_kernel<T, head_dim.value, extras.value, slabs.value>>(
+          "attention_forward", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
+    };
+    if constexpr (sizeof(T) == 2 && (head_dim.value == 64 || head_dim.value == 128)) {
+      if (takes_two_slabs<head_dim.value>(arguments, stream.device)) return with_slabs(Constant<2>{});
+    }
+    with_slabs(Constant<1>{});
   });
 }
 

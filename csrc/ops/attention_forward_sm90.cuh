@@ -14,14 +14,17 @@ struct TensorMaps {
 // The copy engine fills what a call's head dimension leaves of HEAD_DIM with zeros.
 template <int HEAD_DIM, bool BIAS> struct HopperShape {
   static constexpr int QUERIES = 128, KEYS = HEAD_DIM > 128 || BIAS ? 64 : 128, STAGES = 2;
+  static constexpr bool ASKS_AHEAD = HEAD_DIM <= 128;  // else registers hold neither a tile's bias nor where it lies
+  static constexpr int HELD = ASKS_AHEAD ? KEYS / 8 : 1;  // times eight keys whose bias they hold
   static constexpr int CONSUMERS = 2 * WARP_GROUP_SIZE, THREADS = CONSUMERS + WARP_GROUP_SIZE;
   static constexpr int PANELS = HEAD_DIM / PANEL_COLUMNS;
   static constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;  // of a key or a value tile
   static constexpr int BARRIERS = 1 + 4 * STAGES;
-  static constexpr int SHARED_BYTES = shared_bytes_after<float2>(
-      CONSUMERS,
-      shared_bytes_after<uint8_t>(
-          STAGES * KEYS, shared_bytes_after<uint64_t>(BARRIERS, (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2)));
+  static constexpr int TILES_BYTES = (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2;
+  static constexpr int SHARED_BYTES = shared_bytes_after<Interval>(
+      QUERIES + 1, shared_bytes_after<float2>(
+                   CONSUMERS, shared_bytes_after<uint8_t>(
+                                  STAGES * KEYS, shared_bytes_after<uint64_t>(BARRIERS, TILES_BYTES))));
 };
 
 // Tiles of keys that hold a real key, in order: producer and consumers walk the same list.
@@ -97,13 +100,13 @@ TK_DEVICE void turn_panels(Panels<T, ROWS> tile, int first_row, int end, uint64_
 }
 
 // The bias of this lane's two rows, or what a slope makes of distances, for a tile of keys. Neighbouring keys are read
-// two at a time: `ask` starts the loads, which arrive while the scores are computed.
-template <class T, int KEYS> struct BiasTile {
+// two at a time: `ask` starts the loads of HELD times eight keys, which arrive while the scores are computed.
+template <class T, int KEYS, int HELD> struct BiasTile {
   const Bias& bias;
   int keys, distance;  // from this lane's first column on: keys, and how far key 0 lies behind the first row's query
   float slope = 0.f;
   const char* rows[2];
-  uint32_t pairs[KEYS / 8][2][2];  // float32 fills both words, 16 bits one
+  uint32_t pairs[HELD][2][2];  // float32 fills both words, 16 bits one
 
   TK_DEVICE BiasTile(const Arguments& arguments, int batch, int head, int first_query) : bias(arguments.bias) {
     const int query = first_query + threadIdx.x % WARP_SIZE / 4, column = threadIdx.x % 4 * 2;
@@ -126,7 +129,7 @@ template <class T, int KEYS> struct BiasTile {
       if (bias.is_float) {
         const auto* row = reinterpret_cast<const uint32_t*>(rows[half]) + first_key;
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) {
+        for (int n = 0; n < HELD; ++n) {
           const auto pair = 8 * n < left ? load_vector<2>(row + 8 * n) : Vector<uint32_t, 2>{{0, 0}};
           pairs[n][half][0] = pair[0];
           pairs[n][half][1] = pair[1];
@@ -134,20 +137,30 @@ template <class T, int KEYS> struct BiasTile {
       } else {
         const auto* row = reinterpret_cast<const uint32_t*>(rows[half]) + first_key / 2;
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) pairs[n][half][0] = 8 * n < left ? load(row + 4 * n) : 0;
+        for (int n = 0; n < HELD; ++n) pairs[n][half][0] = 8 * n < left ? load(row + 4 * n) : 0;
       }
     }
   }
 
-  TK_DEVICE void add_to(float (&scores)[KEYS / 8][4], int first_key) const {
+  // Adds a tile's bias, of which the first keys were asked for; it asks for the others as it goes.
+  TK_DEVICE void add_to(float (&scores)[KEYS / 8][4], int first_key) {
+#pragma unroll
+    for (int first = 0; first < KEYS / 8; first += HELD) {
+      if (first) ask(first_key + 8 * first);
+      add_held(scores, first, first_key + 8 * first);
+    }
+  }
+
+ private:
+  TK_DEVICE void add_held(float (&scores)[KEYS / 8][4], int first_tile, int first_key) const {
     const auto add = [&](auto pair_of) {
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
+      for (int n = 0; n < HELD; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float2 pair = pair_of(n, half);
-          scores[n][2 * half] += pair.x;
-          scores[n][2 * half + 1] += pair.y;
+          scores[first_tile + n][2 * half] += pair.x;
+          scores[first_tile + n][2 * half + 1] += pair.y;
         }
     };
     if (bias.is_slope) {
@@ -163,7 +176,7 @@ template <class T, int KEYS> struct BiasTile {
     }
   }
 };
-template <class T> struct BiasTile<T, 0> {
+template <class T, int HELD> struct BiasTile<T, 0, HELD> {
   TK_DEVICE BiasTile(const Arguments&, int, int, int) {}
 };
 
@@ -184,6 +197,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   uint64_t *const keys_empty = values_full + STAGES, *const values_empty = keys_empty + STAGES;
   uint8_t* const tainted_stages = shared.take<uint8_t>(STAGES * KEYS);
   float2* const slots = shared.take<float2>(Shape::CONSUMERS);
+  Interval* const seen = shared.take<Interval>(QUERIES + 1);
 
   const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
   const int block_query = (query_tiles - 1 - static_cast<int>(blockIdx.x % query_tiles)) * QUERIES;
@@ -205,6 +219,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
       barrier_init(values_empty + stage, CONSUMER_WARPS);
     }
     barrier_init_fence();
+    seen[QUERIES] = common;
   }
   __syncthreads();
 
@@ -236,8 +251,9 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   const uint64_t queries_at = swizzled_descriptor(queries + group_row * PANEL_COLUMNS, 16);
   const uint64_t keys_at = swizzled_descriptor(key_stages, 16);
   const uint64_t values_at = swizzled_descriptor(value_stages, KEYS * PANEL_COLUMNS * 2);
-  AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row);
-  BiasTile<T, BIAS ? KEYS : 0> bias(arguments, batch, head, block_query + warp_row);
+  AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row, seen + warp_row);
+  BiasTile<T, BIAS && Shape::ASKS_AHEAD ? KEYS : 0, Shape::HELD> bias(arguments, batch, head, block_query + warp_row);
+  Poison poison;
   float scores[KEYS / 8][4] = {};
   uint32_t probabilities[KEYS / 16][4] = {};
   const auto release = [&](uint64_t* empty) {
@@ -262,8 +278,10 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     }
     wgmma_commit();
   };
+  // What all rows see. Beside 256 columns of output no register is left for it, not even a uniform one.
+  const auto seen_by_block = [&] { return HEAD_DIM > 128 ? seen[QUERIES] : common; };
   const auto needs_mask = [&](const TileWalk<KEYS>& at) {
-    return at.has_hidden() || !is_inside<KEYS>(at.tile * KEYS, common);
+    return at.has_hidden() || !is_inside<KEYS>(at.tile * KEYS, seen_by_block());
   };
   const auto start_values = [&](const TileWalk<KEYS>& at) {  // out += P V
     const int stage = at.step % STAGES;
@@ -273,14 +291,14 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     const bool is_shared = arguments.cu_seqlens && needs_mask(at);
     if (is_shared || (arguments.key_padding_mask && at.has_hidden()))
       quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, is_shared, tainted, thread);
-    if (is_shared) rows.poison.note(rows.keys, at.tile * KEYS, KEYS, tainted);
-    wgmma_pin(rows.out);
+    if (is_shared) poison.note({rows.keys_of(0, 0), rows.keys_of(0, 1)}, at.tile * KEYS, KEYS, tainted);
+    wgmma_pin(rows.out[0]);
     wgmma_pin(probabilities);
     wgmma_fence();
     const uint64_t stage_at = descriptor_after(values_at, stage * Shape::TILE_BYTES);
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step)
-      Wgmma<T, HEAD_DIM>::from_registers(rows.out, probabilities[step],
+      Wgmma<T, HEAD_DIM>::from_registers(rows.out[0], probabilities[step],
                                          descriptor_after(stage_at, step * 16 * PANEL_COLUMNS * 2));
     wgmma_commit();
   };
@@ -288,17 +306,22 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   const auto take_scores = [&](const TileWalk<KEYS>& at) {  // scores become exponentials, some of which dropout hides
     const int first_key = at.tile * KEYS;
     if constexpr (EXTRAS) rows.scale_and_cap(scores);
-    if constexpr (BIAS) bias.add_to(scores, first_key);
+    if constexpr (BIAS && Shape::ASKS_AHEAD) {
+      bias.add_to(scores, first_key);
+    } else if constexpr (BIAS) {
+      BiasTile<T, KEYS, Shape::HELD> asked_now(arguments, batch, head, computed_late(block_query + warp_row));
+      asked_now.ask(first_key);
+      asked_now.add_to(scores, first_key);
+    }
     if (needs_mask(at)) {
       rows.template hide_keys<64>(scores, 0, first_key, at.low);
       if constexpr (KEYS > 64) rows.template hide_keys<64>(scores, 8, first_key + 64, at.high);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shrink[half] = rows.softmax.template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
+      shrink[half] = rows.softmax[0].template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
     if constexpr (EXTRAS) {
-      rows.template drop<64>(scores, 0, first_key);
-      if constexpr (KEYS > 64) rows.template drop<64>(scores, 8, first_key + 64);
+      rows.template drop<KEYS>(scores, first_key);
     }
   };
   const auto pack_probabilities = [&] {
@@ -317,7 +340,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   walk.find(tiles.first);
   if (walk.tile < walk.tiles) {
     start_scores(walk);
-    if constexpr (BIAS) bias.ask(walk.tile * KEYS);
+    if constexpr (BIAS && Shape::ASKS_AHEAD) bias.ask(walk.tile * KEYS);
     wgmma_wait<0>();
     wgmma_pin(scores);
     release(keys_empty + walk.step % STAGES);
@@ -327,26 +350,28 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     for (walk.advance(); walk.tile < walk.tiles; walk.advance()) {
       start_scores(walk);
       start_values(previous);
-      if constexpr (BIAS) bias.ask(walk.tile * KEYS);
+      if constexpr (BIAS && Shape::ASKS_AHEAD) bias.ask(walk.tile * KEYS);
       wgmma_wait<1>();
       wgmma_pin(scores);
       release(keys_empty + walk.step % STAGES);
       take_scores(walk);
-      finish_before_wait(slots + thread, rows.softmax.total[0], rows.softmax.total[1]);
+      finish_before_wait(slots + thread, rows.softmax[0].total[0], rows.softmax[0].total[1]);
       wgmma_wait<0>();
-      wgmma_pin(rows.out);
+      wgmma_pin(rows.out[0]);
       release(values_empty + previous.step % STAGES);
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) rows.out[n][e] *= shrink[e / 2];
+        for (int e = 0; e < 4; ++e) rows.out[0][n][e] *= shrink[e / 2];
       pack_probabilities();
       previous = walk;
     }
     start_values(previous);
     wgmma_wait<0>();
-    wgmma_pin(rows.out);
+    wgmma_pin(rows.out[0]);
   }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) rows.add_poison(0, half, poison.found[half]);
   named_barrier_sync(1, Shape::CONSUMERS);  // Q has been read by both groups and may hold the output now
   rows.finish(Tile<T, HEAD_DIM>{queries}, warp_row);
 #endif
@@ -368,9 +393,9 @@ template <class T> void launch_forward_sm90(const Arguments& arguments, Stream s
         "attention_forward_sm90", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, maps, arguments);
   };
   const auto with_extras = [&](auto extras, auto bias) {
+    if (arguments.head_dim > 128) return with_head_dim(Constant<256>{}, std::true_type{}, bias);
     arguments.head_dim <= 64 ? with_head_dim(Constant<64>{}, extras, bias) : with_head_dim(Constant<128>{}, extras, bias);
   };
-  if (arguments.head_dim > 128) return with_head_dim(Constant<256>{}, std::true_type{}, std::false_type{});
   if (arguments.bias.data) return with_extras(std::true_type{}, std::true_type{});
   dispatch_extras(arguments, [&](auto extras) { with_extras(extras, std::false_type{}); });
 }

@@ -17,7 +17,8 @@ template <class T, int HEAD_DIM, int KEYS_> struct ShortShape {
   static constexpr int THREADS = WARPS * WARP_SIZE;
   static constexpr int ELEMENT = sizeof(T);
   static constexpr int KEY_BYTES = 2 * KEYS * HEAD_DIM * ELEMENT + KEYS / 8;
-  static constexpr int FORWARD_BYTES = shared_bytes_after<T, 1024>(16 * WARPS * HEAD_DIM, KEY_BYTES);
+  static constexpr int FORWARD_BYTES =
+      shared_bytes_after<Interval>(16 * WARPS, shared_bytes_after<T, 1024>(16 * WARPS * HEAD_DIM, KEY_BYTES));
   static constexpr int BACKWARD_BYTES = shared_bytes_after<float>(
       QUERIES, shared_bytes_after<T, 1024>(4 * QUERIES * HEAD_DIM + 2 * QUERIES * KEYS, KEY_BYTES));
 };
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
   keys.v.data = shared.take<T, 1024>(KEYS * HEAD_DIM);
   keys.bits = shared.take<uint64_t>(KEYS / 64);
   const Tile<T, HEAD_DIM> queries{shared.take<T, 1024>(16 * Shape::WARPS * HEAD_DIM)};
+  Interval* const seen_by_rows = shared.take<Interval>(16 * Shape::WARPS);
 
   const int head = blockIdx.x % arguments.query_heads, batch = blockIdx.x / arguments.query_heads;
   const int warp_row = threadIdx.x / WARP_SIZE * 16;
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
       turn_tile<16, WARP_SIZE>(slab, query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
                                threadIdx.x % WARP_SIZE);
     __syncwarp();
-    AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query);
+    AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query, seen_by_rows + warp_row);
     const bool hides = arguments.causal || arguments.window;
     const Interval seen{keys_seen_by(arguments, query).first, keys_seen_by(arguments, query + 15).last};
 #pragma unroll 1

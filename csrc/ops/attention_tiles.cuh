@@ -378,55 +378,71 @@ TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, uint8_t* tainted) {
   __syncthreads();
 }
 
-// NaN for those of this lane's two rows of a fragment that see a row which quarantine() noted, else 0. The lanes of a quad
-// look at different rows.
+// NaN where `seen` has a row that quarantine() noted, else 0. The lanes of a quad look at different rows; all have the sum.
+TK_DEVICE float poison_seen(const Interval& seen, int first, int count, const uint8_t* tainted) {
+  float found = 0.f;
+#pragma unroll 1
+  for (int row = threadIdx.x % 4; row < count; row += 4)
+    if (tainted[row] && first + row >= seen.first && first + row <= seen.last) found = NAN;
+  return quad_sum(found);
+}
+
+// The same, gathered for this lane's two rows of a fragment.
 struct Poison {
   float found[2] = {0.f, 0.f};
 
   TK_DEVICE void note(const Interval (&seen)[2], int first, int count, const uint8_t* tainted) {
-    for (int row = threadIdx.x % 4; row < count; row += 4)
-      for (int half = 0; half < 2; ++half)
-        if (tainted[row] && first + row >= seen[half].first && first + row <= seen[half].last) found[half] = NAN;
+    for (int half = 0; half < 2; ++half) found[half] += poison_seen(seen[half], first, count, tainted);
   }
-  TK_DEVICE float of_row(int half) const { return quad_sum(found[half]); }
 };
 
 // ---- products; a warp computes 16 rows
 
-// c[16, N] += a[16 rows from a_row, COLUMNS] @ b[N, COLUMNS]^T
-template <int N, class T, int COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
-TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<T, COLUMNS> a, int a_row, Tile<T, COLUMNS> b) {
+// Of SLABS times 16 rows: c[16, N] += a[16 rows from a_row, COLUMNS] @ b[N, COLUMNS]^T. What is loaded of b serves all.
+template <int N, int SLABS, class T, int COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
+TK_DEVICE void multiply_transposed(float (&c)[SLABS][N / 8][4], Tile<T, COLUMNS> a, int a_row, Tile<T, COLUMNS> b) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int k = 0; k < COLUMNS / 16; ++k) {
-    uint32_t left[4];
-    ldmatrix_x4(left, a.chunk(a_row + lane % 16, 2 * k + lane / 16));
+    uint32_t left[SLABS][4];
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+      ldmatrix_x4(left[slab], a.chunk(a_row + 16 * slab + lane % 16, 2 * k + lane / 16));
 #pragma unroll
     for (int n = 0; n < N / 16; ++n) {
       uint32_t right[4];
       ldmatrix_x4(right, b.chunk(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
-      mma_m16n8k16<T>(c[2 * n], left, right[0], right[1]);
-      mma_m16n8k16<T>(c[2 * n + 1], left, right[2], right[3]);
+#pragma unroll
+      for (int slab = 0; slab < SLABS; ++slab) {
+        mma_m16n8k16<T>(c[slab][2 * n], left[slab], right[0], right[1]);
+        mma_m16n8k16<T>(c[slab][2 * n + 1], left[slab], right[2], right[3]);
+      }
     }
   }
 }
 
-// c[16, COLUMNS] += p[16, N] @ b[N, COLUMNS from first_column], p in registers and rounded to T
-template <int N, int COLUMNS, class T, int TILE_COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
-TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<T, TILE_COLUMNS> b,
+// The same: c[16, COLUMNS] += p[16, N] @ b[N, COLUMNS from first_column], p in registers and rounded to T
+template <int N, int COLUMNS, int SLABS, class T, int TILE_COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
+TK_DEVICE void multiply(float (&c)[SLABS][COLUMNS / 8][4], const float (&p)[SLABS][N / 8][4], Tile<T, TILE_COLUMNS> b,
                         int first_column) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int k = 0; k < N / 16; ++k) {
-    const uint32_t left[4] = {pack_pair<T>(p[2 * k][0], p[2 * k][1]), pack_pair<T>(p[2 * k][2], p[2 * k][3]),
-                              pack_pair<T>(p[2 * k + 1][0], p[2 * k + 1][1]),
-                              pack_pair<T>(p[2 * k + 1][2], p[2 * k + 1][3])};
+    uint32_t left[SLABS][4];
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        left[slab][e] = pack_pair<T>(p[slab][2 * k + e / 2][e % 2 * 2], p[slab][2 * k + e / 2][e % 2 * 2 + 1]);
 #pragma unroll
     for (int n = 0; n < COLUMNS / 16; ++n) {
       uint32_t right[4];
       ldmatrix_x4_transposed(right, b.chunk(16 * k + lane % 16, first_column / 8 + 2 * n + lane / 16));
-      mma_m16n8k16<T>(c[2 * n], left, right[0], right[1]);
-      mma_m16n8k16<T>(c[2 * n + 1], left, right[2], right[3]);
+#pragma unroll
+      for (int slab = 0; slab < SLABS; ++slab) {
+        mma_m16n8k16<T>(c[slab][2 * n], left[slab], right[0], right[1]);
+        mma_m16n8k16<T>(c[slab][2 * n + 1], left[slab], right[2], right[3]);
+      }
     }
   }
 }
@@ -476,8 +492,9 @@ TK_DEVICE float dot(const Vector<float, 4>& a, const Vector<float, 4>& b, float 
 
 // fp32: both operands from shared memory, 16 bytes at a time; lanes of equal t read the same rows of b.
 template <int N, int COLUMNS>
-TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<float, COLUMNS> a, int a_row, Tile<float, COLUMNS> b) {
+TK_DEVICE void multiply_transposed(float (&slabs)[1][N / 8][4], Tile<float, COLUMNS> a, int a_row, Tile<float, COLUMNS> b) {
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+  float (&c)[N / 8][4] = slabs[0];
 #pragma unroll(COLUMNS > 64 ? 1 : 2)
   for (int chunk = 0; chunk < COLUMNS / 4; ++chunk) {
     const Vector<float, 4> upper = load_vector<4>(a.chunk(a_row + g, chunk));
@@ -495,9 +512,11 @@ TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<float, COLUMNS> a,
 
 // fp32: the elements of p travel within their quad of lanes.
 template <int N, int COLUMNS, int TILE_COLUMNS>
-TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<float, TILE_COLUMNS> b,
-                        int first_column) {
+TK_DEVICE void multiply(float (&slabs)[1][COLUMNS / 8][4], const float (&weights)[1][N / 8][4],
+                        Tile<float, TILE_COLUMNS> b, int first_column) {
   const int lane = threadIdx.x % WARP_SIZE, t = lane % 4;
+  float (&c)[COLUMNS / 8][4] = slabs[0];
+  const float (&p)[N / 8][4] = weights[0];
 #pragma unroll
   for (int k = 0; k < N / 8; ++k)
 #pragma unroll 1
@@ -516,6 +535,18 @@ TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], 
           c[n][3] = fmaf(lower, right[1], c[n][3]);
         }
       }
+}
+
+// One slab of rows, in a plain array.
+template <int N, class T, int COLUMNS>
+TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<T, COLUMNS> a, int a_row, Tile<T, COLUMNS> b) {
+  multiply_transposed<N>(reinterpret_cast<float(&)[1][N / 8][4]>(c), a, a_row, b);
+}
+template <int N, int COLUMNS, class T, int TILE_COLUMNS>
+TK_DEVICE void multiply(float (&c)[COLUMNS / 8][4], const float (&p)[N / 8][4], Tile<T, TILE_COLUMNS> b,
+                        int first_column) {
+  multiply<N, COLUMNS>(reinterpret_cast<float(&)[1][COLUMNS / 8][4]>(c),
+                       reinterpret_cast<const float(&)[1][N / 8][4]>(p), b, first_column);
 }
 
 // ---- bias and dropout

@@ -11,12 +11,23 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
+// All 64 bits of a product, in one instruction: the product of two 64-bit numbers that hold 32 bits each takes two.
+TK_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return static_cast<uint64_t>(a) * b;
+#endif
+}
+
 TK_HOST_DEVICE PhiloxWords philox4x32_7(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
-    const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0;
-    const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+    const uint64_t product0 = wide_product(c0, 0xD2511F53u);
+    const uint64_t product1 = wide_product(c2, 0xCD9E8D57u);
     const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
     const uint32_t next2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
     c1 = static_cast<uint32_t>(product1);

@@ -17,6 +17,7 @@ from tests.support.arguments import dtype_id, normal
 from tests.support.parity import check_parity, require
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.attention import AttentionCall, Window, _cuda
+from transformer_kernels.reports import cuda_launches
 
 HALF = (torch.float16, torch.bfloat16)
 SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("one_warp_ahead", 2), ("random", 1), ("random", 2)]
@@ -87,6 +88,34 @@ def test_each_family_matches_reference(
 ) -> None:
     tensors = make(dtype, device, lengths, batch=1, width=width)
     check_parity("attention", "cuda", tensors, {"causal": True, "return_lse": True})
+
+
+@pytest.mark.parametrize("path", ["general"], indirect=True)
+@pytest.mark.parametrize(
+    ("dtype", "width", "length", "options"),
+    [
+        (torch.bfloat16, 64, 200, {"causal": True}),
+        (torch.float16, 56, 130, {"dropout_p": 0.3, "window": 50}),
+        (torch.float16, 128, 260, {"causal": True, "cu_seqlens": [0, 40, 41, 170, 250]}),
+        (torch.bfloat16, 96, 300, {"softcap": 1.5, "causal": True, "dropout_p": 0.2}),
+    ],
+    ids=str,
+)
+def test_warps_take_32_queries_where_blocks_fill_the_gpu(
+    path: str, dtype: torch.dtype, width: int, length: int, options: dict[str, Any], device: torch.device
+) -> None:
+    if not _extension.emulating():
+        pytest.skip("a GPU takes more blocks than the eight that fill the emulation's")
+    heads = -(-8 // -(-length // 128))
+    tensors = make(dtype, device, (length, length), batch=1, heads=(heads, 1), width=width)
+    tensors = {name: value.detach() for name, value in tensors.items()}
+    tensors["key_padding_mask"] = padding(2, length, device)[1:]
+    if starts := options.get("cu_seqlens"):
+        options = {**options, "cu_seqlens": torch.tensor(starts, dtype=torch.int32, device=device)}
+    _extension.load().reset_counters()
+    check_parity("attention", "cuda", tensors, {"return_lse": True, **options})
+    launched = {cuda_launches.template(name) for name in _extension.load().launches()}
+    assert any(kernel == "attention_forward_kernel" and arguments.endswith(",2") for kernel, arguments in launched)
 
 
 @pytest.mark.parametrize("path", ["general", "short", SMALL], indirect=True)
@@ -213,6 +242,8 @@ BIASES = {
     "whole": (64, torch.float32, (2, 4, 140, 200), {"dropout_p": 0.2}),
     "broadcast over queries": (96, torch.float32, (2, 1, 1, 200), {"window": 70}),
     "broadcast over batches": (128, torch.bfloat16, (1, 4, 140, 200), {"softcap": 1.5, "dropout_p": 0.2}),
+    "at the widest heads": (256, torch.float32, (1, 4, 140, 200), {"causal": True, "dropout_p": 0.2}),
+    "of 16 bits at wide heads": (192, torch.bfloat16, (2, 1, 140, 200), {"window": 70}),
 }
 
 
@@ -229,9 +260,10 @@ def test_sm90_with_a_bias(path: str, bias: str, device: torch.device) -> None:
 
 
 @sm90
-def test_sm90_with_slopes(path: str, device: torch.device) -> None:
+@pytest.mark.parametrize("width", [64, 192])
+def test_sm90_with_slopes(path: str, width: int, device: torch.device) -> None:
     needs_sm90(device)
-    tensors = {name: t.detach() for name, t in make(torch.float16, device, (140, 333), heads=(4, 2), width=64).items()}
+    tensors = {name: t.detach() for name, t in make(torch.float16, device, (140, 333), heads=(4, 2), width=width).items()}
     slopes = torch.tensor([0.5, 0.1, 0.02, 0.004], device=device)
     check_parity("attention", "cuda", tensors, {"alibi_slopes": slopes, "causal": True, "return_lse": True})
 

@@ -52,14 +52,16 @@ FAMILIES = {
 """Families of attention kernels: source, length and head dimensions of the calls that are recorded, architectures."""
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "general": {"plain": {}, "with options": {"attn_bias": True, "dropout_p": 0.1}},
+    "general": {
+        "plain": {},
+        "with options": {"attn_bias": True, "dropout_p": 0.1},
+        "plain, 32 queries a warp": {"heads": 8},
+        "with options, 32 queries a warp": {"heads": 8, "dropout_p": 0.1},
+    },
     "short": {"plain": {}},
     "sm90": {"plain": {}, "with options": {"softcap": 30.0}, "biased": {"attn_bias": True}},
 }
 """Calls of each family that meet all of its kernels."""
-
-WIDEST_BIASED = 128
-"""Head dimension up to which the sm90 kernels take a bias."""
 
 MINOR = ("attention_delta_kernel", "sum_partials_kernel", "sum_losses_kernel")
 """Kernels that read little beside those that they serve."""
@@ -105,7 +107,7 @@ def launches(source: str, architecture: str) -> list[Launch]:
                 _extension.load().reset_counters()
                 call()
                 for name, (threads, shared) in _extension.load().launches().items():
-                    kernel, arguments = _template(name)
+                    kernel, arguments = template(name)
                     if kernel not in MINOR:
                         launch = Launch(label, kernel, arguments, threads // 32, shared)
                         found.setdefault((kernel, arguments), launch)
@@ -146,8 +148,6 @@ def _calls(architecture: str) -> Iterator[tuple[str, str, Callable[[], object]]]
     for family, (source, length, head_dims, served) in FAMILIES.items():
         for variant, options in VARIANTS[family].items():
             for head_dim in head_dims if architecture in served else ():
-                if "attn_bias" in options and head_dim > WIDEST_BIASED:
-                    continue
                 label = f"{source} {variant} D {head_dim}"
                 yield source, label, functools.partial(_attention, family, length, head_dim, **options)
     for operation, variant, width in ROWS:
@@ -157,10 +157,12 @@ def _calls(architecture: str) -> Iterator[tuple[str, str, Callable[[], object]]]
         yield operation, f"{operation}{variant} bf16 {width}", call
 
 
-def _attention(family: str, length: int, head_dim: int, *, attn_bias: bool = False, **options: Any) -> None:
+def _attention(
+    family: str, length: int, head_dim: int, *, attn_bias: bool = False, heads: int = 1, **options: Any
+) -> None:
     """Forward and, where the family has one, backward."""
     backward = family != "sm90"
-    q, k, v = (torch.zeros(1, 1, length, head_dim, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3))
+    q, k, v = (torch.zeros(1, heads, length, head_dim, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3))
     bias = torch.zeros(1, 1, length, length, requires_grad=backward) if attn_bias else None
     with mock.patch.object(attention, "path", family):
         out = tk.attention(q, k, v, attn_bias=bias, **options, backend="cuda")
@@ -169,7 +171,7 @@ def _attention(family: str, length: int, head_dim: int, *, attn_bias: bool = Fal
             out.sum().backward()
 
 
-def _template(function: str) -> tuple[str, str]:
+def template(function: str) -> tuple[str, str]:
     """Name and arguments of the kernel that a host compiler's name of `launch_typed` has."""
     found = re.search(r"KERNEL = (?:&)?(.*?);", function)
     assert found, function
