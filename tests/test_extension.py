@@ -178,6 +178,20 @@ def test_architectures_are_read() -> None:
             _build.gencode_flags(bad)
 
 
+def test_kernels_of_one_gpu_are_compiled_for_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libcudart_static.a").touch()
+    toolkit = _build.Toolkit(tmp_path / "nvcc", library=[tmp_path])
+    monkeypatch.setattr(_build, "_run_ninja", lambda folder, jobs: None)
+    monkeypatch.setattr(_build, "_compression", lambda nvcc: [])
+    for architectures, wanted in (("release", ["sm_90a"]), ("80;100", ["sm_80", "sm_100"])):
+        named = _build.RELEASE_ARCHITECTURES if architectures == "release" else architectures
+        _build.build_cuda(tmp_path / architectures, toolkit, named)
+        text = (tmp_path / architectures / "build.ninja").read_text()
+        flags = dict(re.findall(r"build (\w+)\.o: device .*\n  gencode = (.*)", text))
+        assert re.findall(r",code=(\w+)", flags["attention_sm90"]) == wanted
+        assert flags["attention"] == " ".join(_build.gencode_flags(named)[0])
+
+
 @pytest.mark.slow
 def test_the_code_for_sm_120_does_not_depend_on_whose_ptx_it_is_made_of(tmp_path: Path) -> None:
     toolkit = _build.find_toolkit()

@@ -40,3 +40,13 @@ def overlapped_loop(code: Code) -> OverlappedLoop:
         len(exponentials),
         sum(place < address < end for address in exponentials),
     )
+
+
+def dropout_instructions(code: Code) -> float:
+    """For each element what a tile skips where nothing is dropped: branches jump over philox's products and selections."""
+    found = [[text for address, text in code if at < address < to] for at, to in branches(code)]
+    return max(
+        len(inside) / sum(text.startswith("FSEL") for text in inside)
+        for inside in found
+        if any("-0x326172a9" in text for text in inside) and not any("GMMA" in text for text in inside)
+    )

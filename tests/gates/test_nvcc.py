@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.gates.machine_code import overlapped_loop
+from tests.gates.machine_code import dropout_instructions, overlapped_loop
 from tests.support.operations import row_operations
 from transformer_kernels.backends import build as _build
 from transformer_kernels.backends import cuda as _extension
@@ -134,4 +134,8 @@ def test_the_hopper_kernel_multiplies_by_warp_groups(capsys: pytest.CaptureFixtu
         if extras == "false":
             assert loop.instructions <= 510 and loop.uniform <= 66 and loop.instructions + loop.mask <= 700
         elif scores == 32:
-            assert loop.instructions <= 900 and loop.uniform <= 100 and loop.mask <= 96
+            asks_late = head_dim == "256" and bias == "true"
+            most = (960, 110) if asks_late else (900, 100)
+            assert loop.instructions <= most[0] and loop.uniform <= most[1] and loop.mask <= 96
+        else:
+            assert dropout_instructions(kernel.code) <= 8

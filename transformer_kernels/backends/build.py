@@ -231,7 +231,7 @@ def build_cuda(folder: Path, toolkit: Toolkit, architectures: str, csrc: Path = 
         )
     folder.mkdir(parents=True, exist_ok=True)
     gencode, names = gencode_flags(architectures)
-    device_flags = ["-std=c++17", "-O3", "--threads=2", *gencode, "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"]
+    device_flags = ["-std=c++17", "-O3", "--threads=2", "$gencode", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"]
     if len(gencode) > 1:  # to be shipped; the code of one GPU is not, and would take longer
         device_flags += _compression(toolkit.nvcc)
     device_flags += [f"-I{path}" for path in toolkit.include] + [f"-I{sysconfig.get_paths()['include']}"]
@@ -249,7 +249,8 @@ def build_cuda(folder: Path, toolkit: Toolkit, architectures: str, csrc: Path = 
     objects = []
     for source in sorted([*csrc.glob("*.cu"), *csrc.glob("ops/*.cu")]):
         objects.append(f"{source.stem}.o")
-        lines.append(f"build {source.stem}.o: device {_escape(source)}")
+        only_hopper = [flag for flag in gencode if flag.endswith("=sm_90a") and source.stem.endswith("_sm90")]
+        lines.append(f"build {source.stem}.o: device {_escape(source)}\n  gencode = {' '.join(only_hopper or gencode)}")
     for name in ("bindings", "build_info"):
         objects.append(f"{name}.o")
         lines.append(f"build {name}.o: host {_escape(csrc / name)}.cpp")
