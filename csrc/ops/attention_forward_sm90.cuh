@@ -309,7 +309,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     if constexpr (BIAS && Shape::ASKS_AHEAD) {
       bias.add_to(scores, first_key);
     } else if constexpr (BIAS) {
-      BiasTile<T, KEYS, Shape::HELD> asked_now(arguments, batch, head, computed_late(block_query + warp_row));
+      BiasTile<T, KEYS, Shape::HELD> asked_now(arguments, computed_late(batch), computed_late(head),
+                                                   computed_late(block_query + warp_row));
       asked_now.ask(first_key);
       asked_now.add_to(scores, first_key);
     }

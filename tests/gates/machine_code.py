@@ -43,7 +43,7 @@ def overlapped_loop(code: Code) -> OverlappedLoop:
 
 
 def dropout_instructions(code: Code) -> float:
-    """For each element what a tile skips where nothing is dropped: branches jump over philox's products and selections."""
+    """For each element what a tile skips where nothing is dropped: the most that a branch jumps over."""
     found = [[text for address, text in code if at < address < to] for at, to in branches(code)]
     return max(
         len(inside) / sum(text.startswith("FSEL") for text in inside)
