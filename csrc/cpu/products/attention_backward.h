@@ -11,6 +11,7 @@ using Queries = Block<REGISTERS>;
 constexpr int64_t SIZE = Queries::SIZE;  // queries of a tile
 constexpr int64_t CHUNK = 64;            // keys of a tile
 constexpr int64_t SLACK = 16;            // rows that a product may read or write behind the last
+constexpr int64_t FEW = 16;              // queries
 constexpr int64_t SHORT_SUM = 16;        // columns that are added up at one time for a few queries
 // As many floats of keys, values and their gradients each does a block of queries meet before the next one comes: they and
 // the block stay in the second-level cache, and all blocks are read from behind it once for these keys, not for each chunk.
@@ -113,7 +114,7 @@ struct Wide {
   // S^T and dP^T of `count` keys from `low` on and of `registers` queries.
   void score(const AttentionCall& call, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
-    const int64_t step = block.lanes.count <= WIDTH ? SHORT_SUM : call.width;  // where eager PyTorch's own sums are short
+    const int64_t step = block.lanes.count <= FEW ? SHORT_SUM : call.width;  // where eager PyTorch's own sums are short
     for (int64_t d = 0; d < call.width; d += step) {
       const int64_t depth = smaller(step, call.width - d), at_rows = low * pitch + d, at_columns = d * SIZE + column;
       const auto add = [&](const float* rows, const float* columns, float* to) TK_LAMBDA {
