@@ -155,6 +155,14 @@ def test_a_model_that_is_only_asked(device):
         torch.testing.assert_close(ask(tokens), whole(tokens))
 
 
+def test_a_constant_has_graphs_of_its_own():
+    times = tk.graphed(lambda x, factor: x * factor, warm_up_calls=0)
+    for factor in (2, 2.0, 3, True):
+        assert torch.equal(times(torch.tensor([1, 2]), factor), torch.tensor([1, 2]) * factor)
+        assert times(torch.tensor([4, 2]), factor).dtype is (torch.tensor([1]) * factor).dtype
+    assert len(graphs(times)) == 4
+
+
 def reads(x):
     return x * x.sum().item()
 

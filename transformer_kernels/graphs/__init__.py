@@ -150,7 +150,7 @@ class Graphed:
 
 def _fixed(leaf: Any) -> Hashable:
     """What a graph fixes of an argument."""
-    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 @contextmanager
@@ -304,8 +304,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """What a graph fixes of an optimizer."""
-    return str([{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups])
+    """What a graph fixes of an optimizer: all that stands in no tensor."""
+    kept = [[each for each in group.items() if each[0] != "params"] for group in optimizer.param_groups]
+    return str([[each for each in items if not isinstance(each[1], Tensor)] for items in kept])
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> str:
