@@ -376,7 +376,7 @@ def test_each_replay_draws_its_own_dropout_on_a_gpu(char_config):
 def test_a_run_goes_on_after_a_capture_that_failed_on_a_gpu(char_config):
     """Reading a value on the host is what a graph cannot hold."""
     trainer = Trainer(CharGPT(char_config(steps=STEPS, device="cuda")))
-    step = trainer.runner._run._step
+    step = trainer.runner._run._function
     step.check = lambda what, value: value.item()
     assert outcomes(trainer).isfinite().all()
     assert "cannot be captured" in trainer.runner.graph_state
