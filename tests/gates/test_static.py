@@ -11,7 +11,16 @@ import pytest
 from transformer_kernels import cli
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.reports import cuda_launches, static
-from transformer_kernels.reports.machine_code import Flow, Loop, bytes_in_flight, in_flight, loops_of
+from transformer_kernels.reports.machine_code import (
+    DEVICES,
+    Flow,
+    Loop,
+    bytes_in_flight,
+    in_flight,
+    loops_of,
+    programs_of,
+    shaped,
+)
 
 
 def test_figures_that_grow_are_named() -> None:
@@ -97,10 +106,10 @@ def code_of(text: str) -> list[tuple[int, str]]:
 
 def test_the_innermost_loop_is_classified_and_bound() -> None:
     flow = Flow(code_of(LOOP))
-    (loop,) = loops_of(flow, (8, 0))
+    (loop,) = loops_of(flow, (8, 0), 4)
     assert loop.classes == {"branch": 2, "matrix": 1, "shared": 1, "special": 1, "wait": 1} and loop.instructions == 6
     assert loop.bound == 1.0  # 4 * 4096 / 2048 = 8 clocks of products, and 8 of a special function
-    assert loops_of(flow, (9, 0))[0].bound == 0.5
+    assert loops_of(flow, (9, 0), 4)[0].bound == 0.5
     assert bytes_in_flight(flow) == 32 and in_flight(flow, 1000, 4, 2) == 2 * 4 * 32 * 32
     with_tma = Flow(code_of(LOOP.replace("LDGSTS.E.BYPASS.128 [R20], [R2.64]", "UTMALDG.4D [UR8], [UR6]")))
     assert in_flight(with_tma, 1000, 4, 2) == 2000
@@ -108,7 +117,7 @@ def test_the_innermost_loop_is_classified_and_bound() -> None:
 
 def test_a_kernel_without_a_loop_is_judged_whole() -> None:
     straight = "LDG.E.128 R4, [R2]\n@P0 EXIT\n" + 300 * "FADD R1, R1, R1\n" + "STG.E.64 [R2], R6\nEXIT"
-    (whole,) = loops_of(Flow(code_of(straight)), (9, 0))
+    (whole,) = loops_of(Flow(code_of(straight)), (9, 0), 4)
     assert whole.instructions == 304 and whole.classes["float"] == 300  # 32 lanes move 16 and 8 bytes each
     assert whole.bound == pytest.approx(32 * 24 / (3.35e12 / (4 * 132 * 1.83e9)) / 304, abs=1e-3)
 
@@ -119,14 +128,35 @@ def test_calls_are_branches_and_subroutines_no_part_of_a_loop() -> None:
         "IADD3 R2, R2, R2, RZ\n@P0 LDG.E.U16 R7, [R2]\n@P1 BRA 0x60\n@P2 BRA 0x0\nEXIT\n"
         "MUFU.RCP R3, R3\nRET.REL.NODEC R22 0x0"
     )
-    (loop,) = loops_of(Flow(code_of(code)), (9, 0))  # and not the one over 16 bits
+    (loop,) = loops_of(Flow(code_of(code)), (9, 0), 4)  # and not the one over 16 bits
     assert loop.classes == {"global": 2, "branch": 3, "integer": 1} and loop.instructions == 6
 
 
 def test_integers_take_two_clocks() -> None:
     code = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24\n" + 30 * "IADD3 R1, R1, R1, RZ\n" + "@P0 BRA 0x0\nEXIT"
-    (loop,) = loops_of(Flow(code_of(code)), (9, 0))
+    (loop,) = loops_of(Flow(code_of(code)), (9, 0), 4)
     assert loop.bound == pytest.approx(32 / 60, abs=1e-3)  # 2 * 16 * 64 * 16 / 1024 clocks of products
+
+
+def test_products_in_tensor_memory_have_their_shape_in_a_descriptor() -> None:
+    code = (
+        "UMOV UR31, 0x8110490\nUTCHMMA gdesc[UR6], gdesc[UR8], tmem[UR15], tmem[UR30], idesc[UR31], !UPT\n"
+        "@!UP0 UMOV UR31, 0x8100910\n@P1 UTCHMMA tmem[UR6], gdesc[UR8], tmem[UR15], tmem[UR30], idesc[UR31], UPT\n"
+        + 100 * "FADD2 R1, R1, R1\n"
+        + "LDTM.x64 R4, tmem[UR14]\n@P0 BRA 0x0\nEXIT"
+    )
+    shapes = [text.partition(" ")[0] for _, text in shaped(code_of(code)) if "MMA" in text]
+    assert shapes[0] == "UTCHMMA.128x64x16" and "UTCHMMA.128x64x8.TF32 " in shaped(code_of(code))[3][1]
+    (loop,) = loops_of(Flow(shaped(code_of(code))), (10, 0), 8)
+    assert loop.classes["matrix"] == 2 and loop.classes["tensor memory"] == 1 and loop.instructions == 106
+    assert loop.bound == pytest.approx(2 * 4 * 2 * 128 * 64 * 16 / 8 / 8192 / 106, abs=1e-3)
+
+
+def test_programs_are_those_that_the_architecture_holds() -> None:
+    for capability, programs in (((8, 0), 3), ((8, 6), 2), ((9, 0), 4), ((10, 0), 4), ((12, 0), 2)):
+        assert programs_of(64, 48 << 10, 8, capability) == programs  # by shared memory, or registers
+    assert [programs_of(16, 0, 1, capability) for capability in DEVICES] == [32, 16, 32, 32, 24]
+    assert [programs_of(16, 0, 8, capability) for capability in DEVICES] == [8, 6, 8, 8, 6]  # by warps
 
 
 def test_the_emulation_knows_what_a_call_launches() -> None:

@@ -1,4 +1,4 @@
-"""Ahead-of-time gates of the Triton kernels: they compile for sm_80 and sm_90, to the machine code they should."""
+"""Ahead-of-time gates of the Triton kernels: they compile for each architecture, to the machine code they should."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ QUICK = {
 }
 
 
+SERVED = {
+    "attention": "any length causal bfloat16 D 64: attention_",
+    "layer_norm": "^layer_norm bf16 1024: ",
+    "softmax": "^softmax bf16 1024: ",
+}
+"""What is compiled for GPUs that have no tiles of their own."""
+
+
 @pytest.mark.parametrize(("operation", "matching"), QUICK.items(), ids=QUICK)
 def test_a_sample_of_the_launches_passes_its_gates(operation: str, matching: str) -> None:
     _assert_gates(kernel_report.report([operation], matching, jobs=1))
@@ -49,6 +57,18 @@ def test_a_sample_of_the_launches_passes_its_gates(operation: str, matching: str
 def test_every_launch_passes_its_gates(operation: str) -> None:
     reports = kernel_report.report([operation], jobs=1, every=EVERY)
     _assert_gates(reports)
+    record = static.recorded("triton")
+    grown = static.grown(reports, record) if record["compiler"] == static.release("triton") else []
+    assert not grown, "\n".join(grown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("operation", "matching"), SERVED.items(), ids=SERVED)
+def test_a_sample_compiles_where_no_tiles_are_its_own(operation: str, matching: str) -> None:
+    reports = kernel_report.report([operation], matching, jobs=1, capabilities=kernel_report.SERVED)
+    assert {row.capability for row in reports} == {(8, 6), (10, 0), (12, 0)}
+    _assert_gates(reports)
+    assert "attention" not in operation or all(loop.classes["matrix"] for row in reports for loop in row.loops)
     record = static.recorded("triton")
     grown = static.grown(reports, record) if record["compiler"] == static.release("triton") else []
     assert not grown, "\n".join(grown)

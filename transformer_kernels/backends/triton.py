@@ -142,10 +142,12 @@ def interpreting() -> bool:
 
 
 def capability(device: torch.device) -> Capability:
-    """The compute capability whose tables serve `device`: the oldest for 12.x, which lacks the shared memory of 9.0."""
-    if device.type != "cuda":
-        return INTERPRETED_CAPABILITY
-    found = _device_capability(device.index)
+    """The compute capability whose tables serve `device`."""
+    return INTERPRETED_CAPABILITY if device.type != "cuda" else tiles_of(_device_capability(device.index))
+
+
+def tiles_of(found: Capability) -> Capability:
+    """The capability whose tables serve a device: the oldest for 12.x, which lacks the shared memory of 9.0."""
     return found if found < (12, 0) else MINIMUM_CAPABILITY
 
 

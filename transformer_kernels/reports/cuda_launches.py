@@ -139,7 +139,7 @@ def _report(launch: Launch, one_of_several: bool, capability: tuple[int, int], k
         shared=shared,
         programs=programs,
         in_flight=in_flight(flow, shared, launch.num_warps, programs),
-        loops=tuple(loops_of(flow, capability)),
+        loops=tuple(loops_of(flow, capability, launch.num_warps)),
     )
 
 

@@ -16,8 +16,7 @@ from unittest import mock
 
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton import Capability
-
-MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132}
+from transformer_kernels.reports.machine_code import DEVICES
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,8 @@ def record(calls: Iterable[tuple[str, Callable[[], object]]], capability: Capabi
 def _standing_in(triton: Any, capability: Capability) -> Iterator[None]:
     """CPU tensors count as a device of `capability`, and the "triton" backend takes them."""
     patched: dict[str, Any] = {
-        "INTERPRETED_CAPABILITY": capability,
-        "multiprocessors": lambda device: MULTIPROCESSORS.get(capability, 132),
+        "INTERPRETED_CAPABILITY": _triton.tiles_of(capability),
+        "multiprocessors": lambda device: DEVICES[capability].multiprocessors,
         "_unavailable_on": lambda device_type, index: None,
     }
     drivers = triton.runtime.driver

@@ -1,9 +1,9 @@
 """The loops of a kernel's machine code, and the share of the tensor or memory rate that they cannot exceed.
 
 A quarter of a multiprocessor issues one instruction a clock; its lanes for integers, comparisons and selections take
-two clocks for a warp, those for special functions (exp2, reciprocals) eight. What a loop needs of these is set against
-what its matrix products, or its bytes, take at the peak rate of the device, as if all else overlapped perfectly and
-each instruction were issued once: a bound, never a speed.
+one or two clocks for a warp, those for special functions (exp2, reciprocals) eight. What a loop needs of these is set
+against what its matrix products, or its bytes, take at the peak rate of the device, as if all else overlapped perfectly
+and each instruction were issued once: a bound, never a speed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Code = Sequence[tuple[int, str]]
 """The instructions of a kernel, each with its address."""
 
 CLASSES = {
-    "matrix": r"HGMMA|HMMA",
+    "matrix": r"HGMMA|HMMA|UTC.MMA",
     "special": r"MUFU",
     "float": r"FADD|FMUL|FFMA",
-    "integer": r"(IADD3?|LOP3|LEA|SHF|PRMT|F?SEL|[IF]SETP|[IF]MNMX|VIADD\w*|VIMNMX\w*)\b",
+    "integer": r"(IADD3?|LOP3|LEA|SHF|PRMT|F?SEL|[IF]SETP|[IF]MNMX3?|VIADD\w*|VIMNMX\w*)\b",
     "convert": r"F2F|I2F|F2I",
-    "shuffle": r"SHFL|REDUX",
+    "shuffle": r"SHFL|C?REDUX",
     "shared": r"LDS|STS|LDSM|STSM",
-    "wait": r"LDGDEPBAR|BAR|SYNCS|WARPGROUP|WARPSYNC|DEPBAR|FENCE|MEMBAR",
+    "tensor memory": r"LDTM|STTM|UTCCP",
+    "wait": r"LDGDEPBAR|BAR|SYNCS|WARPGROUP|WARPSYNC|DEPBAR|FENCE|MEMBAR|UTCBAR",
     "global": r"LDG|STG|UTMALDG|UTMASTG",
     "spill": r"LDL|STL",
     "branch": r"BRA|EXIT|CALL|RET|BSSY|BSYNC",
@@ -49,17 +50,38 @@ _LEAVES = re.compile(r"BRA\S*\s+0x|EXIT|RET|BRX")
 
 @dataclass(frozen=True)
 class Device:
-    """What the data sheet says of one multiprocessor, and bytes of memory for each of its quarters a clock."""
+    """What the data sheet says of a GPU, and the programming guide of one of its multiprocessors."""
 
-    matrix_flops: int  # of 16-bit operands, a clock
-    bytes: float
-    shared: int  # that all of its programs may use together
+    name: str
+    multiprocessors: int
+    clock: float  # GHz
+    memory: float  # GB/s
+    matrix_flops: int  # of a multiprocessor on 16-bit operands, a clock
+    shared: int  # KiB that all programs of a multiprocessor may use together
+    warps: int = 64  # that a multiprocessor holds
+    programs: int = 32
+    integer_clocks: int = 2  # that a warp takes the lanes of a quarter
+    float_clocks: int = 1
+
+    @property
+    def bytes_of_a_multiprocessor(self) -> float:
+        """Bytes of memory for each multiprocessor, a nanosecond."""
+        return self.memory / self.multiprocessors
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of memory for each quarter of a multiprocessor, a clock."""
+        return self.bytes_of_a_multiprocessor / (4 * self.clock)
 
 
 DEVICES = {
-    (8, 0): Device(2048, 2.039e12 / (4 * 108 * 1.41e9), 164 * 1024),  # A100 80 GB SXM
-    (9, 0): Device(4096, 3.35e12 / (4 * 132 * 1.83e9), 228 * 1024),  # H100 SXM
+    (8, 0): Device("A100", 108, 1.41, 2039, 2048, 164, float_clocks=2),  # 80 GB SXM
+    (8, 6): Device("A10", 72, 1.695, 600, 1024, 100, warps=48, programs=16),
+    (9, 0): Device("H100", 132, 1.83, 3350, 4096, 228),  # SXM
+    (10, 0): Device("B200", 148, 1.856, 8000, 8192, 228),
+    (12, 0): Device("RTX PRO 6000", 188, 2.617, 1792, 1024, 100, warps=48, programs=24, integer_clocks=1),
 }
+"""One GPU for each capability. GeForce cards of 8.6 and 12.0 add products up in fp32 at half of that tensor rate."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +109,26 @@ def disassembled(cubin: Path) -> dict[str, Code]:
     text = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
     parts = (part.split("\n", 1) for part in text.split("Function : ")[1:])
     return {
-        name.strip(): [(int(found["address"], 16), found["text"].strip()) for found in _INSTRUCTION.finditer(body)]
+        name.strip(): shaped(
+            [(int(found["address"], 16), found["text"].strip()) for found in _INSTRUCTION.finditer(body)]
+        )
         for name, body in parts
     }
+
+
+def shaped(code: Code) -> Code:
+    """The code with the shape of each tcgen05 product, which stands in its descriptor, in its name, as HGMMA's do."""
+    found, uniform = [], dict[str, int]()
+    for address, text in code:
+        if moved := re.match(r"UMOV (UR\d+), (0x\w+)", operation(text)):
+            uniform[moved[1]] = int(moved[2], 16)
+        elif by := re.search(r"UTC(.)MMA.* idesc\[(UR\d+)\]", text):
+            shape = uniform[by[2]]
+            m, n, tf32 = 16 * (shape >> 24 & 31), 8 * (shape >> 17 & 63), (shape >> 7 & 7) == 2
+            name = f"UTC{by[1]}MMA"
+            text = text.replace(name, f"{name}.{m}x{n}x{8 if tf32 else 16}{'.TF32' if tf32 else ''}")
+        found.append((address, text))
+    return found
 
 
 def operation(instruction: str) -> str:
@@ -107,8 +146,9 @@ def programs_of(registers: int, shared: int, num_warps: int, capability: Capabil
     """How many programs of a launch fit on a multiprocessor: by registers, shared memory and warps."""
     warps_of_a_quarter = 16384 // (8 * ceil_div(registers, 8) * 32)
     by_registers = 4 * warps_of_a_quarter // num_warps
-    by_shared = DEVICES[capability].shared // (128 * ceil_div(shared, 128) + 1024)
-    return min(by_registers, by_shared, 64 // num_warps, 32)
+    device = DEVICES[capability]
+    by_shared = 1024 * device.shared // (128 * ceil_div(shared, 128) + 1024)
+    return min(by_registers, by_shared, device.warps // num_warps, device.programs)
 
 
 @dataclass(frozen=True)
@@ -197,7 +237,7 @@ class Flow:
         return [classes["matrix"], sum(name in self.work for name in names), special, -len(names)]
 
 
-def loops_of(flow: Flow, capability: Capability) -> list[Loop]:
+def loops_of(flow: Flow, capability: Capability, num_warps: int) -> list[Loop]:
     """The innermost loops with matrix products; without any, those that work in memory; without those, the whole.
 
     What a round may skip is left out: its bound holds for the shortest way through that does all of the work. A loop
@@ -208,8 +248,8 @@ def loops_of(flow: Flow, capability: Capability) -> list[Loop]:
         working = [loop for loop in loops if not worked.isdisjoint(flow.names(loop.blocks))]
         inner = [loop for loop in working if not any(other.blocks < loop.blocks for other in working)]
         if inner:
-            return [_judged(flow.way(loop.latches, loop.blocks), capability) for loop in inner]
-    return [_judged(flow.whole(), capability)]
+            return [_judged(flow.way(loop.latches, loop.blocks), capability, num_warps) for loop in inner]
+    return [_judged(flow.whole(), capability, num_warps)]
 
 
 def bytes_in_flight(flow: Flow) -> int:
@@ -261,24 +301,25 @@ def _class(name: str) -> str:
     return next((label for label, start in CLASSES.items() if re.match(start, name)), "other")
 
 
-def _judged(texts: list[str], capability: Capability) -> Loop:
+def _judged(texts: list[str], capability: Capability, num_warps: int) -> Loop:
     """What one warp of a quarter needs, set against what its products or bytes take."""
     names = list(map(name_of, texts))
     classes = Counter(map(_class, names))
     device = DEVICES[capability]
-    float_clocks = classes["float"] * (2 if capability == (8, 0) else 1)
-    clocks = max(len(names), 8 * classes["special"], 2 * classes["integer"], float_clocks)
-    flops = sum(_flops(name) for name in names)
+    lanes = device.integer_clocks * classes["integer"], device.float_clocks * classes["float"]
+    clocks = max(len(names), 8 * classes["special"], *lanes)
+    flops = sum(_flops(name, num_warps) for name in names)
     moved = 32 * sum(map(bytes_of, names))
     wanted = 4 * flops / device.matrix_flops if flops else moved / device.bytes
     return Loop(len(names), dict(sorted(classes.items())), round(wanted / max(wanted, clocks), 3))
 
 
-def _flops(name: str) -> float:
+def _flops(name: str, num_warps: int) -> float:
     """A warp's share of those of one matrix instruction, TF32 twice, as it takes twice the time."""
-    if wide := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):
-        m, n, k = map(int, wide.groups())
-        m //= 4  # of a warp group
+    m: float
+    if wide := re.match(r"(HG|UTC.)MMA\.(\d+)x(\d+)x(\d+)", name):
+        m, n, k = map(int, wide.groups()[1:])
+        m /= 4 if wide[1] == "HG" else num_warps  # of a warp group; one warp issues tcgen05 for the whole program
     elif small := re.match(r"HMMA\.168(16|8|4)\.", name):
         m, n, k = 16, 8, int(small[1])
     else:

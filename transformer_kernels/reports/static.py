@@ -21,7 +21,7 @@ from typing import Any
 
 from transformer_kernels.backends import build as _build
 from transformer_kernels.reports import status
-from transformer_kernels.reports.machine_code import CLASSES
+from transformer_kernels.reports.machine_code import CLASSES, DEVICES
 
 FOLDER = status.CHECKOUT / "benchmarks" / "results" / "static"
 BACKENDS = {"triton": "Triton", "cuda": "CUDA"}
@@ -49,18 +49,29 @@ CHOSEN = "|".join(
 )
 """Which launches of Triton kernels are recorded; those of CUDA kernels are in reports/cuda_launches.py."""
 
+SERVED = "|".join(
+    (
+        r"any length (plain|causal) bfloat16 D (64|128): attention",
+        r"any length biased bfloat16 D 128: attention_forward",
+        r"128 keys causal padded bfloat16 D 64: attention_short",
+        r"decode plain bfloat16 D 128: attention",
+        r"^(?!attention)",
+    )
+)
+"""Which of these for GPUs that have no tiles of their own."""
+
 GROWTH = 1.03
 """How much larger than recorded a figure may be."""
 
 HEADING = """# What the machine code of the {backend} kernels allows
 
-Compiled for sm_80 (A100) and sm_90 (H100) by {compiler}, without a GPU; nothing here is timed.
+Compiled for {devices} by {compiler}, without a GPU; nothing here is timed.
 
 **bound**: the share of the data sheet's tensor rate (or, without matrix products, memory rate) that a loop cannot
 exceed if all that can overlap does and each instruction is issued once. A quarter of a multiprocessor issues one
-instruction a clock; a warp takes its integer lanes for two clocks, its special functions (exp2) for eight, and its fp32
-lanes for two on sm_80. Latency, conflicts and the memory system only take from it; 100 % means that something else
-decides. A decode step waits for memory long before its tensor bound.
+instruction a clock; a warp takes its integer lanes for two clocks (sm_120: one), its special functions (exp2) for
+eight, and its fp32 lanes for two on sm_80. Latency, conflicts and the memory system only take from it; 100 % means that
+something else decides. A decode step waits for memory long before its tensor bound.
 
 **instr** and the classes: of a warp, in the shortest round of a loop that does all of its work, or in the shortest way
 through a kernel without a loop. What a branch may skip, such as options that are off, is left out. Each innermost loop
@@ -68,7 +79,8 @@ has a line, such as those for tiles with and without masks; of the code around i
 
 **programs**: blocks that registers, shared memory and warps let a multiprocessor hold. **in flight**: at most so many
 bytes all of them ask global memory for before they wait (with TMA: the shared memory that it fills); the memory rate
-takes 18.9 (sm_80) or 25.4 (sm_90) for each nanosecond that a byte is under way. A dash: the loads are in a subroutine.
+takes {rates} for each nanosecond that a byte is under way. A dash: the loads are in a
+subroutine.
 
 `transformer-kernels info --static` prints this page. `python -m transformer_kernels.reports.static {name}` brings it up
 to date, and a gate fails where a figure grows, or programs, bytes in flight or a bound fall, by more than 3 %.
@@ -89,7 +101,7 @@ def parts(backend: str) -> dict[str, str]:
         return {part: status.digest_of([*status.machine_code_sources(part), *derivation]) for part in named}
     from transformer_kernels.reports.triton import OPERATIONS
 
-    chosen = hashlib.sha256(CHOSEN.encode()).hexdigest()[:8]
+    chosen = hashlib.sha256((CHOSEN + SERVED).encode()).hexdigest()[:8]
     return {
         part: f"{chosen} {status.digest_of([*status.kernel_sources(part, backend), *derivation])}"
         for part in OPERATIONS
@@ -105,7 +117,9 @@ def reports(backend: str, wanted: Iterable[str]) -> list[Any]:
     if backend == "triton":
         from transformer_kernels.reports import triton
 
-        return list(triton.report(list(wanted), CHOSEN))
+        both = f"^(?=.*(?:{CHOSEN}))(?=.*(?:{SERVED}))"
+        tiled = triton.report(list(wanted), CHOSEN)
+        return tiled + triton.report(list(wanted), both, capabilities=triton.SERVED)
     from transformer_kernels.reports import cuda, cuda_launches
 
     units = [
@@ -187,10 +201,24 @@ def _costs(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def page(backend: str) -> str:
     """The page beside the record of a backend, with a table for each part."""
     record = recorded(backend)
-    text = HEADING.format(backend=BACKENDS[backend], compiler=record["compiler"], name=backend)
+    architectures = {name.rpartition(" ")[2] for name in record["launches"]}
+    found = {f"sm_{major}{minor}": device for (major, minor), device in DEVICES.items()}
+    found = {name: device for name, device in found.items() if name in architectures}
+    text = HEADING.format(
+        backend=BACKENDS[backend],
+        compiler=record["compiler"],
+        name=backend,
+        devices=_listed(f"{name} ({device.name})" for name, device in found.items()),
+        rates=_listed(f"{device.bytes_of_a_multiprocessor:.1f} ({name})" for name, device in found.items()),
+    )
     for part, launches in itertools.groupby(record["launches"].items(), key=lambda launch: _part(launch[0])):
         text += f"\n## {part}\n\n{_table(dict(launches))}\n"
     return text
+
+
+def _listed(texts: Iterable[str]) -> str:
+    *others, last = texts
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _part(name: str) -> str:

@@ -1,7 +1,7 @@
 """What the compiler made of every Triton kernel, read from the machine code; no GPU is needed.
 
-What real launches ask for is compiled ahead of time for sm_80 and sm_90, and its SASS is disassembled with the tools
-that ship inside Triton. The gates (see `failures`) are what `make gates` and the tests assert.
+What real launches ask for is compiled ahead of time, and its SASS is disassembled with the tools that ship inside
+Triton. The gates (see `failures`) are what `make gates` and the tests assert.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformer_kernels.backends.triton import load
+from transformer_kernels.backends.triton import Capability, load
 from transformer_kernels.ops import WITH_KERNELS
 from transformer_kernels.reports import row_calls
 from transformer_kernels.reports.launches import Launch, record
@@ -46,10 +46,16 @@ OPERATIONS = tuple(
     name for name in WITH_KERNELS if importlib.util.find_spec(f"transformer_kernels.ops.{name}._triton") is not None
 )
 
-SHARED_MEMORY_LIMIT = {(8, 0): 99 * 1024, (9, 0): 227 * 1024}
+SHARED_MEMORY_LIMIT = {(8, 0): 99 << 10, (8, 6): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}
 """Bytes that one block may use, by capability: the tiles of 8.0 serve 8.6, 8.9 and 12.0 too, which have 99 KiB."""
 
-MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA")
+TILED = ((8, 0), (9, 0))
+"""Capabilities with tiles of their own, for which every launch is compiled."""
+
+SERVED = tuple(capability for capability in SHARED_MEMORY_LIMIT if capability not in TILED)
+"""Capabilities that these tiles serve too."""
+
+MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA")
 WIDE_LOADS = r"(LDG\.[\w.]*128|LDGSTS\.[\w.]*128|UTMALDG)"
 WIDE_STORES = r"(STG\.[\w.]*128|UTMASTG)"
 ANY_LOAD = r"(LDG\b|LDGSTS\b|UTMALDG)"
@@ -77,12 +83,12 @@ class KernelReport:
     failures: tuple[str, ...]
 
 
-def launches(operations: Iterable[str] = OPERATIONS) -> list[Launch]:
+def launches(operations: Iterable[str] = OPERATIONS, capabilities: Iterable[Capability] = TILED) -> list[Launch]:
     """What the calls of the named operations ask the compiler for, on each capability."""
     return [
         launch
         for operation in operations
-        for capability in SHARED_MEMORY_LIMIT
+        for capability in capabilities
         for launch in record(calls_of(operation).calls(operation), capability)
     ]
 
@@ -156,7 +162,7 @@ def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
         instructions=sum(counts.values()),
         programs=programs,
         in_flight=in_flight(flow, shared, num_warps, programs),
-        loops=tuple(loops_of(flow, launch.capability)),
+        loops=tuple(loops_of(flow, launch.capability, num_warps)),
         failures=(),
     )
     return dataclasses.replace(report, failures=failures(report, gates) + serialised(ptx))
@@ -181,12 +187,14 @@ def failures(report: KernelReport, gates: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def examine_all(operations: Sequence[str], matching: str, jobs: int, every: int = 1) -> list[KernelReport]:
+def examine_all(
+    operations: Sequence[str], matching: str, jobs: int, every: int = 1, capabilities: tuple[Capability, ...] = TILED
+) -> list[KernelReport]:
     """Reports of every n-th launch of `operations` whose name `matching` is found in, in the order of the calls."""
     work = [
-        (operation, index)
+        (operation, capabilities, index)
         for operation in operations
-        for index, launch in enumerate(_launches(operation))
+        for index, launch in enumerate(_launches(operation, capabilities))
         if index % every == 0 and re.search(matching, launch.name)
     ]
     if jobs == 1:
@@ -196,11 +204,15 @@ def examine_all(operations: Sequence[str], matching: str, jobs: int, every: int 
 
 
 def report(
-    operations: Sequence[str] = OPERATIONS, matching: str = "", jobs: int | None = None, every: int = 1
+    operations: Sequence[str] = OPERATIONS,
+    matching: str = "",
+    jobs: int | None = None,
+    every: int = 1,
+    capabilities: Sequence[Capability] = TILED,
 ) -> list[KernelReport]:
     """The reports, made in a fresh process without TRITON_INTERPRET: the interpreter has nothing to compile."""
     command = [sys.executable, "-m", MODULE, "--json", "--jobs", str(jobs or _default_jobs()), "--matching", matching]
-    command += ["--every", str(every)]
+    command += ["--every", str(every), "--arch", *(f"{major}.{minor}" for major, minor in capabilities), "--"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
@@ -248,6 +260,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="only every n-th launch of an operation")
     parser.add_argument("--jobs", type=int, default=_default_jobs(), help="processes that compile side by side")
     parser.add_argument(
+        "--arch", nargs="+", type=_capability, default=TILED, metavar="x.y",
+        help="compute capabilities to compile for, such as 8.0",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", action="store_true", help="compile in this process and print JSON instead of the table"
     )
     arguments = parser.parse_args(argv)
@@ -256,23 +272,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown operation {', '.join(sorted(unknown))}; there are {', '.join(OPERATIONS)}")
     operations = arguments.operations or OPERATIONS
     if arguments.json:
-        reports = examine_all(operations, arguments.matching, arguments.jobs, arguments.every)
+        reports = examine_all(operations, arguments.matching, arguments.jobs, arguments.every, tuple(arguments.arch))
         print(json.dumps([dataclasses.asdict(row) for row in reports]))
         return 0
-    reports = report(operations, arguments.matching, arguments.jobs, arguments.every)
+    reports = report(operations, arguments.matching, arguments.jobs, arguments.every, arguments.arch)
     print(table(reports))
     return int(any(row.failures for row in reports))
 
 
-def _examine_listed(item: tuple[str, int]) -> KernelReport:
-    operation, index = item
-    launch = _launches(operation)[index]
+def _capability(text: str) -> Capability:
+    """One that there are figures for, of a text such as "8.6"."""
+    major, minor = map(int, text.split("."))
+    if (major, minor) not in SHARED_MEMORY_LIMIT:
+        raise ValueError(text)
+    return major, minor
+
+
+def _examine_listed(item: tuple[str, tuple[Capability, ...], int]) -> KernelReport:
+    operation, capabilities, index = item
+    launch = _launches(operation, capabilities)[index]
     return examine(launch, calls_of(operation).gates(launch))
 
 
 @functools.cache
-def _launches(operation: str) -> list[Launch]:
-    return launches([operation])
+def _launches(operation: str, capabilities: tuple[Capability, ...]) -> list[Launch]:
+    return launches([operation], capabilities)
 
 
 def _output(*command: str | Path) -> str:
