@@ -53,7 +53,7 @@ def _how(rows: Sequence[Row]) -> str:
     if limits:
         newest = max(limits, key=lambda row: row["date"])
         products = ", ".join(f"{dtype} {rate / 1e12:,.3g} TFLOP/s" for dtype, rate in newest["compute"].items())
-        text += f" Limits measured in the run: copy {newest['memory'] / 1e9:,.0f} GB/s; matrix product {products}."
+        text += f" Limits measured in the run: memory {newest['memory'] / 1e9:,.0f} GB/s; multiplications {products}."
         text += " Of a CPU's copy the read that allocates a line before its write counts too."
     return text
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from transformer_kernels.backends import cpu
 from transformer_kernels.training.step import matrix_products
 
 Call = Callable[[], object]
@@ -250,21 +251,34 @@ def copied_transfers(device: torch.device) -> int:
 
 
 def _memory_rate(device: torch.device, seconds: float) -> float:
-    """Bytes a second that cross the memory bus in the fastest copy between two tensors beyond the cache."""
+    """Bytes a second that cross the memory bus in the fastest copy or sum of tensors beyond the cache."""
     source = torch.randn(max(2 * cache_bytes(device), LEAST_COPY[device.type]) // 4, device=device)
     target = torch.empty_like(source)
-    fastest = min(time_calls(device, [lambda: target.copy_(source)], seconds).samples)
-    return copied_transfers(device) * source.nbytes / fastest
+    copied = min(time_calls(device, [lambda: target.copy_(source)], seconds).samples)
+    read = min(time_calls(device, [source.sum], seconds).samples)
+    return max(copied_transfers(device) * source.nbytes / copied, source.nbytes / read)
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of the fastest square matrix product; the largest is not always the fastest."""
-    rates = []
+    """FLOP/s of the fastest square matrix product; the largest is not always the fastest.
+
+    On a CPU, what all its threads multiply and add from registers counts too: no library's product is its limit.
+    """
+    rates = [_register_rate(dtype, seconds)] if device.type == "cpu" and cpu.unavailable(device) is None else []
     for side in PRODUCT_SIDES[device.type]:
         left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         fastest = min(time_calls(device, [functools.partial(torch.matmul, left, right)], seconds).samples)
         rates.append(2.0 * side**3 / fastest)
     return max(rates)
+
+
+def _register_rate(dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of multiplications and additions without memory (csrc/cpu/products/register_rate.cpp)."""
+    flops = torch.zeros(1, dtype=torch.int64)
+    rounds = 10**5  # about a millisecond
+    once = functools.partial(cpu.load().register_rate, cpu.DTYPE_CODES[dtype], rounds, flops.data_ptr())
+    fastest = min(time_calls(torch.device("cpu"), [once], seconds).samples)
+    return flops.item() / fastest
 
 
 LEAST_COPY = {"cpu": 2**28, "cuda": 2**31}

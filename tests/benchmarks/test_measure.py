@@ -19,6 +19,7 @@ from benchmarks.peers import Candidate, candidates
 from benchmarks.results import RESULTS, load_rows
 from benchmarks.steps import Recipe, Rung, check_step, ladder, measure_step, rungs
 from transformer_kernels._dispatch import unavailable
+from transformer_kernels.backends import cpu
 
 CPU = torch.device("cpu")
 STAMP = dict.fromkeys(("device", "torch", "triton", "driver", "commit", "date"))
@@ -169,6 +170,20 @@ def test_limits_tell_what_bounds() -> None:
     limits = timing.Limits(100.0, {"float32": 1000.0})
     assert limits.shortest(50, 100.0, "float32") == (0.5, "memory")
     assert limits.shortest(50, 5000.0, "float32") == (5.0, "compute")
+
+
+@pytest.mark.skipif(cpu.unavailable(CPU) is not None, reason="needs the CPU kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_product_is_faster_than_registers(dtype: torch.dtype) -> None:
+    """One thread, whose shortest samples nobody interrupts."""
+    left, threads = torch.randn(256, 256).to(dtype), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        limit = timing._register_rate(dtype, 0.1)
+        fastest = min(timing.time_calls(CPU, [lambda: left @ left], 0.1).samples)
+    finally:
+        torch.set_num_threads(threads)
+    assert 0.1 * limit < 2.0 * 256**3 / fastest < timing.MOST_OF_A_LIMIT * limit
 
 
 def test_work_that_stays_in_the_cache_has_no_fraction_of_the_memory(bench: Bench) -> None:

@@ -163,7 +163,7 @@ def test_the_report_gathers_everything() -> None:
     for text in (
         "NVIDIA Test, torch 2.11.0, Triton 3.6.0, driver 580.0, commit 0123456789ab, 2026-01-02",
         "![roofline](plots/roofline.png)",
-        "copy 4,000 GB/s; matrix product bfloat16 700 TFLOP/s",
+        "memory 4,000 GB/s; multiplications bfloat16 700 TFLOP/s",
         "3 passed",
         "quack is not installed",
         "| char_gpt B64 L64 | ours triton + one graph, bf16 | 0.50 | 2% | 8,192,000 | 8.00 |",

@@ -135,6 +135,38 @@ def test_what_a_loop_changes_between_steps_counts(change):
     assert graphs(step)
 
 
+SMALL = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "pad_token_id": None}
+FAMILIES = {
+    "GPT2LMHeadModel": SMALL | {"bos_token_id": 0, "eos_token_id": 0},
+    "LlamaForCausalLM": SMALL | {"intermediate_size": 48, "num_key_value_heads": 1},
+    "BertForMaskedLM": SMALL | {"intermediate_size": 48},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_transformers_is_one_graph(family):
+    """Without a mask it looks at positions that it made itself."""
+    kind = getattr(pytest.importorskip("transformers"), family)
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        whole = kind(kind.config_class(**FAMILIES[family])).train()
+        tk.patch(whole)
+        optimizer = torch.optim.AdamW(whole.parameters(), fused=True)
+
+        def step(tokens, whole=whole, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = whole(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = tk.graphed(step, optimizer) if wrapped else step
+        generator = torch.Generator().manual_seed(2)
+        results.append([run(torch.randint(50, (2, 9), generator=generator)).item() for _ in range(7)])
+    assert results[0] == results[1] and len(graphs(run)) == 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_model_that_is_only_asked(device):
     whole, generator = model(0.5).to(device).eval(), torch.Generator().manual_seed(1)

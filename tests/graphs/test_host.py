@@ -33,6 +33,55 @@ def test_what_depends_on_values_is_refused_and_no_random_number_is_lost(work):
     assert cpu.load().__class__.__name__ == "module"
 
 
+def handed_on(x):
+    y = torch.ones(8)
+    y.data_ptr()  # whoever asks may write there
+    return y
+
+
+def used_before(x):
+    torch.arange(8.0)
+    return torch.empty(8)  # where those numbers stood
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: torch.zeros(8).copy_(x),
+        lambda x: torch.arange(8.0).add_(x),
+        lambda x: torch.rand(8) * 0 + torch.rand(8),
+        lambda x: torch.zeros(8).uniform_(),
+        lambda x: torch.arange(8.0)[x.argsort()],
+        lambda x: torch.add(x, x, out=torch.zeros(8)),
+        lambda x: torch.zeros(2, 8).index_copy_(0, torch.tensor([1]), x[None]),
+        handed_on,
+        used_before,
+        lambda x: transformer_kernels.softmax(torch.arange(8.0)[None], backend="cpu")[0],
+    ],
+    ids=["copy", "add", "random", "uniform", "index", "out", "rows", "address", "uninitialised", "kernel"],
+)
+def test_what_replays_may_change_is_not_fixed(made):
+    x = torch.randn(8)
+    with pytest.raises(RuntimeError, match="reads values on the host"):
+        HostGraphs().capture(lambda: x + made(x).sum().item())
+
+
+def test_what_is_made_of_numbers_alone_may_be_read():
+    """As transformers does with positions that a model has made itself."""
+    x = torch.randn(2, 8)
+
+    def work():
+        positions = torch.arange(8)[None].expand(2, 8)
+        begins = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+        assert (begins[:, -1] == 0).all() and torch.ones(3).nonzero().shape == (3, 1)
+        return x * positions[0].max().item()
+
+    replay = HostGraphs().capture(work)
+    replay()
+    x.normal_()
+    assert torch.equal(replay(), x * 7)
+
+
 def test_a_replay_follows_its_inputs_by_kernels_operators_and_random_numbers():
     x, weight, token = torch.randn(3, 8), torch.randn(40, 8), torch.tensor([[1, 5, 7]])
     seen = []

@@ -71,7 +71,7 @@ class HostGraphs:
         recording = self._recording = Recording(self._memory)
         kernels = nullcontext() if cpu.unavailable(torch.device("cpu")) else cpu.recorded(recording.calls)
         try:
-            with kernels, recording, _Exits():
+            with kernels, recording, _Exits(recording):
                 result = work()
             self._recording = None
             recording.prove(result)
@@ -105,7 +105,7 @@ class Memory:
         self._addresses: set[int] = set()
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._addresses
+        return _address(tensor) in self._addresses
 
     def placed(self, tensor: Tensor) -> Tensor:
         """The tensor, which has just been made, with its values moved to a storage that is free if there is one."""
@@ -141,6 +141,8 @@ class Recording(TorchDispatchMode):
         calls: functions and their arguments, in order; `cpu.recorded` adds the kernels that operations call.
         held: how many tensors it holds in the storage at each address.
         before: memory from elsewhere that the work has written to, by its address, and what stood there.
+        fixed: addresses of storages that were made of nothing but numbers, as positions are: each replay makes the
+            same, so they may be read on the host. Who is given such an address may write there; it is fixed no more.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -148,6 +150,7 @@ class Recording(TorchDispatchMode):
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.held: Counter[int] = Counter()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.fixed: set[int] = set()
         self._random: dict[torch.Generator, Tensor] = {torch.default_generator: torch.default_generator.get_state()}
         self._memory = memory
         memory.recordings.add(self)
@@ -195,13 +198,15 @@ class Recording(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes():
             function(*arguments)
             self.calls.append((function, self._aliases(arguments)))
+        self.fixed.difference_update(map(_address, tensors(arguments)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function.namespace == "transformer_kernels":
             return self._operation(function._schema.name.partition("::")[2], args)
         name = function._schema.name
-        if _depends_on_values(function, args):
+        is_fixed = self.fixed.issuperset(map(_address, tensors((args, kwargs))))
+        if _depends_on_values(function, args) and not is_fixed:
             raise RuntimeError(f"{name} reads values on the host")
         with self:  # what an operator is composed of is recorded in its place
             result = function.decompose(*args, **kwargs)
@@ -210,12 +215,18 @@ class Recording(TorchDispatchMode):
         self._remember(function, args, kwargs)
         result = function(*args, **kwargs)
         if name in ALLOCATIONS:
-            return self._memory.placed(result)
+            self.fixed.discard(_address(self._memory.placed(result)))
+            return result
         written = tensors(result)
         if function._schema.is_mutable:
             self.calls.append((partial(function, **self._aliases(kwargs)), self._aliases(args)))
         elif written and not function.is_view and not _share_memory(written, tensors((args, kwargs))):
             self._note(function, args, kwargs, written)
+        made = map(_address, written)
+        if is_fixed and torch.Tag.nondeterministic_seeded not in function.tags:
+            self.fixed.update(made)
+        else:
+            self.fixed.difference_update(made)
         return result
 
     def _remember(self, function: Any, args: Any, kwargs: Any) -> None:
@@ -230,6 +241,7 @@ class Recording(TorchDispatchMode):
                 continue
             for each in tensors(args[place] if place < len(args) else kwargs.get(argument.name)):
                 storage = each.untyped_storage()
+                self.fixed.discard(storage.data_ptr())
                 if each not in self._memory and storage.data_ptr() not in self.before:
                     flat = _flat(storage, each.dtype)
                     self.before[storage.data_ptr()] = flat, flat.clone()
@@ -273,16 +285,25 @@ class Recording(TorchDispatchMode):
         return pytree.tree_map(lambda value: self._alias(value) if isinstance(value, Tensor) else value, values)
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        self.held[tensor.untyped_storage().data_ptr()] += 1
+        self.held[_address(tensor)] += 1
         return tensor.detach()
 
 
 class _Exits(TorchFunctionMode):
-    """Refuses what hands a tensor's memory to others, of which the dispatcher hears nothing."""
+    """Refuses what hands a tensor's memory to others, of which the dispatcher hears nothing.
+
+    Who only asks where it stands may write there.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._fixed = recording.fixed
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in EXITS:
             raise RuntimeError(f"{EXITS[function]} reads values on the host")
+        if function is Tensor.data_ptr:
+            self._fixed.discard(_address(args[0]))
         return function(*args, **(kwargs or {}))
 
 
@@ -310,10 +331,14 @@ def tensors(values: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
 
 
+def _address(tensor: Tensor) -> int:
+    """Where its storage begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def _share_memory(results: list[Tensor], inputs: list[Tensor]) -> bool:
     """Whether the results only look at what the inputs hold."""
-    addresses = {each.untyped_storage().data_ptr() for each in inputs}
-    return all(each.untyped_storage().data_ptr() in addresses for each in results)
+    return set(map(_address, inputs)).issuperset(map(_address, results))
 
 
 def _into(function: Any, results: int) -> tuple[Any, list[str]] | None:
