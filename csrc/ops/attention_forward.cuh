@@ -89,7 +89,7 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
           out[slab][n][2 * half + 1] *= shrink;
         }
       }
-      if constexpr (SCALED) drop<KEYS>(scores[slab], first_key, slab);
+      if constexpr (SCALED) drop<KEYS>(scores[slab], first_key, slab, [&] { return arguments.dropout.keys(); });
     }
     multiply<KEYS, HEAD_DIM>(out, scores, v, 0);  // [16, HEAD_DIM] each
   }
@@ -99,14 +99,17 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
   }
 
-  // Zeroes what dropout hides of the KEYS keys from first_key on.
-  template <int KEYS> TK_DEVICE void drop(float (&scores)[KEYS / 8][4], int first_key, int slab = 0) {
+  // Zeroes what dropout hides of the KEYS keys from first_key on. `round_keys` gives the PhiloxKeys of the seed.
+  template <int KEYS, class F>
+  TK_DEVICE void drop(float (&scores)[KEYS / 8][4], int first_key, int slab, F round_keys) {
     if (!arguments.dropout.seed) return;
     constexpr int TOGETHER = KEYS < 64 ? KEYS : 64;
+    const PhiloxKeys keys_of_rounds = round_keys();
 #pragma unroll
     for (int part = 0; part < KEYS; part += TOGETHER) {
-      const uint32_t kept = kept_query_rows<TOGETHER>(arguments, batch * arguments.query_heads + head,
-                                                      first_query + 16 * slab, first_key + part);
+      const uint32_t kept = kept_query_rows<TOGETHER>(arguments.dropout, keys_of_rounds,
+                                                      batch * arguments.query_heads + head, first_query + 16 * slab,
+                                                      first_key + part);
 #pragma unroll
       for (int n = 0; n < TOGETHER / 8; ++n)
 #pragma unroll

@@ -21,10 +21,9 @@ template <int HEAD_DIM, bool BIAS> struct HopperShape {
   static constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;  // of a key or a value tile
   static constexpr int BARRIERS = 1 + 4 * STAGES;
   static constexpr int TILES_BYTES = (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2;
-  static constexpr int SHARED_BYTES = shared_bytes_after<Interval>(
-      QUERIES + 1, shared_bytes_after<float2>(
-                   CONSUMERS, shared_bytes_after<uint8_t>(
-                                  STAGES * KEYS, shared_bytes_after<uint64_t>(BARRIERS, TILES_BYTES))));
+  static constexpr int BARRIERS_END = shared_bytes_after<uint64_t>(BARRIERS, TILES_BYTES);
+  static constexpr int NOTES_END = shared_bytes_after<float2>(CONSUMERS, shared_bytes_after<uint8_t>(STAGES * KEYS, BARRIERS_END));
+  static constexpr int SHARED_BYTES = shared_bytes_after<PhiloxKeys>(1, shared_bytes_after<Interval>(QUERIES + 1, NOTES_END));
 };
 
 // Tiles of keys that hold a real key, in order: producer and consumers walk the same list.
@@ -190,14 +189,15 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   constexpr int QUERIES = Shape::QUERIES, KEYS = Shape::KEYS, STAGES = Shape::STAGES, PANELS = Shape::PANELS;
   SharedMemory shared;
   T* const queries = shared.take<T, 1024>(QUERIES * HEAD_DIM);
-  T* const key_stages = shared.take<T, 1024>(STAGES * KEYS * HEAD_DIM);
-  T* const value_stages = shared.take<T, 1024>(STAGES * KEYS * HEAD_DIM);
+  T* const key_stages = shared.take<T, 1024>(2 * STAGES * KEYS * HEAD_DIM);
+  T* const value_stages = key_stages + STAGES * KEYS * HEAD_DIM;  // of one piece: descriptors count on it
   uint64_t* const barriers = shared.take<uint64_t>(Shape::BARRIERS);
   uint64_t *const queries_full = barriers, *const keys_full = barriers + 1, *const values_full = keys_full + STAGES;
   uint64_t *const keys_empty = values_full + STAGES, *const values_empty = keys_empty + STAGES;
   uint8_t* const tainted_stages = shared.take<uint8_t>(STAGES * KEYS);
   float2* const slots = shared.take<float2>(Shape::CONSUMERS);
   Interval* const seen = shared.take<Interval>(QUERIES + 1);
+  PhiloxKeys* const round_keys = shared.take<PhiloxKeys>(1);
 
   const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
   const int block_query = (query_tiles - 1 - static_cast<int>(blockIdx.x % query_tiles)) * QUERIES;
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   const int key_head = head / (arguments.query_heads / arguments.key_heads);
   const int last_query = min(block_query + QUERIES, arguments.query_length) - 1;
   const Interval first_sees = keys_seen_by(arguments, block_query), last_sees = keys_seen_by(arguments, last_query);
-  const Interval common = seen_by_all(first_sees, last_sees);
+  const Interval whole = tiles_inside<KEYS>(seen_by_all(first_sees, last_sees));
   const TileRange tiles = tiles_touching<KEYS>(seen_by_any(first_sees, last_sees));
   TileWalk<KEYS> walk{padding_of(arguments, batch), arguments.key_length, tiles.end};
   if (threadIdx.x == 0) {
@@ -219,7 +219,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
       barrier_init(values_empty + stage, CONSUMER_WARPS);
     }
     barrier_init_fence();
-    seen[QUERIES] = common;
+    seen[QUERIES] = whole;
+    if (EXTRAS && arguments.dropout.seed) *round_keys = arguments.dropout.keys();
   }
   __syncthreads();
 
@@ -250,7 +251,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   const int group_row = __shfl_sync(ALL_LANES, thread / WARP_GROUP_SIZE, 0) * 64;  // as one lane says: a uniform register
   const uint64_t queries_at = swizzled_descriptor(queries + group_row * PANEL_COLUMNS, 16);
   const uint64_t keys_at = swizzled_descriptor(key_stages, 16);
-  const uint64_t values_at = swizzled_descriptor(value_stages, KEYS * PANEL_COLUMNS * 2);
+  constexpr uint64_t VALUES_FROM_KEYS = static_cast<uint64_t>(KEYS * PANEL_COLUMNS * 2 / 16 - 1) << 16;
+  const uint64_t values_at = descriptor_after(keys_at, STAGES * Shape::TILE_BYTES) + VALUES_FROM_KEYS;
   AttendedRows<T, HEAD_DIM, EXTRAS> rows(arguments, batch, head, block_query + warp_row, seen + warp_row);
   BiasTile<T, BIAS && Shape::ASKS_AHEAD ? KEYS : 0, Shape::HELD> bias(arguments, batch, head, block_query + warp_row);
   Poison poison;
@@ -278,10 +280,10 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     }
     wgmma_commit();
   };
-  // What all rows see. Beside 256 columns of output no register is left for it, not even a uniform one.
-  const auto seen_by_block = [&] { return HEAD_DIM > 128 ? seen[QUERIES] : common; };
+  // Tiles that all rows see. Beside 256 columns of output no register is left for them, not even a uniform one.
+  const auto seen_whole = [&] { return HEAD_DIM > 128 ? seen[QUERIES] : whole; };
   const auto needs_mask = [&](const TileWalk<KEYS>& at) {
-    return at.has_hidden() || !is_inside<KEYS>(at.tile * KEYS, seen_by_block());
+    return at.has_hidden() || !is_inside<1>(at.tile, seen_whole());
   };
   const auto start_values = [&](const TileWalk<KEYS>& at) {  // out += P V
     const int stage = at.step % STAGES;
@@ -322,7 +324,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     for (int half = 0; half < 2; ++half)
       shrink[half] = rows.softmax[0].template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
     if constexpr (EXTRAS) {
-      rows.template drop<KEYS>(scores, first_key);
+      rows.template drop<KEYS>(scores, first_key, 0, [&] { return *round_keys; });
     }
   };
   const auto pack_probabilities = [&] {

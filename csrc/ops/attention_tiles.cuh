@@ -98,6 +98,11 @@ template <int ROWS> TK_DEVICE TileRange tiles_touching(const Interval& interval)
   return {interval.first / ROWS, interval.last / ROWS + 1};
 }
 
+// The tiles of ROWS rows that lie in an interval.
+template <int ROWS> TK_DEVICE Interval tiles_inside(const Interval& interval) {
+  return {(interval.first + ROWS - 1) / ROWS, (interval.last + 1) / ROWS - 1};
+}
+
 // Does every one of COUNT rows from `first` on lie in the interval?
 template <int COUNT> TK_DEVICE bool is_inside(int first, const Interval& interval) {
   return first >= interval.first && first + COUNT - 1 <= interval.last;
@@ -638,15 +643,21 @@ TK_DEVICE uint32_t exchange_bits(uint32_t bits, uint32_t upper, int shift, int d
 // philox draw serves eight neighbouring keys of a query, which lie two by two in the four lanes of a quad. So each of
 // them draws for one of the four rows of eight keys that make 16 keys of the fragment, and they transpose pairs of bits.
 template <int KEYS>
-TK_DEVICE uint32_t kept_query_rows(const Arguments& arguments, int head, int first_query, int first_key) {
+TK_DEVICE uint32_t kept_query_rows(const Dropout& dropout, const PhiloxKeys& round_keys, int head, int first_query,
+                                   int first_key) {
   static_assert(KEYS % 16 == 0 && KEYS <= 64, "one bit per element, eight by each draw");
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
   uint32_t kept = 0;
 #pragma unroll
   for (int pair = 0; pair < KEYS / 16; ++pair)
-    kept |= arguments.dropout.kept(first_key / 8 + 2 * pair + t / 2, first_query + g + 8 * (t % 2), head) << 8 * pair;
+    kept |= dropout.kept(round_keys, first_key / 8 + 2 * pair + t / 2, first_query + g + 8 * (t % 2), head) << 8 * pair;
   kept = exchange_bits(kept, 0xccccccccu, 2, 1);
   return exchange_bits(kept, 0xf0f0f0f0u, 4, 2);
+}
+
+template <int KEYS>
+TK_DEVICE uint32_t kept_query_rows(const Arguments& arguments, int head, int first_query, int first_key) {
+  return kept_query_rows<KEYS>(arguments.dropout, arguments.dropout.keys(), head, first_query, first_key);
 }
 
 // The same for a fragment of keys (rows) and queries (columns). The eight keys of a draw lie in the eight lanes of equal t,
@@ -659,7 +670,7 @@ TK_DEVICE uint32_t kept_key_rows(const Arguments& arguments, int head, int first
   uint32_t kept = 0;
 #pragma unroll
   for (int pair = 0; pair < QUERIES / 16; ++pair)
-    kept |= arguments.dropout.kept(group, query + 16 * pair, head) << 8 * pair;
+    kept |= arguments.dropout.kept(arguments.dropout.keys(), group, query + 16 * pair, head) << 8 * pair;
   kept = exchange_bits(kept, 0xaaaaaaaau, 1, 4);
   kept = exchange_bits(kept, 0xccccccccu, 2, 8);
   return exchange_bits(kept, 0xf0f0f0f0u, 4, 16);
