@@ -3,8 +3,10 @@
 //   const Stream stream{device, handle};
 //   launch<softmax_forward_kernel<float, 4>>("softmax_forward", {rows}, {128}, shared_bytes, stream, x, y, columns);
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -76,16 +78,16 @@ void launch_typed(void (*)(Parameters...), const char* name, dim3 grid, dim3 blo
   const DeviceGuard guard(stream.device);
   const void* kernel = reinterpret_cast<const void*>(KERNEL);
   if (shared_bytes > 48 * 1024) {  // above this a kernel must be allowed to, once per device
-    static unsigned long long allowed = 0;
+    static std::atomic<unsigned long long> allowed{0};
     const unsigned long long bit = 1ull << (stream.device & 63);
-    if (!(allowed & bit)) {
+    if (!(allowed.load(std::memory_order_relaxed) & bit)) {
       const cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
       if (error != cudaSuccess) {
         cudaGetLastError();
         raise_launch_error(name, grid, block, shared_bytes, stream.device, error);
       }
-      allowed |= bit;
+      allowed.fetch_or(bit, std::memory_order_relaxed);
     }
   }
   const auto start = [&](Parameters... parameters) {
@@ -157,5 +159,14 @@ void launch(const char* name, dim3 grid, dim3 block, size_t shared_bytes, Stream
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A grid along x, the only axis that takes more than 65535 blocks.
+inline dim3 grid_of(int64_t blocks) {
+  constexpr int64_t MOST = std::numeric_limits<int>::max();
+  if (blocks > MOST)
+    throw std::invalid_argument("a launch of the cuda backend has up to " + std::to_string(MOST) + " blocks; this call needs " +
+                                std::to_string(blocks));
+  return dim3(static_cast<unsigned>(blocks));
+}
 
 }  // namespace transformer_kernels

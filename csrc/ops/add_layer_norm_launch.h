@@ -16,7 +16,7 @@ void launch_add_layer_norm_forward(Address x, Address residual, Address weight, 
                                    double eps, double dropout_p, bool weight_is_float32, bool bias_is_float32,
                                    int dtype, int device, Address stream) {
   const char* name = CENTRED ? "add_layer_norm_forward" : "add_rms_norm_forward";
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const ResidualRows<T> input{pointer<const T>(x), pointer<const T>(residual), pointer<T>(summed), n,
@@ -40,7 +40,7 @@ void launch_add_layer_norm_backward(Address dy, Address dsummed, Address summed,
                                     Address stream) {
   const char* name = CENTRED ? "add_layer_norm_backward" : "add_rms_norm_backward";
   const char* sums_name = CENTRED ? "add_layer_norm_backward_sums" : "add_rms_norm_backward_sums";
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   const Stream place{device, stream};
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;

@@ -1,7 +1,6 @@
 // From a call's arguments to one compiled kernel. Each type is compiled in files of its own (attention_float16.cu,
 // ...).
 #pragma once
-#include <limits>
 #include <type_traits>
 
 #include "../launch.h"
@@ -16,11 +15,6 @@ template <class T> void launch_forward_sm90(const Arguments& arguments, Stream s
 template <class T> int short_shared_bytes(const Arguments& arguments);
 template <class T> void launch_short_forward(const Arguments& arguments, Stream stream);
 template <class T> void launch_short_backward(const Arguments& arguments, const float* dlse, Stream stream);
-
-inline dim3 grid_of(int64_t blocks) {
-  if (blocks > std::numeric_limits<int>::max()) throw std::invalid_argument("attention: too many tiles for one launch");
-  return dim3(static_cast<unsigned>(blocks));
-}
 
 template <int VALUE> using Constant = std::integral_constant<int, VALUE>;
 

@@ -14,7 +14,7 @@ template <class Activation>
 void launch_bias_forward(const char* name, Address x, Address bias, Address y, int64_t rows, int64_t columns,
                          bool bias_is_float32, int dtype, Stream stream) {
   constexpr int64_t ROWS_PER_THREAD = 4;  // loads in flight at once
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   const int64_t row_blocks = std::min(ceil_div(rows, ColumnTile::ROW_LANES * ROWS_PER_THREAD), int64_t{65535});
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -40,7 +40,7 @@ template <class Activation>
 void launch_bias_backward(const char* name, const char* sums_name, Address dy, Address saved, Address bias, Address dx,
                           Address dbias, Address partials, int64_t partial_rows, int64_t rows, int64_t columns,
                           bool bias_is_float32, int dtype, Stream stream) {
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const RowParameter offset{pointer<const void>(bias), bias_is_float32};

@@ -11,7 +11,7 @@ constexpr int SUM_THREADS = 512;
 
 template <class Layout, bool GRADIENT, class Loss, class... Arguments>
 void launch_rows(int64_t rows, Stream place, Loss kind, Arguments... arguments) {
-  const dim3 grid(static_cast<unsigned>(Layout::blocks(rows))), block(Layout::BLOCK_THREADS);
+  const dim3 grid = grid_of(Layout::blocks(rows)), block(Layout::BLOCK_THREADS);
   if constexpr (Layout::HELD) {
     launch<cross_entropy_forward_kernel<Layout, GRADIENT>>("cross_entropy_forward", grid, block, Layout::SHARED_BYTES,
                                                            place, arguments...);
@@ -34,7 +34,7 @@ template <class T, class F> void dispatch_loss(const WeightedLoss& options, int 
 void cross_entropy_forward(Address logits, Address targets, Address losses, Address statistics, int64_t rows,
                            int64_t classes, int64_t stride, int64_t ignore_index, double smoothing, Address weights,
                            double z_loss, double cap, int dtype, int device, Address stream) {
-  const int apart = static_cast<int>(stride);
+  const int apart = row_length(stride);
   const WeightedLoss options{pointer<const float>(weights), static_cast<float>(z_loss), static_cast<float>(cap)};
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -69,7 +69,7 @@ void cross_entropy_backward(Address dloss, bool dloss_of_each_row, Address logit
                             Address count, Address dlogits, int64_t rows, int64_t classes, int64_t ignore_index,
                             double smoothing, Address weights, double z_loss, double cap, int dtype, int device,
                             Address stream) {
-  const int n = static_cast<int>(classes);
+  const int n = row_length(classes);
   const WeightedLoss options{pointer<const float>(weights), static_cast<float>(z_loss), static_cast<float>(cap)};
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -78,7 +78,7 @@ void cross_entropy_backward(Address dloss, bool dloss_of_each_row, Address logit
     dispatch_loss<T>(options, n, all_aligned<T>(n, values, result), [&](auto layout, auto kind) {
       using Layout = decltype(layout);
       launch<cross_entropy_backward_kernel<Layout, decltype(kind)>>(
-          "cross_entropy_backward", dim3(static_cast<unsigned>(Layout::blocks(rows))), dim3(Layout::BLOCK_THREADS), 0,
+          "cross_entropy_backward", grid_of(Layout::blocks(rows)), dim3(Layout::BLOCK_THREADS), 0,
           Stream{device, stream}, pointer<const float>(dloss), dloss_of_each_row, values,
           pointer<const int64_t>(targets), pointer<const float>(statistics), pointer<const float>(count), result, rows,
           n, ignore_index, static_cast<float>(smoothing), kind);

@@ -16,7 +16,7 @@ void embedding_forward(Address weight, Address tokens, Address positions, Addres
                        int64_t columns, int64_t length, int64_t vocabulary, int64_t places, double scale, double eps,
                        double dropout_p, bool tokens_are_int64, bool position_ids_are_int64, bool weight_is_float32,
                        bool bias_is_float32, int dtype, int device, Address stream) {
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   const Stream place{device, stream};
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -41,7 +41,7 @@ void embedding_forward(Address weight, Address tokens, Address positions, Addres
     dispatch_row_layout<T>(n, aligned, [&](auto layout) {
       using Layout = decltype(layout);
       launch<embedding_rows_kernel<Layout, Rows, Output>>("embedding_forward",
-                                                          dim3(static_cast<unsigned>(Layout::blocks(rows))),
+                                                          grid_of(Layout::blocks(rows)),
                                                           dim3(Layout::BLOCK_THREADS), 0, place, input, output, rows, n);
     });
   });
@@ -55,7 +55,7 @@ void embedding_backward(Address dy, Address weight, Address tokens, Address posi
                         int64_t length, int64_t vocabulary, int64_t places, double scale, double dropout_p,
                         bool tokens_are_int64, bool position_ids_are_int64, bool weight_is_float32, int dtype,
                         int device, Address stream) {
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   const Stream place{device, stream};
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -87,7 +87,7 @@ TK_EXPORT(embedding_backward);
 // Without LayerNorm: ds = dropout(dy), both (rows, columns).
 void embedding_dropout_backward(Address dy, Address seed, Address ds, int64_t rows, int64_t columns, double dropout_p,
                                 int dtype, int device, Address stream) {
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const DroppedRows<T> input{pointer<const T>(dy), n, make_dropout(pointer<const void>(seed), dropout_p)};
@@ -95,7 +95,7 @@ void embedding_dropout_backward(Address dy, Address seed, Address ds, int64_t ro
     dispatch_row_layout<T>(n, all_aligned<T>(n, input.x, output.y), [&](auto layout) {
       using Layout = decltype(layout);
       launch<embedding_rows_kernel<Layout, DroppedRows<T>, PlainOutput<T>>>(
-          "embedding_dropout_backward", dim3(static_cast<unsigned>(Layout::blocks(rows))), dim3(Layout::BLOCK_THREADS),
+          "embedding_dropout_backward", grid_of(Layout::blocks(rows)), dim3(Layout::BLOCK_THREADS),
           0, Stream{device, stream}, input, output, rows, n);
     });
   });

@@ -19,7 +19,7 @@ void dispatch_gated(int dtype, Address up, int64_t columns, Address all_addresse
 }
 
 inline dim3 gated_grid(int64_t count, int vector) {
-  return dim3(static_cast<unsigned>(ceil_div(count, static_cast<int64_t>(GELU_THREADS) * vector)));
+  return grid_of(ceil_div(count, static_cast<int64_t>(GELU_THREADS) * vector));
 }
 
 // gate, up, y (rows, columns); without up gate is (rows, 2 * columns).

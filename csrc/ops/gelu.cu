@@ -17,7 +17,7 @@ template <class F> void dispatch_gelu(int dtype, bool tanh, bool aligned, F&& f)
 }
 
 dim3 gelu_grid(int64_t count, int vector) {
-  return dim3(static_cast<unsigned>(ceil_div(count, static_cast<int64_t>(GELU_THREADS) * vector)));
+  return grid_of(ceil_div(count, static_cast<int64_t>(GELU_THREADS) * vector));
 }
 
 void gelu_forward(Address x, Address y, int64_t count, bool tanh, int dtype, int device, Address stream) {

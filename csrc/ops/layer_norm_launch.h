@@ -16,7 +16,7 @@ void launch_rows_forward(const char* name, const Input& input, RowParameter scal
   dispatch_row_layout<T>(columns, aligned, [&](auto layout) {
     using Layout = decltype(layout);
     launch<layer_norm_forward_kernel<Layout, Input, Output, CENTRED>>(
-        name, dim3(static_cast<unsigned>(Layout::blocks(rows))), dim3(Layout::BLOCK_THREADS), Layout::SHARED_BYTES,
+        name, grid_of(Layout::blocks(rows)), dim3(Layout::BLOCK_THREADS), Layout::SHARED_BYTES,
         place, input, scale, offset, output, pointer<float>(mean), pointer<float>(rstd), rows, columns,
         static_cast<float>(eps));
   });
@@ -53,7 +53,7 @@ void launch_layer_norm_forward(Address x, Address weight, Address bias, Address 
                                int64_t rows, int64_t columns, double eps, bool weight_is_float32, bool bias_is_float32,
                                int dtype, int device, Address stream) {
   const char* name = CENTRED ? "layer_norm_forward" : "rms_norm_forward";
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const PlainRows<T> input{pointer<const T>(x), n};
@@ -73,7 +73,7 @@ void launch_layer_norm_backward(Address dy, Address x, Address weight, Address m
                                 int64_t columns, bool weight_is_float32, int dtype, int device, Address stream) {
   const char* name = CENTRED ? "layer_norm_backward" : "rms_norm_backward";
   const char* sums_name = CENTRED ? "layer_norm_backward_sums" : "rms_norm_backward_sums";
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   const Stream place{device, stream};
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;

@@ -37,7 +37,7 @@ void rotary(int dtype, int device, Address stream, Address q, Address k, Address
       while (lanes < ROTARY_THREADS && lanes * V < half) lanes *= 2;
       const int64_t tiles = ceil_div(length, static_cast<int64_t>(ROTARY_THREADS / lanes));
       launch<rotary_kernel<decltype(alternate)::value, T, V>>(
-          "rotary", dim3(static_cast<unsigned>(tiles * (heads + kv_heads) * batch)), dim3(ROTARY_THREADS), 0,
+          "rotary", grid_of(tiles * (heads + kv_heads) * batch), dim3(ROTARY_THREADS), 0,
           Stream{device, stream}, queries, keys, pointer<const float>(cos), pointer<const float>(sin), length,
           static_cast<int>(width), static_cast<int>(half), table_stride, lanes, tiles, static_cast<float>(sign));
     });

@@ -1,5 +1,7 @@
 // How the rows of a contiguous (M, N) tensor are laid over threads, shared by the kernels that reduce over rows.
 #pragma once
+#include <limits>
+
 #include "../launch.h"
 #include "../primitives/memory.h"
 #include "../primitives/numbers.h"
@@ -87,6 +89,15 @@ template <class T, class F> void dispatch_row_layout(int columns, bool aligned, 
   if (columns <= 1024) return f(RowLayout<T, 1, 8, 128>{});
   if (columns <= 4096) return f(RowLayout<T, 1, 8, 512>{});
   return f(RowLayout<T, 1, 0, 512>{});
+}
+
+// The columns of a row as kernels count them, beyond the end of which a block of THREADS * VECTOR still counts.
+inline int row_length(int64_t columns) {
+  constexpr int64_t MOST = std::numeric_limits<int>::max() - 4096;
+  if (columns > MOST)
+    throw std::invalid_argument("the cuda backend takes rows of up to " + std::to_string(MOST) + " elements; got " +
+                                std::to_string(columns));
+  return static_cast<int>(columns);
 }
 
 // Whether all of these contiguous (M, columns) tensors allow 16-byte vectors; null pointers do.

@@ -12,7 +12,7 @@ namespace {
 void softmax_forward(Address x, Address y, Address mask, int64_t size0, int64_t size1, int64_t size2, int64_t stride0,
                      int64_t stride1, int64_t stride2, int64_t stride3, int64_t queries, int64_t rows, int64_t columns,
                      double scale, int dtype, int device, Address stream) {
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   SoftmaxMask seen{pointer<const uint8_t>(mask), {size0, size1, size2}, {stride0, stride1, stride2, stride3},
                    stride3 == 1 && (mask | stride0 | stride1 | stride2) % 8 == 0, queries > 0, queries};
   dispatch_dtype(dtype, [&](auto type) {
@@ -21,7 +21,7 @@ void softmax_forward(Address x, Address y, Address mask, int64_t size0, int64_t 
     T* output = pointer<T>(y);
     dispatch_row_layout<T>(n, all_aligned<T>(n, input, output), [&](auto layout) {
       using Layout = decltype(layout);
-      const dim3 grid(static_cast<unsigned>(Layout::blocks(rows))), block(Layout::BLOCK_THREADS);
+      const dim3 grid = grid_of(Layout::blocks(rows)), block(Layout::BLOCK_THREADS);
       const Stream place{device, stream};
       if constexpr (Layout::HELD) {
         launch<softmax_forward_kernel<Layout>>("softmax_forward", grid, block, Layout::SHARED_BYTES, place, input,
@@ -38,14 +38,14 @@ TK_EXPORT(softmax_forward);
 
 void softmax_backward(Address dy, Address y, Address dx, int64_t rows, int64_t columns, double scale, int dtype,
                       int device, Address stream) {
-  const int n = static_cast<int>(columns);
+  const int n = row_length(columns);
   dispatch_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const T *gradient = pointer<const T>(dy), *output = pointer<const T>(y);
     T* result = pointer<T>(dx);
     dispatch_row_layout<T>(n, all_aligned<T>(n, gradient, output, result), [&](auto layout) {
       using Layout = decltype(layout);
-      launch<softmax_backward_kernel<Layout>>("softmax_backward", dim3(static_cast<unsigned>(Layout::blocks(rows))),
+      launch<softmax_backward_kernel<Layout>>("softmax_backward", grid_of(Layout::blocks(rows)),
                                               dim3(Layout::BLOCK_THREADS), Layout::SHARED_BYTES,
                                               Stream{device, stream}, gradient, output, result, rows, n,
                                               static_cast<float>(scale));

@@ -222,6 +222,18 @@ def test_launch_limits_are_those_of_the_device(emulation: Any) -> None:
         )  # fmt: skip
 
 
+def test_what_no_launch_can_count_is_refused(emulation: Any) -> None:
+    """Not cut down to 32 bits, which would leave most of a result unwritten. No address is looked at."""
+    wide = (1 << 31) + 8
+    with pytest.raises(ValueError, match="rows of up to 2147479551 elements; got 2147483656"):
+        emulation.softmax_backward(0, 0, 0, 1, wide, 1.0, 0, 0, 0)
+    for rows in (1 << 33, 1 << 34):  # four rows a block
+        with pytest.raises(ValueError, match=f"2147483647 blocks; this call needs {rows // 4}"):
+            emulation.softmax_backward(0, 0, 0, rows, 1, 1.0, 0, 0, 0)
+    with pytest.raises(ValueError, match=f"this call needs {1 << 32}"):
+        emulation.gelu_forward(0, 0, 1 << 42, False, 0, 0, 0)
+
+
 def test_a_wrong_number_of_arguments_is_a_type_error(emulation: Any) -> None:
     with pytest.raises(TypeError, match="gelu_forward takes 7 arguments, got 1"):
         emulation.gelu_forward(0)
