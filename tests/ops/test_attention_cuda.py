@@ -144,12 +144,11 @@ def test_16_bits_use_a_small_share_of_the_budget(path: str, dtype: torch.dtype, 
     assert 0.1 < max(shares) <= 0.2
 
 
-@pytest.mark.parametrize("keys", [8, 28, 38])
+@pytest.mark.parametrize("keys", [8, 28])
 def test_one_query_in_float32_has_accurate_exponentials(device: torch.device, keys: int) -> None:
     """No sum over queries averages their errors: ex2.approx's 2 ulp come to 1.5 budgets at ten of 39 lengths."""
     tensors = make(torch.float32, device, (1, keys), batch=1, heads=(1, 1), width=16)
-    excess = {"q": 1.1} if keys == 38 and device.type == "cpu" else None  # the only one of these lengths
-    check_parity("attention", "cuda", tensors, {"return_lse": True}, excess=excess)
+    check_parity("attention", "cuda", tensors, {"return_lse": True})
 
 
 @both_paths
