@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.measure import DEVICE_LOST, is_device_lost
 from transformer_kernels.reports.status import BACKENDS, OPERATIONS, kernel_hash
 
 VARIABLE = "BENCHMARK_EVIDENCE"
@@ -23,8 +24,14 @@ FINISHED = "finished"
 RAN = ("passed", "failed", "skipped")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if VARIABLE not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
+    """Write the result; a worker whose device is lost ends when it has told, lest it fail every test after that one."""
+    if VARIABLE not in os.environ:
+        return
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        if report.failed and is_device_lost(report.longrepr):
+            os._exit(DEVICE_LOST)
         return
     if report.when == "call" or report.outcome != "passed":
         reason = ""

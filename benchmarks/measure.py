@@ -105,10 +105,25 @@ def measured_columns(measured: timing.Timing) -> Row:
     }
 
 
-def is_device_lost(error: BaseException) -> bool:
-    """Whether a CUDA error has made this process useless; then a new one goes on."""
+DEVICE_LOST = 3
+"""Exit status of a worker whose device is of no more use to it."""
+SIGNS = (
+    "illegal memory access",
+    "device-side assert",
+    "unspecified launch failure",
+    "misaligned address",
+    "illegal instruction",
+    "invalid address space",
+    "hardware stack error",
+    "launch timed out",
+    "restart the process",
+)
+
+
+def is_device_lost(error: object) -> bool:
+    """Whether a CUDA error, or its text, has made this process useless; then a new one goes on."""
     text = str(error).lower()
-    return any(sign in text for sign in ("illegal memory access", "device-side assert", "unspecified launch failure"))
+    return any(sign in text for sign in SIGNS)
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,14 +24,20 @@ from benchmarks.runner import ENVIRONMENT, Budget, read_lines, supervise
 LOG = "record.log"
 KERNELS = "kernels.json"
 STEPS = {"cuda": ("build", "test", "bench"), "cpu": ("bench",)}
-ALL_STEPS = ("build", "test", "bench", "sanitize")
+ALL_STEPS = ("build", "test", "bench", "sanitize", "tune")
 DEFAULT_BUDGET = {"cuda": 540.0, "cpu": 720.0}
 BUILD_SHARE, TEST_SHARE, SANITIZE_SHARE = 0.35, 0.45, 0.9
+PARITY = ("tests/ops", "tests/test_autograd.py", "tests/test_models.py")
 SESSIONS = (
-    ("tests", "-m", "gpu"),
-    ("tests/ops", "tests/test_autograd.py", "tests/test_models.py", "-m", "not slow and not gpu"),
+    (1.0, ("tests/emulation/test_conformance.py", "-m", "gpu")),
+    (0.75, (*PARITY, "-m", "not slow and not gpu", "-k", "triton or cuda")),
+    (1.0, ("tests", "-m", "gpu", "--ignore=tests/emulation")),
 )
-"""What pytest runs on a GPU: the tests marked gpu, then the parity suite."""
+"""What pytest runs on a GPU, each with its share of the time that is left: whether the primitives do what the emulation
+does, the parity suite of the kernels (that of PyTorch's and the CPU's needs no GPU), and what only a device shows."""
+LONGEST_TEST = 120
+"""Seconds after which a test counts as hung and its worker gets a successor, with pytest-xdist and pytest-timeout."""
+TUNED = "triton_tiles.py"
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
@@ -54,7 +60,10 @@ def record(device: torch.device, out: Path, seconds: float, steps: Sequence[str]
                 later = "bench" in steps[steps.index(step) :]
                 worst |= test(out, log, budget.share(TEST_SHARE if later else 1.0), described)
             elif step == "sanitize":
-                worst |= sanitize(log, budget.share(SANITIZE_SHARE))
+                worst |= sanitize(log, budget.share(SANITIZE_SHARE if step == steps[-1] else 0.5))
+            elif step == "tune":
+                command = [sys.executable, "-m", "benchmarks.tune_triton", "--out", str((out / TUNED).resolve())]
+                worst |= int(_run(command, log, budget.share(SANITIZE_SHARE), dict(os.environ)) not in (0, None))
             else:
                 supervise(device, out, budget.left() - 3.0, options, log)
     print(f"recorded in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
@@ -80,9 +89,12 @@ def test(out: Path, log: IO[str], seconds: float, described: dict[str, object]) 
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     variables = {**outer, evidence.VARIABLE: str(path.resolve())}
     parallel = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
-    for session in SESSIONS:
-        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.evidence", "-q", "--tb=short", *parallel, *session]
-        _run(command, log, budget.left(), variables)
+    if parallel and importlib.util.find_spec("pytest_timeout"):  # else it would end the session
+        parallel += [f"--timeout={LONGEST_TEST}", "--timeout-method=thread"]
+    for share, session in SESSIONS:
+        command = [sys.executable, "-m", "pytest", "-p", "benchmarks.evidence", "-q", "--tb=short"]
+        command += ["--continue-on-collection-errors", *parallel, *session]  # a package that is missing costs one file
+        _run(command, log, budget.share(share), variables)
     tests = read_lines(path)
     (out / KERNELS).write_text(json.dumps(evidence.verdicts(tests, described, len(SESSIONS)), indent=2) + "\n")
     summed = evidence.summary(tests)

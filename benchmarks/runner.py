@@ -21,15 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks import environment, timing
-from benchmarks.measure import SAMPLES, Bench, Row, identity, is_device_lost
+from benchmarks.measure import DEVICE_LOST, SAMPLES, Bench, Row, identity, is_device_lost
 from benchmarks.plan import Task, chosen, plan
 
 ROWS = "rows.jsonl"
 ENVIRONMENT = "environment.json"
 LONGEST_TASK = 150.0
 """Seconds after which a task counts as hung."""
-DEVICE_LOST = 3
-"""Exit status of a worker whose device is of no more use to it."""
 SECONDS_PER_ROW = {"cuda": 0.1, "cpu": 0.2}
 
 

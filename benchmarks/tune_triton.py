@@ -2,6 +2,7 @@
 
     python -m benchmarks.tune_triton --dry-run             list what would be tried; needs no GPU
     python -m benchmarks.tune_triton softmax layer_norm    time the candidates and rewrite their entries of TUNED
+    python -m benchmarks.tune_triton --out FILE            leave the rewritten triton_tiles.py there
 
 Only entries of this GPU's capability change. A candidate counts only where its results agree with those of the present
 tile. Compiling takes most of the time: about a second for each candidate.
@@ -191,18 +192,19 @@ def rewritten(source: str, tuned: Tuned) -> str:
     return source[:start] + render(tuned) + source[end:]
 
 
-def tune(operations: Sequence[str]) -> None:
-    """Time all candidates of the operations on this GPU and rewrite their entries."""
+def tune(operations: Sequence[str], out: Path | None = None) -> None:
+    """Time all candidates of the operations on this GPU and rewrite their entries, after each kernel, in `out`."""
     capability = torch.cuda.get_device_capability()
     tuned = dict(triton_tiles.TUNED)
     path = Path(str(triton_tiles.__file__))
+    source = path.read_text()
     for target in targets(operations):
         for itemsize, width in points(target):
             key = target.tiles.name, capability, itemsize, width
             entry = tuned_entry(target, capability, itemsize, width)
             if entry is not None:
                 tuned[key] = entry
-        path.write_text(rewritten(path.read_text(), tuned))
+        (out or path).write_text(rewritten(source, tuned))
 
 
 def list_candidates(operations: Sequence[str]) -> None:
@@ -222,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = tuple(row_calls.CALLS)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_triton", description=__doc__)
     parser.add_argument("operations", nargs="*", help=f"some of {', '.join(known)}; all by default")
+    parser.add_argument("--out", type=Path, help="where the rewritten triton_tiles.py goes (default: in place)")
     parser.add_argument("--dry-run", action="store_true", help="list the candidates, time nothing")
     arguments = parser.parse_args(argv)
     operations = arguments.operations or known
@@ -233,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("tuning needs a CUDA device: nothing was timed, no tile was changed (see --dry-run)", file=sys.stderr)
         return 2
-    tune(operations)
+    tune(operations, arguments.out)
     return 0
 
 

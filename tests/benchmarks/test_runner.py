@@ -180,13 +180,43 @@ def test_elsewhere():
 """
 
 
+LOST = """
+import pytest
+
+broken = []
+
+def test_bad():
+    broken.append("for the rest of the process")
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+@pytest.mark.parametrize("n", range(20))
+def test_good(n):
+    assert not broken
+"""
+
+
+def test_a_lost_device_costs_one_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xdist")
+    file = tmp_path / "test_gelu.py"
+    file.write_text(LOST)
+    monkeypatch.setattr(record, "SESSIONS", ((1.0, (str(file),)),))
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    with open(tmp_path / "log", "w") as log:
+        assert record.test(tmp_path, log, 120.0, STAMP) == 1
+    tests = runner.read_lines(tmp_path / "tests.jsonl")
+    assert sum(test["outcome"] == "passed" for test in tests) == 20
+    assert {test["test"].split("::")[1] for test in tests if test["outcome"] == "failed"} == {"test_bad"}
+
+
 def test_the_suite_leaves_each_result_and_a_verdict_on_each_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "test_gelu.py"
     file.write_text(SUITE)
-    monkeypatch.setattr(record, "SESSIONS", ((str(file),),))
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("import a_package_that_is_missing")
+    monkeypatch.setattr(record, "SESSIONS", ((1.0, (str(file), str(broken))),))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no plugins
     with open(tmp_path / "log", "w") as log:
         assert record.test(tmp_path, log, 60.0, STAMP) == 1
     tests = runner.read_lines(tmp_path / "tests.jsonl")
