@@ -23,7 +23,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make gpu    on a GPU: build, test, benchmark and record in OUT=runs/benchmarks"
 	@echo "make wheel  the wheel of a release in dist/, for all its GPUs (with nvcc)"
-	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results/cpu (twelve minutes)"
+	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results (twelve minutes)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -61,7 +61,7 @@ lint: $(VENV)/.lint
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh --device cuda --out $(OUT)
 
-# The smaller record of a machine without a GPU, merged into benchmarks/results/cpu. Twelve minutes; leave the machine alone.
+# The smaller record of a machine without a GPU, merged into the folder of this processor in benchmarks/results. Twelve minutes; leave the machine alone.
 bench: $(VENV)/.test
 	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu.sh --device cpu --out $(OUT)
 	$(BIN)/python -m benchmarks.cli --merge $(OUT)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from transformer_kernels import __version__
+from transformer_kernels.backends import cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("benchmarks/*.py", "csrc/**/*", "python_ref/**/*.py", "transformer_kernels/**/*.py")
@@ -53,14 +54,14 @@ def device_name(device: torch.device) -> str:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
         found = None
-    name = found.group(1).strip() if found else platform.processor() or "CPU"
-    return f"{name}, threads: {torch.get_num_threads()}"
+    name = found.group(1) if found else platform.processor() or "CPU"
+    name = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", " ", name)
+    level = "" if cpu.unavailable(device) else f" {cpu.load().instruction_set()},"
+    return f"{' '.join(name.split()) or 'CPU'},{level} {torch.get_num_threads()} threads"
 
 
 def folder_name(environment: dict[str, Any]) -> str:
     """The folder of benchmarks/results that a device's record lives in."""
-    if environment["device_type"] == "cpu":
-        return "cpu"
     return re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-")
 
 

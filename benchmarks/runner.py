@@ -163,7 +163,7 @@ def worker(arguments: argparse.Namespace) -> int:
 
 def recorded_rows(device: torch.device) -> list[Row]:
     """What benchmarks/results has of this device."""
-    folder = environment.folder_name({"device_type": device.type, "device": environment.device_name(device)})
+    folder = environment.folder_name({"device": environment.device_name(device)})
     return read_lines(environment.ROOT / "benchmarks" / "results" / folder / ROWS)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cli, record, runner
+from benchmarks import cli, environment, record, runner
 from benchmarks.measure import Bench, identity
 from benchmarks.plan import Task, chosen, plan
 from tests.benchmarks.rows import STAMP, operation_row
+from transformer_kernels.backends import cpu
 
 CPU = torch.device("cpu")
 
@@ -141,9 +142,10 @@ def test_record_merge_plot_from_the_command_line(
 
     assert cli.main(["--merge", str(out)]) == 0
     assert "Growth of attention" in capsys.readouterr().out
-    assert (recorded / "cpu" / "report.md").read_text().count("| ours torch |") > 4
-    assert (recorded / "cpu" / "plots" / "attention_throughput.png").stat().st_size > 10_000
-    assert cli.main(["--compare", str(out), str(recorded / "cpu")]) == 0
+    folder = recorded / environment.folder_name(environment.environment(CPU))
+    assert (folder / "report.md").read_text().count("| ours torch |") > 4
+    assert (folder / "plots" / "attention_throughput.png").stat().st_size > 10_000
+    assert cli.main(["--compare", str(out), str(folder)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -225,3 +227,19 @@ def test_the_suite_leaves_each_result_and_a_verdict_on_each_kernel(
     assert (verdicts["gelu/triton"]["passed"], verdicts["gelu/triton"]["failed"]) == (1, 0)
     assert verdicts["gelu/cuda"]["failed"] == 1 and verdicts["gelu/cuda"]["complete"]
     assert "1 passed, 1 failed, 1 skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "model, folder",
+    [
+        ("Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "intel-xeon-platinum-8480c"),
+        ("AMD EPYC 9B14 96-Core Processor", "amd-epyc-9b14-96-core"),
+        ("Neoverse-V2", "neoverse-v2"),
+    ],
+)
+def test_a_processor_has_a_folder_of_its_own(model: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two processors are never merged into one record."""
+    monkeypatch.setattr(Path, "read_text", lambda path: f"flags : x\nmodel name\t: {model}\n")
+    name = environment.folder_name({"device": environment.device_name(CPU)})
+    level = f"-{cpu.load().instruction_set()}".replace("_", "-") if cpu.unavailable(CPU) is None else ""
+    assert name == f"{folder}{level}-{torch.get_num_threads()}-threads"
