@@ -1,38 +1,46 @@
-// y = activation(x W^T + bias) and its gradients in float32: the products of a small transformer, whose weights fit in the
-// second-level cache, with all that surrounds a product done while its tile is in registers or the first-level cache.
+// y = activation(x W^T + bias) and its gradients: the products of a small transformer, whose weights fit in the second-level
+// cache, with all that surrounds a product done while its tile is in registers or the first-level cache. float32, and but for
+// the weight's gradient bfloat16: by vdpbf16ps, or widened where the processor lacks it.
 #include "linear.h"
 
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
-enum Slot { PANELS = 8, RESULT, SUMS };
+enum Slot { PANELS = 8, RESULT, SUMS, LEFT };
 
 constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are multiplied with one panel after the other
 constexpr int64_t LONGEST_SUM = FUSES ? 512 : 32;  // products that one register adds up; longer sums are made of such
 constexpr int64_t DEPTH = 96;          // rows of x and dz that one step of a weight gradient adds up
 constexpr int64_t FEWEST_OWN = 24;     // rows of dweight that are worth packing x for
 
+// What the micro-kernel reads and writes for a T: bfloat16 only where it multiplies that.
+#if defined(__AVX512BF16__)
+template <class T> struct Multiplied : Type<T> {};
+#else
+template <class T> struct Multiplied : Type<float> {};
+#endif
+
 // One panel's columns of a result, rows `pitch` apart.
-struct Columns {
-  float* to;
+template <class Z> struct Columns {
+  Z* to;
   int64_t pitch, count;
 };
 
-// z = left (rows, depth) panel + added, or max(z, 0); left's rows are `pitch` apart. Without `added` z grows by the product.
-template <int N>
-__attribute__((noinline)) void strip(const float* left, int64_t pitch, int64_t rows, int64_t depth, const float* panel,
-                                     const float* added, bool relu, Columns z) {
+// z = left (rows, steps) panel + added, or max(z, 0); left's rows are `pitch` apart. Without `added` z grows by the product.
+template <int N, class T>
+__attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows, int64_t steps, const float* panel,
+                                     const float* added, bool relu, Columns<T> z) {
   const int64_t last = z.count - (N - 1) * WIDTH;
   over_tiles(rows, [&](int64_t r, auto count) TK_LAMBDA {
     constexpr int M = decltype(count)::value;
     Floats sum[M][N];
-    float* to = z.to + r * z.pitch;
-    sums_of_tile<true>(left + r * pitch, {pitch, 1}, panel, depth, to, z.pitch, sum);
+    T* to = z.to + r * z.pitch;
+    sums_of_tile<true>(left + r * pitch, {pitch, PER_STEP<T>}, panel, steps, to, z.pitch, sum);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        float* here = to + m * z.pitch + n * WIDTH;
+        T* here = to + m * z.pitch + n * WIDTH;
         auto finish = [&](auto lanes) TK_LAMBDA {
           const Floats value = sum[m][n] + (added ? load(added + n * WIDTH) : load(here, lanes));
           store(here, relu ? (value < 0.f ? splat(0.f) : value) : value, lanes);
@@ -72,19 +80,48 @@ void add_rows(const float* rows, int64_t pitch, int64_t depth, int64_t columns, 
 int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 int64_t registers_of(int64_t columns) { return (columns + WIDTH - 1) / WIDTH; }
 
+// Rows as the micro-kernel reads them: where they lie, or widened, or with a zero behind an odd number of elements.
+template <class L> struct Rows {
+  const L* data;
+  int64_t pitch;
+};
+template <class L, class T> Rows<L> readable(const T* rows, int64_t count, int64_t depth) {
+  const int64_t pitch = steps_of<L>(depth) * PER_STEP<L>;
+  if constexpr (sizeof(L) == sizeof(T))
+    if (pitch == depth) return {rows, depth};
+  L* copy = scratch<L>(LEFT, ROWS_OF_BLOCK * pitch);
+  for (int64_t r = 0; r < count; ++r) {
+    if (pitch > depth) memset(copy + r * pitch + depth, 0, sizeof(L));
+    over_columns(depth, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(copy + r * pitch + j, load(rows + r * depth + j, lanes), lanes); });
+  }
+  return {copy, pitch};
+}
+
 // z (rows, N) = left (rows, depth) panels + added; then finish(Columns) after each panel.
-template <class F>
-void multiply(const float* left, int64_t rows, int64_t depth, const float* panels, int64_t N, const float* added, bool relu,
-              float* z, const F& finish) {
+template <class T, class F>
+void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, int64_t N, const float* added, bool relu, T* z,
+              const F& finish) {
+  using L = typename Multiplied<T>::type;
+  constexpr bool WIDENED = sizeof(L) != sizeof(T);
+  const Rows<L> operand = readable<L>(left, rows, depth);
+  const int64_t steps = steps_of<L>(depth), longest = sizeof(L) == 2 ? steps : LONGEST_SUM;
+  L* wide = WIDENED ? scratch<L>(RESULT, ROWS_OF_BLOCK * PANEL) : nullptr;
   for (int64_t n = 0; n < N; n += PANEL) {
-    const Columns part{z + n, N, smaller(PANEL, N - n)};
+    const Columns<T> part{z + n, N, smaller(PANEL, N - n)};
+    Columns<L> sums;
+    if constexpr (WIDENED) sums = {wide, PANEL, part.count};
+    else sums = part;
     by_count(registers_of(part.count), [&](auto registers) {
-      for (int64_t k = 0; k < depth; k += LONGEST_SUM) {
-        const int64_t some = smaller(LONGEST_SUM, depth - k);
-        const float* panel = panels + n * depth + k * PANEL;
-        strip<decltype(registers)::value>(left + k, depth, rows, some, panel, k ? nullptr : added + n, relu && k + some == depth, part);
+      for (int64_t k = 0; k < steps; k += longest) {
+        const int64_t some = smaller(longest, steps - k);
+        const float* panel = panels + n * steps + k * PANEL;
+        const bool ends = k + some == steps;
+        strip<decltype(registers)::value>(operand.data + k, operand.pitch, rows, some, panel, k ? nullptr : added + n, relu && ends, sums);
       }
     });
+    if constexpr (WIDENED)
+      for (int64_t r = 0; r < rows; ++r)
+        over_columns(part.count, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(part.to + r * N + j, load(wide + r * PANEL + j, lanes), lanes); });
     finish(n, part);
   }
 }
@@ -103,19 +140,16 @@ const float* widened_bias(const float* bias, int64_t N) {
   return added;
 }
 
-}  // namespace
-
-// x (M, K), weight (N, K), bias (N) or address 0 -> y (M, N), and where `before` is not 0 the sums before the activation,
-// which GELU needs.
-void linear_forward(Address x, Address weight, Address bias, Address y, Address before, int64_t M, int64_t N, int64_t K,
-                    int64_t activation) {
-  const int64_t count = panels_of(N);
-  float* panels = scratch<float>(PANELS, count * PANEL * K);
-  parallel_for(count, PANEL * K, [&](int64_t begin, int64_t end) { pack_transposed(at<const float>(weight), N, K, begin, end, panels); });
-  const float* added = widened_bias(at<const float>(bias), N);
+template <class T, class W>
+void forward(const T* x, const W* weight, const float* bias, T* y, T* before, int64_t M, int64_t N, int64_t K, int64_t activation) {
+  using L = typename Multiplied<T>::type;
+  const int64_t count = panels_of(N), size = PANEL * steps_of<L>(K);
+  float* panels = scratch<float>(PANELS, count * size);
+  parallel_for(count, size, [&](int64_t begin, int64_t end) { pack_transposed(L{}, weight, N, K, begin, end, panels); });
+  const float* added = widened_bias(bias, N);
   over_row_blocks(M, N * K / 4, [&](int64_t row, int64_t rows) {
-    float *z = at<float>(before ? before : y) + row * N, *result = at<float>(y) + row * N;
-    multiply(at<const float>(x) + row * K, rows, K, panels, N, added, activation == RELU, z, [&](int64_t n, Columns sums) {
+    T *z = (before ? before : y) + row * N, *result = y + row * N;
+    multiply(x + row * K, rows, K, panels, N, added, activation == RELU, z, [&](int64_t n, Columns<T> sums) {
       for (int64_t r = 0; r < rows && before; ++r)
         over_columns(sums.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
           store(result + r * N + n + j, activated(load(sums.to + r * N + j, lanes), activation), lanes);
@@ -124,23 +158,50 @@ void linear_forward(Address x, Address weight, Address bias, Address y, Address 
   });
 }
 
-// dz (M, N) = dy activation'(saved) and dx (M, K) = dz W. dz is written where its address is not 0; dx likewise.
-void linear_backward_data(Address dy, Address saved, Address weight, Address dz, Address dx, int64_t M, int64_t N, int64_t K,
-                          int64_t activation) {
-  const int64_t count = panels_of(K);
-  float* panels = scratch<float>(PANELS, count * PANEL * N);
-  parallel_for(dx ? count : 0, PANEL * N, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) pack_panel(at<const float>(weight), N, K, p, panels + p * N * PANEL);
+template <class T, class W>
+void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, int64_t M, int64_t N, int64_t K, int64_t activation) {
+  using L = typename Multiplied<T>::type;
+  const int64_t count = panels_of(K), size = PANEL * steps_of<L>(N);
+  float* panels = scratch<float>(PANELS, count * size);
+  parallel_for(dx ? count : 0, size, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) pack_panel(L{}, weight, N, K, p, panels + p * size);
   });
   const float* added = widened_bias(nullptr, K);
   over_row_blocks(M, (dx ? N * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
     if (dz)
       for (int64_t i = row * N; i < (row + rows) * N; i += WIDTH) {
         const Part some{static_cast<int>(smaller(WIDTH, (row + rows) * N - i))};
-        store(at<float>(dz) + i, load(at<const float>(dy) + i, some) * slope(load(at<const float>(saved) + i, some), activation), some);
+        store(dz + i, load(dy + i, some) * slope(load(saved + i, some), activation), some);
       }
-    if (dx)
-      multiply(at<const float>(dz ? dz : dy) + row * N, rows, N, panels, K, added, false, at<float>(dx) + row * K, [](int64_t, Columns) {});
+    if (dx) multiply((dz ? dz : dy) + row * N, rows, N, panels, K, added, false, dx + row * K, [](int64_t, Columns<T>) {});
+  });
+}
+
+// Calls f(T{}, W{}) with the types of x and of the weight: float and float, bfloat16 and either.
+template <class F> void by_types(int64_t half, int64_t wide, const F& f) {
+  if (!half) return f(float{}, float{});
+  if (wide) return f(Bfloat16{}, float{});
+  f(Bfloat16{}, Bfloat16{});
+}
+
+}  // namespace
+
+// x (M, K), weight (N, K), bias (N) in float32 or address 0 -> y (M, N), and where `before` is not 0 the sums before the
+// activation, which GELU needs. x, y and `before` are bfloat16 where `half`; the weight is too unless `wide`.
+void linear_forward(int64_t half, int64_t wide, Address x, Address weight, Address bias, Address y, Address before, int64_t M,
+                    int64_t N, int64_t K, int64_t activation) {
+  by_types(half, wide, [&](auto type, auto weight_type) {
+    using T = decltype(type);
+    forward(at<const T>(x), at<const decltype(weight_type)>(weight), at<const float>(bias), at<T>(y), at<T>(before), M, N, K, activation);
+  });
+}
+
+// dz (M, N) = dy activation'(saved) and dx (M, K) = dz W. dz is written where its address is not 0; dx likewise. Types as above.
+void linear_backward_data(int64_t half, int64_t wide, Address dy, Address saved, Address weight, Address dz, Address dx, int64_t M,
+                          int64_t N, int64_t K, int64_t activation) {
+  by_types(half, wide, [&](auto type, auto weight_type) {
+    using T = decltype(type);
+    backward_data(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), at<T>(dx), M, N, K, activation);
   });
 }
 
@@ -161,7 +222,7 @@ void linear_backward_weight(Address dz, Address x, Address dweight, Address dbia
         const float* left = at<const float>(dz) + m * N + n;
         if (p == 0) add_rows(left, N, depth, rows, sums + (end - begin) * own, sums + mine);
         if (!dweight) continue;
-        pack_panel(at<const float>(x) + m * K, depth, K, p, right);
+        pack_panel(float{}, at<const float>(x) + m * K, depth, K, p, right);
         by_count(registers_of(smaller(PANEL, K - p * PANEL)), [&](auto registers) {
           add_strip<decltype(registers)::value>(left, N, rows, depth, right, total + mine * PANEL);
         });

@@ -1,6 +1,7 @@
-// What the three products of a linear layer share: operands packed in panels of two registers' columns, and activations.
+// What the three products of a linear layer share: operands packed in panels of a tile's columns, and activations.
 #pragma once
 #include "lanes.h"
+#include "pairs.h"
 #include "product.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -52,33 +53,55 @@ template <int N = PANEL_REGISTERS, class F> TK_INLINE void by_count(int64_t coun
   f(Count<N>{});
 }
 
-// sum (M, N registers) = A (M, depth) B (depth, N registers), B's rows a panel apart. The lines of the result `to`, which the
+// How many elements of the left operand one step of a product takes: one, or a pair of bfloat16, against words of two rows of
+// the right operand.
+#if defined(__AVX512BF16__)
+template <class T> constexpr int64_t PER_STEP = 4 / sizeof(T);
+#else
+template <class T> constexpr int64_t PER_STEP = 1;
+#endif
+template <class T> constexpr int64_t steps_of(int64_t depth) { return (depth + PER_STEP<T> - 1) / PER_STEP<T>; }
+
+TK_INLINE Floats broadcast(const float* element) { return splat(*element); }
+TK_INLINE Floats multiply_add(float, Floats left, Floats right, Floats sum) { return fma(left, right, sum); }
+#if defined(__AVX512BF16__)
+TK_INLINE Floats broadcast(const Bfloat16* pair) {
+  int32_t both;
+  memcpy(&both, pair, sizeof both);
+  return (Floats)_mm512_set1_epi32(both);
+}
+TK_INLINE Floats multiply_add(Bfloat16, Floats left, Floats right, Floats sum) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, bits_of<__m512bh>(left), bits_of<__m512bh>(right));
+}
+#endif
+
+// sum (M, N registers) = A (M, steps) B (steps, N registers), B's rows a panel apart. The lines of the result `to`, which the
 // caller is about to write, and the rows of A below these are fetched on the way, a few each 16 steps: the arithmetic hides
 // how long they take, and a burst of them would hold up the operands.
-template <bool BELOW, int M, int N>
-TK_INLINE void sums_of_tile(const float* a, Strides stride, const float* panel, int64_t depth, const float* to, int64_t pitch,
+template <bool BELOW, int M, int N, class T, class Z>
+TK_INLINE void sums_of_tile(const T* a, Strides stride, const float* panel, int64_t steps, const Z* to, int64_t pitch,
                             Floats (&sum)[M][N]) {
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sum[m][n] = splat(0.f);
-  for (int64_t k = 0, line = 0; k < depth; ++line) {
-    const int64_t end = smaller(depth, k + LINE);
+  for (int64_t k = 0, line = 0; k < steps; ++line) {
+    const int64_t end = smaller(steps, k + LINE);
     if (line < M)
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) __builtin_prefetch(to + line * pitch + n * WIDTH, 1);
+      for (int n = 0; n < N; n += 4 / sizeof(Z)) __builtin_prefetch(to + line * pitch + n * WIDTH, 1);
     if (BELOW)
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) __builtin_prefetch(a + (M + m) * stride.row + k);
+      for (int m = 0; m < M; ++m) __builtin_prefetch(a + (M + m) * stride.row + k * stride.depth);
     for (; k < end; ++k) {
       Floats right[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) right[n] = load(panel + k * PANEL + n * WIDTH);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        const Floats left = splat(a[m * stride.row + k * stride.depth]);
+        const Floats left = broadcast(a + m * stride.row + k * stride.depth);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sum[m][n] = fma(left, right[n], sum[m][n]);
+        for (int n = 0; n < N; ++n) sum[m][n] = multiply_add(T{}, left, right[n], sum[m][n]);
       }
     }
   }
@@ -93,7 +116,7 @@ template <class F> TK_INLINE void over_tiles(int64_t rows, const F& f) {
 }
 
 // Weight (N, K) -> panels (ceil(N / PANEL), K, PANEL) of its transpose: the right operand of y = x W^T. Panels [from, to).
-inline void pack_transposed(const float* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
+template <class W> void pack_transposed(float, const W* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
   alignas(64) float square[WIDTH * WIDTH], turned[WIDTH * WIDTH];
   for (int64_t n = from * PANEL; n < to * PANEL; n += WIDTH)
     for (int64_t k = 0; k < K; k += WIDTH) {
@@ -107,14 +130,57 @@ inline void pack_transposed(const float* weight, int64_t N, int64_t K, int64_t f
 }
 
 // Columns [p PANEL, (p + 1) PANEL) of rows (count, columns) -> one panel (count, PANEL), zeros where no columns are.
-inline void pack_panel(const float* rows, int64_t count, int64_t columns, int64_t p, float* panel) {
+template <class W> void pack_panel(float, const W* rows, int64_t count, int64_t columns, int64_t p, float* panel) {
   const int64_t some = smaller(PANEL, columns - p * PANEL);
   for (int64_t r = 0; r < count; ++r, panel += PANEL) {
-    const float* row = rows + r * columns + p * PANEL;
+    const W* row = rows + r * columns + p * PANEL;
     for (int64_t j = 0; j < PANEL; j += WIDTH)
       if (j + WIDTH <= some) store(panel + j, load(row + j));
       else store(panel + j, j < some ? load(row + j, Part{static_cast<int>(some - j)}) : splat(0.f));
   }
 }
+
+#if defined(__AVX512BF16__)
+// 32 elements of a row, rounded, zero from `width` on.
+TK_INLINE __m512i rounded_part(const Bfloat16* row, int64_t j, int64_t width) {
+  return j < width ? row_part(row, j, width) : _mm512_setzero_si512();
+}
+TK_INLINE __m512i rounded_part(const float* row, int64_t j, int64_t width) {
+  const auto half = [&](int64_t from) TK_LAMBDA {
+    const int64_t some = larger(0, smaller(WIDTH, width - from));
+    return (__m512)load(row + from, Part{static_cast<int>(some)});
+  };
+  return bits_of<__m512i>(_mm512_cvtne2ps_pbh(half(j + WIDTH), half(j)));
+}
+
+// The same for products of bfloat16, in words of two rows of the panel: (ceil(K / 2), PANEL).
+template <class W> void pack_transposed(Bfloat16, const W* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
+  const int64_t steps = steps_of<Bfloat16>(K);
+  for (int64_t n = from * PANEL; n < to * PANEL; n += WIDTH)
+    for (int64_t k = 0; k < K; k += PAIR_DEPTH) {
+      __m512 words[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) words[i] = (__m512)(n + i < N ? rounded_part(weight + (n + i) * K, k, K) : _mm512_setzero_si512());
+      float* step = panels + (n / PANEL * steps + k / 2) * PANEL + n % PANEL;
+      if (k + PAIR_DEPTH <= K) {
+        transpose_registers(words, step, PANEL);
+        continue;
+      }
+      alignas(64) float turned[16 * WIDTH];
+      transpose_registers(words, turned, WIDTH);
+      for (int64_t i = 0; i < steps - k / 2; ++i) store(step + i * PANEL, load(turned + i * WIDTH));
+    }
+}
+template <class W> void pack_panel(Bfloat16, const W* rows, int64_t count, int64_t columns, int64_t p, float* panel) {
+  for (int64_t r = 0; r < count; r += 2, panel += PANEL)
+    for (int64_t j = 0; j < PANEL; j += PAIR_DEPTH) {
+      const W* even = rows + r * columns;
+      const __m512i odd = r + 1 < count ? rounded_part(even + columns, p * PANEL + j, columns) : _mm512_setzero_si512();
+      Floats first, second;
+      interleave(rounded_part(even, p * PANEL + j, columns), odd, first, second);
+      store(panel + j, first), store(panel + j + WIDTH, second);
+    }
+}
+#endif
 
 }  // namespace transformer_kernels::TK_LEVEL
