@@ -18,6 +18,8 @@ from transformer_kernels.ops.linear._products import Gradients, gradients, produ
 
 LARGEST_WEIGHT = 1 << 19
 """Elements beyond which a weight does not stay in a second-level cache, which our products do not block for."""
+LARGER, ROWS_FOR_LARGER = 8, 512
+"""In bfloat16 ours is the faster product for weights that are so many times as large, from so many rows of x on."""
 MOST_FEW_ROWS = 4
 """Rows of x up to which reading the weights is what a product costs."""
 NEAR_WEIGHT, MANY_ROWS = 1 << 16, 2048
@@ -32,11 +34,13 @@ def fuses(call: LinearCall) -> bool:
 
     AMX tiles, which oneDNN takes for 16 bits, are faster than our vdpbf16ps.
     """
-    if call.weight.numel() > LARGEST_WEIGHT or _are_few(call):
+    if _are_few(call):
         return False
+    elements = call.weight.numel()
     if call.x.dtype is torch.bfloat16:
-        return cpu.load().instruction_set() != "amx"
-    return call.x.dtype is torch.float32
+        paid = LARGEST_WEIGHT * (LARGER if _sizes(call)[0] >= ROWS_FOR_LARGER else 1)
+        return elements <= paid and cpu.load().instruction_set() != "amx"
+    return elements <= LARGEST_WEIGHT and call.x.dtype is torch.float32
 
 
 def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
