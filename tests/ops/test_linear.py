@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,3 +83,47 @@ def test_a_nan_stays_in_its_row(backend: str, device: torch.device) -> None:
         tensors["x"][3] = float("nan")
     y = tk.linear(**tensors, activation="relu", backend=backend)
     assert y[3].isnan().all() and torch.isfinite(y[4:]).all() and torch.isfinite(y[:3]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
+def test_larger_weights_of_many_rows(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    if backend != "cpu":
+        pytest.skip("only the cpu backend asks how many rows a weight is worth")
+    check_parity("linear", backend, make(520, 700, 751, dtype, device), {"activation": "relu"})
+
+
+def test_threads_do_not_change_the_bits_of_bfloat16(backend: str) -> None:
+    """Under autocast, whose weights stay float32; an odd number of rows and columns leaves half a pair."""
+    if backend != "cpu":
+        pytest.skip("PyTorch's products are its own")
+    tensors = {name: each.requires_grad_() for name, each in make(1001, 131, 71, torch.float32, "cpu").items()}
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            with torch.autocast("cpu", torch.bfloat16):
+                y = tk.linear(**tensors, activation="gelu", backend=backend)
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), list(tensors.values()))])
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(map(torch.equal, results[0], result))
+    x, weight, bias = (each.bfloat16().double() for each in tensors.values())
+    exact = torch.nn.functional.gelu(x @ weight.t() + bias.detach())
+    assert (results[0][0] - exact).abs().max() < 1e-2 * exact.abs().max()
+    assert results[0][2].dtype is torch.float32
+
+
+@pytest.mark.parametrize(("instruction_set", "ours"), [("avx2", True), ("avx512_bf16", True), ("amx", False)])
+def test_tiles_are_left_to_pytorch(
+    backend: str, products: None, monkeypatch: pytest.MonkeyPatch, instruction_set: str, ours: bool
+) -> None:
+    if backend != "cpu":
+        pytest.skip("only the cpu backend chooses")
+    chooser = import_module("transformer_kernels.ops.linear._cpu")
+    monkeypatch.setattr(chooser, "LARGEST_WEIGHT", 1 << 19)
+    monkeypatch.setattr(chooser.cpu, "load", lambda: SimpleNamespace(instruction_set=lambda: instruction_set))
+    operation = import_module("transformer_kernels.ops.linear")
+    assert chooser.fuses(operation.prepare(**make(40, 33, 20, torch.bfloat16, "cpu"))) is ours
+    assert chooser.fuses(operation.prepare(**make(511, 1024, 1024, torch.bfloat16, "cpu"))) is False
+    assert chooser.fuses(operation.prepare(**make(512, 1024, 1024, torch.bfloat16, "cpu"))) is ours

@@ -1,16 +1,22 @@
 // y = activation(x W^T + bias) and its gradients: the products of a small transformer, whose weights fit in the second-level
-// cache, with all that surrounds a product done while its tile is in registers or the first-level cache. float32, and but for
-// the weight's gradient bfloat16: by vdpbf16ps, or widened where the processor lacks it.
+// cache, with all that surrounds a product done while its tile is in registers or the first-level cache. float32, and bfloat16
+// by vdpbf16ps, or widened where the processor lacks it.
 #include "linear.h"
 
 namespace transformer_kernels::TK_LEVEL {
+#if defined(__AMX_BF16__)
+// weight_gradient.cpp
+void weight_gradient_by_tiles(Address dz, Address x, Address dweight, int64_t wide, Address dbias, int64_t M, int64_t N, int64_t K);
+#endif
 namespace {
 
 enum Slot { PANELS = 8, RESULT, SUMS, LEFT };
 
 constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are multiplied with one panel after the other
 constexpr int64_t LONGEST_SUM = FUSES ? 512 : 32;  // products that one register adds up; longer sums are made of such
-constexpr int64_t DEPTH = 96;          // rows of x and dz that one step of a weight gradient adds up
+constexpr int64_t DEPTH_STEPS = 96;    // steps of x and dz whose products one tile of a weight gradient adds up
+constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
+constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps
 constexpr int64_t FEWEST_OWN = 24;     // rows of dweight that are worth packing x for
 
 // What the micro-kernel reads and writes for a T: bfloat16 only where it multiplies that.
@@ -35,7 +41,11 @@ __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows,
     constexpr int M = decltype(count)::value;
     Floats sum[M][N];
     T* to = z.to + r * z.pitch;
-    sums_of_tile<true>(left + r * pitch, {pitch, PER_STEP<T>}, panel, steps, to, z.pitch, sum);
+    const T *a = left + r * pitch, *below = a + M * pitch;
+    sums_of_tile(a, {pitch, PER_STEP<T>}, panel, steps, to, z.pitch, sum, [&](int64_t k) TK_LAMBDA {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) __builtin_prefetch(below + m * pitch + k * PER_STEP<T>);
+    });
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
@@ -51,15 +61,35 @@ __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows,
   });
 }
 
-// total (rows, N registers), rows a panel apart, += left^T panel with left's `depth` rows `pitch` apart.
-template <int N>
-__attribute__((noinline)) void add_strip(const float* left, int64_t pitch, int64_t rows, int64_t depth, const float* panel,
-                                         float* total) {
+// Rows that are read next, whose lines are fetched into the second-level cache while others are multiplied.
+struct Ahead {
+  const char* row;
+  int64_t width, pitch, rows, at;  // of the rows bytes that are read, bytes apart; how many are left, and the place in this one
+
+  TK_INLINE void fetch() {
+    if (rows <= 0) return;
+    __builtin_prefetch(row + at, 0, 2);
+    at += 4 * LINE;
+    if (at < width) return;
+    at = 0, row += pitch, --rows;
+  }
+};
+template <class T> Ahead ahead(const T* from, int64_t width, int64_t pitch, int64_t rows) {
+  constexpr int64_t SIZE = sizeof(T);
+  return {reinterpret_cast<const char*>(from), width * SIZE, pitch * SIZE, rows, 0};
+}
+
+// total (rows, N registers), rows a panel apart, += left^T panel with left's steps `pitch` apart.
+template <int N, class L>
+__attribute__((noinline)) void add_strip(const L* left, int64_t pitch, int64_t rows, int64_t steps, const float* panel, float* total,
+                                         Ahead (&next)[2]) {
   over_tiles(rows, [&](int64_t r, auto count) TK_LAMBDA {
     constexpr int M = decltype(count)::value;
     Floats sum[M][N];
     float* to = total + r * PANEL;
-    sums_of_tile<false>(left + r, {1, pitch}, panel, depth, to, PANEL, sum);
+    sums_of_tile(left + r * PER_STEP<L>, {PER_STEP<L>, pitch}, panel, steps, to, PANEL, sum, [&](int64_t) TK_LAMBDA {
+      for (int line = 0; line < LINES_AHEAD; ++line) next[0].fetch(), next[1].fetch();
+    });
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
@@ -67,16 +97,32 @@ __attribute__((noinline)) void add_strip(const float* left, int64_t pitch, int64
   });
 }
 
-// sums (columns) += the sums of rows (depth, columns), `pitch` apart, which are added up by themselves first.
-void add_rows(const float* rows, int64_t pitch, int64_t depth, int64_t columns, float* part, float* sums) {
-  memset(part, 0, sizeof(float) * columns);
+// Rows (depth, columns), `pitch` apart -> the steps that add_strip reads, `to_pitch` apart: rows widened where `to` is not null,
+// or pairs of rows as words. part (columns) += their sums.
+template <class T> void pack_left(float, const T* rows, int64_t pitch, int64_t depth, int64_t columns, float* to, int64_t to_pitch, float* part) {
   for (int64_t r = 0; r < depth; ++r)
     over_columns(columns, [&](int64_t n, auto lanes, int) TK_LAMBDA {
-      store(part + n, load(part + n, lanes) + load(rows + r * pitch + n, lanes), lanes);
+      const Floats row = load(rows + r * pitch + n, lanes);
+      if (to) store(to + r * to_pitch + n, row, lanes);
+      store(part + n, load(part + n, lanes) + row, lanes);
     });
-  for (int64_t n = 0; n < columns; ++n) sums[n] += part[n];
 }
-
+#if defined(__AVX512BF16__)
+void pack_left(Bfloat16, const Bfloat16* rows, int64_t pitch, int64_t depth, int64_t columns, Bfloat16* to, int64_t to_pitch, float* part) {
+  const __m512bh ones = bits_of<__m512bh>(_mm512_set1_epi32(0x3F803F80));
+  for (int64_t r = 0; r < depth; r += 2, to += to_pitch)
+    for (int64_t n = 0; n < columns; n += PAIR_DEPTH) {
+      const Bfloat16* even = rows + r * pitch;
+      Floats words[2];
+      interleave(row_part(even, n, columns), r + 1 < depth ? row_part(even + pitch, n, columns) : _mm512_setzero_si512(), words[0], words[1]);
+      for (int h = 0; h < 2; ++h) {
+        _mm512_storeu_ps(to + 2 * (n + h * WIDTH), (__m512)words[h]);
+        float* sums = part + n + h * WIDTH;
+        store(sums, (Floats)_mm512_dpbf16_ps((__m512)load(sums), bits_of<__m512bh>(words[h]), ones));
+      }
+    }
+}
+#endif
 int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 int64_t registers_of(int64_t columns) { return (columns + WIDTH - 1) / WIDTH; }
 
@@ -177,6 +223,57 @@ void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, i
   });
 }
 
+// A task owns some rows of one panel of dweight and adds up the rows of x in steps, whose rows of dz stay in the second-level
+// cache for all tasks of a thread. Rows of 32 bits are read where they lie, others packed: an odd number of lines apart, as whole
+// pages apart they would share few sets of a cache.
+template <class T, class W>
+void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t M, int64_t N, int64_t K) {
+  using L = typename Multiplied<T>::type;
+  constexpr int64_t DEPTH = DEPTH_STEPS * PER_STEP<L>;
+  constexpr bool PACKED = sizeof(T) == 2;
+  const int64_t threads = thread_count(), share = aligned((N + threads - 1) / threads, LINEAR_ROWS);
+  const int64_t own = larger(share, FEWEST_OWN), panels = dweight ? panels_of(K) : 1, parts = (N + own - 1) / own;
+  parallel_for(parts * panels, own * (dweight ? PANEL : 1) * M / 4, [&](int64_t begin, int64_t end) {
+    const int64_t kept = aligned(own, PAIRED_COLUMNS) + LINE, pitch = PACKED ? kept * PER_STEP<L> : N;
+    float* right = scratch<float>(PANELS, DEPTH_STEPS * PANEL);
+    L* packed = PACKED ? scratch<L>(LEFT, DEPTH_STEPS * pitch) : nullptr;
+    float* total = scratch<float>(RESULT, (end - begin) * own * PANEL);
+    float* sums = scratch<float>(SUMS, (end - begin + 1) * kept);
+    float* part = sums + (end - begin) * kept;
+    memset(total, 0, sizeof(float) * (end - begin) * own * PANEL);
+    memset(sums, 0, sizeof(float) * (end - begin) * kept);
+    for (int64_t m = 0; m < M; m += DEPTH) {
+      const int64_t first = begin / panels * own, later = smaller(DEPTH, M - m - DEPTH), last = smaller(N, ((end - 1) / panels + 1) * own);
+      Ahead next[2] = {ahead(dz + (m + DEPTH) * N + first, last - first, N, later), ahead(x + (m + DEPTH) * K, K, K, later)};
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n), depth = smaller(DEPTH, M - m);
+        if (p == 0 || task == begin) {
+          memset(part, 0, sizeof(float) * kept);
+          pack_left(L{}, dz + m * N + n, N, depth, rows, packed, pitch, part);
+          for (int64_t j = 0; j < rows; ++j) sums[(task - begin) * kept + j] += part[j];
+        }
+        if (!dweight) continue;
+        const L* left = packed;
+        if constexpr (!PACKED) left = dz + m * N + n;
+        pack_panel(L{}, x + m * K, depth, K, p, right);
+        by_count(registers_of(smaller(PANEL, K - p * PANEL)), [&](auto registers) {
+          add_strip<decltype(registers)::value>(left, pitch, rows, steps_of<L>(depth), right, total + (task - begin) * own * PANEL, next);
+        });
+      }
+    }
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n);
+      if (p == 0 && dbias) memcpy(dbias + n, sums + (task - begin) * kept, sizeof(float) * rows);
+      for (int64_t r = 0; r < rows && dweight; ++r) {
+        const float* from = total + ((task - begin) * own + r) * PANEL;
+        over_columns(smaller(PANEL, K - p * PANEL), [&](int64_t j, auto lanes, int) TK_LAMBDA {
+          store(dweight + (n + r) * K + p * PANEL + j, load(from + j, lanes), lanes);
+        });
+      }
+    }
+  });
+}
+
 // Calls f(T{}, W{}) with the types of x and of the weight: float and float, bfloat16 and either.
 template <class F> void by_types(int64_t half, int64_t wide, const F& f) {
   if (!half) return f(float{}, float{});
@@ -205,34 +302,16 @@ void linear_backward_data(int64_t half, int64_t wide, Address dy, Address saved,
   });
 }
 
-// dweight (N, K) = dz^T x and dbias (N) = sums of dz. A task owns some rows of one panel of dweight and adds up the rows of
-// x in steps of DEPTH, whose rows of dz stay in the second-level cache for all tasks of a thread; addresses 0 are not wanted.
-void linear_backward_weight(Address dz, Address x, Address dweight, Address dbias, int64_t M, int64_t N, int64_t K) {
-  const int64_t threads = thread_count(), share = aligned((N + threads - 1) / threads, LINEAR_ROWS);
-  const int64_t own = larger(share, FEWEST_OWN), panels = dweight ? panels_of(K) : 1, parts = (N + own - 1) / own;
-  parallel_for(parts * panels, own * (dweight ? PANEL : 1) * M / 4, [&](int64_t begin, int64_t end) {
-    float* right = scratch<float>(PANELS, DEPTH * PANEL);
-    float* total = scratch<float>(RESULT, (end - begin) * own * PANEL);
-    float* sums = scratch<float>(SUMS, (end - begin + 1) * own);
-    memset(total, 0, sizeof(float) * (end - begin) * own * PANEL);
-    memset(sums, 0, sizeof(float) * (end - begin) * own);
-    for (int64_t m = 0; m < M; m += DEPTH)
-      for (int64_t task = begin, mine = 0; task < end; ++task, mine += own) {
-        const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n), depth = smaller(DEPTH, M - m);
-        const float* left = at<const float>(dz) + m * N + n;
-        if (p == 0) add_rows(left, N, depth, rows, sums + (end - begin) * own, sums + mine);
-        if (!dweight) continue;
-        pack_panel(float{}, at<const float>(x) + m * K, depth, K, p, right);
-        by_count(registers_of(smaller(PANEL, K - p * PANEL)), [&](auto registers) {
-          add_strip<decltype(registers)::value>(left, N, rows, depth, right, total + mine * PANEL);
-        });
-      }
-    for (int64_t task = begin, mine = 0; task < end; ++task, mine += own) {
-      const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n);
-      if (p == 0 && dbias) memcpy(at<float>(dbias) + n, sums + mine, sizeof(float) * rows);
-      for (int64_t r = 0; r < rows && dweight; ++r)
-        memcpy(at<float>(dweight) + (n + r) * K + p * PANEL, total + (mine + r) * PANEL, sizeof(float) * smaller(PANEL, K - p * PANEL));
-    }
+// dweight (N, K) = dz^T x and dbias (N), float32, = sums of dz; addresses 0 are not wanted. dz and x are bfloat16 where `half`;
+// dweight is too unless `wide`.
+void linear_backward_weight(int64_t half, int64_t wide, Address dz, Address x, Address dweight, Address dbias, int64_t M, int64_t N,
+                            int64_t K) {
+#if defined(__AMX_BF16__)
+  if (half && dweight) return weight_gradient_by_tiles(dz, x, dweight, wide, dbias, M, N, K);
+#endif
+  by_types(half, wide, [&](auto type, auto weight_type) {
+    using T = decltype(type);
+    backward_weight(at<const T>(dz), at<const T>(x), at<decltype(weight_type)>(dweight), at<float>(dbias), M, N, K);
   });
 }
 

@@ -76,11 +76,11 @@ TK_INLINE Floats multiply_add(Bfloat16, Floats left, Floats right, Floats sum) {
 #endif
 
 // sum (M, N registers) = A (M, steps) B (steps, N registers), B's rows a panel apart. The lines of the result `to`, which the
-// caller is about to write, and the rows of A below these are fetched on the way, a few each 16 steps: the arithmetic hides
-// how long they take, and a burst of them would hold up the operands.
-template <bool BELOW, int M, int N, class T, class Z>
+// caller is about to write, and by fetch(k) what is read next are fetched on the way, a few each 16 steps: the arithmetic
+// hides how long they take, and a burst of them would hold up the operands.
+template <int M, int N, class T, class Z, class F>
 TK_INLINE void sums_of_tile(const T* a, Strides stride, const float* panel, int64_t steps, const Z* to, int64_t pitch,
-                            Floats (&sum)[M][N]) {
+                            Floats (&sum)[M][N], const F& fetch) {
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
@@ -90,9 +90,7 @@ TK_INLINE void sums_of_tile(const T* a, Strides stride, const float* panel, int6
     if (line < M)
 #pragma GCC unroll 4
       for (int n = 0; n < N; n += 4 / sizeof(Z)) __builtin_prefetch(to + line * pitch + n * WIDTH, 1);
-    if (BELOW)
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) __builtin_prefetch(a + (M + m) * stride.row + k * stride.depth);
+    fetch(k);
     for (; k < end; ++k) {
       Floats right[N];
 #pragma GCC unroll 4

@@ -1,10 +1,11 @@
-// The weight gradient of a linear layer in bfloat16, dweight = dz^T x, summed in float32: a sum over many rows, of which both
-// operands have one beside the other. The operand with fewer columns, the left one, is transposed as it is packed; of the
-// right one pairs of rows are. Without products of bfloat16 both are widened.
+// The weight gradient of a linear layer in bfloat16 by AMX tiles, dweight = dz^T x, summed in float32: a sum over many rows, of
+// which both operands have one beside the other. The operand with fewer columns, the left one, is transposed as it is packed; of
+// the right one pairs of rows are.
 #include "lanes.h"
 #include "pairs.h"
 #include "product.h"
 
+#if defined(__AMX_BF16__)
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
@@ -19,8 +20,6 @@ struct Operand {
   const Bfloat16* data;
   int64_t columns;
 };
-
-#if defined(__AVX512BF16__)
 
 constexpr int64_t LEFT_ROW = DEPTH + PAIR_DEPTH;         // whole pages apart, rows and panels would lie in few sets of a cache
 constexpr int64_t PANEL_SIZE = (DEPTH / 2 + 1) * PANEL;  // words of a packed panel
@@ -113,49 +112,6 @@ template <bool ADD> void multiply(const Left* left, const float* panel, int64_t 
   pair_strip<2, ADD>(left, LEFT_ROW, panel, PANEL, total, PANEL, height, aligned(depth, PAIR_DEPTH));
 }
 
-#else
-
-constexpr int64_t PANEL_SIZE = DEPTH * PANEL;
-
-using Left = float;
-int64_t left_size(int64_t height) { return DEPTH * height; }
-
-struct TileRegisters {
-  TileRegisters() {}
-  ~TileRegisters() {}
-};
-
-void widen(const Operand& operand, int64_t row, int64_t depth, int64_t first, int64_t columns, float* to) {
-  for (int64_t i = 0; i < depth; ++i, to += columns)
-    for (int64_t j = 0; j < columns; j += WIDTH) {
-      const int64_t some = smaller(WIDTH, operand.columns - first - j);
-      const Bfloat16* from = operand.data + (row + i) * operand.columns + first + j;
-      store(to + j, some > 0 ? load(from, Part{static_cast<int>(some)}) : splat(0.f));
-    }
-}
-
-void pack_left(const Operand& left, int64_t row, int64_t depth, int64_t height, Left* to) { widen(left, row, depth, 0, height, to); }
-
-void pack_right(const Operand& right, int64_t row, int64_t depth, int64_t first, int64_t panels, float* to) {
-  for (int64_t p = 0; p < panels; ++p) widen(right, row, depth, first + p * PANEL, PANEL, to + p * PANEL_SIZE);
-}
-
-void add_left(const Left* left, int64_t depth, int64_t height, float* sums) {
-  for (int64_t j = 0; j < height; j += WIDTH) {
-    Floats total = splat(0.f);
-    for (int64_t i = 0; i < depth; ++i) total += load(left + i * height + j);
-    store(sums + j, load(sums + j) + total);
-  }
-}
-
-void add_right(const float* panel, int64_t depth, float* sums) { add_left(panel, depth, PANEL, sums); }
-
-template <bool ADD> void multiply(const Left* left, const float* panel, int64_t depth, int64_t height, float* total) {
-  product<ADD>(left, {1, height}, panel, PANEL, total, PANEL, height, PANEL / WIDTH, depth);
-}
-
-#endif
-
 // total (height, PANEL) -> dweight (N, K), of which it is columns from `first` on, or, turned, rows.
 template <class T> void write(const float* total, int64_t height, int64_t first, bool turned, T* dweight, int64_t N, int64_t K) {
   alignas(64) float square[WIDTH * WIDTH];
@@ -174,7 +130,7 @@ template <class T> void write(const float* total, int64_t height, int64_t first,
 
 // dz (M, N), x (M, K) bf16 -> dweight (N, K), f32 where `wide`, else bf16; dbias (N) f32, the sums of dz, or address 0. A task
 // owns a panel of the right operand.
-void weight_gradient(Address dz, Address x, Address dweight, int64_t wide, Address dbias, int64_t M, int64_t N, int64_t K) {
+void weight_gradient_by_tiles(Address dz, Address x, Address dweight, int64_t wide, Address dbias, int64_t M, int64_t N, int64_t K) {
   const bool turned = N > K;
   const Operand rows{at<const Bfloat16>(dz), N}, inputs{at<const Bfloat16>(x), K};
   const Operand &left = turned ? inputs : rows, &right = turned ? rows : inputs;
@@ -211,5 +167,4 @@ void weight_gradient(Address dz, Address x, Address dweight, int64_t wide, Addre
 }
 
 }  // namespace transformer_kernels::TK_LEVEL
-
-TK_KERNEL(weight_gradient)
+#endif

@@ -1,6 +1,7 @@
 """A linear layer on the CPU: csrc/cpu/products/linear.cpp, or PyTorch's product where that is the faster one.
 
-A few rows, as in generating text, are few_rows.cpp's, and gradients of weights in bfloat16 weight_gradient.cpp's.
+A few rows, as in generating text, are few_rows.cpp's; with AMX, weight_gradient.cpp's tiles make the gradients of weights in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -99,13 +100,19 @@ def _gradients(call: LinearCall, dz: Tensor, wanted: Wanted) -> Gradients:
     if not wanted[1] or not _owns_gradient(call):
         return gradients(call, dz, wanted)
     dx, _, _ = gradients(call, dz, (wanted[0], False, False))
-    dweight = torch.empty_like(call.weight)
-    dbias = dz.new_empty(len(dweight), dtype=torch.float32) if call.bias is not None and wanted[2] else None
-    wide = dweight.dtype is torch.float32
-    cpu.load().weight_gradient(
-        dz.data_ptr(), call.x.data_ptr(), dweight.data_ptr(), wide, address(dbias), *_sizes(call)
-    )
-    return dx, dweight, narrowed(dbias, call.bias)
+    return dx, *_weight_gradient(call, dz, wanted)
+
+
+def _weight_gradient(call: LinearCall, dz: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
+    """dweight and dbias."""
+    x, weight, bias, _ = call
+    dweight = torch.empty_like(weight) if wanted[1] else None
+    dbias = dz.new_empty(len(weight), dtype=torch.float32) if bias is not None and wanted[2] else None
+    if dweight is not None or dbias is not None:
+        cpu.load().linear_backward_weight(
+            *_types(call), dz.data_ptr(), x.data_ptr(), address(dweight), address(dbias), *_sizes(call)
+        )
+    return dweight, narrowed(dbias, bias)
 
 
 def _of_few_rows(call: LinearCall) -> Tensor:
@@ -130,7 +137,7 @@ def _own_forward(call: LinearCall) -> LinearResult:
 
 
 def _own_backward(call: LinearCall, result: LinearResult, dy: Tensor, wanted: Wanted) -> Gradients:
-    x, weight, bias, activation = call
+    x, weight, _, activation = call
     dz = dy if activation is None else torch.empty_like(dy)
     dx = torch.empty_like(x) if wanted[0] else None
     if activation is not None or dx is not None:
@@ -138,15 +145,7 @@ def _own_backward(call: LinearCall, result: LinearResult, dy: Tensor, wanted: Wa
             *_types(call), dy.data_ptr(), address(result.saved), weight.data_ptr(),
             0 if activation is None else dz.data_ptr(), address(dx), *_sizes(call), ACTIVATIONS.index(activation),
         )  # fmt: skip
-    if x.dtype is torch.bfloat16:
-        return dx, *_gradients(call, dz, (False, *wanted[1:]))[1:]
-    dweight = torch.empty_like(weight) if wanted[1] else None
-    dbias = torch.empty_like(bias) if bias is not None and wanted[2] else None
-    if dweight is not None or dbias is not None:
-        cpu.load().linear_backward_weight(
-            dz.data_ptr(), x.data_ptr(), address(dweight), address(dbias), *_sizes(call),
-        )  # fmt: skip
-    return dx, dweight, dbias
+    return dx, *_weight_gradient(call, dz, wanted)
 
 
 def _types(call: LinearCall) -> tuple[bool, bool]:
