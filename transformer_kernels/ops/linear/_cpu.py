@@ -1,7 +1,6 @@
 """A linear layer on the CPU: csrc/cpu/products/linear.cpp, or PyTorch's product where that is the faster one.
 
-A few rows, as in generating text, are few_rows.cpp's; with AMX, weight_gradient.cpp's tiles make the gradients of weights in
-bfloat16.
+A few rows, as in generating text, are few_rows.cpp's; with AMX, gradients of weights in bfloat16 weight_gradient.cpp's.
 """
 
 from __future__ import annotations
