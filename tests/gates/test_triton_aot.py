@@ -12,6 +12,7 @@ import pytest
 from benchmarks.tune_triton import targets
 from tests.support.compilations import OPERATIONS as COUNTED
 from tests.support.compilations import compilations
+from tests.support.host_time import host_times
 from transformer_kernels.backends.triton import MINIMUM_VERSION
 from transformer_kernels.reports import static
 from transformer_kernels.reports import triton as kernel_report
@@ -29,6 +30,8 @@ KNOWN_TO_FAIL = {
     # and 81 % more where it masks; with half of the queries 3 % and 29 % more, and read keys twice as often.
     (f"attention any length causal padded dropout float32 D 64: {BACKWARD_QUERY}", (9, 0)),
     # 4 of 2,808, in no loop; without (32 x 16) 15 % more in the loop.
+    ("attention any length causal bfloat16 D 64: attention_forward", (12, 0)),
+    # 4, two of them among the 697 of the loop: the tile is that of 8.0, which has no spills there.
 }
 """Launches whose spills cost less than the tiles that have none."""
 
@@ -93,6 +96,12 @@ def test_the_oldest_supported_triton_compiles(tmp_path: Path, monkeypatch: pytes
 def test_twenty_shapes_need_no_second_compilation(operation: str, shapes: str) -> None:
     counted = compilations(f"{operation}-{shapes}")
     assert counted and all(one == every for one, every in counted.values()), counted
+
+
+@pytest.mark.slow
+def test_a_raw_call_costs_the_host_little() -> None:
+    found = host_times()
+    assert len(found) == 4 and all(0 < cost <= (20 if "forward" in name else 35) for name, cost in found.items()), found
 
 
 @pytest.mark.parametrize("operation", kernel_report.OPERATIONS)

@@ -15,6 +15,8 @@ from tests.support.interpreter import guarded
 from tests.support.parity import backend_fixture, check_parity
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.ops.attention import AttentionCall
+from transformer_kernels.ops.attention import _tiles as tiles
+from transformer_kernels.ops.attention._tiles import Kernel
 
 OP = "attention"
 backend = backend_fixture("triton")
@@ -255,6 +257,21 @@ def test_rows_biased_by_the_lowest_number_have_the_gradient_of_uniform_weights(
     out = tk.attention(**tensors, backend=backend)
     out.sum().backward()
     torch.testing.assert_close(tensors["v"].grad, torch.full_like(tensors["v"], 0.5), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_many_keys_are_read_in_blocks_of_128_where_a_causal_call_reads_64(
+    backend: str, device: torch.device, width: int, triton_attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED_CAPABILITY", (9, 0))
+    tensors = make(torch.float16, device, (130, tiles.LONG_KEYS + 50), batch=1, heads=(1, 1), width=width)
+    check_parity(OP, backend, tensors, {"causal": True})
+    keys = []
+    for length in (tiles.LONG_KEYS - 1, tiles.LONG_KEYS):
+        q, k = (torch.empty(1, 1, each, width, dtype=torch.float16, device=device) for each in (130, length))
+        call = AttentionCall(q, k, k, None, None, None, None, True, None, 0.0, 0.125)
+        keys.append(triton_attention._Given(call, None).plan.tile(Kernel.FORWARD).keys)
+    assert keys == [64 if width == 64 else 128, 128]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ DERIVATION = {
 
 CHOSEN = "|".join(
     (
-        r"any length (plain|causal) bfloat16 D (64|128): attention",
+        r"(any length (plain|causal)|many keys causal) bfloat16 D (64|128): attention",
         r"any length (biased|sequences causal dropout) bfloat16 D 128: attention_(forward|backward)",
         r"any length causal rotary bfloat16 D 64: attention",
         r"128 keys causal (padded|rotary) bfloat16 D 64: attention_short",
@@ -65,7 +65,8 @@ GROWTH = 1.03
 
 HEADING = """# What the machine code of the {backend} kernels allows
 
-Compiled for {devices} by {compiler}, without a GPU; nothing here is timed.
+Compiled for {devices}
+by {compiler}, without a GPU; nothing here is timed.
 
 **bound**: the share of the data sheet's tensor rate (or, without matrix products, memory rate) that a loop cannot
 exceed if all that can overlap does and each instruction is issued once. A quarter of a multiprocessor issues one
@@ -79,8 +80,8 @@ has a line, such as those for tiles with and without masks; of the code around i
 
 **programs**: blocks that registers, shared memory and warps let a multiprocessor hold. **in flight**: at most so many
 bytes all of them ask global memory for before they wait (with TMA: the shared memory that it fills); the memory rate
-takes {rates} for each nanosecond that a byte is under way. A dash: the loads are in a
-subroutine.
+takes {rates}
+for each nanosecond that a byte is under way. A dash: the loads are in a subroutine.
 
 `transformer-kernels info --static` prints this page. `python -m transformer_kernels.reports.static {name}` brings it up
 to date, and a gate fails where a figure grows, or programs, bytes in flight or a bound fall, by more than 3 %.

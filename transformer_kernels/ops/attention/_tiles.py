@@ -27,6 +27,9 @@ DECODE_MAXIMUM_ROWS = 64
 MAXIMUM_SPLITS = 64
 """Most parts that the keys of a decode step, or the tiles of a bias gradient, are shared out in."""
 
+LONG_KEYS = 2048
+"""From how many keys a causal call is long."""
+
 COMBINED_SPLITS = 16
 """Parts of a decode step that the combining kernel reads at a time."""
 
@@ -77,6 +80,7 @@ class Body(Enum):
 
     LIGHT = "light"
     CAUSAL = "causal"
+    LONG = "causal over many keys"
     PADDED = "causal and padded"
     HEAVY = "heavy"
     PACKED = "packed"
@@ -114,6 +118,11 @@ FORWARD_CAUSAL: Rows = FORWARD | {
 }
 """With half of the warps a short tile spends less on its beginning and end, which weighs more than its longer loop. At
 head dimension 128 one masked block on the diagonal takes 736 instructions where two of 64 keys take 888."""
+
+FORWARD_LONG: Rows = FORWARD_CAUSAL | {
+    (HOPPER, HALF): (FORWARD[HOPPER, HALF][0], *FORWARD_CAUSAL[HOPPER, HALF][1:]),
+}
+"""Over many keys the longer loop weighs more."""
 
 FORWARD_PADDED: Rows = FORWARD_CAUSAL | {
     (HOPPER, HALF): (FORWARD_CAUSAL[HOPPER, HALF][0], *FORWARD[HOPPER, HALF][1:]),
@@ -298,6 +307,7 @@ SHORT_BACKWARD_HEAVY: Rows = {
 TABLES: dict[tuple[Kernel, Body], Rows] = {
     (Kernel.FORWARD, Body.LIGHT): FORWARD,
     (Kernel.FORWARD, Body.CAUSAL): FORWARD_CAUSAL,
+    (Kernel.FORWARD, Body.LONG): FORWARD_LONG,
     (Kernel.FORWARD, Body.PADDED): FORWARD_PADDED,
     (Kernel.FORWARD, Body.HEAVY): FORWARD_HEAVY,
     (Kernel.QUERY_GRADIENT, Body.LIGHT): QUERY_GRADIENT,
@@ -317,7 +327,7 @@ TABLES: dict[tuple[Kernel, Body], Rows] = {
 
 LIGHTER = {
     Body.PACKED: Body.HEAVY, Body.HEAVY: Body.LIGHT, Body.TURNED: Body.CAUSAL, Body.PADDED: Body.CAUSAL,
-    Body.CAUSAL: Body.LIGHT,
+    Body.LONG: Body.CAUSAL, Body.CAUSAL: Body.LIGHT,
 }  # fmt: skip
 """A body without a table of its own takes that of a lighter one."""
 

@@ -137,7 +137,8 @@ class _Plan:
         if window is not None and min(window, right or window) >= self.queries + self.keys:
             window = None  # it hides nothing
         heavy = dropped or not (bias is window is softcap is None)
-        light = Body.TURNED if rotary[0] else Body.LIGHT if not causal else Body.PADDED if padded else Body.CAUSAL
+        rows = Body.PADDED if padded else Body.LONG if self.keys >= tiles.LONG_KEYS else Body.CAUSAL
+        light = Body.TURNED if rotary[0] else rows if causal else Body.LIGHT
         self.body = Body.PACKED if self.packed else Body.HEAVY if heavy else light
         self.sizes = (self.query_heads, self.queries, self.keys)
         self.strides, self.gradient_strides = _without_columns(strides), _without_columns(gradient_strides)

@@ -58,6 +58,9 @@ def calls(operation: str = "attention") -> Iterator[tuple[str, Callable[[], obje
                     for variant, arguments in chosen:
                         label = f"attention {where} {variant} {name} D {head_dim}"
                         yield label, functools.partial(_run, dtype, precision, lengths, head_dim, where, arguments)
+    for head_dim in HEAD_DIMS[:2]:
+        call = functools.partial(_run, torch.bfloat16, "highest", (2048, 2048), head_dim, "many keys", CAUSAL)
+        yield f"attention many keys causal bfloat16 D {head_dim}", call
     for head_dim in CAPPED_HEAD_DIMS:
         call = functools.partial(_run, torch.bfloat16, "highest", (1024, 1024), head_dim, "any length", CAPPED)
         yield f"attention any length causal biased softcap bfloat16 D {head_dim}", call

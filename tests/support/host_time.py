@@ -1,0 +1,83 @@
+"""What a raw call of attention in Triton costs the host beside the launch itself; no GPU is needed.
+
+Run as a program, without TRITON_INTERPRET: `python -m tests.support.host_time`. It prints microseconds of this thread's
+CPU time, the least of many batches, which other load of the machine hardly changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from transformer_kernels.reports.launches import _standing_in
+
+CALLS = 20
+"""In a batch; the CPU clock is read around it."""
+
+LENGTHS = {"any length": 256, "short": 128}
+"""So short that an allocation stays far below what malloc maps anew: on a GPU it comes from a cache."""
+
+
+def host_times() -> dict[str, float]:
+    """By path and pass, in a process without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "tests.support.host_time"]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+class _Compiled:
+    """What a launch finds compiled: it is given all that a kernel is, and launches nothing."""
+
+    function = packed_metadata = None
+    run = staticmethod(lambda *arguments: None)
+
+
+def least(call: Callable[[], object], seconds: float) -> float:
+    """CPU time of a call in microseconds, the least of all batches of some seconds."""
+    call()
+    found, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.thread_time_ns()
+        for _ in range(CALLS):
+            call()
+        found.append((time.thread_time_ns() - start) / CALLS / 1000)
+    return min(found)
+
+
+def _measured(seconds: float = 3.0) -> dict[str, float]:
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from transformer_kernels.ops.attention import AttentionCall
+    from transformer_kernels.ops.attention import _triton as attention
+
+    def launched(kernel: Any, grid: Any) -> Callable[..., type[_Compiled]]:
+        return lambda *arguments, **options: _Compiled
+
+    found = {}
+    with _standing_in(triton, (9, 0)), mock.patch.object(JITFunction, "__getitem__", launched):
+        for path, length in LENGTHS.items():
+            q, k, v = torch.empty(1, length, 3, 2, 64, dtype=torch.bfloat16).transpose(1, 3).unbind(2)
+            call = AttentionCall(q, k, v, None, None, None, None, True, None, 0.0, 0.125)
+            result = attention.forward(call)
+            given = call, result, (torch.empty_like(result.out), None), (True, True, True, False)
+            found[f"{path} forward"] = round(least(lambda call=call: attention.forward(call), seconds), 1)
+            found[f"{path} backward"] = round(least(lambda given=given: attention.backward(*given), seconds), 1)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measured()))
