@@ -53,6 +53,13 @@ bool tiles_granted() {
 #endif
 }
 
+// Of the processor: "GenuineIntel", "AuthenticAMD".
+std::string vendor() {
+  unsigned highest, name[3];
+  if (!__get_cpuid(0, &highest, &name[0], &name[2], &name[1])) return "";
+  return std::string(reinterpret_cast<const char*>(name), sizeof name);
+}
+
 Level widest() {
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return PLAIN;
@@ -67,6 +74,7 @@ Level widest() {
   return tiles && tiles_granted() ? AMX : AVX512_BF16;
 }
 #else
+std::string vendor() { return ""; }
 Level widest() { return PLAIN; }
 #endif
 
@@ -116,6 +124,7 @@ PYBIND11_MODULE(_cpu, m) {
   using namespace transformer_kernels;
   m.doc() = "The kernels of the CPU backend.";
   m.attr("source_hash") = TK_SOURCE_HASH;
+  m.attr("vendor") = vendor();
   m.attr("instruction_sets") = instruction_sets();
   m.def("use", &use, "Compute with this instruction set from now on; ValueError where the processor lacks it.");
   m.def("instruction_set", [] { return std::string(NAMES[in_use]); });

@@ -22,10 +22,11 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
 
     Replaced are, wherever they stand, torch.nn's LayerNorm, GELU, Softmax, MultiheadAttention, TransformerEncoderLayer
     and TransformerDecoderLayer. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT of transformers 5.23: the residual
-    additions with their dropout and LayerNorm, the activations with their bias, and the embeddings (BERT's families).
-    In Llama, Mistral, Qwen2 and Qwen3: RMSNorm with the residual addition before it, the gated activation, and rotary
-    positions. In T5: its norms and gated activations. In every model of transformers whose attention goes through its
-    `AttentionInterface`: the attention, and the loss over tokens. Parameters, state dict, class names and hooks stay.
+    additions with their dropout and LayerNorm, the activations with their bias, the embeddings (BERT's families)
+    and the products of Conv1D (GPT-2). In Llama, Mistral, Qwen2 and Qwen3: RMSNorm with the residual addition before
+    it, the gated activation, and rotary positions. In T5: its norms and gated activations. In every model of
+    transformers whose attention goes through its `AttentionInterface`: the attention, and the loss over tokens.
+    Parameters, state dict, class names and hooks stay.
     Only this instance changes, and it can be patched again with another backend.
 
     A part that is no longer what its class says (an adapter, a quantised or sharded layer, one with hooks) is called as

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from transformer_kernels import ops
 from transformer_kernels.nn import without_gradient
+from transformer_kernels.patching._products import by_columns
 from transformer_kernels.patching._swap import MovedDropout, class_path, is_plain, original_class
 
 GELU_CLASSES = {
@@ -61,7 +62,7 @@ def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> T
     if not transposed and not is_compiling():
         kind = "relu" if relu else "gelu_tanh" if approximate == "tanh" else "gelu"
         return ops.linear(x, linear.weight, bias, activation=kind, backend=backend)
-    product = x @ linear.weight if transposed else F.linear(x, linear.weight)
+    product = by_columns(x, linear.weight, None, backend) if transposed else F.linear(x, linear.weight)
     if relu:
         return ops.bias_relu(product, bias, backend=backend)
     return ops.bias_gelu(product, bias, approximate=approximate or "none", backend=backend)

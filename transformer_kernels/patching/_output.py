@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from transformer_kernels.graphs import in_one_piece
+from transformer_kernels.patching._products import are_ours, is_eager_cpu
 from transformer_kernels.patching._swap import Mixin
 
 FEW = 0.75  # of the rows; for more of them, gathering does not pay
+COLUMNS_THAT_TELL = 64  # a softmax has a gradient for each class
 
 
 class OutputLayer(Mixin):
@@ -25,35 +26,54 @@ class OutputLayer(Mixin):
     answered = "products of rows with a gradient"
 
     def forward(self, input: Tensor) -> Tensor:
-        plain = input.device.type == "cpu" and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-        if not plain or transformed or torch.compiler.is_compiling() or input.dim() < 2:
+        if not torch.is_grad_enabled() or not is_eager_cpu(input):
             return super().forward(input)
-        return _RowsWithGradient.apply(input, self.weight, self.bias)
+        return _RowsWithGradient.apply(input, self.weight, self.bias, are_ours(input, self.weight, self.backend, True))
 
 
 class _RowsWithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ours: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        if not ours:
+            return F.linear(x, weight, bias)
+        from transformer_kernels.ops.linear._cpu import multiplied
+
+        return multiplied(x.contiguous(), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, grads = x.flatten(0, -2), dy.flatten(0, -2)
-        wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad
+        wanted_x, wanted_weight, wanted_bias, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # a second derivative is not zero where the gradient is
             return (
                 (grads @ weight).view(x.shape) if wanted_x else None,
                 grads.t() @ rows if wanted_weight else None,
                 grads.sum(0) if wanted_bias else None,
+                None,
             )
         dx = torch.empty_like(rows) if wanted_x else None
         dweight = torch.empty_like(weight) if wanted_weight else None
         dbias = weight.new_empty(weight.shape[0]) if wanted_bias else None
         in_one_piece(_write_gradients, grads, rows, weight, dx, dweight, dbias)
-        return None if dx is None else dx.view(x.shape), dweight, dbias
+        return None if dx is None else dx.view(x.shape), dweight, dbias, None
+
+
+def _with_gradient(grads: Tensor) -> Tensor:
+    """Which rows of (N, V) are not all zero, in order; the first columns tell of most that are not."""
+    found = _not_zero(grads[:, :COLUMNS_THAT_TELL])
+    rest = (~found).nonzero().squeeze(1)
+    if len(rest) > (1 - FEW) * len(grads):
+        found = _not_zero(grads)
+    elif len(rest):
+        found[rest] = _not_zero(grads[rest])
+    return found.nonzero().squeeze(1)
+
+
+def _not_zero(rows: Tensor) -> Tensor:
+    least, most = rows.aminmax(dim=-1)
+    return (least != 0) | (most != 0)  # NaN counts
 
 
 def _write_gradients(
@@ -62,10 +82,9 @@ def _write_gradients(
     """From the rows (N, E) with a gradient (N, V) to dx (N, E), dweight (V, E) and dbias (V)."""
     places = None
     if grads.numel():
-        least, most = grads.aminmax(dim=-1)
-        kept = ((least != 0) | (most != 0)).nonzero().squeeze(1)  # NaN counts
+        kept = _with_gradient(grads)
         if len(kept) <= FEW * len(rows):
-            rows, grads, places = rows[kept], grads[kept], kept
+            rows, grads, places = rows[kept], grads.index_select(0, kept), kept
     if dx is not None:
         torch.mm(grads, weight, out=dx) if places is None else dx.zero_().index_copy_(0, places, grads @ weight)
     if dweight is not None:

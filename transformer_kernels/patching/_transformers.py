@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformer_kernels import _checks, ops
 from transformer_kernels.patching import _fused
 from transformer_kernels.patching._fused import activated, add_norm, dropped, embedded, is_plain_table, rows
+from transformer_kernels.patching._products import by_columns
 from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap
 
 
@@ -176,6 +177,15 @@ class GPT2Block(Mixin):
         return stream + self.mlp(x)
 
 
+class Conv1D(Mixin):
+    """x W + b with the weight as (K, N)."""
+
+    answered = "linear"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_columns(x, self.weight, self.bias, self.backend)
+
+
 class GPT2MLP(Mixin):
     answered = "bias_gelu"
 
@@ -298,6 +308,7 @@ REPLACEMENTS: dict[str, type] = {
     f"{DISTILBERT}Embeddings": DistilBertEmbeddings,
     f"{DISTILBERT}TransformerBlock": DistilBertBlock,
     f"{DISTILBERT}FFN": DistilBertFFN,
+    _fused.CONV1D: Conv1D,
     f"{GPT2}Block": GPT2Block,
     f"{GPT2}MLP": GPT2MLP,
     f"{VIT}Layer": ViTLayer,

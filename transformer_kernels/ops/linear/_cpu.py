@@ -17,7 +17,9 @@ from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
 from transformer_kernels.ops.linear._products import Gradients, gradients, product, unactivated
 
 LARGEST_WEIGHT = 1 << 19
-"""Elements beyond which a weight does not stay in a second-level cache, which our products do not block for."""
+"""Elements beyond which a weight does not stay in a second-level cache; on Intel's processors MKL is then faster."""
+LARGEST_WEIGHT_ON_AMD, LARGEST_FORWARD_ON_AMD, ROWS_ON_AMD = 1 << 23, 1 << 26, 256
+"""There MKL is slower: ours answer up to so many elements, forward alone up to so many, from so many rows of x on."""
 LARGER, ROWS_FOR_LARGER = 8, 512
 """In bfloat16 ours is the faster product for weights that are so many times as large, from so many rows of x on."""
 MOST_FEW_ROWS = 4
@@ -30,7 +32,7 @@ SMALLEST_READ = 1 << 18
 
 
 def fuses(call: LinearCall) -> bool:
-    """Whether our product of many rows answers: for weights that stay in a second-level cache, in float32 and bfloat16.
+    """Whether our product of many rows answers: in float32 and bfloat16, for weights that are not too large.
 
     AMX tiles, which oneDNN takes for 16 bits, are faster than our vdpbf16ps.
     """
@@ -40,7 +42,17 @@ def fuses(call: LinearCall) -> bool:
     if call.x.dtype is torch.bfloat16:
         paid = LARGEST_WEIGHT * (LARGER if _sizes(call)[0] >= ROWS_FOR_LARGER else 1)
         return elements <= paid and cpu.load().instruction_set() != "amx"
-    return elements <= LARGEST_WEIGHT and call.x.dtype is torch.float32
+    return elements <= largest_weight(call.x) and call.x.dtype is torch.float32
+
+
+def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
+    """Elements of the largest weight whose float32 products with x (..., K) are ours."""
+    kernels = cpu.load()
+    if kernels.vendor != "AuthenticAMD" or x.numel() < ROWS_ON_AMD * x.shape[-1]:
+        return LARGEST_WEIGHT
+    if not LARGEST_WEIGHT or kernels.instruction_set() in ("plain", "avx2"):
+        return LARGEST_WEIGHT
+    return LARGEST_FORWARD_ON_AMD if forward_alone else LARGEST_WEIGHT_ON_AMD
 
 
 def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
@@ -156,3 +168,27 @@ def _sizes(call: LinearCall) -> tuple[int, int, int]:
     """M, N, K."""
     N, K = call.weight.shape
     return call.x.numel() // K, N, K
+
+
+# The same products of matrices, x (M, K), for layers whose weight is (K, N) and for those whose forward alone is ours
+
+
+def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, weight (N, K)."""
+    return _own_forward(LinearCall(x, weight, bias, None)).y
+
+
+def multiplied_by_columns(x: Tensor, weight: Tensor) -> Tensor:
+    """x W, weight (K, N)."""
+    K, N = weight.shape
+    y = x.new_empty((len(x), N))
+    cpu.load().linear_backward_data(False, True, x.data_ptr(), 0, weight.data_ptr(), 0, y.data_ptr(), len(x), K, N, 0)
+    return y
+
+
+def summed_products(x: Tensor, dy: Tensor) -> Tensor:
+    """x^T dy (K, N)."""
+    (M, K), N = x.shape, dy.shape[1]
+    total = x.new_empty((K, N))
+    cpu.load().linear_backward_weight(False, True, x.data_ptr(), dy.data_ptr(), total.data_ptr(), 0, M, K, N)
+    return total

@@ -1,0 +1,114 @@
+"""Products of patched layers by csrc/cpu/products: those of torch, in values, gradients and second derivatives."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
+from transformer_kernels.backends import cpu
+from transformer_kernels.ops.linear import _cpu as linear_cpu
+from transformer_kernels.patching import _products
+from transformer_kernels.patching._output import OutputLayer
+from transformer_kernels.patching._swap import swap
+from transformer_kernels.patching._transformers import Conv1D
+
+ROWS = _products.FEWEST_ROWS + 43
+
+pytestmark = pytest.mark.skipif(
+    cpu.unavailable(torch.device("cpu")) is not None, reason="the CPU kernels are not built"
+)
+
+
+class ByColumns(nn.Module):
+    """x W + b as transformers' Conv1D computes it."""
+
+    def __init__(self, K: int, N: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(K, N)), nn.Parameter(torch.randn(N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+def layers(kind: str) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    eager = ByColumns(37, 70) if kind == "Conv1D" else nn.Linear(37, 70)
+    ours = copy.deepcopy(eager)
+    swap(ours, Conv1D if kind == "Conv1D" else OutputLayer, "cpu")
+    return eager, ours
+
+
+def exact(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    return copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+
+
+@pytest.mark.parametrize("kind", ["Conv1D", "output"])
+def test_values_and_gradients_are_the_layers_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, ours = layers(kind)
+    called = []
+    for name in ("multiplied", "multiplied_by_columns", "summed_products"):
+        kernel = getattr(linear_cpu, name)
+        monkeypatch.setattr(
+            linear_cpu, name, lambda *given, name=name, kernel=kernel: called.append(name) or kernel(*given)
+        )
+    x = torch.randn(13, 23, 37, requires_grad=True)
+    dy = torch.randn(13, 23, 70)
+    exact_layer, exact_x = exact(eager, x)
+    results = [
+        (y := layer(given), *torch.autograd.grad(y, [given, *layer.parameters()], dy.to(y.dtype)))
+        for layer, given in ((ours, x), (eager, x), (exact_layer, exact_x))
+    ]
+    for mine, theirs, wanted in zip(*results, strict=True):
+        assert (mine - wanted).abs().max() <= 2 * (theirs - wanted).abs().max() + 1e-6
+    assert called == (
+        ["multiplied_by_columns", "multiplied", "summed_products"] if kind == "Conv1D" else ["multiplied"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["Conv1D", "output"])
+def test_second_derivatives(kind: str) -> None:
+    outcomes = []
+    for layer in layers(kind):
+        x = torch.randn(ROWS, 37, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        dx, dweight = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight], create_graph=True)
+        outcomes.append(torch.autograd.grad(dx.square().sum() + dweight.square().sum(), [x, layer.weight]))
+    for mine, theirs in zip(*outcomes, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("change", ["few rows", "another type", "autocast", "torch", "a view"])
+def test_what_goes_to_pytorch(change: str) -> None:
+    x, weight, backend = torch.randn(ROWS, 37), torch.randn(37, 70), "cpu"
+    assert _products.are_ours(x, weight, backend)
+    if change == "few rows":
+        x = x[: _products.FEWEST_ROWS - 1]
+    elif change == "another type":
+        x, weight = x.double(), weight.double()
+    elif change == "a view":
+        weight = weight.t()
+    elif change == "torch":
+        backend = "torch"
+    with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+        assert not _products.are_ours(x, weight, backend)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "level", "rows", "largest"),
+    [
+        ("GenuineIntel", "avx512", 256, 1 << 19),
+        ("AuthenticAMD", "avx512", 255, 1 << 19),
+        ("AuthenticAMD", "avx2", 256, 1 << 19),
+        ("AuthenticAMD", "avx512_bf16", 256, 1 << 23),
+        ("", "plain", 256, 1 << 19),
+    ],
+)
+def test_the_largest_weight(monkeypatch: pytest.MonkeyPatch, vendor: str, level: str, rows: int, largest: int) -> None:
+    monkeypatch.setattr(cpu, "_module", SimpleNamespace(vendor=vendor, instruction_set=lambda: level))
+    x = torch.empty(rows, 8)
+    assert linear_cpu.largest_weight(x) == largest
+    assert linear_cpu.largest_weight(x, forward_alone=True) == (largest if largest == 1 << 19 else 1 << 26)

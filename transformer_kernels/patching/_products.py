@@ -1,0 +1,68 @@
+"""Products of patched layers that autograd records: this package's own where those are the faster ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from transformer_kernels._dispatch import requested
+from transformer_kernels.backends import cpu
+
+FEWEST_ROWS = 256
+
+
+def is_eager_cpu(x: Tensor) -> bool:
+    """Whether a call is on a CPU, as its tensors stand, with nothing that watches or transforms it but autograd."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dim() < 2 or torch.is_autocast_enabled("cpu"):
+        return False
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
+def are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool = False) -> bool:
+    """Whether csrc/cpu/products multiplies x (..., K) by a weight of either layout; see ops/linear/README.md."""
+    if torch.compiler.is_compiling() or requested(backend) not in ("cpu", "auto"):
+        return False
+    if not is_eager_cpu(x) or cpu.unavailable(x.device):
+        return False
+    if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or x.numel() < FEWEST_ROWS * x.shape[-1]:
+        return False
+    from transformer_kernels.ops.linear._cpu import largest_weight
+
+    return weight.is_contiguous() and 0 < weight.numel() <= largest_weight(x, forward_alone)
+
+
+def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
+    """x W + b, x (..., K), weight (K, N)."""
+    if are_ours(x, weight, backend):
+        return _ByColumns.apply(x, weight, bias)
+    return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+
+
+class _ByColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        from transformer_kernels.ops.linear._cpu import multiplied_by_columns
+
+        rows = x.flatten(0, -2).contiguous()
+        ctx.save_for_backward(rows, weight)
+        ctx.shape = x.shape
+        y = multiplied_by_columns(rows, weight)
+        return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from transformer_kernels.ops.linear._cpu import multiplied, summed_products
+
+        rows, weight = ctx.saved_tensors
+        grads = dy.flatten(0, -2).contiguous()
+        wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad
+        dx = dweight = None
+        if torch.is_grad_enabled():  # to be differentiated again
+            dx, dweight = grads @ weight.t(), rows.t() @ grads
+        else:
+            dx = multiplied(grads, weight) if wanted_x else None
+            dweight = summed_products(rows, grads) if wanted_weight else None
+        return None if dx is None else dx.view(ctx.shape), dweight, grads.sum(0) if wanted_bias else None
