@@ -77,8 +77,8 @@ TK_INLINE Span span_at(const AttentionCall& call, int64_t index) {
   return {0, starts[0], starts[1] - starts[0], key_starts[0], key_starts[1] - key_starts[0]};
 }
 
-// The keys of a span that padding leaves, packed: `position` of each among the span's, which begin at row `first`, and the
-// `rank` of each position among the packed; both null where nothing is padded.
+// The keys of a span that padding leaves, packed: `position` of each among the span's, which begin at row `first`, null where
+// they are its first; the `rank` of each position among the packed, null where nothing is padded.
 struct Keys {
   int64_t first, count;
   const int32_t *position, *rank;
@@ -100,7 +100,8 @@ inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
   }
   rank[span.keys] = count;
   if (count == span.keys) return {span.first_key, span.keys, nullptr, nullptr};
-  return {span.first_key, count, position, rank};
+  const bool leading = count == 0 || position[count - 1] == count - 1;
+  return {span.first_key, count, leading ? nullptr : position, rank};
 }
 
 // The queries in the lanes of one block: which head and row each is, and the packed keys [low, high) that it sees. Query
@@ -235,15 +236,23 @@ TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, int64_t bat
 
 constexpr int64_t ROW_GROUP = 8;  // float32 rows of keys that products read at one time
 
-// Whether the rows of a head lie as they would be packed.
-TK_INLINE bool has_packed_rows(const AttentionCall& call, const Heads& tensor, int64_t pitch) {
-  return call.dtype == FLOAT32 && !tensor.turned && tensor.row == pitch && call.width == pitch;
+// Rows of float32 and how far apart they lie.
+struct Matrix {
+  const float* data = nullptr;
+  int64_t row = 0;
+  TK_INLINE const float* at(int64_t i) const { return data + i * row; }
+};
+
+// Whether products can read the rows of a head where they lie. Multiples of 2 KiB apart they would share few lines of the caches.
+TK_INLINE bool has_readable_rows(const AttentionCall& call, const Heads& tensor, int64_t pitch) {
+  constexpr int64_t CONFLICT = 512;  // floats
+  return call.dtype == FLOAT32 && !tensor.turned && call.width == pitch && (tensor.row == pitch || tensor.row % CONFLICT);
 }
 
-// The first of the packed keys of a tensor where they can be read in place, else null.
-TK_INLINE const float* keys_in_place(const AttentionCall& call, const Heads& tensor, int64_t batch, const Keys& keys, int64_t kv_head, int64_t pitch) {
-  const bool readable = has_packed_rows(call, tensor, pitch) && !keys.position && keys.count % ROW_GROUP == 0;
-  return readable ? row_of<const float>(tensor, batch, kv_head, keys.first) : nullptr;
+// The packed keys of a tensor where they can be read in place, up to a whole group of rows, else none.
+TK_INLINE Matrix keys_in_place(const AttentionCall& call, const Heads& tensor, int64_t batch, const Keys& keys, int64_t kv_head, int64_t pitch) {
+  const bool readable = has_readable_rows(call, tensor, pitch) && !keys.position && keys.first + aligned(keys.count, ROW_GROUP) <= call.keys;
+  return readable ? Matrix{row_of<const float>(tensor, batch, kv_head, keys.first), tensor.row} : Matrix{};
 }
 
 // Packed keys [from, to) of a tensor in rows of `pitch` float32.
@@ -271,22 +280,22 @@ inline void widen_queries(const AttentionCall& call, const Heads& tensor, int64_
     for (int64_t d = 0; d < pitch; d += WIDTH) store(packed + i * pitch + d, splat(0.0f));
 }
 
-// The same in `packed` or, where they lie as they would there, in place.
+// The same in `packed` or, where they can be read, in place.
 template <int REGISTERS>
-inline const float* rows_of_queries(const AttentionCall& call, const Heads& tensor, int64_t batch, const Block<REGISTERS>& block,
-                                    int64_t pitch, float* packed) {
+inline Matrix rows_of_queries(const AttentionCall& call, const Heads& tensor, int64_t batch, const Block<REGISTERS>& block,
+                              int64_t pitch, float* packed) {
   constexpr int64_t LAST = Block<REGISTERS>::SIZE - 1;
-  if (has_packed_rows(call, tensor, pitch) && block.count > LAST && block.head[0] == block.head[LAST])
-    return row_of<const float>(tensor, batch, block.head[0], block.query[0]);
+  if (has_readable_rows(call, tensor, pitch) && block.count > LAST && block.head[0] == block.head[LAST])
+    return {row_of<const float>(tensor, batch, block.head[0], block.query[0]), tensor.row};
   widen_queries(call, tensor, batch, block, pitch, packed);
-  return packed;
+  return {packed, pitch};
 }
 
-// to[c][r] = from[r][c] for `rows` rows, a multiple of the lanes, of `pitch` columns, another; times `factor`.
-inline void transpose(const float* from, int64_t pitch, int64_t rows, float factor, float* to, int64_t to_pitch) {
+// to[c][r] = from[r][c] for `rows` rows, a multiple of the lanes, of `columns` columns, another; times `factor`.
+inline void transpose(const Matrix& from, int64_t columns, int64_t rows, float factor, float* to, int64_t to_pitch) {
   for (int64_t r = 0; r < rows; r += WIDTH)
-    for (int64_t c = 0; c < pitch; c += WIDTH)
-      transpose_square(from + r * pitch + c, pitch, factor, to + c * to_pitch + r, to_pitch);
+    for (int64_t c = 0; c < columns; c += WIDTH)
+      transpose_square(from.at(r) + c, from.row, factor, to + c * to_pitch + r, to_pitch);
 }
 
 // Dropout: bit l of bits[key * REGISTERS + n] says whether the weight of lane l of register n survives; eight columns come

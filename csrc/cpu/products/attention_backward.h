@@ -25,7 +25,7 @@ struct QueryBlock {
   int64_t any_low[REGISTERS], any_high[REGISTERS], all_low[REGISTERS], all_high[REGISTERS];
   bool whole;                   // no key that some lane sees is in another tile than the others
   float *base, *delta, *total;  // (SIZE): lse, +inf in rows without keys; sum(out dout), unless whole, - dlse; sum of the weights
-  const float *q, *dout;        // (SIZE, pitch), of Wide: in `memory`, or where they lie
+  Matrix q, dout;               // (SIZE, pitch), of Wide: in `memory`, or where they lie
   float* memory;
   static constexpr int64_t FLOATS = 3 * SIZE;
 };
@@ -79,16 +79,20 @@ struct Wide {
   int64_t pitch, size;            // floats in a row, and of what is held of each tensor
   float* held;                    // keys, values, dkeys, dvalues: (chunks * CHUNK + SLACK, pitch)
   float *dkeys, *dvalues;
-  const float *keys, *values, *own_keys = nullptr, *own_values = nullptr;  // own: the call's, where they can be read as they lie
+  Matrix keys, values, own_keys, own_values;  // own: the call's, where they can be read as they lie
 
   Wide(const Options& options, int64_t chunks)
       : pitch(options.pitch), size((chunks * CHUNK + SLACK) * pitch), held(scratch<float>(CHUNK_ROWS, 4 * size)) {
     hold(0, 0);
   }
   void hold(int64_t chunk, int64_t key) {
-    const float* packed = held + chunk * CHUNK * pitch;
-    dkeys = held + chunk * CHUNK * pitch + 2 * size, dvalues = dkeys + size;
-    keys = own_keys ? own_keys + key * pitch : packed, values = own_values ? own_values + key * pitch : packed + size;
+    float* packed = held + chunk * CHUNK * pitch;
+    dkeys = packed + 2 * size, dvalues = dkeys + size;
+    place_keys(packed, key);
+  }
+  void place_keys(const float* packed, int64_t key) {
+    keys = own_keys.data ? Matrix{own_keys.at(key), own_keys.row} : Matrix{packed, pitch};
+    values = own_values.data ? Matrix{own_values.at(key), own_values.row} : Matrix{packed + size, pitch};
   }
   void clear_key_gradients() const { memset(held + 2 * size, 0, sizeof(float) * 2 * size); }
   int64_t floats_of_block() const { return QueryBlock::FLOATS + 5 * SIZE * pitch; }
@@ -106,9 +110,9 @@ struct Wide {
 
   void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key, int64_t rows) {
     own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch), own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
-    if (!own_keys) widen_keys(call, call.k, batch, some, kv_head, key, key + rows, pitch, dkeys - 2 * size);
-    if (!own_values) widen_keys(call, call.v, batch, some, kv_head, key, key + rows, pitch, dvalues - 2 * size);
-    keys = own_keys ? own_keys + key * pitch : dkeys - 2 * size, values = own_values ? own_values + key * pitch : dvalues - 2 * size;
+    if (!own_keys.data) widen_keys(call, call.k, batch, some, kv_head, key, key + rows, pitch, dkeys - 2 * size);
+    if (!own_values.data) widen_keys(call, call.v, batch, some, kv_head, key, key + rows, pitch, dvalues - 2 * size);
+    place_keys(dkeys - 2 * size, key);
   }
 
   // S^T and dP^T of `count` keys from `low` on and of `registers` queries.
@@ -116,10 +120,10 @@ struct Wide {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
     const int64_t step = block.lanes.count <= FEW ? SHORT_SUM : call.width;  // where eager PyTorch's own sums are short
     for (int64_t d = 0; d < call.width; d += step) {
-      const int64_t depth = smaller(step, call.width - d), at_rows = low * pitch + d, at_columns = d * SIZE + column;
-      const auto add = [&](const float* rows, const float* columns, float* to) TK_LAMBDA {
-        if (d) product<true>(rows + at_rows, {pitch, 1}, columns + at_columns, SIZE, to + at_tile, SIZE, count, registers, depth);
-        else product<false>(rows + at_rows, {pitch, 1}, columns + at_columns, SIZE, to + at_tile, SIZE, count, registers, depth);
+      const int64_t depth = smaller(step, call.width - d), at_columns = d * SIZE + column;
+      const auto add = [&](const Matrix& rows, const float* columns, float* to) TK_LAMBDA {
+        if (d) product<true>(rows.at(low) + d, {rows.row, 1}, columns + at_columns, SIZE, to + at_tile, SIZE, count, registers, depth);
+        else product<false>(rows.at(low) + d, {rows.row, 1}, columns + at_columns, SIZE, to + at_tile, SIZE, count, registers, depth);
       };
       add(keys, q_transposed(block), tile.weights), add(values, dout_transposed(block), tile.gradients);
     }
@@ -136,11 +140,11 @@ struct Wide {
   // dV += P^T dO and dK += dS^T Q, from the registers that see some of a group of keys.
   void add_key_gradients(const AttentionCall& call, int64_t rows, const QueryBlock& block, const Tile& tile) const {
     over_key_runs<ROWS>(tile, rows, [&](int64_t begin, int64_t end, int first, int last) TK_LAMBDA {
-      const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH * pitch, depth = (last - first) * WIDTH;
+      const int64_t query = first * WIDTH, from = begin * SIZE + query, depth = (last - first) * WIDTH;
       if (call.dv.data)
-        product<true>(tile.weights + from, {SIZE, 1}, block.dout + queries, pitch, dvalues + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+        product<true>(tile.weights + from, {SIZE, 1}, block.dout.at(query), block.dout.row, dvalues + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
       if (call.dk.data)
-        product<true>(tile.gradients + from, {SIZE, 1}, block.q + queries, pitch, dkeys + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+        product<true>(tile.gradients + from, {SIZE, 1}, block.q.at(query), block.q.row, dkeys + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
     });
   }
 
@@ -148,7 +152,7 @@ struct Wide {
   void add_query_gradients(const QueryBlock& block, const Tile& tile) const {
     over_query_runs(tile, [&](int n, int count) TK_LAMBDA {
       const int64_t low = tile.low[n];
-      product<true>(tile.gradients + low * SIZE + n * WIDTH, {1, SIZE}, keys + low * pitch, pitch, dq(block) + n * WIDTH * pitch, pitch,
+      product<true>(tile.gradients + low * SIZE + n * WIDTH, {1, SIZE}, keys.at(low), keys.row, dq(block) + n * WIDTH * pitch, pitch,
                     count * WIDTH, pitch / WIDTH, tile.high[n] - low);
     });
   }

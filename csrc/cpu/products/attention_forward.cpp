@@ -22,15 +22,16 @@ template <int REGISTERS> struct State {
   }
 };
 
-// Whether some element of `count` packed rows is infinite or NaN.
-inline bool is_broken(const float* rows, int64_t count, int64_t pitch) {
+// Whether some element of `count` rows, `apart` elements from each other, is infinite or NaN.
+inline bool is_broken(const float* rows, int64_t count, int64_t pitch, int64_t apart) {
   Floats all = splat(0.f);
-  for (int64_t i = 0; i < count * pitch; i += WIDTH) all = fma(load(rows + i), splat(0.f), all);
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t d = 0; d < pitch; d += WIDTH) all = fma(load(rows + i * apart + d), splat(0.f), all);
   return lane_bits(all != all) != 0;
 }
 
 #if defined(__AVX512BF16__)
-inline bool is_broken(const Bfloat16* rows, int64_t count, int64_t pitch) {
+inline bool is_broken(const Bfloat16* rows, int64_t count, int64_t pitch, int64_t) {
   const __m512i exponent = _mm512_set1_epi16(0x7F80);
   __mmask32 any = 0;
   for (int64_t i = 0; i < count * pitch; i += PAIR_DEPTH)
@@ -48,9 +49,9 @@ inline bool clear_broken(T* values, int64_t count, int64_t pitch, uint8_t* broke
   memset(broken, 0, count);
   for (int64_t first = 0; first < count; first += GROUP) {
     const int64_t end = smaller(first + GROUP, count);
-    if (!is_broken(values + first * pitch, end - first, pitch)) continue;
+    if (!is_broken(values + first * pitch, end - first, pitch, pitch)) continue;
     for (int64_t i = first; i < end; ++i)
-      if (is_broken(values + i * pitch, 1, pitch)) {
+      if (is_broken(values + i * pitch, 1, pitch, pitch)) {
         any = true, broken[i] = 1;
         memset(values + i * pitch, 0, sizeof(T) * pitch);
       }
@@ -66,7 +67,7 @@ template <int LANE_REGISTERS> struct Wide {
   int64_t pitch;  // floats in a packed row
   bool streamed;
   float *keys, *values;                        // (held + SLACK, pitch)
-  const float *rows_of_keys, *rows_of_values;  // those, or where the call's lie as they would be packed
+  Matrix rows_of_keys, rows_of_values;         // those, or where the call's lie
   float *queries, *scores, *blocks;  // (SIZE, pitch), (CHUNK, SIZE), of each block:
   float *transposed, *sums;          // (pitch, SIZE), (SIZE, pitch)
   uint16_t* bits;                    // (CHUNK, REGISTERS)
@@ -85,30 +86,31 @@ template <int LANE_REGISTERS> struct Wide {
     sums = transposed + SIZE * pitch;
   }
 
-  int64_t at_row(int64_t key) const { return streamed ? 0 : key * pitch; }
+  int64_t at_row(int64_t key) const { return streamed ? 0 : key; }
   // Where the chunks of keys [low, high) begin, and how many keys the one at `key` has.
   static int64_t first_key(int64_t low) { return low / ROW_GROUP * ROW_GROUP; }
   static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK, high - key); }
 
   // Packs keys [from, to), and clears values that are not finite where `broken` is there to note them.
   bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* broken) {
-    const float *own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch), *own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
-    rows_of_keys = own_keys ? own_keys + from * pitch : keys, rows_of_values = own_values ? own_values + from * pitch : values;
-    if (!own_keys) widen_keys(call, call.k, batch, some, kv_head, from, to, pitch, keys);
-    if (own_values && !(broken && is_broken(rows_of_values, to - from, pitch))) return false;
-    rows_of_values = values;
+    const Matrix own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch), own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
+    rows_of_keys = own_keys.data ? Matrix{own_keys.at(from), own_keys.row} : Matrix{keys, pitch};
+    if (!own_keys.data) widen_keys(call, call.k, batch, some, kv_head, from, to, pitch, keys);
+    rows_of_values = {own_values.at(from), own_values.row};
+    if (own_values.data && !(broken && is_broken(rows_of_values.data, to - from, pitch, rows_of_values.row))) return false;
+    rows_of_values = {values, pitch};
     widen_keys(call, call.v, batch, some, kv_head, from, to, pitch, values);
     return broken && clear_broken(values, to - from, pitch, broken);
   }
 
   void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
-    const float* rows = rows_of_queries(call, call.q, batch, block, pitch, queries);
+    const Matrix rows = rows_of_queries(call, call.q, batch, block, pitch, queries);
     transpose(rows, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, transposed, SIZE);
     for (int64_t i = 0; i < SIZE * pitch; i += WIDTH) store(sums + i, splat(0.f));
   }
 
   void score(const AttentionCall& call, int64_t key, int64_t rows) {
-    product<false>(rows_of_keys + at_row(key), {pitch, 1}, transposed, SIZE, scores, SIZE, aligned(rows, ROW_GROUP), REGISTERS, call.width);
+    product<false>(rows_of_keys.at(at_row(key)), {rows_of_keys.row, 1}, transposed, SIZE, scores, SIZE, aligned(rows, ROW_GROUP), REGISTERS, call.width);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) {
@@ -116,13 +118,13 @@ template <int LANE_REGISTERS> struct Wide {
   }
 
   void add_values(const Block<REGISTERS>& block, int64_t key, int64_t rows, bool first, const float* alpha) {
-    const float* from = rows_of_values + at_row(key);
+    const float* from = rows_of_values.at(at_row(key));
     const int64_t used = block.count < 4 ? block.count : aligned(block.count, 4);  // lanes whose sums are wanted
-    if (first) return product<false>(scores, {1, SIZE}, from, pitch, sums, pitch, used, pitch / WIDTH, rows);
+    if (first) return product<false>(scores, {1, SIZE}, from, rows_of_values.row, sums, pitch, used, pitch / WIDTH, rows);
     for (int64_t i = 0; i < used; ++i)
       if (alpha[i] != 1.f)
         for (int64_t d = 0; d < pitch; d += WIDTH) store(sums + i * pitch + d, load(sums + i * pitch + d) * alpha[i]);
-    product<true>(scores, {1, SIZE}, from, pitch, sums, pitch, used, pitch / WIDTH, rows);
+    product<true>(scores, {1, SIZE}, from, rows_of_values.row, sums, pitch, used, pitch / WIDTH, rows);
   }
 
   void write(const AttentionCall& call, int64_t batch, const Block<REGISTERS>& block, const float* inverse) const {
