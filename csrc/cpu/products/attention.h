@@ -229,8 +229,8 @@ TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, int64_t bat
   for (int64_t i = from; i < to; ++i) {
     const auto [head, row] = place(i);
     const char* line = row_of<const char>(bytes, batch, head, row);
-    constexpr int LEVEL = WRITE ? 3 : 2;  // the first level has no room for the next owner's rows
-    for (int64_t d = 0; d < size * call.width; d += 64) __builtin_prefetch(line + d, WRITE, LEVEL);
+    constexpr int SECOND_LEVEL = 2;  // the first has no room
+    for (int64_t d = 0; d < size * call.width; d += 64) __builtin_prefetch(line + d, WRITE, SECOND_LEVEL);
   }
 }
 

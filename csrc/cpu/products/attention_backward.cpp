@@ -190,27 +190,58 @@ struct Share {
   int64_t part, parts;
 };
 
-// Where the tile of a task's loops stands: block `index` of `blocks` and the `rows` keys from `key` on.
+// Where the tile of a task's loops stands: block `index` of `blocks` and the `rows` keys from `key` on, which are held in this pass;
+// the next pass holds those from `next_key` on in their place.
 struct Step {
-  int64_t key, rows, index, blocks;
+  int64_t key, rows, next_key, index, blocks;
+  bool first_pass, last_pass;
 };
 
-// A tile's part of what is fetched: what the next owner will read, and the gradients that this one will write.
+// A tile's part of what is fetched, close to its use, so that it is not replaced before: what the next block of queries reads (after
+// the last, the next owner's first), the keys of the next pass or owner, and the gradients that are about to be written.
 void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head, const Step& step,
-                 const Queries& lanes, const Share& share) {
+                 const QueryBlock* blocks, const Share& share) {
   const int64_t group = call.heads / call.kv_heads;
-  const auto key_place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
-  const auto query_place = [&](int64_t i) TK_LAMBDA { return Place{lanes.head[i], lanes.query[i]}; };
-  const int64_t from = step.key + step.rows * step.index / step.blocks, to = step.key + step.rows * (step.index + 1) / step.blocks;
-  fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
-  fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
-  if (share.keys) fetch<true>(call, call.dk, span.batch, 0, from, to, key_place);
-  if (share.keys) fetch<true>(call, call.dv, span.batch, 0, from, to, key_place);
-  const int64_t first = lanes.count * step.key / keys.count, last = lanes.count * smaller(step.key + CHUNK, keys.count) / keys.count;
-  fetch(call, call.q, span.batch, next_owner(call.q, call.kv_heads, kv_head, group), first, last, query_place);
-  if (keys.count > CHUNK) fetch(call, call.out, span.batch, next_owner(call.out, call.kv_heads, kv_head, group), first, last, query_place);
-  fetch(call, call.dout, span.batch, next_owner(call.dout, call.kv_heads, kv_head, group), first, last, query_place);
-  if (share.queries) fetch<true>(call, call.dq, span.batch, 0, first, last, query_place);
+  const bool last_block = step.index + 1 == step.blocks;
+  if (last_block) {
+    const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
+    const int64_t from = step.last_pass ? step.key : smaller(step.next_key, keys.count);
+    const int64_t to = step.last_pass ? step.key + step.rows : smaller(step.next_key + CHUNK, keys.count);
+    fetch(call, call.k, span.batch, step.last_pass ? next_owner(call.k, call.kv_heads, kv_head, 1) : 0, from, to, place);
+    fetch(call, call.v, span.batch, step.last_pass ? next_owner(call.v, call.kv_heads, kv_head, 1) : 0, from, to, place);
+    if (share.keys) fetch<true>(call, call.dk, span.batch, 0, step.key, step.key + step.rows, place);
+    if (share.keys) fetch<true>(call, call.dv, span.batch, 0, step.key, step.key + step.rows, place);
+  }
+  const auto over_part = [&](const Queries& lanes, const auto& f) TK_LAMBDA {
+    const auto place = [&](int64_t i) TK_LAMBDA { return Place{lanes.head[i], lanes.query[i]}; };
+    f(lanes.count * step.key / keys.count, lanes.count * smaller(step.key + CHUNK, keys.count) / keys.count, place);
+  };
+  if (last_block ? step.last_pass : step.first_pass)
+    over_part(blocks[last_block ? 0 : step.index + 1].lanes, [&](int64_t from, int64_t to, const auto& place) TK_LAMBDA {
+      const auto read = [&](const Heads& tensor) TK_LAMBDA {
+        fetch(call, tensor, span.batch, last_block ? next_owner(tensor, call.kv_heads, kv_head, group) : 0, from, to, place);
+      };
+      read(call.q), read(call.dout);
+      if (keys.count > CHUNK) read(call.out);
+    });
+  if (share.queries && step.last_pass)
+    over_part(blocks[step.index].lanes, [&](int64_t from, int64_t to, const auto& place) TK_LAMBDA {
+      fetch<true>(call, call.dq, span.batch, 0, from, to, place);
+    });
+}
+
+template <class Operands>
+void write_query_gradients(const AttentionCall& call, const Options& options, const Span& span, const QueryBlock& block, const Operands& operands) {
+  const bool exact = call.dtype == FLOAT32;  // operands of 16 bits are rounded by more than lse is
+  alignas(64) float factors[SIZE];
+  for (int lane = 0; lane < SIZE; ++lane)
+    factors[lane] = exact && block.total[lane] != 0.f ? options.scale / block.total[lane] : options.scale;
+  by_dtype(call.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    operands.template write_queries<T>(call, span.batch, block, factors);
+    for (int64_t lane = 0; lane < block.lanes.count; ++lane)
+      finish_row<T>(call, call.dq, span.batch, block.lanes.head[lane], block.lanes.query[lane]);
+  });
 }
 
 // One task owns its share of the gradients of one key head of one span, and of the query heads that use it.
@@ -227,13 +258,11 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
   Operands operands(options, held);
   QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, blocks);
   float* memory = scratch<float>(QUERY_BLOCKS, blocks * operands.floats_of_block());
-  for (int64_t i = 0; i < blocks; ++i) {
+  for (int64_t i = 0; i < blocks; ++i)
     set_block(block[i].lanes, call, span, keys, kv_head * group, (first_block + i * block_step) * SIZE, total);
-    load_block(block[i], call, options, span, memory + i * operands.floats_of_block(), operands);
-  }
   Tile tile(options.softcap > 0.f);
-  const bool exact = call.dtype == FLOAT32;  // operands of 16 bits are rounded by more than lse is
-  for (int64_t first = 0; first < chunks; first += held) {
+  for (int64_t first = 0; first == 0 || first < chunks; first += held) {
+    const bool first_pass = first == 0, last_pass = first + held >= chunks;
     const auto over_held = [&](const auto& f) TK_LAMBDA {  // f(key, rows) with the operands at that chunk
       for (int64_t i = first; i < smaller(chunks, first + held); ++i) {
         const int64_t key = (first_chunk + i * chunk_step) * CHUNK;
@@ -243,15 +272,19 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
     };
     over_held([&](int64_t key, int64_t rows) { operands.load_keys(call, span.batch, keys, kv_head, key, rows); });
     if (share.keys) operands.clear_key_gradients();
-    for (int64_t i = 0; i < blocks; ++i)
+    for (int64_t i = 0; i < blocks; ++i) {
+      if (first_pass) load_block(block[i], call, options, span, memory + i * operands.floats_of_block(), operands);
       over_held([&](int64_t key, int64_t rows) {
-        fetch_ahead(call, span, keys, kv_head, {key, rows, i, blocks}, block[i].lanes, share);
+        const int64_t next_key = key + held * chunk_step * CHUNK;
+        fetch_ahead(call, span, keys, kv_head, {key, rows, next_key, i, blocks, first_pass, last_pass}, block, share);
         if (!fill_tile(call, options, span, keys, key, rows, operands, block[i], tile)) return;
         if (tile.cap_slopes) uncap(tile);
         operands.complete(rows, tile);
         if (share.queries) operands.add_query_gradients(block[i], tile);
         if (share.keys) operands.add_key_gradients(call, rows, block[i], tile);
       });
+      if (last_pass && share.queries) write_query_gradients(call, options, span, block[i], operands);
+    }
     if (share.keys)
       by_dtype(call.dtype, [&](auto type) {
         over_held([&](int64_t key, int64_t rows) {
@@ -264,15 +297,6 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
     if (share.keys && share.part == 0 && keys.rank) {
       clear<T>(call, call.dk, span.batch, kv_head, span.first_key, span.first_key + span.keys, keys.rank);
       clear<T>(call, call.dv, span.batch, kv_head, span.first_key, span.first_key + span.keys, keys.rank);
-    }
-    alignas(64) float factors[SIZE];
-    for (int64_t i = 0; i < blocks && share.queries; ++i) {
-      for (int lane = 0; lane < SIZE; ++lane)
-        factors[lane] = exact && block[i].total[lane] != 0.f ? options.scale / block[i].total[lane] : options.scale;
-      operands.template write_queries<T>(call, span.batch, block[i], factors);
-      const Queries& lanes = block[i].lanes;
-      for (int64_t lane = 0; lane < lanes.count; ++lane)
-        finish_row<T>(call, call.dq, span.batch, lanes.head[lane], lanes.query[lane]);
     }
   });
 }

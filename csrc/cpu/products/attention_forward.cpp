@@ -386,7 +386,12 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
       const int64_t from = keys.count * begin / rows, to = keys.count * smaller(begin + SIZE, rows) / rows;
       fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
       fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
-      fetch(call, call.q, span.batch, next_owner(call.q, call.kv_heads, kv_head, group), 0, block.count, query_place);
+      // The queries that come next in this block's place, after the last those of the next owner.
+      const int64_t next = begin + together * step, next_row = next < rows ? next : part * SIZE + i * step;
+      fetch(call, call.q, span.batch, next < rows ? 0 : next_owner(call.q, call.kv_heads, kv_head, group), next_row,
+            smaller(next_row + SIZE, rows), [&](int64_t r) TK_LAMBDA {
+              return Place{kv_head * group + r / span.queries, span.first_query + r % span.queries};
+            });
       fetch<true>(call, call.out, span.batch, 0, 0, block.count, query_place);
     }
     for (bool more = true; more;) {
