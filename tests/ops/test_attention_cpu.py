@@ -96,16 +96,27 @@ def test_one_query_for_each_head(instruction_set: str, dtype: torch.dtype, group
     check_parity("attention", "cpu", few, {"scale": -0.3, "return_lse": True})
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (21, 9)}], ids=["full", "causal", "window"])
+LEADING = torch.arange(144) < torch.tensor([[144], [101]])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (21, 9)}, {"key_padding_mask": LEADING}],
+    ids=["full", "causal", "window", "leading keys"],
+)
 def test_rows_read_in_place_give_the_bits_of_packed_ones(instruction_set: str, options: dict[str, Any]) -> None:
-    """Whole registers in rows one behind the other are not copied, but where a value is not finite."""
+    """Float32 rows are not copied, but where a value is not finite or they lie a multiple of 2 KiB apart."""
     tensors = make((130, 144), width=64)
-    apart = {name: pad(x.detach(), (0, 5))[..., :64].requires_grad_() for name, x in tensors.items()}
+    copied, apart = (
+        {name: pad(x.detach(), (0, gap))[..., :64].requires_grad_() for name, x in tensors.items()} for gap in (448, 5)
+    )
     for finite in (True, False):
-        for first, second in zip(run(tensors, **options), run(apart, **options), strict=True):
-            torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
-            assert not finite or first.isfinite().all()
-        tensors["v"].data[0, 1, 100] = apart["v"].data[0, 1, 100] = float("inf")
+        for packed, *in_place in zip(*(run(each, **options) for each in (copied, tensors, apart)), strict=True):
+            assert not finite or packed.isfinite().all()
+            for result in in_place:
+                torch.testing.assert_close(result, packed, rtol=0, atol=0, equal_nan=True)
+        for each in (copied, tensors, apart):
+            each["v"].data[0, 1, 100] = float("inf")
 
 
 PACKED_APART = {
