@@ -74,8 +74,8 @@ def needs_nvcc() -> None:
 
 def compiled(source: str, architecture: str, capsys: pytest.CaptureFixture[str]) -> list[cuda_report.Kernel]:
     """The kernels of a source, shown, without spills, and no worse than recorded where they are."""
-    in_record = architecture in cuda_launches.ARCHITECTURES and source in cuda_launches.sources(architecture)
-    kernels = cuda_report.compile_reports(source, architecture, disassemble=in_record)
+    run_by = [each for each in cuda_launches.run_by(architecture) if source in cuda_launches.sources(each)]
+    kernels = cuda_report.compile_reports(source, architecture, disassemble=bool(run_by))
     with capsys.disabled():
         print("\n" + cuda_report.table(kernels))
     assert kernels
@@ -83,8 +83,8 @@ def compiled(source: str, architecture: str, capsys: pytest.CaptureFixture[str])
     assert not spilling, spilling
     record = static.recorded("cuda")
     comparable = disassembler() and _extension.emulating() and record["compiler"] == static.release("cuda")
-    if in_record and comparable:
-        reports = cuda_launches.reports(source, architecture, kernels)
+    if run_by and comparable:
+        reports = [report for each in run_by for report in cuda_launches.reports(source, each, kernels)]
         unknown = dict(map(static.figures, reports)).keys() - record["launches"].keys()
         assert not unknown, f"not recorded: {unknown}; run python -m transformer_kernels.reports.static cuda"
         grown = static.grown(reports, record)

@@ -23,8 +23,15 @@ from transformer_kernels.reports import row_calls
 from transformer_kernels.reports.cuda import Kernel
 from transformer_kernels.reports.machine_code import Flow, Loop, in_flight, loops_of, name_of, programs_of
 
-ARCHITECTURES = {"80": (8, 0), "90a": (9, 0)}
+ARCHITECTURES = {"80": (8, 0), "86": (8, 6), "90a": (9, 0), "100": (10, 0), "120": (12, 0)}
 """Those that the record has, as nvcc names them, with their capabilities."""
+
+RUN_AS = {"86": "80"}
+"""GPUs for which a release has no code of their own, with that which they run."""
+
+WHOLE = ("80", "90a")
+ELSEWHERE = r"attention_(short_)?bfloat16 plain D|(softmax|layer_norm) bf16 1024"
+"""What is recorded of other architectures than WHOLE: their kernels have the same sources, and it takes minutes."""
 
 ROWS = (
     ("softmax", "", 1024),
@@ -92,6 +99,11 @@ class Report:
     loops: tuple[Loop, ...]
 
 
+def run_by(compiled: str) -> list[str]:
+    """The architectures of the record that run what is compiled for one."""
+    return [architecture for architecture in ARCHITECTURES if RUN_AS.get(architecture, architecture) == compiled]
+
+
 def sources(architecture: str) -> list[str]:
     """The files of csrc/ops that launches are recorded of."""
     return list(dict.fromkeys(source for source, _, _ in _calls(architecture)))
@@ -144,6 +156,13 @@ def _report(launch: Launch, one_of_several: bool, capability: tuple[int, int], k
 
 
 def _calls(architecture: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Those calls that are recorded of an architecture."""
+    for source, label, call in _all_calls(architecture):
+        if architecture in WHOLE or re.match(ELSEWHERE, label):
+            yield source, label, call
+
+
+def _all_calls(architecture: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """The source that serves a call, its label, and the call, forward and backward."""
     for family, (source, length, head_dims, served) in FAMILIES.items():
         for variant, options in VARIANTS[family].items():

@@ -124,16 +124,17 @@ def reports(backend: str, wanted: Iterable[str]) -> list[Any]:
     from transformer_kernels.reports import cuda, cuda_launches
 
     units = [
-        (part, architecture)
-        for part, architecture in itertools.product(wanted, cuda_launches.ARCHITECTURES)
-        if part in cuda_launches.sources(architecture)
+        (part, compiled, run_by)
+        for part, compiled in itertools.product(wanted, cuda_launches.ARCHITECTURES)
+        if (run_by := [each for each in cuda_launches.run_by(compiled) if part in cuda_launches.sources(each)])
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(lambda unit: cuda.compile_reports(unit[0], unit[1], disassemble=True), units)
         return [
             report
-            for unit, kernels in zip(units, compiled, strict=True)
-            for report in cuda_launches.reports(*unit, kernels)
+            for (part, _, run_by), kernels in zip(units, compiled, strict=True)
+            for architecture in run_by
+            for report in cuda_launches.reports(part, architecture, kernels)
         ]
 
 
