@@ -234,6 +234,7 @@ TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, int64_t bat
   }
 }
 
+constexpr int64_t LONGEST_SCORE = 128;  // products that one register adds up; the scores of wider heads are sums of such
 constexpr int64_t ROW_GROUP = 8;  // float32 rows of keys that products read at one time
 
 // Rows of float32 and how far apart they lie.

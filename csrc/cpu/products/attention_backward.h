@@ -118,7 +118,7 @@ struct Wide {
   // S^T and dP^T of `count` keys from `low` on and of `registers` queries.
   void score(const AttentionCall& call, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
-    const int64_t step = block.lanes.count <= FEW ? SHORT_SUM : call.width;  // where eager PyTorch's own sums are short
+    const int64_t step = block.lanes.count <= FEW ? SHORT_SUM : LONGEST_SCORE;  // where eager PyTorch's own sums are short
     for (int64_t d = 0; d < call.width; d += step) {
       const int64_t depth = smaller(step, call.width - d), at_columns = d * SIZE + column;
       const auto add = [&](const Matrix& rows, const float* columns, float* to) TK_LAMBDA {

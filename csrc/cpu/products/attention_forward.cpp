@@ -96,8 +96,10 @@ template <int LANE_REGISTERS> struct Wide {
     const Matrix own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch), own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
     rows_of_keys = own_keys.data ? Matrix{own_keys.at(from), own_keys.row} : Matrix{keys, pitch};
     if (!own_keys.data) widen_keys(call, call.k, batch, some, kv_head, from, to, pitch, keys);
-    rows_of_values = {own_values.at(from), own_values.row};
-    if (own_values.data && !(broken && is_broken(rows_of_values.data, to - from, pitch, rows_of_values.row))) return false;
+    if (own_values.data) {
+      rows_of_values = {own_values.at(from), own_values.row};
+      if (!broken || !is_broken(rows_of_values.data, to - from, pitch, rows_of_values.row)) return false;
+    }
     rows_of_values = {values, pitch};
     widen_keys(call, call.v, batch, some, kv_head, from, to, pitch, values);
     return broken && clear_broken(values, to - from, pitch, broken);
@@ -110,7 +112,11 @@ template <int LANE_REGISTERS> struct Wide {
   }
 
   void score(const AttentionCall& call, int64_t key, int64_t rows) {
-    product<false>(rows_of_keys.at(at_row(key)), {rows_of_keys.row, 1}, transposed, SIZE, scores, SIZE, aligned(rows, ROW_GROUP), REGISTERS, call.width);
+    const float* from = rows_of_keys.at(at_row(key));
+    const int64_t count = aligned(rows, ROW_GROUP), first = smaller(call.width, LONGEST_SCORE);
+    product<false>(from, {rows_of_keys.row, 1}, transposed, SIZE, scores, SIZE, count, REGISTERS, first);
+    for (int64_t d = first; d < call.width; d += LONGEST_SCORE)
+      product<true>(from + d, {rows_of_keys.row, 1}, transposed + d * SIZE, SIZE, scores, SIZE, count, REGISTERS, smaller(LONGEST_SCORE, call.width - d));
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) {
