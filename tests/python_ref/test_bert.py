@@ -144,7 +144,8 @@ def test_what_stands_behind_the_last_packed_sequence_does_not_matter(pooling):
     expected = model(PACKED, cu_seqlens=STARTS)
     expected.sum().backward()
     assert not model.embedding.tokens.weight.grad[0].any()
-    assert torch.equal(model(PACKED[:, : STARTS[-1]], cu_seqlens=STARTS), expected)
+    alone = model(PACKED[:, : STARTS[-1]], cu_seqlens=STARTS)
+    torch.testing.assert_close(alone, expected, rtol=1e-12, atol=1e-12)  # fewer rows, another order of sums
     with torch.no_grad():
         model.embedding.tokens.weight[0] = 5.0
     assert torch.equal(model(PACKED, cu_seqlens=STARTS), expected)
