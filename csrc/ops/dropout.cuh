@@ -19,7 +19,7 @@ template <int V> TK_DEVICE Vector<float, V> keep_factors(const Dropout& dropout,
     }
   } else {
     static_assert(8 % V == 0, "a vector lies within a group of eight columns");
-    const uint32_t kept = dropout.kept(dropout.keys(), first_group, low, high) >> column % 8;
+    const uint32_t kept = dropout.kept(dropout.read_seed(), first_group, low, high) >> column % 8;
 #pragma unroll
     for (int i = 0; i < V; ++i) factors[i] = kept >> i & 1 ? dropout.keep_scale : 0.0f;
   }

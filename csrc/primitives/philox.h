@@ -22,28 +22,38 @@ TK_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #endif
 }
 
-// What a seed gives each round: fourteen instructions for whoever draws seldom, four loads where they are kept.
-struct alignas(16) PhiloxKeys {
-  uint32_t word[7][2];
+// The keys of each round, made as they are needed.
+struct PhiloxSeed {
+  uint32_t low, high;
+  TK_HOST_DEVICE explicit PhiloxSeed(uint64_t seed) : low(static_cast<uint32_t>(seed)), high(static_cast<uint32_t>(seed >> 32)) {}
+  TK_HOST_DEVICE uint32_t first(uint32_t round) const { return low + round * 0x9E3779B9u; }
+  TK_HOST_DEVICE uint32_t second(uint32_t round) const { return high + round * 0xBB67AE85u; }
 };
 
-TK_HOST_DEVICE PhiloxKeys philox_keys(uint64_t seed) {
+// The same kept: fourteen instructions once, four loads for who draws again and again.
+struct alignas(16) PhiloxKeys {
+  uint32_t word[7][2];
+  TK_HOST_DEVICE uint32_t first(uint32_t round) const { return word[round][0]; }
+  TK_HOST_DEVICE uint32_t second(uint32_t round) const { return word[round][1]; }
+};
+
+TK_HOST_DEVICE PhiloxKeys philox_keys(const PhiloxSeed& seed) {
   PhiloxKeys keys;
 #pragma unroll
   for (uint32_t round = 0; round < 7; ++round) {
-    keys.word[round][0] = static_cast<uint32_t>(seed) + round * 0x9E3779B9u;
-    keys.word[round][1] = static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u;
+    keys.word[round][0] = seed.first(round);
+    keys.word[round][1] = seed.second(round);
   }
   return keys;
 }
 
-TK_HOST_DEVICE PhiloxWords philox4x32_7(const PhiloxKeys& keys, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+template <class Keys> TK_HOST_DEVICE PhiloxWords philox4x32_7(const Keys& keys, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
     const uint64_t product0 = wide_product(c0, 0xD2511F53u);
     const uint64_t product1 = wide_product(c2, 0xCD9E8D57u);
-    const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ keys.word[round][0];
-    const uint32_t next2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ keys.word[round][1];
+    const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ keys.first(round);
+    const uint32_t next2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ keys.second(round);
     c1 = static_cast<uint32_t>(product1);
     c3 = static_cast<uint32_t>(product0);
     c0 = next0;
@@ -59,17 +69,18 @@ struct Dropout {
   uint32_t limit;    // an element is kept when its 16 bits, as the upper half of a word, exceed this
   float keep_scale;  // one over the share that is kept on average, or 0 when everything is dropped
 
-  TK_DEVICE PhiloxKeys keys() const { return philox_keys(static_cast<uint64_t>(*seed)); }
+  TK_DEVICE PhiloxSeed read_seed() const { return PhiloxSeed(static_cast<uint64_t>(*seed)); }
+  TK_DEVICE PhiloxKeys keys() const { return philox_keys(read_seed()); }
   // The four words for the columns 8 * column_group .. 8 * column_group + 7.
   TK_DEVICE PhiloxWords words(uint32_t column_group, uint32_t row, uint32_t head) const {
-    return philox4x32_7(keys(), column_group, row, head, 0u);
+    return philox4x32_7(read_seed(), column_group, row, head, 0u);
   }
   // Column i of a group takes half i % 2 of word i / 2; half 0 is the lower one.
   TK_DEVICE bool keeps(const PhiloxWords& words, int i) const {
     return (i % 2 ? words.word[i / 2] : words.word[i / 2] << 16) > limit;
   }
   // Bit i: whether column i of the group is kept.
-  TK_DEVICE uint32_t kept(const PhiloxKeys& keys, uint32_t column_group, uint32_t row, uint32_t head) const {
+  template <class Keys> TK_DEVICE uint32_t kept(const Keys& keys, uint32_t column_group, uint32_t row, uint32_t head) const {
     const PhiloxWords drawn = philox4x32_7(keys, column_group, row, head, 0u);
     uint32_t bits = 0;
 #pragma unroll

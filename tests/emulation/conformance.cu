@@ -196,10 +196,10 @@ static void check_named_barriers() {
 // ---- philox: the known answers of Random123 (kat_vectors, philox4x32 7)
 
 __global__ void philox_kernel(uint32_t* out) {
-  const PhiloxWords zeros = philox4x32_7(philox_keys(0), 0, 0, 0, 0);
-  const PhiloxWords ones = philox4x32_7(philox_keys(~0ull), ~0u, ~0u, ~0u, ~0u);
+  const PhiloxWords zeros = philox4x32_7(philox_keys(PhiloxSeed(0)), 0, 0, 0, 0);
+  const PhiloxWords ones = philox4x32_7(philox_keys(PhiloxSeed(~0ull)), ~0u, ~0u, ~0u, ~0u);
   const PhiloxWords pi =
-      philox4x32_7(philox_keys(0x299f31d0a4093822ull), 0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u);
+      philox4x32_7(philox_keys(PhiloxSeed(0x299f31d0a4093822ull)), 0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u);
   for (int i = 0; i < 4; ++i) {
     out[i] = zeros.word[i];
     out[4 + i] = ones.word[i];
