@@ -170,7 +170,7 @@ def _steps(rows: Sequence[Row]) -> str:
         for row in sorted(found, key=lambda row: (row["op"], row["shape"]["L"], row["shape"]["B"]))
     ]
     head = ("step", "rung", "median ms", "spread", "tokens/s", f"times {HEADLINE}")
-    head += ("model TFLOP/s", "of the product", "memory MiB")
+    head += ("model TFLOP/s", "of the limit", "memory MiB")
     return f"## Training steps\n\n{_table(head, lines)}"
 
 

@@ -23,9 +23,7 @@ def is_eager_cpu(x: Tensor) -> bool:
 
 def are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool = False) -> bool:
     """Whether csrc/cpu/products multiplies x (..., K) by a weight of either layout; see ops/linear/README.md."""
-    if torch.compiler.is_compiling() or requested(backend) not in ("cpu", "auto"):
-        return False
-    if not is_eager_cpu(x) or cpu.unavailable(x.device):
+    if not is_eager_cpu(x) or requested(backend) not in ("cpu", "auto") or cpu.unavailable(x.device):
         return False
     if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or x.numel() < FEWEST_ROWS * x.shape[-1]:
         return False

@@ -235,6 +235,16 @@ TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, int64_t bat
 }
 
 constexpr int64_t LONGEST_SCORE = 128;  // products that one register adds up; the scores of wider heads are sums of such
+
+// C = A B with A's rows `a_row` apart, where no register adds up more than `longest` of the K products.
+TK_INLINE void product_in_pieces(int64_t longest, const float* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row,
+                                 int64_t M, int64_t registers, int64_t K) {
+  const int64_t first = smaller(K, longest);
+  product<false>(a, {a_row, 1}, b, b_row, c, c_row, M, registers, first);
+  for (int64_t k = first; k < K; k += longest)
+    product<true>(a + k, {a_row, 1}, b + k * b_row, b_row, c, c_row, M, registers, smaller(longest, K - k));
+}
+
 constexpr int64_t ROW_GROUP = 8;  // float32 rows of keys that products read at one time
 
 // Rows of float32 and how far apart they lie.

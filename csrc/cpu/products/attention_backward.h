@@ -118,15 +118,11 @@ struct Wide {
   // S^T and dP^T of `count` keys from `low` on and of `registers` queries.
   void score(const AttentionCall& call, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
-    const int64_t step = block.lanes.count <= FEW ? SHORT_SUM : LONGEST_SCORE;  // where eager PyTorch's own sums are short
-    for (int64_t d = 0; d < call.width; d += step) {
-      const int64_t depth = smaller(step, call.width - d), at_columns = d * SIZE + column;
-      const auto add = [&](const Matrix& rows, const float* columns, float* to) TK_LAMBDA {
-        if (d) product<true>(rows.at(low) + d, {rows.row, 1}, columns + at_columns, SIZE, to + at_tile, SIZE, count, registers, depth);
-        else product<false>(rows.at(low) + d, {rows.row, 1}, columns + at_columns, SIZE, to + at_tile, SIZE, count, registers, depth);
-      };
-      add(keys, q_transposed(block), tile.weights), add(values, dout_transposed(block), tile.gradients);
-    }
+    const int64_t longest = block.lanes.count <= FEW ? SHORT_SUM : LONGEST_SCORE;  // where eager PyTorch's own sums are short
+    const auto multiply = [&](const Matrix& rows, const float* columns, float* to) TK_LAMBDA {
+      product_in_pieces(longest, rows.at(low), rows.row, columns + column, SIZE, to + at_tile, SIZE, count, registers, call.width);
+    };
+    multiply(keys, q_transposed(block), tile.weights), multiply(values, dout_transposed(block), tile.gradients);
   }
 
   // Weights and gradients of scores that no lane sees, up to whole groups of rows, become 0.

@@ -112,11 +112,8 @@ template <int LANE_REGISTERS> struct Wide {
   }
 
   void score(const AttentionCall& call, int64_t key, int64_t rows) {
-    const float* from = rows_of_keys.at(at_row(key));
-    const int64_t count = aligned(rows, ROW_GROUP), first = smaller(call.width, LONGEST_SCORE);
-    product<false>(from, {rows_of_keys.row, 1}, transposed, SIZE, scores, SIZE, count, REGISTERS, first);
-    for (int64_t d = first; d < call.width; d += LONGEST_SCORE)
-      product<true>(from + d, {rows_of_keys.row, 1}, transposed + d * SIZE, SIZE, scores, SIZE, count, REGISTERS, smaller(LONGEST_SCORE, call.width - d));
+    product_in_pieces(LONGEST_SCORE, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, scores, SIZE, aligned(rows, ROW_GROUP),
+                      REGISTERS, call.width);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) {

@@ -18,8 +18,9 @@ from transformer_kernels.ops.linear._products import Gradients, gradients, produ
 
 LARGEST_WEIGHT = 1 << 19
 """Elements beyond which a weight does not stay in a second-level cache; on Intel's processors MKL is then faster."""
-LARGEST_WEIGHT_ON_AMD, LARGEST_FORWARD_ON_AMD, ROWS_ON_AMD = 1 << 23, 1 << 26, 256
-"""There MKL is slower: ours answer up to so many elements, forward alone up to so many, from so many rows of x on."""
+LARGER_ON_AMD, LARGER_FORWARD_ON_AMD, ROWS_ON_AMD = 16, 128, 256
+"""There MKL is slower: ours answer for weights so many times as large, forward alone so many times, from so many rows
+of x on."""
 LARGER, ROWS_FOR_LARGER = 8, 512
 """In bfloat16 ours is the faster product for weights that are so many times as large, from so many rows of x on."""
 MOST_FEW_ROWS = 4
@@ -48,11 +49,10 @@ def fuses(call: LinearCall) -> bool:
 def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
     """Elements of the largest weight whose float32 products with x (..., K) are ours."""
     kernels = cpu.load()
-    if kernels.vendor != "AuthenticAMD" or x.numel() < ROWS_ON_AMD * x.shape[-1]:
+    mkl_is_slow = kernels.vendor == "AuthenticAMD" and kernels.instruction_set() not in ("plain", "avx2")
+    if not mkl_is_slow or x.numel() < ROWS_ON_AMD * x.shape[-1]:
         return LARGEST_WEIGHT
-    if not LARGEST_WEIGHT or kernels.instruction_set() in ("plain", "avx2"):
-        return LARGEST_WEIGHT
-    return LARGEST_FORWARD_ON_AMD if forward_alone else LARGEST_WEIGHT_ON_AMD
+    return LARGEST_WEIGHT * (LARGER_FORWARD_ON_AMD if forward_alone else LARGER_ON_AMD)
 
 
 def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
