@@ -218,20 +218,23 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
     fused = (*ON_CPU, "sdpa flash")
     short, long = _narrowed(sizes, (64, 128, 256)), _narrowed(sizes, (512, 1024, 2048, 4096))
     yield from _attention(short, fp32, EVERY_KIND, ("forward", "both"), (*fused, "sdpa math"))
+    yield from _attention(
+        _narrowed(sizes, (512,)), fp32, EVERY_KIND[:1], ("forward", "both"), (*fused, "compile", "eager")
+    )
     yield from _attention(long, fp32, EVERY_KIND[:2], ("forward", "both"), fused)
     yield from _attention(short, fp32, (("padded", 64),), ("both",), (*fused, "sdpa math"))
     for dtype in (fp32, bf16):
         yield from _attention(short, dtype, EVERY_KIND[:1], ("both",), (*fused, "sdpa math"), dropout_p=0.1)
     yield from _attention(_narrowed(sizes, (256,)), fp32, (("full", 64),), ("both",), fused, window=64)
     yield from operation_tasks(workloads.decode_sweep(sizes, fp32), fused)
+    one_width = _narrowed(sizes, widths=(768,))
+    yield from _rows(one_width, fp32, ("forward", "both"), (*ON_CPU, "eager", "compile"))  # a ratio is of one minute
     yield from _rows(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
     yield from _output_layers(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
     yield from _attention(sizes, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
     yield from _attention(sizes, fp32, (("causal", 32), ("padded", 64)), ("forward", "both"), fused)
     yield from step_tasks(device, Recipe("gpt2", 4, 64), UNCOMPILED)
     yield from call_tasks()
-    yield from _rows(_narrowed(sizes, widths=(768,)), fp32, ("forward", "both"), ("compile",))
-    yield from _attention(_narrowed(sizes, (512,)), fp32, EVERY_KIND[:1], ("forward", "both"), ("compile", "eager"))
     everyone = _narrowed(sizes, (512,), (768,))  # one point with every candidate, so that each is timed or explained
     yield from operation_tasks(workloads.attention_sweep(everyone, fp32, 64, "forward", "causal"))
     for op in ROW_OPERATIONS:
