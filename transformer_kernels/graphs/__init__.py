@@ -16,9 +16,11 @@ numbers with and without graphs.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -183,18 +185,18 @@ def graphed(
 
     With an optimizer the function is a training step: forward, backward, clipping, `optimizer.step()`, with several
     backward passes to accumulate over. Gradients are None before and after each call. Learning rates become tensors,
-    and what a schedule or your loop writes into `param_groups` is what the next call uses. Without an optimizer it is
-    run under `torch.no_grad()`.
+    and what a schedule or your loop writes into `param_groups` is what the next call uses; a value there other than the
+    learning rate (OneCycleLR's momentum) has graphs of its own. Without an optimizer it is run under `torch.no_grad()`.
 
     What the function does in Python, it does only while it is run as it is: it must not count, print, or read values
-    (`.item()`, `if tensor > 0`); return tensors and read them after the call. What it reads besides its arguments, such
-    as the weights of a model that only it knows, must stay where it is: changed in place, as optimizers and
-    `load_state_dict` do.
+    (`.item()`, `if tensor > 0`); return tensors and read them after the call. Numbers that it finds elsewhere, such as
+    a dropout's `p`, are those of the capture. What else it reads besides its arguments, such as the weights of a model
+    that only it knows, must stay where it is: changed in place, as optimizers and `load_state_dict` do.
 
     Args:
         function: takes tensors of one device, and hashable constants, each of which has graphs of its own, in any
-            nesting of lists, tuples and dicts; returns tensors in the same way. If it is a module, its training
-            flags are constants too.
+            nesting of lists, tuples and dicts; returns tensors in the same way. The training flags of modules that it
+            names (itself, its object's attributes, its closure, globals) are constants too.
         optimizer: the one that the function steps; fused (`torch.optim.AdamW(..., fused=True)`), or another that
             keeps all that it counts in tensors.
         warm_up_calls: calls of each shape before it is captured.
@@ -222,6 +224,7 @@ class _Graphed:
         self._run: Graphed | None = None
         self._rates: list[Tensor] = []
         self._held: tuple[Any, Hashable] = (None, ())
+        self._modules: list[nn.Module] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = self._device(tensors((args, kwargs)))
@@ -229,8 +232,14 @@ class _Graphed:
             if self._run is None:
                 work = self._forward if self._optimizer is None else self._step
                 self._run = Graphed(
-                    work, graphs_on(device), optimizer=self._optimizer, failed=_refuse, kind=self._kind, **self._options
+                    work,
+                    graphs_on(device),
+                    optimizer=self._optimizer,
+                    failed=self._refuse,
+                    kind=self._kind,
+                    **self._options,
                 )
+            self._modules = list(_named_modules(self._function))
             self._forget_replaced()
             if self._optimizer is not None:
                 self._prepare(self._optimizer)
@@ -281,22 +290,43 @@ class _Graphed:
             group["lr"] = rate
 
     def _forget_replaced(self) -> None:
-        """No graph of tensors that the optimizer or the module has no more."""
+        """No graph of tensors that the optimizer or a module has no more."""
         state, weights = None, []
         if self._optimizer is not None:
             state, weights = self._optimizer.state, _parameters(self._optimizer)
-        if isinstance(self._function, nn.Module):
-            weights = [*weights, *self._function.parameters(), *self._function.buffers()]
+        for module in self._modules:
+            weights = [*weights, *module.parameters(), *module.buffers()]
         places = tuple((each.data_ptr(), each.requires_grad) for each in weights)
         if (state is not self._held[0] or places != self._held[1]) and self._run is not None:
             self._run.reset()
         self._held = state, places
 
     def _kind(self) -> Hashable:
-        modules = self._function.modules() if isinstance(self._function, nn.Module) else ()
-        flags = tuple(module.training for module in modules)
+        flags = tuple(each.training for module in self._modules for each in module.modules())
         autocast = tuple((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda"))
         return (flags, autocast, get_backend(), () if self._optimizer is None else _settings(self._optimizer))
+
+    def _refuse(self, error: RuntimeError) -> NoReturn:
+        told = str(error).partition("\n")[0]
+        if "reads values" in told and self._optimizer is not None and not self._optimizer.defaults.get("fused"):
+            told += f" ({type(self._optimizer).__name__} does, unless it has fused=True)"
+        raise RuntimeError(f"graphed: the function cannot be captured: {told}") from error
+
+
+def _named_modules(function: Any) -> Iterator[nn.Module]:
+    """The modules that a function names: itself, its object and that one's attributes, its closure, globals."""
+    held: list[Any] = []
+    while isinstance(function, functools.partial):
+        held += [*function.args, *function.keywords.values()]
+        function = function.func
+    function = inspect.unwrap(function)
+    owner = getattr(function, "__self__", function)
+    held += [owner, *getattr(owner, "__dict__", {}).values()]
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        with suppress(ValueError):  # a variable that has no value yet
+            named = inspect.getclosurevars(function)
+            held += [*named.nonlocals.values(), *named.globals.values()]
+    return (each for each in held if isinstance(each, nn.Module))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -325,7 +355,3 @@ def _checked(result: Any) -> Any:
         if not isinstance(each, Tensor | None):
             raise TypeError(f"graphed: the function must return tensors; got {type(each).__name__}")
     return pytree.tree_map(lambda each: None if each is None else each.detach(), result)
-
-
-def _refuse(error: RuntimeError) -> NoReturn:
-    raise RuntimeError(f"graphed: the function cannot be captured: {str(error).partition(chr(10))[0]}") from error

@@ -218,10 +218,10 @@ class Recording(TorchDispatchMode):
             self.fixed.discard(_address(self._memory.placed(result)))
             return result
         written = tensors(result)
-        if function._schema.is_mutable:
+        if written and not function.is_view and not _share_memory(written, tensors((args, kwargs))):
+            self._note(function, args, kwargs, written)  # batch_norm writes to its arguments too
+        elif function._schema.is_mutable:
             self.calls.append((partial(function, **self._aliases(kwargs)), self._aliases(args)))
-        elif written and not function.is_view and not _share_memory(written, tensors((args, kwargs))):
-            self._note(function, args, kwargs, written)
         made = map(_address, written)
         if is_fixed and torch.Tag.nondeterministic_seeded not in function.tags:
             self.fixed.update(made)
