@@ -43,14 +43,16 @@ def total(result: Any) -> Tensor:
     return sum((part.float().square().sum() for part in results), torch.zeros(()))
 
 
-def call_of(op: str, rows: int = 4, columns: int = 6, dtype: torch.dtype = torch.float32) -> tuple[Any, list[Tensor]]:
-    """The operation as a function of its differentiable tensors, in the torch backend, and those tensors."""
+def call_of(
+    op: str, rows: int = 4, columns: int = 6, dtype: torch.dtype = torch.float32, backend: str = "torch"
+) -> tuple[Any, list[Tensor]]:
+    """The operation as a function of its differentiable tensors, in one backend, and those tensors."""
     tensors = EXAMPLES[op].make(rows, columns, dtype)
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
 
     def function(*leaves: Tensor) -> Any:
         others = {name: x.to(leaves[0].device) for name, x in tensors.items()}
-        return public(op, "torch")(**{**others, **dict(zip(names, leaves, strict=True))})
+        return public(op, backend)(**{**others, **dict(zip(names, leaves, strict=True))})
 
     return function, [tensors[name] for name in names]
 
@@ -209,6 +211,20 @@ def test_compiled_without_gradients_and_for_any_length(op: str) -> None:
         want = total(function(*inputs))
         torch.manual_seed(9)
         torch.testing.assert_close(total(compiled(*inputs)), want)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@OPERATIONS
+@torch.no_grad()
+def test_a_trace_of_jit_computes_anew(op: str) -> None:
+    function, inputs = call_of(op, backend="auto")  # on a CPU kernels that a trace cannot see
+    traced = torch.jit.trace(lambda *given: total(function(*given)), inputs, check_trace=False)
+    given = [2 * each for each in inputs]
+    results = []
+    for each in (traced, lambda *given: total(function(*given))):
+        torch.manual_seed(9)
+        results.append(each(*given))
+    assert torch.equal(*results)
 
 
 def test_use_backend_reaches_into_a_compiled_function() -> None:

@@ -1,8 +1,8 @@
 """Operation: the three routes of a call, written once.
 
 A call without gradients goes straight to the backend (cheapest), one with gradients through an autograd.Function, and
-one that is being traced (torch.compile, fake or meta tensors, a dispatch mode) through an operator registered with
-torch.library. The last costs several times the others, so it is taken only where it is needed.
+one that is being traced (torch.compile, torch.jit.trace, fake or meta tensors, a dispatch mode) through an operator
+registered with torch.library. The last costs several times the others, so it is taken only where it is needed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformer_kernels import _dispatch
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_is_active = torch._C._are_functorch_transforms_active
 _any_autocast = torch._C._is_any_autocast_enabled
+_is_jit_tracing = torch._C._is_tracing
 
 Grads = tuple[Any, ...]
 """The incoming gradients of a backend's backward; None in one that did not come in, where there are several."""
@@ -54,7 +55,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 def is_traced(x: Tensor) -> bool:
     """Whether this call must be seen by a tracer: then it goes through the registered operator."""
-    return is_compiling() or x.is_meta or _dispatch_modes() > 0 or isinstance(x, FakeTensor)
+    return is_compiling() or x.is_meta or _dispatch_modes() > 0 or isinstance(x, FakeTensor) or _is_jit_tracing()
 
 
 def refuse_transforms(op: str, *tensors: Tensor | None) -> None:

@@ -74,7 +74,7 @@ def test_values_and_gradients_are_the_layers_own(kind: str, monkeypatch: pytest.
 def test_second_derivatives(kind: str) -> None:
     outcomes = []
     for layer in layers(kind):
-        x = torch.randn(ROWS, 37, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = torch.randn(2, ROWS, 37, generator=torch.Generator().manual_seed(1)).requires_grad_()
         dx, dweight = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight], create_graph=True)
         outcomes.append(torch.autograd.grad(dx.square().sum() + dweight.square().sum(), [x, layer.weight]))
     for mine, theirs in zip(*outcomes, strict=True):

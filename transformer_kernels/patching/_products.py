@@ -16,7 +16,9 @@ FEWEST_ROWS = 256
 
 def is_eager_cpu(x: Tensor) -> bool:
     """Whether a call is on a CPU, as its tensors stand, with nothing that watches or transforms it but autograd."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dim() < 2 or torch.is_autocast_enabled("cpu"):
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch.is_autocast_enabled("cpu"):
+        return False
+    if x.device.type != "cpu" or x.dim() < 2:
         return False
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
@@ -44,18 +46,16 @@ class _ByColumns(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         from transformer_kernels.ops.linear._cpu import multiplied_by_columns
 
-        rows = x.flatten(0, -2).contiguous()
-        ctx.save_for_backward(rows, weight)
-        ctx.shape = x.shape
-        y = multiplied_by_columns(rows, weight)
+        ctx.save_for_backward(x, weight)
+        y = multiplied_by_columns(x.flatten(0, -2).contiguous(), weight)
         return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], weight.shape[1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from transformer_kernels.ops.linear._cpu import multiplied, summed_products
 
-        rows, weight = ctx.saved_tensors
-        grads = dy.flatten(0, -2).contiguous()
+        x, weight = ctx.saved_tensors
+        rows, grads = x.flatten(0, -2).contiguous(), dy.flatten(0, -2).contiguous()
         wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad
         dx = dweight = None
         if torch.is_grad_enabled():  # to be differentiated again
@@ -63,4 +63,4 @@ class _ByColumns(torch.autograd.Function):
         else:
             dx = multiplied(grads, weight) if wanted_x else None
             dweight = summed_products(rows, grads) if wanted_weight else None
-        return None if dx is None else dx.view(ctx.shape), dweight, grads.sum(0) if wanted_bias else None
+        return None if dx is None else dx.view(x.shape), dweight, grads.sum(0) if wanted_bias else None
