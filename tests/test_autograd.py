@@ -213,7 +213,7 @@ def test_compiled_without_gradients_and_for_any_length(op: str) -> None:
         torch.testing.assert_close(total(compiled(*inputs)), want)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore")
 @OPERATIONS
 @torch.no_grad()
 def test_a_trace_of_jit_computes_anew(op: str) -> None:

@@ -341,6 +341,15 @@ def test_embedding(padding_idx, shape):
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
 
 
+def test_embedding_of_a_table_that_exists():
+    table = torch.randn(7, 12)
+    for freeze in (True, False):
+        ours = nn.Embedding.from_pretrained(table, freeze, padding_idx=-1, backend="torch")
+        assert ours.weight.data_ptr() == table.data_ptr() and ours.weight.requires_grad is not freeze
+        assert (ours.padding_idx, ours.backend) == (6, "torch")
+        assert torch.equal(ours(torch.tensor([1, 6])), table[[1, 6]])
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_add_layer_norm(training):
     module = randomise(nn.AddLayerNorm(12, 1e-3, dropout=0.5)).train(training)

@@ -246,8 +246,12 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
             raise ValueError(f"MultiHeadAttention: num_heads ({num_heads}) must divide embed_dim ({embed_dim})")
         super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype)
-        self._qkv_same_embed_dim = False  # what TransformerEncoderLayer reads before it passes this module by
         self._choose(backend)
+
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = True
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False  # what TransformerEncoderLayer reads before it passes this module by
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_qkv_same_embed_dim": False})
@@ -408,6 +412,16 @@ class Embedding(_WithBackend, torch.nn.Embedding):
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self._choose(backend)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, *, backend: str | None = None
+    ) -> Embedding:
+        """A table that holds `embeddings` (V, E), without a gradient unless `freeze` is false."""
+        rows, width = embeddings.shape
+        made = cls(rows, width, padding_idx, device="meta", backend=backend)
+        made.weight = torch.nn.Parameter(embeddings, requires_grad=not freeze)
+        return made
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Rows of the table, tokens of any shape -> (..., E)."""

@@ -42,6 +42,18 @@ def test_forward_and_gradients_match_eager(family, padding):
     models.assert_within_budget(models.run(family, ours, batch), models.run(family, eager, batch), exact)
 
 
+def test_a_block_with_a_forward_of_its_own_keeps_its_dropout():
+    """As accelerate's hooks give it: what calls the block's parts then is not the patched block."""
+    model = models.make("gpt2", resid_pdrop=0.5).train()
+    block = model.transformer.h[0]
+    block.forward = block.forward
+    report = tk.patch(model)
+    assert ("transformer.h.0", "its forward was replaced") in [(row.name, row.reason) for row in report.left]
+    hidden = torch.ones(1, 8, 48)
+    dropped = block.attn.resid_dropout(hidden)
+    assert (dropped == 0).any()
+
+
 @pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_bfloat16_matches_eager(family):
     eager, ours = pair(family)

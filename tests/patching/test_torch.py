@@ -143,6 +143,34 @@ def test_what_is_not_known_exactly_is_left():
     assert [type(module) for module in model] == kept
 
 
+def test_a_layer_with_a_method_of_its_own_is_left():
+    layer = nn.TransformerEncoderLayer(12, 2, 24, 0.0, batch_first=True)
+    layer._ff_block = lambda x: 0 * x
+    x = torch.randn(2, 5, 12)
+    before = layer(x)
+    assert [row.reason for row in tk.patch(layer).left] == ["its _ff_block was replaced"]
+    torch.testing.assert_close(layer(x), before)
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_unpatch_refuses_a_class_made_of_the_patched_one():
+    model = nn.Sequential(nn.GELU(), nn.LayerNorm(12))
+    tk.patch(model)
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Twice())
+    with pytest.raises(RuntimeError, match="unpatch: 1 became a ParametrizedLayerNorm after patch; undo that first"):
+        tk.unpatch(model)
+    x = torch.randn(3, 12)
+    expected = 2 * nn.functional.layer_norm(nn.functional.gelu(x), (12,))
+    torch.testing.assert_close(model(x), expected)
+    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    tk.unpatch(model)
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_our_own_modules_keep_their_backend():
     model = nn.Sequential(tk.nn.LayerNorm(12, backend="torch"))
     assert not tk.patch(model, backend="auto").rows
@@ -165,6 +193,18 @@ def test_unpatched_and_pickled():
         (kind, [name for name, _ in content]) for kind, content in before
     ]
     assert all(module._qkv_same_embed_dim for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+
+
+@pytest.mark.parametrize("kind", ["patched", "ours"])
+def test_attention_draws_its_initial_weights_again(kind):
+    module = tk.nn.MultiHeadAttention(12, 2) if kind == "ours" else nn.MultiheadAttention(12, 2)
+    tk.patch(module)
+    torch.manual_seed(1)
+    twin = nn.MultiheadAttention(12, 2)
+    torch.manual_seed(1)
+    nn.Linear(12, 12)  # as the constructor does
+    module._reset_parameters()
+    assert torch.equal(module.in_proj_weight, twin.in_proj_weight) and not module._qkv_same_embed_dim
 
 
 def test_patching_without_transformers():

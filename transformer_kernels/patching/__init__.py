@@ -12,7 +12,7 @@ from transformer_kernels._errors import BackendUnavailable
 from transformer_kernels.patching import _rotary, _torch, _transformers
 from transformer_kernels.patching._models import patch_models, unpatch_models
 from transformer_kernels.patching._report import PatchReport, Row
-from transformer_kernels.patching._swap import Patched, class_path, original_class, restore, swap
+from transformer_kernels.patching._swap import Patched, class_path, original_class, replaced_method, restore, swap
 
 __all__ = ["PatchReport", "Row", "patch", "unpatch"]
 
@@ -60,11 +60,17 @@ def unpatch(model: nn.Module) -> None:
 
     Args:
         model: a module; one that was never patched stays as it is.
+    Raises:
+        RuntimeError: a module has got another class since (a parametrization, sharding); what gave it has to be undone.
     """
+    patched = [(name, module) for name, module in model.named_modules() if isinstance(module, Patched)]
+    for name, module in patched:
+        if "_original" not in vars(type(module)):
+            name = name or "the model"
+            raise RuntimeError(f"unpatch: {name} became a {type(module).__name__} after patch; undo that first")
     unpatch_models(model)
-    for module in model.modules():
-        if isinstance(module, Patched):
-            restore(module)
+    for _, module in patched:
+        restore(module)
 
 
 def _check_backend(model: nn.Module, backend: str | None) -> None:
@@ -87,6 +93,8 @@ def _patch_module(name: str, module: Any, backend: str | None) -> Row | None:
             return None
         return Row(name, kind, None, f"a subclass of torch.nn.{known.__name__} with code of its own")
     if not isinstance(module, Patched):
+        if (method := replaced_method(module)) is not None:
+            return Row(name, kind, None, f"its {method} was replaced")
         if (reason := getattr(mixin, "refuses", lambda _: None)(module)) is not None:
             return Row(name, kind, None, reason)
         swap(module, mixin, backend)

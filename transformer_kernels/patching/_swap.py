@@ -89,6 +89,11 @@ def original_class(module: Any) -> Any:
     return getattr(type(module), "_original", type(module))
 
 
+def replaced_method(module: Any) -> str | None:
+    """A method of the module's class that this instance has another of."""
+    return next((name for name in vars(module) if callable(vars(original_class(module)).get(name))), None)
+
+
 def class_path(module: Any) -> str:
     kind = original_class(module)
     return f"{kind.__module__}.{kind.__qualname__}"
