@@ -222,11 +222,13 @@ def test_padding_mask_of_one_sequence():
     torch.testing.assert_close(ours(x, x, x, key_padding_mask=PADDING[0])[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_causal_needs_no_mask():
+@pytest.mark.parametrize("keys", [5, 8])
+def test_causal_needs_no_mask(keys):
     ours, theirs = attention_pair()
-    x = torch.randn(2, 5, 12)
-    expected = theirs(x, x, x, attn_mask=CAUSAL)
-    results = ours(x, x, x, is_causal=True, need_weights=True)
+    x, y = torch.randn(2, 5, 12), torch.randn(2, keys, 12)
+    later = torch.ones(5, keys, dtype=torch.bool).triu(1 + keys - 5)
+    expected = theirs(x, y, y, attn_mask=later)
+    results = ours(x, y, y, is_causal=True, need_weights=True)
     for result, reference in zip(results, expected, strict=True):
         torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-6)
 
@@ -295,6 +297,7 @@ def test_torch_layers_never_pass_the_backend_by():
         ({"add_bias_kv": True}, "add_bias_kv and add_zero_attn are not supported"),
         ({"add_zero_attn": True}, "add_bias_kv and add_zero_attn are not supported"),
         ({"num_heads": 5}, r"num_heads \(5\) must divide embed_dim \(12\)"),
+        ({"num_heads": 0}, r"num_heads \(0\) must divide embed_dim \(12\)"),
     ],
 )
 def test_unsupported_attention_is_refused(options, message):
