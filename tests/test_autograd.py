@@ -227,6 +227,34 @@ def test_a_trace_of_jit_computes_anew(op: str) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@OPERATIONS
+def test_what_pytorch_makes_by_default_is_not_what_is_computed_in(op: str, backend: str) -> None:
+    function, inputs = call_of(op, backend=backend)
+    if op == "attention":
+        inputs = [*inputs, leaf(1, 4, 4, 4)]  # a bias, whose gradient is summed in memory of its own
+
+        def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+            return tk.attention(q, k, v, attn_bias=bias, causal=True, return_lse=True, backend=backend)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(9)
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return [*outputs, *torch.autograd.grad(outputs, inputs, [torch.ones_like(each) for each in outputs])]
+
+    plain = run()
+    with torch.device("meta"):
+        other_device = run()
+    torch.set_default_dtype(torch.float64)
+    try:
+        other_dtype = run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for want, *got in zip(plain, other_device, other_dtype, strict=True):
+        assert all(torch.equal(each, want) and each.dtype is want.dtype for each in got)
+
+
 def test_use_backend_reaches_into_a_compiled_function() -> None:
     compiled = torch.compile(lambda x: tk.gelu(x) * 2, fullgraph=True, backend="aot_eager")
     x = torch.randn(4)

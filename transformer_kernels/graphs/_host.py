@@ -355,7 +355,7 @@ def _into(function: Any, results: int) -> tuple[Any, list[str]] | None:
 
 def _flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
     """All that a storage holds."""
-    whole = torch.empty(0, dtype=dtype)
+    whole = torch.empty(0, dtype=dtype, device=storage.device)
     return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
 
 

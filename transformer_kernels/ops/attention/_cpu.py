@@ -19,7 +19,7 @@ NO_ANGLES = (0, 0, 0, 0, 0)
 def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
     """out (B, Hq, Lq, D), in memory (B, Lq, Hq, D), and lse (B, Hq, Lq)."""
     out = like_output(call.q)
-    lse = torch.empty(call.q.shape[:3], dtype=torch.float32)
+    lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     if _without_sequences(call):
         return AttentionResult(out.zero_(), lse.fill_(-torch.inf))
     packed = _packed(call, angles, out, lse)
@@ -47,7 +47,9 @@ def backward(
     if _without_sequences(call):
         zeros = (None if each is None else each.zero_() for each in gradients)
         return *zeros, torch.zeros_like(bias) if bias is not None and wanted[3] else None
-    computed = torch.zeros(bias.shape) if bias is not None and wanted[3] and bias.shape[3] > 1 else None
+    computed = None
+    if bias is not None and wanted[3] and bias.shape[3] > 1:
+        computed = bias.new_zeros(bias.shape, dtype=torch.float32)
     packed = _packed(call, angles, result.out, result.lse, (dout, *gradients), dlse, computed)
     cpu.load().attention_backward(packed, *_numbers(call))
     if bias is None or not wanted[3]:
