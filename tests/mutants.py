@@ -66,6 +66,12 @@ MUTANTS = [
         "else first",
         f"{EVERY} -k 'gradient_of_any_layout and torch'",
     ),
+    Mutant(
+        f"{PACKAGE}/_autograd.py",
+        "ctx.made_ahead = False",
+        "ctx.made_ahead = True",
+        "tests/ops/test_cross_entropy.py -k 'second_backward and cpu'",
+    ),
     Mutant(f"{PACKAGE}/_autograd.py", "if _functorch_is_active():", "if False:", f"{AUTOGRAD} -k vmap"),
     Mutant(
         f"{PACKAGE}/_dispatch.py",

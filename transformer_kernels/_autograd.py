@@ -93,6 +93,8 @@ class Operation:
             autograd then sees, else None.
         by_pytorch: the backends in which it is PyTorch's operator: the vendor's library computes it best.
         kernels: the operation whose backend files answer, and `adapt`: from such a module to one of this operation.
+        ahead: a backend may have `forward_with_gradient(call) -> (result, the gradient of a loss) or None`, and
+            `scale_gradient(gradient, dloss)`, which multiplies it in its place.
         second_order: (call, result, grads, wanted) -> gradients, in differentiable PyTorch. Without it a gradient that
             is to be differentiated again is an error.
         layout: what backends want of an incoming gradient.
@@ -119,6 +121,7 @@ class Operation:
         by_pytorch: tuple[str, ...] = (),
         kernels: str | None = None,
         adapt: Callable[[Any], Any] | None = None,
+        ahead: bool = False,
         second_order: Callable[..., tuple[Tensor | None, ...]] | None = None,
         layout: Callable[[Tensor], Tensor] = Tensor.contiguous,
         empty_gradients: Callable[[Any], tuple[Tensor | None, ...]] | None = None,
@@ -126,7 +129,7 @@ class Operation:
     ) -> None:
         self.name, self.call, self.result, self.public = name, call, result, public
         self.kernels, self.adapt, self.second_order = kernels or name, adapt, second_order
-        self.composed, self.by_pytorch = composed, by_pytorch
+        self.composed, self.by_pytorch, self.ahead = composed, by_pytorch, ahead
         self.fake, self.layout, self.check_when_run = fake, layout, check_when_run
         self.empty_gradients = empty_gradients or self._empty_gradients
         fields: tuple[str, ...] = call._fields
@@ -185,13 +188,13 @@ class Operation:
 
     # What is kept between forward and backward
 
-    def keep(self, ctx: Any, call: Any, results: Any) -> None:
-        """Save on an autograd context what `kept` finds again."""
+    def keep(self, ctx: Any, call: Any, results: Any, *more: Tensor) -> None:
+        """Save on an autograd context what `kept` finds again, and `more` behind it."""
         results = (results,) if self.result is None else results
         ctx.numbers = [call[i] for i in self._numbers]
         without = self._dropped if self.dropped_when is not None and self.dropped_when(call) else ()
         tensors = [None if i in without else call[i] for i in self._kept_call]
-        ctx.save_for_backward(*tensors, *[results[i] for i in self._kept_results])
+        ctx.save_for_backward(*tensors, *[results[i] for i in self._kept_results], *more)
         if self.public > 1:
             ctx.set_materialize_grads(False)
 
@@ -349,9 +352,12 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operation: Operation, module: Any, *values: Any) -> Any:
         call = operation.call(*values)
-        results = module.forward(call)
-        ctx.operation, ctx.module = operation, module
-        operation.keep(ctx, operation.undescribed(call), results)
+        made = None
+        if operation.ahead and hasattr(module, "forward_with_gradient"):
+            made = module.forward_with_gradient(call)
+        results, *gradient = (module.forward(call),) if made is None else made
+        ctx.operation, ctx.module, ctx.made_ahead = operation, module, made is not None
+        operation.keep(ctx, operation.undescribed(call), results, *gradient)
         return results if operation.result is None else operation._outputs(results)
 
     @staticmethod
@@ -365,6 +371,10 @@ class _Recorded(torch.autograd.Function):
             else:
                 call, results = operation.kept(tensors, ctx.numbers)
                 gradients = operation.second_order(call, results, operation.incoming(tensors, grads), wanted)
+        elif ctx.made_ahead:
+            ctx.made_ahead = False  # it is the caller's from here on, to write to: a second backward pass makes its own
+            gradients = (tensors[-1].data,)
+            ctx.module.scale_gradient(*gradients, *grads)
         else:
             call, results = operation.kept(tensors, ctx.numbers)
             gradients = ctx.module.backward(call, results, operation.incoming(tensors, grads), wanted)

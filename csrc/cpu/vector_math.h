@@ -16,8 +16,13 @@ TK_INLINE Floats scaled_by_power(Floats x, Floats n, Ints whole) {
 #endif
 }
 
-// e^x for x in [-104.5, 89], or NaN.
-TK_INLINE Floats exponential_within(Floats x) {
+// e^x as 2^n p: p in [0.7, 1.42], and n a whole number, beside its bits.
+struct Power {
+  Floats p, n;
+  Ints whole;
+};
+
+TK_INLINE Power power_of_two(Floats x) {
   constexpr float LOG2_E = 1.44269504f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
   constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: the sum's last bit is 1
   const Floats shifted = fma(x, splat(LOG2_E), splat(ROUND)), n = shifted - ROUND;
@@ -28,15 +33,27 @@ TK_INLINE Floats exponential_within(Floats x) {
   p = fma(p, r, splat(0x1.55548ap-3f));
   p = fma(p, r, splat(0x1.fffffcp-2f));
   p = FUSES ? fma(fma(p, r, splat(1.f)), r, splat(1.f)) : p * r * r + r + 1.f;
-  return scaled_by_power(p, n, (Ints)shifted - 0x4B400000);
+  return {p, n, (Ints)shifted - 0x4B400000};
 }
 
-// e^x: 0 below -104, inf above 88.8, NaN of NaN. Lanes far below (what is masked, or does not exist) are computed at 0 and
-// cleared: a result that underflows costs the processor a hundred cycles.
+// e^x for x in [-104.5, 89], or NaN.
+TK_INLINE Floats exponential_within(Floats x) {
+  const Power e = power_of_two(x);
+  return scaled_by_power(e.p, e.n, e.whole);
+}
+
+// e^x: 0 below -104, inf above 88.8, NaN of NaN. Lanes far below (what is masked, or does not exist) are cleared, and are
+// not scaled or computed at 0: a result that underflows costs the processor a hundred cycles.
 TK_INLINE Floats exponential(Floats x) {
+#if defined(__AVX512F__)
+  const Power e = power_of_two(minimum(splat(89.f), x));
+  const __mmask16 something = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-104.5f), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(something, (__m512)e.p, (__m512)e.n);
+#else
   const Ints nothing = x < -104.5f;
   const Floats y = exponential_within(nothing ? splat(0.f) : minimum(splat(89.f), x));
   return nothing ? splat(0.f) : y;
+#endif
 }
 
 // By an odd polynomial where 1 - e^-2|x| would lose digits, by that beyond.

@@ -287,6 +287,30 @@ def test_gradients_of_a_row_sum_to_zero(backend: str, device: torch.device) -> N
     assert tensors["logits"].grad.sum(-1).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("dloss", [1.0, 0.3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_second_backward_pass_gives_the_same_bits(
+    backend: str, dtype: torch.dtype, device: torch.device, reduction: str, dloss: float
+) -> None:
+    """Also where the first one hands out what the forward pass made, which is then the caller's to write to."""
+    tensors, factor = make(dtype, device, 37, 300), torch.tensor(dloss, device=device)
+    loss = tk.cross_entropy(**tensors, label_smoothing=0.1, reduction=reduction, backend=backend)
+    (first,) = torch.autograd.grad(loss, tensors["logits"], factor, retain_graph=True)
+    expected = first.clone()
+    first.zero_()
+    (second,) = torch.autograd.grad(loss, tensors["logits"], factor)
+    assert torch.equal(second, expected)
+    assert not first.any()
+
+
+def test_a_scaled_loss_keeps_the_digits_of_small_gradients(backend: str, device: torch.device) -> None:
+    """In float16 the gradient of the unscaled mean has a few bits left."""
+    tensors, scale = make(torch.float16, device, 64, 4000, ignored=0.0, spread=0.1), 2.0**14
+    (tk.cross_entropy(**tensors, backend=backend) * scale).backward()
+    _, expected = theirs(tensors)
+    torch.testing.assert_close(tensors["logits"].grad.double(), expected * scale, atol=0, rtol=2e-3)
+
+
 @pytest.mark.parametrize("stray", [-1, 8, 2**40])
 def test_a_target_that_is_no_class(backend: str, device: torch.device, stray: int) -> None:
     tensors = make(torch.float32, device, 6, 8)

@@ -12,41 +12,51 @@ struct Softmax {
   float top, total;  // the largest logit, and the sum of exponentials relative to it
 };
 
-// `below` elements later the next row begins.
-template <class T> TK_INLINE Softmax row_softmax(const T* x, int64_t classes, int64_t below) {
+// `below` elements later the next row begins. The exponentials wait in `kept`, where it is given, for a gradient that goes to `out`.
+template <class T, class Keep> TK_INLINE Softmax row_softmax(const T* x, int64_t classes, int64_t below, Keep, float* kept, T* out) {
   Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, total[4] = {};
   over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(load(x + j, lanes, -INFINITY), top[u]); });
   const float limit = largest(top);
   over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     fetch_below(x + j, below);
-    total[u] += exponential(load(x + j, lanes, -INFINITY) - limit);
+    const Floats e = exponential(load(x + j, lanes, -INFINITY) - limit);
+    total[u] += e;
+    if constexpr (Keep::value) __builtin_prefetch(out + j, 1, 2), store(kept + j, e, lanes);
   });
   return {limit, sum(total)};
 }
 
-// out = factor * (softmax - the smoothed target), which may lie where x does.
-template <class T>
-TK_INLINE void row_gradient(const T* x, int64_t target, float top, float inverse, float factor, float smoothing, int64_t classes, T* out) {
+// out = factor * (softmax - the smoothed target), of exponentials(column, lanes).
+template <class T, class F>
+TK_INLINE void row_gradient(float logit, int64_t target, float top, float inverse, float factor, float smoothing, int64_t classes, T* out,
+                            const F& exponentials) {
   const float share = factor * inverse, even = -factor * smoothing / static_cast<float>(classes);
-  const float p = __builtin_expf(element(x[target]) - top) * inverse;
+  const float p = __builtin_expf(logit - top) * inverse;
   const float hit = factor * (p - smoothing / static_cast<float>(classes) - (1.f - smoothing));
   over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-    fetch_ahead(x + j), fetch_ahead_to_write(out + j);
-    store(out + j, fma(exponential(load(x + j, lanes) - top), splat(share), splat(even)), lanes);
+    store(out + j, fma(exponentials(j, lanes), splat(share), splat(even)), lanes);
   });
   store(out + target, splat(hit), Part{1});
 }
 
-template <class T>
-TK_INLINE float row_loss(const T* x, int64_t target, const Softmax& s, float log_total, float smoothing, int64_t classes) {
+// Beyond its softmax, what the loss of a row is made of: its logit of the class, and the mean distance of all from the largest.
+struct Distances {
+  float own, mean;
+};
+
+template <class T> TK_INLINE Distances row_distances(const T* x, int64_t target, float top, float smoothing, int64_t classes) {
   // Relative to the largest logit: a constant that is added to all of them costs no digits.
-  const float loss = s.top - element(x[target]) + log_total;
-  if (smoothing == 0.f) return loss;
+  const float own = element(x[target]);
+  if (smoothing == 0.f) return {own, 0.f};
   Floats below[4] = {};
-  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { below[u] += s.top - load(x + j, lanes, s.top); });
-  return (1.f - smoothing) * loss + smoothing * (sum(below) / static_cast<float>(classes) + log_total);
+  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { below[u] += top - load(x + j, lanes, top); });
+  return {own, sum(below) / static_cast<float>(classes)};
 }
 
+TK_INLINE float row_loss(const Softmax& s, const Distances& d, float log_total, float smoothing) {
+  const float loss = s.top - d.own + log_total;
+  return smoothing == 0.f ? loss : (1.f - smoothing) * loss + smoothing * (d.mean + log_total);
+}
 struct Options {
   const float* weights;  // (classes + 1), behind them their mean; or null
   float z_loss, cap;     // 0: none
@@ -102,87 +112,119 @@ TK_INLINE void gradient_with_options(const Terms& row, int64_t target, float top
 // A logarithm is a call, before which every vector register is given up: so many rows that stay in a cache make theirs together.
 constexpr int64_t BATCH = 16, NARROW = 1024;
 
+template <class T> TK_INLINE void scale(T* x, int64_t count, float factor) {
+  over_columns(count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+    fetch_ahead_to_write(x + j);
+    store(x + j, load(x + j, lanes) * factor, lanes);
+  });
+}
+
+// How many rows are not ignored.
+inline float counted(const int64_t* targets, int64_t rows, int64_t ignored) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < rows; ++i) count += targets[i] != ignored;
+  return static_cast<float>(count);
+}
+
 }  // namespace
 
 // logits (rows, classes) at `stride`; targets i64 (rows); losses f32 (rows). With `statistics` f32 (2, rows) the largest score
-// and 1 / sum of each row go there; without (address 0) the gradient of the sum of losses takes the logits' place.
+// and 1 / sum of each row go there. With `dlogits`, contiguous or the logits' own place, the gradient of the sum of losses
+// goes there, or, where `count` is given, that of their mean over the rows that are not ignored, whose number goes to *count.
 // weights: f32 (classes + 1), behind them their mean, or address 0; z_loss, cap: 0 for none.
 void cross_entropy_forward(int64_t dtype, Address logits, int64_t stride, Address targets, Address losses,
-                           Address statistics, int64_t rows, int64_t classes, int64_t ignored, float smoothing,
-                           Address weights, float z_loss, float cap) {
+                           Address statistics, Address dlogits, Address count, int64_t rows, int64_t classes, int64_t ignored,
+                           float smoothing, Address weights, float z_loss, float cap) {
   const Options options{at<const float>(weights), z_loss, cap};
+  const int64_t* classes_of = at<const int64_t>(targets);
+  const float factor = count ? 1.f / (*at<float>(count) = counted(classes_of, rows, ignored)) : 1.f;
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& softmax_of, const auto& finish) TK_LAMBDA {
-      const int64_t* classes_of = at<const int64_t>(targets);
+    const bool in_place = dlogits == logits;
+    T* gradients = in_place ? at<T>(logits) : result_at<T>(dlogits, rows * classes);
+    const int64_t apart = in_place ? stride : classes;
+    // one(row of the batch, logits, class, where the gradient goes), and then finish(row, class, softmax, log of its sum, where).
+    const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& one, const auto& finish) TK_LAMBDA {
       Softmax softmax[BATCH];
       float log_totals[BATCH];
       for (int64_t first = begin; first < end; first += batch) {
-        const int64_t count = first + batch < end ? batch : end - first;
-        for (int64_t k = 0; k < count; ++k) {
-          const int64_t target = classes_of[first + k];
-          softmax[k] = target == ignored ? Softmax{0.f, 1.f} : softmax_of(at<T>(logits) + (first + k) * stride, target);
-        }
-        for (int64_t k = 0; k < count; ++k) log_totals[k] = __builtin_logf(softmax[k].total);
-        for (int64_t k = 0; k < count; ++k) {
+        const int64_t size = first + batch < end ? batch : end - first;
+        for (int64_t k = 0; k < size; ++k) {
           const int64_t i = first + k, target = classes_of[i];
-          T* x = at<T>(logits) + i * stride;
+          softmax[k] = target == ignored ? Softmax{0.f, 1.f} : one(k, at<const T>(logits) + i * stride, target, gradients + i * apart);
+        }
+        for (int64_t k = 0; k < size; ++k) log_totals[k] = __builtin_logf(softmax[k].total);
+        for (int64_t k = 0; k < size; ++k) {
+          const int64_t i = first + k, target = classes_of[i];
+          T* out = gradients + i * apart;
           if (statistics) at<float>(statistics)[i] = softmax[k].top, at<float>(statistics)[rows + i] = 1.f / softmax[k].total;
-          if (target != ignored) at<float>(losses)[i] = finish(x, target, softmax[k], log_totals[k]);
-          else {
-            at<float>(losses)[i] = 0.f;
-            if (!statistics) memset(x, 0, static_cast<size_t>(classes) * sizeof(T));
-          }
+          at<float>(losses)[i] = target == ignored ? 0.f : finish(k, target, softmax[k], log_totals[k], out);
+          if (target == ignored && dlogits) memset(out, 0, static_cast<size_t>(classes) * sizeof(T));
         }
       }
     };
-    parallel_for(rows, (statistics ? 5 : 10) * classes, [&](int64_t begin, int64_t end) {
-      if (!options.any())
+    parallel_for(rows, (dlogits ? 10 : 5) * classes, [&](int64_t begin, int64_t end) {
+      float* scratch_row = scratch<float>(ROW_SLOT, classes);
+      if (!options.any()) {
+        Distances distances[BATCH];
         return over_rows(begin, end, classes <= NARROW ? BATCH : 1,
-            [&](const T* x, int64_t) TK_LAMBDA { return row_softmax(x, classes, stride); },
-            [&](T* x, int64_t target, const Softmax& s, float log_total) TK_LAMBDA {
-              const float loss = row_loss(x, target, s, log_total, smoothing, classes);
-              if (!statistics) row_gradient(x, target, s.top, 1.f / s.total, 1.f, smoothing, classes, x);
-              return loss;
+            [&](int64_t k, const T* x, int64_t target, T* out) TK_LAMBDA {
+              const Softmax s = dlogits ? row_softmax(x, classes, stride, Flag<true>{}, scratch_row, out)
+                                        : row_softmax(x, classes, stride, Flag<false>{}, scratch_row, out);
+              distances[k] = row_distances(x, target, s.top, smoothing, classes);
+              if (dlogits)
+                row_gradient(distances[k].own, target, s.top, 1.f / s.total, factor, smoothing, classes, out,
+                             [&](int64_t j, auto lanes) TK_LAMBDA { return load(scratch_row + j, lanes); });
+              return s;
+            },
+            [&](int64_t k, int64_t, const Softmax& s, float log_total, T*) TK_LAMBDA {
+              return row_loss(s, distances[k], log_total, smoothing);
             });
-      float* scores = scratch<float>(ROW_SLOT, classes);
+      }
       Terms row{};
       over_rows(begin, end, 1,
-          [&](const T* x, int64_t target) TK_LAMBDA {
-            row = terms(x, target, smoothing, options, classes, scores);
-            return row_softmax(row.scores, classes, 0);
+          [&](int64_t, const T* x, int64_t target, T*) TK_LAMBDA {
+            row = terms(x, target, smoothing, options, classes, scratch_row);
+            return row_softmax(row.scores, classes, 0, Flag<false>{}, scratch_row, scratch_row);
           },
-          [&](T* x, int64_t target, const Softmax& s, float log_total) TK_LAMBDA {
+          [&](int64_t, int64_t target, const Softmax& s, float log_total, T* out) TK_LAMBDA {
             const float loss = loss_with_options(row, target, s, log_total, options, classes);
-            if (!statistics) gradient_with_options(row, target, s.top, 1.f / s.total, 1.f, options, classes, x);
+            if (dlogits) gradient_with_options(row, target, s.top, 1.f / s.total, factor, options, classes, out);
             return loss;
           });
     });
   });
 }
 
-// dlogits from dloss, f32: of each row, or one for all that is divided by *count where that is given.
-void cross_entropy_backward(int64_t dtype, Address dloss, bool of_each_row, Address count, Address logits, Address targets,
+// dlogits from dloss, f32: of each row, or one for all that is divided by *count where that is given. `afterwards`: the stored
+// gradient is multiplied by dloss, as cross_entropy_scale does, to the same bits.
+void cross_entropy_backward(int64_t dtype, Address dloss, bool of_each_row, bool afterwards, Address count, Address logits, Address targets,
                             Address statistics, Address dlogits, int64_t rows, int64_t classes, int64_t ignored, float smoothing,
                             Address weights, float z_loss, float cap) {
   const Options options{at<const float>(weights), z_loss, cap};
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const float divisor = count ? *at<const float>(count) : 1.f;
-    const float *top = at<const float>(statistics), *inverse = top + rows;
+    const float *top = at<const float>(statistics), *inverse = top + rows, *factors = at<const float>(dloss);
+    const float later = afterwards ? *factors : 1.f;
     T* result = result_at<T>(dlogits, rows * classes);
     const auto over_rows = [&](int64_t begin, int64_t end, const auto& one) TK_LAMBDA {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t target = at<const int64_t>(targets)[i];
         T* out = result + i * classes;
         if (target == ignored) memset(out, 0, static_cast<size_t>(classes) * sizeof(T));
-        else one(i, at<const T>(logits) + i * classes, target, at<const float>(dloss)[of_each_row ? i : 0] / divisor, out);
+        else one(i, at<const T>(logits) + i * classes, target, (afterwards ? 1.f : factors[of_each_row ? i : 0]) / divisor, out);
+        if (later != 1.f) scale(out, classes, later);
       }
     };
     parallel_for(rows, 5 * classes, [&](int64_t begin, int64_t end) {
       if (!options.any())
         return over_rows(begin, end, [&](int64_t i, const T* x, int64_t target, float factor, T* out) TK_LAMBDA {
-          row_gradient(x, target, top[i], inverse[i], factor, smoothing, classes, out);
+          row_gradient(element(x[target]), target, top[i], inverse[i], factor, smoothing, classes, out,
+                       [&](int64_t j, auto lanes) TK_LAMBDA {
+                         fetch_ahead(x + j), fetch_ahead_to_write(out + j);
+                         return exponential(load(x + j, lanes) - top[i]);
+                       });
         });
       float* scores = scratch<float>(ROW_SLOT, classes);
       over_rows(begin, end, [&](int64_t i, const T* x, int64_t target, float factor, T* out) TK_LAMBDA {
@@ -193,20 +235,29 @@ void cross_entropy_backward(int64_t dtype, Address dloss, bool of_each_row, Addr
   });
 }
 
+// dlogits times *dloss, in their place.
+void cross_entropy_scale(int64_t dtype, Address dloss, Address dlogits, int64_t count) {
+  const float factor = *at<const float>(dloss);
+  if (factor == 1.f) return;
+  by_dtype(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+      scale(at<T>(dlogits) + begin, end - begin, factor);
+    });
+  });
+}
+
 // loss = the sum of the losses; with a place for it *count = the rows that are not ignored, and the loss is their mean.
 void cross_entropy_sum(Address losses, Address targets, Address loss, Address count, int64_t rows, int64_t ignored) {
   double total = 0.0;
-  int64_t counted = 0;
-  for (int64_t i = 0; i < rows; ++i) {
-    total += static_cast<double>(at<const float>(losses)[i]);
-    counted += at<const int64_t>(targets)[i] != ignored;
-  }
-  *at<float>(loss) = static_cast<float>(count ? total / static_cast<double>(counted) : total);
-  if (count) *at<float>(count) = static_cast<float>(counted);
+  for (int64_t i = 0; i < rows; ++i) total += static_cast<double>(at<const float>(losses)[i]);
+  if (count) total /= static_cast<double>(*at<float>(count) = counted(at<const int64_t>(targets), rows, ignored));
+  *at<float>(loss) = static_cast<float>(total);
 }
 
 }  // namespace transformer_kernels::TK_LEVEL
 
 TK_KERNEL(cross_entropy_forward)
 TK_KERNEL(cross_entropy_backward)
+TK_KERNEL(cross_entropy_scale)
 TK_KERNEL(cross_entropy_sum)

@@ -260,6 +260,7 @@ OPERATION = _autograd.Operation(
     fake=_fake,
     differentiable=("logits",),
     kept=("statistics", "counted"),
+    ahead=True,
     second_order=_second_order,
     check_when_run=_check_when_run,
 )
