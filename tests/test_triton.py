@@ -13,7 +13,15 @@ import torch
 from python_ref import ops as reference
 from tests.support.interpreter import hardened
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton_tiles import TUNED, RowTile, Tiles, column_blocks, persistent_rows, whole_rows
+from transformer_kernels.backends.triton_tiles import (
+    TUNED,
+    RowTile,
+    Tiles,
+    column_blocks,
+    flat,
+    persistent_rows,
+    whole_rows,
+)
 
 requires_interpreter = pytest.mark.skipif(
     _triton.unavailable(torch.device("cpu")) is not None, reason="needs TRITON_INTERPRET=1 before the process starts"
@@ -94,6 +102,15 @@ def test_a_rule_gives_every_thread_about_as_much(columns: int, itemsize: int) ->
         assert 8 <= tile.rows * tile.columns / (32 * tile.num_warps) <= 16
         prefetched = tile.num_stages * 2 * tile.rows * tile.columns * itemsize  # of two inputs, in shared memory
         assert tile.num_stages == 1 or prefetched <= 99 * 1024
+
+
+def test_what_kernels_cannot_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="rows of up to 2147418111 elements; got 2147418112"):
+        Tiles("rows", whole_rows, 256).find((9, 0), 2, 2147418112)
+    assert Tiles("elements", flat, 1).find((9, 0), 2, 2**40) == flat(2, 2, 1)
+    for grid in ((2**31,), (1, 65536)):
+        with pytest.raises(ValueError, match=r"up to \(2147483647, 65535, 65535\) programs; this needs"):
+            _triton.Launch(None, grid, (), (), 4)
 
 
 def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ struct AttentionLaunch {
     visit("dout", a.dout);
     visit("dlse", dlse);
     visit("delta", a.delta);
+    visit("correction", a.correction);
     visit("dq", a.dq);
     visit("dk", a.dk);
     visit("dv", a.dv);

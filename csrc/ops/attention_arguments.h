@@ -74,6 +74,7 @@ struct Arguments {
   BiasGradient dbias;
   float* lse;                       // [batch, query head, query], natural log
   float* delta;                     // [batch, query head, query], rowsum(dout * out) - dlse
+  float* correction;                // the same shape: dlse, then 1 / the sum of the weights that lse gives; fp32 only
   const uint8_t* key_padding_mask;  // [batch, key], 1 = a real token, or null
   const int* cu_seqlens;            // [sequences + 1], the first token of each packed sequence and one more, or null
   Dropout dropout;

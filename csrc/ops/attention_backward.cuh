@@ -1,7 +1,9 @@
 // Flash attention, backward, deterministic and without atomics: each gradient has one owner. Probabilities are computed
 // again from lse; with delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dP = dO V^T. One kernel computes delta,
-// one walks the queries for dK and dV, one walks the keys for dQ, and one more the heads and batches for the bias's
-// gradient.
+// one walks the keys for dQ, one walks the queries for dK and dV, and one more the heads and batches for the bias's
+// gradient. In fp32 the dQ kernel sums a query's weights and dS on its way, for the kernels that follow: a large lse is
+// rounded by more than weights are, which 1 / sum takes out, and delta becomes what makes dS sum to dlse, so that dP's
+// rounding errors cancel where one weight is near 1.
 #pragma once
 #include "attention_launch.h"
 #include "attention_tiles.cuh"
@@ -17,9 +19,12 @@ template <class T, int HEAD_DIM> struct BackwardShape {
   static constexpr int COLUMNS = WIDE ? HEAD_DIM / 2 : HEAD_DIM;  // of dK and dV per block: more do not fit registers
   static constexpr int THREADS = OWNED / 16 * WARP_SIZE;
   static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; asking for more makes the compiler spill
-  static constexpr int TILE_BYTES = (2 * OWNED + 4 * STREAMED) * HEAD_DIM * static_cast<int>(sizeof(T));
-  static constexpr int SHARED_BYTES =
-      shared_bytes_after<uint8_t>(2 * STREAMED, shared_bytes_after<float>(4 * STREAMED, TILE_BYTES));
+  static constexpr int ROW_BYTES = HEAD_DIM * static_cast<int>(sizeof(T)), TILE_BYTES = (2 * OWNED + 4 * STREAMED) * ROW_BYTES;
+  // Of 16 bits at head dimension 64 exactly 49 KiB for keys and values, with which two blocks fit the smaller GPUs too.
+  static constexpr int QUERY_BYTES = shared_bytes_after<uint8_t>(STREAMED, TILE_BYTES);
+  static constexpr int KEY_VALUE_BYTES = shared_bytes_after<float>((FLOAT ? 6 : 4) * STREAMED, TILE_BYTES);
+  static constexpr int BIAS_BYTES =
+      shared_bytes_after<float>(OWNED / 16 * STREAMED, (2 * OWNED + 2 * STREAMED) * ROW_BYTES);
 };
 
 // One warp owns a query: delta = rowsum(dout * out) - dlse.
@@ -35,7 +40,10 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
   for (int column = threadIdx.x % WARP_SIZE; column < arguments.head_dim; column += WARP_SIZE)
     sum = fmaf(to_float(dout[column]), to_float(out[column]), sum);
   sum = warp_sum(sum);
-  if (threadIdx.x % WARP_SIZE == 0) arguments.delta[row] = sum - (dlse ? dlse[row] : 0.f);
+  if (threadIdx.x % WARP_SIZE != 0) return;
+  const float shift = dlse ? dlse[row] : 0.f;
+  arguments.delta[row] = sum - shift;
+  if constexpr (sizeof(T) == 4) arguments.correction[row] = shift;  // until the dQ kernel has the sum of weights
 }
 
 // exp(score - lse). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have hidden
@@ -107,7 +115,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     delta[half] = real ? arguments.delta[statistics + query] : 0.f;
   }
 
-  float dq[HEAD_DIM / 8][4] = {};
+  float dq[HEAD_DIM / 8][4] = {}, sums[2] = {}, slopes[2] = {};  // of this lane's weights and dS
   Poison poison;
   const float factor = EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>;
   for (int stage = 0; tile < tiles.end; stage ^= 1) {
@@ -123,8 +131,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
     const bool edge = !is_inside<KEYS>(first_key, common);
     if (edge && arguments.cu_seqlens) {
-      quarantine<KEYS, THREADS>(k, tainted);
-      poison.note(keys, first_key, KEYS, tainted);
+      quarantine<KEYS, THREADS>(k, [=](int row, bool found) { tainted[row] = found; });
+      poison.note(keys, first_key, KEYS, [=](int row) { return tainted[row] != 0; });
     }
     float scores[KEYS / 8][4] = {}, gradients[KEYS / 8][4] = {};
     multiply_transposed<KEYS>(scores, queries, warp_row, k);       // [16, KEYS]
@@ -147,10 +155,26 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) gradients[n][e] *= probability<T, EXTRAS>(scores[n][e], lse[e / 2], factor);
+      for (int e = 0; e < 4; ++e) {
+        scores[n][e] = probability<T, EXTRAS>(scores[n][e], lse[e / 2], factor);
+        gradients[n][e] *= scores[n][e];
+      }
     if (edge || bits != ALL_KEYS<KEYS>) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) hide<KEYS>(gradients, half, bits & bits_of(keys[half], first_key), 0.f);
+      for (int half = 0; half < 2; ++half) {
+        const uint64_t visible = bits & bits_of(keys[half], first_key);
+        hide<KEYS>(gradients, half, visible, 0.f);
+        if constexpr (Shape::FLOAT) hide<KEYS>(scores, half, visible, 0.f);
+      }
+    }
+    if constexpr (Shape::FLOAT) {
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          sums[e / 2] += scores[n][e];
+          slopes[e / 2] += gradients[n][e];
+        }
     }
     multiply<KEYS, HEAD_DIM>(dq, gradients, k, 0);  // [16, HEAD_DIM]
     __syncthreads();
@@ -159,7 +183,22 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   }
   copy_async_wait<0>();
   __syncthreads();
-  const float factors[2] = {arguments.scale + poison.found[0], arguments.scale + poison.found[1]};
+  float factors[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float correction = 1.f;
+    if constexpr (Shape::FLOAT) {
+      const float sum = quad_sum(sums[half]), slope = quad_sum(slopes[half]);
+      const int query = warp_query + g + 8 * half;
+      if (sum != 0.f) correction = 1.f / sum;
+      if (t == 0 && query < arguments.query_length) {
+        const float dlse = arguments.correction[statistics + query];
+        if (!(arguments.softcap > 0.f)) arguments.delta[statistics + query] = delta[half] + (slope * correction - dlse);
+        arguments.correction[statistics + query] = correction;
+      }
+    }
+    factors[half] = arguments.scale * correction + poison.found[half];
+  }
   store_fragment<HEAD_DIM>(dq, factors, queries, warp_row, rows_of<T>(arguments.dq, batch, head),
                            arguments.dq.row, warp_query, arguments.query_length, 0, arguments,
                            angles_of(arguments, batch));
@@ -181,7 +220,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   T* const dout_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
   float* const lse_stages = shared.take<float>(2 * QUERIES);
   float* const delta_stages = shared.take<float>(2 * QUERIES);
-  uint8_t* const tainted = shared.take<uint8_t>(2 * QUERIES);
+  float* correction_stages = nullptr;
+  if constexpr (Shape::FLOAT) correction_stages = shared.take<float>(2 * QUERIES);
 
   const int first_column = static_cast<int>(blockIdx.x % PARTS) * COLUMNS;
   const int key_tiles = (arguments.key_length + KEYS - 1) / KEYS;
@@ -222,6 +262,9 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       const bool real = query < arguments.query_length;
       copy_async_4(lse_stages + step % 2 * QUERIES + row, arguments.lse + (real ? statistics + query : 0), real);
       copy_async_4(delta_stages + step % 2 * QUERIES + row, arguments.delta + (real ? statistics + query : 0), real);
+      if constexpr (Shape::FLOAT)
+        copy_async_4(correction_stages + step % 2 * QUERIES + row, arguments.correction + (real ? statistics + query : 0),
+                     real);
     }
   };
   load_tile<KEYS, THREADS>(keys, rows_of<T>(arguments.key, batch, key_head), arguments.key.row, block_key,
@@ -244,8 +287,9 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     const int head = key_head * group + step / tiles, first_query = (range.first + step % tiles) * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
     const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
-    const float* lse = lse_stages + step % 2 * QUERIES;
+    float* const lse = lse_stages + step % 2 * QUERIES;
     const float* delta = delta_stages + step % 2 * QUERIES;
+    const float* correction = correction_stages + step % 2 * QUERIES;
     if (step + 1 < steps) load_step(step + 1);
     copy_async_commit();
     copy_async_wait<1>();
@@ -255,10 +299,12 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     __syncthreads();
 
     if (arguments.cu_seqlens && !is_inside<QUERIES>(first_query, block_common)) {
-      quarantine<QUERIES, THREADS>(q, tainted);
-      quarantine<QUERIES, THREADS>(dout, tainted + QUERIES);
-      poison.note(queries, first_query, QUERIES, tainted);
-      poison.note(queries, first_query, QUERIES, tainted + QUERIES);
+      const auto note = [=](int row, bool found) {
+        if (found) lse[row] = NAN;  // as the weights of a query that is not finite would be
+      };
+      quarantine<QUERIES, THREADS>(q, note);
+      quarantine<QUERIES, THREADS>(dout, note);
+      poison.note(queries, first_query, QUERIES, [=](int row) { return lse[row] != lse[row]; });
     }
     const bool edge = warp_has_hidden || !is_inside<QUERIES>(first_query, common);
     float scores[QUERIES / 8][4] = {}, gradients[QUERIES / 8][4] = {};
@@ -284,9 +330,11 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
       const Vector<float, 2> row_lse = load_vector<2>(lse + 8 * n + 2 * t);
+      Vector<float, 2> row_correction = {{1.f, 1.f}};
+      if constexpr (Shape::FLOAT) row_correction = load_vector<2>(correction + 8 * n + 2 * t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float p = probability<T, EXTRAS>(scores[n][e], row_lse[e % 2], factor);
+        const float p = probability<T, EXTRAS>(scores[n][e], row_lse[e % 2], factor) * row_correction[e % 2];
         scores[n][e] = !EXTRAS || (kept >> (4 * n + e) & 1) ? p : 0.f;
         gradients[n][e] *= p;
       }
@@ -391,12 +439,13 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       const int64_t row = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length +
                           min(query, last_query);
       const float lse = arguments.lse[row], delta = arguments.delta[row];
+      const float correction = Shape::FLOAT ? arguments.correction[row] : 1.f;
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           const float grad_p = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
-          gradients[n][e] = probability<T, true>(scores[n][e], lse, UNIT<T>) * (grad_p - delta);
+          gradients[n][e] = probability<T, true>(scores[n][e], lse, UNIT<T>) * correction * (grad_p - delta);
         }
       if (edge) hide<KEYS>(gradients, half, bits & bits_of(seen, first_key), 0.f);
     }
@@ -448,10 +497,10 @@ template <class T, int HEAD_DIM, bool EXTRAS> void launch_backward_products(cons
       ceil_div(arguments.query_length, Shape::OWNED) * arguments.query_heads * arguments.batches;
   const int64_t key_blocks = ceil_div(arguments.key_length, Shape::OWNED) * arguments.key_heads * arguments.batches *
                              (HEAD_DIM / Shape::COLUMNS);
-  launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS>>(
-      "attention_backward_key_value", grid_of(key_blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
   launch<attention_backward_query_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_query", grid_of(query_blocks),
-                                                               Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
+                                                               Shape::THREADS, Shape::QUERY_BYTES, stream, arguments);
+  launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS>>(
+      "attention_backward_key_value", grid_of(key_blocks), Shape::THREADS, Shape::KEY_VALUE_BYTES, stream, arguments);
 }
 
 template <class T> void launch_backward(const Arguments& arguments, const float* dlse, Stream stream) {
@@ -468,7 +517,7 @@ template <class T> void launch_backward(const Arguments& arguments, const float*
         (out.rows == 1 ? 1 : ceil_div(out.rows, Shape::OWNED)) * ceil_div(out.columns, Shape::STREAMED);
     launch<attention_backward_bias_kernel<T, head_dim.value>>("attention_backward_bias",
                                                               grid_of(tiles * out.heads * out.batches), Shape::THREADS,
-                                                              Shape::SHARED_BYTES, stream, arguments);
+                                                              Shape::BIAS_BYTES, stream, arguments);
   });
 }
 

@@ -226,10 +226,11 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
     __syncthreads();
     const bool edge = !is_inside<KEYS>(first_key, common);
     if (edge && arguments.cu_seqlens) {
-      quarantine<KEYS, THREADS>(v, tainted);
+      quarantine<KEYS, THREADS>(v, [=](int row, bool found) { tainted[row] = found; });
 #pragma unroll
       for (int half = 0; half < 2 * SLABS; ++half)
-        rows.add_poison(half / 2, half % 2, poison_seen(rows.keys_of(half / 2, half % 2), first_key, KEYS, tainted));
+        rows.add_poison(half / 2, half % 2, poison_seen(rows.keys_of(half / 2, half % 2), first_key, KEYS,
+                                                        [=](int row) { return tainted[row] != 0; }));
     }
     rows.template add<KEYS>(queries, warp_row, k, v, first_key, bits, edge);
     __syncthreads();  // the next round copies into the stage read in this one

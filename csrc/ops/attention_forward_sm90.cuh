@@ -293,7 +293,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     const bool is_shared = arguments.cu_seqlens && needs_mask(at);
     if (is_shared || (arguments.key_padding_mask && at.has_hidden()))
       quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, is_shared, tainted, thread);
-    if (is_shared) poison.note({rows.keys_of(0, 0), rows.keys_of(0, 1)}, at.tile * KEYS, KEYS, tainted);
+    if (is_shared)
+      poison.note({rows.keys_of(0, 0), rows.keys_of(0, 1)}, at.tile * KEYS, KEYS, [=](int row) { return tainted[row] != 0; });
     wgmma_pin(rows.out[0]);
     wgmma_pin(probabilities);
     wgmma_fence();

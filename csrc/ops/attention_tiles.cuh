@@ -361,11 +361,11 @@ TK_DEVICE void store_scaled(const float (&fragment)[COLUMNS / 8][4], float facto
   }
 }
 
-// Replaces inf and NaN in a tile by zeros and notes the rows that held one. Where packed sequences share a tile, a
+// Replaces inf and NaN in a tile by zeros and calls note(row, whether it held one). Where packed sequences share a tile, a
 // product would carry them from one sequence into the other, since 0 * NaN is NaN. All threads of the block take part;
 // ends with a barrier.
-template <int ROWS, int THREADS, class T, int COLUMNS>
-TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, uint8_t* tainted) {
+template <int ROWS, int THREADS, class T, int COLUMNS, class Note>
+TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, Note note) {
   for (int row = threadIdx.x / 4; row < ROWS; row += THREADS / 4) {
     bool found = false;
     for (int chunk = threadIdx.x % 4; chunk < Tile<T, COLUMNS>::CHUNKS; chunk += 4) {
@@ -378,17 +378,17 @@ TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, uint8_t* tainted) {
       }
     }
     found = quad_max(found ? 1.f : 0.f) > 0.f;
-    if (threadIdx.x % 4 == 0) tainted[row] = found;
+    if (threadIdx.x % 4 == 0) note(row, found);
   }
   __syncthreads();
 }
 
-// NaN where `seen` has a row that quarantine() noted, else 0. The lanes of a quad look at different rows; all have the sum.
-TK_DEVICE float poison_seen(const Interval& seen, int first, int count, const uint8_t* tainted) {
+// NaN where `seen` has a row that was noted, else 0. The lanes of a quad look at different rows; all have the sum.
+template <class IsNoted> TK_DEVICE float poison_seen(const Interval& seen, int first, int count, IsNoted is_noted) {
   float found = 0.f;
 #pragma unroll 1
   for (int row = threadIdx.x % 4; row < count; row += 4)
-    if (tainted[row] && first + row >= seen.first && first + row <= seen.last) found = NAN;
+    if (is_noted(row) && first + row >= seen.first && first + row <= seen.last) found = NAN;
   return quad_sum(found);
 }
 
@@ -396,8 +396,9 @@ TK_DEVICE float poison_seen(const Interval& seen, int first, int count, const ui
 struct Poison {
   float found[2] = {0.f, 0.f};
 
-  TK_DEVICE void note(const Interval (&seen)[2], int first, int count, const uint8_t* tainted) {
-    for (int half = 0; half < 2; ++half) found[half] += poison_seen(seen[half], first, count, tainted);
+  template <class IsNoted>
+  TK_DEVICE void note(const Interval (&seen)[2], int first, int count, IsNoted is_noted) {
+    for (int half = 0; half < 2; ++half) found[half] += poison_seen(seen[half], first, count, is_noted);
   }
 };
 
@@ -515,31 +516,41 @@ TK_DEVICE void multiply_transposed(float (&slabs)[1][N / 8][4], Tile<float, COLU
   }
 }
 
-// fp32: the elements of p travel within their quad of lanes.
+// fp32: the elements of p travel within their quad of lanes. The tile is summed apart, SUMMED columns at a time, and then
+// added to c: of a thousand rows in one chain the rounding errors would be several times those of a blocked product.
 template <int N, int COLUMNS, int TILE_COLUMNS>
 TK_DEVICE void multiply(float (&slabs)[1][COLUMNS / 8][4], const float (&weights)[1][N / 8][4],
                         Tile<float, TILE_COLUMNS> b, int first_column) {
+  constexpr int SUMMED = COLUMNS < 64 ? COLUMNS : 64;
   const int lane = threadIdx.x % WARP_SIZE, t = lane % 4;
   float (&c)[COLUMNS / 8][4] = slabs[0];
   const float (&p)[N / 8][4] = weights[0];
 #pragma unroll
-  for (int k = 0; k < N / 8; ++k)
+  for (int part = 0; part < COLUMNS; part += SUMMED) {
+    float sum[SUMMED / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < N / 8; ++k)
 #pragma unroll 1
-    for (int owner = 0; owner < 4; ++owner)
+      for (int owner = 0; owner < 4; ++owner)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float upper = __shfl_sync(ALL_LANES, p[k][e], lane / 4 * 4 + owner);
-        const float lower = __shfl_sync(ALL_LANES, p[k][2 + e], lane / 4 * 4 + owner);
-        const int row = 8 * k + 2 * owner + e;
+        for (int e = 0; e < 2; ++e) {
+          const float upper = __shfl_sync(ALL_LANES, p[k][e], lane / 4 * 4 + owner);
+          const float lower = __shfl_sync(ALL_LANES, p[k][2 + e], lane / 4 * 4 + owner);
+          const int row = 8 * k + 2 * owner + e;
 #pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n) {
-          const Vector<float, 2> right = load_vector<2>(b.at(row, first_column + 8 * n + 2 * t));
-          c[n][0] = fmaf(upper, right[0], c[n][0]);
-          c[n][1] = fmaf(upper, right[1], c[n][1]);
-          c[n][2] = fmaf(lower, right[0], c[n][2]);
-          c[n][3] = fmaf(lower, right[1], c[n][3]);
+          for (int n = 0; n < SUMMED / 8; ++n) {
+            const Vector<float, 2> right = load_vector<2>(b.at(row, first_column + part + 8 * n + 2 * t));
+            sum[n][0] = fmaf(upper, right[0], sum[n][0]);
+            sum[n][1] = fmaf(upper, right[1], sum[n][1]);
+            sum[n][2] = fmaf(lower, right[0], sum[n][2]);
+            sum[n][3] = fmaf(lower, right[1], sum[n][3]);
+          }
         }
-      }
+#pragma unroll
+    for (int n = 0; n < SUMMED / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) c[part / 8 + n][e] += sum[n][e];
+  }
 }
 
 // One slab of rows, in a plain array.

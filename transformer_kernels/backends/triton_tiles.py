@@ -14,6 +14,9 @@ from transformer_kernels.backends.triton import Capability, next_power_of_2
 ELEMENTS = 2048
 """Of a tile on four warps."""
 
+LONGEST_ROW = 2**31 - 1 - 2**16
+"""Kernels count the columns of a row in 32 bits, and to the end of the block that holds the last one."""
+
 
 @dataclass(frozen=True)
 class RowTile:
@@ -79,7 +82,13 @@ class Tiles:
     _found: dict[tuple[Capability, int, int], RowTile] = field(default_factory=dict, compare=False, repr=False)
 
     def find(self, capability: Capability, itemsize: int, width: int) -> RowTile:
-        """The tile for rows of `width` elements of `itemsize` bytes on a device."""
+        """The tile for rows of `width` elements of `itemsize` bytes on a device.
+
+        Raises:
+            ValueError: the rows are longer than LONGEST_ROW; elements in one line (`flat`) may be more.
+        """
+        if width > LONGEST_ROW and self.rule is not flat:
+            raise ValueError(f"the triton backend takes rows of up to {LONGEST_ROW} elements; got {width}")
         key = capability, itemsize, min(max(next_power_of_2(width), self.narrowest), 2 * self.widest)
         tile = self._found.get(key)
         if tile is None:

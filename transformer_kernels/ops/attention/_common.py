@@ -10,6 +10,10 @@ from torch import Tensor
 from transformer_kernels.ops.attention import AttentionCall
 
 
+MAXIMUM_LENGTH = 1 << 29
+"""Sums of lengths, tiles and windows stay within 32 bits."""
+
+
 class Angles(NamedTuple):
     """Rotary positions, by which queries and keys are turned as they are read: as in `RotaryCall`, in float32."""
 
@@ -30,6 +34,8 @@ def beyond(call: AttentionCall) -> str | None:
         return "it has no keys packed otherwise than the queries (cu_seqlens_k); use backend='torch'"
     if call.alibi_slopes is not None and call.attn_bias is not None:
         return "it has alibi_slopes or attn_bias, not both; use backend='torch'"
+    if max(call.q.shape[2], call.k.shape[2]) > MAXIMUM_LENGTH:
+        return f"it takes sequences of up to {MAXIMUM_LENGTH} tokens; use backend='torch'"
     return None
 
 

@@ -18,7 +18,7 @@ from transformer_kernels.ops.rotary._cuda import rotate
 MAX_HEAD_DIM = 256
 MAX_FLOAT32_HEAD_DIM = 128
 """In fp32 on GPUs that give a block less than FLOAT32_WIDE_BYTES of shared memory, as those with 99 KiB do."""
-FLOAT32_WIDE_BYTES = 131360
+FLOAT32_WIDE_BYTES = 131456
 
 MAX_WHOLE_HEAD_DIM = 128
 """Above, a block owns half the columns of dK, and rotary's kernel turns these back where they lie."""
@@ -102,6 +102,7 @@ class Launch(NamedTuple):
     dout: Rows = Rows(0, 0, 0, 0)
     dlse: int = 0
     delta: int = 0
+    correction: int = 0
     dq: Rows = Rows(0, 0, 0, 0)
     dk: Rows = Rows(0, 0, 0, 0)
     dv: Rows = Rows(0, 0, 0, 0)
@@ -146,7 +147,9 @@ def backward(
     (q, k, v), attn_bias, lse, (dout, dlse) = call[:3], call.attn_bias, result.lse, grads
     dq, dk, dv = into or (like_output(q), like_output(k), like_output(v))
     delta = torch.empty_like(lse)
+    correction = torch.empty_like(lse) if q.dtype is torch.float32 else None
     gradients: dict[str, Any] = {"dout": _rows(dout), "dlse": address(dlse), "delta": delta.data_ptr()}
+    gradients["correction"] = address(correction)
     gradients |= {"dq": _rows(dq), "dk": _rows(dk), "dv": _rows(dv)}
     dbias: Tensor | None = None
     if attn_bias is not None and wanted[3]:
