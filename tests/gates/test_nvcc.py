@@ -46,8 +46,8 @@ TWINS = {
     "attention_float32": ("80",),
     "geglu": ("100", "120"),
 }
-"""Where CI asks for fewer: the templates of these stand in another file too, which is compiled for sm_80 and sm_90a, and
-those of float32 take no instruction that only one of these has."""
+"""Where CI asks for fewer: the templates of these stand in another file too, which is compiled for sm_80 and sm_90a, or
+take no instruction that one of these lacks."""
 
 LOADS_OF_A_VECTOR = {
     "softmax_forward_kernel": 1,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from transformer_kernels.ops.attention import AttentionCall
 
-
 MAXIMUM_LENGTH = 1 << 29
 """Sums of lengths, tiles and windows stay within 32 bits."""
 
