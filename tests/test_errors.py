@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import transformer_kernels as tk
 from python_ref import GPTConfig
@@ -18,6 +19,7 @@ x = torch.randn(3, 6)
 w = torch.ones(6)
 sparse = torch.eye(6).to_sparse()
 nested = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)])
+pair = TwoTensor(x, x)  # as a DTensor, it has no memory of its own
 quantised = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 complex_x = torch.ones(3, 6, dtype=torch.complex64)
 mask = torch.ones(2, 7, dtype=torch.bool)
@@ -44,6 +46,10 @@ TYPE_ERRORS = [
     (tk.gelu, (sparse,), {}, "x must be a dense strided tensor; got layout torch.sparse_coo"),
     (tk.gelu, (nested,), {}, "x must be a dense strided tensor; got layout nested"),
     (tk.gelu, (quantised,), {}, "got torch.qint8"),
+    (tk.gelu, (pair,), {}, "gelu: x must be a plain tensor; got TwoTensor: give the tensors that it is made of"),
+    (tk.layer_norm, (x, TwoTensor(w, w)), {}, "layer_norm: weight must be a plain tensor; got TwoTensor"),
+    (tk.linear_cross_entropy, (x, head, TwoTensor(t, t)), {}, "targets must be a plain tensor; got TwoTensor"),
+    (tk.softmax, (x,), {"mask": TwoTensor(x > 0, x > 0)}, "softmax: mask must be a plain tensor; got TwoTensor"),
     (tk.bias_gelu, (x, None), {}, "bias_gelu: bias must be a tensor; got NoneType"),
     (tk.bias_relu, (x.long(), w), {}, "bias_relu: x must have one of the dtypes float32"),
     (tk.bias_relu, (x, 1.0), {}, "bias_relu: bias must be a tensor; got float"),

@@ -11,9 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+PLAIN = (Tensor, torch.nn.Parameter)
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 APPROXIMATIONS = ("none", "tanh")
+
+
+def _not_made_of_others(op: str, name: str, value: Tensor) -> None:
+    """A tensor with memory of its own: a kernel would be given no address of a DTensor."""
+    if type(value) not in PLAIN and is_traceable_wrapper_subclass(value):
+        kind = type(value).__name__
+        raise TypeError(f"{op}: {name} must be a plain tensor; got {kind}: give the tensors that it is made of")
 
 
 def tensor(op: str, name: str, value: Any) -> None:
@@ -23,6 +32,7 @@ def tensor(op: str, name: str, value: Any) -> None:
     if value.layout is not torch.strided or value.is_nested:
         layout = "nested" if value.is_nested else value.layout
         raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {layout}")
+    _not_made_of_others(op, name, value)
     if value.dtype not in FLOATING:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
         raise TypeError(f"{op}: {name} must have one of the dtypes {supported}; got {value.dtype}")
@@ -34,6 +44,7 @@ def boolean_mask(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be a bool tensor; got {type(value).__name__}")
     if value.layout is not torch.strided or value.is_nested:
         raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {value.layout}")
+    _not_made_of_others(op, name, value)
     if value.dtype is not torch.bool:
         raise TypeError(f"{op}: {name} must be bool, True = keep; got {value.dtype}: use {name}.bool()")
 
@@ -42,6 +53,7 @@ def class_indices(op: str, name: str, value: Any, shape: torch.Size) -> None:
     """An integer tensor with one class for each row of the logits."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
+    _not_made_of_others(op, name, value)
     if value.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{op}: {name} must be int64 or int32, one class for each row; got {value.dtype}")
     if value.shape != shape:
@@ -66,6 +78,7 @@ def row_ids(op: str, name: str, value: Any) -> None:
     """An integer tensor that names rows of a table."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
+    _not_made_of_others(op, name, value)
     if value.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{op}: {name} must be int64 or int32; got {value.dtype}")
 
