@@ -86,8 +86,8 @@ def gradients(
     columns = summed.shape[-1]
     dx, dresidual = None if seed is None else torch.empty_like(summed), torch.empty_like(summed)
     wanted = wanted[-2:] if mean is not None else (wanted[-1], False)
-    sums = summed.new_empty((2, columns), dtype=torch.float32)
-    dweight, dbias = (sums[i] if wanted[i] else None for i in range(2))
+    # A view would cost more than a second tensor.
+    dweight, dbias = (summed.new_empty(columns, dtype=torch.float32) if wanted[i] else None for i in range(2))
     wide_weight = widened(weight)
     load().layer_norm_backward(
         DTYPE_CODES[summed.dtype],
