@@ -129,15 +129,15 @@ class Shifted(nn.LayerNorm):
 
 
 def test_what_is_not_known_exactly_is_left():
-    model = nn.Sequential(
-        Shifted(12), nn.Softmax(), nn.MultiheadAttention(12, 2, kdim=6), nn.MultiheadAttention(12, 2, add_bias_kv=True)
-    )
+    kinds = {"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True}
+    model = nn.Sequential(Shifted(12), nn.Softmax(), *(nn.MultiheadAttention(12, 2, **options) for options in kinds))
     kept = [type(module) for module in model]
     report = tk.patch(model)
     assert [row.reason for row in report.left] == [
         "a subclass of torch.nn.LayerNorm with code of its own",
         "dim is not given",
         "kdim or vdim differ from embed_dim",
+        "add_bias_kv or add_zero_attn",
         "add_bias_kv or add_zero_attn",
     ]
     assert [type(module) for module in model] == kept

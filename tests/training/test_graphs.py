@@ -79,6 +79,7 @@ class RefusingGraphs(RecordedGraphs):
         self.error = error
 
     def capture(self, work):
+        self.captures += 1
         raise self.error("operation not permitted when stream is capturing\nmore")
 
 
@@ -256,12 +257,13 @@ def test_a_step_that_cannot_be_captured_is_run_and_the_reason_told(char_config):
     config = char_config(steps=STEPS)
     torch.manual_seed(1)
     plain = Trainer(CharGPT(plainly(config)))
-    trainer = Trainer(CharGPT(config), graphs=RefusingGraphs())
+    graphs = RefusingGraphs()
+    trainer = Trainer(CharGPT(config), graphs=graphs)
     results = []
     for each in (plain, trainer):
         torch.manual_seed(1)
         results.append(outcomes(each))
-    assert torch.equal(*results)
+    assert torch.equal(*results) and graphs.captures == 1
     told = "off: the step cannot be captured: operation not permitted when stream is capturing"
     assert trainer.runner.graph_state == told
 
