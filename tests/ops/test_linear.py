@@ -12,6 +12,7 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support.arguments import normal
 from tests.support.parity import check_parity
+from transformer_kernels.backends import cpu
 
 OP = "linear"
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh"]
@@ -90,6 +91,25 @@ def test_larger_weights_of_many_rows(backend: str, dtype: torch.dtype, device: t
     if backend != "cpu":
         pytest.skip("only the cpu backend asks how many rows a weight is worth")
     check_parity("linear", backend, make(520, 700, 751, dtype, device), {"activation": "relu"})
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_largest_weights_are_multiplied_once(
+    backend: str, device: torch.device, activation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output layer's forward product is ours, its gradients PyTorch's."""
+    if backend != "cpu":
+        pytest.skip("only the cpu backend asks how large a weight is")
+    linear_cpu = import_module("transformer_kernels.ops.linear._cpu")
+    monkeypatch.setattr(linear_cpu, "largest_weight", lambda x, forward_alone=False: 65 * 32 if forward_alone else 64)
+    names = ("linear_forward", "linear_backward_data", "linear_backward_weight")
+    for columns, wanted in ((65, ["linear_forward"]), (66, [])):
+        tensors, calls = make(37, columns, 32, torch.float32, device), []
+        with cpu.recorded(calls):
+            y = tk.linear(**tensors, activation=activation, backend=backend)
+            y.sum().backward()
+        assert [kernel.__name__ for kernel, _ in calls if kernel.__name__ in names] == wanted
+        check_parity("linear", backend, tensors, {"activation": activation})
 
 
 def test_threads_do_not_change_the_bits_of_bfloat16(backend: str) -> None:

@@ -57,7 +57,7 @@ def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
 
 def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
     """PyTorch's product where it answers alone: its own record costs less than an operation's."""
-    if not recorded or call.activation is not None or fuses(call):
+    if not recorded or call.activation is not None or fuses(call) or _forwards_alone(call):
         return None
     if call.weight.requires_grad and _owns_gradient(call):
         return None
@@ -66,7 +66,7 @@ def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | 
 
 def forward(call: LinearCall) -> LinearResult:
     """y, and y or the sums before the activation for the gradient."""
-    if fuses(call):
+    if fuses(call) or _forwards_alone(call):
         return _own_forward(call)
     few = _are_few(call)
     if call.activation is None:
@@ -84,6 +84,11 @@ def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wante
     dz, dbias = activation_gradients(_kind(call), grads[0], result.saved, None, call.bias is not None and wanted[2])
     dx, dweight, _ = _gradients(call, dz, (*wanted[:2], False))
     return dx, dweight, narrowed(dbias, call.bias)
+
+
+def _forwards_alone(call: LinearCall) -> bool:
+    """Whether of the three products of a weight that is too large for `fuses` the first is ours: output layers."""
+    return call.x.dtype is torch.float32 and call.weight.numel() <= largest_weight(call.x, forward_alone=True)
 
 
 def _kind(call: LinearCall) -> int:

@@ -10,6 +10,7 @@ from transformer_kernels import _autograd, _checks
 from transformer_kernels._dispatch import select
 from transformer_kernels.ops.cross_entropy import OPERATION as CROSS_ENTROPY
 from transformer_kernels.ops.cross_entropy import CrossEntropyCall, check_class_weight, check_options
+from transformer_kernels.ops.linear import linear
 from transformer_kernels.ops.linear_cross_entropy import _chunked
 from transformer_kernels.ops.linear_cross_entropy._chunked import (
     ChunkedCrossEntropy,
@@ -75,9 +76,12 @@ def linear_cross_entropy(
     )
     if call.targets.numel() > _chunked.rows_at_once(weight.shape[0], call.dtype, x.device):
         return OPERATION(call, backend)
-    if not _autograd.is_traced(x):
+    if _autograd.is_traced(x):
+        logits = F.linear(x, weight, bias)
+    else:
         select(OPERATION, backend, call)  # an error names this operation
-    inner = CrossEntropyCall(F.linear(x, weight, bias), call.targets, *call[4:7], *call[9:])
+        logits = linear(x, weight, bias, backend=backend)
+    inner = CrossEntropyCall(logits, call.targets, *call[4:7], *call[9:])
     return CROSS_ENTROPY(inner, backend)
 
 

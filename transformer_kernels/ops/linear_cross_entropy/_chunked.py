@@ -18,7 +18,7 @@ CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 """What a chunk's logits may fill. On a CPU about a last-level cache. On a GPU little beside a model's other tensors,
 and yet so many rows that the products run at full rate and adding up dweight costs a fraction of them."""
 
-FEWEST_ROWS = {"cpu": 256, "cuda": 512}
+FEWEST_ROWS = 512
 """For the widest vocabularies: each chunk reads the weight twice and adds to dweight once; rows must be worth that."""
 
 
@@ -64,7 +64,7 @@ class LinearCrossEntropyResult(NamedTuple):
 def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
     """How many rows a chunk has."""
     kind = "cpu" if device.type == "cpu" else "cuda"
-    return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), FEWEST_ROWS[kind])
+    return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), FEWEST_ROWS)
 
 
 class ChunkedCrossEntropy:
@@ -185,4 +185,5 @@ def _plus_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor
         return (first @ second).to(_wide(first.dtype))
     if total.dtype is first.dtype:
         return total.addmm_(first, second)
-    return total.add_(first @ second)
+    product = first @ second
+    return total.add_(product.float() if total.device.type == "cpu" else product)  # adding two dtypes is slow there
