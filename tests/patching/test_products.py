@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
+import transformer_kernels as tk
+from tests.support.transformers_models import inputs, make, one_thread  # noqa: F401  # a fixture of every test here
 from transformer_kernels.backends import cpu
 from transformer_kernels.ops.linear import _cpu as linear_cpu
 from transformer_kernels.patching import _products
@@ -79,6 +80,26 @@ def test_second_derivatives(kind: str) -> None:
         outcomes.append(torch.autograd.grad(dx.square().sum() + dweight.square().sum(), [x, layer.weight]))
     for mine, theirs in zip(*outcomes, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+def test_linear_layers_of_a_patched_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six in each of BERT's two layers, one before the output layer, and the output layer; unpatched, PyTorch's own."""
+    monkeypatch.setattr(_products, "FEWEST_ROWS", 1)
+    eager, batch = make("bert"), inputs("bert", padding=None)
+    ours, counts, losses = copy.deepcopy(eager), [], []
+    report = tk.patch(ours, backend="cpu")
+    assert not any(row.kind == "Linear" for row in report.rows if row.answered == "linear")
+    for model in (ours, eager):
+        with cpu.recorded(calls := []):
+            losses.append(model(**batch).loss)
+            losses[-1].backward()
+        counts.append(sum(kernel.__name__ == "linear_forward" for kernel, _ in calls))
+    assert counts == [14, 0]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+    tk.unpatch(ours)
+    assert {type(each) for each in ours.modules() if isinstance(each, nn.Linear)} == {nn.Linear}
 
 
 @pytest.mark.parametrize("change", ["few rows", "another type", "autocast", "torch", "a view"])

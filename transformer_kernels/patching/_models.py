@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from transformer_kernels.patching._output import OutputLayer
+from transformer_kernels.patching._products import Linear
 from transformer_kernels.patching._report import Row
 from transformer_kernels.patching._rotary import ATTENTION
-from transformer_kernels.patching._swap import Mixin, Patched, class_path, original_class, swap
+from transformer_kernels.patching._swap import Mixin, Patched, class_path, is_plain, original_class, swap
 from transformer_kernels.patching._transformers import LOSSES
 
 ASKS_FOR_WEIGHTS = ("return_attention", "output_attentions")
@@ -54,6 +55,9 @@ def patch_models(model: nn.Module, backend: str | None) -> Iterator[Row]:
             yield from _patch_attention(name, each, backend, NAME)
         yield from _patch_loss(name, each, backend)
         yield from _patch_output(name, each, backend)
+    for _, each in found:
+        for layer in [layer for layer in each.modules() if type(layer) is nn.Linear and is_plain(layer, nn.Linear)]:
+            swap(layer, Linear, backend)
 
 
 def unpatch_models(model: nn.Module) -> None:
