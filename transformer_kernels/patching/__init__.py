@@ -25,7 +25,8 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     additions with their dropout and LayerNorm, the activations with their bias, the embeddings (BERT's families)
     and the products of Conv1D (GPT-2). In Llama, Mistral, Qwen2 and Qwen3: RMSNorm with the residual addition before
     it, the gated activation, and rotary positions. In T5: its norms and gated activations. In every model of
-    transformers whose attention goes through its `AttentionInterface`: the attention, and the loss over tokens.
+    transformers whose attention goes through its `AttentionInterface`: the attention, and the loss over tokens. On a
+    CPU, float32 products of linear layers in a model of transformers too, where this package's are the faster ones.
     Parameters, state dict, class names and hooks stay.
     Only this instance changes, and it can be patched again with another backend.
 
