@@ -219,18 +219,18 @@ struct Place {
   int64_t head, row;
 };
 
-// Fetches the rows at place(from) ... place(to - 1), moved by `ahead` elements; WRITE: they will be written.
-template <bool WRITE = false, class F>
+TK_INLINE int64_t size_of_element(const AttentionCall& call) { return call.dtype == FLOAT32 ? 4 : 2; }
+
+// Has the rows at place(from) ... place(to - 1), moved by `ahead` elements, fetched.
+template <class F>
 TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, int64_t batch, int64_t ahead, int64_t from, int64_t to,
-                     const F& place) {
+                     Fetches& fetches, const F& place) {
   if (!tensor.data) return;
-  const int64_t size = call.dtype == 0 ? 4 : 2;
+  const int64_t size = size_of_element(call);
   const Heads bytes{tensor.data + ahead * size, size * tensor.batch, size * tensor.head, size * tensor.row, 0};
   for (int64_t i = from; i < to; ++i) {
     const auto [head, row] = place(i);
-    const char* line = row_of<const char>(bytes, batch, head, row);
-    constexpr int SECOND_LEVEL = 2;  // the first has no room
-    for (int64_t d = 0; d < size * call.width; d += 64) __builtin_prefetch(line + d, WRITE, SECOND_LEVEL);
+    fetches.add(row_of<const char>(bytes, batch, head, row));
   }
 }
 
@@ -238,11 +238,11 @@ constexpr int64_t LONGEST_SCORE = 128;  // products that one register adds up; t
 
 // C = A B with A's rows `a_row` apart, where no register adds up more than `longest` of the K products.
 TK_INLINE void product_in_pieces(int64_t longest, const float* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row,
-                                 int64_t M, int64_t registers, int64_t K) {
+                                 int64_t M, int64_t registers, int64_t K, Fetches* fetches) {
   const int64_t first = smaller(K, longest);
-  product<false>(a, {a_row, 1}, b, b_row, c, c_row, M, registers, first);
+  product<false>(a, {a_row, 1}, b, b_row, c, c_row, M, registers, first, fetches);
   for (int64_t k = first; k < K; k += longest)
-    product<true>(a + k, {a_row, 1}, b + k * b_row, b_row, c, c_row, M, registers, smaller(longest, K - k));
+    product<true>(a + k, {a_row, 1}, b + k * b_row, b_row, c, c_row, M, registers, smaller(longest, K - k), fetches);
 }
 
 constexpr int64_t ROW_GROUP = 8;  // float32 rows of keys that products read at one time

@@ -197,20 +197,20 @@ struct Step {
   bool first_pass, last_pass;
 };
 
-// A tile's part of what is fetched, close to its use, so that it is not replaced before: what the next block of queries reads (after
+// A tile's part of what its products fetch, close to its use, so that it is not replaced before: what the next block of queries reads (after
 // the last, the next owner's first), the keys of the next pass or owner, and the gradients that are about to be written.
 void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head, const Step& step,
-                 const QueryBlock* blocks, const Share& share) {
+                 const QueryBlock* blocks, const Share& share, Fetches& fetches) {
   const int64_t group = call.heads / call.kv_heads;
   const bool last_block = step.index + 1 == step.blocks;
   if (last_block) {
     const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
     const int64_t from = step.last_pass ? step.key : smaller(step.next_key, keys.count);
     const int64_t to = step.last_pass ? step.key + step.rows : smaller(step.next_key + CHUNK, keys.count);
-    fetch(call, call.k, span.batch, step.last_pass ? next_owner(call.k, call.kv_heads, kv_head, 1) : 0, from, to, place);
-    fetch(call, call.v, span.batch, step.last_pass ? next_owner(call.v, call.kv_heads, kv_head, 1) : 0, from, to, place);
-    if (share.keys) fetch<true>(call, call.dk, span.batch, 0, step.key, step.key + step.rows, place);
-    if (share.keys) fetch<true>(call, call.dv, span.batch, 0, step.key, step.key + step.rows, place);
+    fetch(call, call.k, span.batch, step.last_pass ? next_owner(call.k, call.kv_heads, kv_head, 1) : 0, from, to, fetches, place);
+    fetch(call, call.v, span.batch, step.last_pass ? next_owner(call.v, call.kv_heads, kv_head, 1) : 0, from, to, fetches, place);
+    if (share.keys) fetch(call, call.dk, span.batch, 0, step.key, step.key + step.rows, fetches, place);
+    if (share.keys) fetch(call, call.dv, span.batch, 0, step.key, step.key + step.rows, fetches, place);
   }
   const auto over_part = [&](const Queries& lanes, const auto& f) TK_LAMBDA {
     const auto place = [&](int64_t i) TK_LAMBDA { return Place{lanes.head[i], lanes.query[i]}; };
@@ -219,14 +219,14 @@ void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, 
   if (last_block ? step.last_pass : step.first_pass)
     over_part(blocks[last_block ? 0 : step.index + 1].lanes, [&](int64_t from, int64_t to, const auto& place) TK_LAMBDA {
       const auto read = [&](const Heads& tensor) TK_LAMBDA {
-        fetch(call, tensor, span.batch, last_block ? next_owner(tensor, call.kv_heads, kv_head, group) : 0, from, to, place);
+        fetch(call, tensor, span.batch, last_block ? next_owner(tensor, call.kv_heads, kv_head, group) : 0, from, to, fetches, place);
       };
       read(call.q), read(call.dout);
       if (keys.count > CHUNK) read(call.out);
     });
   if (share.queries && step.last_pass)
     over_part(blocks[step.index].lanes, [&](int64_t from, int64_t to, const auto& place) TK_LAMBDA {
-      fetch<true>(call, call.dq, span.batch, 0, from, to, place);
+      fetch(call, call.dq, span.batch, 0, from, to, fetches, place);
     });
 }
 
@@ -255,7 +255,8 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
   const int64_t chunk_step = share.queries ? 1 : share.parts, first_chunk = share.queries ? 0 : share.part;
   const int64_t chunks = ((keys.count + CHUNK - 1) / CHUNK - first_chunk + chunk_step - 1) / chunk_step;
   const int64_t held = larger(1, smaller(chunks, HELD_FLOATS / (CHUNK * options.pitch)));
-  Operands operands(options, held);
+  Fetches fetches(size_of_element(call) * call.width, false);
+  Operands operands(options, held, &fetches);
   QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, blocks);
   float* memory = scratch<float>(QUERY_BLOCKS, blocks * operands.floats_of_block());
   for (int64_t i = 0; i < blocks; ++i)
@@ -276,12 +277,13 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
       if (first_pass) load_block(block[i], call, options, span, memory + i * operands.floats_of_block(), operands);
       over_held([&](int64_t key, int64_t rows) {
         const int64_t next_key = key + held * chunk_step * CHUNK;
-        fetch_ahead(call, span, keys, kv_head, {key, rows, next_key, i, blocks, first_pass, last_pass}, block, share);
-        if (!fill_tile(call, options, span, keys, key, rows, operands, block[i], tile)) return;
+        fetch_ahead(call, span, keys, kv_head, {key, rows, next_key, i, blocks, first_pass, last_pass}, block, share, fetches);
+        if (!fill_tile(call, options, span, keys, key, rows, operands, block[i], tile)) return fetches.finish();
         if (tile.cap_slopes) uncap(tile);
         operands.complete(rows, tile);
         if (share.queries) operands.add_query_gradients(block[i], tile);
         if (share.keys) operands.add_key_gradients(call, rows, block[i], tile);
+        fetches.finish();
       });
       if (last_pass && share.queries) write_query_gradients(call, options, span, block[i], operands);
     }
@@ -361,7 +363,7 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
   const int64_t blocks = sizes[2] > 1 && !call.starts ? (call.queries + SIZE - 1) / SIZE : 1;
   const int64_t tasks = sizes[0] * sizes[1] * blocks, group = call.heads / call.kv_heads;
   parallel_for(tasks, call.batch * call.heads * call.queries * call.keys / tasks * call.width / 8, [&](int64_t begin, int64_t end) {
-    Wide operands(options, 1);
+    Wide operands(options, 1, nullptr);
     QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, 1);
     float* memory = scratch<float>(QUERY_BLOCKS, operands.floats_of_block());
     Tile tile(options.softcap > 0.f);

@@ -80,9 +80,10 @@ struct Wide {
   float* held;                    // keys, values, dkeys, dvalues: (chunks * CHUNK + SLACK, pitch)
   float *dkeys, *dvalues;
   Matrix keys, values, own_keys, own_values;  // own: the call's, where they can be read as they lie
+  Fetches* fetches;
 
-  Wide(const Options& options, int64_t chunks)
-      : pitch(options.pitch), size((chunks * CHUNK + SLACK) * pitch), held(scratch<float>(CHUNK_ROWS, 4 * size)) {
+  Wide(const Options& options, int64_t chunks, Fetches* to_fetch)
+      : pitch(options.pitch), size((chunks * CHUNK + SLACK) * pitch), held(scratch<float>(CHUNK_ROWS, 4 * size)), fetches(to_fetch) {
     hold(0, 0);
   }
   void hold(int64_t chunk, int64_t key) {
@@ -120,7 +121,7 @@ struct Wide {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
     const int64_t longest = block.lanes.count <= FEW ? SHORT_SUM : LONGEST_SCORE;  // where eager PyTorch's own sums are short
     const auto multiply = [&](const Matrix& rows, const float* columns, float* to) TK_LAMBDA {
-      product_in_pieces(longest, rows.at(low), rows.row, columns + column, SIZE, to + at_tile, SIZE, count, registers, call.width);
+      product_in_pieces(longest, rows.at(low), rows.row, columns + column, SIZE, to + at_tile, SIZE, count, registers, call.width, fetches);
     };
     multiply(keys, q_transposed(block), tile.weights), multiply(values, dout_transposed(block), tile.gradients);
   }
@@ -138,9 +139,11 @@ struct Wide {
     over_key_runs<ROWS>(tile, rows, [&](int64_t begin, int64_t end, int first, int last) TK_LAMBDA {
       const int64_t query = first * WIDTH, from = begin * SIZE + query, depth = (last - first) * WIDTH;
       if (call.dv.data)
-        product<true>(tile.weights + from, {SIZE, 1}, block.dout.at(query), block.dout.row, dvalues + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+        product<true>(tile.weights + from, {SIZE, 1}, block.dout.at(query), block.dout.row, dvalues + begin * pitch, pitch, end - begin,
+                      pitch / WIDTH, depth, fetches);
       if (call.dk.data)
-        product<true>(tile.gradients + from, {SIZE, 1}, block.q.at(query), block.q.row, dkeys + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+        product<true>(tile.gradients + from, {SIZE, 1}, block.q.at(query), block.q.row, dkeys + begin * pitch, pitch, end - begin,
+                      pitch / WIDTH, depth, fetches);
     });
   }
 
@@ -149,7 +152,7 @@ struct Wide {
     over_query_runs(tile, [&](int n, int count) TK_LAMBDA {
       const int64_t low = tile.low[n];
       product<true>(tile.gradients + low * SIZE + n * WIDTH, {1, SIZE}, keys.at(low), keys.row, dq(block) + n * WIDTH * pitch, pitch,
-                    count * WIDTH, pitch / WIDTH, tile.high[n] - low);
+                    count * WIDTH, pitch / WIDTH, tile.high[n] - low, fetches);
     });
   }
 
@@ -171,11 +174,12 @@ struct Pairs {
   float *dkeys, *dvalues;
   Bfloat16 *weights, *gradients, *rows_of_queries;  // (CHUNK, SIZE) twice, (SIZE, pitch)
   float* gradient_pairs;                            // (CHUNK / 2, SIZE)
+  Fetches* fetches;
   const TileRegisters tiles;
 
-  Pairs(const Options& options, int64_t chunks)
+  Pairs(const Options& options, int64_t chunks, Fetches* to_fetch)
       : pitch(aligned(options.pitch, PAIR_DEPTH)), size((chunks * CHUNK + SLACK) * pitch),
-        held(scratch<float>(CHUNK_ROWS, 2 * size + 3 * size / 2 + SIZE * pitch / 2 + 3 * CHUNK * SIZE / 2)) {
+        held(scratch<float>(CHUNK_ROWS, 2 * size + 3 * size / 2 + SIZE * pitch / 2 + 3 * CHUNK * SIZE / 2)), fetches(to_fetch) {
     gradient_pairs = held + 2 * size + 3 * size / 2;
     weights = reinterpret_cast<Bfloat16*>(gradient_pairs + CHUNK * SIZE / 2), gradients = weights + CHUNK * SIZE;
     rows_of_queries = gradients + CHUNK * SIZE;
@@ -224,8 +228,8 @@ struct Pairs {
 
   void score(const AttentionCall&, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
-    pair_product<false>(keys + low * pitch, pitch, q_transposed(block) + column, SIZE, tile.weights + at_tile, SIZE, count, registers, pitch);
-    pair_product<false>(values + low * pitch, pitch, dout_transposed(block) + column, SIZE, tile.gradients + at_tile, SIZE, count, registers, pitch);
+    pair_product<false>(keys + low * pitch, pitch, q_transposed(block) + column, SIZE, tile.weights + at_tile, SIZE, count, registers, pitch, fetches);
+    pair_product<false>(values + low * pitch, pitch, dout_transposed(block) + column, SIZE, tile.gradients + at_tile, SIZE, count, registers, pitch, fetches);
   }
 
   void complete(int64_t rows, Tile& tile) const {
@@ -248,16 +252,19 @@ struct Pairs {
       first = first / 2 * 2;
       const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH / 2 * pitch, depth = aligned((last - first) * WIDTH, PAIR_DEPTH);
       if (call.dv.data)
-        pair_product<true>(weights + from, SIZE, dout(block) + queries, pitch, dvalues + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+        pair_product<true>(weights + from, SIZE, dout(block) + queries, pitch, dvalues + begin * pitch, pitch, end - begin,
+                      pitch / WIDTH, depth, fetches);
       if (call.dk.data)
-        pair_product<true>(gradients + from, SIZE, q(block) + queries, pitch, dkeys + begin * pitch, pitch, end - begin, pitch / WIDTH, depth);
+        pair_product<true>(gradients + from, SIZE, q(block) + queries, pitch, dkeys + begin * pitch, pitch, end - begin,
+                      pitch / WIDTH, depth, fetches);
     });
   }
 
   void add_query_gradients(const QueryBlock& block, const Tile& tile) const {
     over_query_runs(tile, [&](int n, int count) TK_LAMBDA {
       const int64_t low = tile.low[n] / PAIR_DEPTH * PAIR_DEPTH, depth = aligned(tile.high[n] - low, PAIR_DEPTH);
-      pair_product<true>(keys_transposed + low, CHUNK, gradient_pairs + low / 2 * SIZE + n * WIDTH, SIZE, dq(block) + n * WIDTH, SIZE, pitch, count, depth);
+      pair_product<true>(keys_transposed + low, CHUNK, gradient_pairs + low / 2 * SIZE + n * WIDTH, SIZE, dq(block) + n * WIDTH, SIZE, pitch, count, depth,
+                         fetches);
     });
   }
 

@@ -24,10 +24,11 @@ template <int REGISTERS> struct State {
 
 // Whether some element of `count` rows, `apart` elements from each other, is infinite or NaN.
 inline bool is_broken(const float* rows, int64_t count, int64_t pitch, int64_t apart) {
-  Floats all = splat(0.f);
+  Floats all[4] = {};
   for (int64_t i = 0; i < count; ++i)
-    for (int64_t d = 0; d < pitch; d += WIDTH) all = fma(load(rows + i * apart + d), splat(0.f), all);
-  return lane_bits(all != all) != 0;
+    over_columns(pitch, [&](int64_t d, auto lanes, int u) TK_LAMBDA { all[u] = fma(load(rows + i * apart + d, lanes), splat(0.f), all[u]); });
+  const Floats any = (all[0] + all[1]) + (all[2] + all[3]);
+  return lane_bits(any != any) != 0;
 }
 
 #if defined(__AVX512BF16__)
@@ -71,8 +72,10 @@ template <int LANE_REGISTERS> struct Wide {
   float *queries, *scores, *blocks;  // (SIZE, pitch), (CHUNK, SIZE), of each block:
   float *transposed, *sums;          // (pitch, SIZE), (SIZE, pitch)
   uint16_t* bits;                    // (CHUNK, REGISTERS)
+  Fetches fetches;
 
-  Wide(const Options& options, int64_t held, bool streams, int64_t together = 1) : pitch(options.pitch), streamed(streams) {
+  Wide(const AttentionCall& call, const Options& options, int64_t held, bool streams, int64_t together = 1)
+      : pitch(options.pitch), streamed(streams), fetches(size_of_element(call) * call.width, REGISTERS == 1) {
     keys = scratch<float>(KEY_ROWS, (held + SLACK) * pitch);
     values = scratch<float>(VALUE_ROWS, (held + SLACK) * pitch);
     queries = scratch<float>(WORKSPACE, ((1 + 2 * together) * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
@@ -108,12 +111,12 @@ template <int LANE_REGISTERS> struct Wide {
   void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
     const Matrix rows = rows_of_queries(call, call.q, batch, block, pitch, queries);
     transpose(rows, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, transposed, SIZE);
-    for (int64_t i = 0; i < SIZE * pitch; i += WIDTH) store(sums + i, splat(0.f));
   }
+  void clear_sums() const { memset(sums, 0, sizeof(float) * SIZE * pitch); }
 
   void score(const AttentionCall& call, int64_t key, int64_t rows) {
     product_in_pieces(LONGEST_SCORE, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, scores, SIZE, aligned(rows, ROW_GROUP),
-                      REGISTERS, call.width);
+                      REGISTERS, call.width, &fetches);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) {
@@ -123,11 +126,11 @@ template <int LANE_REGISTERS> struct Wide {
   void add_values(const Block<REGISTERS>& block, int64_t key, int64_t rows, bool first, const float* alpha) {
     const float* from = rows_of_values.at(at_row(key));
     const int64_t used = block.count < 4 ? block.count : aligned(block.count, 4);  // lanes whose sums are wanted
-    if (first) return product<false>(scores, {1, SIZE}, from, rows_of_values.row, sums, pitch, used, pitch / WIDTH, rows);
+    if (first) return product<false>(scores, {1, SIZE}, from, rows_of_values.row, sums, pitch, used, pitch / WIDTH, rows, &fetches);
     for (int64_t i = 0; i < used; ++i)
       if (alpha[i] != 1.f)
         for (int64_t d = 0; d < pitch; d += WIDTH) store(sums + i * pitch + d, load(sums + i * pitch + d) * alpha[i]);
-    product<true>(scores, {1, SIZE}, from, rows_of_values.row, sums, pitch, used, pitch / WIDTH, rows);
+    product<true>(scores, {1, SIZE}, from, rows_of_values.row, sums, pitch, used, pitch / WIDTH, rows, &fetches);
   }
 
   void write(const AttentionCall& call, int64_t batch, const Block<REGISTERS>& block, const float* inverse) const {
@@ -151,10 +154,11 @@ template <int LANE_REGISTERS> struct Pairs {
   float *scores, *weights, *blocks;  // (CHUNK, SIZE), (CHUNK / 2, SIZE), of each block:
   float *transposed, *sums;          // (depth / 2, SIZE), (height, SIZE)
   uint16_t* bits;                    // (CHUNK, REGISTERS)
+  Fetches fetches;
   const TileRegisters tiles;
 
-  Pairs(const Options& options, int64_t held, bool streams, int64_t together = 1)
-      : depth(aligned(options.pitch, PAIR_DEPTH)), height(depth), streamed(streams) {
+  Pairs(const AttentionCall& call, const Options& options, int64_t held, bool streams, int64_t together = 1)
+      : depth(aligned(options.pitch, PAIR_DEPTH)), height(depth), streamed(streams), fetches(size_of_element(call) * call.width, REGISTERS == 1) {
     keys = scratch<Bfloat16>(KEY_ROWS, aligned(held, PAIR_DEPTH) * depth);
     values = scratch<Bfloat16>(VALUE_ROWS, aligned(held, CHUNK) * height);
     const int64_t size = SIZE * (depth / 2 + height);
@@ -198,11 +202,11 @@ template <int LANE_REGISTERS> struct Pairs {
       copy_row(source_row(call, call.q, batch, block.head[i], block.query[i], memory), call.width, depth, queries + i * depth);
     clear_rows(block.count, SIZE, depth, queries);
     transpose_pairs(queries, SIZE, depth, options.scale < 0.f ? 0x80008000u : 0u, transposed, SIZE);
-    for (int64_t i = 0; i < SIZE * height; i += WIDTH) store(sums + i, splat(0.f));
   }
+  void clear_sums() const { memset(sums, 0, sizeof(float) * SIZE * height); }
 
   void score(const AttentionCall&, int64_t key, int64_t rows) {
-    pair_product<false>(keys + (streamed ? 0 : key * depth), depth, transposed, SIZE, scores, SIZE, aligned(rows, PAIR_ROWS), REGISTERS, depth);
+    pair_product<false>(keys + (streamed ? 0 : key * depth), depth, transposed, SIZE, scores, SIZE, aligned(rows, PAIR_ROWS), REGISTERS, depth, &fetches);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) { store(weights + row / 2 * SIZE + n * WIDTH, rounded_pairs(even, odd)); }
@@ -211,13 +215,13 @@ template <int LANE_REGISTERS> struct Pairs {
     const int64_t all = aligned(rows, PAIR_DEPTH);
     for (int64_t i = (rows + 1) / 2 * SIZE; i < all / 2 * SIZE; i += WIDTH) store(weights + i, splat(0.f));
     const Bfloat16* from = values_at(key) + (streamed ? 0 : key % CHUNK);
-    if (first) return pair_product<false>(from, CHUNK, weights, SIZE, sums, SIZE, height, REGISTERS, all);
+    if (first) return pair_product<false>(from, CHUNK, weights, SIZE, sums, SIZE, height, REGISTERS, all, &fetches);
     for (int n = 0; n < REGISTERS; ++n) {
       const Floats shrink = load(alpha + n * WIDTH);
       if (lane_bits(shrink != 1.f))
         for (int64_t d = 0; d < height; ++d) store(sums + d * SIZE + n * WIDTH, load(sums + d * SIZE + n * WIDTH) * shrink);
     }
-    pair_product<true>(from, CHUNK, weights, SIZE, sums, SIZE, height, REGISTERS, all);
+    pair_product<true>(from, CHUNK, weights, SIZE, sums, SIZE, height, REGISTERS, all, &fetches);
   }
 
   void write(const AttentionCall& call, int64_t batch, const Block<REGISTERS>& block, const float* inverse) const {
@@ -327,8 +331,8 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
   if (operands.streamed) {
     const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
     const int64_t next = key + CHUNK, end = smaller(next + CHUNK, visit.end);
-    fetch(call, call.k, span.batch, 0, next, end, place);
-    fetch(call, call.v, span.batch, 0, next, end, place);
+    fetch(call, call.k, span.batch, 0, next, end, operands.fetches, place);
+    fetch(call, call.v, span.batch, 0, next, end, operands.fetches, place);
     broken.any = operands.load_keys(call, span.batch, keys, kv_head, key, key + rows, broken.rows);
   }
   operands.score(call, key, rows);
@@ -371,7 +375,7 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
   const bool streamed = (part + parts) * SIZE >= rows;
   const int64_t held = streamed ? CHUNK : keys.count;
   const int64_t together = held * options.pitch > NEAR_FLOATS ? TOGETHER : 1, step = parts * SIZE;
-  Operands operands(options, held, streamed, together);
+  Operands operands(call, options, held, streamed, together);
   Broken broken(call, held);
   if (!streamed) broken.any = operands.load_keys(call, span.batch, keys, kv_head, 0, keys.count, broken.rows);
   Visit<Operands::REGISTERS> visits[TOGETHER];
@@ -385,17 +389,18 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
       operands.choose(i);
       operands.load_queries(call, options, span.batch, block);
       visits[i].start(Operands::first_key(block.any_low), block.any_high);
+      if (visits[i].next >= visits[i].end) operands.clear_sums();
       const auto query_place = [&](int64_t lane) TK_LAMBDA { return Place{block.head[lane], block.query[lane]}; };
       const int64_t from = keys.count * begin / rows, to = keys.count * smaller(begin + SIZE, rows) / rows;
-      fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, key_place);
-      fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, key_place);
+      fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, operands.fetches, key_place);
+      fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, operands.fetches, key_place);
       // The queries that come next in this block's place, after the last those of the next owner.
       const int64_t next = begin + together * step, next_row = next < rows ? next : part * SIZE + i * step;
       fetch(call, call.q, span.batch, next < rows ? 0 : next_owner(call.q, call.kv_heads, kv_head, group), next_row,
-            smaller(next_row + SIZE, rows), [&](int64_t r) TK_LAMBDA {
+            smaller(next_row + SIZE, rows), operands.fetches, [&](int64_t r) TK_LAMBDA {
               return Place{kv_head * group + r / span.queries, span.first_query + r % span.queries};
             });
-      fetch<true>(call, call.out, span.batch, 0, 0, block.count, query_place);
+      fetch(call, call.out, span.batch, 0, 0, block.count, operands.fetches, query_place);
     }
     for (bool more = true; more;) {
       more = false;
@@ -406,6 +411,7 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
           attend(call, options, span, keys, kv_head, visits[i], operands, broken);
         }
     }
+    operands.fetches.finish();
     for (int64_t i = 0; i < count; ++i) {
       operands.choose(i);
       finish(call, options, span, visits[i].block, operands, visits[i].state);
@@ -450,9 +456,10 @@ template <int REGISTERS> struct Split {
     visit.start(larger(block.any_low, index * SPLIT_KEYS), smaller(block.any_high, (index + 1) * SPLIT_KEYS));
     if (has_few_queries(call, options)) return few(call, options, span, keys, kv_head, visit, memory + task * size);
     visit.first = visit.next = Wide<REGISTERS>::first_key(visit.next);
-    Wide<REGISTERS> operands(options, CHUNK, true);
+    Wide<REGISTERS> operands(call, options, CHUNK, true);
     Broken broken(call, CHUNK);
     operands.load_queries(call, options, span.batch, block);
+    if (visit.next >= visit.end) operands.clear_sums();
     while (visit.next < visit.end) attend(call, options, span, keys, kv_head, visit, operands, broken);
     float* result = memory + task * size;
     for (int n = 0; n < REGISTERS; ++n) store(result + n * WIDTH, state.top[n]), store(result + SIZE + n * WIDTH, state.total[n]);
@@ -469,7 +476,7 @@ template <int REGISTERS> struct Split {
     State<REGISTERS> state;
     for (int64_t i = 0; i < pieces; ++i)
       for (int n = 0; n < REGISTERS; ++n) state.top[n] = maximum(load(part + i * size + n * WIDTH), state.top[n]);
-    const Wide<REGISTERS> operands(options, CHUNK, true);
+    const Wide<REGISTERS> operands(call, options, CHUNK, true);
     for (int64_t i = 0; i < SIZE * options.pitch; i += WIDTH) store(operands.sums + i, splat(0.f));
     for (int64_t i = 0; i < pieces; ++i) {
       const float* each = part + i * size;

@@ -66,12 +66,15 @@ TK_INLINE void tiles(const char* a, int64_t a_row, const char* b, int64_t b_row,
 
 template <int N, bool ADD>
 TK_INLINE void pair_strip(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row,
-                          int64_t M, int64_t K) {
+                          int64_t M, int64_t K, Fetches* fetches = nullptr) {
   const char *left = reinterpret_cast<const char*>(a), *right = reinterpret_cast<const char*>(b);
   char* to = reinterpret_cast<char*>(c);
   __asm__ volatile("" ::: "memory");  // the intrinsics do not say that they read memory
   int64_t m = 0;
-  for (; m + 32 <= M; m += 32) tiles<2, N, ADD>(left + m * 2 * a_row, 2 * a_row, right, 4 * b_row, to + m * 4 * c_row, 4 * c_row, K);
+  for (; m + 32 <= M; m += 32) {
+    if (fetches) fetches->some(Fetches::LINES_OF_A_TILE);
+    tiles<2, N, ADD>(left + m * 2 * a_row, 2 * a_row, right, 4 * b_row, to + m * 4 * c_row, 4 * c_row, K);
+  }
   if (m < M) tiles<1, N, ADD>(left + m * 2 * a_row, 2 * a_row, right, 4 * b_row, to + m * 4 * c_row, 4 * c_row, K);
 }
 
@@ -110,20 +113,23 @@ TK_INLINE void pair_tile(const Bfloat16* a, int64_t a_row, const float* b, int64
 
 template <int N, bool ADD>
 inline __attribute__((noinline)) void pair_strip(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row, float* c,
-                                                 int64_t c_row, int64_t M, int64_t K) {
+                                                 int64_t c_row, int64_t M, int64_t K, Fetches* fetches = nullptr) {
   constexpr int ROWS = N == 1 ? 16 : TILE_ROWS;
-  for (int64_t m = 0; m < M; m += ROWS) pair_tile<ROWS, N, ADD>(a + m * a_row, a_row, b, b_row, c + m * c_row, c_row, K);
+  for (int64_t m = 0; m < M; m += ROWS) {
+    if (fetches) fetches->some(Fetches::LINES_OF_A_TILE);
+    pair_tile<ROWS, N, ADD>(a + m * a_row, a_row, b, b_row, c + m * c_row, c_row, K);
+  }
 }
 
 #endif
 
-// C (M, N registers) = [C +] A (M, K) B (K / 2, N registers).
+// C (M, N registers) = [C +] A (M, K) B (K / 2, N registers), with what is to be fetched on the way.
 template <bool ADD>
 inline void pair_product(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row, int64_t M,
-                         int64_t N, int64_t K) {
+                         int64_t N, int64_t K, Fetches* fetches) {
   int64_t n = 0;
-  for (; n + 2 <= N; n += 2) pair_strip<2, ADD>(a, a_row, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K);
-  if (n < N) pair_strip<1, ADD>(a, a_row, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K);
+  for (; n + 2 <= N; n += 2) pair_strip<2, ADD>(a, a_row, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
+  if (n < N) pair_strip<1, ADD>(a, a_row, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
 }
 
 // Two rows of floats as words, each of which holds the rounded elements of one column.

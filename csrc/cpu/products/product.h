@@ -16,6 +16,32 @@ constexpr int TILE_ROWS = 8;
 constexpr int TILE_ROWS = 6;
 #endif
 
+// Rows to be fetched while products run, some of their lines at each micro-tile: its arithmetic hides how long they take, and a
+// burst of them would hold up the operands.
+struct Fetches {
+  static constexpr int64_t ROWS = 512, LINE = 64, LINES_OF_A_TILE = 24;
+  const char* rows[ROWS];
+  int64_t next = 0, count = 0;
+  const int64_t bytes;  // of each row
+  const bool at_once;   // where products are too short to hide anything
+  Fetches(int64_t bytes_of_a_row, bool now) : bytes(bytes_of_a_row), at_once(now) {}
+  TK_INLINE void fetch(const char* row) const {
+    for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + at, 0, 2);  // the first level has no room
+  }
+  TK_INLINE void add(const char* row) {
+    if (at_once) return fetch(row);
+    if (count == ROWS) finish();
+    rows[count++] = row;
+  }
+  TK_INLINE void some(int64_t lines) {
+    for (int64_t fetched = 0; next < count && fetched < lines; ++next, fetched += (bytes + LINE - 1) / LINE) fetch(rows[next]);
+  }
+  void finish() {
+    some(ROWS * bytes);
+    next = count = 0;
+  }
+};
+
 // How A is read: element (m, k) is a[m * row + k * depth].
 struct Strides {
   int64_t row, depth;
@@ -53,22 +79,24 @@ TK_INLINE void micro_tile(const float* a, Strides stride, const float* b, int64_
 // All rows of a strip N registers wide. A strip of one register takes twice the rows, for as many accumulators.
 template <int N, bool ADD>
 inline __attribute__((noinline)) void strip(const float* a, Strides stride, const float* b, int64_t b_row, float* c,
-                                            int64_t c_row, int64_t M, int64_t K) {
+                                            int64_t c_row, int64_t M, int64_t K, Fetches* fetches) {
   constexpr int ROWS = N == 1 ? 16 : TILE_ROWS;
   int64_t m = 0;
-  for (; m + ROWS <= M; m += ROWS)
+  for (; m + ROWS <= M; m += ROWS) {
+    if (fetches) fetches->some(Fetches::LINES_OF_A_TILE);
     micro_tile<ROWS, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
+  }
   for (; m + 4 <= M; m += 4) micro_tile<4, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
   for (; m < M; ++m) micro_tile<1, N, ADD>(a + m * stride.row, stride, b, b_row, c + m * c_row, c_row, K);
 }
 
-// C (M, N registers) = [C +] A (M, K) B (K, N registers).
+// C (M, N registers) = [C +] A (M, K) B (K, N registers), with what is to be fetched on the way.
 template <bool ADD>
 TK_INLINE void product(const float* a, Strides stride, const float* b, int64_t b_row, float* c, int64_t c_row,
-                       int64_t M, int64_t N, int64_t K) {
+                       int64_t M, int64_t N, int64_t K, Fetches* fetches) {
   int64_t n = 0;
-  for (; n + 2 <= N; n += 2) strip<2, ADD>(a, stride, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K);
-  if (n < N) strip<1, ADD>(a, stride, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K);
+  for (; n + 2 <= N; n += 2) strip<2, ADD>(a, stride, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
+  if (n < N) strip<1, ADD>(a, stride, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
 }
 
 }  // namespace transformer_kernels::TK_LEVEL
