@@ -76,10 +76,11 @@ def linear_cross_entropy(
     )
     if call.targets.numel() > _chunked.rows_at_once(weight.shape[0], call.dtype, x.device):
         return OPERATION(call, backend)
-    if _autograd.is_traced(x):
-        logits = F.linear(x, weight, bias)
-    else:
+    if not _autograd.is_traced(x):
         select(OPERATION, backend, call)  # an error names this operation
+    if torch.compiler.is_compiling():
+        logits = F.linear(x, weight, bias)
+    else:  # while a step is recorded too, so that its bits are the same
         logits = linear(x, weight, bias, backend=backend)
     inner = CrossEntropyCall(logits, call.targets, *call[4:7], *call[9:])
     return CROSS_ENTROPY(inner, backend)
