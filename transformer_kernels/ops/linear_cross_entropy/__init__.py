@@ -78,10 +78,9 @@ def linear_cross_entropy(
         return OPERATION(call, backend)
     if not _autograd.is_traced(x):
         select(OPERATION, backend, call)  # an error names this operation
-    if torch.compiler.is_compiling():
-        logits = F.linear(x, weight, bias)
-    else:  # while a step is recorded too, so that its bits are the same
-        logits = linear(x, weight, bias, backend=backend)
+    # also while a step is recorded, so that its bits are the same
+    own = not torch.compiler.is_compiling()
+    logits = linear(x, weight, bias, backend=backend) if own else F.linear(x, weight, bias)
     inner = CrossEntropyCall(logits, call.targets, *call[4:7], *call[9:])
     return CROSS_ENTROPY(inner, backend)
 
