@@ -73,12 +73,6 @@ template <class F> TK_INLINE void over_dropped_columns(const Dropout& dropout, u
   }
 }
 
-// A vector as it will be read again from memory of type T.
-template <class T> TK_INLINE Floats as_stored(Floats x) {
-  if constexpr (sizeof(T) == 4) return x;
-  else return widened(rounded(x, T{}), T{});
-}
-
 // The sum so far with one more vector, or of the squares, which is all that moments without centring need.
 template <bool CENTRED> TK_INLINE Floats with_term(Floats total, Floats x) { return CENTRED ? total + x : fma(x, x, total); }
 

@@ -268,4 +268,10 @@ TK_INLINE float largest(const Floats (&x)[4]) {
   return largest(maximum(maximum(x[0], x[1]), maximum(x[2], x[3])));
 }
 
+// A vector as it will be read again from memory of type T.
+template <class T> TK_INLINE Floats as_stored(Floats x) {
+  if constexpr (sizeof(T) == 4) return x;
+  else return widened(rounded(x, T{}), T{});
+}
+
 }  // namespace transformer_kernels::TK_LEVEL

@@ -79,7 +79,7 @@ class _Recorder:
         kernel = getattr(self._module, name)
 
         def call(*arguments: Any) -> Any:
-            if threading.get_ident() == self._thread:
+            if arguments and threading.get_ident() == self._thread:  # without arguments it only tells
                 self._calls.append((kernel, arguments))
             return kernel(*arguments)
 

@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_kernels._dispatch import OPERATIONS
 from transformer_kernels.backends import cpu
+from transformer_kernels.graphs._fusion import fused
 
 ALLOCATIONS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 COPIES = {"aten::_to_copy", "aten::clone"}
+FILLED = {"aten::zeros": 0, "aten::zeros_like": 0, "aten::ones": 1, "aten::ones_like": 1}
 REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 EXITS = {Tensor.numpy: "Tensor.numpy", Tensor.__array__: "Tensor.__array__", Tensor.__dlpack__: "Tensor.__dlpack__"}
@@ -74,6 +76,7 @@ class HostGraphs:
             with kernels, recording, _Exits(recording):
                 result = work()
             self._recording = None
+            recording.fuse()
             recording.prove(result)
         except RuntimeError:
             recording.undo()
@@ -113,7 +116,7 @@ class Memory:
         if own.nbytes() == 0 or tensor in self:
             return tensor
         storages = self._by_size[own.nbytes()]
-        free = next((each for each in reversed(storages) if self._is_free(each)), own)
+        free = next((each for each in reversed(storages) if self.is_free(each)), own)
         if free is own:
             self._addresses.add(own.data_ptr())
         else:
@@ -126,10 +129,10 @@ class Memory:
     def spoil(self) -> None:
         """Fill what is free with ones, which make NaN of any float."""
         for storages in self._by_size.values():
-            for storage in filter(self._is_free, storages):
+            for storage in filter(self.is_free, storages):
                 _flat(storage, torch.uint8).fill_(255)
 
-    def _is_free(self, storage: torch.UntypedStorage) -> bool:
+    def is_free(self, storage: torch.UntypedStorage) -> bool:
         held = sum(recording.held[storage.data_ptr()] for recording in self.recordings)
         return torch._C._storage_Use_Count(storage._cdata) == 1 + held
 
@@ -151,10 +154,17 @@ class Recording(TorchDispatchMode):
         self.held: Counter[int] = Counter()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.fixed: set[int] = set()
+        self._began: list[tuple[int, int]] = []  # the next call, and which storage a new tensor takes
         self._random: dict[torch.Generator, Tensor] = {torch.default_generator: torch.default_generator.get_state()}
         self._memory = memory
         memory.recordings.add(self)
         self._kept: list[Any] = []  # memory from elsewhere whose addresses kernels were given
+
+    def fuse(self) -> None:
+        """Make one call of several where that gives the same."""
+        self.calls, replaced = fused(self.calls, self._began, lambda each: self._memory.is_free(each.untyped_storage()))
+        self._kept.append(replaced)  # whose tensors count among those that it holds
+        self._began.clear()
 
     def repeat(self) -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -215,7 +225,7 @@ class Recording(TorchDispatchMode):
         self._remember(function, args, kwargs)
         result = function(*args, **kwargs)
         if name in ALLOCATIONS:
-            self.fixed.discard(_address(self._memory.placed(result)))
+            self.fixed.discard(_address(self._placed(result)))
             return result
         written = tensors(result)
         if written and not function.is_view and not _share_memory(written, tensors((args, kwargs))):
@@ -263,10 +273,19 @@ class Recording(TorchDispatchMode):
     def _note(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """How to compute results again where they are."""
         for each in written:
-            self._memory.placed(each)
-        results, inputs, options = self._aliases(written), self._aliases(args), self._aliases(kwargs)
-        if function._schema.name in COPIES:
+            self._placed(each)
+        name, results = function._schema.name, self._aliases(written)
+        if name in FILLED:
+            self.calls.append((results[0].fill_, (FILLED[name],)))
+            return
+        inputs, options = self._aliases(args), self._aliases(kwargs)
+        if name in COPIES:
             self.calls.append((results[0].copy_, (inputs[0],)))
+            return
+        if name == "aten::randint":  # seeds: a step draws many, and Python's code is in no cache between kernels
+            *bounds, _ = inputs
+            own = {"generator": options["generator"]} if "generator" in options else {}
+            self.calls.append((partial(results[0].random_, **own), (0, *bounds)[-2:]))
             return
         into = _into(function, len(results))
         if into is not None:
@@ -279,6 +298,12 @@ class Recording(TorchDispatchMode):
                 old.copy_(new)
 
         self.calls.append((again, ()))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        if tensor not in self._memory:
+            self._memory.placed(tensor)
+            self._began.append((len(self.calls), _address(tensor)))
+        return tensor
 
     def _aliases(self, values: Any) -> Any:
         """The values with tensors of its own on the same memory."""

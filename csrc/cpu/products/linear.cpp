@@ -10,7 +10,7 @@ void weight_gradient_by_tiles(Address dz, Address x, Address dweight, int64_t wi
 #endif
 namespace {
 
-enum Slot { PANELS = 8, RESULT, SUMS, LEFT };
+enum Slot { PANELS = 8, RESULT, SUMS, LEFT, PRODUCT };
 
 constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are multiplied with one panel after the other
 constexpr int64_t LONGEST_SUM = FUSES ? 512 : 32;  // products that one register adds up; longer sums are made of such
@@ -26,10 +26,13 @@ template <class T> struct Multiplied : Type<T> {};
 template <class T> struct Multiplied : Type<float> {};
 #endif
 
-// One panel's columns of a result, rows `pitch` apart.
+// One panel's columns of a result, rows `pitch` apart. With a `sum` that is written in its place: the result as rounded, plus
+// the residual, float32 with rows as far apart.
 template <class Z> struct Columns {
   Z* to;
   int64_t pitch, count;
+  const float* residual = nullptr;
+  float* sum = nullptr;
 };
 
 // z = left (rows, steps) panel + added, or max(z, 0); left's rows are `pitch` apart. Without `added` z grows by the product.
@@ -45,14 +48,19 @@ __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows,
     sums_of_tile(a, {pitch, PER_STEP<T>}, panel, steps, to, z.pitch, sum, [&](int64_t k) TK_LAMBDA {
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) __builtin_prefetch(below + m * pitch + k * PER_STEP<T>);
+      if (const int64_t line = (r + k / LINE) * z.pitch; z.sum && k < M * LINE)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) __builtin_prefetch(z.residual + line + n * WIDTH), __builtin_prefetch(z.sum + line + n * WIDTH, 1);
     });
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         T* here = to + m * z.pitch + n * WIDTH;
+        const int64_t place = (r + m) * z.pitch + n * WIDTH;
         auto finish = [&](auto lanes) TK_LAMBDA {
           const Floats value = sum[m][n] + (added ? load(added + n * WIDTH) : load(here, lanes));
+          if (z.sum) return store(z.sum + place, as_stored<T>(value) + load(z.residual + place, lanes), lanes);
           store(here, relu ? (value < 0.f ? splat(0.f) : value) : value, lanes);
         };
         if (n + 1 < N || last == WIDTH) finish(Whole{});
@@ -143,10 +151,10 @@ template <class L, class T> Rows<L> readable(const T* rows, int64_t count, int64
   return {copy, pitch};
 }
 
-// z (rows, N) = left (rows, depth) panels + added; then finish(Columns) after each panel.
+// z (rows, N) = left (rows, depth) panels + added, or with the sum of Columns; then finish(Columns) after each panel.
 template <class T, class F>
 void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, int64_t N, const float* added, bool relu, T* z,
-              const F& finish) {
+              const float* residual, float* sum, const F& finish) {
   using L = typename Multiplied<T>::type;
   constexpr bool WIDENED = sizeof(L) != sizeof(T);
   const Rows<L> operand = readable<L>(left, rows, depth);
@@ -162,12 +170,18 @@ void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, i
         const int64_t some = smaller(longest, steps - k);
         const float* panel = panels + n * steps + k * PANEL;
         const bool ends = k + some == steps;
+        if (sum && ends && !WIDENED) sums.residual = residual + n, sums.sum = sum + n;
         strip<decltype(registers)::value>(operand.data + k, operand.pitch, rows, some, panel, k ? nullptr : added + n, relu && ends, sums);
       }
     });
     if constexpr (WIDENED)
       for (int64_t r = 0; r < rows; ++r)
-        over_columns(part.count, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(part.to + r * N + j, load(wide + r * PANEL + j, lanes), lanes); });
+        over_columns(part.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+          const Floats value = load(wide + r * PANEL + j, lanes);
+          const int64_t place = r * N + n + j;
+          if (sum) store(sum + place, as_stored<T>(value) + load(residual + place, lanes), lanes);
+          else store(z + place, value, lanes);
+        });
     finish(n, part);
   }
 }
@@ -195,7 +209,7 @@ void forward(const T* x, const W* weight, const float* bias, T* y, T* before, in
   const float* added = widened_bias(bias, N);
   over_row_blocks(M, N * K / 4, [&](int64_t row, int64_t rows) {
     T *z = (before ? before : y) + row * N, *result = y + row * N;
-    multiply(x + row * K, rows, K, panels, N, added, activation == RELU, z, [&](int64_t n, Columns<T> sums) {
+    multiply(x + row * K, rows, K, panels, N, added, activation == RELU, z, nullptr, nullptr, [&](int64_t n, Columns<T> sums) {
       for (int64_t r = 0; r < rows && before; ++r)
         over_columns(sums.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
           store(result + r * N + n + j, activated(load(sums.to + r * N + j, lanes), activation), lanes);
@@ -204,22 +218,27 @@ void forward(const T* x, const W* weight, const float* bias, T* y, T* before, in
   });
 }
 
+// With `residual` and `sum` dx goes into no memory of its own: as rounded, it is added to the residual's gradient.
 template <class T, class W>
-void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, int64_t M, int64_t N, int64_t K, int64_t activation) {
+void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, const float* residual, float* sum, int64_t M, int64_t N,
+                   int64_t K, int64_t activation) {
   using L = typename Multiplied<T>::type;
   const int64_t count = panels_of(K), size = PANEL * steps_of<L>(N);
   float* panels = scratch<float>(PANELS, count * size);
-  parallel_for(dx ? count : 0, size, [&](int64_t begin, int64_t end) {
+  parallel_for(dx || sum ? count : 0, size, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) pack_panel(L{}, weight, N, K, p, panels + p * size);
   });
   const float* added = widened_bias(nullptr, K);
-  over_row_blocks(M, (dx ? N * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
+  over_row_blocks(M, (dx || sum ? N * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
     if (dz)
       for (int64_t i = row * N; i < (row + rows) * N; i += WIDTH) {
         const Part some{static_cast<int>(smaller(WIDTH, (row + rows) * N - i))};
         store(dz + i, load(dy + i, some) * slope(load(saved + i, some), activation), some);
       }
-    if (dx) multiply((dz ? dz : dy) + row * N, rows, N, panels, K, added, false, dx + row * K, [](int64_t, Columns<T>) {});
+    if (!dx && !sum) return;
+    T* product = sum ? scratch<T>(PRODUCT, ROWS_OF_BLOCK * K) : dx + row * K;
+    multiply((dz ? dz : dy) + row * N, rows, N, panels, K, added, false, product, sum ? residual + row * K : nullptr, sum ? sum + row * K : nullptr,
+             [](int64_t, Columns<T>) {});
   });
 }
 
@@ -232,7 +251,9 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
   constexpr int64_t DEPTH = DEPTH_STEPS * PER_STEP<L>;
   constexpr bool PACKED = sizeof(T) == 2;
   const int64_t threads = thread_count(), share = aligned((N + threads - 1) / threads, LINEAR_ROWS);
-  const int64_t own = larger(share, FEWEST_OWN), panels = dweight ? panels_of(K) : 1, parts = (N + own - 1) / own;
+  const int64_t panels = dweight ? panels_of(K) : 1;
+  const bool by_panels = K > N && panels % threads == 0;  // then each is packed by one thread, and dz, which all pack, is narrower
+  const int64_t own = by_panels ? N : larger(share, FEWEST_OWN), parts = (N + own - 1) / own;
   parallel_for(parts * panels, own * (dweight ? PANEL : 1) * M / 4, [&](int64_t begin, int64_t end) {
     const int64_t kept = aligned(own, PAIRED_COLUMNS) + LINE, pitch = PACKED ? kept * PER_STEP<L> : N;
     float* right = scratch<float>(PANELS, DEPTH_STEPS * PANEL);
@@ -247,7 +268,7 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
       Ahead next[2] = {ahead(dz + (m + DEPTH) * N + first, last - first, N, later), ahead(x + (m + DEPTH) * K, K, K, later)};
       for (int64_t task = begin; task < end; ++task) {
         const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n), depth = smaller(DEPTH, M - m);
-        if (p == 0 || task == begin) {
+        if ((PACKED || dbias) && (p == 0 || task == begin)) {
           memset(part, 0, sizeof(float) * kept);
           pack_left(L{}, dz + m * N + n, N, depth, rows, packed, pitch, part);
           for (int64_t j = 0; j < rows; ++j) sums[(task - begin) * kept + j] += part[j];
@@ -298,7 +319,18 @@ void linear_backward_data(int64_t half, int64_t wide, Address dy, Address saved,
                           int64_t N, int64_t K, int64_t activation) {
   by_types(half, wide, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    backward_data(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), at<T>(dx), M, N, K, activation);
+    backward_data(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), at<T>(dx), nullptr, nullptr, M, N, K,
+                  activation);
+  });
+}
+
+// The same with sum = dx + residual, float32 (M, K), in the place of dx.
+void linear_backward_data_added(int64_t half, int64_t wide, Address dy, Address saved, Address weight, Address dz, Address residual,
+                                Address sum, int64_t M, int64_t N, int64_t K, int64_t activation) {
+  by_types(half, wide, [&](auto type, auto weight_type) {
+    using T = decltype(type);
+    backward_data<T>(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), nullptr, at<const float>(residual),
+                     at<float>(sum), M, N, K, activation);
   });
 }
 
@@ -319,4 +351,5 @@ void linear_backward_weight(int64_t half, int64_t wide, Address dz, Address x, A
 
 TK_KERNEL(linear_forward)
 TK_KERNEL(linear_backward_data)
+TK_KERNEL(linear_backward_data_added)
 TK_KERNEL(linear_backward_weight)

@@ -1,0 +1,100 @@
+"""Calls of a recorded step that become one: where they may, and that the bits stay."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import transformer_kernels as tk
+from transformer_kernels.backends import cpu
+from transformer_kernels.graphs import _host
+from transformer_kernels.graphs._host import HostGraphs
+
+pytestmark = pytest.mark.skipif(
+    cpu.unavailable(torch.device("cpu")) is not None, reason="the CPU kernels are not built"
+)
+
+ROWS, WIDTH, INNER = 100, 70, 1100
+"""No multiples of a tile; the second is longer than what one register adds up."""
+
+
+@pytest.fixture(params=["plain", "avx2", "avx512", "avx512_bf16", "amx"])
+def instruction_set(request):
+    kernels = cpu.load()
+    if request.param not in kernels.instruction_sets:
+        pytest.skip("this processor lacks it")
+    used = kernels.instruction_set()
+    kernels.use(request.param)
+    yield request.param
+    kernels.use(used)
+
+
+@pytest.fixture
+def two_threads():
+    used = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(used)
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Of the calls that the last recording has left."""
+    found = []
+    fuse = _host.Recording.fuse
+
+    def noted(recording):
+        fuse(recording)
+        found[:] = [getattr(function, "__name__", "") for function, _ in recording.calls]
+
+    monkeypatch.setattr(_host.Recording, "fuse", noted)
+    return found
+
+
+def step(parts, dtype, read=False):
+    """The gradients of x and of the weights where the branch of two linear layers is added to its own input.
+
+    With `read` also something that is made of the gradient that comes through the branch.
+    """
+    kept = []
+    x, norm, up, down = (part.detach().requires_grad_() for part in parts)
+    with torch.autocast("cpu", dtype) if dtype is not torch.float32 else nullcontext():
+        stream = tk.layer_norm(x, norm, backend="cpu")
+        through = stream.view_as(stream)
+        if read:
+            through.register_hook(lambda gradient: kept.append(gradient * 3))
+        inner = tk.linear(through, up, activation="relu", backend="cpu")
+        branch = tk.linear(inner, down, backend="cpu")
+        loss = (stream.float() * 0.5 + branch.float()).square().sum()
+    return [*torch.autograd.grad(loss, (x, norm, up, down)), *kept]
+
+
+@pytest.fixture
+def parts():
+    torch.manual_seed(3)
+    sizes = (ROWS, WIDTH), (WIDTH,), (INNER, WIDTH), (WIDTH, INNER)
+    return [torch.randn(size) / size[-1] ** 0.5 for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_adds_the_residuals_gradient_with_the_same_bits(parts, dtype, names, instruction_set, two_threads):
+    torch.set_num_threads(1)
+    expected = step(parts, dtype)
+    torch.set_num_threads(2)
+    replay = HostGraphs().capture(lambda: step(parts, dtype))
+    replay()
+    for _ in range(2):
+        for found, wanted in zip(replay(), expected, strict=True):
+            assert torch.equal(found, wanted)
+    own = dtype is torch.float32 or instruction_set != "amx"
+    assert names.count("linear_backward_data_added") == own
+    assert names.count("linear_backward_data") == own
+
+
+def test_a_gradient_that_is_read_elsewhere_too_is_made_as_before(parts, names):
+    expected = step(parts, torch.float32, read=True)
+    replay = HostGraphs().capture(lambda: step(parts, torch.float32, read=True))
+    replay()
+    for found, wanted in zip(replay(), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert "linear_backward_data_added" not in names

@@ -1,0 +1,132 @@
+"""Calls of a recorded step that become one, because nobody else reads what goes from one to the other.
+
+Autograd adds the gradient that comes back through a linear layer to that of the residual stream, under autocast after
+it has widened it: here the product's kernel does both. The bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from transformer_kernels._errors import BackendUnavailable
+from transformer_kernels.backends import cpu
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+PRODUCT = "linear_backward_data"
+DZ, DX = 5, 6
+"""Arguments of that kernel: addresses of two of its results."""
+
+
+def fused(
+    calls: Sequence[Call], began: Sequence[tuple[int, int]], is_free: Callable[[Tensor], bool]
+) -> tuple[list[Call], list[Call]]:
+    """The calls with sums of gradients made by the products before them, and the calls that these replaced.
+
+    Args:
+        calls: in order.
+        began: numbers of calls from which on the storage at an address holds a new tensor, in order.
+        is_free: whether nobody but the recording holds a tensor's storage at the end.
+    """
+    try:
+        kernel = cpu.load().linear_backward_data_added
+    except BackendUnavailable:
+        return list(calls), []
+    found = _Calls(calls, began, is_free)
+    for number in range(len(calls)):
+        found.add_in_product(number, kernel)
+    kept = [call for number, call in enumerate(found.calls) if number not in found.gone]
+    return kept, [calls[number] for number in sorted(found.gone | found.changed)]
+
+
+class _Calls:
+    def __init__(
+        self, calls: Sequence[Call], began: Sequence[tuple[int, int]], is_free: Callable[[Tensor], bool]
+    ) -> None:
+        self.calls, self.gone, self.changed = list(calls), set[int](), set[int]()
+        self._began, self._is_free = began, is_free
+
+    def add_in_product(self, number: int, kernel: Callable[..., None]) -> None:
+        """Where the call adds dx to the residual's gradient, let the product that made dx make the sum."""
+        function, terms = self.calls[number]
+        if not isinstance(function, partial) or function.func is not torch.ops.aten.add.out:
+            return
+        total, scale = function.keywords["out"], function.keywords.get("alpha", 1)
+        if scale != 1 or not all(_is_plain(each, total) for each in terms) or total.dtype is not torch.float32:
+            return
+        for dx, residual in (terms, terms[::-1]):
+            if residual.dtype is torch.float32 and self._replaced(number, dx, residual, total, kernel):
+                return
+
+    def _replaced(self, number: int, dx: Tensor, residual: Tensor, total: Tensor, kernel: Callable[..., None]) -> bool:
+        between = {number}
+        made = self._only_writer(dx, number)
+        if made is not None and getattr(self.calls[made][0], "__name__", "") == "copy_":
+            narrow = self.calls[made][1][0]
+            between.add(made)
+            if narrow.dtype is not torch.bfloat16 or not _is_plain(narrow, dx):
+                return False
+            dx, made = narrow, self._only_writer(narrow, made)
+        if made is None or getattr(self.calls[made][0], "__name__", "") != PRODUCT:
+            return False
+        arguments = self.calls[made][1]
+        if arguments[DX] != dx.data_ptr() or bool(arguments[0]) != (dx.dtype is torch.bfloat16):
+            return False
+        later = [each for each in range(made, number) if each not in between]
+        if any(_mentions(self.calls[each], tensor) for each in later for tensor in (residual, total)):
+            return False
+        addresses = residual.data_ptr(), total.data_ptr()
+        self.calls[made] = kernel, (*arguments[:DX], *addresses, *arguments[DX + 1 :])
+        self.gone |= between
+        self.changed.add(made)
+        return True
+
+    def _only_writer(self, tensor: Tensor, reader: int) -> int | None:
+        """The call before `reader` that writes the tensor, if these two are all that ever touch it."""
+        address = tensor.untyped_storage().data_ptr()
+        begins = [call for call, place in self._began if place == address]
+        first = max((call for call in begins if call <= reader), default=None)
+        if first is None:
+            return None
+        end = min((call for call in begins if call > reader), default=None)
+        if end is None and not self._is_free(tensor):
+            return None
+        life = range(first, len(self.calls) if end is None else end)
+        users = [each for each in life if each not in self.gone and _mentions(self.calls[each], tensor)]
+        return users[0] if len(users) == 2 and users[1] == reader else None
+
+
+def _is_plain(term: Any, result: Tensor) -> bool:
+    """Whether it is a tensor that lies as the result does."""
+    return isinstance(term, Tensor) and term.shape == result.shape and term.is_contiguous() and result.is_contiguous()
+
+
+def _mentions(call: Call, tensor: Tensor) -> bool:
+    """Whether a call may read or write the storage of a tensor."""
+    function: Any
+    function, arguments = call
+    own: Any = ()
+    if isinstance(function, partial):
+        function, own = function.func, function.keywords
+    bound = getattr(function, "__self__", None)
+    if not isinstance(bound, Tensor) and not isinstance(function, torch._ops.OpOverload) and _is_python(function):
+        return True  # it may hold tensors of which its arguments tell nothing
+    storage = tensor.untyped_storage()
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    for each in pytree.tree_leaves((bound, own, arguments)):
+        if isinstance(each, Tensor):
+            if each.untyped_storage().data_ptr() == begin:
+                return True
+        elif isinstance(each, int) and begin <= each < end:
+            return True
+    return False
+
+
+def _is_python(function: Any) -> bool:
+    return hasattr(function, "__code__") or hasattr(function, "__func__")
