@@ -57,6 +57,7 @@ TK_INLINE float row_loss(const Softmax& s, const Distances& d, float log_total, 
   const float loss = s.top - d.own + log_total;
   return smoothing == 0.f ? loss : (1.f - smoothing) * loss + smoothing * (d.mean + log_total);
 }
+
 struct Options {
   const float* weights;  // (classes + 1), behind them their mean; or null
   float z_loss, cap;     // 0: none
