@@ -179,8 +179,13 @@ def prepared(workload: Workload, function: Callable[..., Any], tensors: dict[str
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
     if workload.direction == "backward":
         outputs = as_list(function(**leaves))
-        dout = [torch.randn_like(output) for output in outputs]
+        dout = [_cotangent(output) for output in outputs]
         return lambda: torch.autograd.grad(outputs, wanted, dout, retain_graph=True)
     with torch.no_grad():
-        cotangents = [torch.randn_like(output) for output in as_list(function(**leaves))]
+        cotangents = [_cotangent(output) for output in as_list(function(**leaves))]
     return lambda: torch.autograd.grad(as_list(function(**leaves)), wanted, cotangents)
+
+
+def _cotangent(output: Tensor) -> Tensor:
+    """The gradient that comes in: of a loss 1, as in training."""
+    return torch.ones_like(output) if output.dim() == 0 else torch.randn_like(output)
