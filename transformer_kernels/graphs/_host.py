@@ -26,7 +26,8 @@ from transformer_kernels.graphs._fusion import fused
 
 ALLOCATIONS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 COPIES = {"aten::_to_copy", "aten::clone"}
-FILLED = {"aten::zeros": 0, "aten::zeros_like": 0, "aten::ones": 1, "aten::ones_like": 1}
+ZEROS = {"aten::zeros", "aten::zeros_like", "aten::new_zeros"}
+ONES = {"aten::ones", "aten::ones_like", "aten::new_ones"}
 REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 EXITS = {Tensor.numpy: "Tensor.numpy", Tensor.__array__: "Tensor.__array__", Tensor.__dlpack__: "Tensor.__dlpack__"}
@@ -275,8 +276,8 @@ class Recording(TorchDispatchMode):
         for each in written:
             self._placed(each)
         name, results = function._schema.name, self._aliases(written)
-        if name in FILLED:
-            self.calls.append((results[0].fill_, (FILLED[name],)))
+        if name in ZEROS or name in ONES:
+            self.calls.append((results[0].fill_, (int(name in ONES),)))
             return
         inputs, options = self._aliases(args), self._aliases(kwargs)
         if name in COPIES:

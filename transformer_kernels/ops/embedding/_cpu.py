@@ -101,7 +101,7 @@ def _below_norm(
 
 def _scattered(ds: Tensor, ids: Tensor | None, table: Tensor, scale: float) -> Tensor:
     """scale times the sum of the rows of ds (B, L, E) that have each id, in their order; ids None: their place."""
-    total = torch.empty_like(table, dtype=torch.float32).zero_()  # which a recorded step repeats where it lies
+    total = torch.zeros_like(table, dtype=torch.float32)
     columns = ds.shape[-1]
     load().scatter_rows(
         DTYPE_CODES[ds.dtype],
