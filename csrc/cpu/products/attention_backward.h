@@ -253,10 +253,10 @@ struct Pairs {
       const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH / 2 * pitch, depth = aligned((last - first) * WIDTH, PAIR_DEPTH);
       if (call.dv.data)
         pair_product<true>(weights + from, SIZE, dout(block) + queries, pitch, dvalues + begin * pitch, pitch, end - begin,
-                      pitch / WIDTH, depth, fetches);
+                           pitch / WIDTH, depth, fetches);
       if (call.dk.data)
         pair_product<true>(gradients + from, SIZE, q(block) + queries, pitch, dkeys + begin * pitch, pitch, end - begin,
-                      pitch / WIDTH, depth, fetches);
+                           pitch / WIDTH, depth, fetches);
     });
   }
 

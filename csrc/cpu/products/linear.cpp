@@ -26,13 +26,23 @@ template <class T> struct Multiplied : Type<T> {};
 template <class T> struct Multiplied : Type<float> {};
 #endif
 
-// One panel's columns of a result, rows `pitch` apart. With a `sum` that is written in its place: the result as rounded, plus
-// the residual, float32 with rows as far apart.
+// The gradient of a residual, and what is written in a product's place: their sum, where there is one. Float32, rows as far apart.
+struct Residual {
+  const float* gradient = nullptr;
+  float* sum = nullptr;
+
+  TK_INLINE Residual at(int64_t place) const { return sum ? Residual{gradient + place, sum + place} : Residual{}; }
+  // The product is added as T holds it.
+  template <class T, class L> TK_INLINE void put(int64_t place, Floats product, L lanes) const {
+    store(sum + place, as_stored<T>(product) + load(gradient + place, lanes), lanes);
+  }
+};
+
+// One panel's columns of a result, rows `pitch` apart.
 template <class Z> struct Columns {
   Z* to;
   int64_t pitch, count;
-  const float* residual = nullptr;
-  float* sum = nullptr;
+  Residual residual = {};
 };
 
 // z = left (rows, steps) panel + added, or max(z, 0); left's rows are `pitch` apart. Without `added` z grows by the product.
@@ -48,9 +58,9 @@ __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows,
     sums_of_tile(a, {pitch, PER_STEP<T>}, panel, steps, to, z.pitch, sum, [&](int64_t k) TK_LAMBDA {
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) __builtin_prefetch(below + m * pitch + k * PER_STEP<T>);
-      if (const int64_t line = (r + k / LINE) * z.pitch; z.sum && k < M * LINE)
+      if (const Residual line = z.residual.at((r + k / LINE) * z.pitch); line.sum && k < M * LINE)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) __builtin_prefetch(z.residual + line + n * WIDTH), __builtin_prefetch(z.sum + line + n * WIDTH, 1);
+        for (int n = 0; n < N; ++n) __builtin_prefetch(line.gradient + n * WIDTH), __builtin_prefetch(line.sum + n * WIDTH, 1);
     });
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
@@ -60,7 +70,7 @@ __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows,
         const int64_t place = (r + m) * z.pitch + n * WIDTH;
         auto finish = [&](auto lanes) TK_LAMBDA {
           const Floats value = sum[m][n] + (added ? load(added + n * WIDTH) : load(here, lanes));
-          if (z.sum) return store(z.sum + place, as_stored<T>(value) + load(z.residual + place, lanes), lanes);
+          if (z.residual.sum) return z.residual.template put<T>(place, value, lanes);
           store(here, relu ? (value < 0.f ? splat(0.f) : value) : value, lanes);
         };
         if (n + 1 < N || last == WIDTH) finish(Whole{});
@@ -151,10 +161,10 @@ template <class L, class T> Rows<L> readable(const T* rows, int64_t count, int64
   return {copy, pitch};
 }
 
-// z (rows, N) = left (rows, depth) panels + added, or with the sum of Columns; then finish(Columns) after each panel.
+// z (rows, N) = left (rows, depth) panels + added, or its sum with the residual; then finish(Columns) after each panel.
 template <class T, class F>
 void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, int64_t N, const float* added, bool relu, T* z,
-              const float* residual, float* sum, const F& finish) {
+              const Residual& residual, const F& finish) {
   using L = typename Multiplied<T>::type;
   constexpr bool WIDENED = sizeof(L) != sizeof(T);
   const Rows<L> operand = readable<L>(left, rows, depth);
@@ -170,7 +180,7 @@ void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, i
         const int64_t some = smaller(longest, steps - k);
         const float* panel = panels + n * steps + k * PANEL;
         const bool ends = k + some == steps;
-        if (sum && ends && !WIDENED) sums.residual = residual + n, sums.sum = sum + n;
+        if (ends && !WIDENED) sums.residual = residual.at(n);
         strip<decltype(registers)::value>(operand.data + k, operand.pitch, rows, some, panel, k ? nullptr : added + n, relu && ends, sums);
       }
     });
@@ -179,7 +189,7 @@ void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, i
         over_columns(part.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
           const Floats value = load(wide + r * PANEL + j, lanes);
           const int64_t place = r * N + n + j;
-          if (sum) store(sum + place, as_stored<T>(value) + load(residual + place, lanes), lanes);
+          if (residual.sum) residual.template put<T>(place, value, lanes);
           else store(z + place, value, lanes);
         });
     finish(n, part);
@@ -209,7 +219,7 @@ void forward(const T* x, const W* weight, const float* bias, T* y, T* before, in
   const float* added = widened_bias(bias, N);
   over_row_blocks(M, N * K / 4, [&](int64_t row, int64_t rows) {
     T *z = (before ? before : y) + row * N, *result = y + row * N;
-    multiply(x + row * K, rows, K, panels, N, added, activation == RELU, z, nullptr, nullptr, [&](int64_t n, Columns<T> sums) {
+    multiply(x + row * K, rows, K, panels, N, added, activation == RELU, z, {}, [&](int64_t n, Columns<T> sums) {
       for (int64_t r = 0; r < rows && before; ++r)
         over_columns(sums.count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
           store(result + r * N + n + j, activated(load(sums.to + r * N + j, lanes), activation), lanes);
@@ -218,27 +228,27 @@ void forward(const T* x, const W* weight, const float* bias, T* y, T* before, in
   });
 }
 
-// With `residual` and `sum` dx goes into no memory of its own: as rounded, it is added to the residual's gradient.
+// With a residual's gradient dx goes into no memory of its own: only their sum is written.
 template <class T, class W>
-void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, const float* residual, float* sum, int64_t M, int64_t N,
-                   int64_t K, int64_t activation) {
+void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, const Residual& residual, int64_t M, int64_t N, int64_t K,
+                   int64_t activation) {
   using L = typename Multiplied<T>::type;
   const int64_t count = panels_of(K), size = PANEL * steps_of<L>(N);
+  const bool multiplies = dx || residual.sum;
   float* panels = scratch<float>(PANELS, count * size);
-  parallel_for(dx || sum ? count : 0, size, [&](int64_t begin, int64_t end) {
+  parallel_for(multiplies ? count : 0, size, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) pack_panel(L{}, weight, N, K, p, panels + p * size);
   });
   const float* added = widened_bias(nullptr, K);
-  over_row_blocks(M, (dx || sum ? N * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
+  over_row_blocks(M, (multiplies ? N * K : 8 * N) / 4, [&](int64_t row, int64_t rows) {
     if (dz)
       for (int64_t i = row * N; i < (row + rows) * N; i += WIDTH) {
         const Part some{static_cast<int>(smaller(WIDTH, (row + rows) * N - i))};
         store(dz + i, load(dy + i, some) * slope(load(saved + i, some), activation), some);
       }
-    if (!dx && !sum) return;
-    T* product = sum ? scratch<T>(PRODUCT, ROWS_OF_BLOCK * K) : dx + row * K;
-    multiply((dz ? dz : dy) + row * N, rows, N, panels, K, added, false, product, sum ? residual + row * K : nullptr, sum ? sum + row * K : nullptr,
-             [](int64_t, Columns<T>) {});
+    if (!multiplies) return;
+    T* product = dx ? dx + row * K : scratch<T>(PRODUCT, ROWS_OF_BLOCK * K);
+    multiply((dz ? dz : dy) + row * N, rows, N, panels, K, added, false, product, residual.at(row * K), [](int64_t, Columns<T>) {});
   });
 }
 
@@ -319,8 +329,7 @@ void linear_backward_data(int64_t half, int64_t wide, Address dy, Address saved,
                           int64_t N, int64_t K, int64_t activation) {
   by_types(half, wide, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    backward_data(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), at<T>(dx), nullptr, nullptr, M, N, K,
-                  activation);
+    backward_data(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), at<T>(dx), {}, M, N, K, activation);
   });
 }
 
@@ -329,8 +338,8 @@ void linear_backward_data_added(int64_t half, int64_t wide, Address dy, Address 
                                 Address sum, int64_t M, int64_t N, int64_t K, int64_t activation) {
   by_types(half, wide, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    backward_data<T>(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), nullptr, at<const float>(residual),
-                     at<float>(sum), M, N, K, activation);
+    backward_data<T>(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), nullptr,
+                     Residual{at<const float>(residual), at<float>(sum)}, M, N, K, activation);
   });
 }
 
