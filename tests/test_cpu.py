@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -224,6 +227,30 @@ def defined_weakly(source: Path, folder: Path) -> list[str]:
     subprocess.run([*compiler, *flags, str(source), "-o", str(target)], check=True, capture_output=True)
     listed = subprocess.run(["nm", "-C", "--defined-only", str(target)], check=True, capture_output=True, text=True)
     return [line.split(" ", 2)[2] for line in listed.stdout.splitlines() if line.split(" ", 2)[1] in "WVu"]
+
+
+def test_attention_fetches_while_it_multiplies() -> None:
+    """A compiler may drop calls of functions that only fetch: GCC did, in the whole backward pass."""
+    fetches = prefetches_of_functions(Path(KERNELS.__file__))
+    for level in KERNELS.instruction_sets:
+        products = {name: count for name, count in fetches.items() if f"transformer_kernels::{level}::strip<" in name}
+        assert len(products) >= 4, level
+        assert all(products.values()), [name for name, count in products.items() if not count]
+        lists = [count for name, count in fetches.items() if f"::{level}::" in name and "::fetch_ahead(" in name]
+        assert any(lists), level
+
+
+def prefetches_of_functions(module: Path) -> dict[str, int]:
+    """How many prefetch instructions each function of a shared library has; of equal names their least."""
+    if platform.machine() not in ("x86_64", "AMD64") or not shutil.which("objdump"):
+        pytest.skip("no objdump for this processor")
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", "--demangle", str(module)]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    functions: dict[str, int] = {}
+    for text in re.split(r"^[0-9a-f]+ <", listed, flags=re.MULTILINE)[1:]:
+        name, _, code = text.partition(">:\n")
+        functions[name] = min(functions.get(name, sys.maxsize), code.count("prefetch"))
+    return functions
 
 
 def test_a_module_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
