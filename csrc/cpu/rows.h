@@ -19,6 +19,38 @@ template <class T> TK_INLINE void fetch_ahead(const T* place) { __builtin_prefet
 template <class T> TK_INLINE void fetch_ahead_to_write(T* place) { __builtin_prefetch(reinterpret_cast<char*>(place) + AHEAD, 1); }
 template <class T> TK_INLINE void fetch_below(const T* place, int64_t columns) { __builtin_prefetch(place + columns, 0, 2); }
 
+// Whether results are written past the caches, without the read that a line's first store costs: those of so many bytes, which
+// would leave the second-level caches before they are read, in whole aligned vectors of float32.
+constexpr int64_t BYTES_PAST_CACHES = int64_t{8} << 20;
+template <class T> TK_INLINE bool goes_past_caches(int64_t rows, int64_t columns, const T* result, const T* other = nullptr) {
+#if defined(__AVX__)
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(result) | reinterpret_cast<uintptr_t>(other);
+  return sizeof(T) == sizeof(float) && rows * columns * static_cast<int64_t>(sizeof(T)) >= BYTES_PAST_CACHES && columns % WIDTH == 0 &&
+         addresses % sizeof(Floats) == 0;
+#else
+  return false;
+#endif
+}
+
+template <class T, class L> TK_INLINE void store_result(T* place, Floats value, L lanes, [[maybe_unused]] bool past_caches) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+#if defined(__AVX512F__)
+    if (past_caches && lanes.count == WIDTH) return __builtin_ia32_movntps512(place, value);
+#elif defined(__AVX__)
+    if (past_caches && lanes.count == WIDTH) return __builtin_ia32_movntps256(place, value);
+#endif
+  }
+  fetch_ahead_to_write(place);
+  store(place, value, lanes);
+}
+
+// After the last of such stores: other threads see them before what this one writes next.
+TK_INLINE void finish_results([[maybe_unused]] bool past_caches) {
+#if defined(__AVX__)
+  if (past_caches) __builtin_ia32_sfence();
+#endif
+}
+
 // Slots of scratch memory.
 constexpr int ROW_SLOT = 0, SUMS_SLOT = 1;
 

@@ -7,7 +7,7 @@ import torch
 
 import transformer_kernels as tk
 from tests.support.arguments import normal
-from tests.support.parity import check_parity, dropout_boundary
+from tests.support.parity import check_parity, dropout_boundary, require
 
 OP = "add_layer_norm"
 
@@ -28,6 +28,14 @@ def test_matches_reference_over_widths(
     backend: str, dtype: torch.dtype, device: torch.device, width: int, dropout_p: float
 ) -> None:
     check_parity(OP, backend, make(dtype, device, 5, width), {"dropout_p": dropout_p}, seed=11)
+
+
+@pytest.mark.parametrize("width", [512, 513])
+def test_results_stored_past_the_caches(width: int) -> None:
+    # csrc/cpu/rows.h: of 8 MiB or more in float32, where rows are whole vectors.
+    cpu = torch.device("cpu")
+    require(OP, "cpu", cpu, torch.float32)
+    check_parity(OP, "cpu", make(torch.float32, cpu, 4099, width), {"dropout_p": 0.1}, seed=3)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ template <class T> struct Gradients {
   T *dx, *dresidual;
   Dropout dropout;
   int64_t columns;
+  bool past_caches;
 };
 
 // Longer rows are taken one by one: several of x and dy would leave the second-level cache between the two passes over them.
@@ -51,9 +52,8 @@ template <bool CENTRED, int R, class T> TK_INLINE void gradients_of(const Gradie
       Floats gradient = norm_gradient(load(all.dy + first + j, lanes), all.summed + first, m[r], all.weight, means[r], j, lanes);
       if (all.dsummed) gradient += load(all.dsummed + first + j, lanes);
       fetch_below(all.dy + first + j, R * columns), fetch_below(all.summed + first + j, R * columns);
-      fetch_ahead_to_write(all.dresidual + first + j);
-      store(all.dresidual + first + j, gradient, lanes);
-      if (all.dropout.threshold) store(all.dx + first + j, drop(gradient), lanes);
+      store_result(all.dresidual + first + j, gradient, lanes, all.past_caches);
+      if (all.dropout.threshold) store_result(all.dx + first + j, drop(gradient), lanes, all.past_caches);
     });
   }
 }
@@ -71,6 +71,7 @@ void layer_norm_forward(int64_t dtype, Address x, Address residual, Address weig
     const float *w = at<const float>(weight), *b = at<const float>(bias);
     const T *from = at<const T>(x), *added = at<const T>(residual);
     T *result = result_at<T>(y, rows * columns), *sums = result_at<T>(summed, added ? rows * columns : 0);
+    const bool past_caches = goes_past_caches(rows, columns, result);
     parallel_for(rows, (seed ? 8 : 3) * columns, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t first = i * columns;
@@ -87,11 +88,12 @@ void layer_norm_forward(int64_t dtype, Address x, Address residual, Address weig
         at<float>(rstd)[i] = m.rstd;
         T* to = result + first;
         over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-          fetch_below(from + first + j, columns), fetch_ahead_to_write(to + j);
+          fetch_below(from + first + j, columns);
           if (added) fetch_below(added + first + j, columns);
-          store(to + j, normalised(row, m, w, b, j, lanes), lanes);
+          store_result(to + j, normalised(row, m, w, b, j, lanes), lanes, past_caches);
         });
       }
+      finish_results(past_caches);
     });
   });
 }
@@ -106,13 +108,15 @@ void layer_norm_backward(int64_t dtype, Address dy, Address dsummed, Address sum
     constexpr bool CENTRED = decltype(centred)::value;
     constexpr int R = 4;
     const int64_t width = CENTRED ? 2 * columns : columns;
+    T *dropped = result_at<T>(dx, rows * columns), *result = result_at<T>(dresidual, rows * columns);
     const Gradients<T> all{at<const T>(dy), at<const T>(dsummed), at<const T>(summed), at<const float>(weight), at<const float>(mean),
-                           at<const float>(rstd), result_at<T>(dx, rows * columns), result_at<T>(dresidual, rows * columns),
-                           make_dropout(at<const int64_t>(seed), p), columns};
+                           at<const float>(rstd), dropped, result, make_dropout(at<const int64_t>(seed), p), columns,
+                           goes_past_caches(rows, columns, result, dropped)};
     const float* sums = sums_over_rows(rows, width, (seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
       int64_t i = begin;
       for (; columns <= NEAR_COLUMNS && i + R <= end; i += R) gradients_of<CENTRED, R>(all, i, own, own + columns);
       for (; i < end; ++i) gradients_of<CENTRED, 1>(all, i, own, own + columns);
+      finish_results(all.past_caches);
     });
     add_parts(sums, parts_of(rows), width, columns, at<float>(dweight));
     if (CENTRED) add_parts(sums + columns, parts_of(rows), width, columns, at<float>(dbias));
