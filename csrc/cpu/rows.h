@@ -35,9 +35,9 @@ template <class T> TK_INLINE bool goes_past_caches(int64_t rows, int64_t columns
 template <class T, class L> TK_INLINE void store_result(T* place, Floats value, L lanes, [[maybe_unused]] bool past_caches) {
   if constexpr (sizeof(T) == sizeof(float)) {
 #if defined(__AVX512F__)
-    if (past_caches && lanes.count == WIDTH) return __builtin_ia32_movntps512(place, value);
+    if (past_caches && lanes.count == WIDTH) return _mm512_stream_ps(reinterpret_cast<float*>(place), value);
 #elif defined(__AVX__)
-    if (past_caches && lanes.count == WIDTH) return __builtin_ia32_movntps256(place, value);
+    if (past_caches && lanes.count == WIDTH) return _mm256_stream_ps(reinterpret_cast<float*>(place), value);
 #endif
   }
   fetch_ahead_to_write(place);
@@ -47,7 +47,7 @@ template <class T, class L> TK_INLINE void store_result(T* place, Floats value, 
 // After the last of such stores: other threads see them before what this one writes next.
 TK_INLINE void finish_results([[maybe_unused]] bool past_caches) {
 #if defined(__AVX__)
-  if (past_caches) __builtin_ia32_sfence();
+  if (past_caches) _mm_sfence();
 #endif
 }
 
