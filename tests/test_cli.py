@@ -259,6 +259,21 @@ def test_info_tells_the_state_of_each_kernel(capsys, monkeypatch):
     assert "kernels\n  softmax/triton verified on a GPU" in capsys.readouterr().out
 
 
+def test_info_says_once_what_kernels_share(capsys, monkeypatch):
+    from transformer_kernels.reports import status
+
+    states = {"softmax/cuda": "verified on a GPU", **dict.fromkeys(("gelu/cuda", "gelu/triton"), "on no GPU yet")}
+    monkeypatch.setattr(status, "verification", lambda: [f"{kernel:<22} {state}" for kernel, state in states.items()])
+    assert run("info") == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[told.index("kernels") + 1 :] == [
+        f"  {'softmax/cuda':<22} verified on a GPU",
+        f"  {'the other 2':<22} on no GPU yet (each: info --kernels)",
+    ]
+    assert run("info", "--kernels") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
 def test_info_of_a_machine_without_a_gpu_says_so_once():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")

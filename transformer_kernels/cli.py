@@ -472,7 +472,21 @@ def _info(chosen: argparse.Namespace) -> None:
         return
     from transformer_kernels.reports.installation import describe_installation
 
-    print(describe_installation())
+    rest, title, kernels = describe_installation().partition("\n\nkernels\n")
+    print(rest + title + "\n".join(_shared_once(kernels.splitlines())))
+
+
+def _shared_once(lines: list[str]) -> list[str]:
+    """Lines of a kernel and its state, with the state that most kernels share said once, in the last line."""
+    states: dict[str, list[str]] = {}
+    for line in lines:
+        states.setdefault(line.strip().partition(" ")[2].strip(), []).append(line)
+    shared = max(states, key=lambda state: len(states[state]), default="")
+    count = len(states.get(shared, ()))
+    if count < 2:
+        return lines
+    who = f"all {count}" if count == len(lines) else f"the other {count}"
+    return [*(line for line in lines if line not in states[shared]), f"  {who:<22} {shared} (each: info --kernels)"]
 
 
 def _forwarded(command: str, arguments: list[str]) -> int:
