@@ -1,5 +1,6 @@
 import csv
 import gzip
+import io
 import json
 import lzma
 import multiprocessing
@@ -179,3 +180,12 @@ def test_two_processes_at_once_end_well(cache):
 def test_a_few_texts_leave_no_trace(cache):
     assert ids(tokenise_uncached(["good"], ByteTokenizer())) == ["good"]
     assert not cache.exists()
+
+
+def test_progress_is_written_to_a_terminal_only(cache, monkeypatch):
+    for terminal in (False, True):
+        stream = io.StringIO()
+        stream.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr("sys.stderr", stream)
+        tokenise(Reviews([f"good {terminal}"], [1]), CountingTokenizer(), progress=True)
+        assert ("tokenising" in stream.getvalue()) == terminal

@@ -1,4 +1,5 @@
 import functools
+import io
 import json
 import math
 from pathlib import Path
@@ -47,6 +48,16 @@ def test_training_learns(char_config):
     assert result.tokens_per_second > 0
     assert result.peak_memory_bytes > 2**20
     assert result.model_flop_utilisation is None
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_written_to_a_terminal_only(char_config, monkeypatch, terminal):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stderr", stream)
+    Trainer(CharGPT(char_config(steps=3, progress=True))).fit()
+    assert ("training: 100%" in stream.getvalue()) == terminal
+    assert terminal or not stream.getvalue()
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(char_config):

@@ -85,7 +85,7 @@ class TrainingConfig:
     save_every: int = option(500, "steps between saves of the last checkpoint")
     patience: int = option(0, "stop after so many validations without a better loss; 0 means never")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install tensorboard)")
-    progress: bool = option(True, "show a progress bar")
+    progress: bool = option(True, "show a progress bar, where stderr is a terminal")
     model: dict = option({}, "another model size, NAME=VALUE as in python_ref (repeatable)", fixed=True)  # noqa: RUF009
 
     recipe: typing.ClassVar[str] = ""

@@ -170,7 +170,8 @@ def _key(texts: list[str], tokenizer: ReviewTokenizer) -> str:
 
 def _encode(texts: list[str], tokenizer: ReviewTokenizer, progress: bool) -> dict[str, Tensor]:
     ids: list[Tensor] = []
-    with require("tqdm").tqdm(total=len(texts), desc="tokenising", unit="review", disable=not progress) as bar:
+    options = {"desc": "tokenising", "unit": "review", "disable": not progress or None}  # None: only on a terminal
+    with require("tqdm").tqdm(total=len(texts), **options) as bar:
         for start in range(0, len(texts), CHUNK):
             chunk = tokenizer.encode_many(texts[start : start + CHUNK], threads=os.cpu_count() or 1)
             ids += [torch.tensor(review, dtype=torch.int32) for review in chunk]

@@ -321,7 +321,7 @@ class Trainer:
         hidden = not (self.config.progress and self.processes.first)
         bar = require("tqdm").tqdm
         total = None if self.config.time_limit else self.total_steps  # such a run ends by time, not by steps
-        return bar(total=total, initial=self.step_number, desc="training", unit="step", disable=hidden)
+        return bar(total=total, initial=self.step_number, desc="training", unit="step", disable=hidden or None)
 
     def _result(self, ended_by: str) -> Result:
         speed = self.stopwatch.tokens_per_second
