@@ -126,6 +126,25 @@ def test_an_operator_that_writes_to_its_arguments_and_has_a_result(kind):
         x.normal_()
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_lstm_makes_what_its_backward_pass_needs_in_each_replay(gradients):
+    """With gradients its layer has one result more: a replay must call it as the step did."""
+    module, x = torch.nn.LSTM(8, 8), torch.randn(5, 2, 8)
+
+    def work():
+        with torch.set_grad_enabled(gradients):
+            y = module(x)[0]
+        return torch.autograd.grad(y.square().sum(), list(module.parameters())) if gradients else y
+
+    with torch.enable_grad():
+        replay = HostGraphs().capture(work)
+        replay()
+        for _ in range(3):
+            x.normal_()
+            got = [each.clone() for each in replay()]
+            assert all(map(torch.allclose, got, work()))
+
+
 def test_sequences_of_a_replay_are_checked():
     packed, starts = torch.randn(1, 8, 3, 4), torch.tensor([0, 3, 8], dtype=torch.int32)
     replay = HostGraphs().capture(

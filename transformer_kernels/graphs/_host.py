@@ -168,7 +168,7 @@ class Recording(TorchDispatchMode):
         self._began.clear()
 
     def repeat(self) -> None:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):  # nothing here requires a gradient
             for function, arguments in self.calls:
                 function(*arguments)
 
@@ -279,6 +279,8 @@ class Recording(TorchDispatchMode):
         if name in ZEROS or name in ONES:
             self.calls.append((results[0].fill_, (int(name in ONES),)))
             return
+        if not torch.is_grad_enabled() and len(written) < len(function._schema.returns):
+            function = torch.no_grad()(function)  # such as an LSTM's layer, which has one result more with gradients
         inputs, options = self._aliases(args), self._aliases(kwargs)
         if name in COPIES:
             self.calls.append((results[0].copy_, (inputs[0],)))
@@ -288,7 +290,7 @@ class Recording(TorchDispatchMode):
             own = {"generator": options["generator"]} if "generator" in options else {}
             self.calls.append((partial(results[0].random_, **own), (0, *bounds)[-2:]))
             return
-        into = _into(function, len(results))
+        into = _into(function, len(results)) if isinstance(function, torch._ops.OpOverload) else None
         if into is not None:
             writing, names = into
             self.calls.append((partial(writing, **options, **dict(zip(names, results, strict=True))), inputs))
