@@ -250,6 +250,8 @@ def prefetches_of_functions(module: Path) -> dict[str, int]:
     for text in re.split(r"^[0-9a-f]+ <", listed, flags=re.MULTILINE)[1:]:
         name, _, code = text.partition(">:\n")
         functions[name] = min(functions.get(name, sys.maxsize), code.count("prefetch"))
+    if not any("transformer_kernels::" in name for name in functions):
+        pytest.skip("the module was stripped of its symbols")
     return functions
 
 
