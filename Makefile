@@ -11,18 +11,20 @@ export TRANSFORMER_KERNELS_CUDA_ARCHS ?= none
 endif
 # Tests run two at a time, each with as many threads as there are cores: one that waits must not keep a core busy.
 test gates: export OMP_WAIT_POLICY ?= passive
+# The tests run the CPU kernels at every level that the processor has; a user's installation compiles the best one.
+$(VENV)/.test: export TRANSFORMER_KERNELS_CPU_LEVELS ?= present
 SOURCES := pyproject.toml setup.py constraints.txt
 
 .PHONY: help demo test gates mutants lint gpu bench wheel clean
 
 help:
 	@echo "make demo   train a character GPT on this machine and compare the backends (a few minutes)"
-	@echo "make test   the test suite (about ten minutes on two cores)"
+	@echo "make test   the test suite (about five minutes on two cores)"
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
 	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"
 	@echo "make lint   ruff and mypy"
 	@echo "make gpu    on a GPU: build, test, benchmark and record in OUT=runs/benchmarks"
-	@echo "make wheel  the wheel of a release in dist/, for all its GPUs (with nvcc)"
+	@echo "make wheel  what a release has in dist/: the sdist, the CPU wheel and, with nvcc, the wheel for all GPUs"
 	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results (twelve minutes)"
 
 $(BIN)/python:

@@ -1,5 +1,8 @@
 """Installs the package: with the CUDA extension where nvcc and a GPU are, with the CPU kernels where a C++ compiler is.
 
+TRANSFORMER_KERNELS_CPU_LEVELS   the instruction sets to compile for: native, the best one of this processor and the
+                                 portable one (as pip install . does); present, every one that it has (as an in-place
+                                 build does); all; none; or a list of plain, avx2, avx512, avx512_bf16 and amx
 TRANSFORMER_KERNELS_CUDA_ARCHS   which GPUs to build for, as 80;90a;120+PTX, or release, or none; else those of this
                                  machine
 TRANSFORMER_KERNELS_REQUIRE_CUDA 1: fail instead of installing without the extension
@@ -40,7 +43,12 @@ def required() -> bool:
 
 
 class BuildKernels(build_ext):
-    """Hands the compiling to _build.py and survives its failure."""
+    """Hands the compiling to backends/build.py and survives its failure."""
+
+    def run(self):
+        if self.inplace and not self.editable_mode:  # a developer's build, for tests of every level
+            os.environ.setdefault("TRANSFORMER_KERNELS_CPU_LEVELS", "present")
+        super().run()
 
     def build_extension(self, extension):
         if extension.name == CPU_KERNELS:
@@ -48,15 +56,24 @@ class BuildKernels(build_ext):
         else:
             self.build_cuda(extension)
 
+    def folder(self, kind):
+        """Of object files: an editable install's own folder is temporary, which would compile all of them each time."""
+        return (ROOT / "build" if self.editable_mode else Path(self.build_temp).resolve()) / kind
+
     def build_cpu(self, extension):
         target = Path(self.get_ext_fullpath(extension.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        note = target.with_name(build.CPU_BUILD_NOTE)
         try:
-            built = build.build_cpu(Path(self.build_temp).resolve() / "cpu")
-        except build.BuildError as error:
+            built = build.build_cpu(self.folder("cpu"))
+        except (build.BuildError, ValueError) as error:
             extension.optional = True
             print(f"transformer_kernels: installing without the CPU kernels: {error}", file=sys.stderr)
+            note.write_text(f"{error}\n")
             return
-        target.parent.mkdir(parents=True, exist_ok=True)
+        note.unlink(missing_ok=True)
+        for older in target.parent.glob("_cpu.*.so"):  # of one Python, which it would prefer to the stable ABI
+            older.unlink()
         shutil.copyfile(built, target)
 
     def build_cuda(self, extension):
@@ -67,7 +84,7 @@ class BuildKernels(build_ext):
         try:
             if not architectures:
                 raise build.CompilerMissing(why)
-            built = build.build_cuda(Path(self.build_temp).resolve() / "kernels", build.find_toolkit(), architectures)
+            built = build.build_cuda(self.folder("kernels"), build.find_toolkit(), architectures)
         except (build.BuildError, ValueError) as error:
             if required():
                 raise SystemExit(
@@ -77,6 +94,8 @@ class BuildKernels(build_ext):
             self.announce_skip(error)
             note.write_text(f"{error}\n")
             return
+        for older in target.parent.glob("_kernels.*.so"):
+            older.unlink()
         shutil.copyfile(built, target)
         target.with_name(HASH_FILE).write_text(build.source_hash() + "\n")
         note.write_text(f"built for {build.gencode_flags(architectures)[1]}: {why}\n")
@@ -89,26 +108,29 @@ class BuildKernels(build_ext):
 
     def copy_extensions_to_source(self):
         """For --inplace and editable installs: only what was built, and the note on what was not."""
-        folder = Path(self.build_lib) / "transformer_kernels"
-        for name in (HASH_FILE, build.BUILD_NOTE):
+        folder, package = Path(self.build_lib) / "transformer_kernels", ROOT / "transformer_kernels"
+        for name in (HASH_FILE, build.BUILD_NOTE, build.CPU_BUILD_NOTE):
+            (package / name).unlink(missing_ok=True)
             if (folder / name).is_file():
-                shutil.copyfile(folder / name, ROOT / "transformer_kernels" / name)
+                shutil.copyfile(folder / name, package / name)
         for extension in self.extensions:
             built = Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(extension.name))
             if built.is_file():
-                package = ROOT / "transformer_kernels"
+                for older in package.glob(f"{built.name.split('.')[0]}.*.so"):
+                    older.unlink()
                 shutil.copyfile(built, package / built.name)
 
 
 class WithExtension(Distribution):
-    """A wheel belongs to one platform only when it holds compiled code."""
+    """A wheel belongs to one platform only when it may hold compiled code."""
 
     def has_ext_modules(self):
-        return build.find_toolkit() is not None or build.has_host_compiler()
+        return build.wanted_architectures()[0] != "" or build.no_cpu_kernels() == ""
 
 
 setup(
     distclass=WithExtension,
-    ext_modules=[Extension(name, sources=[]) for name in (CUDA_KERNELS, CPU_KERNELS)],
+    ext_modules=[Extension(name, sources=[], py_limited_api=build.STABLE_ABI) for name in (CUDA_KERNELS, CPU_KERNELS)],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if build.STABLE_ABI else {},
     cmdclass={"build_ext": BuildKernels},
 )

@@ -1,1 +1,1 @@
-"""The benchmark suite: workloads with counted bytes and FLOPs, one harness, honest peers, recorded evidence."""
+"""The benchmark suite: workloads with byte and FLOP counts, one timing harness, peers, recorded results."""

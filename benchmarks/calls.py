@@ -1,6 +1,6 @@
-"""What a call costs the host, in microseconds, when there is next to nothing to compute.
+"""Host time of one call, in microseconds, for inputs with negligible computation.
 
-The routes of an operation: raw (nothing needs a gradient), recorded (forward with gradients), and there and back.
+The routes of an operation: raw (no gradients), recorded (forward with gradients), and there and back (with backward).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLES = 21
 
 
 def tiny(op: str, dtype: torch.dtype = torch.float32) -> Workload:
-    """A workload with nothing to wait for."""
+    """A workload with negligible computation."""
     if op == "attention":
         return attention(dtype, "forward", B=1, H=1, L=16, D=16)
     if op == "linear_cross_entropy":
@@ -47,7 +47,7 @@ def route_call(function: Callable[..., Any], tensors: dict[str, Tensor], route: 
 
 
 def host_time(call: timing.Call, device: torch.device) -> timing.Timing:
-    """Seconds that the host spends in a call; on a GPU the launched work runs meanwhile and is not waited for."""
+    """Host seconds per call; on a GPU, launched work runs asynchronously and is not included."""
 
     for _ in range(CALLS_PER_SAMPLE):
         call()
@@ -63,7 +63,7 @@ def host_time(call: timing.Call, device: torch.device) -> timing.Timing:
 
 
 def measure_call(op: str, candidate: Candidate, route: str, bench: Bench) -> Row:
-    """The host's time in one call of an operation."""
+    """The host time of one call of an operation."""
     workload = tiny(op)
     row = bench.row("call", op, "host", route, candidate.name, workload.dtype_name, shape=dict(workload.shape))
 
@@ -76,5 +76,5 @@ def measure_call(op: str, candidate: Candidate, route: str, bench: Bench) -> Row
 
 
 def call_candidates(op: str) -> list[Candidate]:
-    """Ours and PyTorch's own, where one call does the whole operation."""
+    """Ours, and PyTorch's operator where one call computes the whole operation."""
     return [candidate for candidate in candidates(op) if candidate.ours or candidate.name in ("eager", "sdpa flash")]

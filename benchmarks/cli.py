@@ -21,12 +21,12 @@ from transformer_kernels.training._optional import require
 DESCRIPTION = """\
 Without an action: measure on this device and print each row.
 
-  bench --quick                               does it work here? a few seconds
+  bench --quick                               smoke test, a few seconds
   bench --op attention --budget 60            one operation for a minute
-  bench --record --out DIR                    build, test, benchmark inside TIME_BUDGET seconds (make gpu)
-  bench --merge DIR                           put such a folder into benchmarks/results/<device>/
-  bench --plot [FOLDER]                       figures and report.md of a record (default: every recorded device)
-  bench --compare A B                         ratios with spread; exit status 1 where B is slower than A
+  bench --record --out DIR                    build, test and benchmark within TIME_BUDGET seconds (make gpu)
+  bench --merge DIR                           merge such a folder into benchmarks/results/<device>/
+  bench --plot [FOLDER]                       figures and report.md of a record (default: all recorded devices)
+  bench --compare A B                         ratios with spread; exit status 1 if B is slower than A
 """
 
 
@@ -54,13 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--record", action="store_true", help="build, test and benchmark into --out")
-    action.add_argument("--merge", type=Path, metavar="DIR", help="put a recorded folder into benchmarks/results")
-    action.add_argument("--plot", nargs="?", const="", metavar="FOLDER", help="draw a record's figures and report")
+    action.add_argument("--merge", type=Path, metavar="DIR", help="merge a recorded folder into benchmarks/results")
+    action.add_argument("--plot", nargs="?", const="", metavar="FOLDER", help="write a record's figures and report")
     action.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="rows, folders or pytest-benchmark's")
-    parser.add_argument("--device", default="auto", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--out", type=Path, help="folder for what is measured (default: a temporary one)")
-    parser.add_argument("--budget", type=float, help="seconds in all (default: TIME_BUDGET, else 540, on a CPU 720)")
-    parser.add_argument("--steps", help=f"of --record, separated by commas, from {', '.join(ALL_STEPS)}")
+    parser.add_argument("--device", default="auto", help="cpu or cuda (default: cuda if available)")
+    parser.add_argument("--out", type=Path, help="output folder (default: a temporary one)")
+    parser.add_argument("--budget", type=float, help="total seconds (default: TIME_BUDGET, else 540, on a CPU 720)")
+    parser.add_argument("--steps", help=f"comma-separated steps of --record, from {', '.join(ALL_STEPS)}")
     add_selection(parser)
     return parser
 
@@ -75,12 +75,12 @@ def _measure(chosen: argparse.Namespace) -> int:
     seconds = chosen.budget or float(os.environ.get("TIME_BUDGET") or DEFAULT_BUDGET[device.type])
     if chosen.record:
         if chosen.out is None:
-            raise ValueError("--record needs --out DIR")
+            raise ValueError("--record requires --out DIR")
         steps = chosen.steps.split(",") if chosen.steps else STEPS[device.type]
         if unknown := [step for step in steps if step not in ALL_STEPS]:
-            raise ValueError(f"--steps: {', '.join(unknown)} is none of {', '.join(ALL_STEPS)}")
+            raise ValueError(f"--steps: unknown {', '.join(unknown)}; known: {', '.join(ALL_STEPS)}")
         if device.type == "cpu" and set(steps) != {"bench"}:
-            raise ValueError("--steps: on a CPU there is only bench; `make test` tests the kernels there")
+            raise ValueError("--steps: a CPU supports bench only; `make test` tests its kernels")
         return record(device, chosen.out, seconds, steps, selection(chosen))
     with tempfile.TemporaryDirectory() as folder:
         out = chosen.out or Path(folder)
@@ -93,7 +93,7 @@ def _measure(chosen: argparse.Namespace) -> int:
 
 
 def draw(folders: Sequence[Path]) -> int:
-    """Figures and report.md of each recorded device."""
+    """Write figures and report.md of each recorded device."""
     require("matplotlib")
     from benchmarks.plots import draw_all
 
@@ -118,7 +118,7 @@ def draw(folders: Sequence[Path]) -> int:
 
 
 def print_comparison(before: Path, after: Path) -> int:
-    """Worst first; status 1 where something became slower beyond its spread."""
+    """Print the comparison, worst first; status 1 if something became slower by more than its spread."""
     found = results.compare(results.load_rows(before), results.load_rows(after))
     if not found:
         raise ValueError(f"{before} and {after} have no timed row in common")

@@ -15,7 +15,7 @@ from benchmarks.runner import SECONDS_PER_ROW, describe, find_or_measure_limits
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("transformer_kernels")
     group.addoption("--op", action="append", default=[], help="only this operation (repeatable)")
-    group.addoption("--backend", action="append", default=[], help="of ours, only this backend; peers stay")
+    group.addoption("--backend", action="append", default=[], help="of our backends, only this one; peers are kept")
     group.addoption("--quick", action="store_true", help="small sizes and few rows")
 
 
@@ -24,7 +24,7 @@ def _device() -> torch.device:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each task of the plan whose kind the test module is about."""
+    """One test for each task of the plan with the test module's kind."""
     if "task" in metafunc.fixturenames:
         config = metafunc.config
         tasks = chosen(plan(_device(), config.getoption("quick")), config.getoption("op"), config.getoption("backend"))
@@ -42,7 +42,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Replay:
-    """A clock that shows what the harness measured, so that pytest-benchmark takes its samples from there."""
+    """A clock that returns the harness's measurements, so that pytest-benchmark takes its samples from there."""
 
     now = 0.0
 
@@ -63,7 +63,7 @@ REPLAY = Replay()
 
 @pytest.fixture
 def show(benchmark: object, bench: Bench) -> Callable[[Task], Row]:
-    """Measure a task and hand its samples and row to pytest-benchmark; without a time, skip or fail."""
+    """Measure a task and pass its samples and row to pytest-benchmark; without a time, skip or fail."""
 
     def measure(task: Task) -> Row:
         row = task.run(bench)

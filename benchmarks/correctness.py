@@ -1,7 +1,7 @@
-"""No time without a right result: each candidate is held against python_ref in float64 before it is timed.
+"""Correctness before timing: each candidate is compared with python_ref in float64 before it is timed.
 
-Attention is compared on the first and the last group of heads, and where a score matrix is too large, on the last
-queries; their cotangents are then the only ones that are not zero, so that dk and dv are still complete.
+Attention is compared on the first and the last group of heads and, if a score matrix is too large, on the last queries.
+The cotangents of all other queries are zero, so that dk and dv are still complete.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from python_ref import ops as reference
 RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 GRADIENT_FACTOR = 2.0
 LARGEST_FACTOR = 16.0
-"""How far the worst element may be from the exact one, in units of the RMS limit and of the largest element."""
+"""Limit of the largest element error, in units of the RMS limit and of the largest element."""
 MOST_SCORES = 2**26
-"""Elements of one score matrix that the reference makes."""
+"""Largest score matrix of the reference, in elements."""
 SEED = 20_000
 
 
 class WrongResult(Exception):
-    """A candidate computed something else; it gets no time."""
+    """A candidate's result is wrong; it is not timed."""
 
 
 class Part:
-    """The heads of one key head in one sequence, with its last `queries` queries; or everything."""
+    """One key head with its query heads in one sequence, restricted to the last `queries` queries; or everything."""
 
     def __init__(self, workload: Workload, last: bool = False) -> None:
         self.whole = workload.op != "attention"
@@ -43,7 +43,7 @@ class Part:
         self.queries = slice(size["Lq"] - compared_queries(workload), None)
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
-        """What of an argument belongs to this part; outputs are cut as q is."""
+        """The slice of an argument that belongs to this part; outputs are sliced like q."""
         if self.whole:
             return tensor
         if name == "key_padding_mask":
@@ -54,16 +54,16 @@ class Part:
 
 
 def compared_queries(workload: Workload) -> int:
-    """How many of the last queries the reference can look at."""
+    """Number of last queries for which the reference can be computed."""
     size = workload.shape
     return max(1, min(size["Lq"], MOST_SCORES // (size["L"] * (size["H"] // size["Hk"]))))
 
 
 def check(workload: Workload, function: Callable[..., Any], device: torch.device) -> float:
-    """Compare outputs, and gradients if the workload goes backward; return the largest relative RMS error.
+    """Compare outputs and, for a backward workload, gradients; return the largest relative RMS error.
 
     Raises:
-        WrongResult: an error beyond the limit of the dtype, or something that is not finite.
+        WrongResult: an error beyond the limit of the dtype, or a non-finite value.
     """
     tensors = workload.inputs(device, SEED)
     backward = workload.direction != "forward"
@@ -94,7 +94,7 @@ def evaluate(
     backward: bool,
     workload: Workload,
 ) -> tuple[list[Tensor], dict[str, Tensor], list[Tensor]]:
-    """Outputs, the gradient of each floating input, and the cotangents (drawn unless given)."""
+    """Outputs, the gradient of each floating input, and the cotangents (random unless given)."""
     leaves = {name: _leaf(tensor, backward) for name, tensor in tensors.items()}
     outputs = as_list(function(**leaves))
     if cotangents is None:
@@ -109,7 +109,7 @@ def as_list(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def draw_cotangents(outputs: Sequence[Tensor], workload: Workload) -> list[Tensor]:
-    """Standard normal gradients of the outputs; of attention's, those whose queries the reference looks at."""
+    """Standard normal gradients of the outputs; for attention, zero except for the compared queries."""
     generator = torch.Generator(outputs[0].device).manual_seed(SEED + 1)
     drawn = []
     for output in outputs:
@@ -128,7 +128,7 @@ def compare(name: str, got: Tensor, exact: Tensor, dtype: torch.dtype, factor: f
     relative = (error.square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-30)).item()
     largest = (error.abs().max() / exact.abs().max().clamp_min(1e-30)).item()
     limit = factor * RELATIVE_RMS[dtype]
-    if not relative <= limit:  # NaN is not
+    if not relative <= limit:  # also true for NaN
         raise WrongResult(f"{name}: relative RMS error {relative:.2e} exceeds {limit:.1e}")
     if not largest <= LARGEST_FACTOR * limit:
         raise WrongResult(f"{name}: largest error {largest:.2e} of the largest element exceeds {16 * limit:.1e}")
@@ -144,7 +144,7 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def _poison_free_memory(workload: Workload, device: torch.device) -> None:
-    """Leave NaN in the memory that the outputs are likely to get, so that an unwritten element shows."""
+    """Fill the memory that the outputs are likely to reuse with NaN, so that an unwritten element is detected."""
     if device.type == "cuda":
         size = min(workload.bytes, torch.cuda.mem_get_info(device)[0] // 2)
         torch.full((size // 4,), float("nan"), device=device)

@@ -1,4 +1,4 @@
-"""Where and with what a row was measured."""
+"""The environment of a measurement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEER_PACKAGES = ("liger_kernel", "quack-kernels")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What every row carries, and a little more that the record keeps once."""
+    """The environment of every row, and details that a record stores once."""
     return {
         "device": device_name(device),
         "device_type": device.type,
@@ -44,7 +44,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 STAMP = ("device", "torch", "triton", "driver", "commit", "date")
-"""The part of the environment that stands in each row."""
+"""The part of the environment that each row contains."""
 
 
 def device_name(device: torch.device) -> str:
@@ -61,7 +61,7 @@ def device_name(device: torch.device) -> str:
 
 
 def folder_name(environment: dict[str, Any]) -> str:
-    """The folder of benchmarks/results that a device's record lives in."""
+    """The folder of a device's record in benchmarks/results."""
     return re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-")
 
 
@@ -77,7 +77,7 @@ def driver_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout, with a + where sources differ from it; None without git."""
+    """The commit of the checkout, with a + if sources differ from it; None without git."""
     head = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     if head is None:
         return None
@@ -86,7 +86,7 @@ def commit() -> str | None:
 
 
 def source_hash() -> str:
-    """SHA-256 over all that computes or measures: says whether two checkouts are alike where git cannot."""
+    """SHA-256 over all sources that compute or measure: compares checkouts without git."""
     digest = hashlib.sha256()
     for pattern in SOURCES:
         for path in sorted(ROOT.glob(pattern)):

@@ -1,7 +1,6 @@
-"""What the tests on a device said: a pytest plugin that writes each result as it comes, and the verdict per kernel.
+"""A pytest plugin that writes each test result as it is reported, and the verdict per kernel.
 
-Used as `pytest -p benchmarks.evidence` with BENCHMARK_EVIDENCE naming the file, so that a run cut short leaves what it
-had found.
+Used as `pytest -p benchmarks.evidence`; BENCHMARK_EVIDENCE names the file. An interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.compilers.status import BACKENDS, OPERATIONS, kernel_hash
 from benchmarks.measure import DEVICE_LOST, is_device_lost
-from transformer_kernels.reports.status import BACKENDS, OPERATIONS, kernel_hash
 
 VARIABLE = "BENCHMARK_EVIDENCE"
 TESTS = "tests.jsonl"
@@ -26,7 +25,7 @@ RAN = ("passed", "failed", "skipped")
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write the result; a worker whose device is lost ends when it has told, lest it fail every test after that one."""
+    """Write the result; after a lost device the worker exits, because all of its later tests would fail."""
     if VARIABLE not in os.environ:
         return
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -53,7 +52,7 @@ def _write(record: dict[str, Any]) -> None:
 
 
 def kernel_of(test: str) -> str | None:
-    """The kernel that a test is about: tests/ops/test_softmax.py::test_masks[triton-float32] -> softmax/triton."""
+    """The kernel of a test: tests/ops/test_softmax.py::test_masks[triton-float32] -> softmax/triton."""
     found = re.search(r"test_(\w+?)(?:_(?:triton|cuda|backward|forward)\w*)?\.py::", test)
     if found is None or found.group(1) not in OPERATIONS:
         return None
@@ -63,9 +62,9 @@ def kernel_of(test: str) -> str | None:
 
 
 def verdicts(tests: Iterable[dict[str, Any]], environment: dict[str, Any], sessions: int = 1) -> list[dict[str, Any]]:
-    """For each kernel: its hash now, how many of its tests passed and failed on this device, and whether all ran.
+    """For each kernel: its current hash, the number of passed and failed tests on this device, and completeness.
 
-    All ran when so many sessions of pytest came to their end, with tests failed (1), none found (5) or all well (0).
+    A run is complete if all expected pytest sessions ended, with tests failed (1), none found (5) or all passed (0).
     """
     tests = list(tests)
     ended = [test for test in tests if test["test"] == FINISHED and test["outcome"] in ("0", "1", "5")]
@@ -87,7 +86,7 @@ def verdicts(tests: Iterable[dict[str, Any]], environment: dict[str, Any], sessi
 
 
 def summary(tests: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Counts by outcome, and what failed."""
+    """Counts by outcome, and the failures."""
     tests = [test for test in tests if test["test"] != FINISHED]
     failed = [test for test in tests if test["outcome"] == "failed"]
     return {**Counter(test["outcome"] for test in tests), "failures": [[test["test"], test["why"]] for test in failed]}

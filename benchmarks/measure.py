@@ -1,4 +1,4 @@
-"""One row: a workload by a candidate on this device, checked, then timed; or the reason why there is no time."""
+"""One row: a workload by a candidate on this device, checked, then timed; or the reason why it has no time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from transformer_kernels import BackendUnavailable, UnsupportedByBackend
 Row = dict[str, Any]
 
 SAMPLES = "all_samples"
-"""Where a fresh row has its samples; what is written down has their quartiles."""
+"""The key of a new row's samples; a written row has their quartiles."""
 IDENTITY = ("kind", "op", "case", "direction", "candidate", "dtype", "shape")
-"""What makes two rows measurements of the same thing."""
+"""The keys that identify a measurement."""
 
 
 def identity(row: Row) -> str:
@@ -31,12 +31,12 @@ def identity(row: Row) -> str:
 
 
 class BeyondLimit(Exception):
-    """Work was faster than the device can be: a limit or a count of bytes or FLOPs is wrong."""
+    """A measurement exceeds the device's limits: a limit or a count of bytes or FLOPs is wrong."""
 
 
 @dataclass
 class Bench:
-    """A device, the seconds that a row may be timed for, and what was found out about the device in this run."""
+    """A device, the seconds per row, and the device limits measured in this run."""
 
     device: torch.device
     seconds: float = 0.3
@@ -49,17 +49,17 @@ class Bench:
             self.stamp = {name: described[name] for name in STAMP}
 
     def row(self, kind: str, op: str, case: str, direction: str, candidate: str, dtype: str, **more: Any) -> Row:
-        """A row without a result yet."""
+        """A row without a result."""
         named = {"kind": kind, "op": op, "case": case, "direction": direction, "candidate": candidate, "dtype": dtype}
         return {**named, "shape": {}, **more, **self.stamp}
 
     def judged(self, row: Row, measured: timing.Timing, bytes: int, flops: float) -> Row:
-        """The row with its time, its rates and its fraction of what this device can do.
+        """The row with its time, its rates and its fraction of the device's limit.
 
-        Work that stays in the cache has no fraction of the memory's rate.
+        Work that fits in the cache has no fraction of the memory bandwidth.
 
         Raises:
-            BeyondLimit: the fraction is more than noise explains.
+            BeyondLimit: the fraction exceeds what noise explains.
         """
         seconds = measured.median
         judged = row | measured_columns(measured) | {"bytes": bytes, "flops": flops}
@@ -73,7 +73,7 @@ class Bench:
         return judged
 
     def attempt(self, row: Row, work: Callable[[], Row]) -> Row:
-        """What `work` gives, or the row with the reason why there is none. A broken device is not survived."""
+        """The result of `work`, or the row with the reason why there is none. A lost device is raised."""
         try:
             return work()
         except Skipped as error:
@@ -95,7 +95,7 @@ class Bench:
 
 
 def measured_columns(measured: timing.Timing) -> Row:
-    """What a row says about its time."""
+    """The timing fields of a row."""
     low, high = measured.quartiles
     columns = {"status": "ok", "seconds": measured.median, "low": low, "high": high, "spread": measured.spread}
     return columns | {
@@ -106,7 +106,7 @@ def measured_columns(measured: timing.Timing) -> Row:
 
 
 DEVICE_LOST = 3
-"""Exit status of a worker whose device is of no more use to it."""
+"""Exit status of a worker that lost its device."""
 SIGNS = (
     "illegal memory access",
     "device-side assert",
@@ -121,7 +121,7 @@ SIGNS = (
 
 
 def is_device_lost(error: object) -> bool:
-    """Whether a CUDA error, or its text, has made this process useless; then a new one goes on."""
+    """Whether a CUDA error, or its text, makes this process unusable; a new one then continues."""
     text = str(error).lower()
     return any(sign in text for sign in SIGNS)
 
@@ -167,7 +167,7 @@ def _timed(row: Row, workload: Workload, function: Callable[..., Any], bench: Be
 
 
 def prepared(workload: Workload, function: Callable[..., Any], tensors: dict[str, Tensor]) -> timing.Call:
-    """The call that is timed: the operation without gradients, its backward pass alone, or both."""
+    """The timed call: the operation without gradients, its backward pass alone, or both."""
     if workload.direction == "forward":
 
         def forward() -> Any:
@@ -187,5 +187,5 @@ def prepared(workload: Workload, function: Callable[..., Any], tensors: dict[str
 
 
 def _cotangent(output: Tensor) -> Tensor:
-    """The gradient that comes in: of a loss 1, as in training."""
+    """The incoming gradient: 1 for a loss, as in training."""
     return torch.ones_like(output) if output.dim() == 0 else torch.randn_like(output)

@@ -1,4 +1,4 @@
-"""Models of transformers as training steps: as they come, with SDPA, or patched in one line."""
+"""Models of transformers as training steps: eager attention, SDPA, or patched."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from benchmarks.peers import Skipped
 
 BERT = {"num_hidden_layers": 4}
 GPT2 = {"n_layer": 4}
-"""Of the base sizes: a step then fits into seconds on a CPU, and a layer costs what it costs."""
+"""Base sizes with fewer layers: a step then takes seconds on a CPU, with the cost per layer of the full model."""
 LABELLED = 0.15
-"""The share of tokens that BERT's masked language model learns from."""
+"""The fraction of tokens that BERT's masked language model predicts."""
 
 
 class OtherModel(nn.Module):
-    """A model of transformers under the names that a step calls.
+    """A model of transformers under the method names that a step calls.
 
     Args:
         model: a language model that computes its own loss from `labels`.
-        labelled: the share of tokens that have a label.
+        labelled: the fraction of tokens that have a label.
     """
 
     def __init__(self, model: Any, labelled: float) -> None:
@@ -31,13 +31,13 @@ class OtherModel(nn.Module):
         self.model, self.labelled, self.config = model, labelled, model.config
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy over the labelled ones of (B, L) tokens, the first of them."""
+        """The mean cross-entropy over the labelled tokens of (B, L), which come first."""
         count = round(self.labelled * targets.shape[1])
         labels = targets.masked_fill(torch.arange(targets.shape[1], device=targets.device) >= count, -100)
         return self.model(input_ids=tokens, labels=labels).loss
 
     def flops_per_token(self, length: int) -> float:
-        """Both passes: six for each weight of a product, twelve for each layer, key and column of attention."""
+        """FLOPs of both passes: six per weight of a product, twelve per layer, key and column of attention."""
         weights = sum(parameter.numel() for parameter in self.model.parameters() if parameter.dim() == 2)
         tables = sum(each.num_embeddings for each in self.modules() if isinstance(each, nn.Embedding))
         width = self.config.hidden_size

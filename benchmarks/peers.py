@@ -1,4 +1,4 @@
-"""Who is timed: our backends, and what a user would take instead, each pinned by name or skipped with a reason."""
+"""Candidates: our backends and alternatives, each pinned by name or skipped with a reason."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import transformer_kernels as tk
 from benchmarks import pytorch
 from benchmarks.workloads import Workload
-from transformer_kernels import _dispatch
+from transformer_kernels.backends import dispatch
 
 Function = Callable[..., Any]
 
 
 class Skipped(Exception):
-    """This candidate does not do this here; the text says why."""
+    """This candidate does not support the workload here; the message states the reason."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A name, and what makes a function of the operation's tensors; it raises Skipped with the reason."""
+    """A name, and a function that builds the call from the operation's tensors; it raises Skipped with the reason."""
 
     name: str
     make: Callable[[Workload, torch.device], Function]
@@ -45,7 +45,7 @@ def candidates(op: str) -> list[Candidate]:
         listed += [Candidate(f"sdpa {name}", functools.partial(_sdpa, name)) for name in SDPA_BACKENDS]
         listed.append(Candidate("flex", _flex))
     listed.append(Candidate("compile", functools.partial(_compiled, None)))
-    # The mode without CUDA graphs: the harness replays everybody's calls from a graph of its own.
+    # The mode without CUDA graphs: the harness replays every candidate's calls from a graph of its own.
     listed.append(Candidate("compile max-autotune", functools.partial(_compiled, "max-autotune-no-cudagraphs")))
     if op in ("softmax", "layer_norm", "gelu"):
         listed.append(Candidate("liger", _liger))
@@ -55,10 +55,10 @@ def candidates(op: str) -> list[Candidate]:
 
 
 def require(backend: str, device: torch.device) -> None:
-    """Raise Skipped where one of our backends does not run, or runs only for tests."""
+    """Raise Skipped if one of our backends is unavailable, or runs only for tests."""
     if device.type == "cpu" and backend in ("triton", "cuda"):
-        raise Skipped("its kernels run on a GPU; on a CPU they are only interpreted or emulated, for tests")
-    if (reason := _dispatch.unavailable(backend, device)) is not None:
+        raise Skipped("its kernels require a GPU; on a CPU they are interpreted or emulated, for tests only")
+    if (reason := dispatch.unavailable(backend, device)) is not None:
         raise Skipped(reason)
 
 
@@ -84,16 +84,16 @@ def textbook_attention(
 
 def _eager(workload: Workload, device: torch.device) -> Function:
     if workload.op == "attention" and not workload.options.keys() <= {"causal"}:
-        raise Skipped("the textbook's attention has neither dropout nor a window here")
+        raise Skipped("the reference attention has neither dropout nor a window here")
     function = textbook_attention if workload.op == "attention" else getattr(pytorch, workload.op)
     return functools.partial(function, **workload.options)
 
 
 def _compiled(mode: str | None, workload: Workload, device: torch.device) -> Function:
     if mode is not None and device.type == "cpu":
-        raise Skipped("max-autotune chooses among GPU kernels; it needs a GPU")
+        raise Skipped("max-autotune selects among GPU kernels; requires a GPU")
     torch._dynamo.reset()
-    torch._functorch.config.donated_buffer = False  # the backward pass is timed by running it many times
+    torch._functorch.config.donated_buffer = False  # timing repeats the backward pass
     return torch.compile(_eager(workload, device), dynamic=False, mode=mode)
 
 
@@ -107,7 +107,7 @@ SDPA_BACKENDS = {
 
 def _sdpa(name: str, workload: Workload, device: torch.device) -> Function:
     if device.type == "cpu" and name in ("efficient", "cudnn"):
-        raise Skipped("needs a GPU")
+        raise Skipped("requires a GPU")
 
     def call(**tensors: Tensor) -> Tensor:
         with sdpa_kernel(SDPA_BACKENDS[name]):
@@ -115,7 +115,7 @@ def _sdpa(name: str, workload: Workload, device: torch.device) -> Function:
                 return pytorch.attention(**tensors, **workload.options)
             except RuntimeError as error:
                 if "No available kernel" in str(error) or "No viable backend" in str(error):
-                    raise Skipped(f"this backend of SDPA does not take the call: {error}") from error
+                    raise Skipped(f"this SDPA backend does not support the call: {error}") from error
                 raise
 
     return call
@@ -147,7 +147,7 @@ def _require(package: str, device: torch.device) -> None:
     if importlib.util.find_spec(package) is None:
         raise Skipped(f"{package} is not installed")
     if device.type == "cpu":
-        raise Skipped("needs a GPU")
+        raise Skipped("requires a GPU")
 
 
 def _liger(workload: Workload, device: torch.device) -> Function:
@@ -161,7 +161,7 @@ def _liger(workload: Workload, device: torch.device) -> Function:
 
         return lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, 1e-5)
     if workload.options["approximate"] != "tanh":
-        raise Skipped("Liger has the tanh approximation only")
+        raise Skipped("Liger supports only the tanh approximation")
     from liger_kernel.ops.geglu import LigerGELUMulFunction
 
     gate = torch.ones(workload.shape["M"], workload.shape["N"], dtype=workload.dtype, device=device)

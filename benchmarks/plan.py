@@ -1,4 +1,4 @@
-"""What is measured, in order of value: when the time ends, what matters most is on disk."""
+"""The measurements in order of value, so that an interrupted run has recorded the most important ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPILED_LENGTHS = (1024, 4096)
 
 @dataclass(frozen=True)
 class Task:
-    """One row to be: its identity, who does it, and the function that measures it."""
+    """A row to measure: its identity, its candidate, and the function that measures it."""
 
     key: str
     op: str
@@ -63,7 +63,7 @@ def step_tasks(device: torch.device, recipe: Recipe, names: Iterable[str] | None
 
 
 def call_tasks() -> Iterator[Task]:
-    """What the host pays for each call."""
+    """The host time of each call."""
     for route in calls.ROUTES:
         for op in OPERATIONS:
             workload = calls.tiny(op)
@@ -228,7 +228,7 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
     yield from _attention(_narrowed(sizes, (256,)), fp32, (("full", 64),), ("both",), fused, window=64)
     yield from operation_tasks(workloads.decode_sweep(sizes, fp32), fused)
     one_width = _narrowed(sizes, widths=(768,))
-    yield from _rows(one_width, fp32, ("forward", "both"), (*ON_CPU, "eager", "compile"))  # a ratio is of one minute
+    yield from _rows(one_width, fp32, ("forward", "both"), (*ON_CPU, "eager", "compile"))  # timed together
     yield from _rows(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
     yield from _output_layers(sizes, fp32, ("forward", "both"), (*ON_CPU, "eager"))
     yield from _attention(sizes, bf16, EVERY_KIND[:2], ("forward", "both"), fused)
@@ -244,7 +244,7 @@ def _on_cpu(device: torch.device) -> Iterator[Task]:
 
 
 def chosen(tasks: Iterable[Task], operations: Iterable[str] = (), backends: Iterable[str] = ()) -> list[Task]:
-    """The tasks of the named operations (or "step") and of our named backends; peers stay."""
+    """The tasks of the named operations (or "step") and of our named backends; peers are kept."""
     operations, backends = set(operations), set(backends)
 
     def wanted(task: Task) -> bool:

@@ -1,4 +1,4 @@
-"""The pictures of a record, as SVG and PNG; readable in black and white: markers, line styles and hatches differ."""
+"""The figures of a record, as SVG and PNG; readable in black and white: markers, line styles and hatches differ."""
 
 from __future__ import annotations
 
@@ -53,13 +53,12 @@ plt.rcParams.update(
         "legend.frameon": False,
         "legend.fontsize": 8,
         "lines.markersize": 5,
-        "svg.hashsalt": "transformer_kernels",
     }
 )
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Device, versions, commit and date of what is shown."""
+    """Device, versions, commit and date of the data."""
     newest = max(rows, key=lambda row: row["date"])
     versions = [f"torch {newest['torch']}"]
     if newest["driver"]:
@@ -68,7 +67,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write every figure that the rows have something for; returns the files."""
+    """Write every figure for which the rows contain data; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     figures: dict[str, Callable[[Sequence[Row]], Figure | None]] = {
@@ -83,17 +82,14 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
         if figure is None:
             continue
         figure.text(0.5, 0.002, caption(timed(rows)), ha="center", va="bottom", fontsize=7.5, color="#333333")
-        for suffix in ("svg", "png"):
-            path = folder / f"{name}.{suffix}"
-            metadata = {"Date": None} if suffix == "svg" else None
-            figure.savefig(path, dpi=130, metadata=metadata)
-            written.append(path)
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], dpi=130)
         plt.close(figure)
     return written
 
 
 def main_dtype(rows: Sequence[Row]) -> str | None:
-    """The dtype that most operations of the record were measured in."""
+    """The dtype of most recorded operations."""
     counts = Counter(row["dtype"] for row in timed(rows, "operation"))
     return counts.most_common(1)[0][0] if counts else None
 
@@ -103,7 +99,7 @@ def _order(candidate: str) -> int:
 
 
 def _curves(axes: Axes, rows: Iterable[Row], x: str, y: Callable[[Row], float]) -> None:
-    """One line with its quartiles for each candidate."""
+    """One line with quartiles for each candidate."""
     by_candidate: dict[str, list[Row]] = {}
     for row in rows:
         by_candidate.setdefault(row["candidate"], []).append(row)
@@ -127,7 +123,7 @@ def _from_zero(panels: Iterable[Axes]) -> None:
 
 
 def _spaced(ticks: Sequence[int]) -> list[int]:
-    """Those far enough from the one before to be labelled."""
+    """The values far enough from their predecessor to be labelled."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick >= 1.8 * kept[-1]:
@@ -140,7 +136,7 @@ def _short(number: int) -> str:
 
 
 def _legend(figure: Figure, axes: Iterable[Axes], height: float) -> None:
-    """One legend for all panels, under them."""
+    """One legend for all panels, below them."""
     found: dict[str, Any] = {}
     for each in axes:
         found |= {label: handle for handle, label in zip(*each.get_legend_handles_labels(), strict=True)}
@@ -154,7 +150,7 @@ def _legend(figure: Figure, axes: Iterable[Axes], height: float) -> None:
 
 
 def throughput(rows: Sequence[Row]) -> Figure | None:
-    """Attention: FLOP/s against sequence length, a panel for each case and direction."""
+    """Attention: FLOP/s against sequence length, one panel per case and direction."""
     dtype = main_dtype(rows)
     attention = [
         row
@@ -194,7 +190,7 @@ def _present(rows: Sequence[Row], name: str, order: Sequence[str]) -> list[str]:
 
 
 def bandwidth(rows: Sequence[Row]) -> Figure | None:
-    """The row operations: fraction of the copy's bandwidth against width, a panel for each operation and direction."""
+    """Row operations: fraction of the copy bandwidth against width, one panel per operation and direction."""
     dtype = main_dtype(rows)
     shown = [
         row
@@ -228,11 +224,11 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
 
 
 def ladder(rows: Sequence[Row]) -> Figure | None:
-    """Training steps: tokens a second, rung by rung."""
+    """Training steps: tokens/s of each rung."""
     found = timed(rows, "step")
     if not found:
         return None
-    largest: dict[tuple[str, str], tuple[int, int]] = {}  # of each kind of step, the batch with the most rungs
+    largest: dict[tuple[str, str], tuple[int, int]] = {}  # for each kind of step, the batch with the most rungs
     counts = Counter((row["op"], row["case"], row["shape"]["B"], row["shape"]["L"]) for row in found)
     for (model, case, batch, length), _ in sorted(counts.items(), key=lambda item: item[1]):
         largest[model, case] = (batch, length)
@@ -248,8 +244,8 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
             speed = row["tokens_per_second"]
             axes.barh(i, speed, color="#4a4a4a" if ours else "#ffffff", edgecolor="#000000", hatch="" if ours else "//")
             ratio = against_headline(row, panel)
-            told = "" if ratio is None else f" ({ratio:.2f}x)"
-            axes.text(speed, i, f" {speed:,.0f}{told}", va="center", fontsize=7.5)
+            label = "" if ratio is None else f" ({ratio:.2f}x)"
+            axes.text(speed, i, f" {speed:,.0f}{label}", va="center", fontsize=7.5)
         axes.set_yticks(range(len(panel)), [row["candidate"] for row in panel])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
@@ -259,7 +255,7 @@ def ladder(rows: Sequence[Row]) -> Figure | None:
         axes.set_xlim(0, 1.25 * max(row["tokens_per_second"] for row in panel))
         model, case = kind
         axes.set_title(f"{model}: {case.replace('step', f'step of {batch} x {length} tokens')}")
-    grid.flat[-1].set_xlabel(f"tokens a second (times {HEADLINE} in the same precision; solid: ours)")
+    grid.flat[-1].set_xlabel(f"tokens/s (speedup over {HEADLINE} in the same precision; solid: ours)")
     figure.tight_layout(rect=(0, 0.22 / height, 1, 1))
     return figure
 
@@ -272,7 +268,7 @@ MARKERS = dict(zip(OPERATIONS, itertools.cycle("os^vDPX*hp<>8d")))
 
 
 def roofline(rows: Sequence[Row]) -> Figure | None:
-    """FLOP/s against FLOPs for each byte, under the two limits measured in the same run."""
+    """FLOP/s against arithmetic intensity, below the two limits measured in the same run."""
     dtype = main_dtype(rows)
     limits = [row for row in rows if row["kind"] == "limit"]
     points = [row for row in timed(rows, "operation") if row["dtype"] == dtype]
@@ -305,7 +301,7 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
             )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("FLOPs for each byte that must move")
+    axes.set_xlabel("FLOPs per byte (minimum traffic)")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(f"Roofline, {dtype}")
     axes.legend(loc="lower right", ncol=2)
@@ -314,7 +310,7 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
 
 
 def growth_curves(rows: Sequence[Row]) -> Figure | None:
-    """Attention there and back: time and memory of one sequence against its length, with the fitted exponents."""
+    """Attention forward and backward: time and memory per sequence against its length, with the fitted exponents."""
     dtype = main_dtype(rows)
     fits = [fit for fit in growth(rows) if fit.dtype == dtype and fit.direction == "both"]
     if not fits:
@@ -329,7 +325,7 @@ def growth_curves(rows: Sequence[Row]) -> Figure | None:
         if fit.memory_exponent is not None:
             memory = [each / 2**20 for each in fit.memory]
             right.plot(fit.lengths, memory, label=f"{fit.candidate}: length^{fit.memory_exponent:.2f}", **style)
-    for axes, title in ((left, "milliseconds a sequence"), (right, "MiB a sequence, beside inputs")):
+    for axes, title in ((left, "ms per sequence"), (right, "MiB per sequence, inputs excluded")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         lengths = sorted({length for fit in fits for length in fit.lengths})

@@ -1,4 +1,4 @@
-"""PyTorch's own kernels under the names and signatures of our operations: what peers and peer models call."""
+"""PyTorch's own kernels under the names and signatures of our operations, for peers and peer models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One command: build, test on the device, benchmark in order of value, all inside a time budget and all on disk.
+"""Build, test on the device and benchmark in order of value, within a time budget, with all results on disk.
 
-It runs straight from a checkout, installs nothing and needs no network. The folder it leaves holds environment.json,
-rows.jsonl, tests.jsonl, kernels.json and record.log; `merge` in results.py takes it from there.
+It runs from a checkout, installs nothing and needs no network. The output folder contains environment.json, rows.jsonl,
+tests.jsonl, kernels.json and record.log; `merge` in results.py reads it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SESSIONS = (
     (0.75, (*PARITY, "-m", "not slow and not gpu", "-k", "triton or cuda")),
     (1.0, ("tests", "-m", "gpu", "--ignore=tests/emulation")),
 )
-"""What pytest runs on a GPU, each with its share of the time that is left: whether the primitives do what the emulation
-does, the parity suite of the kernels (that of PyTorch's and the CPU's needs no GPU), and what only a device shows."""
+"""pytest sessions on a GPU, each with its share of the remaining time: the primitives against the emulation, the parity
+suite of the GPU kernels, and the tests that require a GPU."""
 LONGEST_TEST = 120
-"""Seconds after which a test counts as hung and its worker gets a successor, with pytest-xdist and pytest-timeout."""
+"""Seconds after which a test counts as hung and its worker is replaced, with pytest-xdist and pytest-timeout."""
 TUNED = "triton_tiles.py"
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
 def record(device: torch.device, out: Path, seconds: float, steps: Sequence[str], options: Sequence[str]) -> int:
-    """Do the steps that are asked for; returns 1 where a test failed, a tool found something, or nothing was built."""
+    """Run the selected steps; returns 1 if a test failed, a tool reported an error, or nothing was built."""
     budget = Budget(seconds)
     out.mkdir(parents=True, exist_ok=True)
     described = environment.environment(device) | {"budget": seconds, "steps": list(steps)}
@@ -51,7 +51,7 @@ def record(device: torch.device, out: Path, seconds: float, steps: Sequence[str]
     with open(out / LOG, "a") as log:
         for step in steps:
             if budget.left() <= 0.0:
-                print(f"the time is over before {step}")
+                print(f"the time budget ended before {step}")
                 break
             print(f"== {step} ({budget.left():.0f} s left)", flush=True)
             if step == "build":
@@ -71,7 +71,7 @@ def record(device: torch.device, out: Path, seconds: float, steps: Sequence[str]
 
 
 def build(device: torch.device, log: IO[str], seconds: float) -> int:
-    """Compile the CUDA kernels into the checkout, for the GPU that is here unless told otherwise."""
+    """Compile the CUDA kernels into the checkout, for the local GPU unless specified otherwise."""
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"{major}{minor}" + ("a" if major >= 9 else "")
     variables = {"TRANSFORMER_KERNELS_CUDA_ARCHS": architecture, "TRANSFORMER_KERNELS_REQUIRE_CUDA": "1", **os.environ}
@@ -82,18 +82,18 @@ def build(device: torch.device, log: IO[str], seconds: float) -> int:
 
 
 def test(out: Path, log: IO[str], seconds: float, described: dict[str, object]) -> int:
-    """The suite on the device; each result is on disk as it comes, and the verdict on each kernel at the end."""
+    """Run the suite on the device; results are written as they are reported, the verdict per kernel at the end."""
     budget = Budget(seconds)
     path = out / evidence.TESTS
     path.unlink(missing_ok=True)
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     variables = {**outer, evidence.VARIABLE: str(path.resolve())}
     parallel = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
-    if parallel and importlib.util.find_spec("pytest_timeout"):  # else it would end the session
+    if parallel and importlib.util.find_spec("pytest_timeout"):  # without workers a timeout would end the session
         parallel += [f"--timeout={LONGEST_TEST}", "--timeout-method=thread"]
     for share, session in SESSIONS:
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.evidence", "-q", "--tb=short"]
-        command += ["--continue-on-collection-errors", *parallel, *session]  # a package that is missing costs one file
+        command += ["--continue-on-collection-errors", *parallel, *session]  # a missing package costs one file
         _run(command, log, budget.share(share), variables)
     tests = read_lines(path)
     (out / KERNELS).write_text(json.dumps(evidence.verdicts(tests, described, len(SESSIONS)), indent=2) + "\n")
@@ -105,25 +105,25 @@ def test(out: Path, log: IO[str], seconds: float, described: dict[str, object]) 
 
 
 def sanitize(log: IO[str], seconds: float) -> int:
-    """compute-sanitizer over every kernel on small inputs."""
+    """Run compute-sanitizer over every kernel on small inputs."""
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if tool is None:
         print("compute-sanitizer was not found")
         return 0
     budget, worst = Budget(seconds), 0
-    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an overrun stays inside a cached block
+    variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an overrun stays within a cached block
     for number, kind in enumerate(SANITIZERS):
         command = [tool, "--tool", kind, "--error-exitcode", "9", "--target-processes", "all", "--print-limit", "20"]
         command += [sys.executable, "-m", "benchmarks.sanitize"]
         status = _run(command, log, budget.left() / (len(SANITIZERS) - number), variables)
-        verdict = {0: "clean", None: "the time ended"}.get(status, f"found something, see {LOG}")
+        verdict = {0: "clean", None: "time budget exceeded"}.get(status, f"errors found, see {LOG}")
         print(f"{kind}: {verdict}")
         worst |= int(status not in (0, None))
     return worst
 
 
 def _run(command: Sequence[str], log: IO[str], seconds: float, variables: dict[str, str]) -> int | None:
-    """Run a command with its output in the log; its exit status, or None where the time ended first."""
+    """Run a command with its output in the log; its exit status, or None if the time budget ended first."""
     log.write(f"$ {' '.join(command)}\n")
     log.flush()
     process = subprocess.Popen(
@@ -141,7 +141,7 @@ def _run(command: Sequence[str], log: IO[str], seconds: float, variables: dict[s
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a command with what it started, such as compilers and pytest's workers."""
+    """Terminate a command and its child processes, such as compilers and pytest's workers."""
     import signal
 
     for number in (signal.SIGTERM, signal.SIGKILL):

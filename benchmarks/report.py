@@ -1,4 +1,4 @@
-"""A record as one Markdown page: tables, fits, pictures, what was skipped and why."""
+"""A record as one Markdown page: tables, fits, figures, and skipped rows with reasons."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.results import Growth, against_headline, against_peers, growth, 
 from benchmarks.steps import HEADLINE
 
 LINEAR = 1.15
-"""A memory exponent up to here counts as linear: small tensors beside the large ones bend the fit."""
+"""Largest memory exponent that counts as linear: small tensors beside the large ones affect the fit."""
 
 
 def report(rows: Sequence[Row], pictures: Iterable[Path] = (), tests: dict[str, Any] | None = None) -> str:
-    """The page; pictures are linked as given."""
+    """The page; figures are linked as given."""
     from benchmarks.plots import caption  # imports matplotlib
 
     if not timed(rows):
@@ -45,16 +45,16 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def _how(rows: Sequence[Row]) -> str:
     limits = [row for row in rows if row["kind"] == "limit"]
     text = (
-        "Medians; the spread is the interquartile range. Every candidate gave the result of `python_ref` in float64 "
-        "before it was timed. Input sets and outputs take turns, so that none is found in the cache. The fraction is "
-        "the least time that the bytes and FLOPs can take on this device, over the measured time; work too small to "
-        "leave the cache has no fraction of the memory's rate."
+        "Medians; the spread is the interquartile range. Every candidate matched `python_ref` in float64 before it was "
+        "timed. Input sets and outputs rotate, so that none is in the cache. The fraction is the least time that the "
+        "bytes and FLOPs can take on this device, divided by the measured time; work that fits in the cache has no "
+        "fraction of the memory bandwidth."
     )
     if limits:
         newest = max(limits, key=lambda row: row["date"])
         products = ", ".join(f"{dtype} {rate / 1e12:,.3g} TFLOP/s" for dtype, rate in newest["compute"].items())
         text += f" Limits measured in the run: memory {newest['memory'] / 1e9:,.0f} GB/s; multiplications {products}."
-        text += " Of a CPU's copy the read that allocates a line before its write counts too."
+        text += " On a CPU the copy includes the read that allocates a line before its write."
     return text
 
 
@@ -90,7 +90,7 @@ def _operation_table(rows: Sequence[Row], op: str) -> str:
         "candidate",
         "median us",
         "spread",
-        "times the fastest peer",
+        "speedup over the fastest peer",
         "rate",
         "of the limit",
         "memory MiB",
@@ -115,7 +115,7 @@ def mebibytes(count: int | None) -> str:
 
 
 def _against_peers(rows: Sequence[Row]) -> str:
-    """How many times as fast as the fastest peer each of our backends is, over the workloads of a kind."""
+    """The speedup of each of our backends over the fastest peer, over the workloads of a kind."""
     ratios = against_peers(rows)
     kinds: dict[tuple[str, ...], list[float]] = {}
     for row in timed(rows, "operation"):
@@ -128,12 +128,12 @@ def _against_peers(rows: Sequence[Row]) -> str:
         (*kind, str(len(each)), f"{min(each):.2f}", f"{median(each):.2f}", f"{max(each):.2f}")
         for kind, each in kinds.items()
     ]
-    head = ("operation", "direction", "dtype", "candidate", "workloads", "least", "median", "most")
-    return f"## Times as fast as the fastest peer\n\n{_table(head, lines)}"
+    head = ("operation", "direction", "dtype", "candidate", "workloads", "minimum", "median", "maximum")
+    return f"## Speedup over the fastest peer\n\n{_table(head, lines)}"
 
 
 def _fastest(rows: Sequence[Row]) -> str:
-    """How often each of our backends is the fastest of ours: what `auto` should ask first."""
+    """How often each of our backends is the fastest of ours, which suggests the order of `auto`."""
     best: dict[tuple[str, ...], Row] = {}
     for row in timed(rows, "operation"):
         if row["candidate"].startswith("ours"):
@@ -169,7 +169,7 @@ def _steps(rows: Sequence[Row]) -> str:
         )
         for row in sorted(found, key=lambda row: (row["op"], row["shape"]["L"], row["shape"]["B"]))
     ]
-    head = ("step", "rung", "median ms", "spread", "tokens/s", f"times {HEADLINE}")
+    head = ("step", "configuration", "median ms", "spread", "tokens/s", f"speedup over {HEADLINE}")
     head += ("model TFLOP/s", "of the limit", "memory MiB")
     return f"## Training steps\n\n{_table(head, lines)}"
 
@@ -182,8 +182,8 @@ def _calls(rows: Sequence[Row]) -> str:
         return ""
     routes = ("raw", "recorded", "there and back")
     lines = [(op, candidate, *(times.get(route, "") for route in routes)) for (op, candidate), times in found.items()]
-    head = ("call", "candidate", "no gradients", "recorded", "forward + backward")
-    return f"## Microseconds of the host in one call\n\n{_table(head, lines)}"
+    head = ("call", "candidate", "no gradients", "forward with gradients", "forward + backward")
+    return f"## Host time per call, in microseconds\n\n{_table(head, lines)}"
 
 
 def growth_text(fits: Sequence[Growth]) -> str:
@@ -210,6 +210,6 @@ def _without_time(rows: Sequence[Row]) -> str:
     if not lines:
         return ""
     table = _table(
-        ("operation", "candidate", "rows", "why"), [(a, b, str(n), f"{c}: {d}") for (a, b, c, d), n in lines.items()]
+        ("operation", "candidate", "rows", "reason"), [(a, b, str(n), f"{c}: {d}") for (a, b, c, d), n in lines.items()]
     )
-    return f"## Without a time\n\n{table}"
+    return f"## Rows without a time\n\n{table}"

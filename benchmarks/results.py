@@ -18,11 +18,11 @@ from benchmarks.steps import HEADLINE, LABELS
 RESULTS = environment.ROOT / "benchmarks" / "results"
 TEST_SUMMARY = "tests.json"
 THRESHOLD = 0.05
-"""A median this much longer is a regression, unless the spreads of the two could explain it."""
+"""A median this much longer is a regression, unless the spreads of the two explain it."""
 
 
 def load_rows(path: Path) -> list[Row]:
-    """The rows of a record's folder, of a rows.jsonl, or of a file that pytest-benchmark wrote."""
+    """The rows of a record's folder, of a rows.jsonl, or of a pytest-benchmark file."""
     if path.is_dir():
         path = path / ROWS
     if not path.is_file():
@@ -34,7 +34,7 @@ def load_rows(path: Path) -> list[Row]:
         return [entry["extra_info"]["row"] for entry in content["benchmarks"] if "row" in entry["extra_info"]]
     if isinstance(content, list):
         return content
-    raise ValueError(f"{path}: neither rows nor a file of pytest-benchmark")
+    raise ValueError(f"{path}: neither benchmark rows nor a pytest-benchmark file")
 
 
 def timed(rows: Iterable[Row], kind: str | None = None) -> list[Row]:
@@ -46,14 +46,14 @@ KINDS = ("operation", "step", "call")
 
 
 def against_headline(row: Row, rows: Iterable[Row]) -> float | None:
-    """How many times as fast a training step is as PyTorch's own kernels in the same precision, on the same batch."""
+    """The speedup of a training step over PyTorch's own kernels in the same precision, on the same batch."""
     named = identity(row | {"candidate": f"{HEADLINE}, {LABELS[row['dtype']]}"})
     found = [each for each in timed(rows, "step") if identity(each) == named]
     return found[0]["seconds"] / row["seconds"] if found else None
 
 
 def against_peers(rows: Iterable[Row]) -> dict[str, float]:
-    """For each row of ours by identity: how many times as fast it is as the fastest other candidate of the workload."""
+    """For each row of ours, by identity: the speedup over the fastest other candidate of the workload."""
     workloads: dict[str, list[Row]] = {}
     for row in timed(rows, "operation"):
         workloads.setdefault(identity(row | {"candidate": ""}), []).append(row)
@@ -69,7 +69,7 @@ def against_peers(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def merge(source: Path, results: Path | None = None) -> Path:
-    """Put a run's folder into `results/<device>/`; where both measured the same thing, the newer row stays."""
+    """Merge a run's folder into `results/<device>/`; for equal identities the newer row is kept."""
     described = json.loads((source / ENVIRONMENT).read_text())
     folder = (results or RESULTS) / environment.folder_name(described)
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def merge(source: Path, results: Path | None = None) -> Path:
 
 
 def merged_rows(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
-    """Old rows with new ones in their place and further new ones behind; a time is not replaced by a lack of one."""
+    """Old rows updated by new ones, further new ones appended; a time is not replaced by a row without one."""
     rows = {identity(row): row for row in old}
     for row in new:
         key = identity(row)
@@ -104,7 +104,7 @@ def merged_rows(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 
 
 def merged_verdicts(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One verdict for each kernel and hash, the newest; older sources keep theirs."""
+    """One verdict for each kernel and hash, the newest; verdicts on older sources are kept."""
     verdicts = {(entry["kernel"], entry["hash"]): entry for entry in old}
     verdicts |= {(entry["kernel"], entry["hash"]): entry for entry in new}
     return sorted(verdicts.values(), key=lambda entry: (entry["kernel"], entry["date"]))
@@ -119,7 +119,7 @@ def _json_list(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One thing that two records measured: seconds in each, their ratio, and the spread of that ratio."""
+    """A measurement in two records: seconds in each, their ratio, and the spread of that ratio."""
 
     name: str
     before: float
@@ -132,7 +132,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Slower or faster by more than the threshold and more than the spread; else the same."""
+        """Slower or faster by more than the threshold and the spread; else the same."""
         margin = max(THRESHOLD, self.spread)
         if self.ratio > 1.0 + margin:
             return "SLOWER"
@@ -140,7 +140,7 @@ class Comparison:
 
 
 def compare(before: Iterable[Row], after: Iterable[Row]) -> list[Comparison]:
-    """Every timed row that is in both, worst first."""
+    """Every timed row that occurs in both records, worst first."""
     old = {identity(row): row for row in timed(before)}
     found = []
     for row in timed(after):
@@ -160,7 +160,7 @@ def row_name(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Growth:
-    """How time and memory of one sequence's attention grow with its length: exponents of power laws."""
+    """Power-law exponents of time and memory per sequence against its length."""
 
     case: str
     direction: str
@@ -180,7 +180,7 @@ class Growth:
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:
-    """The slope of log y over log x, by least squares, over the upper half of x: where overheads weigh least."""
+    """The slope of log y over log x, by least squares over the upper half of x, where overheads weigh least."""
     first = min(len(x) // 2, len(x) - 3) if len(x) > 3 else 0
     logs = [(math.log(a), math.log(b)) for a, b in sorted(zip(x, y, strict=True))[first:]]
     mean_x, mean_y = (sum(column) / len(logs) for column in zip(*logs, strict=True))

@@ -1,7 +1,7 @@
-"""Works through a plan inside a time budget, with every finished row on disk at once.
+"""Runs a plan within a time budget and writes every finished row to disk immediately.
 
-A worker process measures and appends rows; a supervisor watches it. When a worker dies or hangs, the row it was at
-says so, and a new worker goes on with the rest: one bad kernel costs one row, not the record.
+A worker process measures and appends rows; a supervisor monitors it. If a worker dies or hangs, its current row records
+that, and a new worker continues: a faulty kernel costs one row, not the record.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECONDS_PER_ROW = {"cuda": 0.1, "cpu": 0.2}
 
 
 class Budget:
-    """Seconds that are left of a limited number; `clock` is monotonic."""
+    """The remaining seconds of a time budget; `clock` is monotonic."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,12 +42,12 @@ class Budget:
         return max(0.0, self._end - self._clock())
 
     def share(self, fraction: float, at_most: float = float("inf")) -> float:
-        """A fraction of what is left."""
+        """A fraction of the remaining time."""
         return min(fraction * self.left(), at_most)
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Add one line and see it on disk."""
+    """Append one line and flush it to disk."""
     with open(path, "a") as file:
         file.write(json.dumps(record) + "\n")
         file.flush()
@@ -55,7 +55,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON lines file; a line cut short by the end of time is left out."""
+    """The records of a JSON lines file; an incomplete last line is dropped."""
     records = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -73,15 +73,15 @@ def work(
     started: Callable[[Task], None] = lambda task: None,
     known: Iterable[Row] = (),
 ) -> int:
-    """Measure the tasks that have no row yet until the budget is spent; returns how many were not reached.
+    """Measure the tasks that have no row yet until the budget is spent; returns the number not reached.
 
-    Rows in `path` count, and `known` ones that have a time.
+    Rows in `path` count, and rows in `known` that have a time.
 
-    A candidate that was skipped for one reason is asked for it once, not in each row.
+    A candidate that was skipped for a reason is tried once, not for each row.
     """
     rows = read_lines(path)
     done = {identity(row) for row in rows} | {identity(row) for row in known if row["status"] == "ok"}
-    told = {(row["op"], row["candidate"], row.get("reason")) for row in rows if row["status"] == "skipped"}
+    reported = {(row["op"], row["candidate"], row.get("reason")) for row in rows if row["status"] == "skipped"}
     remaining = [task for task in tasks if task.key not in done]
     for count, task in enumerate(remaining):
         if budget.left() <= 0.0:
@@ -90,9 +90,9 @@ def work(
         row = task.run(bench)
         assert identity(row) == task.key, (identity(row), task.key)
         reason = (row["op"], row["candidate"], row.get("reason"))
-        if row["status"] == "skipped" and reason in told:
+        if row["status"] == "skipped" and reason in reported:
             continue
-        told.add(reason)
+        reported.add(reason)
         row.pop(SAMPLES, None)
         append(path, row)
         print(describe(row), flush=True)
@@ -123,7 +123,7 @@ def limits_row(bench: Bench, limits: timing.Limits) -> Row:
 
 
 def find_or_measure_limits(bench: Bench, path: Path, quick: bool) -> timing.Limits | None:
-    """The limits that an earlier worker of this run wrote down, or new ones; none where it has to be quick."""
+    """The limits that an earlier worker of this run measured, or new ones; none in quick mode."""
     for row in read_lines(path):
         if row["kind"] == "limit":
             return timing.Limits(row["memory"], row["compute"])
@@ -136,7 +136,7 @@ def find_or_measure_limits(bench: Bench, path: Path, quick: bool) -> timing.Limi
 
 
 def worker(arguments: argparse.Namespace) -> int:
-    """One process that measures; its deadline is a time of the wall clock."""
+    """A measuring process; its deadline is wall-clock time."""
     device = torch.device(arguments.device)
     path = Path(arguments.out) / ROWS
     current = Path(arguments.current)
@@ -156,13 +156,13 @@ def worker(arguments: argparse.Namespace) -> int:
         print(f"the device is lost: {error}", file=sys.stderr)
         return DEVICE_LOST
     if missed:
-        print(f"the time is over: {missed} rows were not reached")
+        print(f"time budget exceeded: {missed} rows were not reached")
     current.unlink(missing_ok=True)
     return 0
 
 
 def recorded_rows(device: torch.device) -> list[Row]:
-    """What benchmarks/results has of this device."""
+    """The rows of this device in benchmarks/results."""
     folder = environment.folder_name({"device": environment.device_name(device)})
     return read_lines(environment.ROOT / "benchmarks" / "results" / folder / ROWS)
 
@@ -170,7 +170,7 @@ def recorded_rows(device: torch.device) -> list[Row]:
 def supervise(
     device: torch.device, out: Path, seconds: float, options: Sequence[str] = (), log: Any = None, most_deaths: int = 12
 ) -> None:
-    """Run workers until the plan is done or `seconds` are over."""
+    """Run workers until the plan is finished or `seconds` have passed."""
     budget = Budget(seconds)
     deadline = time.time() + seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -190,7 +190,7 @@ def supervise(
 
 
 def _watch(process: subprocess.Popen[Any], current: Path, budget: Budget) -> str | None:
-    """Wait for a worker; why it did not end well, or None."""
+    """Wait for a worker; the reason of its failure, or None."""
     try:
         while process.poll() is None:
             time.sleep(0.05)
@@ -208,7 +208,7 @@ def _watch(process: subprocess.Popen[Any], current: Path, budget: Budget) -> str
 
 
 def died_row(key: str, reason: str, stamp: dict[str, Any]) -> Row:
-    """The row of a task that took its worker down."""
+    """The row of a task that terminated its worker."""
     kind, op, case, direction, candidate, dtype, sizes = key.split("|")
     shape = {name: int(size) for name, size in (pair.split("=") for pair in sizes.split(",") if pair)}
     row = {"kind": kind, "op": op, "case": case, "direction": direction, "candidate": candidate, "dtype": dtype}
@@ -216,18 +216,18 @@ def died_row(key: str, reason: str, stamp: dict[str, Any]) -> Row:
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The options that choose what is measured."""
+    """The options that select the measurements."""
     parser.add_argument("--op", action="append", default=[], metavar="NAME", help="only this operation (repeatable)")
     parser.add_argument(
-        "--backend", action="append", default=[], metavar="NAME", help="of ours, only this backend; peers stay"
+        "--backend", action="append", default=[], metavar="NAME", help="of our backends, only this one; peers are kept"
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes and few rows: does it work at all?")
-    parser.add_argument("--missing", action="store_true", help="only what benchmarks/results does not have yet")
-    parser.add_argument("--seconds", type=float, default=0.0, help="how long a row is timed (default: 0.1 or 0.2)")
+    parser.add_argument("--quick", action="store_true", help="smoke test: small sizes and few rows")
+    parser.add_argument("--missing", action="store_true", help="only rows missing in benchmarks/results")
+    parser.add_argument("--seconds", type=float, default=0.0, help="timing seconds per row (default: 0.1 or 0.2)")
 
 
 def selection(arguments: argparse.Namespace) -> list[str]:
-    """The same options again, for a worker."""
+    """The same options as command-line arguments, for a worker."""
     options = [text for name in arguments.op for text in ("--op", name)]
     options += [text for name in arguments.backend for text in ("--backend", name)]
     options += ["--quick"] if arguments.quick else []

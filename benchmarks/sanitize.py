@@ -1,4 +1,4 @@
-"""Every kernel forward and backward on small and awkward shapes: what compute-sanitizer watches."""
+"""Every kernel forward and backward on small, odd shapes, for compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def grid() -> list[Workload]:
-    """Sizes that are no multiple of any tile, one tile and several; Hopper's ring of tiles goes round."""
+    """Sizes that are no multiple of any tile, one tile and several, so that Hopper's ring of tiles wraps around."""
     bf16, many = torch.bfloat16, {"B": 1, "H": 2, "L": 700}
     listed = [
         workloads.attention(bf16, "both", D=64, causal=True, **many),
@@ -36,7 +36,7 @@ def grid() -> list[Workload]:
 
 
 def run(workload: Workload, candidate: Candidate, device: torch.device) -> bool:
-    """One call there and back; False where the backend does not take it."""
+    """One call with backward; False if the backend does not support it."""
     try:
         prepared(workload, candidate.make(workload, device), workload.inputs(device))()
     except (Skipped, UnsupportedByBackend):

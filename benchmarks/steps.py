@@ -1,9 +1,9 @@
-"""Whole training steps: the ladder from the plain reference to our kernels in one CUDA graph.
+"""Whole training steps, from the reference to our kernels in one CUDA graph.
 
-A step is `transformer_kernels.training`'s: forward, cross-entropy, backward and AdamW, on a batch that lies on the
-device. Every rung starts from the same weights and must give the reference's loss and gradient norm (dropout off)
-before it is timed (dropout on). A compiled one is checked as it will be timed, with dropout on and so more loosely:
-compiling it twice would cost a minute.
+A step is `transformer_kernels.training`'s: forward, cross-entropy, backward and AdamW, on a batch in device memory.
+Every candidate starts from the same weights and must reproduce the reference's loss and gradient norm (dropout off)
+before it is timed (dropout on). A compiled one is checked as it is timed, with dropout on and a larger tolerance,
+because a second compilation would take a minute.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from benchmarks.correctness import WrongResult
 from benchmarks.measure import Bench, Row
 from benchmarks.peers import Skipped, require
 from python_ref.bert import BERTClassifier
-from transformer_kernels.graphs import WARM_UP_CALLS, Graphed, graphs_on
+from transformer_kernels.graphs import WARM_UP_CALLS, Graphed
 from transformer_kernels.training.step import Batch, TrainingLoss, TrainingStep, matrix_products
 
 LOSS_TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "bfloat16": 2e-2}
-"""Relative, of the loss against the float32 reference; the gradient norm may be off by five times as much."""
+"""Relative tolerance of the loss against the float32 reference; five times as much for the gradient norm."""
 WITH_DROPOUT = 1e-1
-"""The same where dropout is on."""
+"""The tolerance with dropout."""
 SEED = 7
 UNCLIPPED = math.inf
-"""A bound at which a step computes the norm of the gradients and leaves them as they are."""
+"""A bound at which a step computes the gradient norm but does not clip."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,25 @@ class Recipe:
 
     @property
     def case(self) -> str:
-        """Which kind of row it belongs to."""
+        """The kind of row that it belongs to."""
         return "training step" if self.dropout is None else f"training step, dropout {self.dropout:g}"
 
 
 LABELS = {"float32": "fp32", "tf32": "TF32", "bfloat16": "bf16"}
 HEADLINE = "SDPA + fused AdamW"
-"""What the ladder's ratios refer to, in the same precision: the best that PyTorch gives without a compiler."""
+"""The baseline of the ratios, in the same precision: the fastest PyTorch configuration without a compiler."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to run a step.
+    """One configuration of a step.
 
     Args:
         operations: "reference", "pytorch" (SDPA and torch's own fused kernels), or one of our backends.
         precision: "float32", "tf32" or "bfloat16" (autocast).
         fused_optimizer: AdamW in one kernel.
         compile: None, or a mode of torch.compile.
-        graph: the whole step captured in one CUDA graph; that of the backend cpu recorded and replayed.
+        graph: the whole step captured in one CUDA graph; on the backend cpu recorded and replayed.
         packed: the padded batch as one row of its real tokens.
     """
 
@@ -84,7 +84,7 @@ class Rung:
 
     @property
     def name(self) -> str:
-        """Of the candidate: what computes, how it runs, and the precision."""
+        """The candidate's name: operations, execution mode and precision."""
         if self.operations in ("reference", "pytorch"):
             what = {"reference": "reference", "pytorch": "SDPA"}[self.operations]
         else:
@@ -97,11 +97,11 @@ class Rung:
 
 
 REFERENCE = Rung("reference", "float32", fused_optimizer=False)
-"""The rung that every other has to agree with."""
+"""The configuration that all others are compared with."""
 
 
 def ladder() -> list[Rung]:
-    """From the textbook over what PyTorch offers to ours, on every device; what cannot run there says why."""
+    """Reference, PyTorch's alternatives and ours, on every device; unsupported ones report the reason."""
     fp32, bf16 = "float32", "bfloat16"
     rungs = [Rung("reference", precision, fused_optimizer=False) for precision in (fp32, "tf32", bf16)]
     rungs.append(Rung("reference", fp32, fused_optimizer=False, compile="default"))
@@ -119,14 +119,14 @@ def ladder() -> list[Rung]:
 
 
 def rungs(device: torch.device) -> list[Rung]:
-    """The ladder of a device; a GPU leaves float32 to the reference."""
+    """The configurations of a device; on a GPU only the reference runs in float32."""
     if device.type == "cpu":
         return ladder()
     return [rung for rung in ladder() if rung.precision != "float32" or rung == REFERENCE]
 
 
 def operations(name: str, device: torch.device) -> Any:
-    """The namespace that a rung's model calls; raises Skipped where it cannot run."""
+    """The operations that the model of a configuration calls; raises Skipped if unsupported."""
     if name == "pytorch":
         return pytorch
     if name in tk.BACKENDS:
@@ -138,7 +138,7 @@ def operations(name: str, device: torch.device) -> Any:
 
 
 class Step:
-    """A model, its optimizer and one batch in a step of `transformer_kernels.training`; calling it trains once."""
+    """A model, its optimizer and one batch in a step of `transformer_kernels.training`; each call trains once."""
 
     def __init__(
         self, recipe: Recipe, rung: Rung, device: torch.device, dropout: float | None = None, clip: float = 0.0
@@ -158,15 +158,15 @@ class Step:
         step = TrainingStep(loss, optimizer, scaler, dtype=rung.precision, clip=clip, check=lambda name, value: None)
         self.run: Callable[[Batch], Tensor] = step
         if rung.graph:
-            self.run = Graphed(step, graphs_on(device), optimizer=optimizer, failed=_give_up)
+            self.run = Graphed(step, optimizer)
 
     def __call__(self) -> Tensor:
-        """The loss, and the norm of the gradients where they are clipped."""
+        """The loss, and the gradient norm if gradients are clipped."""
         return self.run(self.batch)
 
 
 def model(recipe: Recipe, rung: Rung, device: torch.device, dropout: float | None) -> nn.Module:
-    """The recipe's model as a rung runs it, with weights drawn from torch's generator."""
+    """The recipe's model in this configuration, with weights from torch's generator."""
     called = operations(rung.operations, device)
     if recipe.model in other_models.MODELS:
         return other_models.build(recipe.model, rung.operations, dropout)
@@ -176,12 +176,8 @@ def model(recipe: Recipe, rung: Rung, device: torch.device, dropout: float | Non
     return python_ref.build(recipe.model, ops=called, **overrides)
 
 
-def _give_up(error: RuntimeError) -> None:
-    raise error
-
-
 def mean_loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-    """The model's own loss; a classifier takes its labels first, and where packed sequences begin."""
+    """The model's own loss; a classifier takes its labels first, then the offsets of packed sequences."""
     if not isinstance(model, BERTClassifier):
         return model.loss(*inputs, targets)
     tokens, *visible = inputs
@@ -191,7 +187,7 @@ def mean_loss(model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor
 
 
 def batch(recipe: Recipe, vocabulary: int, device: torch.device) -> Batch:
-    """Random tokens and targets; for BERT labels, tokens of which a quarter is padding, and their mask."""
+    """Random tokens and targets; for BERT labels, tokens with a quarter of padding, and their mask."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(0, vocabulary, (recipe.batch, recipe.length), generator=generator)
     if recipe.model != "imdb_bert":
@@ -204,7 +200,7 @@ def batch(recipe: Recipe, vocabulary: int, device: torch.device) -> Batch:
 
 
 def packed(padded: Batch) -> Batch:
-    """The real tokens of a padded batch as one row, and the places where its sequences begin.
+    """The real tokens of a padded batch as one row, and the offsets of its sequences.
 
     Raises:
         Skipped: the batch has no padding.
@@ -237,16 +233,16 @@ def check_step(recipe: Recipe, rung: Rung, device: torch.device) -> float:
 
 
 def measure_step(recipe: Recipe, rung: Rung, bench: Bench) -> Row:
-    """The row of one rung: seconds a step, tokens a second, model FLOP/s."""
+    """The row of one configuration: seconds per step, tokens/s, model FLOP/s."""
     shape = {"B": recipe.batch, "L": recipe.length}
     row = bench.row("step", recipe.model, recipe.case, "step", rung.name, rung.precision, shape=shape, axis="L")
 
     def work() -> Row:
         graphed = (rung.graph and rung.operations != "cpu") or rung.compile == "reduce-overhead"
         if bench.device.type == "cpu" and graphed:
-            raise Skipped("CUDA graphs need a GPU")
+            raise Skipped("CUDA graphs require a GPU")
         if bench.device.type == "cpu" and rung.precision == "tf32":
-            raise Skipped("TF32 needs a GPU")
+            raise Skipped("TF32 requires a GPU")
         row["error"] = check_step(recipe, rung, bench.device)
         with matrix_products(rung.precision):
             return _timed(row, recipe, rung, bench)

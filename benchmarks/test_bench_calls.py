@@ -1,4 +1,4 @@
-"""What a call costs the host."""
+"""Host time per call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole training steps, rung by rung."""
+"""Whole training steps, by configuration."""
 
 from __future__ import annotations
 

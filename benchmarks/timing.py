@@ -1,8 +1,8 @@
-"""The harness: how long a call takes, what memory it takes beside its inputs, and what this device can do at most.
+"""The timing harness: time per call, peak memory beside the inputs, and the device's limits.
 
-On a GPU the calls are captured in a CUDA graph and its replays timed by events, so that launch gaps do not count; a
-call that cannot be captured is timed by events alone, and the row says so. On a CPU the clock is `perf_counter`.
-Several input sets take turns, so that none is found in the cache. What the host does in a call is in calls.py.
+On a GPU the calls are captured in a CUDA graph and its replays are timed by events, so that launch gaps are excluded. A
+call that cannot be captured is timed by events alone, and its row records that. On a CPU the clock is `perf_counter`.
+Several input sets rotate, so that none is in the cache. For host time per call see calls.py.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from transformer_kernels.training.step import matrix_products
 Call = Callable[[], object]
 
 SHORTEST_SAMPLE = 1e-3
-"""Seconds; faster calls are timed several at a time."""
+"""Seconds; faster calls are timed in groups."""
 FEWEST_SAMPLES, MOST_SAMPLES = 5, 101
 MOST_INPUT_SETS = 256
 CPU_CACHE_BYTES = 32 * 2**20
-"""The size of a last-level cache where the system does not tell."""
+"""The size of a last-level cache if the system does not report it."""
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MOST_OF_A_LIMIT = 1.1
-"""No work takes a larger fraction of a limit, noise included: else the limit or the count of the work is wrong."""
+"""Largest fraction of a limit, noise included; beyond it the limit or the count of the work is wrong."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def synchronize(device: torch.device) -> None:
 
 @functools.cache
 def cache_bytes(device: torch.device) -> int:
-    """The size of the cache that data must not be found in: the largest that the system knows of."""
+    """The size of the cache that must not contain the data: the largest that the system reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     sizes = [file.read_text().strip() for file in CACHES.glob("index*/size")]
@@ -77,22 +77,22 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def input_sets(device: torch.device, bytes_per_call: int) -> int:
-    """How many input sets take turns so that twice the cache lies between two uses of one."""
+    """The number of input sets such that two cache sizes of data lie between two uses of one."""
     return max(1, min(MOST_INPUT_SETS, math.ceil(2 * cache_bytes(device) / max(bytes_per_call, 1))))
 
 
 def leaves_cache(device: torch.device, bytes_per_call: int) -> bool:
-    """Whether the input sets of such a call are too many for the cache."""
+    """Whether the input sets of such a call exceed the cache."""
     return input_sets(device, bytes_per_call) * bytes_per_call >= 2 * cache_bytes(device)
 
 
 def work_stream(device: torch.device) -> AbstractContextManager[object]:
-    """The stream that calls are prepared, warmed up and captured on: autograd goes back on the stream it came."""
+    """The stream on which calls are prepared, warmed up and captured: backward runs on the stream of its forward."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def time_calls(device: torch.device, calls: Sequence[Call], seconds: float) -> Timing:
-    """Time the calls, which take turns, for about `seconds` after a warm-up; run it inside `work_stream`."""
+    """Time the calls in rotation for about `seconds` after a warm-up; must run inside `work_stream`."""
     for call in [*calls, calls[0]]:
         call()
     synchronize(device)
@@ -126,7 +126,7 @@ def _time_by_clock(calls: Sequence[Call], seconds: float) -> Timing:
     estimate = (time.perf_counter() - start) / len(calls)
     batch = max(1, math.ceil(SHORTEST_SAMPLE / estimate))
     samples, turn = [], 0
-    kept: deque[object] = deque(maxlen=len(calls))  # so that outputs take turns in memory as inputs do
+    kept: deque[object] = deque(maxlen=len(calls))  # so that outputs rotate in memory like the inputs
     for _ in range(_sample_count(seconds, estimate * batch)):
         chosen = [calls[(turn + i) % len(calls)] for i in range(batch)]
         turn += batch
@@ -138,7 +138,7 @@ def _time_by_clock(calls: Sequence[Call], seconds: float) -> Timing:
 
 
 def time_steps(device: torch.device, step: Call, seconds: float) -> Timing:
-    """Time whole steps on the wall clock, one by one, each to its end: what a user waits for."""
+    """Time whole steps by wall clock, one by one, each to completion: the user-visible latency."""
     synchronize(device)
     samples: list[float] = []
     while len(samples) < 3 or (sum(samples) < seconds and len(samples) < MOST_SAMPLES):
@@ -155,7 +155,7 @@ def _sample_count(seconds: float, one: float) -> int:
 
 def _time_by_graph(calls: Sequence[Call], seconds: float, estimate: float) -> Timing:
     turns = max(1, math.ceil(SHORTEST_SAMPLE / (estimate * len(calls))))
-    turns = min(turns, max(1, 256 // len(calls)))  # a graph of more nodes takes longer to make than to time
+    turns = min(turns, max(1, 256 // len(calls)))  # larger graphs take longer to create than to time
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for _ in range(turns):
@@ -167,7 +167,7 @@ def _time_by_graph(calls: Sequence[Call], seconds: float, estimate: float) -> Ti
 
 
 def _turn(calls: Sequence[Call]) -> None:
-    """Each call once, their results kept until the end: so the outputs take turns in memory as the inputs do."""
+    """Call each once and keep the results until the end, so that outputs rotate in memory like the inputs."""
     kept = [call() for call in calls]
     del kept
 
@@ -178,7 +178,7 @@ def _refused_capture(error: RuntimeError) -> bool:
 
 
 def _by_events(work: Call, samples: int, calls: int) -> list[float]:
-    """Seconds of each of `calls` calls that `work` makes, `samples` times."""
+    """Seconds per call of `work`, which makes `calls` calls, measured `samples` times."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
     for start, end in events:
         start.record()
@@ -189,7 +189,7 @@ def _by_events(work: Call, samples: int, calls: int) -> list[float]:
 
 
 def peak_memory(device: torch.device, call: Call) -> int:
-    """The most bytes that PyTorch has allocated at one time during a call, beyond what was there before it."""
+    """Peak bytes allocated by PyTorch during a call, beyond those allocated before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -202,7 +202,7 @@ def peak_memory(device: torch.device, call: Call) -> int:
 
 
 def _peak_memory_on_cpu(call: Call) -> int:
-    """From the profiler's record of each allocation and release."""
+    """From the profiler's record of allocations and releases."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with _standard_error_silenced(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = call()
@@ -217,7 +217,7 @@ def _peak_memory_on_cpu(call: Call) -> int:
 
 @contextmanager
 def _standard_error_silenced() -> Iterator[None]:
-    """The profiler announces itself there, from C++."""
+    """The profiler writes a message there, from C++."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -230,13 +230,13 @@ def _standard_error_silenced() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Limits:
-    """The best that this device reached in this run: bytes a second that a large copy moved, FLOP/s by dtype."""
+    """The device's limits measured in this run: bytes/s of a large copy, FLOP/s by dtype."""
 
     memory: float
     compute: dict[str, float]
 
     def shortest(self, bytes: int, flops: float, dtype: str) -> tuple[float, str]:
-        """The least time that the work can take, and what bounds it."""
+        """The least time that the work can take, and the limit that determines it."""
         moving, computing = bytes / self.memory, flops / self.compute.get(dtype, math.inf)
         return (moving, "memory") if moving >= computing else (computing, "compute")
 
@@ -244,14 +244,14 @@ class Limits:
 def copied_transfers(device: torch.device) -> int:
     """How often each byte of a copy crosses the memory bus: read, written, and on a CPU read before it is written.
 
-    That last one is the write-allocate of a cache line. Stores that pass the cache by save it, so work whose bytes are
-    counted without it stays within the rate of all that crosses.
+    The latter is the write-allocate of a cache line. Non-temporal stores avoid it, so work whose bytes are counted
+    without it stays within the measured rate.
     """
     return 3 if device.type == "cpu" else 2
 
 
 def _memory_rate(device: torch.device, seconds: float) -> float:
-    """Bytes a second that cross the memory bus in the fastest copy or sum of tensors beyond the cache."""
+    """Bytes per second over the memory bus in the fastest copy or sum of tensors larger than the cache."""
     source = torch.randn(max(2 * cache_bytes(device), LEAST_COPY[device.type]) // 4, device=device)
     target = torch.empty_like(source)
     copied = min(time_calls(device, [lambda: target.copy_(source)], seconds).samples)
@@ -262,7 +262,8 @@ def _memory_rate(device: torch.device, seconds: float) -> float:
 def _product_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """FLOP/s of the fastest square matrix product; the largest is not always the fastest.
 
-    On a CPU, what all its threads multiply and add from registers counts too: no library's product is its limit.
+    On a CPU the multiply-add rate of all threads from registers is also considered, because no library product reaches
+    it.
     """
     rates = [_register_rate(dtype, seconds)] if device.type == "cpu" and cpu.unavailable(device) is None else []
     for side in PRODUCT_SIDES[device.type]:
@@ -273,13 +274,13 @@ def _product_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> f
 
 
 def _register_rate(dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of multiplications and additions without memory (csrc/cpu/products/register_rate.cpp).
+    """FLOP/s of multiply-adds without memory traffic (csrc/cpu/products/register_rate.cpp).
 
-    The best of a second or more: a moment in which one thread of several is held up would give all products a limit
-    that is too low.
+    The best of a second or more: a moment in which one of several threads is preempted would give a limit that is too
+    low.
     """
     flops = torch.zeros(1, dtype=torch.int64)
-    rounds = 4 * 10**5  # about two milliseconds: waking the threads is little of it
+    rounds = 4 * 10**5  # about two milliseconds, long compared with waking the threads
     once = functools.partial(cpu.load().register_rate, cpu.DTYPE_CODES[dtype], rounds, flops.data_ptr())
     shortest, end = math.inf, time.perf_counter() + max(seconds, REGISTER_SECONDS)
     while (start := time.perf_counter()) < end:
@@ -294,7 +295,7 @@ PRODUCT_SIDES = {"cpu": (512, 1024, 2048, 4096), "cuda": (4096, 8192, 16384)}
 
 
 def measure_limits(device: torch.device, dtypes: Sequence[torch.dtype], seconds: float) -> Limits:
-    """Measure them on random data: the numbers that every fraction in this run refers to."""
+    """Measure the limits on random data; every fraction in this run refers to them."""
     with work_stream(device):
         memory = _memory_rate(device, seconds)
         compute = {str(dtype).removeprefix("torch."): _product_rate(device, dtype, seconds) for dtype in dtypes}

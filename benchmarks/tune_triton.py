@@ -1,19 +1,17 @@
-"""Choose the tiles of the Triton row kernels on the GPU at hand, and write what beats the rule into triton_tiles.py.
+"""Select the tiles of the Triton row kernels on the local GPU, and write those that beat the rule to triton_tiles.py.
 
-    python -m benchmarks.tune_triton --dry-run             list what would be tried; needs no GPU
+    python -m benchmarks.tune_triton --dry-run             list the candidates; requires no GPU
     python -m benchmarks.tune_triton softmax layer_norm    time the candidates and rewrite their entries of TUNED
-    python -m benchmarks.tune_triton --out FILE            leave the rewritten triton_tiles.py there
+    python -m benchmarks.tune_triton --out FILE            write the new triton_tiles.py to FILE
 
-Only entries of this GPU's capability change. A candidate counts only where its results agree with those of the present
-tile. Compiling takes most of the time: about a second for each candidate.
+Only entries of this GPU's capability change. A candidate counts only if its results agree with those of the current
+tile. Compilation takes most of the time: about a second per candidate.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
-import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,27 +24,26 @@ import torch
 from torch import Tensor
 
 from benchmarks import environment
-from transformer_kernels import _dispatch
-from transformer_kernels.backends import triton_tiles
+from benchmarks.compilers import row_calls
+from transformer_kernels.backends import dispatch, triton_tiles
 from transformer_kernels.backends.triton import Capability
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles
-from transformer_kernels.reports import row_calls
 
 ELEMENTS = 2**25
-"""Elements of each tensor that is timed: 64 MiB in 16 bits, more than any L2 cache holds of input and output."""
+"""Elements of each timed tensor: 64 MiB in 16 bits; input and output exceed any L2 cache."""
 
 ELEMENTS_PER_THREAD = (8, 32)
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 WARPS = (1, 2, 4, 8, 16, 32)
 WORTH = 0.97
-"""An entry is written where it takes at most this share of the rule's time: less is noise, and the rule says it all."""
+"""An entry is written if it takes at most this fraction of the rule's time; smaller gains are noise."""
 
 Tuned = dict[tuple[str, Capability, int, int], tuple[RowTile, str]]
 
 
 @dataclass(frozen=True)
 class Target:
-    """The tiles of one kernel, and the pass of the operation that they decide."""
+    """The tiles of one kernel, and the pass of the operation that uses them."""
 
     operation: str
     tiles: Tiles
@@ -58,39 +55,35 @@ class Target:
 
     def call(self, rows: int, width: int, dtype: torch.dtype, device: str) -> Callable[[], Any]:
         """One pass of the backend on random tensors."""
-        operation = importlib.import_module(f"transformer_kernels.ops.{self.operation}")
-        backend = importlib.import_module(f"transformer_kernels.ops.{self.operation}._triton")
+        described = dispatch.OPERATIONS[self.operation]
+        backend = dispatch.family(described.folder, "triton")
         with torch.device(device):
             variants = row_calls.CALLS[self.operation][0](dtype, rows, width)
-        call = operation.prepare(**list(variants.values())[-1])
+        call = described.prepare(**list(variants.values())[-1])
         if not self.backward:
             return lambda: backend.forward(call)
         with torch.no_grad():
             result = backend.forward(call)
-        described = _dispatch.OPERATIONS[self.operation]
         outputs = [result] if isinstance(result, Tensor) else list(result)[: described.public]
         grads = tuple(torch.randn_like(output) for output in outputs)
         wanted = (True,) * len(described.differentiable)
-        return lambda: backend.backward(call, result, grads, wanted)
+        kept = result if described._kept_results else None  # as backward gets it
+        return lambda: backend.backward(call, kept, grads, wanted)
 
 
 def targets(operations: Sequence[str] = tuple(row_calls.CALLS)) -> list[Target]:
     """All tiles of the operations' own modules."""
     found = []
     for operation in operations:
-        for module in ("_triton", "_triton_forward", "_triton_backward"):
-            name = f"transformer_kernels.ops.{operation}.{module}"
-            if importlib.util.find_spec(name) is not None:
-                loaded = importlib.import_module(name)
-                for attribute in ("FORWARD", "BACKWARD"):
-                    tiles = getattr(loaded, attribute, None)
-                    if isinstance(tiles, Tiles) and tiles.name.startswith(f"{operation} "):
-                        found.append(Target(operation, tiles, attribute == "BACKWARD"))
+        module = dispatch.family(dispatch.OPERATIONS[operation].folder, "triton")
+        for tiles in vars(module).values():
+            if isinstance(tiles, Tiles) and tiles.name in (f"{operation} forward", f"{operation} backward"):
+                found.append(Target(operation, tiles, tiles.name.endswith("backward")))
     return found
 
 
 def candidates(target: Target, width: int, present: RowTile) -> list[RowTile]:
-    """Tiles worth a try at one width: the present one first, then those with a sane number of values per thread."""
+    """Candidate tiles at one width: the current one first, then those with a sensible number of values per thread."""
     tiles = target.tiles
     if tiles.rule is triton_tiles.flat:
         shapes = [(1, columns) for columns in (512, 1024, 2048, 4096, 8192)]
@@ -121,13 +114,13 @@ def points(target: Target) -> Iterator[tuple[int, int]]:
 
 
 def installed(tiles: Tiles, capability: Capability, itemsize: int, width: int, tile: RowTile) -> Any:
-    """While entered, this tile serves the width."""
+    """A context in which this tile is used for the width."""
     columns = min(max(width, tiles.narrowest), 2 * tiles.widest)
     return mock.patch.dict(tiles._found, {(capability, itemsize, columns): tile})
 
 
 def seconds(call: Callable[[], Any], repeats: int = 20) -> float:
-    """The median time of a call on the device, one event pair each, after two to compile and warm up."""
+    """The median device time of a call, one event pair each, after two calls to compile and warm up."""
     for _ in range(2):
         call()
     samples = []
@@ -142,7 +135,7 @@ def seconds(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def tuned_entry(target: Target, capability: Capability, itemsize: int, width: int) -> tuple[RowTile, str] | None:
-    """The fastest candidate whose results equal those of the present tile, where it is worth an entry."""
+    """The fastest candidate whose results equal those of the current tile, if it is worth an entry."""
     tiles = target.tiles
     present = tiles.find(capability, itemsize, width)
     call = target.call(max(1, ELEMENTS // width), width, DTYPES[itemsize], "cuda")
@@ -155,7 +148,7 @@ def tuned_entry(target: Target, capability: Capability, itemsize: int, width: in
                 wanted = wanted or got
                 if all(torch.allclose(a.float(), b.float(), 2e-2, 2e-2) for a, b in zip(got, wanted, strict=True)):
                     times[tile] = seconds(call)
-            except Exception as error:  # too many resources, or a shape that the compiler refuses
+            except Exception as error:  # too many resources, or a shape that the compiler rejects
                 print(f"  {tile}: {type(error).__name__}", file=sys.stderr)
     best = min(times, key=lambda tile: times[tile])
     rule = tiles.rule(min(max(width, tiles.narrowest), 2 * tiles.widest), itemsize, tiles.widest)
@@ -172,7 +165,7 @@ def _flat(result: Any) -> list[Tensor]:
 
 
 def render(tuned: Tuned) -> str:
-    """The source of TUNED, as it stands at the end of triton_tiles.py."""
+    """The source of TUNED, as at the end of triton_tiles.py."""
     lines = ["TUNED: dict[tuple[str, Capability, int, int], tuple[RowTile, str]] = {"]
     for (name, capability, itemsize, columns), (tile, reason) in sorted(tuned.items()):
         lines += [f'    ("{name}", {capability}, {itemsize}, {columns}): (', f"        {_tile_source(tile)},"]
@@ -187,13 +180,13 @@ def _tile_source(tile: RowTile) -> str:
 
 
 def rewritten(source: str, tuned: Tuned) -> str:
-    """triton_tiles.py with another TUNED."""
+    """The source of triton_tiles.py with a new TUNED."""
     start, end = source.index("TUNED: dict"), source.rindex("\n}\n") + 2
     return source[:start] + render(tuned) + source[end:]
 
 
 def tune(operations: Sequence[str], out: Path | None = None) -> None:
-    """Time all candidates of the operations on this GPU and rewrite their entries, after each kernel, in `out`."""
+    """Time all candidates of the operations on this GPU and write their entries to `out` after each kernel."""
     capability = torch.cuda.get_device_capability()
     tuned = dict(triton_tiles.TUNED)
     path = Path(str(triton_tiles.__file__))
@@ -208,7 +201,7 @@ def tune(operations: Sequence[str], out: Path | None = None) -> None:
 
 
 def list_candidates(operations: Sequence[str]) -> None:
-    """Print how many tiles each width would try, and the present one."""
+    """Print the number of candidates at each width, and the current tile."""
     total = 0
     for target in targets(operations):
         for itemsize, width in points(target):
@@ -220,12 +213,12 @@ def list_candidates(operations: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """List or tune; 2 where there is no GPU to tune on."""
+    """List or tune; 2 if there is no GPU."""
     known = tuple(row_calls.CALLS)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_triton", description=__doc__)
-    parser.add_argument("operations", nargs="*", help=f"some of {', '.join(known)}; all by default")
-    parser.add_argument("--out", type=Path, help="where the rewritten triton_tiles.py goes (default: in place)")
-    parser.add_argument("--dry-run", action="store_true", help="list the candidates, time nothing")
+    parser.add_argument("operations", nargs="*", help=f"operations, from {', '.join(known)} (default: all)")
+    parser.add_argument("--out", type=Path, help="output file for the new triton_tiles.py (default: in place)")
+    parser.add_argument("--dry-run", action="store_true", help="list the candidates without timing")
     arguments = parser.parse_args(argv)
     operations = arguments.operations or known
     if set(operations) - set(known):
@@ -234,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         list_candidates(operations)
         return 0
     if not torch.cuda.is_available():
-        print("tuning needs a CUDA device: nothing was timed, no tile was changed (see --dry-run)", file=sys.stderr)
+        print("tuning requires a CUDA device: nothing was timed or changed (see --dry-run)", file=sys.stderr)
         return 2
     tune(operations, arguments.out)
     return 0

@@ -1,7 +1,7 @@
-"""What is measured: for each operation its inputs, the fewest bytes it must move, and the FLOPs it must do.
+"""The workloads: for each operation its inputs, minimum bytes and FLOPs.
 
-Bytes: each input read once, each output written once, nothing between. FLOPs: a matrix product of (m, k) and (k, n) is
-2 m k n; every elementwise operation, exp and erf included, is one. Shapes: B H L D for attention (Lq queries, Hk key
+Bytes: each input is read once, each output written once, no intermediates. FLOPs: a matrix product of (m, k) and (k, n)
+is 2 m k n; every elementwise operation, exp and erf included, is one. Shapes: B H L D for attention (Lq queries, Hk key
 heads), rows M and columns N for the others.
 """
 
@@ -17,17 +17,17 @@ from torch import Tensor
 DIRECTIONS = ("forward", "backward", "both")
 
 BACKWARD_PRODUCTS = 2.5
-"""Attention's backward pass does five matrix products where the forward pass does two."""
+"""Attention's backward pass has five matrix products, its forward pass two."""
 
 
 @dataclass(frozen=True)
 class RowOperation:
-    """An operation on M rows of N columns: what it takes, the fewest bytes that it moves, its FLOPs.
+    """An operation on M rows of N columns: its arguments, minimum bytes and FLOPs.
 
     Args:
-        matrices, vectors: the names of its arguments of (M, N) and of (N,).
-        forward, backward: how many matrices, vectors, and float32 or int32 numbers a row each pass moves.
-        flops: for each element, (forward, backward).
+        matrices, vectors: names of the arguments of shape (M, N) and (N,).
+        forward, backward: number of matrices, vectors, and float32 or int32 numbers per row that each pass moves.
+        flops: per element, (forward, backward).
     """
 
     matrices: tuple[str, ...]
@@ -68,21 +68,21 @@ APPROXIMATE = ("gelu", "bias_gelu", "geglu")
 VOCABULARY = 50_257
 SEQUENCE = 1024
 WIDEST_EMBEDDING = 8192
-"""Tokens are rows of a vocabulary in sequences of this length at most; no model is wider than that."""
+"""Tokens form sequences of at most this length, the maximum width of all models."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One thing to time, whoever does it.
+    """A timed task, independent of the candidate.
 
     Args:
         op: the operation.
-        case: which sweep it belongs to, such as "causal D64".
+        case: the sweep that it belongs to, such as "causal D64".
         direction: "forward", "backward", or "both" (forward, then backward).
         dtype: of the inputs.
-        shape: sizes by name. axis: the name of the size that its sweep varies.
-        options: keyword arguments of the operation; dropout is left out where a result is checked.
-        bytes, flops: the least that any implementation moves and does.
+        shape: sizes by name. axis: the name of the size that the sweep varies.
+        options: keyword arguments of the operation; dropout is left out when a result is checked.
+        bytes, flops: the minimum that any implementation moves and computes.
         key_lengths: for padded attention, the number of real tokens in each sequence.
     """
 
@@ -98,7 +98,7 @@ class Workload:
     key_lengths: tuple[int, ...] = field(default=())
 
     def without_dropout(self) -> Workload:
-        """The same with a result that can be checked."""
+        """The same workload with a deterministic result."""
         kept = {name: value for name, value in self.options.items() if name != "dropout_p"}
         return self if kept == self.options else replace(self, options=kept)
 
@@ -112,7 +112,7 @@ class Workload:
         return f"{self.op} {self.case} {self.direction} {self.dtype_name} {sizes}"
 
     def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
-        """Standard normal tensors, named as the operation names its arguments."""
+        """Standard normal tensors under the operation's argument names."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -120,7 +120,7 @@ class Workload:
 
         size = self.shape
         if self.op == "attention":
-            # Views of (B, L, H, D) tensors, as a model's projections give them.
+            # Views of (B, L, H, D) tensors, as returned by a model's projections.
             queries = normal(size["B"], size["Lq"], size["H"], size["D"])
             keys, values = (normal(size["B"], size["L"], size["Hk"], size["D"]) for _ in range(2))
             tensors = {"q": queries.transpose(1, 2), "k": keys.transpose(1, 2), "v": values.transpose(1, 2)}
@@ -165,7 +165,7 @@ def attention(
     dropout_p: float = 0.0,
     case: str = "",
 ) -> Workload:
-    """Attention of Lq queries (L unless given) over L keys; a quarter of each padded batch is padding, on average."""
+    """Attention of Lq queries (L by default) over L keys; a padded batch has a quarter of padding on average."""
     Hk, Lq = Hk or H, Lq or L
     lengths = tuple(max(1, L - (L * b // max(2 * (B - 1), 1))) for b in range(B)) if padded else ()
     pairs = Lq * (sum(lengths) if padded else B * L) * H
@@ -193,12 +193,12 @@ def attention(
 
 
 def seen_in_window(L: int, window: int) -> int:
-    """Pairs of L queries and the keys less than `window` away on either side."""
+    """Number of (query, key) pairs with L queries and keys less than `window` away on either side."""
     return sum(min(i + window, L) - max(i - window + 1, 0) for i in range(L))
 
 
 def attention_bytes(itemsize: int, direction: str, B: int, H: int, Hk: int, Lq: int, L: int, D: int) -> int:
-    """q, k, v in, out and the float32 log-sum-exp out; going backward those and dout in, dq, dk, dv out."""
+    """q, k, v in, out and the float32 log-sum-exp out; backward also dout in, dq, dk, dv out."""
     queries, keys, lse = B * H * Lq * D * itemsize, B * Hk * L * D * itemsize, B * H * Lq * 4
     forward = 2 * queries + 2 * keys + lse
     backward = 4 * queries + 4 * keys + lse
@@ -225,12 +225,12 @@ def rows(op: str, dtype: torch.dtype, direction: str, *, M: int, N: int, approxi
 
 
 def embedding_sizes(M: int) -> tuple[int, int]:
-    """The rows of the vocabulary and the length of a sequence for M tokens: a table is no larger than what is made."""
+    """Vocabulary rows and sequence length for M tokens; the table is no larger than the output."""
     return min(VOCABULARY, M), min(SEQUENCE, M)
 
 
 def embedding_bytes(itemsize: int, M: int, N: int) -> tuple[int, int]:
-    """Bytes forward and backward: those rows of the vocabulary that M random tokens name, each once; ids are int64."""
+    """Bytes forward and backward: the distinct vocabulary rows of M random tokens, each once; ids are int64."""
     vocabulary, length = embedding_sizes(M)
     named = round(vocabulary * (1.0 - (1.0 - 1.0 / vocabulary) ** M))
     row, statistics = N * itemsize, 2 * M * 4
@@ -255,9 +255,9 @@ def row_bytes(op: str, itemsize: int, direction: str, M: int, N: int) -> int:
 
 
 def output_layer(dtype: torch.dtype, direction: str, *, M: int, E: int, V: int) -> Workload:
-    """An output layer of V classes and its loss over M rows: forward alone, or with all gradients.
+    """An output layer of V classes and its loss over M rows: forward only, or with all gradients.
 
-    The logits count as neither read nor written: nothing needs them whole.
+    The logits count neither as read nor as written, because they need not be materialised.
     """
     inputs, targets = (M * E + V * E) * dtype.itemsize, 8 * M
     forward, backward = ROWS["cross_entropy"].flops
@@ -277,7 +277,7 @@ def output_layer(dtype: torch.dtype, direction: str, *, M: int, E: int, V: int) 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a device's sweeps are."""
+    """The sizes of a device's sweeps."""
 
     tokens: int
     heads: dict[int, int]  # by head dimension
@@ -320,7 +320,7 @@ QUICK = Sizes(
 def attention_sweep(
     sizes: Sizes, dtype: torch.dtype, D: int, direction: str, kind: str, **options: Any
 ) -> Iterator[Workload]:
-    """The same number of tokens in ever longer sequences; `kind` is full, causal or padded."""
+    """A fixed number of tokens in sequences of increasing length; `kind` is full, causal or padded."""
     for length in sizes.lengths:
         yield attention(
             dtype,
@@ -336,7 +336,7 @@ def attention_sweep(
 
 
 def decode_sweep(sizes: Sizes, dtype: torch.dtype) -> Iterator[Workload]:
-    """One new token per sequence over an ever longer cache, four query heads to a key head."""
+    """One new token per sequence over a cache of increasing length, four query heads per key head."""
     batch, longest = sizes.decode
     heads = sizes.heads[128]
     for length in (longest // 64, longest // 16, longest // 4, longest):
@@ -348,7 +348,7 @@ def decode_sweep(sizes: Sizes, dtype: torch.dtype) -> Iterator[Workload]:
 def row_sweep(
     sizes: Sizes, op: str, dtype: torch.dtype, direction: str, approximate: str = "none"
 ) -> Iterator[Workload]:
-    """The same number of elements in ever wider rows."""
+    """A fixed number of elements in rows of increasing width."""
     for width in sizes.widths:
         if op == "embedding" and width > WIDEST_EMBEDDING:
             continue
@@ -356,7 +356,7 @@ def row_sweep(
 
 
 def output_layer_sweep(sizes: Sizes, dtype: torch.dtype, direction: str) -> Iterator[Workload]:
-    """Ever larger vocabularies, GPT-2's odd one among them, as wide as a head dimension times the heads."""
+    """Increasing vocabularies, including GPT-2's odd size; the width is the head dimension times the heads."""
     rows, width = sizes.tokens // 4, 64 * sizes.heads[64] // 2
     for classes in (1024, 8192, 50257):
         if rows * classes <= 4 * sizes.elements:

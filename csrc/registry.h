@@ -1,12 +1,13 @@
 // How an operation offers its host functions to Python: after the definition of `softmax_forward` in csrc/ops/softmax.cu,
-// TK_EXPORT(softmax_forward) makes it callable as `_kernels.softmax_forward(...)`, positionally. bindings.cpp adds whatever
-// was linked in, so nothing else has to be edited for a new operation.
+// TK_EXPORT(softmax_forward) makes it callable as `_kernels.softmax_forward(...)`, positionally; a function of one structure
+// (csrc/calls) as `_kernels.norm_forward(dtype=..., x=..., ...)`, which names all fields in order. bindings.cpp adds
+// whatever was linked in, so nothing else has to be edited for a new operation.
 //
-// Calls go straight through the vector-call convention, and this header needs only
-// Python.h, which nvcc reads much faster than pybind11.
+// Calls go straight through the vector-call convention, and this header needs only Python.h, of which it uses the stable ABI.
 #pragma once
 #include <Python.h>
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <stdexcept>
@@ -21,7 +22,7 @@ namespace transformer_kernels {
 using Address = uint64_t;
 template <class T> T* pointer(Address address) { return reinterpret_cast<T*>(static_cast<uintptr_t>(address)); }
 
-using FastCall = PyObject* (*)(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
+using FastCall = PyObject* (*)(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names);
 
 struct Export {
   const char* name;
@@ -46,13 +47,13 @@ template <class T> T from_python(PyObject* object) {
     T result{};
     Py_ssize_t count = 0;
     result.fields([&](const char*, auto&) { ++count; });
-    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != count) {
+    if (!PyTuple_Check(object) || PyTuple_Size(object) != count) {
       PyErr_Format(PyExc_TypeError, "expected a tuple of %zd fields", count);
       return result;
     }
     Py_ssize_t place = 0;
     result.fields([&](const char*, auto& field) {
-      field = from_python<std::remove_reference_t<decltype(field)>>(PyTuple_GET_ITEM(object, place++));
+      field = from_python<std::remove_reference_t<decltype(field)>>(PyTuple_GetItem(object, place++));
     });
     return result;
   } else if constexpr (std::is_floating_point_v<T>) {
@@ -65,18 +66,61 @@ template <class T> T from_python(PyObject* object) {
   }
 }
 
+// Whether a function takes one structure by reference, whose fields are its arguments. One that takes a structure by value
+// is given a tuple of them.
+template <class... Parameters> constexpr bool takes_fields() {
+  return sizeof...(Parameters) == 1 && (std::is_reference_v<Parameters> && ...);
+}
+template <class... Parameters>
+using First = std::remove_cv_t<std::remove_reference_t<std::tuple_element_t<0, std::tuple<Parameters...>>>>;
+
 template <class... Parameters, size_t... INDEX>
 void call_with(void (*function)(Parameters...), PyObject* const* arguments, std::index_sequence<INDEX...>) {
   const std::tuple<Parameters...> values{from_python<Parameters>(arguments[INDEX])...};
   if (!PyErr_Occurred()) function(std::get<INDEX>(values)...);
 }
 
+// A structure from its fields, one argument each. A call by name has the names of its fields, which Python keeps in one
+// tuple for each place in its code: they are compared once for the tuple in `checked`.
+template <class T>
+bool from_fields(T& result, const char* name, PyObject* const* arguments, Py_ssize_t given, PyObject* names,
+                 std::atomic<PyObject*>& checked) {
+  const Py_ssize_t named = names ? PyTuple_Size(names) : 0;
+  const bool compare = named > 0 && names != checked.load(std::memory_order_relaxed);
+  Py_ssize_t place = 0;
+  result.fields([&](const char* field, auto& member) {
+    if (place < given + named && !PyErr_Occurred()) {
+      if (compare && place >= given &&
+          PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, place - given), field) != 0)
+        PyErr_Format(PyExc_TypeError, "%s: argument %zd must be %s, got %U", name, place, field,
+                     PyTuple_GetItem(names, place - given));
+      else
+        member = from_python<std::remove_reference_t<decltype(member)>>(arguments[place]);
+    }
+    ++place;
+  });
+  if (PyErr_Occurred()) return false;
+  if (place != given + named) {
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, place, given + named);
+    return false;
+  }
+  PyObject* none = nullptr;
+  if (compare && checked.compare_exchange_strong(none, names)) Py_INCREF(names);  // kept: its address stays its own
+  return true;
+}
+
 template <class... Parameters>
-PyObject* call_checked(void (*function)(Parameters...), const char* name, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != static_cast<Py_ssize_t>(sizeof...(Parameters)))
-    return PyErr_Format(PyExc_TypeError, "%s takes %zu arguments, got %zd", name, sizeof...(Parameters), count);
+PyObject* call_checked(void (*function)(Parameters...), const char* name, PyObject* const* arguments, Py_ssize_t count,
+                       PyObject* names, std::atomic<PyObject*>& checked) {
   try {
-    call_with(function, arguments, std::index_sequence_for<Parameters...>{});
+    if constexpr (takes_fields<Parameters...>()) {
+      First<Parameters...> all{};
+      if (from_fields(all, name, arguments, count, names, checked)) function(all);
+    } else if (names || count != static_cast<Py_ssize_t>(sizeof...(Parameters))) {
+      return PyErr_Format(PyExc_TypeError, "%s takes %zu arguments, got %zd", name, sizeof...(Parameters), count);
+    } else {
+      call_with(function, arguments, std::index_sequence_for<Parameters...>{});
+    }
   } catch (const std::invalid_argument& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::exception& error) {
@@ -102,8 +146,9 @@ template <class T> struct StructureRegistration {
   static const ::transformer_kernels::StructureRegistration<type> structure_registration_of_##type(#type)
 
 #define TK_EXPORT(function)                                                                                \
-  static PyObject* call_##function(PyObject*, PyObject* const* arguments, Py_ssize_t count) {              \
-    return ::transformer_kernels::call_checked(function, #function, arguments, count);                     \
+  static PyObject* call_##function(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* names) { \
+    static std::atomic<PyObject*> checked{nullptr};                                                        \
+    return ::transformer_kernels::call_checked(function, #function, arguments, count, names, checked);     \
   }                                                                                                        \
   static const ::transformer_kernels::Registration registration_of_##function(#function, call_##function)
 

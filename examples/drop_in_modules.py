@@ -1,6 +1,6 @@
-"""A model of torch.nn modules, trained as it is and then with this package's modules in their places.
+"""A model of torch.nn modules, trained unchanged and then with this package's modules.
 
-The state dict moves over unchanged, and so do the losses.
+The state dict is loaded unchanged, and the losses agree.
 """
 
 import torch
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def losses(model: nn.Module, steps: int = 5) -> list[float]:
-    """Learn to give each token's successor."""
+    """Train to predict the successor of each token."""
     x = torch.randn(8, 33, 64, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []

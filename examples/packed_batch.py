@@ -1,4 +1,4 @@
-"""Sequences of different lengths without padding: one row of tokens, and where each sequence starts."""
+"""Sequences of different lengths without padding: one row of tokens, and the offset of each sequence."""
 
 import torch
 

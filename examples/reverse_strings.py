@@ -1,4 +1,4 @@
-"""Attention as it began: two recurrent networks learn to write words backwards, and where they look is a mirror."""
+"""Additive attention: two recurrent networks learn to reverse words; the alignment is a mirror image."""
 
 import torch
 
@@ -26,5 +26,5 @@ written = model.generate(words, BEGIN, LENGTH)
 exact = (written == words.flip(1)).all(1).float().mean().item()
 for word, answer in zip(words[:3].tolist(), written[:3].tolist(), strict=True):
     print("".join(LETTERS[n] for n in word), "->", "".join(LETTERS[n] for n in answer))
-print(f"{exact:.1%} of 200 new words are written backwards")
+print(f"{exact:.1%} of 200 new words are reversed correctly")
 assert exact >= 0.95

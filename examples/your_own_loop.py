@@ -1,4 +1,4 @@
-"""A training loop of your own on a patched model: captured once, replayed, the same numbers.
+"""A custom training loop on a patched model: captured once, then replayed with the same results.
 
 On a GPU a replay is one CUDA graph, on a CPU a list of the kernels and operators that the step called.
 """
@@ -14,7 +14,7 @@ TOKENS = torch.randint(50, (30, 8, 32), generator=torch.Generator().manual_seed(
 
 
 def run(replayed: bool) -> tuple[float, float]:
-    """The last loss and the seconds of a step."""
+    """The last loss and the seconds per step."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, activation="gelu", batch_first=True)
     model = nn.Sequential(nn.Embedding(50, 64), nn.TransformerEncoder(layer, 2), nn.Linear(64, 50))
@@ -32,13 +32,13 @@ def run(replayed: bool) -> tuple[float, float]:
     if replayed:
         step = tk.graphed(step, optimizer)
     for number, tokens in enumerate(TOKENS):
-        if number == 10:  # by now it is captured
+        if number == 10:  # captured by now
             start = time.perf_counter()
         loss = step(tokens)
     return loss.item(), (time.perf_counter() - start) / 20
 
 
 (plain, slow), (replayed, fast) = run(False), run(True)
-print(f"{1000 * slow:.1f} ms a step, replayed {1000 * fast:.1f} ms; losses {plain:.6f} and {replayed:.6f}")
+print(f"{1000 * slow:.1f} ms per step, replayed {1000 * fast:.1f} ms; losses {plain:.6f} and {replayed:.6f}")
 assert plain == replayed
-print("the same numbers")
+print("the losses are equal")

@@ -1,14 +1,14 @@
-"""A model that takes its operations as an object: the textbook, and the same class on kernels.
+"""A model that takes its operations as an object: the reference, and the same class on kernels.
 
-This is how the models of `python_ref` are written. `python_ref.ops` is plain tensor algebra, `tk.bind(...)` offers the
-same names and signatures, answered by a backend.
+The models of `python_ref` are written this way. `python_ref.ops` is plain tensor algebra; `tk.bind(...)` provides the
+same names and signatures, run by a backend.
 """
 
 import torch
 from torch import nn
 
 import transformer_kernels as tk
-from python_ref import ops as textbook
+from python_ref import ops as reference
 
 
 class Classifier(nn.Module):
@@ -36,7 +36,7 @@ real = torch.arange(24) < torch.randint(5, 25, (16, 1), generator=torch.Generato
 labels = (tokens[:, 0] % 2).long()
 
 found = {}
-for name, ops in (("textbook", textbook), ("kernels", tk.bind("auto"))):
+for name, ops in (("reference", reference), ("kernels", tk.bind("auto"))):
     torch.manual_seed(0)
     model = Classifier(ops)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -47,4 +47,4 @@ for name, ops in (("textbook", textbook), ("kernels", tk.bind("auto"))):
         optimizer.step()
     found[name] = loss.item()
     print(f"{name}: loss {loss.item():.5f} after 30 steps")
-assert abs(found["textbook"] - found["kernels"]) < 1e-3
+assert abs(found["reference"] - found["kernels"]) < 1e-3

@@ -1,6 +1,7 @@
-"""The readable reference: operations as plain tensor algebra, and the models that are built from them."""
+"""The reference implementation: operations as plain tensor algebra, and the models built on them."""
 
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from python_ref import ops
@@ -58,7 +59,7 @@ def preset(name: str, **overrides: Any) -> TransformerConfig:
         overrides: fields of that configuration.
 
     Raises:
-        ValueError: no such preset, or a field's value makes no model.
+        ValueError: no such preset, or the value of a field is invalid.
         TypeError: no such field.
     """
     if name not in PRESETS:
@@ -66,12 +67,14 @@ def preset(name: str, **overrides: Any) -> TransformerConfig:
     names = [field.name for field in fields(PRESETS[name])]
     unknown = [override for override in overrides if override not in names]
     if unknown:
-        raise TypeError(f"build: {name} has no field {', '.join(unknown)}; its fields are {', '.join(names)}")
+        closest = [match for field in unknown for match in get_close_matches(field, names, 1, 0.75)]
+        hint = f"did you mean {', '.join(closest)}?" if closest else f"its fields are {', '.join(names)}"
+        raise TypeError(f"build: {name} has no field {', '.join(unknown)}; {hint}")
     return replace(PRESETS[name], **overrides)
 
 
 def build(name: str, *, ops: Any = ops, **overrides: Any) -> Transformer:
-    """Make one of the preset models with fresh weights.
+    """Build a preset model with newly initialised weights.
 
     Args:
         name: one of `PRESETS`.
@@ -82,7 +85,7 @@ def build(name: str, *, ops: Any = ops, **overrides: Any) -> Transformer:
         the model of that configuration in `MODELS`.
 
     Raises:
-        ValueError: no such preset, or a field's value makes no model.
+        ValueError: no such preset, or the value of a field is invalid.
         TypeError: no such field.
     """
     config = preset(name, **overrides)

@@ -1,8 +1,8 @@
-"""Additive attention between two recurrent networks, where attention in translation began.
+"""Additive attention between two recurrent networks, the first attention in machine translation.
 
 Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and translate", 2015; equations are
 those of its section 3 and appendix A. Shapes: B sequences, Ls source tokens, Lt target tokens, E the width of
-embeddings and states, M = 2 E that of what is read, A the width inside the attention, V token ids.
+embeddings and states, M = 2 E the width of the memory, A the hidden width of the attention, V token ids.
 """
 
 from typing import Any
@@ -57,12 +57,12 @@ class GRUCell(nn.Module):
 class Seq2Seq(Layer):
     """source (B, Ls), target (B, Lt) int64 -> logits (B, Lt, V) for the target's token after each of them.
 
-    Two GRUs read the source, one from each end; a third writes, and before each token looks at all that they have read.
+    Two GRUs read the source, one in each direction. A third one writes and attends to their states before each token.
 
     Args:
         vocab_size: number of token ids, of both sides.
         width: E and A.
-        ops: the operations; the attention's softmax is one.
+        ops: the operations; only the softmax of the attention is used.
     """
 
     def __init__(self, vocab_size: int, width: int = 64, ops: Any = reference_ops) -> None:
@@ -75,7 +75,7 @@ class Seq2Seq(Layer):
         self.head = nn.Linear(4 * width, vocab_size)
 
     def read(self, source: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """What both readers know at each token, (B, Ls) -> (B, Ls, 2 E); padding does not change their states."""
+        """The concatenated states of both readers, (B, Ls) -> (B, Ls, 2 E); padding does not change their states."""
         x = self.embedding(source)
         real = torch.ones_like(source, dtype=torch.bool) if padding_mask is None else padding_mask
         both = []
@@ -110,7 +110,7 @@ class Seq2Seq(Layer):
 
     @torch.no_grad()
     def generate(self, source: Tensor, begin: int, length: int, padding_mask: Tensor | None = None) -> Tensor:
-        """The likeliest token at each of `length` steps, each read before the next, (B, Ls) -> (B, length)."""
+        """Greedy decoding of `length` tokens, (B, Ls) -> (B, length)."""
         memory = self.read(source, padding_mask)
         state, keys = self._begin(memory), self.attention.key(memory)
         token, written = torch.full_like(source[:, 0], begin), []
@@ -121,7 +121,7 @@ class Seq2Seq(Layer):
         return torch.stack(written, 1)
 
     def _begin(self, memory: Tensor) -> Tensor:
-        """tanh(W h_1), where h_1 is what the reader from the right knows at the first token (appendix A.2.2)."""
+        """tanh(W h_1), where h_1 is the backward reader's state at the first token (appendix A.2.2)."""
         return self.start(memory[:, 0].chunk(2, -1)[1]).tanh()
 
     def _write(

@@ -1,4 +1,4 @@
-"""BERT: a stack of blocks in which every token sees all others, with a classifier on the first token or on the mean."""
+"""BERT: an encoder with a classifier on the first token or on the mean."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ class BERTConfig(TransformerConfig):
     Args:
         segments: number of segment embeddings; 0 for none.
         classes: number of logits of the classifier.
-        pooling: what the classifier reads: "first", the hidden state of the first token, or "mean", the mean of the
+        pooling: input of the classifier: "first", the hidden state of the first token, or "mean", the mean of the
             hidden states of all real tokens.
     """
 
@@ -49,7 +49,7 @@ def mean_of_real(hidden: Tensor, padding_mask: Tensor | None) -> Tensor:
 
 
 def mean_of_sequences(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The mean over the tokens of each packed sequence, (1, T, E) -> (S, E), summed one by one in float32 at least."""
+    """The mean over the tokens of each packed sequence, (1, T, E) -> (S, E), accumulated in float32 at least."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.segment_reduce(hidden[0].to(wide), "sum", offsets=cu_seqlens, axis=0, unsafe=True, initial=0)
     count = cu_seqlens.diff().clamp(min=1).unsqueeze(1)  # (S, 1)
@@ -57,9 +57,9 @@ def mean_of_sequences(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 class BERTClassifier(Transformer):
-    """An encoder that reads a whole sequence and classifies it by the hidden state of its first token or by the mean.
+    """An encoder with a classifier on the hidden state of the first token, or on the mean.
 
-    `hidden_states(tokens, padding_mask, segments)` gives the encoder's output (B, L, E).
+    `hidden_states(tokens, padding_mask, segments)` returns the encoder's output (B, L, E).
     """
 
     def __init__(self, config: BERTConfig, ops: Any = reference_ops) -> None:
@@ -81,13 +81,13 @@ class BERTClassifier(Transformer):
         """Classify each sequence.
 
         Args:
-            tokens: (B, L) int64; with pooling "first" the first one stands for the whole sequence. With cu_seqlens,
-                (1, T): S sequences one after the other, and what comes behind the last one counts for nothing.
+            tokens: (B, L) int64; with pooling "first" the first one represents the sequence. With cu_seqlens, (1, T): S
+                concatenated sequences; tokens after the last one are ignored.
             padding_mask: (B, L) bool, True at real tokens; None when all are real.
             segments: (B, L) int64; None when all tokens are in segment 0.
             cu_seqlens: (S + 1,) int32; sequence s is the tokens cu_seqlens[s] up to, not including, cu_seqlens[s + 1],
                 of which there is at least one.
-            position_ids: (B, L) int64, the position of each token; None counts them from 0 in each sequence.
+            position_ids: (B, L) int64, the position of each token; None: 0, 1, ... in each sequence.
             return_attention: also return each layer's attention weights, a list of (B, H, L, L).
 
         Returns:
@@ -102,7 +102,7 @@ class BERTClassifier(Transformer):
         return logits if maps is None else (logits, maps)
 
     def _pooled(self, hidden: Tensor, padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """What the classifier reads of each sequence."""
+        """The input of the classifier for each sequence."""
         if self.pooling == "mean":
             return mean_of_real(hidden, padding_mask) if cu_seqlens is None else mean_of_sequences(hidden, cu_seqlens)
         return hidden[:, 0] if cu_seqlens is None else hidden[0].index_select(0, cu_seqlens[:-1])
@@ -118,10 +118,10 @@ class BERTClassifier(Transformer):
         position_ids: Tensor | None = None,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """The mean cross-entropy of what `forward` gives for the same tokens.
+        """The mean cross-entropy of the logits of `forward`.
 
         Args:
-            labels: (B,) or (S,) int64, classes; -100 where a sequence does not count.
+            labels: (B,) or (S,) int64, classes; -100 excludes a sequence.
             tokens, padding_mask, segments, cu_seqlens, position_ids: as in `forward`.
             label_smoothing: as in `ops.cross_entropy`.
         """

@@ -1,6 +1,6 @@
-"""Byte-pair encoding to read: how a vocabulary is learned from counted words, and how a word is then cut into pieces.
+"""A readable byte-pair encoding: learning the vocabulary from word counts, and splitting words.
 
-It works on characters and rereads all words for each merge. For real text take `tokenizers` or tiktoken.
+It works on characters and rereads all words for each merge. For real text use `tokenizers` or tiktoken.
 """
 
 from collections import Counter
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-END = "</w>"  # closes each word, so that "est" at the end of one is another piece than within one
+END = "</w>"  # ends each word, so that "est" at the end of a word differs from "est" within one
 
 
 class Merge(NamedTuple):
-    """Two pieces that become one, and how many times they stood side by side then."""
+    """A merge of two adjacent pieces, and their number of adjacent occurrences when it was learned."""
 
     left: str
     right: str
@@ -24,13 +24,13 @@ class Merge(NamedTuple):
 
 
 def learn_merges(words: Mapping[str, int], count: int, *, end: str = END) -> list[Merge]:
-    """Merge the most frequent pair of neighbouring pieces, up to `count` times; among equals the one that occurs first.
+    """Merge the most frequent pair of adjacent pieces, up to `count` times; ties go to the pair that occurs first.
 
     Args:
-        words: how often each word occurs.
-        end: a piece added to every word; "" for none.
+        words: the count of each word.
+        end: a piece appended to every word; "" for none.
     Returns:
-        the merges in the order in which they were made; fewer than `count` where no pair is left.
+        the merges in order; fewer than `count` if no pair is left.
 
     Sennrich, Haddow, Birch, "Neural machine translation of rare words with subword units", 2016, section 3.2.
     """
@@ -50,7 +50,7 @@ def learn_merges(words: Mapping[str, int], count: int, *, end: str = END) -> lis
 
 
 def split_word(word: str, merges: Sequence[Merge], *, end: str = END) -> list[str]:
-    """Cut a word into pieces by making the merges in the order in which they were learned."""
+    """Split a word into pieces by applying the merges in the order in which they were learned."""
     parts = _characters(word, end)
     for merge in merges:
         parts = _merged(parts, merge)
@@ -62,7 +62,7 @@ def _characters(word: str, end: str) -> list[str]:
 
 
 def _merged(parts: list[str], merge: Merge) -> list[str]:
-    """The pieces with each occurrence of the pair as one, taken from the left."""
+    """The pieces with each occurrence of the pair merged, from left to right."""
     result: list[str] = []
     for part in parts:
         if part == merge.right and result and result[-1] == merge.left:

@@ -1,18 +1,27 @@
-"""What a language model remembers of the tokens that it has read: their keys and values in every layer."""
+"""The KV cache: keys and values of the tokens read so far, in every layer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from python_ref.layers import Transformer
+from python_ref.config import TransformerConfig
+
+
+class CachedModel(Protocol):
+    """What a cache reads of a model: its configuration, and the device and dtype of its embedding."""
+
+    @property
+    def config(self) -> TransformerConfig: ...
+
+    @property
+    def embedding(self) -> Any: ...
 
 
 class SourceMemory(NamedTuple):
-    """What a decoder sees of the sequences that it translates, computed once for all of its steps.
+    """The encoder's keys and values for a decoder, computed once for all decoding steps.
 
     Attributes:
         layers: keys (B, kv_heads, Ls, D) and values (B, kv_heads, Ls, Dv) for each layer of the decoder.
@@ -23,7 +32,7 @@ class SourceMemory(NamedTuple):
     padding_mask: Tensor | None
 
     def take(self, rows: Tensor) -> SourceMemory:
-        """The memory of sequences number `rows`, int64 (any,), each as often as it stands there."""
+        """The memory of the sequences `rows`, int64 (any,), repeated as often as they occur there."""
         layers = [[each.index_select(0, rows) for each in layer] for layer in self.layers]
         return SourceMemory(layers, None if self.padding_mask is None else self.padding_mask.index_select(0, rows))
 
@@ -31,19 +40,19 @@ class SourceMemory(NamedTuple):
 class KVCache:
     """Keys and values of the tokens read so far, so that a new token costs one row instead of the whole sequence.
 
-    All memory is taken when the cache is made: per layer (B, kv_heads, slots, D) and (B, kv_heads, slots, Dv), with a
-    slot for each of `length` tokens. A layer with a window needs no more slots than that and overwrites the oldest, as
-    a ring; where all layers have one and positions are rotary, there is no last token.
+    All memory is allocated at construction: per layer (B, kv_heads, slots, D) and (B, kv_heads, slots, Dv), with one
+    slot per token up to `length`. A layer with a window has at most `window` slots and overwrites the oldest, as a ring
+    buffer. If all layers have a window and positions are rotary, the number of tokens is unlimited.
 
     Attributes:
-        batch, length, dtype, device: as the cache was made.
-        tokens: how many tokens each sequence has read, padding included.
+        batch, length, dtype, device: constructor arguments.
+        tokens: number of tokens that each sequence has read, padding included.
 
     Raises:
         ValueError: batch or length is not positive, or the model has fewer positions than `length`.
     """
 
-    def __init__(self, model: Transformer, batch: int, length: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: CachedModel, batch: int, length: int, dtype: torch.dtype | None = None) -> None:
         config = model.config
         windows = [config.window_of(layer) for layer in range(config.layers)]
         rings = all(window is not None and window <= length for window in windows)
@@ -54,8 +63,8 @@ class KVCache:
             raise ValueError(f"new_cache: length must be at most the model's context {config.context}; got {length}")
         self.model, self.batch, self.length, self.windows, self.tokens = model, batch, length, windows, 0
         self.dtype, self.device = dtype or activation_dtype(model), model.embedding.tokens.weight.device
-        self.padding: Tensor | None = None  # (B,), how many tokens of padding each sequence begins with
-        self._masks: dict[tuple[int, int], Tensor] = {}  # of this step, which layers of one window share
+        self.padding: Tensor | None = None  # (B,), padding tokens at the beginning of each sequence
+        self._masks: dict[tuple[int, int], Tensor] = {}  # of this step, shared by layers with the same window
         head_dim = config.width // config.heads
         self.keys, self.values = (
             [self._empty(config.kv_heads or config.heads, window, width) for window in windows]
@@ -72,18 +81,18 @@ class KVCache:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def reset(self) -> None:
-        """Forget all tokens and keep the memory."""
+        """Discard all tokens; the memory stays allocated."""
         self.tokens, self.padding = 0, None
 
     def take(self, rows: Tensor) -> None:
-        """Let sequence n go on from what sequence rows[n] has read; `rows` is int64 (B,), on the cache's device."""
+        """Continue sequence n from the state of sequence rows[n]; `rows` is int64 (B,), on the cache's device."""
         for memory in (*self.keys, *self.values):
             memory.copy_(memory.index_select(0, rows))
         if self.padding is not None:
             self.padding = self.padding[rows]
 
-    def begin(self, model: Transformer, tokens: Tensor, padding_mask: Tensor | None) -> None:
-        """Refuse tokens (B, L) that this cache cannot hold, before anything is computed."""
+    def begin(self, model: CachedModel, tokens: Tensor, padding_mask: Tensor | None) -> None:
+        """Raise if the cache has no room for tokens (B, L), before anything is computed."""
         self._masks.clear()
         if model is not self.model:
             raise ValueError("cache: it was made by another model; make one with this model's new_cache")
@@ -95,7 +104,7 @@ class KVCache:
             raise ValueError(f"cache: tokens must be on {self.device}; got {tokens.device}")
         if self.tokens + tokens.shape[1] > self.length and not self.endless:
             raise ValueError(
-                f"cache: {self.tokens} of its {self.length} tokens are taken; there is no room for {tokens.shape[1]}"
+                f"cache: {self.tokens} of its {self.length} tokens are used; there is no room for {tokens.shape[1]}"
             )
         if padding_mask is None:
             return
@@ -104,23 +113,23 @@ class KVCache:
         count = padding_mask.sum(1)
         left = torch.arange(tokens.shape[1], device=tokens.device) >= tokens.shape[1] - count.unsqueeze(1)
         if not torch.equal(left, padding_mask):
-            raise ValueError("cache: padding must stand on the left, before each sequence's first real token")
+            raise ValueError("cache: padding must be on the left, before each sequence's first real token")
         self.padding = tokens.shape[1] - count
 
     def position_ids(self, length: int) -> Tensor:
-        """Where the next `length` tokens stand in their sequences, int64 (B, length); padding stands at 0."""
-        places = self._places(length).expand(self.batch, length)
-        return places if self.padding is None else (places - self.padding.unsqueeze(1)).clamp(min=0)
+        """Positions of the next `length` tokens in their sequences, int64 (B, length); 0 for padding."""
+        indices = self._indices(length).expand(self.batch, length)
+        return indices if self.padding is None else (indices - self.padding.unsqueeze(1)).clamp(min=0)
 
-    def _places(self, length: int) -> Tensor:
-        """Where the next `length` tokens stand, padding counted, int64 (length,)."""
+    def _indices(self, length: int) -> Tensor:
+        """Indices of the next `length` tokens, padding included, int64 (length,)."""
         return torch.arange(self.tokens, self.tokens + length, device=self.device)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store the keys and values (B, kv_heads, L, D) of new tokens; return all that those tokens may see, in order.
+        """Store keys and values (B, kv_heads, L, D) of new tokens; return all that they may attend to, in order.
 
-        With a window these are the `window - 1` tokens before the first new one, and the new ones. The third is the
-        mask of these keys, bool (B, Lk), False at padding; None when all are real.
+        With a window these are the `window - 1` tokens before the first new one, and the new ones. The third result is
+        the mask of these keys, bool (B, Lk), False at padding; None when all are real.
         """
         first, last = self.tokens, self.tokens + k.shape[2]
         stored, window = (self.keys[layer], self.values[layer]), self.windows[layer]
@@ -138,7 +147,7 @@ class KVCache:
         return seen[0], seen[1], self._real(oldest, last)
 
     def _real(self, first: int, last: int) -> Tensor | None:
-        """Which of the tokens from `first` up to `last` are real, bool (B, last - first); None when all are."""
+        """Which tokens in [first, last) are real, bool (B, last - first); None when all are."""
         if self.padding is None:
             return None
         if (first, last) not in self._masks:
@@ -146,21 +155,21 @@ class KVCache:
         return self._masks[first, last]
 
     def advance(self, length: int) -> None:
-        """Count `length` tokens, whose keys and values all layers have stored, as read."""
+        """Advance by `length` tokens, whose keys and values all layers have stored."""
         self.tokens += length
 
 
 class SteadyCache(KVCache):
-    """A cache whose steps of one token all do the same to the same memory, so that one CUDA graph serves them all.
+    """A cache whose one-token steps all run the same operations on the same memory, so that one CUDA graph serves them.
 
-    What changes from step to step lies in tensors: a token is stored at `place`, and sees all slots behind a mask of
-    those that are taken. Reading several tokens at once is as in `KVCache`.
+    The varying state is in tensors: a token is stored at index `place` and attends to all slots, masked to the occupied
+    ones. Reading several tokens at once works as in `KVCache`.
 
     Attributes:
-        place: int64 (1,), how many tokens each sequence has read: what `tokens` is on the host.
+        place: int64 (1,), the number of tokens read by each sequence; `tokens` is its copy on the host.
     """
 
-    def __init__(self, model: Transformer, batch: int, length: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: CachedModel, batch: int, length: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(model, batch, length, dtype)
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
 
@@ -168,11 +177,11 @@ class SteadyCache(KVCache):
         super().reset()
         self.place.zero_()
 
-    def _places(self, length: int) -> Tensor:
-        return self.place if length == 1 else super()._places(length)
+    def _indices(self, length: int) -> Tensor:
+        return self.place if length == 1 else super()._indices(length)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `KVCache.extend`, which several tokens take; a single one sees the keys of a ring in the ring's order."""
+        """As `KVCache.extend` for several tokens; a single token attends to the slots of a ring in storage order."""
         if k.shape[2] > 1:
             return super().extend(layer, k, v)
         keys, values = self.keys[layer], self.values[layer]
@@ -183,9 +192,9 @@ class SteadyCache(KVCache):
         return keys, values, self._taken(slots)
 
     def _taken(self, slots: int) -> Tensor:
-        """Which of the slots hold a real token, the new one among them, bool (B, slots)."""
+        """Which slots contain a real token, including the new one, bool (B, slots)."""
         if (0, slots) not in self._masks:
-            token = self.place - (self.place - torch.arange(slots, device=self.device)) % slots  # of a slot; < 0: none
+            token = self.place - (self.place - torch.arange(slots, device=self.device)) % slots  # < 0: empty
             real = token >= (0 if self.padding is None else self.padding.unsqueeze(1))
             self._masks[0, slots] = real.expand(self.batch, slots)
         return self._masks[0, slots]
@@ -195,8 +204,8 @@ class SteadyCache(KVCache):
         self.place.add_(length)
 
 
-def activation_dtype(model: Transformer) -> torch.dtype:
-    """In what dtype a model makes its keys: that of its weights, or autocast's."""
+def activation_dtype(model: CachedModel) -> torch.dtype:
+    """The dtype of a model's keys: that of its weights, or autocast's."""
     weight = model.embedding.tokens.weight
     if torch.is_autocast_enabled(weight.device.type):
         return torch.get_autocast_dtype(weight.device.type)

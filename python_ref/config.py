@@ -1,4 +1,4 @@
-"""The numbers and choices that decide what a model looks like, checked when they are made."""
+"""Model configurations, validated at construction."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Everything that decides the shape of a stack of transformer blocks.
+    """The configuration of a stack of transformer blocks.
 
     Args:
         vocab_size: number of token ids.
@@ -25,38 +25,36 @@ class TransformerConfig:
         layers: number of blocks.
         heads: H, the number of query heads; divides `width`.
         kv_heads: number of key and value heads; divides `heads`. None means `heads`.
-        value_dim: the width of a value head. None means that of a query head, `width` / `heads`.
-        qk_norm: an RMSNorm on each query head and each key head, before they are rotated.
+        value_dim: width of a value head. None means that of a query head, `width` / `heads`.
+        qk_norm: apply an RMSNorm to each query head and each key head, before the rotation.
         window: a query sees the nearest `window` keys only, itself included. None means all.
-        window_pattern: which layers have the window: "L" (local) or "G" (global, none) for each layer, and from the
-            first again where the layers are more than the letters.
-        global_tokens: in layers with a window, the first so many tokens of a sequence see all and are seen by all
-            (Beltagy et al. 2020); for models that are not causal, without rotary positions and norms of queries.
-        ffn_width: F, the width inside the feed-forward network. None means 4 * `width`.
-        activation: "relu", "gelu" (erf) or "gelu_tanh", or with a gate of the same width beside it "swiglu", "geglu".
+        window_pattern: one letter per layer, "L" (local, with the window) or "G" (global), repeated over the layers.
+        global_tokens: in layers with a window, this many tokens at the beginning of a sequence attend to all tokens and
+            are attended to by all (Beltagy et al. 2020); for bidirectional models without rotary positions and qk_norm.
+        ffn_width: F, hidden width of the feed-forward network. None means 4 * `width`.
+        activation: "relu", "gelu" (erf) or "gelu_tanh", or with a gate of the same width "swiglu" or "geglu".
         norm: "pre", x + f(norm(x)), or "post", norm(x + f(x)), with LayerNorm; "rms", x + f(norm(x)) with RMSNorm.
         final_norm: a norm after the last block.
         embedding_norm: a LayerNorm after the sum of the embeddings.
-        positions: "learned", "sinusoidal", which also scales the token embedding by sqrt(E), or "rotary", where
-            queries and keys are rotated in every layer.
-        rotary_base: theta, which sets the slowest rotation.
-        rotary_width: how many columns of each head are rotated; even. None means all.
-        rotary_interleaved: a rotated pair is two neighbouring columns, not one of each half.
-        rotary_scaling: Llama 3's (factor, low, high, context), as in `ops.RotaryScaling`; None changes nothing.
+        positions: "learned", "sinusoidal", which also scales the token embedding by sqrt(E), or "rotary", which rotates
+            queries and keys in every layer.
+        rotary_base: theta, which determines the slowest rotation.
+        rotary_width: number of rotated columns per head; even. None means all.
+        rotary_interleaved: a rotated pair is two adjacent columns, not one from each half.
+        rotary_scaling: Llama 3's (factor, low, high, context), as in `ops.RotaryScaling`; None disables it.
         dropout: probability, on the embedding sum, the attention weights and the output of every attention projection
             and feed-forward network.
-        embedding_dropout, attention_dropout, residual_dropout: the probability on the first, the second and the last
-            two of these. None means `dropout`.
+        embedding_dropout, attention_dropout, residual_dropout: probabilities for these three. None means `dropout`.
         ffn_dropout: probability after the activation inside the feed-forward network.
         attention_bias, ffn_bias, norm_bias: whether those layers have biases; an RMSNorm never has one.
         norm_eps: added to the variance in every LayerNorm and to the mean square in every RMSNorm.
         init_std: standard deviation of the initial weights.
-        init_scale_residual: divide that by sqrt(2 * layers) for the projections that write to the residual stream, as
-            GPT-2 does, so that the stream's variance does not grow with depth.
+        init_scale_residual: divide it by sqrt(2 * layers) for the projections that write to the residual stream, as in
+            GPT-2, so that the stream's variance does not grow with depth.
 
     Raises:
-        TypeError: a size is not an integer, or a number is not one.
-        ValueError: a size is not positive, heads do not divide, a name is unknown, or a number is out of its range.
+        TypeError: a size is not an integer, or a value is not a number.
+        ValueError: a size is not positive, heads do not divide, a name is unknown, or a number is out of range.
     """
 
     vocab_size: int
@@ -118,13 +116,13 @@ class TransformerConfig:
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{self._name}: {name} must be positive and finite; got {getattr(self, name)}")
 
-    def dropout_on(self, place: str) -> float:
-        """The probability on "embedding", "attention" (its weights) or "residual" (what a branch adds)."""
-        probability = getattr(self, f"{place}_dropout")
+    def dropout_on(self, site: str) -> float:
+        """The dropout probability of "embedding", "attention" (weights) or "residual" (branch outputs)."""
+        probability = getattr(self, f"{site}_dropout")
         return self.dropout if probability is None else probability
 
     def window_of(self, layer: int) -> int | None:
-        """The window of a layer, counted from 0; None where it sees all keys."""
+        """The window of layer `layer`, from 0; None if it attends to all keys."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "L" else None
 
     @property

@@ -1,4 +1,4 @@
-"""The encoder as it was pretrained: BERT and DistilBERT, with the heads that their weights come with."""
+"""The pretrained encoders BERT and DistilBERT, with their heads."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,7 +12,7 @@ from python_ref.bert import IMDB_BERT, mean_of_real
 from python_ref.config import TransformerConfig
 from python_ref.layers import LayerNorm, Transformer, linear
 
-MASKED_SHARE = 0.15  # of the tokens, in pretraining
+MASKED_SHARE = 0.15  # fraction of tokens that pretraining masks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +44,12 @@ class MaskedLMHead(nn.Module):
         return F.linear(self.hidden(x), embedding, self.bias)  # (..., E) -> (..., V)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What the token embedding is multiplied with, (..., E) -> (..., E)."""
+        """The vector that is multiplied with the token embedding, (..., E) -> (..., E)."""
         return self.norm(linear(self.norm.ops, x, self.dense.weight, self.dense.bias, self.activation))
 
 
 class Encoder(Transformer):
-    """tokens (B, L) int64 -> hidden states (B, L, E), and from those what the heads make of them."""
+    """tokens (B, L) int64 -> hidden states (B, L, E), and the outputs of the heads."""
 
     def __init__(self, config: EncoderConfig, ops: Any = reference_ops) -> None:
         super().__init__(config, ops, config.segments)
@@ -84,7 +84,7 @@ class Encoder(Transformer):
         return self.pooler(hidden[:, 0]).tanh()
 
     def sentences(self, tokens: Tensor, padding_mask: Tensor | None = None, *, pooling: str = "mean") -> Tensor:
-        """One vector of length 1 for each sequence, (B, L) -> (B, E): of the mean over real tokens, or of the first.
+        """One unit vector per sequence, (B, L) -> (B, E): of the mean over real tokens, or of the first token.
 
         Raises:
             ValueError: pooling is neither "mean" nor "cls".
@@ -95,7 +95,7 @@ class Encoder(Transformer):
         return F.normalize(mean_of_real(hidden, padding_mask) if pooling == "mean" else hidden[:, 0], dim=-1)
 
     def token_logits(self, hidden: Tensor) -> Tensor:
-        """What stands at each place, (B, L, E) -> (B, L, V). ValueError for a model without that head."""
+        """Logits of the masked-token head, (B, L, E) -> (B, L, V). ValueError for a model without that head."""
         if self.masked_lm is None:
             raise ValueError("token_logits: the model has no head for masked tokens")
         return self.masked_lm(hidden, self.embedding.tokens.weight)
@@ -109,7 +109,7 @@ class Encoder(Transformer):
 
 
 class MaskedLM(Encoder):
-    """An encoder that says what stood at the masked places of its tokens; its head is computed for these alone.
+    """An encoder that predicts masked tokens; the head is computed at the masked indices only.
 
     Devlin et al., "BERT: pre-training of deep bidirectional transformers", 2019, section 3.1.
     """
@@ -117,12 +117,12 @@ class MaskedLM(Encoder):
     def forward(  # type: ignore[override]
         self, tokens: Tensor, padding_mask: Tensor | None, places: Tensor, segments: Tensor | None = None
     ) -> Tensor:
-        """The logits of the tokens at some places.
+        """The logits at the given indices.
 
         Args:
             tokens: (B, L) int64.
             padding_mask: (B, L) bool, True at real tokens; None when all are real.
-            places: (N,) int64, counted through all sequences: token l of sequence b is at b * L + l.
+            places: (N,) int64, flattened indices: token l of sequence b is at b * L + l.
             segments: (B, L) int64; None when all tokens are in segment 0.
         Returns:
             (N, V).
@@ -137,10 +137,10 @@ class MaskedLM(Encoder):
         places: Tensor,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """The mean cross-entropy of `forward` for the same arguments, without holding all the logits.
+        """The mean cross-entropy of `forward`, without materialising all logits.
 
         Args:
-            targets: (N,) int64, the tokens that stood there; -100 where a place does not count.
+            targets: (N,) int64, the original tokens; -100 excludes an index.
         """
         assert self.masked_lm is not None
         hidden = self.masked_lm.hidden(self._hidden_at(tokens, padding_mask, places, segments))
@@ -155,7 +155,7 @@ class MaskedLM(Encoder):
         return self.hidden_states(tokens, padding_mask, segments).flatten(0, 1).index_select(0, places)  # (N, E)
 
 
-# What the film review classifier is pretrained as: the same tokens, sizes and blocks.
+# The pretraining configuration of the film review classifier: the same tokens, sizes and blocks.
 IMDB_MLM = EncoderConfig(
     **{field.name: getattr(IMDB_BERT, field.name) for field in fields(TransformerConfig)}, pooler=False, masked_lm=True
 )

@@ -1,4 +1,4 @@
-"""GPT: a stack of blocks in which each token sees itself and what came before, and predicts the next one."""
+"""GPT: a stack of causal blocks that predicts the next token."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ class GPTConfig(TransformerConfig):
 
     Args:
         tied: the output weights are the token embedding.
-        head_bias: whether each token has a bias in the output.
+        head_bias: whether the output layer has a bias.
     """
 
     tied: bool = True
@@ -26,7 +26,7 @@ class GPTConfig(TransformerConfig):
 
 
 class LanguageModel(Transformer):
-    """Blocks in which a token sees itself and what came before, and a head that predicts the next one."""
+    """Causal blocks with a next-token head."""
 
     causal = True
     config: GPTConfig
@@ -41,17 +41,17 @@ class LanguageModel(Transformer):
     def new_cache(self, batch: int, length: int, dtype: torch.dtype | None = None, *, steady: bool = False) -> KVCache:
         """An empty cache for `batch` sequences of at most `length` tokens, on the model's device.
 
-        Its dtype is that of the weights, or autocast's, unless given. `steady`: a `SteadyCache`, whose steps can be
-        captured in a CUDA graph. Raises ValueError where `KVCache` does.
+        The dtype defaults to that of the weights, or autocast's. `steady`: a `SteadyCache`, whose steps can be captured
+        in a CUDA graph. Raises ValueError where `KVCache` does.
         """
         return (SteadyCache if steady else KVCache)(self, batch, length, dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the next token, (B, L, E) -> (B, L, V)."""
+        """Logits of the next token, (B, L, E) -> (B, L, V)."""
         return linear(self.ops, hidden, self._output_weight(), self.head_bias)
 
     def loss_of(self, hidden: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
-        """The mean cross-entropy of `logits(hidden)` for targets (B, L), without holding all the logits."""
+        """The mean cross-entropy of `logits(hidden)` for targets (B, L), without materialising all logits."""
         return self.ops.linear_cross_entropy(
             hidden, self._output_weight(), targets, self.head_bias, label_smoothing=label_smoothing
         )
@@ -78,11 +78,11 @@ class GPT(LanguageModel):
         """The logits of the token after each of `tokens`.
 
         Args:
-            tokens: (B, L) int64; with a cache, those that follow the ones that it holds.
-            padding_mask: (B, L) bool, True at real tokens, whose positions are counted from the first of them; with a
-                cache, only for its first tokens, and padding on the left.
-            cache: from `new_cache`; it takes up these tokens, and no gradients are kept.
-            last_only: compute the logits of the last position only.
+            tokens: (B, L) int64; with a cache, the tokens after those that it contains.
+            padding_mask: (B, L) bool, True at real tokens; positions count from the first real token. With a cache,
+                only for its first tokens, with padding on the left.
+            cache: from `new_cache`; these tokens are added to it, and no gradients are recorded.
+            last_only: compute only the logits of the last position.
             return_attention: also return each layer's attention weights, a list of (B, H, L, Lk).
         Returns:
             (B, L, V), or (B, 1, V) with last_only.
@@ -102,17 +102,17 @@ class GPT(LanguageModel):
         return logits if maps is None else (logits, maps)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-        """The mean cross-entropy of `forward(tokens)`, without holding all the logits.
+        """The mean cross-entropy of `forward(tokens)`, without materialising all logits.
 
         Args:
             tokens: (B, L) int64.
-            targets: (B, L) int64, the token after each of them; -100 where it does not count.
+            targets: (B, L) int64, the next tokens; -100 excludes a position.
             label_smoothing: as in `ops.cross_entropy`.
         """
         return self.loss_of(self.hidden_states(tokens), targets, label_smoothing)
 
 
-# The character model: small enough to learn Shakespeare's spelling on two CPU cores. 807,745 parameters.
+# The character model, for training on two CPU cores. 807,745 parameters.
 CHAR_GPT = GPTConfig(
     vocab_size=65,
     context=64,
@@ -139,7 +139,7 @@ GPT2 = GPTConfig(
     init_scale_residual=True,
 )
 
-# A small Llama (Grattafiori et al. 2024) in the sizes of SmolLM2-135M: 134,515,008 parameters.
+# A small Llama (Grattafiori et al. 2024) with the sizes of SmolLM2-135M: 134,515,008 parameters.
 LLAMA = GPTConfig(
     vocab_size=49_152,
     context=8192,

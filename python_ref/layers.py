@@ -1,10 +1,10 @@
-"""The layers that both models are made of, and the stack of them that BERT and GPT share.
+"""The layers of all models, and the stack of blocks that BERT and GPT share.
 
-Shapes: B sequences, L tokens, E the width of the residual stream, H heads of D = E / H, F the width inside the
+Shapes: B sequences, L tokens, E the width of the residual stream, H heads of D = E / H, F the hidden width of the
 feed-forward network.
 
-A layer holds parameters and says in which order operations run; the operations themselves are given to it: `ops` is
-`python_ref.ops`, or any other namespace of the same functions. No layer knows which one it has.
+A layer owns parameters and calls operations in order. The operations are passed to it: `ops` is `python_ref.ops`, or
+any namespace with the same functions. No layer contains a backend branch.
 """
 
 import importlib
@@ -32,7 +32,7 @@ class HoldsOps:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)  # type: ignore[misc]
-        if isinstance(self.ops, ModuleType):  # modules cannot be pickled
+        if isinstance(self.ops, ModuleType):  # a Python module cannot be pickled
             state["ops"] = self.ops.__name__
         return state
 
@@ -43,7 +43,7 @@ class HoldsOps:
 
 
 class Layer(HoldsOps, nn.Module):
-    """A module that calls `self.ops`, and drops out only while training."""
+    """A module that calls `self.ops` and applies dropout only in training."""
 
     def __init__(self, ops: Any, dropout: float = 0.0) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layer(HoldsOps, nn.Module):
 
 
 def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    """activation(x W^T + b); a compiler is given the definition, whose parts it can fuse."""
+    """activation(x W^T + b); under a compiler the definition is used, whose parts it can fuse."""
     called = reference_ops if torch.compiler.is_compiling() else ops
     return called.linear(x, weight, bias, activation=activation)
 
@@ -116,10 +116,10 @@ def make_norm(config: TransformerConfig, ops: Any) -> LayerNorm | RMSNorm:
 class Attention(Layer):
     """softmax(Q K^T / sqrt(D)) V in H heads, then a projection (Vaswani et al. 2017, equation 1 and section 3.2.2).
 
-    One packed projection makes queries, keys and values; its rows are [H query heads, kv_heads keys, kv_heads values].
-    The heads are views into its output, so nothing is copied on the way in or out. With fewer kv_heads than heads,
-    groups of query heads share their keys and values (Ainslie et al. 2023). `across`: it looks at another sequence,
-    whose order has no windows.
+    One packed projection computes queries, keys and values; its rows are [H query heads, kv_heads keys, kv_heads
+    values]. The heads are views of its output, so nothing is copied. With fewer kv_heads than heads, groups of query
+    heads share keys and values (Ainslie et al. 2023). `across`: cross-attention to another sequence, to which windows
+    do not apply.
     """
 
     def __init__(self, config: TransformerConfig, ops: Any, layer: int = 0, *, across: bool = False) -> None:
@@ -149,13 +149,13 @@ class Attention(Layer):
         maps: list[Tensor] | None = None,
         **visible: Any,
     ) -> Tensor:
-        """Let each token of x (B, L, E) look at the tokens of `context` (B, Lk, E), or of x when that is not given.
+        """Attention of the tokens x (B, L, E) to the tokens of `context` (B, Lk, E), or of x if that is None.
 
         Args:
-            context: those tokens, or what `keys_values` made of them.
+            context: those tokens, or the result of `keys_values` for them.
             rotation: cos and sin of each token's angles, for rotary positions.
-            remember: given the keys and values of x, returns those of the tokens before it too, and their mask.
-            maps: a list to which the weights (B, H, L, Lk) are added, for looking at them.
+            remember: stores the keys and values of x; returns those of all tokens so far, and their mask.
+            maps: a list to which the weights (B, H, L, Lk) are appended, for visualisation.
             visible: causal, key_padding_mask and cu_seqlens, as in `ops.attention`.
         """
         if self.global_tokens:
@@ -186,9 +186,9 @@ class Attention(Layer):
     def _attend_globally(
         self, x: Tensor, maps: list[Tensor] | None, *, causal: bool, key_padding_mask: Tensor | None, cu_seqlens: None
     ) -> Tensor:
-        """The window, and the first tokens, which see all and are seen by all."""
+        """Attention with a window and global tokens, which attend to all tokens and are attended to by all."""
         if causal or cu_seqlens is not None:
-            raise ValueError("attention: global tokens go with whole padded sequences, neither causal nor packed")
+            raise ValueError("attention: global tokens require padded sequences, neither causal nor packed")
         q, k, v = self._heads(self.qkv(x))
         sizes = {"window": self.window or 0, "global_tokens": self.global_tokens}
         if maps is not None:
@@ -209,14 +209,14 @@ class Attention(Layer):
         return [each.unflatten(-1, (-1, width)).transpose(1, 2) for each, width in parts]
 
     def _rows(self, x: Tensor, rows: slice) -> Tensor:
-        """Some columns of the packed projection of x."""
+        """A range of columns of the packed projection of x."""
         return linear(self.ops, x, self.qkv.weight[rows], None if self.qkv.bias is None else self.qkv.bias[rows])
 
 
 class FeedForward(Layer):
-    """activation(x W_up + b_up) W_down + b_down, the same for every token.
+    """activation(x W_up + b_up) W_down + b_down, applied to each token.
 
-    With "swiglu" and "geglu" W_up has twice as many columns: the gate's, then those that it multiplies (Shazeer 2020).
+    With "swiglu" and "geglu" W_up has twice as many columns: the gate's, then the linear part's (Shazeer 2020).
     """
 
     def __init__(self, config: TransformerConfig, ops: Any) -> None:
@@ -240,12 +240,12 @@ class FeedForward(Layer):
 
 
 class Block(Layer):
-    """Attention, then a feed-forward network, each a branch beside the residual stream.
+    """Attention and a feed-forward network, each a branch of the residual stream.
 
-    A block takes and hands on (stream, branch): the residual stream, and what was computed but not yet added to it. So
-    each addition happens inside the norm that reads the sum, even when that norm belongs to the next block.
-    `attention` is what `Attention` is told: which keys a query may see, rotation, what is remembered; `across` is what
-    the second one is told in a block that looks across at another sequence after its own.
+    A block takes and returns (stream, branch): the residual stream, and a branch output that is not yet added to it.
+    Each addition is thus fused into the norm that reads the sum, even if that norm belongs to the next block.
+    `attention` contains keyword arguments of `Attention`: visible keys, rotation, cache. `across` contains those of
+    the cross-attention in a decoder block.
     """
 
     def __init__(self, config: TransformerConfig, ops: Any, layer: int = 0, *, across: bool = False) -> None:
@@ -259,7 +259,7 @@ class Block(Layer):
 
 
 class PreNormBlock(Block):
-    """x = x + attention(norm(x)), then x = x + feed_forward(norm(x)); the last sum is left to whoever comes next."""
+    """x = x + attention(norm(x)), then x = x + feed_forward(norm(x)); the last addition is left to the caller."""
 
     def forward(
         self, stream: Tensor, branch: Tensor | None = None, *, across: dict[str, Any] | None = None, **attention: Any
@@ -274,7 +274,7 @@ class PreNormBlock(Block):
 
 
 class PostNormBlock(Block):
-    """x = norm(x + attention(x)), then x = norm(x + feed_forward(x)); no branch is left over."""
+    """x = norm(x + attention(x)), then x = norm(x + feed_forward(x)); the returned branch is None."""
 
     def forward(
         self, stream: Tensor, branch: None = None, *, across: dict[str, Any] | None = None, **attention: Any
@@ -287,9 +287,9 @@ class PostNormBlock(Block):
 
 
 class Embedding(Layer):
-    """What a token is + where it stands + which segment it belongs to; then LayerNorm if asked, then dropout.
+    """Token embedding + position embedding + segment embedding, then optionally LayerNorm, then dropout.
 
-    Rotary positions are not added here: queries and keys are rotated by them.
+    Rotary positions are not added here; they rotate queries and keys.
     """
 
     def __init__(self, config: TransformerConfig, ops: Any, segments: int = 0) -> None:
@@ -314,28 +314,28 @@ class Embedding(Layer):
         Args:
             tokens: int64 or int32 (B, L).
             segments: (B, L); None when all tokens are in segment 0.
-            position_ids: (B, L), where each token stands; None when token l stands at l.
+            position_ids: (B, L), the position of each token; None means 0, 1, ...
         """
         self._check(tokens, position_ids)
         if segments is not None:
             self._check_segments(tokens, segments, position_ids)
-        places, place_ids = self._places(tokens.shape[1], segments, position_ids)
+        table, rows = self._positions(tokens.shape[1], segments, position_ids)
         norm = (None, None) if self.norm is None else (self.norm.weight, self.norm.bias)
         return self.ops.embedding(
             tokens,
             self.tokens.weight,
-            places,
+            table,
             *norm,
-            position_ids=place_ids,
+            position_ids=rows,
             scale=self.scale,
             eps=self.eps,
             dropout_p=self.dropout_p,
         )
 
-    def _places(
+    def _positions(
         self, length: int, segments: Tensor | None, position_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Position + segment for each place, and at which place each token stands (None: token l at place l)."""
+        """Position + segment embeddings, and the row index of each token (None: token l uses row l)."""
         if self.positions is None:
             if self.segments is None or segments is not None:
                 return None if self.segments is None else self.segments.weight, segments
@@ -345,10 +345,10 @@ class Embedding(Layer):
             return positions, position_ids
         if segments is None:
             return positions + self.segments.weight[0], position_ids
-        places = positions + self.segments.weight[:, None]  # (segments, P, E)
+        table = positions + self.segments.weight[:, None]  # (segments, P, E)
         if position_ids is None:
             position_ids = torch.arange(length, device=segments.device)
-        return places.flatten(0, 1), segments * len(positions) + position_ids
+        return table.flatten(0, 1), segments * len(positions) + position_ids
 
     def _check(self, tokens: Tensor, position_ids: Tensor | None) -> None:
         if tokens.dim() != 2:
@@ -356,6 +356,7 @@ class Embedding(Layer):
         if position_ids is None and tokens.shape[1] > self.context:
             raise ValueError(
                 f"embedding: a sequence of {tokens.shape[1]} tokens is longer than the model's {self.context} positions"
+                "; shorten it, or use a model with a longer context"
             )
         if position_ids is not None and position_ids.shape != tokens.shape:
             raise ValueError(
@@ -388,12 +389,12 @@ def check_packing(cu_seqlens: Tensor, tokens: Tensor, padding_mask: Tensor | Non
 
 
 def positions_of_real(padding_mask: Tensor) -> Tensor:
-    """Where each real token stands, counted from the first of its sequence, (B, L) bool -> (B, L) int64."""
+    """The position of each real token, counted from the first of its sequence, (B, L) bool -> (B, L) int64."""
     return (padding_mask.cumsum(1) - 1).clamp(min=0)
 
 
 def check_padding_mask(padding_mask: Tensor, tokens: Tensor) -> None:
-    """Refuse a mask that is not one bool for each token, before an integer mask inverts its meaning."""
+    """Raise unless the mask has one bool per token: an integer mask would invert its meaning."""
     if padding_mask.dtype != torch.bool:
         raise TypeError(f"hidden_states: padding_mask must be bool, True at real tokens; got {padding_mask.dtype}")
     if padding_mask.shape != tokens.shape:
@@ -404,14 +405,14 @@ def check_padding_mask(padding_mask: Tensor, tokens: Tensor) -> None:
 
 
 class Transformer(Layer):
-    """An embedding and a stack of blocks; GPT and BERT add a head to it.
+    """An embedding and a stack of blocks, the base class of GPT and BERT.
 
-    Token ids outside the vocabulary are found before any computation when the tokens are on the CPU. On a GPU looking
-    at them would make every step wait: there PyTorch stops with a device-side assert, and our kernels give NaN.
+    Token ids outside the vocabulary raise before any computation if the tokens are on the CPU. On a GPU the check would
+    synchronise every step: PyTorch stops with a device-side assert there, and this package's kernels return NaN.
     """
 
     causal = False
-    across = False  # whether each block looks at another sequence too
+    across = False  # whether each block has cross-attention
 
     def __init__(self, config: TransformerConfig, ops: Any, segments: int = 0) -> None:
         super().__init__(ops, config.dropout_on("residual"))
@@ -436,10 +437,10 @@ class Transformer(Layer):
     ) -> Tensor:
         """The output of the last block, (B, L) -> (B, L, E), after the final norm if there is one.
 
-        With cu_seqlens, int32 (S + 1,), the tokens (1, T) are S sequences one after the other, none of which sees
-        another; position_ids (1, T) then say where each token stands in its own, and are counted here if not given.
-        With a cache, the tokens go on from those that it holds. `memory` is what blocks that look across look at. Each
-        layer adds its attention weights to `maps`, and those of its look across to `cross_maps`.
+        With cu_seqlens, int32 (S + 1,), the tokens (1, T) are S concatenated sequences without attention between them;
+        position_ids (1, T) are then the positions within each sequence, by default 0, 1, ... With a cache, the tokens
+        continue those that it contains. `memory` is the input of cross-attention. Each layer appends its attention
+        weights to `maps`, and those of its cross-attention to `cross_maps`.
         """
         if padding_mask is not None:
             check_padding_mask(padding_mask, tokens)
@@ -453,7 +454,7 @@ class Transformer(Layer):
         elif position_ids is not None and self.config.positions == "rotary":
             check_ids("position_ids", position_ids, self.config.context)
         stream, branch = self.embedding(tokens, segments, position_ids), None
-        causal = self.causal and tokens.shape[1] > 1  # from the last token nothing is hidden
+        causal = self.causal and tokens.shape[1] > 1  # a single last token sees every key
         attention: dict[str, Any] = {"key_padding_mask": padding_mask, "cu_seqlens": cu_seqlens, "causal": causal}
         attention.update(rotation=self._rotation(tokens, position_ids), maps=maps)
         for layer, block in enumerate(self.blocks):
@@ -469,7 +470,7 @@ class Transformer(Layer):
         return stream if branch is None else stream + F.dropout(branch, self.dropout_p)
 
     def _rotation(self, tokens: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """cos and sin for rotary positions, (L, R / 2), or (B, L, R / 2) where positions are given."""
+        """cos and sin for rotary positions, (L, R / 2), or (B, L, R / 2) if positions are given."""
         config = self.config
         if config.positions != "rotary":
             return None
@@ -484,19 +485,19 @@ class Transformer(Layer):
         )
 
     def num_parameters(self) -> int:
-        """The number of trainable numbers, shared ones counted once."""
+        """The number of trainable parameters; shared ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, length: int | None = None, *, training: bool = True) -> float:
         """Count the floating-point operations of the model's matrix products, per token.
 
-        forward = 2 * (weights of the linear layers) + 2 * H * (D + Dv) * (keys that a query sees on average) in each
-        layer, where the last is L, or (L + 1) / 2 when causal, or less with a window. The backward pass costs twice the
-        forward. Embeddings, norms, softmax and recomputation are not counted: tokens/s times this, over a device's
-        peak, is the model FLOP utilisation (Chowdhery et al. 2022, appendix B).
+        forward = 2 * (weights of the linear layers) + 2 * H * (D + Dv) * (average number of visible keys per query) in
+        each layer, where the last factor is L, or (L + 1) / 2 when causal, or less with a window. The backward pass
+        costs twice the forward pass. Embeddings, norms, softmax and recomputation are not counted: tokens/s times this,
+        divided by the device's peak, is the model FLOP utilisation (Chowdhery et al. 2022, appendix B).
 
         Args:
-            length: L, tokens in a sequence; the model's context when not given.
+            length: L, tokens per sequence; default: the model's context.
             training: count forward and backward, not just forward.
         """
         length = self.config.context if length is None else length
@@ -510,7 +511,7 @@ class Transformer(Layer):
         return 3.0 * forward if training else float(forward)
 
     def _keys_seen(self, length: int, layer: Attention) -> float:
-        """How many keys a query sees on average: itself and those before it, and as many after it if not causal."""
+        """The average number of keys that a query sees: itself and earlier ones, and later ones if not causal."""
         if layer.across:
             return length
         window = length if layer.window is None else min(layer.window, length)
@@ -518,15 +519,15 @@ class Transformer(Layer):
         return before if self.causal else 2 * before - 1
 
     def head_weights_per_token(self, length: int) -> float:
-        """How many weights of the head each token of a sequence is multiplied with, on average."""
+        """The average number of head weights that each token is multiplied with."""
         return 0.0
 
     @torch.no_grad()
     def initialise(self) -> None:
         """Draw all weights from N(0, init_std^2), set biases to 0 and norms to the identity.
 
-        Sinusoidal positions have amplitude 1; beside them the token embedding, which is scaled by sqrt(E), starts with
-        elements of about that size.
+        Sinusoidal positions have amplitude 1. The token embedding, which is scaled by sqrt(E), is initialised so that
+        its elements have about the same size.
         """
         std, config = self.config.init_std, self.config
         for name, parameter in self.named_parameters():

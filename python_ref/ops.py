@@ -1,8 +1,8 @@
-"""The operations as the textbook writes them: plain tensor algebra, gradients by autograd only.
+"""The operations as defined in the literature: plain tensor algebra, gradients by autograd only.
 
-Every kernel of `transformer_kernels` is measured against this file in float64. It is written to be read, so each
-function is its formula; nothing here is fused, saved or skipped. Shapes: B batch, H heads, L length, D head width,
-M rows, N columns. Masks are True where a key may be seen.
+Every kernel of `transformer_kernels` is tested against this file in float64. Each function is its formula; nothing is
+fused, saved or skipped. Shapes: B batch, H heads, L length, D head width, M rows, N columns. Masks are True where a key
+may be seen.
 """
 
 import math
@@ -26,7 +26,7 @@ PHILOX_ROUNDS = 7
 WORD = 0xFFFFFFFF
 
 Window = int | tuple[int | None, int | None] | None
-"""How far a query sees to either side, or (left, right)."""
+"""Window size on both sides of a query, or (left, right)."""
 
 
 # Dropout: a pure function of (seed, element position)
@@ -42,12 +42,12 @@ def philox4x32(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> 
 
     Args:
         seed: int64 (1,), the 64-bit key.
-        counter: four int64 tensors that hold 32-bit values and broadcast together.
+        counter: four int64 tensors with 32-bit values that broadcast together.
     Returns:
         four int64 tensors with values in [0, 2^32).
 
     Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, table 2: seven rounds are the
-    fewest that pass every test of BigCrush.
+    minimum that passes every test of BigCrush.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     key0, key1 = seed & WORD, (seed >> 32) & WORD
@@ -64,9 +64,9 @@ def philox4x32(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> 
 def dropout_keep(seed: Tensor, heads: int, rows: int, columns: int, p: float) -> Tensor:
     """Which elements dropout keeps, bool (heads, rows, columns), each True with probability 1 - p.
 
-    The element (head, row, column) takes 16 bits of the counter (column // 8, row, head, 0): the lower half of word
-    `column // 2 % 4` where the column is even, the upper half where it is odd. It is kept where they reach
-    round(p * 2^16).
+    The element (head, row, column) uses 16 bits of the counter (column // 8, row, head, 0): the lower half of word
+    `column // 2 % 4` for even columns, the upper half for odd ones. It is kept if their value
+    is at least round(p * 2^16).
     """
     group = torch.arange(math.ceil(columns / 8), device=seed.device).view(1, 1, -1)
     row = torch.arange(rows, device=seed.device).view(1, -1, 1)
@@ -77,7 +77,7 @@ def dropout_keep(seed: Tensor, heads: int, rows: int, columns: int, p: float) ->
 
 
 def _dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """What is kept, divided by the share 1 - round(p * 2^16) / 2^16 that is kept on average, so that the mean stays."""
+    """Kept elements divided by the keep probability 1 - round(p * 2^16) / 2^16, so that the mean is preserved."""
     share = 1.0 - round(p * 2**16) / 2**16
     return torch.where(keep, x * (1.0 / share if share > 0.0 else 0.0), 0.0)
 
@@ -86,7 +86,7 @@ def _dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
 
 
 def _masked_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and log-sum-exp over the visible entries of the last axis; a row that sees nothing: 0 and -inf."""
+    """Probabilities and log-sum-exp over the visible entries of the last axis; 0 and -inf for a fully masked row."""
     scores = scores.masked_fill(~visible, -math.inf)
     highest = scores.detach().amax(dim=-1, keepdim=True)
     highest = highest.masked_fill(highest == -math.inf, 0.0)
@@ -113,7 +113,7 @@ def softmax(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scal
         causal: x is (..., Lq, Lk) and query i sees the keys j <= i + Lk - Lq.
         scale: multiplies x.
     Returns:
-        the shape of x. A row that may see nothing is 0; without a mask a row of -inf is NaN, as in PyTorch.
+        the shape of x. A fully masked row gives 0; without a mask a row of -inf gives NaN, as in PyTorch.
     """
     scores = scale * x
     if mask is None and not causal:
@@ -139,11 +139,11 @@ def visible_keys(
     cu_seqlens_k: Tensor | None = None,
     window: Window = None,
 ) -> Tensor:
-    """Which key each query may see, bool (B or 1, 1, queries, keys).
+    """Which keys each query may see, bool (B or 1, 1, queries, keys).
 
-    With i' = i + keys - queries: causal keeps j <= i'; a window keeps i' - j < window and, on the other side where it
-    is not causal, j - i' < window; a window (left, right) keeps i' - left <= j <= i' + right; the padding mask
-    (B, keys) keeps real tokens; cu_seqlens keeps the keys of the query's own sequence.
+    With i' = i + keys - queries: causal keeps j <= i'. A window keeps i' - j < window and, if not causal, j - i' <
+    window. A window (left, right) keeps i' - left <= j <= i' + right. The padding mask (B, keys) keeps real tokens.
+    cu_seqlens keeps the keys of the query's own sequence.
     """
     distance = key_distances(queries, keys, device, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -170,10 +170,10 @@ def key_distances(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """How far each key lies before each query, int64 (queries, keys): i' - j with i' = i + keys - queries.
+    """The distance of each key before each query, int64 (queries, keys): i' - j with i' = i + keys - queries.
 
-    Queries and keys that are packed apart are aligned at the end of each sequence: with cu_seqlens_k, token i of
-    sequence s stands at i' = i + cu_seqlens_k[s + 1] - cu_seqlens[s + 1].
+    Queries and keys with different packing are aligned at the end of each sequence: with cu_seqlens_k, token i of
+    sequence s has i' = i + cu_seqlens_k[s + 1] - cu_seqlens[s + 1].
     """
     position = torch.arange(queries, device=device) + (keys - queries)
     if cu_seqlens is not None and cu_seqlens_k is not None:
@@ -184,7 +184,7 @@ def key_distances(
 
 
 def sequence_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Which packed sequence each token belongs to, int64 (tokens,); -1 behind the last one.
+    """The packed sequence index of each token, int64 (tokens,); -1 after the last sequence.
 
     Sequence s holds the tokens from cu_seqlens[s] up to, not including, cu_seqlens[s + 1].
     """
@@ -194,7 +194,7 @@ def sequence_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def positions_in_sequence(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Where each token stands in its own packed sequence, int64 (tokens,): 0, 1, ... in each; 0 behind the last one."""
+    """The position of each token in its packed sequence, int64 (tokens,): 0, 1, ...; 0 after the last sequence."""
     number = sequence_numbers(cu_seqlens, tokens)
     position = torch.arange(tokens, device=cu_seqlens.device) - cu_seqlens.long()[number.clamp(min=0)]
     return position.masked_fill(number < 0, 0)
@@ -208,11 +208,11 @@ def alibi_bias(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """-slope * |i' - j| for each head, (B or 1, H, queries, keys): keys count the less the further away they are.
+    """-slope * |i' - j| for each head, (B or 1, H, queries, keys): a penalty that grows with the distance.
 
     Args:
         slopes: floating (H,) or (B, H).
-        cu_seqlens, cu_seqlens_k: see `key_distances`, which i' is of.
+        cu_seqlens, cu_seqlens_k: see `key_distances`, which defines i'.
 
     Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3.
     """
@@ -258,25 +258,25 @@ def attention(
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores, broadcasts to (B, Hq, Lq, Lk).
         alibi_slopes: (Hq,) or (B, Hq); -slope * |i + Lk - Lq - j| is added to the scores.
-        cu_seqlens: int32 (S + 1,), where each of S sequences begins, that are packed one after the other (B = 1).
-        cu_seqlens_k: the same for the keys, where they are packed otherwise than the queries.
-        window: a query sees the nearest `window` keys on each side (before it, with causal), itself included; of a pair
-            (left, right) so many keys before it and after it, besides itself, None for all of them.
-        dropout_p: probability with which a weight is dropped.
-        scale: multiplies q k^T; 1 / sqrt(D) unless given.
-        softcap: softcap * tanh(scores / softcap) takes the place of the scores, before anything is added to them.
+        cu_seqlens: int32 (S + 1,), offsets of S concatenated sequences (B = 1).
+        cu_seqlens_k: the offsets of the keys, if they differ from those of the queries.
+        window: a query sees the nearest `window` keys on each side (only before it, if causal), itself included; a pair
+            (left, right) gives the numbers of keys before and after it, itself excluded; None means all.
+        dropout_p: probability of dropping a weight.
+        scale: multiplies q k^T; default 1 / sqrt(D).
+        softcap: replaces the scores by softcap * tanh(scores / softcap), before bias and masks.
         return_lse: also return log(sum(exp(scores))) over the visible keys, (B, Hq, Lq).
     Returns:
-        (B, Hq, Lq, Dv); a query that sees no key gets 0, and -inf as its lse.
+        (B, Hq, Lq, Dv); a query that sees no key gives 0, and -inf as its lse.
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Gemma Team, "Gemma 2", 2024, section 2 (softcap).
     """
     batch, heads, queries, _ = q.shape
     k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
-    if key_padding_mask is not None:  # whatever stands behind the mask, NaN too, must not reach a product with 0
+    if key_padding_mask is not None:  # values behind the mask, NaN included, must not reach a product with 0
         padding = ~key_padding_mask[:, None, :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
-    if cu_seqlens is not None:  # nor what stands behind the last sequence
+    if cu_seqlens is not None:  # nor must values after the last sequence
         filler = (sequence_numbers(cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, k.shape[2]) < 0)[:, None]
         k, v = k.masked_fill(filler, 0.0), v.masked_fill(filler, 0.0)
     visible = visible_keys(
@@ -311,6 +311,8 @@ def packed_attention(
     heads: int,
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -318,14 +320,16 @@ def packed_attention(
     window: Window = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Attention of a sequence to itself, from one packed projection to the input of the next.
+    """Self-attention from one packed projection to the input of the next.
 
     Args:
         qkv: floating (B, L, heads + 2 * kv_heads, D): query heads, then key heads, then value heads.
-        heads: how many of them are query heads.
-        causal, key_padding_mask, cu_seqlens, window, dropout_p, scale: as in `attention`.
-        cos, sin, interleaved: as in `rotary`, by which queries and keys are turned; None: they are not.
+        heads: number of query heads.
+        causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, window, dropout_p, scale, softcap: as in
+            `attention`.
+        cos, sin, interleaved: as in `rotary`; None: queries and keys are not rotated.
     Returns:
         (B, L, heads * D).
     """
@@ -339,10 +343,13 @@ def packed_attention(
         v,
         causal=causal,
         key_padding_mask=key_padding_mask,
+        attn_bias=attn_bias,
+        alibi_slopes=alibi_slopes,
         cu_seqlens=cu_seqlens,
         window=window,
         dropout_p=dropout_p,
         scale=scale,
+        softcap=softcap,
     )
     assert isinstance(out, Tensor)  # no return_lse
     return out.transpose(1, 2).flatten(2)  # (B, H, L, D) -> (B, L, H * D)
@@ -355,15 +362,18 @@ def attention_weights(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The weights that `attention` gives to the values, before dropout: for looking at them.
+    """The weights of the values in `attention`, before dropout, for visualisation.
 
     Args:
-        q, k, causal, key_padding_mask, attn_bias, cu_seqlens, window, scale, softcap: as in `attention`.
+        q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale, softcap: as
+            in `attention`.
     Returns:
         (B, Hq, Lq, Lk); a row sums to 1, or is 0 where the query sees no key.
     """
@@ -377,11 +387,15 @@ def attention_weights(
         causal=causal,
         key_padding_mask=key_padding_mask,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
         window=window,
     )
     if k.shape[2] == 0:
         return (q @ k.transpose(-2, -1)) * 0.0
     scores = _scores(q, k, attn_bias, scale, softcap)
+    if alibi_slopes is not None:
+        packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+        scores = scores + alibi_bias(alibi_slopes, q.shape[2], k.shape[2], **packing)
     return _masked_softmax(scores, visible.expand_as(scores))[0]
 
 
@@ -395,7 +409,7 @@ def additive_attention(
     *,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention with a learned score: score(q, k) = w . tanh(W_q q + W_k k), so q and k may differ in width.
+    """Attention with a learned score, score(q, k) = w . tanh(W_q q + W_k k); q and k may differ in width.
 
     Args:
         q: (B, Lq, Dq). k: (B, Lk, Dk). v: (B, Lk, Dv).
@@ -419,7 +433,7 @@ def similarity_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "gaus
         kernel: "gaussian", K(u) = exp(-u^2 / 2), or "boxcar", K(u) = 1 where u < 1.
         width: the unit of distance.
     Returns:
-        (..., Lq, Dv); a query with no key in reach of the boxcar gets 0.
+        (..., Lq, Dv); a query with no key within the boxcar gives 0.
 
     Nadaraya, "On estimating regression", 1964; Watson, "Smooth regression analysis", 1964.
     """
@@ -443,14 +457,14 @@ def linear_attention(
     """Attention with the similarity phi(q) . phi(k), phi(x) = elu(x) + 1: linear in the length, not quadratic.
 
     out_i = phi(q_i)^T S / phi(q_i)^T z with S = sum_j phi(k_j) v_j^T and z = sum_j phi(k_j). When causal, the sums run
-    over j <= i: S and z of all earlier chunks are carried along, and only within a chunk are weights written out.
+    over j <= i: S and z of all earlier chunks are accumulated, and weights are computed only within a chunk.
 
     Args:
         q: floating (B, H, Lq, D). k: (B, H, Lk, D). v: (B, H, Lk, Dv). Lq = Lk when causal.
         key_padding_mask: bool (B, Lk), True = a real token.
-        chunk: tokens in a chunk; it decides how the sums are grouped, not what they are.
+        chunk: tokens per chunk; it affects the order of summation only.
     Returns:
-        (B, H, Lq, Dv); a query that sees no key gets 0.
+        (B, H, Lq, Dv); a query that sees no key gives 0.
 
     Katharopoulos et al., "Transformers are RNNs: fast autoregressive transformers with linear attention", 2020,
     equations 5, 7 and 9.
@@ -461,7 +475,7 @@ def linear_attention(
     if key_padding_mask is not None:
         padding = ~key_padding_mask[:, None, :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
-    v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # a last column of ones: the weights' sum comes along
+    v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # a last column of ones accumulates the sum of the weights
     if not causal:
         return _normalised(q @ (k.transpose(-2, -1) @ v))
     state = torch.zeros((*k.shape[:2], k.shape[3], v.shape[3]), dtype=v.dtype, device=v.device)  # (B, H, D, Dv + 1)
@@ -508,12 +522,12 @@ def add_layer_norm(
     eps: float = 1e-5,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(s), s) with s = dropout(x) + residual: the seam between two sublayers of a transformer.
+    """(layer_norm(s), s) with s = dropout(x) + residual: the boundary between two sublayers of a transformer.
 
     Args:
-        x: floating (..., N), what the sublayer made. residual: the same shape, what went into it.
+        x: floating (..., N), output of the sublayer. residual: the same shape, its input.
         weight, bias, eps: as in `layer_norm`.
-        dropout_p: probability with which an element of x is dropped.
+        dropout_p: probability of dropping an element of x.
     Returns:
         two tensors of the shape of x.
     """
@@ -568,12 +582,12 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
-    """gelu(x + bias), x (..., N), bias (N,): what follows the first projection of a feed-forward layer."""
+    """gelu(x + bias), x (..., N), bias (N,): the activation after the first linear layer of a feed-forward network."""
     return gelu(x + bias, approximate=approximate)
 
 
 def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
-    """max(x + bias, 0), x (..., N), bias (N,): the same with a rectifier for activation; its gradient at 0 is 0.
+    """max(x + bias, 0), x (..., N), bias (N,), with gradient 0 at 0.
 
     Nair, Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2.
     """
@@ -583,7 +597,7 @@ def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> Tensor:
     """activation(x weight^T + bias): x (..., K), weight (N, K), bias (N,) -> (..., N).
 
-    The activation is None, "relu", "gelu" (of the normal distribution) or "gelu_tanh" (its approximation).
+    The activation is None, "relu", "gelu" (erf) or "gelu_tanh".
     """
     y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     if activation is None:
@@ -596,11 +610,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation:
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up with silu(x) = x / (1 + exp(-x)).
+    """SwiGLU: silu(gate) * up with silu(x) = x / (1 + exp(-x)).
 
     Args:
-        gate: floating (..., N); without `up`, (..., 2 N): one packed projection, the gate's columns first.
-        up: (..., N), what the gate lets through.
+        gate: floating (..., N); without `up`, (..., 2 N): one packed projection, gate columns first.
+        up: (..., N), the linear part.
     Returns:
         (..., N).
 
@@ -630,24 +644,30 @@ def cross_entropy(
     softcap: float | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """-sum_j w_j t_j log p_j with p = softmax(logits): of a class t, minus its log-probability times its weight.
+    """-sum_j w_j t_j log p_j with p = softmax(logits); for a class t, the weighted negative log-probability of t.
 
     Args:
-        logits: floating (..., V).
-        targets: int64 or int32 (...), classes; or floating (..., V), the probabilities t of all of them.
+        logits: floating (..., V), or (B, V, ...) as in torch; an error where the shape of the targets fits both.
+        targets: int64 or int32 (...) or (B, ...), classes; or floating (M, V), class probabilities t.
         weight: (V,), w.
-        ignore_index: rows with this class have no loss and no part in the mean.
-        label_smoothing: eps; (1 - eps) t + eps / V takes the place of t.
+        ignore_index: rows with this class have loss 0 and are excluded from the mean.
+        label_smoothing: eps; t is replaced by (1 - eps) t + eps / V.
         z_loss: adds z_loss * log(sum_j exp(logit_j))^2 to the loss of a row.
-        softcap: softcap * tanh(logits / softcap) takes the place of the logits.
-        reduction: "none", "sum", or "mean": the sum over the weights of the classes that are not ignored (NaN when all
-            are), or over the number of rows of probabilities.
+        softcap: logits are replaced by softcap * tanh(logits / softcap).
+        reduction: "none", "sum", or "mean": the sum divided by the total weight of the classes that are not ignored
+            (NaN if all are ignored), or by the number of rows for class probabilities.
     Returns:
         float32 (float64 for float64), a scalar, or (...) for "none".
 
     Szegedy et al., "Rethinking the Inception architecture for computer vision", 2016, section 7 (smoothing); Chowdhery
     et al., "PaLM", 2022, section 5 (z_loss); Gemma Team, "Gemma 2", 2024, section 2 (softcap).
     """
+    if logits.dim() > 2 and (targets.is_floating_point() or targets.shape == (logits.shape[0], *logits.shape[2:])):
+        if targets.is_floating_point() or targets.shape == logits.shape[:-1]:
+            raise ValueError(
+                f"cross_entropy: the classes of {tuple(logits.shape)} can be in axis 1 or the last; give rows"
+            )
+        logits = logits.movedim(1, -1)
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -712,7 +732,7 @@ def linear_cross_entropy(
 
 
 def check_ids(name: str, ids: Tensor, count: int) -> None:
-    """Refuse ids that an embedding of `count` rows lacks; on the CPU only, since on a GPU that would synchronise."""
+    """Raise for ids outside an embedding of `count` rows; on the CPU only, because on a GPU this would synchronise."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding: {name} must be int64 or int32; got {ids.dtype}")
     readable = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -734,14 +754,14 @@ def embedding(
     eps: float = 1e-5,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """dropout(layer_norm(scale * weight[token] + positions[place])): what a token is and where it stands.
+    """dropout(layer_norm(scale * weight[token] + positions[position])): token and position embedding.
 
     Args:
         tokens: int64 or int32 (B, L), rows of `weight` (V, E).
-        positions: (P, E); token l stands at place l, or at position_ids[b, l] where those (B, L) are given.
-        norm_weight, norm_bias, eps: as in `layer_norm`; without a norm_weight there is none.
+        positions: (P, E); token l has position l, or position_ids[b, l] if those (B, L) are given.
+        norm_weight, norm_bias, eps: as in `layer_norm`; without norm_weight no LayerNorm is applied.
         scale: multiplies the rows of `weight`.
-        dropout_p: probability with which an element of the result is dropped.
+        dropout_p: probability of dropping an element of the result.
     Returns:
         (B, L, E).
 

@@ -1,4 +1,4 @@
-"""Where a token stands: sinusoidal codes and learned tables that are added to it, and rotations of queries and keys."""
+"""Positions: sinusoidal codes, learned tables, and rotations of queries and keys."""
 
 import math
 from typing import NamedTuple
@@ -33,12 +33,12 @@ def learned_positions(table: Tensor, length: int, *, offset: int = 0) -> Tensor:
 
 
 class RotaryScaling(NamedTuple):
-    """How Llama 3 stretches rotary frequencies for contexts longer than those of its pretraining.
+    """Llama 3's scaling of rotary frequencies for contexts longer than in pretraining.
 
     Args:
-        factor: what slow frequencies are divided by.
-        low, high: a frequency that turns fewer than `low` times in `context` tokens is slow, one that turns more than
-            `high` times is left as it is, and between the two the divisor is interpolated.
+        factor: divisor of low frequencies.
+        low, high: frequencies with fewer than `low` rotations in `context` tokens are divided by `factor`; those with
+            more than `high` rotations are unchanged; in between the divisor is interpolated.
         context: the length of the pretraining sequences, in tokens.
     """
 
@@ -59,10 +59,10 @@ def rotary_table(
     """cos and sin of the angles position * base^(-2i / width) for the pairs i of `rotary`, each (..., width / 2).
 
     Args:
-        positions: integers (...), where each token stands.
-        width: R, how many columns of a head are rotated; even.
-        base: theta, the slowest frequency is about 1 / theta.
-        scaling: Llama 3's change of the frequencies.
+        positions: integers (...), the position of each token.
+        width: R, the number of rotated columns per head; even.
+        base: theta; the slowest frequency is about 1 / theta.
+        scaling: Llama 3's scaling of the frequencies.
 
     Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 15; Grattafiori et al.,
     "The Llama 3 herd of models", 2024, section 3.4.
@@ -71,8 +71,8 @@ def rotary_table(
         raise ValueError(f"rotary_table: width must be even and positive; got {width}")
     frequency = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width)
     if scaling is not None:
-        turns = scaling.context * frequency / (2.0 * math.pi)
-        fast = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+        rotations = scaling.context * frequency / (2.0 * math.pi)
+        fast = ((rotations - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
         frequency = fast * frequency + (1.0 - fast) * frequency / scaling.factor
     angle = positions.unsqueeze(-1) * frequency  # (..., width / 2)
     return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -81,26 +81,26 @@ def rotary_table(
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Rotate pairs (a, b) of columns by the angle of their token: (a cos - b sin, b cos + a sin).
 
-    So q . k depends on how far apart two tokens are, not on where they stand.
+    q . k then depends on the distance of two tokens, not on their positions.
 
     Args:
         q: floating (B, Hq, L, D). k: (B, Hk, L, D).
-        cos, sin: (L, R / 2), or (B, L, R / 2) where each sequence has its own positions; R <= D, and the columns from R
-            on stay as they are.
+        cos, sin: (L, R / 2), or (B, L, R / 2) if each sequence has its own positions; R <= D, and the columns from R on
+            are unchanged.
         interleaved: pair i is the columns 2i and 2i + 1 (RoFormer); else i and i + R / 2 (GPT-NeoX, Llama).
     Returns:
         q and k rotated, in their shapes and dtypes.
 
     Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
     """
-    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # one for all heads
+    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # shared by all heads
     return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
-    turned, kept = x[..., : 2 * half], x[..., 2 * half :]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    rotated, kept = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else (rotated[..., :half], rotated[..., half:])
     pair = (a * cos - b * sin, b * cos + a * sin)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned.to(x.dtype), kept), dim=-1)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((rotated.to(x.dtype), kept), dim=-1)

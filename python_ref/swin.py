@@ -1,4 +1,4 @@
-"""Swin's attention: within windows of a grid, which every other layer shifts by half of their size."""
+"""Swin's attention: within windows of a grid, shifted by half a window in every other layer."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from python_ref.windows import shifted_windows
 class WindowAttention(Layer):
     """Attention within the (shifted) windows of a grid of tokens, (B, height, width, E) -> the same.
 
-    All windows of all pictures are one packed batch. Swin's relative position bias is left out.
+    All windows of all images form one packed batch. Swin's relative position bias is not implemented.
     """
 
     def __init__(self, config: TransformerConfig, ops: Any = reference_ops, *, size: int, shift: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The encoder-decoder: one stack of blocks reads a sentence, another writes its translation (Vaswani et al. 2017)."""
+"""The encoder-decoder transformer (Vaswani et al. 2017)."""
 
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from python_ref.layers import Transformer, check_padding_mask, positions_of_real
 
 @dataclass(frozen=True, kw_only=True)
 class TranslatorConfig(GPTConfig):
-    """`GPTConfig`, which is that of the decoder, and what differs in the encoder.
+    """`GPTConfig` of the decoder, and the fields of the encoder that differ.
 
     Args:
-        source_vocab_size: number of token ids of the language that is read.
-        encoder_layers: number of blocks that read. None means `layers`, as many as write.
+        source_vocab_size: number of token ids of the source language.
+        encoder_layers: number of encoder blocks. None means `layers`.
     """
 
     source_vocab_size: int
@@ -32,15 +32,15 @@ class TranslatorConfig(GPTConfig):
             self._check_size("encoder_layers", self.encoder_layers)
 
     def of_encoder(self) -> TransformerConfig:
-        """The configuration of the stack that reads."""
+        """The configuration of the encoder."""
         shared = {field.name: getattr(self, field.name) for field in fields(TransformerConfig)}
         sizes = {"vocab_size": self.source_vocab_size, "layers": self.encoder_layers or self.layers}
         return TransformerConfig(**{**shared, **sizes})
 
 
 class AttentionMaps(NamedTuple):
-    """The attention weights of each layer: of the encoder (B, H, Ls, Ls), of the decoder (B, H, Lt, Lt), and of the
-    decoder's look at the source (B, H, Lt, Ls)."""
+    """The attention weights of each layer: encoder (B, H, Ls, Ls), decoder (B, H, Lt, Lt), and cross-attention
+    (B, H, Lt, Ls)."""
 
     encoder: list[Tensor]
     decoder: list[Tensor]
@@ -50,7 +50,7 @@ class AttentionMaps(NamedTuple):
 class Translator(LanguageModel):
     """source (B, Ls), target (B, Lt) int64 -> logits (B, Lt, V) for the target's token after each of them.
 
-    To translate, read the source once, then write token by token:
+    To translate, encode the source once, then decode token by token:
 
         memory, cache = model.encode(source, source_mask), model.new_cache(batch, length)
         logits = model.decode(tokens, memory, cache=cache, last_only=True)
@@ -67,11 +67,11 @@ class Translator(LanguageModel):
     def forward(
         self, source: Tensor, target: Tensor, source_mask: Tensor | None = None, *, return_attention: bool = False
     ) -> Any:
-        """The logits of the token after each of `target`, given all of them (teacher forcing).
+        """The next-token logits of `target` with teacher forcing.
 
         Args:
-            source: (B, Ls) int64, what is translated.
-            target: (B, Lt) int64, its translation; padding goes to the right of it, where no real token sees it.
+            source: (B, Ls) int64, the sentence to translate.
+            target: (B, Lt) int64, its translation; padding must be on the right, where no real token attends to it.
             source_mask: (B, Ls) bool, True at real tokens; None when all are real.
             return_attention: also return the attention weights, as `AttentionMaps`.
         Returns:
@@ -90,11 +90,11 @@ class Translator(LanguageModel):
         *,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """The mean cross-entropy of what `forward` gives for the same tokens, without holding all the logits.
+        """The mean cross-entropy of `forward`, without materialising all logits.
 
         Args:
             source, target, source_mask: as in `forward`.
-            targets: (B, Lt) int64, the token after each of `target`; -100 where it does not count.
+            targets: (B, Lt) int64, the next tokens of `target`; -100 excludes a position.
             label_smoothing: as in `ops.cross_entropy`.
         """
         return self.loss_of(self._hidden(source, target, source_mask, None), targets, label_smoothing)
@@ -102,9 +102,9 @@ class Translator(LanguageModel):
     def encode(
         self, source: Tensor, source_mask: Tensor | None = None, *, maps: list[Tensor] | None = None
     ) -> SourceMemory:
-        """Read `source`, as in `forward`: its keys and values in each layer of the decoder.
+        """Encode `source`, as in `forward`: its keys and values in each layer of the decoder.
 
-        The encoder's attention weights are added to `maps`.
+        The encoder's attention weights are appended to `maps`.
         """
         position_ids = None
         if source_mask is not None:
@@ -117,12 +117,12 @@ class Translator(LanguageModel):
     def decode(
         self, target: Tensor, memory: SourceMemory, *, cache: KVCache | None = None, last_only: bool = False
     ) -> Tensor:
-        """The logits of the token after each of `target`.
+        """The next-token logits of `target`.
 
         Args:
-            target: (B, Lt) int64; with a cache, those that follow the ones that it holds.
+            target: (B, Lt) int64; with a cache, the tokens after those that it contains.
             memory: from `encode`.
-            cache: from `new_cache`; it takes up these tokens, and no gradients are kept.
+            cache: from `new_cache`; these tokens are added to it, and no gradients are recorded.
             last_only: compute the logits of the last position only.
         Returns:
             (B, Lt, V), or (B, 1, V) with last_only.
@@ -139,20 +139,20 @@ class Translator(LanguageModel):
         return self.hidden_states(target, memory=memory, maps=decoder, cross_maps=cross)
 
     def flops_per_token(self, length: int | None = None, *, training: bool = True) -> float:
-        """As in `Transformer`, per token of source and target, of which half of `length` is each."""
+        """As in `Transformer`, per token of source and target, each of which has half of `length`."""
         half = max(1, (2 * self.config.context if length is None else length) // 2)
         both = (self.encoder.flops_per_token(half, training=training), super().flops_per_token(half, training=training))
         return sum(both) / 2
 
 
 def check_same_batch(target: Tensor, memory: SourceMemory) -> None:
-    """Refuse targets that are not one for each source."""
+    """Raise unless there is one target per source."""
     sources = memory.layers[0][0].shape[0]
     if target.dim() == 2 and target.shape[0] != sources:
         raise ValueError(f"translator: target must have a row for each of {sources} sources; got {tuple(target.shape)}")
 
 
-# Small enough to learn a few thousand sentence pairs on two CPU cores.
+# A small model for a few thousand sentence pairs on two CPU cores.
 TRANSLATOR = TranslatorConfig(
     source_vocab_size=1000,
     vocab_size=1000,

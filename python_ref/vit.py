@@ -1,4 +1,4 @@
-"""ViT: a picture cut into patches, each a token, behind a class token that the classifier reads."""
+"""ViT: an image split into patch tokens, with a class token that the classifier reads."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +14,11 @@ from python_ref.layers import Layer, Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(TransformerConfig):
-    """`TransformerConfig`, the picture and the classifier. Positions are learned, one for each patch.
+    """`TransformerConfig`, the image and the classifier. Positions are learned, one per patch.
 
     Args:
-        image: height and width of a picture, in pixels.
-        channels: numbers in a pixel.
+        image: height and width of an image, in pixels.
+        channels: values per pixel.
         patch: height and width of a patch; divides `image`.
         classes: number of logits of the classifier.
     """
@@ -28,7 +28,7 @@ class ViTConfig(TransformerConfig):
     patch: int
     classes: int
     vocab_size: int = field(init=False, default=1)  # the class token
-    context: int = field(init=False, default=1)  # and with it the patches
+    context: int = field(init=False, default=1)  # the class token and the patches
 
     def __post_init__(self) -> None:
         for name in ("image", "channels", "patch", "classes"):
@@ -44,7 +44,7 @@ class ViTConfig(TransformerConfig):
 
 
 class PatchEmbedding(Layer):
-    """The class token and a projection of each patch + where it stands, then dropout."""
+    """The class token and a projection of each patch, plus position embeddings, then dropout."""
 
     def __init__(self, config: ViTConfig, ops: Any) -> None:
         super().__init__(ops, config.dropout_on("embedding"))
@@ -96,7 +96,7 @@ class ViT(Transformer):
         return logits if maps is None else (logits, maps)
 
     def loss(self, images: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-        """The mean cross-entropy of `forward(images)`; labels (B,) int64, -100 where an image does not count."""
+        """The mean cross-entropy of `forward(images)`; labels (B,) int64, -100 excludes an image."""
         return self.ops.cross_entropy(self(images), labels, label_smoothing=label_smoothing)
 
     def head_weights_per_token(self, length: int) -> float:

@@ -1,4 +1,4 @@
-"""Attention that sees only what is near: shifted windows of a picture, and windows of a text with global tokens."""
+"""Local attention: shifted windows of an image, and sliding windows of a text with global tokens."""
 
 import math
 from itertools import pairwise
@@ -12,17 +12,17 @@ from torch import Tensor
 def shifted_windows(
     height: int, width: int, size: int, shift: int = 0, *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of a grid window by window, and where each window begins: `cu_seqlens` for `attention`.
+    """The tokens of a grid ordered by window, and the window offsets as `cu_seqlens` for `attention`.
 
-    The edges of the windows lie at shift, shift + size, ... and at those of the grid, so that windows at the border may
-    be smaller. That is what cyclically shifted windows with a mask compute, without the mask and the shift.
+    Window boundaries are at shift, shift + size, ... and at the edges of the grid, so border windows may be smaller.
+    The result equals cyclically shifted windows with a mask, without the mask and the shift.
 
     Args:
-        height, width: of the grid, whose token (y, x) has the number y * width + x.
+        height, width: of the grid; token (y, x) has index y * width + x.
         size: height and width of a window.
         shift: in [0, size); Swin alternates 0 and size // 2.
     Returns:
-        order, int64 (height * width,): numbers of the tokens, those of a window next to each other; and cu_seqlens,
+        order, int64 (height * width,): token indices, grouped by window; and cu_seqlens,
         int32 (windows + 1,).
 
     Liu et al., "Swin transformer: hierarchical vision transformer using shifted windows", 2021, section 3.2.
@@ -41,10 +41,10 @@ def shifted_windows(
 
 
 def global_window_bias(length: int, window: int, global_tokens: int, device: torch.device | None = None) -> Tensor:
-    """What a dense computation of `global_window_attention` would add to its scores: 0 or -inf, (length, length)."""
-    place = torch.arange(length, device=device)
-    seen = (place[:, None] - place).abs() < window
-    seen |= (place < global_tokens) | (place[:, None] < global_tokens)
+    """The additive mask of `global_window_attention` for a dense computation: 0 or -inf, (length, length)."""
+    index = torch.arange(length, device=device)
+    seen = (index[:, None] - index).abs() < window
+    seen |= (index < global_tokens) | (index[:, None] < global_tokens)
     return torch.zeros(length, length, device=device).masked_fill(~seen, -math.inf)
 
 
@@ -59,17 +59,16 @@ def global_window_attention(
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention in which the first tokens see all and are seen by all, and the others see their neighbourhood.
+    """Attention in which the first tokens attend to all and are attended to by all; the others attend within a window.
 
-    The queries are cut into blocks of `window`; each attends to the global keys and to its own block and the two beside
-    it, of which the distance hides a part. So time and memory grow with length * (3 * window + global_tokens), in every
-    backend.
+    Queries are split into blocks of `window`. Each block attends to the global keys, to itself and to its two
+    neighbours, masked by distance. Time and memory grow with length * (3 * window + global_tokens), in every backend.
 
     Args:
-        ops: whose `attention` is called.
+        ops: provides `attention`.
         q: floating (B, H, L, D). k: (B, Hk, L, D), v: (B, Hk, L, Dv).
-        window: a token sees the tokens less than `window` away on both sides.
-        global_tokens: how many tokens at the beginning see all and are seen by all.
+        window: a token attends to tokens less than `window` away on both sides.
+        global_tokens: number of global tokens at the beginning.
         key_padding_mask: bool (B, L), True = a real token.
         dropout_p: as in `attention`.
     Returns:
@@ -90,8 +89,8 @@ def global_window_attention(
     queries = F.pad(q[:, :, first:], (0, 0, 0, spare)).unflatten(2, (blocks, window))  # (B, H, blocks, window, D)
     keys, values = (_beside(x[:, :, first:], x[:, :, :first], window, spare) for x in (k, v))
     mask = _beside(real[:, None, first:, None], real[:, None, :first, None], window, spare)  # (B * blocks, 1, K, 1)
-    place = torch.arange(3 * window, device=q.device)
-    far = (place[:window, None] + window - place).abs() >= window  # (window, 3 window)
+    index = torch.arange(3 * window, device=q.device)
+    far = (index[:window, None] + window - index).abs() >= window  # (window, 3 window)
     bias = F.pad(torch.zeros(far.shape, dtype=q.dtype, device=q.device).masked_fill(far, -math.inf), (first, 0))
     near = ops.attention(
         queries.transpose(1, 2).flatten(0, 1),  # (B * blocks, H, window, D)
@@ -106,7 +105,7 @@ def global_window_attention(
 
 
 def _beside(x: Tensor, first: Tensor, window: int, spare: int) -> Tensor:
-    """The global rows, then those of each block and of the two beside it: (B * blocks, H, G + 3 * window, D)."""
+    """The global rows, then those of each block and its two neighbours: (B * blocks, H, G + 3 * window, D)."""
     padded = F.pad(x, (0, 0, window, window + spare))  # (B, H, (blocks + 2) * window, D)
     near = padded.unfold(2, 3 * window, window).transpose(-1, -2)  # (B, H, blocks, 3 * window, D)
     all_see = first.unsqueeze(2).expand(-1, -1, near.shape[2], -1, -1)

@@ -36,7 +36,7 @@ def test_without_a_font_the_pieces_are_latin_and_it_is_told(monkeypatch, tmp_pat
     monkeypatch.setattr(alignments, "font_for", lambda characters: None)
     target, source, font, told = shown(TARGET, SOURCE)
     assert (target, source, font) == (["nama", "ste", "|", "<end>"], SOURCE, ["DejaVu Sans"])
-    assert told.startswith("no installed font shows Devanagari")
+    assert told.startswith("no installed font has Devanagari")
     assert draw_alignment(Alignment(WEIGHTS, TARGET, SOURCE), tmp_path / "a.png") == told
 
 

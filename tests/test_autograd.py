@@ -17,7 +17,8 @@ import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.support.operations import EXAMPLES, prepared
 from tests.support.operations import function as public
-from transformer_kernels import _dispatch, _dropout
+from transformer_kernels.backends import dispatch
+from transformer_kernels.ops import _dropout
 
 SECOND_ORDER = [
     "softmax",
@@ -197,6 +198,10 @@ def test_compiles_into_one_graph(op: str) -> None:
         torch.manual_seed(9)
         outputs = each(*inputs)
         results.append([total(outputs).detach(), *torch.autograd.grad(total(outputs), inputs)])
+        torch.manual_seed(9)
+        outputs = each(*inputs)
+        sums = sum(output.sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,)))
+        results[-1] += torch.autograd.grad(sums, inputs)  # of one number, expanded
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
 
@@ -299,32 +304,18 @@ def test_opcheck_of_other_calls(index: int) -> None:
 
 def check_operators(op: str, call: Any, backend: str | None) -> None:
     """opcheck of the operator, and of its backward operator with the arguments that autograd hands it."""
-    torch.library.opcheck(getattr(torch.ops.transformer_kernels, op).default, (*call, backend))
+    operation = dispatch.OPERATIONS[op]
+    values = operation.flat(call)
+    torch.library.opcheck(getattr(torch.ops.transformer_kernels, op).default, (*values, backend))
     seen: list[tuple[Any, ...]] = []
-    operation = _dispatch.OPERATIONS[op]
     registered = operation._registered_backward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operation, "_registered_backward", lambda *given: seen.append(given) or registered(*given))
-        outputs = operation._registered(*call, backend)
+        outputs = operation._registered(*values, backend)
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         total(tuple(output for output in outputs if output.requires_grad)).backward()
     detached = (x.detach() if isinstance(x, Tensor) else x for x in seen[0])
     torch.library.opcheck(registered, tuple(detached))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@OPERATIONS
-def test_an_expanded_gradient_under_compile(op: str) -> None:
-    function, _ = call_of(op)
-    results = []
-    for each in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        _, inputs = call_of(op)
-        torch.manual_seed(9)
-        outputs = each(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        sums = sum(output.sum() for output in outputs)  # whose gradient is one number, expanded
-        results.append(torch.autograd.grad(sums, inputs))
-    torch.testing.assert_close(results[1], results[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

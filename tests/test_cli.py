@@ -14,6 +14,7 @@ import torch
 
 from transformer_kernels import cli
 from transformer_kernels.training import DataFileError
+from transformer_kernels.training._optional import require
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TINY = ["--model", "layers=1", "--model", "width=16", "--model", "heads=2", "--batch-size", "4", "--no-progress"]
@@ -87,8 +88,81 @@ def test_help_of_training_names_every_option_and_its_default(capsys):
     with pytest.raises(SystemExit):
         run("train", "imdb", "--help")
     told = " ".join(capsys.readouterr().out.split())
-    for part in ("--warmup-steps", "--vocab-dir", "peak learning rate of AdamW (default: 0.0003)", "(default: 16)"):
+    for part in ("--warmup-steps", "--vocab-dir", "peak learning rate (default: 0.0003)", "(default: 16)"):
         assert part in told
+
+
+def test_resuming_a_finished_run_says_that_nothing_is_left(folder, capsys, tmp_path):
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", tmp_path / "run", *TINY]
+    assert run("train", "char-gpt", *options, "--no-sample") == 0
+    capsys.readouterr()
+    assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        f"{tmp_path / 'run'}: the run has ended (steps) after step 2 of 2, so nothing was trained; to continue it, "
+        f"pass --resume {tmp_path / 'run'} with --steps N above 2\n"
+    )
+    assert "nan" not in printed and "0 tokens/s" not in printed and "validation       loss" in printed
+
+
+def test_resuming_after_early_stopping_names_patience(folder, capsys, tmp_path):
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 50, "--out", tmp_path / "run", *TINY]
+    stopping = ["--patience", 1, "--eval-every", 1, "--lr", 1e-30, "--no-sample"]
+    assert run("train", "char-gpt", *options, *stopping) == 0
+    capsys.readouterr()
+    assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
+    assert "with a larger --patience, or --patience 0" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_misspelt_model_field_gets_a_suggestion(folder, capsys, tmp_path):
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, "--out", tmp_path / "run"]
+    told = refused(capsys, "train", "char-gpt", *options, "--model", "widht=64")
+    assert told == ("transformer-kernels: error: model: build: char_gpt has no field widht; did you mean width?\n")
+
+
+def test_a_broken_dependency_is_not_reported_as_missing(monkeypatch, tmp_path):
+    (tmp_path / "half_installed.py").write_text("import a_module_that_is_missing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ImportError, match=r"^half_installed is installed, but its import failed: No module named 'a_mod"
+    ):
+        require("half_installed")
+    with pytest.raises(ImportError, match=r"^sklearn_x is needed for this: pip install sklearn_x$"):
+        require("sklearn_x.metrics")
+
+
+def test_an_empty_text_is_refused(folder, capsys):
+    for text in ("", " \t"):
+        told = refused(capsys, "classify", "--checkpoint", folder / "imdb", "good", text)
+        assert told == f"transformer-kernels: error: classify: text 2 of 2 must not be empty; got {text!r}\n"
+
+
+def test_a_wrong_checkpoint_names_the_remedy(folder, capsys, tmp_path):
+    told = refused(capsys, "generate", "--checkpoint", folder / "nothing")
+    assert told == (
+        f"transformer-kernels: error: {folder / 'nothing'}: no such checkpoint; pass a folder that "
+        "`transformer-kernels train` wrote, such as runs/char-gpt\n"
+    )
+    (tmp_path / "config.json").write_text("{}")
+    told = refused(capsys, "generate", "--checkpoint", tmp_path)
+    assert told == (
+        f"transformer-kernels: error: {tmp_path}: expected a checkpoint folder, found no manifest.json in it; a "
+        "pretrained model is passed as --model\n"
+    )
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "log.jsonl").write_text("")
+    told = refused(capsys, "generate", "--checkpoint", tmp_path)
+    assert told.endswith(
+        ": expected a checkpoint folder, found no manifest.json in it; the run has no checkpoint yet\n"
+    )
+
+
+def test_a_model_name_names_the_download(capsys):
+    told = refused(capsys, "generate", "--model", "openai-community/gpt2")
+    assert told == (
+        "transformer-kernels: error: openai-community/gpt2: no such folder or file; models are read from local "
+        "folders: download it first, with `hf download openai-community/gpt2 --local-dir gpt2`\n"
+    )
 
 
 def test_no_command_is_a_usage_error(capsys):
@@ -203,7 +277,9 @@ def test_generate_lists_the_most_likely_characters(folder, capsys):
 
 
 def test_generate_refuses_what_it_cannot_read(folder, capsys):
-    assert "never seen: ['Ä']" in refused(capsys, "generate", "--checkpoint", folder / "gpt", "--prompt", "Ä")
+    assert "outside the model's vocabulary: ['Ä']" in refused(
+        capsys, "generate", "--checkpoint", folder / "gpt", "--prompt", "Ä"
+    )
     assert "the prompt must have" in refused(capsys, "generate", "--checkpoint", folder / "gpt", "--prompt", "")
     assert "no such checkpoint" in refused(capsys, "generate", "--checkpoint", folder / "nothing")
     told = refused(capsys, "generate", "--checkpoint", folder / "imdb")
@@ -251,19 +327,21 @@ def test_info_tells_versions_backends_and_reasons(capsys, monkeypatch):
 
 def test_info_tells_the_state_of_each_kernel(capsys, monkeypatch):
     monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)
-    status = ModuleType("transformer_kernels.reports.status")
+    status = ModuleType("benchmarks.compilers.status")
     status.__spec__ = ModuleSpec(status.__name__, None)
-    status.verification = lambda: ["softmax/triton verified on a GPU"]
+    status.summary = lambda: ["softmax/triton verified on a GPU"]
     monkeypatch.setitem(sys.modules, status.__name__, status)
     assert run("info") == 0
     assert "kernels\n  softmax/triton verified on a GPU" in capsys.readouterr().out
 
 
 def test_info_says_once_what_kernels_share(capsys, monkeypatch):
-    from transformer_kernels.reports import status
+    from benchmarks.compilers import status
 
     states = {"softmax/cuda": "verified on a GPU", **dict.fromkeys(("gelu/cuda", "gelu/triton"), "on no GPU yet")}
-    monkeypatch.setattr(status, "verification", lambda: [f"{kernel:<22} {state}" for kernel, state in states.items()])
+    monkeypatch.setattr(
+        status, "verification", lambda *_: [f"{kernel:<22} {state}" for kernel, state in states.items()]
+    )
     assert run("info") == 0
     told = capsys.readouterr().out.splitlines()
     assert told[told.index("kernels") + 1 :] == [
@@ -288,7 +366,7 @@ def test_info_of_a_machine_without_a_gpu_says_so_once():
 def test_demo_trains_writes_and_compares(capsys, monkeypatch, tmp_path):
     from transformer_kernels.training import report
 
-    monkeypatch.setattr("transformer_kernels.BACKENDS", ("torch",))
+    monkeypatch.setattr("transformer_kernels.training.report.BACKENDS", ("torch",))
     monkeypatch.setattr(report, "TIMED_SECONDS", 0.0)
     monkeypatch.setattr(report, "MODEL", {"layers": 1, "width": 16, "heads": 2})
     assert run("demo", "--seconds", "0.5", "--out", tmp_path / "demo") == 0
@@ -322,7 +400,7 @@ def test_failures_set_the_status_and_print_no_traceback(raised, status, told, ca
     def fail():
         raise raised
 
-    monkeypatch.setattr("transformer_kernels.reports.installation.describe_installation", fail)
+    monkeypatch.setattr("transformer_kernels.info.describe_installation", fail)
     assert run("info") == status
     assert told in capsys.readouterr().err
 
@@ -369,4 +447,4 @@ def test_an_option_of_another_recipe_is_refused_by_evaluate(folder, capsys):
     told = refused(capsys, "evaluate", "--checkpoint", folder / "gpt", "--baseline")
     assert "--baseline is not an option of char-gpt" in told
     assert run("evaluate", "--checkpoint", folder / "gpt", "--data", folder / "train.csv") == 1
-    assert "never seen" in capsys.readouterr().err
+    assert "outside the model's vocabulary" in capsys.readouterr().err

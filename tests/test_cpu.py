@@ -163,7 +163,7 @@ def test_threads_do_not_change_the_bits(op: str, instruction_set: str) -> None:
 
 def test_an_unknown_instruction_set_is_refused() -> None:
     used = KERNELS.instruction_set()
-    with pytest.raises(ValueError, match=r"must be one that this processor has \(plain.*\); got avx9000"):
+    with pytest.raises(ValueError, match=r"that this processor has and that was built \(plain.*\); got avx9000"):
         KERNELS.use("avx9000")
     assert KERNELS.instruction_set() == used
 
@@ -210,7 +210,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_kernels_leave_nothing_that_the_linker_could_share(tmp_path: Path) -> None:
     """An inline function of several objects is kept once: compiled for AVX-512 it would stop other processors."""
-    source = build.CSRC / "cpu" / "rows" / "layer_norm.cpp"
+    source = build.CSRC / "cpu" / "rows" / "norm.cpp"
     if not source.is_file():
         pytest.skip("there are no sources")
     weak = defined_weakly(source, tmp_path)
@@ -222,7 +222,7 @@ def defined_weakly(source: Path, folder: Path) -> list[str]:
     compiler = build.find_host_compiler().split()
     flags = ["-std=c++17", "-O0", "-fPIC", "-c", "-DTK_LEVEL=avx512", *build.CPU_LEVELS["avx512"].split()]
     target = folder / "kernel.o"
-    if "avx512" not in build._levels_of(" ".join(compiler)):
+    if "avx512" not in build._levels_of(compiler):
         pytest.skip("the compiler has no AVX-512")
     subprocess.run([*compiler, *flags, str(source), "-o", str(target)], check=True, capture_output=True)
     listed = subprocess.run(["nm", "-C", "--defined-only", str(target)], check=True, capture_output=True, text=True)
@@ -236,8 +236,8 @@ def test_attention_fetches_while_it_multiplies() -> None:
         products = {name: count for name, count in fetches.items() if f"transformer_kernels::{level}::strip<" in name}
         assert len(products) >= 4, level
         assert all(products.values()), [name for name, count in products.items() if not count]
-        lists = [count for name, count in fetches.items() if f"::{level}::" in name and "::fetch_ahead(" in name]
-        assert any(lists), level
+        inlined = re.compile(rf"::{level}::.*(::fetch_ahead\(|::backward_task<)")  # where it may be inlined
+        assert max(count for name, count in fetches.items() if inlined.search(name)) >= 10, level
 
 
 def prefetches_of_functions(module: Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ import torch
 
 import transformer_kernels as tk
 from python_ref import ops as reference
-from transformer_kernels import _dispatch
+from transformer_kernels.backends import build, dispatch
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(autouse=True)
 def no_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRANSFORMER_KERNELS_BACKEND", raising=False)
-    monkeypatch.setattr(_dispatch, "_default", None)
+    monkeypatch.setattr(dispatch, "_default", None)
 
 
 def test_strength_of_the_ways_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_strength_of_the_ways_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tk.get_backend() == "torch"
         with tk.use_backend("cuda"):
             assert tk.get_backend() == "cuda"
-            assert _dispatch.requested("triton") == "triton"
+            assert dispatch.requested("triton") == "triton"
         assert tk.get_backend() == "torch"
     tk.set_backend(None)
     assert tk.get_backend() == "cuda"
@@ -89,20 +89,20 @@ def test_auto_on_a_cpu_is_quiet() -> None:
         "import torch, transformer_kernels as tk; tk.gelu(torch.ones(3)); print(tk.explain('gelu', torch.ones(3)))"
     )
     assert result.returncode == 0 and result.stderr == ""
-    built = _dispatch.unavailable("cpu", torch.device("cpu")) is None
+    built = dispatch.unavailable("cpu", torch.device("cpu")) is None
     assert f"asked for auto, answered by {'cpu' if built else 'torch'}" in result.stdout
 
 
 def test_float64_is_for_torch_only(device: torch.device) -> None:
     x = torch.ones(3, dtype=torch.float64, device=device)
-    if _dispatch.unavailable("triton", device) is not None:
+    if dispatch.unavailable("triton", device) is not None:
         pytest.skip("needs Triton, at least its interpreter")
     with pytest.raises(tk.UnsupportedByBackend, match="float64 is computed by backend='torch' only"):
         tk.gelu(x, backend="triton")
 
 
 def test_explain_tells_who_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "unavailable", lambda name, device: "no such device" if name == "cuda" else None)
+    monkeypatch.setattr(dispatch, "unavailable", lambda name, device: "no such device" if name == "cuda" else None)
     x = torch.ones(4, 8, dtype=torch.float64)
     told = tk.explain("layer_norm", x, x[0])
     assert (told.operation, told.requested, told.chosen) == ("layer_norm", "auto", "torch")
@@ -119,17 +119,17 @@ def test_explain_checks_its_arguments() -> None:
 
 
 def test_auto_takes_the_first_that_supports_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_dispatch.AUTO_ORDER, "cpu", ("cuda", "triton", "torch"))
-    monkeypatch.setattr(_dispatch, "unavailable", lambda name, device: "none here" if name == "cuda" else None)
+    monkeypatch.setitem(dispatch.AUTO_ORDER, "cpu", ("cuda", "triton", "torch"))
+    monkeypatch.setattr(dispatch, "unavailable", lambda name, device: "none here" if name == "cuda" else None)
     refused = {"triton": "not this call"}
-    monkeypatch.setattr(_dispatch, "_refusal", lambda op, name, arguments: refused.get(name))
-    name, refusals = _dispatch._automatic("gelu", (torch.ones(3), "none"))
+    monkeypatch.setattr(dispatch, "_refusal", lambda op, name, arguments: refused.get(name))
+    name, refusals = dispatch._automatic("gelu", (torch.ones(3), "none"), torch.device("cpu"))
     assert name == "torch" and refusals == {"cuda": "none here", "triton": "not this call"}
 
 
 def test_bound_operations_have_the_signatures_of_the_reference() -> None:
     bound = tk.bind("torch")
-    for name in _dispatch.OPERATIONS:
+    for name in dispatch.OPERATIONS:
         ours, textbook = (inspect.signature(getattr(each, name)).parameters for each in (bound, reference))
         assert list(ours) == list(textbook)
         for mine, theirs in zip(ours.values(), textbook.values(), strict=True):
@@ -145,7 +145,7 @@ def test_bound_operations_use_their_backend(monkeypatch: pytest.MonkeyPatch) -> 
     bound = tk.bind("cuda")
     for each in (bound, copy.deepcopy(bound), pickle.loads(pickle.dumps(bound))):
         assert each == bound and repr(each) == "transformer_kernels.bind('cuda')"
-    monkeypatch.setattr(_dispatch, "unavailable", lambda name, device: "switched off" if name == "cuda" else None)
+    monkeypatch.setattr(dispatch, "unavailable", lambda name, device: "switched off" if name == "cuda" else None)
     with pytest.raises(tk.BackendUnavailable, match="switched off"), tk.use_backend("torch"):
         bound.gelu(torch.ones(3))
     with tk.use_backend("torch"):
@@ -156,6 +156,17 @@ def test_bound_operations_use_their_backend(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_named_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not another one that gives the same numbers."""
     kernels = SimpleNamespace(forward=lambda call: torch.full_like(call.x, 7.0))
-    monkeypatch.setattr(_dispatch, "unavailable", lambda *_: None)
-    monkeypatch.setitem(_dispatch._modules, ("gelu", "cuda"), kernels)
+    monkeypatch.setattr(dispatch, "unavailable", lambda *_: None)
+    monkeypatch.setitem(dispatch._modules, ("gelu", "cuda"), kernels)
     assert tk.gelu(torch.ones(2), backend="cuda").tolist() == [7.0, 7.0]
+
+
+def test_kernels_that_do_not_build_are_no_reason_to_skip_their_tests() -> None:
+    """Parity tests skip a backend that cannot run here; where a compiler is, the sources must build."""
+    try:
+        build.find_host_compiler()
+    except build.CompilerMissing as error:
+        pytest.skip(str(error))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for backend in ("cpu", "cuda") if device.type == "cpu" else ("cuda",):
+        assert dispatch.unavailable(backend, device) is None

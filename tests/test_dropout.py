@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from python_ref import ops as reference
-from transformer_kernels import _dropout
+from transformer_kernels.ops import _dropout
 
 SEED = torch.tensor([0x7234567890ABCDEF])
 ROUTES = ("compiled", "tensor algebra")

@@ -163,3 +163,194 @@ def test_a_mask_of_three_axes_is_refused():
 def test_masks_stay_short_where_that_is_exact(arguments, shape):
     mask = huggingface.attention_mask(B, LQ, LK, **{"q_offset": LK - LQ, **arguments})
     assert (mask if mask is None else tuple(mask.shape)) == shape
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 0, 1]])
+SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
+
+
+def packed(function, sequences=SEQUENCES, positions=POSITIONS):
+    return masking.packed_sequence_compatibility_function(function, positions, sequences)
+
+
+KNOWN = {
+    "causal": masking.causal_mask_function,
+    "bidirectional": masking.bidirectional_mask_function,
+    "window 1": masking.sliding_window_causal_mask_function(1),
+    "window 3": masking.sliding_window_causal_mask_function(3),
+    "window 99": masking.sliding_window_causal_mask_function(99),
+    "bidirectional window": masking.sliding_window_bidirectional_mask_function(2),
+    "two windows": masking.and_masks(
+        masking.sliding_window_causal_mask_function(4), masking.sliding_window_bidirectional_overlay(2)
+    ),
+}
+PACKED = ("causal", "bidirectional", "window 1", "window 3", "bidirectional window")
+OFFSETS = {  # queries, keys, first query, first key
+    "no cache": (7, 7, 0, 0),
+    "dynamic": (3, 7, 4, 0),
+    "one token": (1, 7, 6, 0),
+    "sliding": (2, 7, 9, 4),
+    "static": (3, 9, 2, 0),
+    "static, first": (4, 9, 0, 0),
+    "static, a tensor": (1, 9, torch.tensor(5), 0),
+    "beyond the keys": (2, 5, 7, 0),
+}
+PADDINGS = {"none": None, "all real": [0, 0], "left": [0, 2], "right": [0, -2], "both": [1, -1]}
+
+
+def attended(mask, queries, keys, position_bias=None):
+    """The output and the gradients of q, k and v (and the bias)."""
+    generator = torch.Generator().manual_seed(queries * keys)
+    shapes = (B, H, queries, D), (B, HK, keys, D), (B, HK, keys, D)
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    out, _ = huggingface.attention_forward(
+        SimpleNamespace(is_causal=True), *leaves, mask, sliding_window=1, position_bias=position_bias
+    )
+    weights = torch.randn(out.shape, generator=generator)
+    leaves += [] if position_bias is None else [position_bias]
+    return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+def assert_like_dense(mask, queries, keys, position_bias=None):
+    """A pattern's mask is transformers' own, and attention by the pattern that by the mask."""
+    assert type(mask) is huggingface.MaskPattern and mask.shape == (B, 1, queries, keys) and mask.dtype is torch.bool
+    found, expected = (attended(each, queries, keys, position_bias) for each in (mask, mask.dense()))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_masks_are_those_of_sdpa(name, offsets, padding):
+    queries, keys, first, first_key = OFFSETS[offsets]
+    real = None
+    if PADDINGS[padding] is not None:
+        real = torch.ones(B, int(first) + queries, dtype=torch.bool)
+        for row, count in enumerate(PADDINGS[padding]):
+            real[row, : max(count, 0)] = False
+            real[row, real.shape[1] + min(count, 0) :] = False
+    arguments = (B, queries, keys, first, first_key, KNOWN[name], real)
+    made = huggingface.attention_mask(*arguments, allow_is_causal_skip=False)
+    dense = masking.sdpa_mask(*arguments, allow_is_causal_skip=False)
+    if type(made) is huggingface.MaskPattern:
+        assert torch.equal(made.dense(), dense)
+        assert_like_dense(made, queries, keys)
+    else:
+        assert torch.equal(made, dense)
+        beyond = offsets == "beyond the keys" and "window" in name
+        assert beyond or (name in ("bidirectional window", "two windows") and "static" in offsets), "it is known"
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_rows_become_sequences(name):
+    function = packed(KNOWN[name])
+    made = huggingface.attention_mask(B, 7, 7, mask_function=function, allow_is_causal_skip=False)
+    assert made.cu_seqlens.tolist() == [0, 3, 7, 8, 12, 14]
+    assert torch.equal(made.dense(), masking.sdpa_mask(B, 7, 7, mask_function=function, allow_is_causal_skip=False))
+    assert_like_dense(made, 7, 7)
+    assert_like_dense(made, 7, 7, torch.randn(1, H, 7, 7, requires_grad=True))
+
+
+@pytest.mark.parametrize("offsets", ["dynamic", "static"])
+def test_a_bias_beside_a_window(offsets):
+    queries, keys, first, first_key = OFFSETS[offsets]
+    made = huggingface.attention_mask(B, queries, keys, first, first_key, KNOWN["window 3"])
+    for shape in ((1, H, queries, keys), (1, H, queries, 1), (1, H, 1, keys)):
+        assert_like_dense(made, queries, keys, torch.randn(shape, requires_grad=True))
+
+
+UNKNOWN = {
+    "or": masking.or_masks(masking.causal_mask_function, masking.sliding_window_overlay(2)),
+    "own": lambda batch, head, q, k: k >= q,
+    "and own": masking.and_masks(masking.causal_mask_function, lambda batch, head, q, k: k != 1),
+    "chunks": masking.chunked_causal_mask_function(3, torch.zeros(B, dtype=torch.int64)),
+    "sequences alone": masking.and_masks(
+        masking.causal_mask_function, masking.packed_sequence_mask_function(SEQUENCES)
+    ),
+    "sequences that come back": packed(KNOWN["causal"], sequences=SEQUENCES % 2),
+    "positions that jump": packed(KNOWN["causal"], positions=POSITIONS * 2),
+    "packed twice": packed(packed(KNOWN["causal"])),
+    "packed in packed": masking.and_masks(packed(KNOWN["causal"]), packed(KNOWN["window 3"])),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_every_other_mask_is_dense(name):
+    made = huggingface.attention_mask(B, 7, 7, mask_function=UNKNOWN[name], allow_is_causal_skip=False)
+    assert type(made) is torch.Tensor
+    assert torch.equal(made, masking.sdpa_mask(B, 7, 7, mask_function=UNKNOWN[name], allow_is_causal_skip=False))
+
+
+def test_packed_rows_with_padding_or_a_cache_are_dense():
+    real = torch.ones(B, 7, dtype=torch.bool)
+    for given in ({"attention_mask": real}, {"q_offset": 1}):
+        options = {"mask_function": packed(KNOWN["causal"]), "allow_is_causal_skip": False, **given}
+        if "q_offset" not in given:
+            assert torch.equal(huggingface.attention_mask(B, 7, 7, **options), masking.sdpa_mask(B, 7, 7, **options))
+        assert huggingface._pattern({"batch_size": B, "q_length": 7, "kv_length": 7, "q_offset": 0, "kv_offset": 0,
+                                     "attention_mask": None, **options}, None, "cpu") is None  # fmt: skip
+
+
+def test_a_pattern_is_a_mask_to_everyone_else():
+    made = huggingface.attention_mask(B, LQ, LK, 2, mask_function=KNOWN["window 3"], attention_mask=KEYS)
+    dense = made.dense()
+    assert type(made) is huggingface.MaskPattern and made.ndim == 4 and made.device.type == "cpu"
+    assert torch.equal(made[:, :, 1:, :3], dense[:, :, 1:, :3]) and type(made[:, :, 1:]) is torch.Tensor
+    assert torch.equal(~made, ~dense) and torch.equal(torch.where(made, 1.0, 2.0), torch.where(dense, 1.0, 2.0))
+    assert torch.equal(made.to(torch.float32), dense.float()) and torch.equal(made.clone(), dense)
+    assert "left=2, right=0" in repr(made) and made.padding.shape == (B, LK)
+    q, k, v = qkv()
+    k, v = (x.repeat_interleave(H // HK, 1) for x in (k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense)
+    torch.testing.assert_close(torch.nn.functional.scaled_dot_product_attention(q, k, v, made), expected)
+
+
+WINDOWED = {
+    "mistral": ("MistralForCausalLM", {"sliding_window": 5, "num_key_value_heads": 2}),
+    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 5, "num_key_value_heads": 2, "head_dim": 8}),
+    "gemma3": ("Gemma3ForCausalLM", {"sliding_window": 5, "num_key_value_heads": 2, "head_dim": 8}),
+    "qwen2": ("Qwen2ForCausalLM", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1,
+                                   "num_key_value_heads": 2}),
+    "modernbert": ("ModernBertForMaskedLM", {"local_attention": 6}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", ["left", "right", None, "packed"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windowed_models_match_eager_without_dense_masks(name, padding, monkeypatch):
+    if name == "modernbert" and padding == "packed":
+        pytest.skip("its masks are not packed by positions")
+    kind, sizes = WINDOWED[name]
+    model = getattr(models.transformers, kind)
+    torch.manual_seed(0)
+    config = model.config_class(**models.ENCODER | sizes, **models.TOKENS)
+    eager = model._from_config(config, attn_implementation="eager").train()
+    ours = with_our_attention(eager)
+    batch = models.inputs("llama" if name != "modernbert" else "bert", None if padding == "packed" else padding)
+    if padding == "packed":
+        del batch["attention_mask"]
+        batch["position_ids"] = torch.tensor([[*range(7), *range(5)]] * 2 + [[*range(2), *range(10)]])
+    batch |= {} if name == "modernbert" else {"use_cache": torch.tensor(False)}
+    results = [models.run("llama", eager, batch)]
+    results.append(results[0] if name == "gemma2" else models.run("llama", models.exact(eager), batch))
+    monkeypatch.setattr(huggingface, "sdpa_mask", lambda **_: pytest.fail("a dense mask is made"))
+    found = models.run("llama", ours, batch)
+    if name != "gemma2":
+        models.assert_within_budget(found, *results)
+        return
+    for key, value in results[0].items():  # SDPA has no soft cap, and eager none in float64
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", [name for name in WINDOWED if name != "modernbert"])
+def test_windowed_models_generate_like_eager(name, cache):
+    kind, sizes = WINDOWED[name]
+    model = getattr(models.transformers, kind)
+    torch.manual_seed(0)
+    config = model.config_class(**models.ENCODER | sizes, **models.TOKENS)
+    eager = model._from_config(config, attn_implementation="eager").eval()
+    batch = models.inputs("llama", "left", labels=False)
+    options = {"max_new_tokens": 8, "do_sample": False} | ({} if cache is None else {"cache_implementation": cache})
+    assert torch.equal(with_our_attention(eager).generate(**batch, **options), eager.generate(**batch, **options))

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.support import parity
-from transformer_kernels import _dispatch
-from transformer_kernels.ops.linear_cross_entropy import _chunked
+from transformer_kernels.backends import dispatch
+from transformer_kernels.ops.loss import _chunked
 
 SMALL = {"width": 16, "heads": 2, "layers": 2, "vocab_size": 23, "context": 12}
 OPERATIONS = {
@@ -27,6 +27,8 @@ SIZES = {
     "llama": {"kv_heads": 1, "ffn_width": 24, "dropout": 0.1},
     "translator": {"source_vocab_size": 19, "layers": 1, "ffn_width": 24, "dropout": 0.1},
 }
+SLOWLY = [pytest.param(backend, marks=pytest.mark.slow) for backend in ("triton", "cuda")]
+"""Interpreted and emulated without a GPU: the graph holds the same operators for every backend."""
 TOKENS = torch.arange(24).view(2, 12) % 23
 REAL = torch.arange(12) < torch.tensor([[12], [7]])
 INPUTS = {"imdb_bert": (TOKENS, REAL), "translator": (TOKENS % 19, TOKENS, REAL)}
@@ -79,7 +81,7 @@ def test_unknown_backend_is_refused():
 
 
 def test_unknown_field_is_refused():
-    with pytest.raises(TypeError, match="char_gpt has no field depth; its fields are vocab_size"):
+    with pytest.raises(TypeError, match="char_gpt has no field depth; its fields are vocab_size, "):
         tk.build("char_gpt", "torch", depth=3)
 
 
@@ -87,10 +89,12 @@ def test_unknown_field_is_refused():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_training_with_dropout_gives_the_losses_of_the_reference(name, backend):
     require(name, backend)
-    expected = train(build(name, "reference"), name, steps=3)
-    assert train(build(name, backend), name, steps=3) == pytest.approx(expected, abs=1e-5)
+    steps = 2 if backend in ("triton", "cuda") else 3  # executed slowly without a GPU; the second follows an update
+    expected = train(build(name, "reference"), name, steps)
+    assert train(build(name, backend), name, steps) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_fifty_steps_stay_together(name):
     expected = train(build(name, "reference"), name, steps=50)
@@ -197,7 +201,7 @@ def test_copy_keeps_its_operations(duplicate, backend):
     assert torch.equal(twin(TOKENS, REAL), model(TOKENS, REAL))
 
 
-@pytest.mark.parametrize("backend", [*tk.BACKENDS, "reference"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", *SLOWLY, "reference"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_compiles_without_a_break_in_the_graph(name, backend):
     if backend != "reference":
@@ -269,7 +273,7 @@ def test_package_imports_the_reference_only_when_a_model_is_built():
 def test_reference_operations_have_the_bound_signatures():
     import inspect
 
-    for op in _dispatch.OPERATIONS:
+    for op in dispatch.OPERATIONS:
         bound = inspect.signature(getattr(tk.bind("torch"), op)).parameters.values()
         plain = inspect.signature(getattr(reference, op)).parameters.values()
         assert [(p.name, p.kind, p.default) for p in bound] == [(p.name, p.kind, p.default) for p in plain]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import python_ref
-from transformer_kernels import _dispatch, nn
+from transformer_kernels import nn
+from transformer_kernels.backends import dispatch
 
 MODULES = {
     "LayerNorm": (lambda **options: nn.LayerNorm(12, **options), lambda: torch.nn.LayerNorm(12)),
@@ -75,13 +76,13 @@ class TestEveryModule:
     def test_backend_is_passed_on(self, name, monkeypatch):
         asked = []
 
-        original = _dispatch.select
+        original = dispatch.select
 
         def select(operation, backend, call):
             asked.append(backend)
             return original(operation, "torch", call)
 
-        monkeypatch.setattr(_dispatch, "select", select)
+        monkeypatch.setattr(dispatch, "select", select)
         apply(MODULES[name][0](backend="triton"), torch.randn(2, 5, 12))
         assert asked == ["triton"]
 

@@ -170,7 +170,11 @@ def configure(folder, **fields):
 BREAKAGES = {
     "no config": (lambda f: (f / "config.json").unlink(), FileNotFoundError, "config.json: no such file"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), ValueError, "not JSON"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), ValueError, "must hold an object; got list"),
+    "config is a list": (
+        lambda f: (f / "config.json").write_text("[]"),
+        ValueError,
+        "must contain an object; got list",
+    ),
     "architecture": (lambda f: configure(f, model_type="mamba"), ValueError, "must be one of gpt2, .*; got 'mamba'"),
     "size is missing": (
         lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'),
@@ -187,7 +191,7 @@ BREAKAGES = {
     "pickle": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         ValueError,
-        "pytorch_model.bin is a pickle, which is never opened",
+        "pytorch_model.bin is a pickle, which is never loaded",
     ),
     "truncated": (
         lambda f: os.truncate(f / "model.safetensors", (f / "model.safetensors").stat().st_size - 8),
@@ -204,7 +208,7 @@ BREAKAGES = {
         ValueError,
         "a is unknown; b is unknown",
     ),
-    "another shape": (lambda f: configure(f, n_positions=32), ValueError, r"wpe.weight has shape \(64, 32\) in place"),
+    "another shape": (lambda f: configure(f, n_positions=32), ValueError, r"wpe.weight has shape \(64, 32\); expected"),
     "no model": (lambda f: configure(f, n_head=5), ValueError, "divisible by the number of heads"),
 }
 
@@ -251,7 +255,7 @@ def test_word_pieces(tmp_path):
     assert tokenizer.encode("A happy dogs cat").ids == [2, 5, 6, 7, 8, 1, 3]
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert load_tokenizer(tmp_path).encode("A dog").ids == [2, 1, 7, 3]
-    with pytest.raises(ValueError, match="knows 9 tokens, the model only 8: it is of another model"):
+    with pytest.raises(ValueError, match="has 9 tokens, the model only 8; it belongs to another model"):
         load_tokenizer(tmp_path, vocab_size=8)
 
 
@@ -278,7 +282,7 @@ def test_broken_tokenizers(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no tokenizer.json, vocab.txt, or vocab.json with merges.txt"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="the tokenizer cannot be read"):
+    with pytest.raises(ValueError, match="the tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)
 
 
@@ -375,14 +379,14 @@ def test_broken_gguf_files(tmp_path):
     with pytest.raises(ValueError, match=r"'llama\.block_count' is missing in the metadata"):
         tk.load_pretrained(path)
     write_gguf(path, {}, {"x": ((2, 16), 12, b"")})
-    with pytest.raises(ValueError, match="x is stored in form 12; the ones that are read are F32, F16, Q4_0"):
+    with pytest.raises(ValueError, match="x has format 12; supported are F32, F16, Q4_0"):
         GGUF(path).tensor("x")
     llama_as_gguf(path, save("llama", tmp_path))
     os.truncate(path, path.stat().st_size - 64)
-    with pytest.raises(ValueError, match="the file ends within"):
+    with pytest.raises(ValueError, match="truncated within"):
         tk.load_pretrained(path)
     os.truncate(path, 100)
-    with pytest.raises(ValueError, match="the file ends within its header"):
+    with pytest.raises(ValueError, match="truncated within its header"):
         tk.load_pretrained(path)
 
 
@@ -425,3 +429,15 @@ def test_smollm2():
     choices = generate(model, prompt, 18, Sampling(temperature=0.0), context=64, device=torch.device("cpu"))
     written = tokenizer.decode([choice.token for choice in choices])
     assert written == " not just a random choice, but a choice made by someone who has chosen to live."
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_an_old_scaling_of_rotary_positions_is_refused(key, tmp_path):
+    """Under its old name too: `rope_scaling` beside `rope_theta`, as folders before transformers 5 have it."""
+    save("llama", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("rope_parameters", None)
+    path.write_text(json.dumps(config | {"rope_theta": 1e4, "rope_scaling": {key: "linear", "factor": 2.0}}))
+    with pytest.raises(ValueError, match="rope_type must be 'default' or 'llama3'; got 'linear'"):
+        tk.load_pretrained(tmp_path)

@@ -101,9 +101,13 @@ def test_fill_mask(encoder, capsys):
 @pytest.mark.parametrize(
     ("command", "kind", "message"),
     [
-        (["generate"], "encoder", "is an encoder, which writes no text"),
-        (["embed", "a"], "writer", "embed: --model is a language model, not an encoder"),
-        (["fill-mask", "a [MASK]"], "writer", "fill-mask: --model is a language model, not an encoder"),
+        (["generate"], "encoder", "--model must be a language model; this one is an encoder"),
+        (["embed", "a"], "writer", "embed: --model must be an encoder such as BERT; this one is a language model"),
+        (
+            ["fill-mask", "a [MASK]"],
+            "writer",
+            "fill-mask: --model must be an encoder such as BERT; this one is a language model",
+        ),
         (["fill-mask", "a dog"], "encoder", "the text must have one [MASK]"),
     ],
 )
@@ -114,7 +118,10 @@ def test_models_of_the_other_kind(command, kind, message, request, capsys):
 
 def test_a_folder_that_is_not_there(capsys):
     assert cli.main(["embed", "--model", "nowhere", "a"]) == 1
-    assert capsys.readouterr().err == "transformer-kernels: error: nowhere: no such folder or file\n"
+    assert capsys.readouterr().err == (
+        "transformer-kernels: error: nowhere: no such folder or file; models are read from local folders: "
+        "download it first, with `hf download nowhere --local-dir nowhere`\n"
+    )
 
 
 def test_either_a_checkpoint_or_a_model(capsys):

@@ -206,12 +206,12 @@ def test_a_vector_needs_every_size_to_be_a_multiple() -> None:
 
 @requires_interpreter
 def test_dropout_keeps_what_the_reference_keeps() -> None:
-    from transformer_kernels.ops.add_layer_norm import AddLayerNormCall
-    from transformer_kernels.ops.add_layer_norm import _triton as add_layer_norm
+    from transformer_kernels.ops.norm import NormCall
+    from transformer_kernels.ops.norm import _triton as norm
 
     seed = torch.tensor([2**63 - 12345678901])
     x, weight = torch.ones(6, 37), torch.ones(37)
-    summed = add_layer_norm.forward(AddLayerNormCall(x, torch.zeros_like(x), weight, None, seed, 1e-5, 0.3)).summed
+    summed = norm.forward(NormCall(x, torch.zeros_like(x), weight, None, seed, 1e-5, 0.3, centred=True)).summed
     assert torch.equal(summed != 0, reference.dropout_keep(seed, 1, 6, 37, 0.3)[0])
 
 

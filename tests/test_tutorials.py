@@ -136,17 +136,17 @@ def test_what_is_missing_or_of_another_shape_is_told(tmp_path):
 
 def test_nothing_is_executed(tmp_path):
     torch.save(make("char_gpt"), tmp_path / "model.pt")
-    with pytest.raises(ValueError, match="not a state dict that can be read without running code"):
+    with pytest.raises(ValueError, match="not a state dict that can be loaded without executing code"):
         load_tutorial(tmp_path / "model.pt", "char_gpt")
     (tmp_path / "broken.pt").write_bytes(b"PK not a model")
     with pytest.raises(ValueError, match="not a state dict"):
         load_tutorial(tmp_path / "broken.pt", "char_gpt")
     torch.save([torch.ones(2)], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match="must hold a state dict, tensors by their names; got list"):
+    with pytest.raises(ValueError, match=r"must contain a state dict \(a dictionary of tensors\); got list"):
         load_tutorial(tmp_path / "list.pt", "char_gpt")
     with pytest.raises(FileNotFoundError, match=r"nothing\.pt: no such file"):
         load_tutorial(tmp_path / "nothing.pt", "char_gpt")
     with pytest.raises(ValueError, match="preset must be one of imdb_bert, char_gpt; got 'gpt2'"):
         load_tutorial(tmp_path / "list.pt", "gpt2")
-    with pytest.raises(ValueError, match=r"model\.pt: a state dict of torch\.save; load_tutorial reads"):
+    with pytest.raises(ValueError, match=r"model\.pt: a state dict saved by torch\.save; use load_tutorial"):
         tk.load_pretrained(tmp_path / "model.pt")

@@ -1,4 +1,4 @@
-"""Fused kernels for small transformers, from attention to the loss, with a backend flag and proof of parity.
+"""Fused kernels for small transformers, from attention to the loss, selected by a backend flag.
 
 import transformer_kernels as tk
 
@@ -8,13 +8,13 @@ print(tk.explain("attention", q, k, v, causal=True))
 """
 
 from transformer_kernels._bind import bind, build
-from transformer_kernels._dispatch import BACKENDS, explain, get_backend, set_backend, use_backend
-from transformer_kernels._errors import BackendUnavailable, UnsupportedByBackend
 from transformer_kernels._version import __version__
+from transformer_kernels.backends.dispatch import BACKENDS, explain, get_backend, set_backend, use_backend
+from transformer_kernels.backends.errors import BackendUnavailable, UnsupportedByBackend
 from transformer_kernels.graphs import graphed
 from transformer_kernels.ops import *  # noqa: F403 - every operation; ops/__init__.py lists them
 from transformer_kernels.ops import __all__ as _operations
-from transformer_kernels.patching import patch, unpatch
+from transformer_kernels.patching import accelerate, patch, unpatch
 from transformer_kernels.pretrained import export_pretrained, load_pretrained
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "BackendUnavailable",
     "UnsupportedByBackend",
     "__version__",
+    "accelerate",
     "bind",
     "build",
     "explain",

@@ -1,4 +1,4 @@
-"""The operations with a backend fixed, in the shape that models call them by, and the preset models made of them."""
+"""The operations bound to one backend, and the preset models built on them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from transformer_kernels import ops
-from transformer_kernels._dispatch import OPERATIONS, requested
+from transformer_kernels.backends.dispatch import OPERATIONS, requested
 
 if TYPE_CHECKING:
     from python_ref.layers import Transformer
 
 
 class BoundOperations:
-    """Offers the names and signatures of `python_ref.ops` for the operations, answered by one backend.
+    """The operations under the names and signatures of `python_ref.ops`, run by one backend.
 
-    Two of them are equal when their backends are; copying and pickling keep the backend's name only.
+    Two objects are equal if their backends are; copying and pickling keep only the backend's name.
     """
 
     def __init__(self, backend: str | None) -> None:
@@ -54,8 +54,8 @@ def bind(backend: str | None = None) -> BoundOperations | ModuleType:
     """The operations for a model: `python_ref.build("char_gpt", ops=transformer_kernels.bind("triton"))`.
 
     Args:
-        backend: "torch", "cpu", "triton", "cuda", "auto", "reference" (which gives `python_ref.ops` itself), or None
-            to follow `set_backend`, `use_backend` and the environment at each call.
+        backend: "torch", "cpu", "triton", "cuda", "auto", "reference" (returns `python_ref.ops` itself), or None to
+            follow `set_backend`, `use_backend` and the environment at each call.
     Returns:
         an object with every operation as a function, under its name in `python_ref.ops`.
     Raises:
@@ -69,10 +69,10 @@ def bind(backend: str | None = None) -> BoundOperations | ModuleType:
 
 
 def build(name: str, backend: str | None = None, **overrides: Any) -> Transformer:
-    """Make one of the preset models with fresh weights, its operations answered by `backend`.
+    """Build a preset model with newly initialised weights; `backend` runs its operations.
 
-    The model definition is `python_ref.build(name, ops=...)`; only the operations under it differ, so state_dicts move
-    freely between backends.
+    The model definition is `python_ref.build(name, ops=...)`. Only the operations differ, so state dicts are
+    interchangeable between backends.
 
     Args:
         name: one of `python_ref.PRESETS`.
@@ -80,8 +80,9 @@ def build(name: str, backend: str | None = None, **overrides: Any) -> Transforme
             and the environment at each call.
         overrides: fields of the preset's configuration, such as `dropout=0.0` or `vocab_size=96`.
     Returns:
-        the model: `python_ref.GPT`, `python_ref.BERTClassifier` or another, whose `forward` says what it takes.
+        the model: `python_ref.GPT`, `python_ref.BERTClassifier` or another class; see its `forward`.
     Raises:
+        ValueError: no such preset or backend, or the value of a field is invalid.
         ValueError: no such preset or backend, or a field's value makes no model.
         TypeError: no such field.
     """

@@ -1,8 +1,9 @@
-"""The command line: `transformer-kernels COMMAND`, such as train, generate, attend, info (see `--help`)."""
+"""The command-line interface: `transformer-kernels COMMAND`, such as train, generate, attend, info (see `--help`)."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -13,6 +14,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from transformer_kernels._version import __version__
@@ -21,33 +23,37 @@ from transformer_kernels.training.recipes import find_recipe, make_config, recip
 from transformer_kernels.visualization import commands as visualization
 
 DESCRIPTION = """\
-Train small transformers on fused kernels, and use what they learned.
+Train small transformers on fused kernels and run the trained models.
 
-first steps:
-  transformer-kernels demo                              two minutes of training, and the speed of each backend
-  transformer-kernels train char-gpt --steps 500        learn to write Python from the standard library's source
+examples:
+  transformer-kernels demo                              train for two minutes, then compare the speed of the backends
+  transformer-kernels train char-gpt --steps 500        train a character GPT on the standard library's source
   transformer-kernels generate --checkpoint runs/char-gpt --prompt "def "
-  transformer-kernels train imdb --data aclImdb         learn to tell good film reviews from bad ones
+  transformer-kernels train imdb --data aclImdb         train a sentiment classifier on film reviews
   transformer-kernels classify --checkpoint runs/imdb "What a waste of two hours."
-  transformer-kernels train translate --data hin.txt    learn to translate from sentence pairs, a tab between them
+  transformer-kernels train translate --data hin.txt    train a translator on tab-separated sentence pairs
   transformer-kernels translate --checkpoint runs/translate "How are you?"
-  transformer-kernels info                              what runs on this machine, and why the rest does not
+  transformer-kernels info                              list the available backends, and why others are unavailable
 """
 
 TRAIN_NOTE = """\
-Every option can also stand in a --config file under its name (batch_size: 32); the command line wins.
-Ctrl-C or SIGTERM writes the last checkpoint and ends with status 130 or 143; continue with --resume FOLDER.
-Several processes: --processes 2, or torchrun --nproc-per-node 2 -m transformer_kernels train ... (after Ctrl-C the
-status of torchrun itself is 1).
+Options can also be set in a --config file by name (batch_size: 32). Command-line options take precedence.
+Ctrl-C and SIGTERM save a checkpoint and exit with status 130 or 143; --resume FOLDER continues the run.
+Multi-process training: --processes 2, or torchrun --nproc-per-node 2 -m transformer_kernels train ... (torchrun itself
+exits with status 1 after Ctrl-C).
 """
 
-SHARED_ERRORS = ("Interrupted", "RunFolderError")  # every process of a run meets them, and the first prints
+SHARED_ERRORS = ("Interrupted", "RunFolderError")  # raised in every process of a run; only rank 0 prints them
 NOT_IN_CONFIG = ("run", "arguments", "recipe", "config", "resume", "overwrite", "processes")  # arguments of `train`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["run"]:  # someone else's program, whose errors are its own
+        from transformer_kernels.patching._run import main as run
+
+        return run(arguments[1:])
     forwarded = arguments[:1] in (["bench"], ["kernels"])
     chosen = None if forwarded else _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
@@ -61,14 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _expected_errors() as error:
         if os.environ.get("TRANSFORMER_KERNELS_TRACEBACK") == "1":
             raise
-        remedy = "; try a smaller --batch-size" if type(error).__name__ == "OutOfMemoryError" else ""
-        if os.environ.get("RANK", "0") == "0" or type(error).__name__ not in SHARED_ERRORS:
-            print(f"transformer-kernels: error: {error}{remedy}", file=sys.stderr)
+        name = type(error).__name__
+        remedy = "; try a smaller --batch-size" if name == "OutOfMemoryError" else ""
+        if os.environ.get("RANK", "0") == "0" or name not in SHARED_ERRORS:
+            print(f"transformer-kernels: {'' if name == 'Interrupted' else 'error: '}{error}{remedy}", file=sys.stderr)
         return 128 + error.signum if hasattr(error, "signum") else 1
 
 
 def _expected_errors() -> tuple[type[BaseException], ...]:
-    """Errors that a user can correct: printed without a traceback, unless TRANSFORMER_KERNELS_TRACEBACK=1."""
+    """Errors that the user can correct: printed without a traceback, unless TRANSFORMER_KERNELS_TRACEBACK=1."""
     import torch
 
     from transformer_kernels import BackendUnavailable, UnsupportedByBackend, training
@@ -98,21 +105,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_embed(commands)
     _add_fill_mask(commands)
     visualization.add_commands(commands, _command, _add_model_options)
-    demo = _command(commands, "demo", "train the character GPT for two minutes, then time each backend", _demo)
-    demo.add_argument("--seconds", type=float, default=120.0, help="how long to train (default: %(default)g)")
-    demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="for training (default: auto)")
-    demo.add_argument("--out", default="", help="folder for checkpoints and the log (default: a new runs/demo)")
+    demo = _command(commands, "demo", "train a character GPT for two minutes, then time each backend", _demo)
+    demo.add_argument("--seconds", type=float, default=120.0, help="training time in seconds (default: %(default)g)")
+    demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="training backend (default: auto)")
+    demo.add_argument("--out", default="", help="output folder for checkpoints and the log (default: a new runs/demo)")
     info = _command(
-        commands, "info", "versions, devices, backends and why some are missing, state of the kernels", _info
+        commands, "info", "print versions, devices, available backends and the verification state of the kernels", _info
     )
     info.add_argument(
-        "--kernels", action="store_true", help="only the kernels: verified on which GPU, or changed since"
+        "--kernels", action="store_true", help="print only the kernels: the GPU that verified each, or changes since"
     )
-    info.add_argument(
-        "--static", action="store_true", help="only what compilers made of the GPU kernels: instructions and bounds"
-    )
-    commands.add_parser("bench", help="run the benchmarks (from a source checkout)", add_help=False)
-    commands.add_parser("kernels", help="compile the kernels ahead of time and report on them", add_help=False)
+    info.add_argument("--static", action="store_true", help="print only the compilers' reports on the GPU kernels")
+    commands.add_parser("run", help="run a Python program on these kernels, unchanged", add_help=False)
+    commands.add_parser("bench", help="run the benchmark suite (requires a source checkout)", add_help=False)
+    commands.add_parser("kernels", help="compile the kernels ahead of time and print a report", add_help=False)
     return parser
 
 
@@ -131,75 +137,77 @@ def _add_train(commands: Any) -> None:
         parser = commands.add_parser(name, help=about, description=about, epilog=TRAIN_NOTE, formatter_class=formatter)
         parser.set_defaults(run=_train)
         bundled = ", ".join(options.bundled_configs(name)) or "none"
-        told = f"YAML, TOML or JSON file with options, or the name of a bundled one ({bundled})"
-        parser.add_argument("--config", metavar="FILE", help=told)
-        parser.add_argument("--resume", metavar="FOLDER", help="continue exactly from this run or checkpoint")
-        parser.add_argument("--overwrite", action="store_true", help="delete the run that --out holds")
-        parser.add_argument("--processes", type=int, default=1, metavar="N", help="train in N processes (default: 1)")
+        help_text = f"YAML, TOML or JSON file with options, or the name of a bundled config ({bundled})"
+        parser.add_argument("--config", metavar="FILE", help=help_text)
+        parser.add_argument("--resume", metavar="FOLDER", help="resume training from this run or checkpoint")
+        parser.add_argument("--overwrite", action="store_true", help="delete an existing run in --out")
+        parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes (default: 1)")
         for spec, kind in options.typed_fields(recipe.Config):
             _add_option(parser, spec, kind, dict([recipe.Config.default_length]).get(spec.name))
 
 
 def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: Any) -> None:
-    """One flag for one field of a config; flags not given stay absent, so that a config file can set them."""
+    """One flag per config field; flags that are not given stay absent, so that a config file can set them."""
     flag = "--" + spec.name.replace("_", "-")
-    told = spec.metadata["help"]
+    help_text = spec.metadata["help"]
     default = spec.default if default is None else default
     if isinstance(default, int | float | str) and not isinstance(default, bool) and default != "":
-        told += f" (default: {default})"
-    told = told.replace("%", "%%")
+        help_text += f" (default: {default})"
+    help_text = help_text.replace("%", "%%")
     if kind is bool:
         action: Any = argparse.BooleanOptionalAction
-        parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=told)
+        parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=help_text)
         return
     if kind is dict:
-        parser.add_argument(flag, action="append", metavar="NAME=VALUE", default=argparse.SUPPRESS, help=told)
+        parser.add_argument(flag, action="append", metavar="NAME=VALUE", default=argparse.SUPPRESS, help=help_text)
         return
     base = (typing.get_args(kind) or (kind,))[0]
     metavar = None if spec.metadata["choices"] else {int: "N", float: "X", str: "TEXT"}[base]
     choices = spec.metadata["choices"]
-    parser.add_argument(flag, type=base, choices=choices, metavar=metavar, default=argparse.SUPPRESS, help=told)
+    parser.add_argument(flag, type=base, choices=choices, metavar=metavar, default=argparse.SUPPRESS, help=help_text)
 
 
 def _add_model_options(parser: argparse.ArgumentParser, example: str = "", *, pretrained: bool = False) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     if example:
-        source.add_argument("--checkpoint", metavar="FOLDER", help=f"a run or a checkpoint, such as {example}")
+        source.add_argument("--checkpoint", metavar="FOLDER", help=f"run or checkpoint folder, such as {example}")
     if pretrained:
-        told = "pretrained: a folder of transformers with a tokenizer, or a GGUF file"
-        source.add_argument("--model", metavar="FOLDER", help=told)
-    parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="whose kernels run the model")
+        help_text = "pretrained model: a Hugging Face folder with a tokenizer, or a GGUF file"
+        source.add_argument("--model", metavar="FOLDER", help=help_text)
+    parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="kernel backend (default: auto)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
 
 
 def _add_generate(commands: Any) -> None:
-    parser = _command(commands, "generate", "write text with a trained language model", _generate)
+    parser = _command(commands, "generate", "generate text with a language model", _generate)
     _add_model_options(parser, "runs/char-gpt", pretrained=True)
-    parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="the text to continue (default: a line break); repeatable"
-    )
-    parser.add_argument("--length", type=int, default=500, metavar="N", help="most tokens to write (default: 500)")
-    parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="prompt (default: a line break); repeatable")
+    parser.add_argument("--length", type=int, default=500, metavar="N", help="maximum new tokens (default: 500)")
+    parser.add_argument("--greedy", action="store_true", help="greedy decoding: always take the most likely token")
     _add_sampling_options(parser)
     parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1, repetitions become less likely"
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="repetition penalty; 1 disables it (default: 1)",
     )
-    parser.add_argument("--stop", default="", metavar="TEXT", help="end before this text would appear")
-    parser.add_argument("--top", type=int, default=0, metavar="N", help="list the N most likely tokens at each step")
+    parser.add_argument("--stop", default="", metavar="TEXT", help="stop before this text is generated")
+    parser.add_argument("--top", type=int, default=0, metavar="N", help="print the N most likely tokens at each step")
     _add_later_options(parser, "generate")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="below 1 is safer, above 1 wilder (default: 0.8)"
+        "--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy decoding (default: 0.8)"
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most likely; 0 means all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest that have mass P")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the top N tokens; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling probability")
+    parser.add_argument("--seed", type=int, default=0, help="sampling seed (default: 0)")
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts; without any, each line of the input is one")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="input texts (default: the lines of standard input)")
 
 
 def _add_translate(commands: Any) -> None:
@@ -207,63 +215,63 @@ def _add_translate(commands: Any) -> None:
     _add_model_options(parser, "runs/translate")
     _add_texts(parser)
     how = parser.add_mutually_exclusive_group()
-    told = "keep the N likeliest beginnings at each step (default: greedy)"
-    how.add_argument("--beam", type=int, metavar="N", help=told)
-    how.add_argument("--sample", action="store_true", help="draw each token, as the options below say")
-    told = "with --beam: the larger, the longer the translations (default: %(default)s)"
-    parser.add_argument("--length-penalty", type=float, default=0.6, metavar="A", help=told)
+    help_text = "beam search with N beams (default: greedy decoding)"
+    how.add_argument("--beam", type=int, metavar="N", help=help_text)
+    how.add_argument("--sample", action="store_true", help="sample, using the sampling options below")
+    help_text = "length penalty of beam search; larger values favour longer translations (default: %(default)s)"
+    parser.add_argument("--length-penalty", type=float, default=0.6, metavar="A", help=help_text)
     _add_sampling_options(parser)
-    told = "also draw which source pieces each target piece came from, of one sentence (.png, .svg, .pdf)"
-    parser.add_argument("--alignments", metavar="FILE", help=told)
+    help_text = "also plot the cross-attention alignment of one sentence to this file (.png, .svg, .pdf)"
+    parser.add_argument("--alignments", metavar="FILE", help=help_text)
 
 
 def _add_classify(commands: Any) -> None:
-    parser = _command(commands, "classify", "classify texts with a trained classifier", _classify)
+    parser = _command(commands, "classify", "classify texts or images with a trained classifier", _classify)
     _add_model_options(parser, "runs/imdb")
     _add_texts(parser)
     _add_later_options(parser, "classify")
 
 
 def _add_evaluate(commands: Any) -> None:
-    help = "measure a trained model on its validation or test data"
+    help = "evaluate a trained model on its validation or test data"
     parser = _command(commands, "evaluate", help, _evaluate)
     _add_model_options(parser, "runs/imdb")
     _add_later_options(parser, "evaluate")
 
 
 def _add_embed(commands: Any) -> None:
-    parser = _command(commands, "embed", "compare texts by the vectors that a pretrained encoder gives them", _embed)
+    parser = _command(commands, "embed", "compute sentence embeddings and their cosine similarities", _embed)
     _add_model_options(parser, pretrained=True)
     _add_texts(parser)
     parser.add_argument(
-        "--pooling", choices=("mean", "cls"), default="mean", help="of all tokens, or the first (default: mean)"
+        "--pooling", choices=("mean", "cls"), default="mean", help="mean over tokens, or first token (default: mean)"
     )
-    parser.add_argument("--out", default="", metavar="FILE", help="write the vectors, float32 (texts, width), as .npy")
+    parser.add_argument("--out", default="", metavar="FILE", help="save the embeddings as .npy, float32 (texts, width)")
 
 
 def _add_fill_mask(commands: Any) -> None:
-    parser = _command(commands, "fill-mask", "the likely words at [MASK], by a pretrained encoder", _fill_mask)
-    _add_model_options(parser, pretrained=True)
-    parser.add_argument("text", metavar="TEXT", help='such as "Paris is the [MASK] of France."')
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many words (default: %(default)s)")
+    parser = _command(commands, "fill-mask", "predict the token at [MASK]", _fill_mask)
+    _add_model_options(parser, "runs/mlm", pretrained=True)
+    parser.add_argument("text", metavar="TEXT", help='text with one [MASK]: "Paris is the [MASK] of France."')
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="number of predictions (default: %(default)s)")
 
 
 def _add_later_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """The options that recipes take again in this command, each flag once, with the help of every recipe."""
-    helps: dict[str, list[str]] = {}
+    """The recipe options that this command accepts, one flag each, with the help of every recipe."""
+    helps: dict[str, dict[str, list[str]]] = {}  # flag -> help text -> recipes
     switches = set()
     for recipe, flag, spec, kind in _later_options(command):
-        helps.setdefault(flag, []).append(f"{recipe}: {spec.metadata['help']}")
+        helps.setdefault(flag, {}).setdefault(spec.metadata["help"], []).append(recipe)
         if kind is bool:
             switches.add(flag)
-    for flag, lines in helps.items():
+    for flag, texts in helps.items():
         action = "store_true" if flag in switches else "store"
-        told = "; ".join(lines).replace("%", "%%")
-        parser.add_argument("--" + flag.replace("_", "-"), action=action, default=argparse.SUPPRESS, help=told)
+        help_text = "; ".join(f"{', '.join(names)}: {text}" for text, names in texts.items()).replace("%", "%%")
+        parser.add_argument("--" + flag.replace("_", "-"), action=action, default=argparse.SUPPRESS, help=help_text)
 
 
 def _later_options(command: str) -> Iterator[tuple[str, str, Any, Any]]:
-    """Recipe, flag, field and type of each option that recipes take again in this command."""
+    """Recipe, flag, field and type of each option that this command accepts for a trained model."""
     for name, recipe in recipes().items():
         for spec, kind in options.typed_fields(recipe.Config):
             if recipe.supports(command) and command in spec.metadata["later"]:
@@ -290,13 +298,13 @@ def _train(chosen: argparse.Namespace) -> int:
         result = trainer.fit(overwrite=chosen.overwrite)
         if processes.first:
             print(describe_result(trainer, result))
-            if told := trainer.recipe.report(trainer.model, trainer.device):
-                print(told)
+            if report := trainer.recipe.report(trainer.model, trainer.device):
+                print(report)
     return 0
 
 
 def _train_config(chosen: argparse.Namespace) -> tuple[Any, Path | None]:
-    """The config from file, command line and resumed checkpoint, and the folder of that checkpoint."""
+    """The config merged from file, command line and resumed checkpoint, and the folder of that checkpoint."""
     from transformer_kernels.training.checkpoint import checkpoint_config, checkpoint_folder
 
     given = {key: value for key, value in vars(chosen).items() if key not in NOT_IN_CONFIG}
@@ -325,7 +333,7 @@ def _named_value(text: str) -> tuple[str, Any]:
 
 
 def _load_trained(chosen: argparse.Namespace, command: str) -> Any:
-    """The trained model, with the options that its recipe takes again in this command."""
+    """The trained model, with the options that this command overrides."""
     from transformer_kernels.training.checkpoint import checkpoint_config, checkpoint_folder, load_trained
 
     folder = checkpoint_folder(chosen.checkpoint)
@@ -361,7 +369,7 @@ def _generate(chosen: argparse.Namespace) -> None:
         trained = _load_trained(chosen, "generate")
         steps = trained.recipe.generate(trained, prompts, chosen.length, sampling)
     else:
-        from transformer_kernels.pretrained import commands
+        from transformer_kernels.training import pretrained_commands as commands
 
         trained = commands.load(chosen.model, chosen.backend, chosen.device)
         ends = trained.ends
@@ -370,7 +378,7 @@ def _generate(chosen: argparse.Namespace) -> None:
         for choices in steps:
             print(most_likely(choices[0], trained.tokenizer, chosen.top), flush=True)
         return
-    if len(prompts) > 1:  # one after the other can be read, all at once cannot
+    if len(prompts) > 1:  # print one continuation after the other; only a single one is streamed
         steps = list(steps)
     for row, prompt in enumerate(prompts):
         print(prompt, end="", flush=True)
@@ -383,7 +391,10 @@ def _generate(chosen: argparse.Namespace) -> None:
 def _texts(chosen: argparse.Namespace, what: str) -> list[str]:
     texts = chosen.texts or [line for line in sys.stdin.read().splitlines() if line.strip()]
     if not texts:
-        raise ValueError(f"there is nothing to {what}: give texts, or lines on the standard input")
+        raise ValueError(f"there is nothing to {what}: pass texts as arguments, or lines on standard input")
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            raise ValueError(f"{what}: text {number} of {len(texts)} must not be empty; got {text!r}")
     return texts
 
 
@@ -407,12 +418,12 @@ def _translate(chosen: argparse.Namespace) -> None:
     for each in translated:
         print(each.translation)
         if each.unseen:
-            print(f"never seen in training, so not translated: {each.unseen}", file=sys.stderr)
+            print(f"characters not in the training vocabulary: {each.unseen}", file=sys.stderr)
     if chosen.alignments:
         from transformer_kernels.visualization.alignments import draw_alignment
 
-        told = draw_alignment(trained.recipe.alignment(trained, translated[0]), chosen.alignments)
-        print(f"wrote {chosen.alignments}" + f"; {told}" * bool(told), file=sys.stderr)
+        warning = draw_alignment(trained.recipe.alignment(trained, translated[0]), chosen.alignments)
+        print(f"wrote {chosen.alignments}" + f"; {warning}" * bool(warning), file=sys.stderr)
 
 
 def _classify(chosen: argparse.Namespace) -> None:
@@ -427,21 +438,29 @@ def _classify(chosen: argparse.Namespace) -> None:
 def _embed(chosen: argparse.Namespace) -> None:
     import numpy
 
-    from transformer_kernels.pretrained import commands
+    from transformer_kernels.training import pretrained_commands as commands
 
     texts = _texts(chosen, "embed")
     vectors = commands.embed(commands.load(chosen.model, chosen.backend, chosen.device), texts, chosen.pooling)
     print(commands.cosine_table(texts, vectors))
     if chosen.out:
-        with Path(chosen.out).open("wb") as file:  # numpy adds its ending to a name, not to a file
+        with Path(chosen.out).open("wb") as file:  # numpy.save appends .npy to a name, but not to a file object
             numpy.save(file, vectors.numpy())
 
 
 def _fill_mask(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.pretrained import commands
+    from transformer_kernels.training import pretrained_commands as commands
 
-    loaded = commands.load(chosen.model, chosen.backend, chosen.device)
-    for word, probability in commands.fill_mask(loaded, chosen.text, chosen.top):
+    if chosen.model is None:
+        from transformer_kernels.training.checkpoint import load_trained
+        from transformer_kernels.training.recipes.mlm import Mlm
+
+        trained = load_trained(chosen.checkpoint, backend=chosen.backend, device=chosen.device, recipe="mlm")
+        likely = Mlm.fill_mask(trained, chosen.text, chosen.top)
+    else:
+        loaded = commands.load(chosen.model, chosen.backend, chosen.device)
+        likely = commands.fill_mask(loaded, chosen.text, chosen.top)
+    for word, probability in likely:
         print(f"{probability:7.2%}  {word}")
 
 
@@ -458,42 +477,31 @@ def _demo(chosen: argparse.Namespace) -> None:
 
 def _info(chosen: argparse.Namespace) -> None:
     if chosen.kernels:
-        from transformer_kernels.reports.status import verification
-
-        print("\n".join(verification()))
+        print("\n".join(_of_the_checkout("benchmarks.compilers.status", "info --kernels").verification()))
         return
     if chosen.static:
-        from transformer_kernels.reports import static
-
+        static = _of_the_checkout("benchmarks.compilers.static", "info --static")
         print("\n".join(map(static.page, static.BACKENDS)), end="")
         for backend in static.BACKENDS:
             if changed := static.changed(backend, static.recorded(backend)):
                 print(f"\nThe {static.BACKENDS[backend]} sources of these changed since: {', '.join(changed)}")
         return
-    from transformer_kernels.reports.installation import describe_installation
+    from transformer_kernels.info import describe_installation
 
-    rest, title, kernels = describe_installation().partition("\n\nkernels\n")
-    print(rest + title + "\n".join(_shared_once(kernels.splitlines())))
-
-
-def _shared_once(lines: list[str]) -> list[str]:
-    """Lines of a kernel and its state, with the state that most kernels share said once, in the last line."""
-    states: dict[str, list[str]] = {}
-    for line in lines:
-        states.setdefault(line.strip().partition(" ")[2].strip(), []).append(line)
-    shared = max(states, key=lambda state: len(states[state]), default="")
-    count = len(states.get(shared, ()))
-    if count < 2:
-        return lines
-    who = f"all {count}" if count == len(lines) else f"the other {count}"
-    return [*(line for line in lines if line not in states[shared]), f"  {who:<22} {shared} (each: info --kernels)"]
+    print(describe_installation())
+    with contextlib.suppress(ImportError):
+        status = _of_the_checkout("benchmarks.compilers.status", "info")
+        print("\nkernels\n" + "\n".join(f"  {line}" for line in status.summary()))
 
 
-def _forwarded(command: str, arguments: list[str]) -> int:
-    """The benchmarks and the kernel report have command lines of their own."""
-    module = {"bench": "benchmarks.cli", "kernels": "transformer_kernels.reports.triton"}[command]
+def _of_the_checkout(module: str, command: str) -> ModuleType:
+    """A module of the source checkout that the wheel does not hold.
+
+    Raises:
+        ImportError: the package is not installed from a checkout.
+    """
     checkout = Path(__file__).resolve().parents[1]
-    if command == "bench" and (checkout / "benchmarks" / "cli.py").is_file():
+    if (checkout / "benchmarks" / "cli.py").is_file() and str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
     try:
         found = importlib.util.find_spec(module) is not None
@@ -501,9 +509,14 @@ def _forwarded(command: str, arguments: list[str]) -> int:
         found = False
     if not found:
         where = "the source checkout (git clone, then pip install -e .)"
-        print(f"transformer-kernels: error: {command} needs {where}; {module} is not here", file=sys.stderr)
-        return 1
-    return importlib.import_module(module).main(arguments) or 0
+        raise ImportError(f"{command} needs {where}; {module} is not here")
+    return importlib.import_module(module)
+
+
+def _forwarded(command: str, arguments: list[str]) -> int:
+    """The benchmarks and the kernel report have command lines of their own."""
+    module = {"bench": "benchmarks.cli", "kernels": "benchmarks.compilers.triton"}[command]
+    return _of_the_checkout(module, command).main(arguments) or 0
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@
     model = AutoModel.from_pretrained(folder, attn_implementation="transformer_kernels")
 
 Two functions are registered under that name: one that computes attention, and one that makes the mask for it. Plain
-padding stays a mask of keys (B, Lk) and plain causality a flag; every other pattern (packed sequences, sliding windows,
-chunks, static caches, functions of the caller's own) becomes a boolean mask (B, 1, Lq, Lk), which is exact and slower.
+padding stays a mask of keys (B, Lk) and plain causality a flag. Windows, packed sequences, offsets of caches and their
+conjunctions with padding are recognised by the functions of `transformers.masking_utils` that they are composed of, and
+become a `MaskPattern`: window, cu_seqlens and padding, without a dense mask. Every other pattern (chunks, blocks of
+images, functions of the caller's own) becomes a boolean mask (B, 1, Lq, Lk), which is exact and slower.
 """
 
 from __future__ import annotations
@@ -15,23 +17,24 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from transformer_kernels import ops
-from transformer_kernels._autograd import is_traced
+from transformer_kernels.ops._operation import is_traced
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 except ImportError as error:
     raise ImportError(
-        "transformer_kernels.huggingface needs transformers 5.23 or newer: pip install 'transformers>=5.23,<5.24'"
+        "transformer_kernels.huggingface needs transformers 5.23 or newer: pip install 'transformers>=5.23'"
     ) from error
 
-__all__ = ["NAME", "attention_forward", "attention_mask"]
+__all__ = ["NAME", "MaskPattern", "attention_forward", "attention_mask"]
 
 NAME = "transformer_kernels"
 REFUSED = {
@@ -64,15 +67,15 @@ def attention_forward(
         module: the layer that calls; its `is_causal` counts where the argument is None, and its `backend`, where it has
             one, names the backend.
         query: (B, H, Lq, D). key, value: (B, Hk, Lk, D), Hk divides H.
-        attention_mask: None; (B, Lk) bool or integer, true at real keys; or a mask that broadcasts to (B, H, Lq, Lk),
-            bool with True = visible, or floating and added to the scores. Such a 4-D mask holds all there is to say:
-            causality and the window do not count beside it.
+        attention_mask: None; (B, Lk) bool or integer, true at real keys; a `MaskPattern`; or a mask that broadcasts to
+            (B, H, Lq, Lk), bool with True = visible, or floating and added to the scores. Beside a mask of four
+            dimensions, which a pattern is too, causality and the window do not count.
         dropout: probability with which a weight is dropped.
         scaling: multiplies the scores; 1 / sqrt(D) unless given.
         is_causal: query i sees the keys j <= i + Lk - Lq.
         position_bias: added to the scores; broadcasts to (B, H, Lq, Lk). It may require grad.
         sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window.
-        softcap: softcap * tanh(scores / softcap) takes the place of the scores, before anything is added (Gemma 2).
+        softcap: the scores become softcap * tanh(scores / softcap) before anything is added (Gemma 2).
         kwargs: with `output_attentions` or `return_attention` true, the weights are returned beside the result.
     Returns:
         (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
@@ -81,6 +84,17 @@ def attention_forward(
             `reorder_and_upcast_attn`, which are not supported.
     """
     _refuse(module, kwargs)
+    wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
+    backend = getattr(module, "backend", None)
+    mixed = None
+    if isinstance(attention_mask, MaskPattern):
+        same = (query.shape[0], query.shape[2], key.shape[2]) == tuple(attention_mask.shape[i] for i in (0, 2, 3))
+        if same and (position_bias is None or attention_mask.cu_seqlens is None):
+            shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "softcap": softcap, "backend": backend}
+            mixed = _attention_by_pattern(query, key, value, attention_mask, position_bias, shared)
+            if not wanted:
+                return mixed, None
+        attention_mask = attention_mask.dense()
     padding, bias, visible = _parted(attention_mask, query.dtype)
     if visible:
         causal = sliding_window = None
@@ -90,8 +104,7 @@ def attention_forward(
         causal = causal and leaves_causality(type(module).__module__)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    if bias is not None and bias.dtype is not torch.float32:
-        bias = bias.to(query.dtype)
+    bias = _typed(bias, query)
     options: dict[str, Any] = {
         "causal": bool(causal),
         "key_padding_mask": padding,
@@ -99,12 +112,39 @@ def attention_forward(
         "window": sliding_window,
         "scale": scaling,
         "softcap": softcap,
-        "backend": getattr(module, "backend", None),
+        "backend": backend,
     }
-    wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
-    out = ops.attention(query, key, value, dropout_p=dropout, **options)
-    assert isinstance(out, Tensor)  # a pair only with return_lse
-    return out.transpose(1, 2), ops.attention_weights(query, key, **options) if wanted else None
+    if mixed is None:
+        out = ops.attention(query, key, value, dropout_p=dropout, **options)
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        mixed = out.transpose(1, 2)
+    return mixed, ops.attention_weights(query, key, **options) if wanted else None
+
+
+def _typed(bias: Tensor | None, query: Tensor) -> Tensor | None:
+    """The bias in a dtype that `attention` takes."""
+    return bias if bias is None or bias.dtype is torch.float32 else bias.to(query.dtype)
+
+
+def _attention_by_pattern(
+    query: Tensor, key: Tensor, value: Tensor, pattern: MaskPattern, bias: Tensor | None, shared: dict[str, Any]
+) -> Tensor:
+    """(B, Lq, H, D) of what a pattern lets the queries see."""
+    batch, _, length, _ = query.shape
+    options: dict[str, Any] = {"window": (pattern.left, pattern.right), "attn_bias": _typed(bias, query)}
+    if pattern.cu_seqlens is not None:
+        query, key, value = (x.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for x in (query, key, value))
+        out = ops.attention(query, key, value, cu_seqlens=pattern.cu_seqlens, **options, **shared)
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return out.transpose(1, 2).unflatten(1, (batch, length)).squeeze(0)
+    seen = pattern.keys
+    if seen < key.shape[2]:  # the end of a static cache, which causality hides from all queries
+        key, value = key[:, :, :seen], value[:, :, :seen]
+        if bias is not None and bias.shape[3] > 1:
+            options["attn_bias"] = options["attn_bias"][..., :seen]
+    out = ops.attention(query, key, value, key_padding_mask=pattern.padding, **options, **shared)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
 
 
 @functools.cache
@@ -152,6 +192,158 @@ def _parted(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Ten
     return None, torch.where(mask, hidden, -math.inf), True
 
 
+class MaskPattern(Tensor):
+    """A boolean mask (B, 1, Lq, Lk), True = visible, that is known by its pattern and made only where it is read.
+
+    Query i sees the keys i' - left <= j <= i' + right with i' = i + keys - Lq, those of its own sequence and those that
+    padding does not hide. Any operator of torch that is given the pattern reads the mask: a model that slices or
+    converts its mask has a plain tensor from there on.
+
+    Attributes:
+        left, right: the reach to both sides, None without a limit.
+        keys: the number of keys that count; those behind them are hidden.
+        padding: bool (B, keys), True at real keys, or None.
+        cu_seqlens: the bounds of the sequences in the (B * Lq) tokens, int32, or None.
+    """
+
+    left: int | None
+    right: int | None
+    keys: int
+    padding: Tensor | None
+    cu_seqlens: Tensor | None
+    _make: Callable[[], Tensor]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], device: Any, make: Callable[[], Tensor], **fields: Any) -> MaskPattern:
+        """A pattern of this shape; `make` returns its mask."""
+        pattern: MaskPattern = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        vars(pattern).update(fields, _make=functools.cache(make))
+        return pattern
+
+    def dense(self) -> Tensor:
+        """The mask as a plain tensor."""
+        return self._make()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        packed = 0 if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        return f"MaskPattern({tuple(self.shape)}, left={self.left}, right={self.right}, sequences={packed})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, MaskPattern) else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+class _Reach(NamedTuple):
+    """What a mask function means, in positions: q - left <= k <= q + right, in one sequence of a packed row."""
+
+    left: int | None = None
+    right: int | None = None
+    sequences: Tensor | None = None
+    positions: Tensor | None = None
+
+    def and_also(self, other: _Reach) -> _Reach | None:
+        """The conjunction; None for two packings."""
+        if self.sequences is not None and other.sequences is not None:
+            return None
+        if self.positions is not None and other.positions is not None:
+            return None
+        reaches = ([x for x in pair if x is not None] for pair in zip(self[:2], other[:2], strict=True))
+        left, right = (min(reach) if reach else None for reach in reaches)
+        mine, theirs = self[2:], other[2:]
+        return _Reach(left, right, *(a if b is None else b for a, b in zip(mine, theirs, strict=True)))
+
+
+def _reach(function: Any) -> _Reach | None:
+    """What a mask function of `transformers.masking_utils` means; None for every other function."""
+    if function is causal_mask_function:
+        return _Reach(right=0)
+    if function is bidirectional_mask_function:
+        return _Reach()
+    name = _composers().get(getattr(function, "__code__", None))
+    if name is None:
+        return None
+    held = inspect.getclosurevars(function).nonlocals
+    if name == "and_masks":
+        parts = [_reach(part) for part in held["mask_functions"]]
+        whole: _Reach | None = _Reach()
+        for part in parts:
+            whole = None if whole is None or part is None else whole.and_also(part)
+        return whole
+    if name == "sliding_window_overlay":  # kv > q - window
+        return _Reach(left=held["sliding_window"] - 1)
+    if name == "sliding_window_bidirectional_overlay":  # |q - kv| <= window
+        return _Reach(left=held["sliding_window"], right=held["sliding_window"])
+    if name == "packed_sequence_mask_function":
+        return _Reach(sequences=held["packed_sequence_mask"])
+    inner = _reach(held["mask_function"])  # of the positions in each sequence
+    if inner is None or inner.sequences is not None or inner.positions is not None:
+        return None
+    return inner._replace(positions=held["position_ids"])
+
+
+@functools.cache
+def _composers() -> dict[Any, str]:
+    """The functions of `transformers.masking_utils` that make mask functions, by the code of what they make."""
+    samples: dict[str, tuple[Any, ...]] = {
+        "and_masks": (),
+        "sliding_window_overlay": (1,),
+        "sliding_window_bidirectional_overlay": (1,),
+        "packed_sequence_mask_function": (None,),
+        "remap_positions_for_packed_sequence": (causal_mask_function, None),
+    }
+    found = ((getattr(masking_utils, name, None), name, given) for name, given in samples.items())
+    return {make(*given).__code__: name for make, name, given in found if make is not None}
+
+
+def _pattern(pattern: dict[str, Any], make: Callable[[], Any], device: Any) -> MaskPattern | None:
+    """The mask of a call of `attention_mask` as a pattern; None where it is not known to be one, or is traced."""
+    reach = _reach(pattern["mask_function"])
+    batch, queries, keys = (pattern[name] for name in ("batch_size", "q_length", "kv_length"))
+    first, first_key, mask = pattern["q_offset"], pattern["kv_offset"], pattern["attention_mask"]
+    given = [x for x in (first, mask, *(reach or ())) if isinstance(x, Tensor)]
+    if reach is None or torch.compiler.is_compiling() or any(is_traced(x) or x.device.type != "cpu" for x in given):
+        return None  # a GPU would have to tell the host
+    make_of = functools.partial(MaskPattern.of, (batch, 1, queries, keys), device, make)
+    if reach.sequences is not None or reach.positions is not None:
+        bounds = None if mask is not None or queries != keys or first or first_key else _bounds(reach, batch, queries)
+        if bounds is None:
+            return None
+        return make_of(left=reach.left, right=reach.right, keys=keys, padding=None, cu_seqlens=bounds)
+    shift = int(first) - first_key - (keys - queries)  # of positions against the alignment of `attention`
+    left, right = reach.left, reach.right
+    if right is not None and right + shift < 0 and reach.right == 0:
+        keys, shift = keys + shift, 0
+    left, right = (None if left is None else left - shift), (None if right is None else right + shift)
+    if keys < 1 or any(reach is not None and reach < 0 for reach in (left, right)):
+        return None
+    padding = None
+    if mask is not None:
+        padding = torch.nn.functional.pad(mask, (0, max(0, first_key + keys - mask.shape[1])))
+        padding = padding[:, first_key : first_key + keys].bool()
+        if padding.shape != (batch, keys):
+            return None
+        padding = None if bool(padding.all()) else padding
+    return make_of(left=left, right=right, keys=keys, padding=padding, cu_seqlens=None)
+
+
+def _bounds(reach: _Reach, batch: int, length: int) -> Tensor | None:
+    """cu_seqlens of packed rows, one behind the other; None unless positions rise by one within each sequence."""
+    sequences, positions = reach.sequences, reach.positions
+    if sequences is None or positions is None or not sequences.shape == positions.shape == (batch, length):
+        return None
+    begins = torch.ones(batch, length, dtype=torch.bool)
+    begins[:, 1:] = positions.diff() != 1
+    if not torch.equal(sequences - sequences[:, :1], begins.cumsum(1) - 1):
+        return None
+    starts = begins.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_full((1,), batch * length)]).int()
+
+
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -166,12 +358,14 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask that `attention_forward` takes: None, (B, Lk) bool, or (B, 1, Lq, Lk) bool with True = visible.
 
+    The last one is a `MaskPattern` where the mask function is a known one and the host can read the offsets.
+
     For models that add a mask to the scores (`leaves_causality` is false) it is eager attention's, floating.
 
     Args:
         batch_size, q_length, kv_length: B, Lq and Lk.
         q_offset, kv_offset: the positions of the first query and of the first key.
-        mask_function: says which key a query sees.
+        mask_function: whether a query sees a key.
         attention_mask: (B, tokens) bool, True at real tokens.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether causality may be left to `is_causal`, and whether a
             mask that hides padding at most may stay (B, Lk).
@@ -197,7 +391,11 @@ def attention_mask(
     if short and attention_mask is not None and attention_mask.shape == (batch_size, kv_length) and kv_offset == 0:
         looked_at = attention_mask.device.type == "cpu" and not is_traced(attention_mask)
         return None if looked_at and bool(attention_mask.all()) else attention_mask
-    return sdpa_mask(**pattern, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs)
+    make = functools.partial(
+        sdpa_mask, **pattern, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs
+    )
+    known = _pattern(pattern, make, kwargs.get("device", "cpu"))
+    return make() if known is None else known
 
 
 AttentionInterface.register(NAME, attention_forward)

@@ -1,4 +1,4 @@
-"""Layers for users of the package `kernels`: from this installation, without a download.
+"""Layers for the package `kernels`, from this installation, without a download.
 
     from kernels import Mode, kernelize, use_kernel_mapping
     from transformer_kernels import kernel_layers
@@ -7,8 +7,8 @@
     with use_kernel_mapping(kernel_layers.mapping()):
         model = kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)
 
-`kernelize` replaces the forward of single layers and knows nothing of a layer's neighbours; `transformer_kernels.patch`
-fuses across them, and needs no such package. The backend is the default at each call (`set_backend`, `use_backend`).
+`kernelize` replaces the forward of single layers. `transformer_kernels.patch` also fuses adjacent layers and does not
+require that package. The default backend is used at each call (`set_backend`, `use_backend`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["InstalledLayer", "mapping", "name_layers"]
 
 
 class _Layer(nn.Module):
-    """A layer without state of its own: its forward is called on the module that is kernelized."""
+    """A stateless layer: its forward is called on the kernelized module."""
 
     can_torch_compile = True
     has_backward = True
@@ -72,7 +72,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class InstalledLayer:
-    """What `kernels` calls a layer repository: `load()` gives the layer of that name from this installation."""
+    """A layer repository as defined by `kernels`: `load()` returns the layer of this name from this installation."""
 
     layer_name: str
 
@@ -84,20 +84,20 @@ class InstalledLayer:
 
 
 def mapping() -> dict[str, dict[str, InstalledLayer]]:
-    """For `kernels.use_kernel_mapping` or `register_kernel_mapping`: our layers by the names of what they replace.
+    """For `kernels.use_kernel_mapping` or `register_kernel_mapping`: layers by the names of those they replace.
 
-    These are the names that transformers gives its RMSNorms and activations ("RMSNorm", "GeLU", "GeluTanh", "NewGELU",
-    "FastGELU"), "LayerNorm", and "SwiGLUMLP" for down(silu(gate(x)) * up(x)); each for every mode on CPUs and on CUDA.
+    The names are those of transformers for RMSNorms and activations ("RMSNorm", "GeLU", "GeluTanh", "NewGELU",
+    "FastGELU"), "LayerNorm", and "SwiGLUMLP" for down(silu(gate(x)) * up(x)); each for every mode on CPU and CUDA.
     """
     return {name: dict.fromkeys(DEVICES, InstalledLayer(name)) for name in LAYERS}
 
 
 def name_layers() -> None:
-    """Let `kernelize` know the layers by these names that have none yet, in this process.
+    """Register these layer names with `kernelize` for classes that have none yet, in this process.
 
-    They are torch.nn's LayerNorm, RMSNorm and GELU (the exact classes: a subclass may compute something else), and of
-    transformers, if it is imported, the activations and the RMSNorm and feed-forward network of Llama, Mistral, Qwen2
-    and Qwen3. `kernelize` leaves an RMSNorm over several axes and a gate that is not SiLU as they are.
+    The classes are torch.nn's LayerNorm, RMSNorm and GELU (exact classes: a subclass may compute something else), and,
+    if transformers is imported, its activations and the RMSNorm and feed-forward network of Llama, Mistral, Qwen2 and
+    Qwen3. `kernelize` does not replace an RMSNorm over several axes or a gate that is not SiLU.
 
     Raises:
         ImportError: the package `kernels` is missing.
@@ -112,7 +112,7 @@ def name_layers() -> None:
 
 
 def _known_classes() -> Iterator[tuple[Any, str]]:
-    """Each class that we have a layer for, with the name of that layer."""
+    """The classes that this package has a layer for, each with the name of that layer."""
     yield from ((nn.LayerNorm, "LayerNorm"), (nn.RMSNorm, "RMSNorm"), (nn.GELU, "GeLU"))
     activations = {"GELUActivation": "GeLU", "GELUTanh": "GeluTanh", "NewGELUActivation": "NewGELU"}
     paths = {f"transformers.activations.{kind}": name for kind, name in activations.items()}

@@ -1,8 +1,8 @@
-"""Drop-in modules for those of torch.nn, and modules for the fused operations, computed by this package's operations.
+"""Drop-in modules for torch.nn, and modules for the fused operations.
 
 LayerNorm, GELU, Softmax, MultiHeadAttention, Embedding and CrossEntropyLoss are subclasses of the modules that they
-replace, with the same parameters under the same names, so state_dicts load in both directions; AddLayerNorm has those
-of LayerNorm, LinearCrossEntropy those of torch.nn.Linear. Each takes one more argument, `backend`: "torch", "cpu",
+replace, with the same parameter names, so state dicts are interchangeable. AddLayerNorm has the state dict of
+LayerNorm, LinearCrossEntropy that of torch.nn.Linear. Each takes one more argument, `backend`: "torch", "cpu",
 "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the environment at each call.
 """
 
@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_kernels import _checks, ops
-from transformer_kernels._dispatch import requested
+from transformer_kernels import ops
+from transformer_kernels.backends.dispatch import requested
+from transformer_kernels.ops import _checks
 
 __all__ = [
     "GELU",
@@ -33,7 +34,7 @@ __all__ = [
 
 
 class _WithBackend(torch.nn.Module):
-    """Holds the name of the backend and shows it where one was chosen."""
+    """Stores the name of the backend and shows it in `repr` if one was chosen."""
 
     backend: str | None
 
@@ -76,11 +77,11 @@ class LayerNorm(_WithBackend, torch.nn.LayerNorm):
 
 
 def layer_norm_of(module: torch.nn.LayerNorm, x: Tensor, backend: str | None) -> Tensor:
-    """What a torch.nn.LayerNorm makes of x."""
+    """torch.nn.LayerNorm of x, by the operation."""
     axes = len(module.normalized_shape)
     if x.shape[x.dim() - axes :] != module.normalized_shape:
         raise ValueError(f"LayerNorm: x must end with shape {module.normalized_shape}; got {tuple(x.shape)}")
-    weight = x.new_ones(module.normalized_shape) if module.weight is None else module.weight  # the operation wants one
+    weight = x.new_ones(module.normalized_shape) if module.weight is None else module.weight  # the operation needs one
     bias = None if module.bias is None else module.bias.flatten()
     rows = x.flatten(-axes)  # (..., N)
     return ops.layer_norm(rows, weight.flatten(), bias, eps=module.eps, backend=backend).view(x.shape)
@@ -92,7 +93,7 @@ class AddLayerNorm(_WithBackend, torch.nn.LayerNorm):
     Args:
         width: N, the last axis, which is normalised.
         eps: added to the variance.
-        dropout: probability with which an element of the branch is dropped in training.
+        dropout: probability of dropping an element of the branch in training.
         bias: learn a bias.
         device, dtype: of the parameters.
         backend: see the module's docstring.
@@ -140,7 +141,7 @@ class GELU(_WithBackend, torch.nn.GELU):
 
 
 class BiasGELU(_WithBackend, torch.nn.GELU):
-    """gelu(x + bias) with a learned bias, by `transformer_kernels.bias_gelu`; it follows a linear layer without one.
+    """gelu(x + bias) with a learned bias, by `transformer_kernels.bias_gelu`; follows a linear layer without bias.
 
     Args:
         width: N, the last axis of the input. The bias starts at 0.
@@ -171,7 +172,7 @@ class Softmax(_WithBackend, torch.nn.Softmax):
     """torch.nn.Softmax by `transformer_kernels.softmax`.
 
     Args:
-        dim: the axis whose elements sum to 1. It must be given; any axis but the last costs a copy.
+        dim: the axis whose elements sum to 1; required. Any axis but the last requires a copy.
         backend: see the module's docstring.
     """
 
@@ -192,24 +193,24 @@ class Softmax(_WithBackend, torch.nn.Softmax):
 class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention by `transformer_kernels.attention`.
 
-    MASKS ARE TORCH'S HERE: in `key_padding_mask` and in a boolean `attn_mask`, True means IGNORE, so that code which
-    used torch.nn.MultiheadAttention goes on working. That is the opposite of `transformer_kernels.attention` and of
-    this package's models, where True is a real token: give `key_padding_mask=~padding_mask`.
+    MASKS FOLLOW TORCH: in `key_padding_mask` and in a boolean `attn_mask`, True means IGNORE, so that code written for
+    torch.nn.MultiheadAttention works unchanged. `transformer_kernels.attention` and this package's models use the
+    opposite convention, True = a real token: pass `key_padding_mask=~padding_mask`.
 
-    It differs from torch's in four ways. The weights that `need_weights=True` returns, torch's default, are computed a
-    second time, and without dropout: say `need_weights=False` where they are not read. `is_causal=True` needs no
-    `attn_mask` beside it. A query that sees no key gets zeros before the output projection, not NaN. An input whose
-    width differs from `embed_dim` (kdim, vdim) and extra keys (add_bias_kv, add_zero_attn) are refused.
+    It differs from torch's module in four ways. The weights of `need_weights=True`, torch's default, are recomputed
+    without dropout: pass `need_weights=False` if they are not used. `is_causal=True` needs no `attn_mask`. A query that
+    sees no key gives zeros before the output projection, not NaN. An input of another width than `embed_dim` (kdim,
+    vdim) and extra keys (add_bias_kv, add_zero_attn) raise ValueError.
 
-    Inside torch.nn.TransformerEncoderLayer it is always called: the layer's own fused inference path, which would read
-    the parameters without asking the backend, is not taken.
+    Inside torch.nn.TransformerEncoderLayer this module is always called: the layer's fused inference path, which reads
+    the parameters directly, is disabled.
 
     Args:
         embed_dim: width E of query, key, value and output.
         num_heads: number of heads; divides `embed_dim`.
-        dropout: probability with which an attention weight is dropped in training.
+        dropout: probability of dropping an attention weight in training.
         bias: biases in the projections.
-        add_bias_kv, add_zero_attn, kdim, vdim: only as their defaults, or as `embed_dim`.
+        add_bias_kv, add_zero_attn, kdim, vdim: only the defaults, or `embed_dim`.
         batch_first: inputs are (B, L, E), not (L, B, E).
         device, dtype: of the parameters.
         backend: see the module's docstring.
@@ -251,7 +252,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = True
         super()._reset_parameters()
-        self._qkv_same_embed_dim = False  # what TransformerEncoderLayer reads before it passes this module by
+        self._qkv_same_embed_dim = False  # TransformerEncoderLayer checks it before its fast path
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_qkv_same_embed_dim": False})
@@ -267,7 +268,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Let the queries attend to the keys.
+        """Attention of the queries to the keys.
 
         Args:
             query: (L, B, E), (B, L, E) with batch_first, or (L, E). key, value: the same with their length S.
@@ -275,8 +276,8 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
             need_weights: also return the attention weights.
             attn_mask: (L, S) or (B * H, L, S); bool with True = IGNORE, or floating, added to the scores.
             average_attn_weights: return the mean of the weights over heads, (B, L, S), not (B, H, L, S).
-            is_causal: query i sees the keys j <= i + S - L. Beside an attn_mask it is torch's hint that the mask is
-                causal: with L and S apart, where torch's begin at the first key, the mask alone counts.
+            is_causal: query i sees the keys j <= i + S - L. Beside an attn_mask it is a hint, as in torch, that the
+                mask is causal: if L and S differ, where torch aligns top-left, the mask alone is used.
         Returns:
             the output, of the shape of query, and the weights or None.
         """
@@ -365,7 +366,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
     def _masks(
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """torch's masks in the terms of `attention`: bool (B, S), True = a real token, and a bias (B, H, L, S)."""
+        """torch's masks converted to those of `attention`: bool (B, S), True = real token, and a bias (B, H, L, S)."""
         real = bias = None
         if attn_mask is not None:
             bias = _as_bias("attn_mask", attn_mask, q.dtype)
@@ -381,7 +382,7 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         return real, bias
 
     def _weights(self, q: Tensor, k: Tensor, real: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor:
-        """The attention weights (B, H, L, S), computed again from the queries and keys."""
+        """The attention weights (B, H, L, S), recomputed from queries and keys."""
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
         scores = scores if bias is None else scores + bias
         visible = scores != -math.inf
@@ -417,7 +418,7 @@ class Embedding(_WithBackend, torch.nn.Embedding):
     def from_pretrained(  # type: ignore[override]
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, *, backend: str | None = None
     ) -> Embedding:
-        """A table that holds `embeddings` (V, E), without a gradient unless `freeze` is false."""
+        """An embedding with the table `embeddings` (V, E), without a gradient unless `freeze` is False."""
         rows, width = embeddings.shape
         made = cls(rows, width, padding_idx, device="meta", backend=backend)
         made.weight = torch.nn.Parameter(embeddings, requires_grad=not freeze)
@@ -431,7 +432,7 @@ class Embedding(_WithBackend, torch.nn.Embedding):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The identity on a table, except that one row gets no gradient."""
+    """The identity on a table; the gradient of one row is zero."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, row: int) -> Tensor:
@@ -440,14 +441,14 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():  # create_graph: the gradient may be wanted as it came
+        if torch.is_grad_enabled():  # create_graph: the incoming gradient may be needed unchanged
             return grad.index_fill(0, torch.tensor([ctx.row], device=grad.device), 0.0), None
-        grad[ctx.row] = 0.0  # it was made for this table by the embedding; a copy would cost as much as the gather
+        grad[ctx.row] = 0.0  # allocated for this table by the embedding; a copy would cost as much as the gather
         return grad, None
 
 
 def without_gradient(table: Tensor, row: int | None) -> Tensor:
-    """The table, from which no gradient reaches its row `row`: what `padding_idx` means in torch.nn.Embedding."""
+    """The table without a gradient for `row`: the meaning of `padding_idx` in torch.nn.Embedding."""
     return table if row is None else _WithoutGradient.apply(table, row)
 
 
@@ -456,7 +457,7 @@ class CrossEntropyLoss(_WithBackend, torch.nn.CrossEntropyLoss):
 
     Args:
         weight: (V,), of each class; a buffer, as in torch.
-        ignore_index: rows with this target have no loss, no gradient and no part in the mean.
+        ignore_index: rows with this target have loss 0, no gradient, and are excluded from the mean.
         reduction: "mean", "sum" or "none".
         label_smoothing: in [0, 1].
         z_loss, softcap: as in `transformer_kernels.cross_entropy`.
@@ -479,17 +480,32 @@ class CrossEntropyLoss(_WithBackend, torch.nn.CrossEntropyLoss):
         self._choose(backend)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of logits (V,), (N, V) or (N, V, ...), whose classes stand where torch has them, in axis 1.
+        """The loss of logits (V,), (N, V) or (N, V, ...), with the classes in axis 1, as in torch.
 
         Args:
             logits: floating.
             targets: int64 or int32, the class of each row; the shape of logits without its axis of classes; or
                 floating, probabilities, of the shape of logits.
         """
-        rows, kinds = (x.movedim(1, -1) if x.dim() > 2 and x.is_floating_point() else x for x in (logits, targets))
+        if logits.dim() < 3:
+            return self._of_rows(logits, targets)
+        rows, kinds = logits.movedim(1, -1), targets
+        if targets.is_floating_point() and targets.shape == logits.shape:
+            kinds = targets.movedim(1, -1).flatten(0, -2)
+        elif targets.shape != rows.shape[:-1]:
+            shape = tuple(rows.shape[:-1])
+            raise ValueError(
+                f"cross_entropy: targets must have shape {shape}, one for each row; got {tuple(targets.shape)}"
+            )
+        else:
+            kinds = targets.flatten()
+        loss = self._of_rows(rows.flatten(0, -2), kinds)
+        return loss.view(rows.shape[:-1]) if self.reduction == "none" else loss
+
+    def _of_rows(self, logits: Tensor, targets: Tensor) -> Tensor:
         return ops.cross_entropy(
-            rows,
-            kinds,
+            logits,
+            targets,
             weight=self.weight,
             z_loss=self.z_loss,
             softcap=self.softcap,
@@ -501,7 +517,7 @@ class CrossEntropyLoss(_WithBackend, torch.nn.CrossEntropyLoss):
 
 
 class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
-    """An output layer and its cross-entropy, without holding all logits, by `transformer_kernels.linear_cross_entropy`.
+    """An output layer and its cross-entropy without materialising all logits, by `linear_cross_entropy`.
 
     Args:
         in_features, out_features: E, the width of the input, and V, the number of classes.
@@ -555,7 +571,7 @@ class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
 
 
 def _as_bias(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: -inf where a boolean mask says ignore, or the floating mask itself."""
+    """The bias added to the scores: -inf where a boolean mask is True (ignore), or the floating mask itself."""
     if mask.dtype is torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
     if not mask.is_floating_point():

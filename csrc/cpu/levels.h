@@ -1,13 +1,12 @@
-// Which of a kernel's compilations answers, and how Python calls it. Included by the plain compilation only, which the
-// build tells with TK_HAS_<LEVEL> for which other levels the same file was compiled.
+// Which of a kernel's compilations is called, and how Python calls it. Included by the plain compilation only; the build
+// defines TK_HAS_<LEVEL> for each other level that the same file was compiled for.
 #pragma once
 #include <Python.h>
 
 #include "../registry.h"
+#include "processor.h"
 
 namespace transformer_kernels {
-
-enum Level { PLAIN, AVX2, AVX512, AVX512_BF16, AMX, LEVELS };
 
 // The compilations of one kernel, null where there is none, and the one that the instruction set in use calls.
 struct Compilations {
@@ -60,9 +59,10 @@ template <class... Parameters> struct Signature<void(Parameters...)> {
   static Compilations compilations_of_##function({reinterpret_cast<Compilations::Function>(&plain::function),         \
                                                   TK_AVX2(function), TK_AVX512(function), TK_AVX512_BF16(function),   \
                                                   TK_AMX(function)});                                                 \
-  static PyObject* call_##function(PyObject*, PyObject* const* arguments, Py_ssize_t count) {                         \
+  static PyObject* call_##function(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {        \
+    static std::atomic<PyObject*> checked{nullptr};                                                                   \
     return call_checked(Signature<decltype(plain::function)>::call<compilations_of_##function>, #function, arguments, \
-                        count);                                                                                       \
+                        count, names, checked);                                                                       \
   }                                                                                                                   \
   static const Registration registration_of_##function(#function, call_##function);                                   \
   }

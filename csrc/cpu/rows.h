@@ -105,6 +105,20 @@ template <class F> TK_INLINE void over_dropped_columns(const Dropout& dropout, u
   }
 }
 
+// The sum of f(column, lanes) over a row, in blocks whose sums are added: in a chain of additions as long as a wide row the
+// rounding errors grow with the row.
+template <class F> TK_INLINE float sum_over_columns(int64_t columns, const F& f) {
+  constexpr int64_t BLOCK = 256 * WIDTH;
+  Floats total[4] = {};
+  for (int64_t begin = 0; begin < columns; begin += BLOCK) {
+    Floats block[4] = {};
+    over_columns(columns - begin < BLOCK ? columns - begin : BLOCK,
+                 [&](int64_t j, auto lanes, int u) TK_LAMBDA { block[u] += f(begin + j, lanes); });
+    for (int u = 0; u < 4; ++u) total[u] += block[u];
+  }
+  return sum(total);
+}
+
 // The sum so far with one more vector, or of the squares, which is all that moments without centring need.
 template <bool CENTRED> TK_INLINE Floats with_term(Floats total, Floats x) { return CENTRED ? total + x : fma(x, x, total); }
 

@@ -3,8 +3,10 @@
 //
 // 16-bit elements are widened as they are loaded and rounded to nearest, ties to even, as they are stored.
 #pragma once
-#if defined(__x86_64__)
-#include <immintrin.h>
+#if defined(__AVX__)
+#include <immintrin.h>  // half a second of every compilation that includes it
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace transformer_kernels {

@@ -1,6 +1,6 @@
-// What a device only approximates, as far from the exact result as NVIDIA documents: up or down, by the operand's bits.
-// PTX ISA 9.1, "Floating Point Instructions". Functions of the library (expf, erff, tanhf, logf) are the host's: eager PyTorch
-// calls the same on a device.
+// Approximate device instructions, with the maximum error that NVIDIA documents, up or down depending on the operand's
+// bits. PTX ISA 9.1, "Floating Point Instructions". Library functions (expf, erff, tanhf, logf) are the host's; eager
+// PyTorch calls the device versions of the same functions.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -12,7 +12,7 @@ namespace emulation {
 
 inline bool errs_upwards(float operand) { return __builtin_parity(bit_cast<uint32_t>(operand)); }
 
-// `ulps` numbers above or below `exact` rounded to nearest; zeros, subnormal and not finite numbers stay.
+// `ulps` numbers above or below `exact` rounded to nearest; zeros, subnormal and non-finite numbers are unchanged.
 inline float ulps_away(double exact, int ulps, bool upwards) {
   const float nearest = static_cast<float>(exact);
   if (!std::isnormal(nearest)) return nearest;
@@ -37,7 +37,7 @@ inline float approximate_rsqrt(float x) {
   return beyond ? std::nextafter(edge, static_cast<float>(exact)) : edge;
 }
 
-// div.approx: 2 ulp, and no quotient for divisors above 2^126.
+// div.approx: 2 ulp, and 0 for divisors above 2^126.
 inline float approximate_quotient(float a, float b) {
   if (std::fabs(b) > 0x1p126f && std::isfinite(b))
     return std::isinf(a) ? std::numeric_limits<float>::quiet_NaN() : std::copysign(0.0f, a * b);

@@ -1,4 +1,4 @@
-// The life of one block: fibers start, meet at barriers and warp collectives, and end.
+// The execution of one block: fibers start, synchronise at barriers and warp collectives, and end.
 #include "engine.h"
 
 #include <cstdarg>
@@ -19,7 +19,7 @@ __thread Thread* current_thread_pointer = nullptr;
 
 namespace {
 
-// Unwinds a fiber of a launch that has failed, so that the next launch finds clean stacks.
+// Unwinds a fiber of a failed launch, so that the next launch finds clean stacks.
 struct Cancelled {};
 
 void jump(Thread& to) {
@@ -89,7 +89,7 @@ void open_barrier(Barrier& barrier) {
   barrier.waiting.clear();
 }
 
-// Kernels end every thread or none before a barrier of the whole block; hardware is more lenient, readers are not.
+// A kernel must not exit threads before a barrier of the whole block. Hardware is more lenient; this rule is simpler.
 void refuse_exits_at_block_barrier(const Block& block) {
   if (block.exited && !block.barriers[0].waiting.empty())
     fail("%u threads exited before a __syncthreads() at which thread %u waits", block.exited,
@@ -112,14 +112,14 @@ Thread& thread_after_exit(Block& block) {
   try {
     if (!block.cancelled) refuse_exits_at_block_barrier(block);
     return next_thread(block);
-  } catch (const Cancelled&) {  // no switch in here: the C++ runtime counts caught exceptions per OS thread
+  } catch (const Cancelled&) {  // no fiber switch in here: the C++ runtime counts caught exceptions per OS thread
   }
   return next_to_cancel(block);
 }
 
 void fiber_main() {
   note_fiber_entry();
-  for (;;) {  // a fiber lives on from block to block
+  for (;;) {  // a fiber is reused from block to block
     Block& block = current_block();
     Thread& self = current_thread();
     tell_order_after(&block.start_order);
@@ -190,7 +190,7 @@ void warp_collective(uint32_t mask, const char* name, void* operands, Combine co
     std::memset(meeting->operands, 0, sizeof meeting->operands);
   }
   if (meeting->combine != combine) fail("divergent warp: some lanes are at %s, others at another collective", name);
-  static char present;  // stands for "no operands"
+  static char present;  // means "no operands"
   meeting->operands[self.lane] = operands ? operands : &present;
   if (++meeting->arrived < static_cast<unsigned>(__builtin_popcount(mask))) {
     wait_for_turn(name);
@@ -277,7 +277,7 @@ uint32_t ballot(uint32_t mask, bool vote) {
   return mine.result;
 }
 
-// ---- one block after another on one worker
+// ---- consecutive blocks on one worker
 
 BlockRunner::BlockRunner() : block_(std::make_unique<Block>()) { adopt_current_thread(block_->host.fiber); }
 

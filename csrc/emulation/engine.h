@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the CPU: one fiber per GPU thread, one block at a time per worker. Barriers and warp collectives
-// are the scheduling points; which fiber goes next is the schedule's choice. Kernels see only cuda_names.h and
-// memory.h; this header is for the emulation itself.
+// are the scheduling points; the schedule selects the next fiber. Kernels include only cuda_names.h and memory.h; this
+// header is for the emulation itself.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -33,13 +33,14 @@ enum Counter {
   COUNTER_COUNT,
 };
 inline constexpr std::array<const char*, COUNTER_COUNT> COUNTER_NAMES = {
-    "blocks",         "fiber_switches",   "barriers",          "shuffles",     "matrix_loads",       "matrix_multiplies",
-    "bank_conflicts", "async_copy_bytes", "global_load_bytes", "global_loads", "global_store_bytes", "global_stores"};
+    "blocks",         "fiber_switches",   "barriers",          "shuffles",     "matrix_loads",
+    "matrix_multiplies", "bank_conflicts", "async_copy_bytes", "global_load_bytes", "global_loads",
+    "global_store_bytes", "global_stores"};
 using Counters = std::array<uint64_t, COUNTER_COUNT>;
 
 enum class ScheduleKind {
   LOWEST_FIRST,     // the lowest thread that can run
-  ONE_WARP_AHEAD,   // one warp of the block runs as far as it can before the others: finds missing barriers before overwrites
+  ONE_WARP_AHEAD,   // one warp of the block runs as far as it can first: finds missing barriers before overwrites
   RANDOM,           // random warp priorities and lanes; asynchronous copies may land early
 };
 struct Schedule {
@@ -67,7 +68,7 @@ struct Thread {
   unsigned open_group = 0;
 };
 
-// Where the lanes of a mask meet: each leaves a pointer to its operands; the last to come computes for all.
+// Where the lanes of a mask synchronise: each passes a pointer to its operands; the last to arrive computes for all.
 using Combine = void (*)(void* const* operands);  // one per lane, null outside the mask
 struct Rendezvous {
   uint32_t mask = 0;
@@ -78,7 +79,7 @@ struct Rendezvous {
 
 struct Barrier {
   unsigned arrived = 0, generation = 0;
-  uint64_t order[2] = {};  // ThreadSanitizer's handles; two, so that a fast thread's next arrival orders nothing here
+  uint64_t order[2] = {};  // ThreadSanitizer's handles; two, so that a fast thread's next arrival is not ordered here
   std::vector<Thread*> waiting;
 };
 
@@ -116,18 +117,18 @@ struct Block {
   Counters counters{};
 };
 
-// __thread and initial-exec: read at every threadIdx, they must cost one instruction.
+// __thread and initial-exec: they are read at every threadIdx and must cost one instruction.
 extern __thread Block* current_block_pointer __attribute__((tls_model("initial-exec")));
 extern __thread Thread* current_thread_pointer __attribute__((tls_model("initial-exec")));
 inline Block& current_block() { return *current_block_pointer; }
 inline Thread& current_thread() { return *current_thread_pointer; }
 inline void count(Counter counter, uint64_t amount = 1) { current_block_pointer->counters[counter] += amount; }
 
-// Ends the launch with this message and the place of the current thread.
+// Ends the launch with this message and the coordinates of the current thread.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 uint64_t next_random();
 void make_ready(Thread& thread);
-// Leaves the current fiber until make_ready was called for it and its turn has come.
+// Leaves the current fiber until make_ready was called for it and the schedule selects it.
 void wait_for_turn(const char* at);
 void warp_collective(uint32_t mask, const char* name, void* operands, Combine combine);
 
@@ -137,22 +138,22 @@ void close_shared_memory(Block& block);
 void free_shared_memory(Block& block);
 
 // hopper.cpp, for the engine
-std::string describe_barriers(const Block& block);  // those that threads wait at
-void close_hopper(Block& block);                    // finds what is still under way
+std::string describe_barriers(const Block& block);  // barriers with waiting threads
+void close_hopper(Block& block);                    // reports operations still in flight
 
 struct LaunchRequest {
   const char* name;
-  const char* kernel;  // with its template arguments, in the compiler's words
+  const char* kernel;  // with its template arguments, as the compiler spells them
   dim3 grid, block;
   size_t shared_bytes;
 };
-// Runs every block of the grid; throws std::runtime_error for a launch that the device would refuse and for every fault
+// Runs every block of the grid; throws std::runtime_error for a launch that the device would reject and for every fault
 // found in the kernel.
 void run(const LaunchRequest& request, const std::function<void()>& kernel);
 
 void set_schedule(Schedule schedule);
 Counters counters();
-// Threads of a block and bytes of shared memory in the last launch of each kernel since reset_counters().
+// Threads per block and bytes of shared memory in the last launch of each kernel since reset_counters().
 std::map<std::string, std::pair<uint64_t, size_t>> launches();
 void reset_counters();
 int emulated_architecture();  // 80, 86, 89, 90, 100 or 120, from TRANSFORMER_KERNELS_EMULATE_ARCH

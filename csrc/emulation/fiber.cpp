@@ -110,7 +110,7 @@ void switch_fiber(Fiber& from, Fiber& to) {
   __sanitizer_start_switch_fiber(&from.fake_stack, to.stack, to.stack_bytes);
 #endif
 #if defined(EMULATION_THREAD_SANITIZER)
-  __tsan_switch_to_fiber(to.sanitizer_fiber, 1);  // 1: the switch itself orders nothing
+  __tsan_switch_to_fiber(to.sanitizer_fiber, 1);  // 1: the switch itself does not order memory accesses
 #endif
   swap_stacks(from, to);
 #if defined(EMULATION_ADDRESS_SANITIZER)

@@ -1,4 +1,4 @@
-// fp16 and bf16 as plain 16-bit storage, with conversions that round to nearest even as the device does.
+// fp16 and bf16 as 16-bit storage, with conversions that round to nearest even, as on the device.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -23,7 +23,7 @@ inline float bfloat_to_float(uint16_t bits) { return bit_cast<float>(static_cast
 
 inline uint16_t float_to_bfloat(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // the device's one NaN
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // the device's canonical NaN
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 

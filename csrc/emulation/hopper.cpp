@@ -25,7 +25,7 @@ constexpr uint32_t ACCUMULATOR_POISON = 0xffffffff;  // NaN
 
 struct Mbarrier {  // its 8 bytes in shared memory
   uint16_t arrivals, missing;
-  int32_t phase_and_bytes;  // bit 0: parity of the phase under way; above: bytes still to come
+  int32_t phase_and_bytes;  // bit 0: parity of the current phase; above: outstanding bytes
 
   int parity() const { return phase_and_bytes & 1; }
   int bytes() const { return phase_and_bytes >> 1; }
@@ -46,7 +46,7 @@ struct TensorCopy {
   uint64_t* barrier;
 };
 
-// The accumulators of a warp group while products work on them; the threads' registers hold poison meanwhile.
+// The accumulators of a warp group during its products; the threads' registers are poisoned meanwhile.
 struct Accumulators {
   float* registers[GROUP];
   int n;
@@ -102,7 +102,7 @@ void wake_waiting(Hopper& hopper) {
 
 Mbarrier& contents(uint64_t* barrier) { return *reinterpret_cast<Mbarrier*>(barrier); }
 
-// Barriers are numbered as they were initialised.
+// Barriers are numbered in the order of initialisation.
 std::string describe(const Hopper& hopper, uint64_t* barrier) {
   size_t number = 0;
   while (number < hopper.barriers.size() && hopper.barriers[number].barrier != barrier) ++number;
@@ -114,7 +114,7 @@ std::string describe(const Hopper& hopper, uint64_t* barrier) {
 
 Mbarrier& checked(uint64_t* barrier) {
   check_taken(barrier, sizeof *barrier, "an mbarrier");
-  if (reinterpret_cast<uintptr_t>(barrier) % 8) fail("an mbarrier must lie on 8 bytes");
+  if (reinterpret_cast<uintptr_t>(barrier) % 8) fail("an mbarrier must be 8-byte aligned");
   Mbarrier& result = contents(barrier);
   if (result.arrivals == 0xffff) fail("an mbarrier is used before its initialisation");
   return result;
@@ -133,17 +133,17 @@ void finish_phase_if_complete(uint64_t* barrier) {
 void add_bytes(uint64_t* barrier, int bytes) {
   Mbarrier& mine = contents(barrier);
   const int sum = mine.bytes() + bytes;
-  if (sum > MAX_BYTES || sum < -MAX_BYTES) fail("an mbarrier counts at most %d bytes: %s", MAX_BYTES, describe(state(), barrier).c_str());
-  mine.phase_and_bytes = sum * 2 + mine.parity();
+  if (sum > MAX_BYTES || sum < -MAX_BYTES) fail("an mbarrier counts at most %d bytes: %s", MAX_BYTES, describe(state(),
+  barrier).c_str()); mine.phase_and_bytes = sum * 2 + mine.parity();
 }
 
-// The 128-byte swizzle: 16-byte chunk c of row r of a 1024-byte group lies at chunk c ^ r.
+// The 128-byte swizzle: 16-byte chunk c of row r of a 1024-byte group is stored at chunk c ^ r.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 char* at_address(uint32_t address) { return current_block().shared + address; }
 
 void land(const TensorCopy& copy) {
-  tell_order_after(copy.barrier);  // whoever lands the copy acts after the thread that started it
+  tell_order_after(copy.barrier);  // the thread that lands the copy is ordered after the thread that started it
   const uint32_t base = shared_address(copy.destination);
   for (unsigned row = 0; row < copy.map.box_rows; ++row) {
     const int64_t place[4] = {copy.place[0], copy.place[1] + static_cast<int64_t>(row), copy.place[2], copy.place[3]};
@@ -182,7 +182,7 @@ void land_one(Hopper& hopper) {
 
 WarpGroup& my_group() { return state().groups[current_thread().warp / 4]; }
 
-// The threads of a warp group meet; the last one calls `f`.
+// Synchronises the threads of a warp group; the last one calls `f`.
 template <class F> void meet(const char* name, const WgmmaOperands* operands, F f) {
   WarpGroup& group = my_group();
   const unsigned first_warp = current_thread().warp / 4 * 4;
@@ -203,7 +203,7 @@ template <class F> void meet(const char* name, const WgmmaOperands* operands, F 
   }
 }
 
-// Where element (row, column) of an operand lies: `row` counts the 128-byte rows, `column` 16-bit elements across
+// The offset of element (row, column) of an operand: `row` counts 128-byte rows, `column` 16-bit elements across
 // panels.
 const char* element_address(uint64_t descriptor, int row, int column) {
   if (descriptor >> 62 != 1) fail("wgmma: only the 128-byte swizzle is emulated");
@@ -223,7 +223,7 @@ template <class F> void for_chunks(const WgmmaOperands& common, F f) {
     for (int column = 0; column < columns; column += 8) f(element_address(common.b_descriptor, row, column));
 }
 
-// Takes what is in shared memory; it must have been written by the copy engine, or be fenced.
+// Reads the operands in shared memory, which must have been written by the copy engine or fenced.
 void take_shared_operands(Product& product, unsigned first_thread) {
   const KnownFences known = fences_known_to(first_thread, GROUP);
   for_chunks(product.common, [&](const char* chunk) {
@@ -268,12 +268,13 @@ void execute(const Product& product) {
                a.data(), b.data(), d.data());
 }
 
-// f(element of d, where that thread holds it): accumulators lie in a warp as those of mma.m16n8k16.
+// f(element of d, its register): accumulators have the per-warp layout of mma.m16n8k16.
 template <class F> void for_accumulators(Accumulators& d, F f) {
   for (int row = 0; row < 64; ++row)
     for (int n = 0; n < d.n; ++n) {
       const int thread = row / 16 * 32 + row % 8 * 4 + n % 8 / 2;
-      f(d.values[static_cast<size_t>(row * d.n + n)], d.registers[thread][n / 8 * 4 + row % 16 / 8 * 2 + n % 2], thread);
+      f(d.values[static_cast<size_t>(row * d.n + n)], d.registers[thread][n / 8 * 4 + row % 16 / 8 * 2 + n % 2],
+      thread);
     }
 }
 
@@ -285,22 +286,22 @@ Accumulators& take_accumulators(WarpGroup& group) {
   mine->n = first.n;
   mine->values.resize(static_cast<size_t>(64 * first.n));
   for (unsigned i = 0; i < GROUP; ++i) mine->registers[i] = group.operands[i]->d;
-  for_accumulators(*mine, [](float& value, float& held, int) {
-    value = held;
-    held = bit_cast<float>(ACCUMULATOR_POISON);
+  for_accumulators(*mine, [](float& value, float& stored, int) {
+    value = stored;
+    stored = bit_cast<float>(ACCUMULATOR_POISON);
   });
   group.accumulators.push_back(std::move(mine));
   return *group.accumulators.back();
 }
 
-// Gives back those that no product up to `finished` groups is left for.
+// Returns accumulators without pending products in the groups up to `finished`.
 void give_accumulators(WarpGroup& group, unsigned finished) {
   for (auto& taken : group.accumulators) {
     if (taken->last_group >= finished) continue;
-    for_accumulators(*taken, [](float& value, float& held, int thread) {
-      if (bit_cast<uint32_t>(held) != ACCUMULATOR_POISON)
+    for_accumulators(*taken, [](float& value, float& stored, int thread) {
+      if (bit_cast<uint32_t>(stored) != ACCUMULATOR_POISON)
         fail("an accumulator of wgmma was written in thread %d of the warp group before wgmma.wait_group", thread);
-      held = value;
+      stored = value;
     });
     taken.reset();
   }
@@ -374,7 +375,7 @@ void mbarrier_wait(uint64_t* barrier, int parity) {
   if (parity != 0 && parity != 1) fail("a wait for parity %d of an mbarrier: there are 0 and 1", parity);
   while (checked(barrier).parity() == parity) {
     Hopper& hopper = state();
-    if (!hopper.copies.empty()) {  // those who wait drive the copy engine
+    if (!hopper.copies.empty()) {  // waiting threads drive the copy engine
       land_one(hopper);
       continue;
     }
@@ -400,7 +401,7 @@ void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> plac
   note_write(shared, bytes);
   order_before(barrier);
   const IgnoreAccesses ignore;
-  std::memset(shared, 0xff, bytes);  // NaN until it lands
+  std::memset(shared, 0xff, bytes);  // NaN until the copy lands
   note_async_store(shared, bytes);
   count(ASYNC_COPY_BYTES, bytes);
   hopper.copies.push_back({static_cast<char*>(shared), map, place, barrier});
@@ -410,10 +411,9 @@ void copy_tensor_box(void* shared, const TensorMap& map, std::array<int, 4> plac
 void wgmma_fence() { my_group().fenced[current_thread().linear % GROUP] = true; }
 
 void wgmma(const WgmmaOperands& operands) {
-  if (current_block().architecture != 90) fail("wgmma exists on sm_90 only; this is sm_%d", current_block().architecture);
-  tell_order_before(&my_group().order);
-  const IgnoreAccesses ignore;
-  meet("wgmma", &operands, start_product);
+  if (current_block().architecture != 90) fail("wgmma exists on sm_90 only; this is sm_%d",
+  current_block().architecture); tell_order_before(&my_group().order); const IgnoreAccesses ignore; meet("wgmma",
+  &operands, start_product);
 }
 
 void wgmma_commit() {
@@ -440,12 +440,10 @@ void set_registers(int count) {
   const Block& block = current_block();
   Hopper& hopper = state();
   WarpGroup& mine = my_group();
-  if (count % 8 || count < 24 || count > 256) fail("setmaxnreg: %d registers are not a multiple of 8 from 24 to 256", count);
-  mine.registers = count;
-  // What the block was started with: a share of 65,536 registers in steps of 8 a thread.
-  const unsigned start = 65536 / block.thread_count / 8 * 8;
-  unsigned sum = 0;
-  for (unsigned group = 0; group < block.warp_count / 4; ++group)
+  if (count % 8 || count < 24 || count > 256) fail("setmaxnreg: %d registers are not a multiple of 8 from 24 to 256",
+  count); mine.registers = count; // The initial register count: a share of 65,536 registers in steps of 8 per thread.
+  const unsigned start = 65536 / block.thread_count / 8 * 8; unsigned sum = 0; for (unsigned group = 0; group <
+  block.warp_count / 4; ++group)
     sum += hopper.groups[group].registers ? static_cast<unsigned>(hopper.groups[group].registers) : 0;
   if (sum * GROUP > start * block.thread_count)
     fail("setmaxnreg: the warp groups ask for %u registers, the block has %u", sum * GROUP, start * block.thread_count);
@@ -459,7 +457,8 @@ std::string describe_barriers(const Block& block) {
   for (const Waiting& waiting : hopper.waiting) {
     if (waiting.barrier == last) continue;
     last = waiting.barrier;
-    text += " thread " + std::to_string(waiting.thread->linear) + " waits for parity " + std::to_string(waiting.parity) +
+    text += " thread " + std::to_string(waiting.thread->linear) + " waits for parity " + std::to_string(waiting.parity)
+    +
             " of " + describe(hopper, waiting.barrier) + ";";
   }
   return text;

@@ -1,7 +1,7 @@
-// What primitives/hopper.h calls on the CPU: mbarrier, bulk tensor copies and wgmma. Copies land and products happen no
-// earlier than somebody waits for them, copies in random order under random schedules: who does not wait sees poison or
-// old values. Accumulators are poison from the product that takes them to the wait; they, register operands and operands
-// in shared memory that change before the wait are errors.
+// The CPU implementation of primitives/hopper.h: mbarrier, bulk tensor copies and wgmma. Copies land and products are
+// computed no earlier than a thread waits for them, copies in random order under random schedules; a thread that does
+// not wait reads poison or old values. Accumulators are poisoned from the start of their product to the wait. Changes
+// of accumulators, register operands or operands in shared memory before the wait are errors.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -17,7 +17,7 @@ struct TensorMap {
   std::array<int64_t, 4> strides;  // in bytes
   unsigned box_rows;
 };
-// Refuses what cuTensorMapEncodeTiled would refuse.
+// Rejects what cuTensorMapEncodeTiled would reject.
 TensorMap encode_tensor_map(const void* data, std::array<int64_t, 4> sizes, std::array<int64_t, 4> strides,
                             unsigned box_rows);
 
@@ -34,7 +34,7 @@ struct WgmmaOperands {
   uint64_t a_descriptor, b_descriptor;
   int n;
   bool accumulate;
-  bool b_summed_along_rows;  // b is 16 x N as it lies in memory, else N x 16
+  bool b_summed_along_rows;  // b is 16 x N in memory, else N x 16
   bool is_float16;           // else bfloat16
 };
 void wgmma_fence();

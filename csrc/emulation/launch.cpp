@@ -1,4 +1,4 @@
-// Launches: the device's limits, the order of the blocks, and their spreading over cores.
+// Launches: the device's limits, the order of the blocks, and their distribution over cores.
 #include <pthread.h>
 
 #include <atomic>
@@ -84,7 +84,7 @@ struct Job {
   }
 };
 
-// Threads that help with large grids. They are never joined: a process may end at any time.
+// Worker threads for large grids. They are never joined: a process may end at any time.
 class Workers {
  public:
   explicit Workers(unsigned count) : count_(count) {
@@ -141,7 +141,7 @@ unsigned wanted_threads() {
   return wanted < 1 ? 1u : static_cast<unsigned>(wanted);
 }
 
-// A forked child has none of its parent's threads; it makes its own at the next launch.
+// A forked child has none of its parent's threads; it creates its own at the next launch.
 void forget_workers() { workers = nullptr; }
 
 }  // namespace

@@ -17,7 +17,7 @@ struct LoadOperands {
   uintptr_t address;
 };
 
-// Eight rows of 16 bytes are read per tile and cycle; rows in the same 16 bytes of the 128-byte bank line queue up.
+// Eight rows of 16 bytes are read per tile and cycle; rows in the same 16 bytes of the 128-byte bank line conflict.
 unsigned extra_cycles(void* const* operands, int tile) {
   unsigned hits[8] = {}, most = 0;
   for (int row = 0; row < 8; ++row) {
@@ -49,7 +49,7 @@ struct MultiplyOperands {
   uint32_t b[2];
 };
 
-// d += a b for the whole warp; `a` and `b` were gathered from the lanes by the caller.
+// d += a b for the whole warp; the caller gathered `a` and `b` from the lanes.
 template <int K>
 void accumulate(Operand type, void* const* operands, const float (&a)[16][K], const float (&b)[K][8]) {
   count(MATRIX_MULTIPLIES);
@@ -107,7 +107,7 @@ void combine_m16n8k8(void* const* operands) {
 void ldmatrix_x4(uint32_t* registers, const void* shared_row, bool transposed) {
   LoadOperands mine{registers, {}, reinterpret_cast<uintptr_t>(shared_row)};
   shared_address(shared_row);
-  note_load(shared_row, 16, 16);  // by the lane itself, so that the sanitizers see whose access it is
+  note_load(shared_row, 16, 16);  // by the lane itself, so that the sanitizers attribute the access to it
   std::memcpy(mine.row, shared_row, 16);
   if (transposed)
     warp_collective(~0u, "ldmatrix.trans", &mine, combine_loads<true>);

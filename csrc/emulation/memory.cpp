@@ -75,7 +75,7 @@ void open_shared_memory(Block& block) {
   const IgnoreAccesses ignore;
   forget_fences();
 #if defined(EMULATION_THREAD_SANITIZER)
-  free_shared_memory(block);  // blocks must not seem to share memory
+  free_shared_memory(block);  // blocks must not appear to share memory
 #endif
   if (!block.shared) {
     void* arena = nullptr;
@@ -86,7 +86,7 @@ void open_shared_memory(Block& block) {
   poison(block.shared, SHARED_ARENA_BYTES);
 }
 
-// Finds writes between the pieces, which only AddressSanitizer sees at once.
+// Finds writes between the pieces, which only AddressSanitizer reports immediately.
 void close_shared_memory(Block& block) {
   const IgnoreAccesses ignore;
   unpoison(block.shared, SHARED_ARENA_BYTES);
@@ -96,7 +96,8 @@ void close_shared_memory(Block& block) {
     const auto* after = reinterpret_cast<const unsigned char*>(block.shared + piece.offset + piece.bytes);
     for (size_t i = 0; i < RED_ZONE_BYTES; ++i)
       if (before[i] != RED_ZONE || after[i] != RED_ZONE) {
-        block.error = "a store went past a piece of shared memory of " + std::to_string(piece.bytes) + " bytes [block (" +
+        block.error = "a store went past a piece of shared memory of " + std::to_string(piece.bytes) + " bytes [block ("
+        +
                       std::to_string(block.index.x) + ", " + std::to_string(block.index.y) + ", " +
                       std::to_string(block.index.z) + ")]";
         return;
@@ -118,12 +119,13 @@ void* take_shared(size_t bytes, size_t alignment) {
   Thread& self = current_thread();
   self.device_cursor = (self.device_cursor + alignment - 1) / alignment * alignment + bytes;
   if (self.device_cursor > block.shared_bytes)
-    fail("the kernel takes %zu bytes of dynamic shared memory, the launch gave %zu", self.device_cursor, block.shared_bytes);
+    fail("the kernel takes %zu bytes of dynamic shared memory, the launch gave %zu", self.device_cursor,
+    block.shared_bytes);
   const size_t offset = (self.emulated_cursor + RED_ZONE_BYTES + alignment - 1) / alignment * alignment;
   self.emulated_cursor = offset + bytes + RED_ZONE_BYTES;
   if (self.emulated_cursor > SHARED_ARENA_BYTES) fail("the emulation's arena of shared memory is full");
   char* piece = block.shared + offset;
-  if (self.pieces_taken == block.pieces.size()) {  // the first thread to come here
+  if (self.pieces_taken == block.pieces.size()) {  // the first thread to take this piece
     block.pieces.push_back({bytes, offset});
     unpoison(piece - RED_ZONE_BYTES, bytes + 2 * RED_ZONE_BYTES);
     std::memset(piece - RED_ZONE_BYTES, RED_ZONE, RED_ZONE_BYTES);
@@ -148,7 +150,7 @@ void copy_async(void* shared, const void* global, unsigned bytes, unsigned fille
   if (filled) count(GLOBAL_LOADS);
   note_ordinary_store(shared, bytes);
   const AsyncCopy copy{shared, global, bytes, filled, current_thread().open_group};
-  // Until the wait the bytes are anyone's guess: poison, or, in some random schedules, already there.
+  // Until the wait the contents are undefined: poison, or, in some random schedules, the copied data.
   if (current_block().schedule.kind == ScheduleKind::RANDOM && next_random() % 2) {
     land(copy);
   } else {

@@ -1,19 +1,19 @@
-// What primitives/memory.h and primitives/matrix.h call on the CPU.
+// The CPU implementation of primitives/memory.h and primitives/matrix.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace emulation {
 
-// One thread's load or store of `bytes`: checks the alignment, counts, and tells the sanitizers.
+// One thread's load or store of `bytes`: checks the alignment, counts, and reports to the sanitizers.
 void note_load(const void* address, size_t bytes, size_t alignment);
 void note_store(void* address, size_t bytes, size_t alignment);
 
 // The offset of a pointer in the block's shared memory, as an address of the device's shared window.
 uint32_t shared_address(const void* pointer);
-// Fails unless these bytes lie in one piece of it.
+// Fails unless these bytes are within one piece.
 void check_taken(const void* shared, size_t bytes, const char* what);
-// The block's next piece of dynamic shared memory, filled with NaN patterns, red zones around it.
+// The block's next piece of dynamic shared memory, poisoned with NaN patterns, with red zones around it.
 void* take_shared(size_t bytes, size_t alignment);
 
 void copy_async(void* shared, const void* global, unsigned bytes, unsigned filled);

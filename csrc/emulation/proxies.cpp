@@ -17,13 +17,13 @@ namespace {
 struct Piece {
   uint16_t writer;      // of the last ordinary store: thread + 1, or 0
   uint16_t its_fences;  // that thread's fences before the store
-  uint32_t seen_at;     // all fences of the block when the async proxy last saw these bytes
+  uint32_t seen_at;     // all fences of the block when the async proxy last accessed these bytes
 };
 constexpr size_t PIECE_BYTES = 16;
 
 struct Proxies {
   std::vector<Piece> pieces{SHARED_ARENA_BYTES / PIECE_BYTES};
-  std::vector<char> async_view = std::vector<char>(SHARED_ARENA_BYTES);  // the bytes as the async proxy last saw them
+  std::vector<char> async_view = std::vector<char>(SHARED_ARENA_BYTES);  // the bytes as the async proxy last read them
   std::vector<KnownFences> known;                                        // by thread
   std::unordered_map<const void*, KnownFences> published;                // by barrier
   uint32_t fences = 0;

@@ -1,5 +1,5 @@
-// The sanitizers' interfaces as plain functions that vanish in the plain build. The emulation's own files are compiled
-// without instrumentation (kernels are instrumented), so what a primitive does to memory is told by these calls.
+// The sanitizers' interfaces as functions that are empty in the plain build. The emulation's own files are compiled
+// without instrumentation (kernels are instrumented), so these calls report the memory accesses of primitives.
 #pragma once
 #include <cstddef>
 
@@ -33,11 +33,11 @@ inline bool is_poisoned(const void*, size_t) { return false; }
 #endif
 
 #if defined(EMULATION_THREAD_SANITIZER)
-inline void tell_order_after(void* handle) { __tsan_acquire(handle); }  // what released this handle happened before
+inline void tell_order_after(void* handle) { __tsan_acquire(handle); }  // the release of this handle happened before
 inline void tell_order_before(void* handle) { __tsan_release(handle); }
 inline void note_read(const void* address, size_t bytes) { __tsan_read_range(const_cast<void*>(address), bytes); }
 inline void note_write(void* address, size_t bytes) { __tsan_write_range(address, bytes); }
-// The library calls (memset, free) of the emulation itself are intercepted, and are not the kernel's.
+// The library calls (memset, free) of the emulation itself are intercepted, but do not belong to the kernel.
 struct IgnoreAccesses {
   IgnoreAccesses() {
     AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
@@ -60,12 +60,12 @@ struct IgnoreAccesses {
 };
 #endif
 
-// proxies.cpp: a barrier carries the knowledge of fences too.
+// proxies.cpp: a barrier also publishes fences.
 extern __thread bool fences_spread __attribute__((tls_model("initial-exec")));  // some thread of the block has called one
 void publish_fences(const void* barrier);
 void learn_fences(const void* barrier);
 
-// At the barriers that kernels wait at; what the emulation itself orders is only told to the sanitizer.
+// At barriers in kernels; ordering within the emulation is reported to the sanitizer only.
 inline void order_after(void* barrier) {
   tell_order_after(barrier);
   if (fences_spread) learn_fences(barrier);

@@ -7,7 +7,7 @@
 
 #include "half_types.h"
 
-// GCC compiles the inner loop for AVX2 too and chooses when the program starts.
+// GCC also compiles the inner loop for AVX2 and selects the version at start-up.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_THIS_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else
@@ -29,7 +29,7 @@ constexpr uint32_t EXPONENT = 0x7f800000;
 struct Core {
   int terms;          // products that are added at once
   int fraction_bits;  // kept below the largest exponent
-  int zero_exponent;  // what a product or accumulator of zero counts as
+  int zero_exponent;  // exponent of a zero product or accumulator
   int lowest_exponent;  // of an operand: subnormals are not normalised
 };
 
@@ -48,7 +48,7 @@ float truncated(double value) {
   return static_cast<float>(std::ldexp(std::trunc(std::ldexp(value, -last_bit)), last_bit)) + 0.0f;
 }
 
-// One element, whatever its operands are.
+// One element, for arbitrary operands.
 float add_products(const Core& core, const float* a, const float* b, int b_stride, float c) {
   double exact = c;
   int largest = c != 0 && std::isfinite(c) ? exponent_of(c, -126) : core.zero_exponent;
@@ -67,7 +67,7 @@ float add_products(const Core& core, const float* a, const float* b, int b_strid
   return truncated(std::ldexp(sum, last_bit));
 }
 
-// Powers of two below or at each value, as add_products() takes exponents; zero for zero. False if one is not finite.
+// Powers of two at or below each value, as add_products() takes exponents; zero for zero. False if one is not finite.
 bool take_exponents(const float* values, int count, int lowest, float* powers) {
   const float least = std::ldexp(1.0f, lowest);
   bool finite = true;
@@ -84,8 +84,8 @@ struct Operands {
   int columns;  // of b
 };
 
-// c += the products of `core.terms` of depth, for LANES columns. False, and c as it was, where an exponent lies outside
-// the range in which fp32 holds every step exactly.
+// c += the products of `core.terms` of depth, for LANES columns. False, with c unchanged, if an exponent is outside the
+// range in which fp32 represents every step exactly.
 FOR_THIS_PROCESSOR bool add_products_of_lanes(const Core& core, const Operands& operands, float* c) {
   constexpr float SMALLEST = 0x1p-80f, LARGEST = 0x1p80f;
   Floats sum;
@@ -134,7 +134,8 @@ void multiply_add(int architecture, Operand type, int rows, int columns, int dep
       for (int column = 0; column < columns; column += LANES) {
         float* c = d + row * columns + column;
         const float* right = b + k * columns + column;
-        if (finite && add_products_of_lanes(core, {a_row + k, a_powers + k, right, &b_powers[k * columns + column], columns}, c))
+        if (finite && add_products_of_lanes(core, {a_row + k, a_powers + k, right, &b_powers[k * columns + column],
+        columns}, c))
           continue;
         for (int lane = 0; lane < LANES; ++lane)
           c[lane] = add_products(core, a_row + k, right + lane, columns, c[lane]);

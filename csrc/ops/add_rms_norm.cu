@@ -1,13 +1,9 @@
-// Launchers of dropout, addition and RMSNorm in one pass: add_layer_norm_launch.h says what they are given.
+// Launchers of dropout, addition and RMSNorm in one pass, for norm.cu.
 #include "add_layer_norm_launch.h"
 
 namespace transformer_kernels {
-namespace {
 
-constexpr auto add_rms_norm_forward = launch_add_layer_norm_forward<false>;
-constexpr auto add_rms_norm_backward = launch_add_layer_norm_backward<false>;
-TK_EXPORT(add_rms_norm_forward);
-TK_EXPORT(add_rms_norm_backward);
+void add_rms_norm_forward(const NormForward& call) { launch_add_layer_norm_forward<false>(call); }
+void add_rms_norm_backward(const NormBackward& call) { launch_add_layer_norm_backward<false>(call); }
 
-}  // namespace
 }  // namespace transformer_kernels

@@ -20,7 +20,7 @@ struct AttentionLaunch {
   const void* seed;
   double dropout_p;
   const float* dlse;
-  int64_t query_length, key_length, window, right;
+  int64_t query_length, key_length, left, right;
 
   template <class Visit> void fields(Visit&& visit) {
     Arguments& a = arguments;
@@ -29,6 +29,7 @@ struct AttentionLaunch {
     visit("v", a.value);
     visit("out", a.out);
     visit("lse", a.lse);
+    visit("statistics", a.statistics);
     visit("dtype", dtype);
     visit("batches", a.batches);
     visit("query_heads", a.query_heads);
@@ -45,8 +46,7 @@ struct AttentionLaunch {
     visit("dropout_p", dropout_p);
     visit("scale", a.scale);
     visit("softcap", a.softcap);
-    visit("causal", a.causal);
-    visit("window", window);
+    visit("left", left);
     visit("right", right);
     visit("device", device);
     visit("stream", stream);
@@ -54,7 +54,6 @@ struct AttentionLaunch {
     visit("dout", a.dout);
     visit("dlse", dlse);
     visit("delta", a.delta);
-    visit("correction", a.correction);
     visit("dq", a.dq);
     visit("dk", a.dk);
     visit("dv", a.dv);
@@ -82,7 +81,7 @@ Arguments complete(const AttentionLaunch& call) {
   arguments.query_length = static_cast<int>(call.query_length);
   arguments.key_length = static_cast<int>(call.key_length);
   const int64_t tokens = call.query_length + call.key_length;
-  arguments.window = static_cast<int>(std::min(call.window, tokens));
+  arguments.left = static_cast<int>(std::min(call.left, tokens));
   arguments.right = static_cast<int>(std::min(call.right, tokens));
   arguments.dropout = make_dropout(call.seed, call.dropout_p);
   arguments.vectorized =

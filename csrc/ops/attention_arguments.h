@@ -74,7 +74,7 @@ struct Arguments {
   BiasGradient dbias;
   float* lse;                       // [batch, query head, query], natural log
   float* delta;                     // [batch, query head, query], rowsum(dout * out) - dlse
-  float* correction;                // the same shape: dlse, then 1 / the sum of the weights that lse gives; fp32 only
+  float* statistics;                // [batch, query head, 2, query]: see statistics_of()
   const uint8_t* key_padding_mask;  // [batch, key], 1 = a real token, or null
   const int* cu_seqlens;            // [sequences + 1], the first token of each packed sequence and one more, or null
   Dropout dropout;
@@ -82,9 +82,7 @@ struct Arguments {
   float softcap;  // 0: none
   int batches, query_heads, key_heads, query_length, key_length, head_dim;
   int sequences;  // packed ones
-  int window;     // how many keys up to a query's own it sees; 0: all
-  int right;      // and behind its own, where it has a window and is not causal
-  bool causal;
+  int left, right;  // how many keys before and after its own position a query sees; causal: right = 0
   bool vectorized;         // rows of query, key, value and dout lie on 16 bytes
   bool vectorized_output;  // and so do those of what is written
 };

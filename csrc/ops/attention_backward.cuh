@@ -1,9 +1,7 @@
 // Flash attention, backward, deterministic and without atomics: each gradient has one owner. Probabilities are computed
-// again from lse; with delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dP = dO V^T. One kernel computes delta,
-// one walks the keys for dQ, one walks the queries for dK and dV, and one more the heads and batches for the bias's
-// gradient. In fp32 the dQ kernel sums a query's weights and dS on its way, for the kernels that follow: a large lse is
-// rounded by more than weights are, which 1 / sum takes out, and delta becomes what makes dS sum to dlse, so that dP's
-// rounding errors cancel where one weight is near 1.
+// again from the statistics of forward; with delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dP = dO V^T. One kernel
+// computes delta, one walks the keys for dQ, one walks the queries for dK and dV, and one more the heads and batches for
+// the bias's gradient.
 #pragma once
 #include "attention_launch.h"
 #include "attention_tiles.cuh"
@@ -20,9 +18,11 @@ template <class T, int HEAD_DIM> struct BackwardShape {
   static constexpr int THREADS = OWNED / 16 * WARP_SIZE;
   static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; asking for more makes the compiler spill
   static constexpr int ROW_BYTES = HEAD_DIM * static_cast<int>(sizeof(T)), TILE_BYTES = (2 * OWNED + 4 * STREAMED) * ROW_BYTES;
-  // Of 16 bits at head dimension 64 exactly 49 KiB for keys and values, with which two blocks fit the smaller GPUs too.
+  // Of 16 bits at head dimension 64 exactly 49 KiB for keys and values without EXTRAS: two blocks fit the smaller GPUs too.
   static constexpr int QUERY_BYTES = shared_bytes_after<uint8_t>(STREAMED, TILE_BYTES);
-  static constexpr int KEY_VALUE_BYTES = shared_bytes_after<float>((FLOAT ? 6 : 4) * STREAMED, TILE_BYTES);
+  static constexpr int key_value_bytes(bool extras) {
+    return shared_bytes_after<float>((extras ? 6 : 4) * STREAMED, TILE_BYTES);
+  }
   static constexpr int BIAS_BYTES =
       shared_bytes_after<float>(OWNED / 16 * STREAMED, (2 * OWNED + 2 * STREAMED) * ROW_BYTES);
 };
@@ -41,17 +41,15 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
     sum = fmaf(to_float(dout[column]), to_float(out[column]), sum);
   sum = warp_sum(sum);
   if (threadIdx.x % WARP_SIZE != 0) return;
-  const float shift = dlse ? dlse[row] : 0.f;
-  arguments.delta[row] = sum - shift;
-  if constexpr (sizeof(T) == 4) arguments.correction[row] = shift;  // until the dQ kernel has the sum of weights
+  arguments.delta[row] = dlse ? sum - dlse[row] : sum;
 }
 
-// exp(score - lse). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have hidden
-// every key of a row (lse is -inf). Without a bias only masks hide keys, and those select zeros.
-template <class T, bool SCALED> TK_DEVICE float probability(float score, float lse, float factor) {
-  if (!SCALED) return exponential<T>(fmaf(score, factor, -lse * UNIT<T>));
-  const float base = lse == -INFINITY ? INFINITY : lse;  // exp(-inf) is 0
-  return exponential<T>((score - base) * factor);
+// exp(score - largest - log_sum). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have
+// hidden every key of a row (`largest` is -inf). Without a bias only masks hide keys, and those select zeros.
+template <class T, bool SCALED> TK_DEVICE float probability(float score, float largest, float log_sum, float factor) {
+  if (!SCALED) return exponential<T>(fmaf(score, factor, -(largest + log_sum) * UNIT<T>));
+  const float base = largest == -INFINITY ? INFINITY : largest;  // exp(-inf) is 0
+  return exponential<T>(fmaf(score - base, factor, -log_sum * factor));
 }
 
 // One block owns OWNED queries of one head and walks the keys, as the forward pass does, for dQ = scale * dS K.
@@ -106,16 +104,18 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   }
 
   const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
-  float lse[2], delta[2];
+  const float* row_statistics = statistics_of(arguments, batch, head);
+  float largest[2], log_sum[2], delta[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = warp_query + g + 8 * half;
     const bool real = query < arguments.query_length;
-    lse[half] = real ? arguments.lse[statistics + query] : 0.f;
+    largest[half] = real ? row_statistics[query] : 0.f;
+    log_sum[half] = real ? row_statistics[arguments.query_length + query] : 0.f;
     delta[half] = real ? arguments.delta[statistics + query] : 0.f;
   }
 
-  float dq[HEAD_DIM / 8][4] = {}, sums[2] = {}, slopes[2] = {};  // of this lane's weights and dS
+  float dq[HEAD_DIM / 8][4] = {};
   Poison poison;
   const float factor = EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>;
   for (int stage = 0; tile < tiles.end; stage ^= 1) {
@@ -156,25 +156,12 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[n][e] = probability<T, EXTRAS>(scores[n][e], lse[e / 2], factor);
-        gradients[n][e] *= scores[n][e];
+        gradients[n][e] *= probability<T, EXTRAS>(scores[n][e], largest[e / 2], log_sum[e / 2], factor);
       }
     if (edge || bits != ALL_KEYS<KEYS>) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint64_t visible = bits & bits_of(keys[half], first_key);
-        hide<KEYS>(gradients, half, visible, 0.f);
-        if constexpr (Shape::FLOAT) hide<KEYS>(scores, half, visible, 0.f);
-      }
-    }
-    if constexpr (Shape::FLOAT) {
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          sums[e / 2] += scores[n][e];
-          slopes[e / 2] += gradients[n][e];
-        }
+      for (int half = 0; half < 2; ++half)
+        hide<KEYS>(gradients, half, bits & bits_of(keys[half], first_key), 0.f);
     }
     multiply<KEYS, HEAD_DIM>(dq, gradients, k, 0);  // [16, HEAD_DIM]
     __syncthreads();
@@ -183,22 +170,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   }
   copy_async_wait<0>();
   __syncthreads();
-  float factors[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float correction = 1.f;
-    if constexpr (Shape::FLOAT) {
-      const float sum = quad_sum(sums[half]), slope = quad_sum(slopes[half]);
-      const int query = warp_query + g + 8 * half;
-      if (sum != 0.f) correction = 1.f / sum;
-      if (t == 0 && query < arguments.query_length) {
-        const float dlse = arguments.correction[statistics + query];
-        if (!(arguments.softcap > 0.f)) arguments.delta[statistics + query] = delta[half] + (slope * correction - dlse);
-        arguments.correction[statistics + query] = correction;
-      }
-    }
-    factors[half] = arguments.scale * correction + poison.found[half];
-  }
+  const float factors[2] = {arguments.scale + poison.found[0], arguments.scale + poison.found[1]};
   store_fragment<HEAD_DIM>(dq, factors, queries, warp_row, rows_of<T>(arguments.dq, batch, head),
                            arguments.dq.row, warp_query, arguments.query_length, 0, arguments,
                            angles_of(arguments, batch));
@@ -218,10 +190,9 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const Tile<T, HEAD_DIM> values{shared.take<T, 1024>(KEYS * HEAD_DIM)};
   T* const query_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
   T* const dout_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
-  float* const lse_stages = shared.take<float>(2 * QUERIES);
+  float* const largest_stages = shared.take<float>(2 * QUERIES);  // without EXTRAS: lse, all that they need
   float* const delta_stages = shared.take<float>(2 * QUERIES);
-  float* correction_stages = nullptr;
-  if constexpr (Shape::FLOAT) correction_stages = shared.take<float>(2 * QUERIES);
+  float* const log_sum_stages = EXTRAS ? shared.take<float>(2 * QUERIES) : nullptr;
 
   const int first_column = static_cast<int>(blockIdx.x % PARTS) * COLUMNS;
   const int key_tiles = (arguments.key_length + KEYS - 1) / KEYS;
@@ -257,14 +228,14 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     load_tile<QUERIES, THREADS>(dout, rows_of<T>(arguments.dout, batch, head), arguments.dout.row,
                                 first_query, visited.last + 1, ~0ull, arguments);
     const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
+    const float* largest = EXTRAS ? statistics_of(arguments, batch, head) : arguments.lse + statistics;
     for (int row = threadIdx.x; row < QUERIES; row += THREADS) {
       const int query = first_query + row;
       const bool real = query < arguments.query_length;
-      copy_async_4(lse_stages + step % 2 * QUERIES + row, arguments.lse + (real ? statistics + query : 0), real);
+      copy_async_4(largest_stages + step % 2 * QUERIES + row, largest + (real ? query : 0), real);
+      if (EXTRAS)
+        copy_async_4(log_sum_stages + step % 2 * QUERIES + row, largest + (real ? arguments.query_length + query : 0), real);
       copy_async_4(delta_stages + step % 2 * QUERIES + row, arguments.delta + (real ? statistics + query : 0), real);
-      if constexpr (Shape::FLOAT)
-        copy_async_4(correction_stages + step % 2 * QUERIES + row, arguments.correction + (real ? statistics + query : 0),
-                     real);
     }
   };
   load_tile<KEYS, THREADS>(keys, rows_of<T>(arguments.key, batch, key_head), arguments.key.row, block_key,
@@ -287,9 +258,9 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     const int head = key_head * group + step / tiles, first_query = (range.first + step % tiles) * QUERIES;
     const Tile<T, HEAD_DIM> q{query_stages + step % 2 * QUERIES * HEAD_DIM};
     const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
-    float* const lse = lse_stages + step % 2 * QUERIES;
+    float* const largest = largest_stages + step % 2 * QUERIES;
+    const float* log_sum = log_sum_stages + step % 2 * QUERIES;
     const float* delta = delta_stages + step % 2 * QUERIES;
-    const float* correction = correction_stages + step % 2 * QUERIES;
     if (step + 1 < steps) load_step(step + 1);
     copy_async_commit();
     copy_async_wait<1>();
@@ -300,11 +271,11 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
     if (arguments.cu_seqlens && !is_inside<QUERIES>(first_query, block_common)) {
       const auto note = [=](int row, bool found) {
-        if (found) lse[row] = NAN;  // as the weights of a query that is not finite would be
+        if (found) largest[row] = NAN;  // as the weights of a query that is not finite would be
       };
       quarantine<QUERIES, THREADS>(q, note);
       quarantine<QUERIES, THREADS>(dout, note);
-      poison.note(queries, first_query, QUERIES, [=](int row) { return lse[row] != lse[row]; });
+      poison.note(queries, first_query, QUERIES, [=](int row) { return largest[row] != largest[row]; });
     }
     const bool edge = warp_has_hidden || !is_inside<QUERIES>(first_query, common);
     float scores[QUERIES / 8][4] = {}, gradients[QUERIES / 8][4] = {};
@@ -329,12 +300,12 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     }
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
-      const Vector<float, 2> row_lse = load_vector<2>(lse + 8 * n + 2 * t);
-      Vector<float, 2> row_correction = {{1.f, 1.f}};
-      if constexpr (Shape::FLOAT) row_correction = load_vector<2>(correction + 8 * n + 2 * t);
+      const Vector<float, 2> row_largest = load_vector<2>(largest + 8 * n + 2 * t);
+      Vector<float, 2> row_log_sum{};
+      if (EXTRAS) row_log_sum = load_vector<2>(log_sum + 8 * n + 2 * t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float p = probability<T, EXTRAS>(scores[n][e], row_lse[e % 2], factor) * row_correction[e % 2];
+        const float p = probability<T, EXTRAS>(scores[n][e], row_largest[e % 2], row_log_sum[e % 2], factor);
         scores[n][e] = !EXTRAS || (kept >> (4 * n + e) & 1) ? p : 0.f;
         gradients[n][e] *= p;
       }
@@ -438,14 +409,15 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       const Interval seen = query < arguments.query_length ? keys_seen_by(arguments, query) : Interval{1, 0};
       const int64_t row = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length +
                           min(query, last_query);
-      const float lse = arguments.lse[row], delta = arguments.delta[row];
-      const float correction = Shape::FLOAT ? arguments.correction[row] : 1.f;
+      const float* row_statistics = statistics_of(arguments, batch, head) + min(query, last_query);
+      const float largest = row_statistics[0], log_sum = row_statistics[arguments.query_length];
+      const float delta = arguments.delta[row];
 #pragma unroll
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           const float grad_p = kept >> (4 * n + e) & 1 ? gradients[n][e] * arguments.dropout.keep_scale : 0.f;
-          gradients[n][e] = probability<T, true>(scores[n][e], lse, UNIT<T>) * correction * (grad_p - delta);
+          gradients[n][e] = probability<T, true>(scores[n][e], largest, log_sum, UNIT<T>) * (grad_p - delta);
         }
       if (edge) hide<KEYS>(gradients, half, bits & bits_of(seen, first_key), 0.f);
     }
@@ -500,7 +472,7 @@ template <class T, int HEAD_DIM, bool EXTRAS> void launch_backward_products(cons
   launch<attention_backward_query_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_query", grid_of(query_blocks),
                                                                Shape::THREADS, Shape::QUERY_BYTES, stream, arguments);
   launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS>>(
-      "attention_backward_key_value", grid_of(key_blocks), Shape::THREADS, Shape::KEY_VALUE_BYTES, stream, arguments);
+      "attention_backward_key_value", grid_of(key_blocks), Shape::THREADS, Shape::key_value_bytes(EXTRAS), stream, arguments);
 }
 
 template <class T> void launch_backward(const Arguments& arguments, const float* dlse, Stream stream) {

@@ -150,19 +150,27 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
  private:
   TK_DEVICE void finish_slab(Tile<T, HEAD_DIM> staging, int tile_row, int slab) {
     const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
-    float normaliser[2];
+    float normaliser[2], totals[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float total = quad_sum(softmax[slab].total[half]);
-      const int query = first_query + 16 * slab + g + 8 * half;
-      normaliser[half] = total == 0.f ? 0.f : arguments.dropout.keep_scale / total;
-      if (t != 0 || query >= arguments.query_length) continue;
-      const float highest = softmax[slab].maximum[half], natural = SCALED ? highest : highest * arguments.scale;
-      arguments.lse[(static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length + query] =
-          total == 0.f ? -INFINITY : natural + logf(total);
+      totals[half] = quad_sum(softmax[slab].total[half]);
+      normaliser[half] = totals[half] == 0.f ? 0.f : arguments.dropout.keep_scale / totals[half];
     }
     store_fragment<HEAD_DIM>(out[slab], normaliser, staging, tile_row, rows_of<T>(arguments.out, batch, head),
                              arguments.out.row, first_query + 16 * slab, arguments.query_length, 0, arguments);
+    // After that, and three lanes of a quad store one statistic each, with one address: registers are scarce.
+    const int64_t rows = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
+    float* const target =
+        t == 0 ? arguments.lse + rows : arguments.statistics + 2 * rows + (t == 1 ? 0 : arguments.query_length);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = totals[half];
+      const int query = first_query + 16 * slab + g + 8 * half;
+      if (t == 3 || query >= arguments.query_length) continue;
+      const float highest = softmax[slab].maximum[half], natural = SCALED ? highest : highest * arguments.scale;
+      const float largest = total == 0.f ? -INFINITY : natural, log_sum = total == 0.f ? 0.f : logf(total);
+      target[query] = t == 0 ? largest + log_sum : t == 1 ? largest : log_sum;
+    }
   }
 };
 
@@ -243,11 +251,10 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
 }
 
 // Whether warps take 32 queries each: a fragment of keys or values read from shared memory then serves two products. The
-// blocks are half as many and must still fill the GPU; what they compute beyond a causal edge costs short sequences more
-// than is saved, at head dimension 128 up to 256 queries.
-template <int HEAD_DIM> bool takes_two_slabs(const Arguments& arguments, int device) {
+// blocks are half as many and must still fill the GPU. At head dimension 128 such warps have no registers left.
+inline bool takes_two_slabs(const Arguments& arguments, int device) {
   const int64_t blocks = ceil_div(arguments.query_length, 128) * arguments.query_heads * arguments.batches;
-  return arguments.query_length > (HEAD_DIM > 64 ? 256 : 64) && blocks >= 2 * multiprocessor_count(device);
+  return arguments.query_length > 64 && blocks >= 2 * multiprocessor_count(device);
 }
 
 template <class T> void launch_forward(const Arguments& arguments, Stream stream) {
@@ -258,8 +265,8 @@ template <class T> void launch_forward(const Arguments& arguments, Stream stream
       launch<attention_forward_kernel<T, head_dim.value, extras.value, slabs.value>>(
           "attention_forward", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
     };
-    if constexpr (sizeof(T) == 2 && (head_dim.value == 64 || head_dim.value == 128)) {
-      if (takes_two_slabs<head_dim.value>(arguments, stream.device)) return with_slabs(Constant<2>{});
+    if constexpr (sizeof(T) == 2 && head_dim.value == 64) {
+      if (takes_two_slabs(arguments, stream.device)) return with_slabs(Constant<2>{});
     }
     with_slabs(Constant<1>{});
   });

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
                                threadIdx.x % WARP_SIZE);
     __syncwarp();
     AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query, seen_by_rows + warp_row);
-    const bool hides = arguments.causal || arguments.window;
+    const bool hides = arguments.left < arguments.key_length - 1 || arguments.right < arguments.query_length - 1;
     const Interval seen{keys_seen_by(arguments, query).first, keys_seen_by(arguments, query + 15).last};
 #pragma unroll 1
     for (int first_key = 0; first_key < KEYS; first_key += 64) {
@@ -169,13 +169,13 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
     const int query = first_query + g + 8 * half;
     const bool real = any && query < arguments.query_length;
     const Interval seen = real ? keys_seen_by(arguments, query) : Interval{1, 0};
-    const int64_t statistics = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
-    const float lse = real ? arguments.lse[statistics + query] : 0.f;
+    const float* statistics = statistics_of(arguments, batch, head) + (real ? query : 0);
+    const float largest = real ? statistics[0] : 0.f, log_sum = real ? statistics[arguments.query_length] : 0.f;
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; ++n)
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        const float p = probability<T, true>(scores[n][e], lse, UNIT<T>);
+        const float p = probability<T, true>(scores[n][e], largest, log_sum, UNIT<T>);
         scores[n][e] = kept >> (4 * n + e) & 1 ? p : 0.f;
         grad_scores[n][e] *= p;
       }

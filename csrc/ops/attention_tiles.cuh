@@ -31,6 +31,12 @@ TK_DEVICE const uint8_t* padding_of(const Arguments& arguments, int batch) {
   return mask ? mask + static_cast<int64_t>(batch) * arguments.key_length : nullptr;
 }
 
+// Of a head, for each query: the largest of its scores, -inf where it sees no key, and query_length floats behind that the log
+// of the sum of exp(score - largest). Backward keeps them apart: lse, their sum, loses the log where scores are large.
+TK_DEVICE float* statistics_of(const Arguments& arguments, int batch, int head) {
+  return arguments.statistics + (static_cast<int64_t>(batch) * arguments.query_heads + head) * 2 * arguments.query_length;
+}
+
 // ---- who may see whom
 
 struct Interval {
@@ -57,27 +63,15 @@ TK_DEVICE Interval sequence_of(const Arguments& arguments, int token) {
 // The keys that packing, causality and the window let a query see. Both ends grow with the query.
 TK_DEVICE Interval keys_seen_by(const Arguments& arguments, int query) {
   const int aligned = query + arguments.key_length - arguments.query_length;
-  Interval keys = arguments.cu_seqlens ? sequence_of(arguments, query) : Interval{0, arguments.key_length - 1};
-  if (arguments.window) keys.first = max(keys.first, aligned - arguments.window + 1);
-  if (arguments.causal) {
-    keys.last = min(keys.last, aligned);
-  } else if (arguments.window) {
-    keys.last = min(keys.last, aligned + arguments.right);
-  }
-  return keys;
+  const Interval keys = arguments.cu_seqlens ? sequence_of(arguments, query) : Interval{0, arguments.key_length - 1};
+  return {max(keys.first, aligned - arguments.left), min(keys.last, aligned + arguments.right)};
 }
 
 // The same relation seen from a key. Both ends grow with the key.
 TK_DEVICE Interval queries_seeing(const Arguments& arguments, int key) {
   const int aligned = key + arguments.query_length - arguments.key_length;
-  Interval queries = arguments.cu_seqlens ? sequence_of(arguments, key) : Interval{0, arguments.query_length - 1};
-  if (arguments.causal) {
-    queries.first = max(queries.first, aligned);
-  } else if (arguments.window) {
-    queries.first = max(queries.first, aligned - arguments.right);
-  }
-  if (arguments.window) queries.last = min(queries.last, aligned + arguments.window - 1);
-  return queries;
+  const Interval queries = arguments.cu_seqlens ? sequence_of(arguments, key) : Interval{0, arguments.query_length - 1};
+  return {max(queries.first, aligned - arguments.right), min(queries.last, aligned + arguments.left)};
 }
 
 // What neighbouring rows see, from what the first and the last of them see.

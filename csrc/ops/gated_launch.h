@@ -1,5 +1,6 @@
 // Launchers of a gated activation, for one activation. Shapes and dtypes were checked in Python.
 #pragma once
+#include "../calls/activation.h"
 #include "../registry.h"
 #include "gated_backward.cuh"
 
@@ -22,30 +23,28 @@ inline dim3 gated_grid(int64_t count, int vector) {
   return grid_of(ceil_div(count, static_cast<int64_t>(GELU_THREADS) * vector));
 }
 
-// gate, up, y (rows, columns); without up gate is (rows, 2 * columns).
-template <class Function>
-void launch_gated_forward(const char* name, Address gate, Address up, Address y, int64_t rows, int64_t columns, int dtype,
-                          Stream stream) {
-  dispatch_gated(dtype, up, columns, gate | up | y, [&](auto type, auto vector, int64_t packed) {
+template <class Function> void launch_gated_forward(const char* name, const ActivationForward& call) {
+  const int64_t columns = call.columns, count = call.rows * columns;
+  const Stream stream{static_cast<int>(call.device), call.stream};
+  dispatch_gated(call.dtype, call.up, columns, call.x | call.up | call.y, [&](auto type, auto vector, int64_t packed) {
     using T = typename decltype(type)::type;
     constexpr int V = decltype(vector)::value;
-    const T *from = pointer<const T>(gate), *factors = up ? pointer<const T>(up) : from + columns;
-    launch<gated_forward_kernel<Function, T, V>>(name, gated_grid(rows * columns, V), dim3(GELU_THREADS), 0, stream, from,
-                                                 factors, pointer<T>(y), rows * columns, packed);
+    const T *from = pointer<const T>(call.x), *factors = call.up ? pointer<const T>(call.up) : from + columns;
+    launch<gated_forward_kernel<Function, T, V>>(name, gated_grid(count, V), dim3(GELU_THREADS), 0, stream, from, factors,
+                                                 pointer<T>(call.y), count, packed);
   });
 }
 
-// dgate and dup like gate and up; without up dgate holds both.
-template <class Function>
-void launch_gated_backward(const char* name, Address dy, Address gate, Address up, Address dgate, Address dup, int64_t rows,
-                           int64_t columns, int dtype, Stream stream) {
-  dispatch_gated(dtype, up, columns, dy | gate | up | dgate | dup, [&](auto type, auto vector, int64_t packed) {
+template <class Function> void launch_gated_backward(const char* name, const ActivationBackward& call) {
+  const int64_t columns = call.columns, count = call.rows * columns;
+  const Stream stream{static_cast<int>(call.device), call.stream};
+  dispatch_gated(call.dtype, call.up, columns, call.dy | call.x | call.up | call.dx | call.dup, [&](auto type, auto vector, int64_t packed) {
     using T = typename decltype(type)::type;
     constexpr int V = decltype(vector)::value;
-    const T *from = pointer<const T>(gate), *factors = up ? pointer<const T>(up) : from + columns;
-    T *to = pointer<T>(dgate), *to_factors = up ? pointer<T>(dup) : to + columns;
-    launch<gated_backward_kernel<Function, T, V>>(name, gated_grid(rows * columns, V), dim3(GELU_THREADS), 0, stream,
-                                                  pointer<const T>(dy), from, factors, to, to_factors, rows * columns,
+    const T *from = pointer<const T>(call.x), *factors = call.up ? pointer<const T>(call.up) : from + columns;
+    T *to = pointer<T>(call.dx), *to_factors = call.up ? pointer<T>(call.dup) : to + columns;
+    launch<gated_backward_kernel<Function, T, V>>(name, gated_grid(count, V), dim3(GELU_THREADS), 0, stream,
+                                                  pointer<const T>(call.dy), from, factors, to, to_factors, count,
                                                   packed);
   });
 }

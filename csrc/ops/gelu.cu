@@ -1,4 +1,5 @@
-// Launchers of GELU. Shapes and dtypes were checked in Python.
+// Launchers of GELU, for activation.cu. Shapes and dtypes were checked in Python.
+#include "../calls/activation.h"
 #include "../registry.h"
 #include "gelu_backward.cuh"
 #include "gelu_forward.cuh"
@@ -20,28 +21,31 @@ dim3 gelu_grid(int64_t count, int vector) {
   return grid_of(ceil_div(count, static_cast<int64_t>(GELU_THREADS) * vector));
 }
 
-void gelu_forward(Address x, Address y, int64_t count, bool tanh, int dtype, int device, Address stream) {
-  dispatch_gelu(dtype, tanh, (x | y) % 16 == 0, [&](auto type, auto function, auto aligned) {
+}  // namespace
+
+void gelu_forward(const ActivationForward& call) {
+  const int64_t count = call.rows * call.columns;
+  dispatch_gelu(call.dtype, call.kind == GELU_TANH, (call.x | call.y) % 16 == 0, [&](auto type, auto function, auto aligned) {
     using T = typename decltype(type)::type;
     using Function = typename decltype(function)::type;
     constexpr int V = decltype(aligned)::value ? ELEMENTS_PER_16_BYTES<T> : 1;
     launch<gelu_forward_kernel<Function, T, V>>("gelu_forward", gelu_grid(count, V), dim3(GELU_THREADS), 0,
-                                                Stream{device, stream}, pointer<const T>(x), pointer<T>(y), count);
+                                                Stream{static_cast<int>(call.device), call.stream},
+                                                pointer<const T>(call.x), pointer<T>(call.y), count);
   });
 }
-TK_EXPORT(gelu_forward);
 
-void gelu_backward(Address dy, Address x, Address dx, int64_t count, bool tanh, int dtype, int device, Address stream) {
-  dispatch_gelu(dtype, tanh, (dy | x | dx) % 16 == 0, [&](auto type, auto function, auto aligned) {
+void gelu_backward(const ActivationBackward& call) {
+  const int64_t count = call.rows * call.columns;
+  dispatch_gelu(call.dtype, call.kind == GELU_TANH, (call.dy | call.x | call.dx) % 16 == 0, [&](auto type, auto function, auto aligned) {
     using T = typename decltype(type)::type;
     using Function = typename decltype(function)::type;
     constexpr int V = decltype(aligned)::value ? ELEMENTS_PER_16_BYTES<T> : 1;
     launch<gelu_backward_kernel<Function, T, V>>("gelu_backward", gelu_grid(count, V), dim3(GELU_THREADS), 0,
-                                                 Stream{device, stream}, pointer<const T>(dy), pointer<const T>(x),
-                                                 pointer<T>(dx), count);
+                                                 Stream{static_cast<int>(call.device), call.stream},
+                                                 pointer<const T>(call.dy), pointer<const T>(call.x),
+                                                 pointer<T>(call.dx), count);
   });
 }
-TK_EXPORT(gelu_backward);
 
-}  // namespace
 }  // namespace transformer_kernels

@@ -1,13 +1,9 @@
-// Launchers of LayerNorm: layer_norm_launch.h says what they are given.
+// Launchers of LayerNorm, for norm.cu.
 #include "layer_norm_launch.h"
 
 namespace transformer_kernels {
-namespace {
 
-constexpr auto layer_norm_forward = launch_layer_norm_forward<true>;
-constexpr auto layer_norm_backward = launch_layer_norm_backward<true>;
-TK_EXPORT(layer_norm_forward);
-TK_EXPORT(layer_norm_backward);
+void layer_norm_forward(const NormForward& call) { launch_layer_norm_forward<true>(call); }
+void layer_norm_backward(const NormBackward& call) { launch_layer_norm_backward<true>(call); }
 
-}  // namespace
 }  // namespace transformer_kernels

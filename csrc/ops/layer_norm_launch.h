@@ -1,6 +1,7 @@
-// Launchers of LayerNorm, or, not CENTRED, of RMSNorm: its mean and bias are 0 then. Shapes and dtypes were checked in
-// Python.
+// Launchers of LayerNorm, or, not CENTRED, of RMSNorm, alone: norm.cu chooses among them. Shapes and dtypes were checked
+// in Python.
 #pragma once
+#include "../calls/norm.h"
 #include "../dtype.h"
 #include "../registry.h"
 #include "layer_norm_backward.cuh"
@@ -31,6 +32,12 @@ struct ParameterGradients {
   int64_t partial_rows;
 };
 
+inline ParameterGradients gradients_of(const NormBackward& call) {
+  return {call.dweight, call.dbias, call.weight_is_float32, pointer<float>(call.partials), call.partial_rows};
+}
+
+template <class Call> Stream stream_of(const Call& call) { return {static_cast<int>(call.device), call.stream}; }
+
 // The kernel over rows whose gradient `gradient` reads, and then the sums.
 template <bool CENTRED, class T, class Gradient, class Input, class Output>
 void launch_rows_backward(const char* name, const char* sums_name, const Gradient& gradient, const Input& input,
@@ -47,43 +54,35 @@ void launch_rows_backward(const char* name, const char* sums_name, const Gradien
                          {pointer<void>(to.bias), to.are_float32}, to.partial_rows, columns, place);
 }
 
-// x, y (rows, columns); weight, bias (columns,), bias may be 0; mean, rstd (rows,) fp32.
-template <bool CENTRED>
-void launch_layer_norm_forward(Address x, Address weight, Address bias, Address y, Address mean, Address rstd,
-                               int64_t rows, int64_t columns, double eps, bool weight_is_float32, bool bias_is_float32,
-                               int dtype, int device, Address stream) {
+// What a call without a residual asks for.
+template <bool CENTRED> void launch_layer_norm_forward(const NormForward& call) {
   const char* name = CENTRED ? "layer_norm_forward" : "rms_norm_forward";
-  const int n = row_length(columns);
-  dispatch_dtype(dtype, [&](auto type) {
+  const int n = row_length(call.columns);
+  dispatch_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const PlainRows<T> input{pointer<const T>(x), n};
-    const RowParameter scale{pointer<const void>(weight), weight_is_float32};
-    const RowParameter offset{pointer<const void>(bias), bias_is_float32};
-    const PlainOutput<T> output{pointer<T>(y), n};
+    const PlainRows<T> input{pointer<const T>(call.x), n};
+    const RowParameter scale{pointer<const void>(call.weight), call.weight_is_float32};
+    const RowParameter offset{pointer<const void>(call.bias), call.bias_is_float32};
+    const PlainOutput<T> output{pointer<T>(call.y), n};
     const bool aligned = all_aligned<T>(n, input.x, scale.data, offset.data, output.y);
-    launch_rows_forward<CENTRED, T>(name, input, scale, offset, output, aligned, mean, rstd, rows, n, eps,
-                                    {device, stream});
+    launch_rows_forward<CENTRED, T>(name, input, scale, offset, output, aligned, call.mean, call.rstd, call.rows, n,
+                                    call.eps, stream_of(call));
   });
 }
 
-// partials: as in ParameterGradients; dbias may be 0.
-template <bool CENTRED>
-void launch_layer_norm_backward(Address dy, Address x, Address weight, Address mean, Address rstd, Address dx,
-                                Address dweight, Address dbias, Address partials, int64_t partial_rows, int64_t rows,
-                                int64_t columns, bool weight_is_float32, int dtype, int device, Address stream) {
+template <bool CENTRED> void launch_layer_norm_backward(const NormBackward& call) {
   const char* name = CENTRED ? "layer_norm_backward" : "rms_norm_backward";
   const char* sums_name = CENTRED ? "layer_norm_backward_sums" : "rms_norm_backward_sums";
-  const int n = row_length(columns);
-  const Stream place{device, stream};
-  dispatch_dtype(dtype, [&](auto type) {
+  const int n = row_length(call.columns);
+  dispatch_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const PlainRows<T> gradient{pointer<const T>(dy), n}, input{pointer<const T>(x), n};
-    const RowParameter scale{pointer<const void>(weight), weight_is_float32};
-    const PlainOutput<T> output{pointer<T>(dx), n};
-    float* sums = pointer<float>(partials);
-    const bool aligned = all_aligned<T>(n, gradient.x, input.x, scale.data, output.y, sums);
-    launch_rows_backward<CENTRED, T>(name, sums_name, gradient, input, scale, output, aligned, mean, rstd,
-                                     {dweight, dbias, weight_is_float32, sums, partial_rows}, rows, n, place);
+    const PlainRows<T> gradient{pointer<const T>(call.dy), n}, input{pointer<const T>(call.x), n};
+    const RowParameter scale{pointer<const void>(call.weight), call.weight_is_float32};
+    const PlainOutput<T> output{pointer<T>(call.dresidual), n};
+    const ParameterGradients to = gradients_of(call);
+    const bool aligned = all_aligned<T>(n, gradient.x, input.x, scale.data, output.y, to.partials);
+    launch_rows_backward<CENTRED, T>(name, sums_name, gradient, input, scale, output, aligned, call.mean, call.rstd, to,
+                                     call.rows, n, stream_of(call));
   });
 }
 

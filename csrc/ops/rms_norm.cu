@@ -1,13 +1,9 @@
-// Launchers of RMSNorm: layer_norm_launch.h says what they are given.
+// Launchers of RMSNorm, for norm.cu.
 #include "layer_norm_launch.h"
 
 namespace transformer_kernels {
-namespace {
 
-constexpr auto rms_norm_forward = launch_layer_norm_forward<false>;
-constexpr auto rms_norm_backward = launch_layer_norm_backward<false>;
-TK_EXPORT(rms_norm_forward);
-TK_EXPORT(rms_norm_backward);
+void rms_norm_forward(const NormForward& call) { launch_layer_norm_forward<false>(call); }
+void rms_norm_backward(const NormBackward& call) { launch_layer_norm_backward<false>(call); }
 
-}  // namespace
 }  // namespace transformer_kernels

@@ -1,8 +1,8 @@
-// What sm_90a adds: barriers in shared memory that count bytes (mbarrier), bulk tensor copies (TMA), and products of a
-// whole warp group (wgmma) whose operands lie in shared memory. PTX ISA: "mbarrier", "cp.async.bulk.tensor",
+// sm_90a features: barriers in shared memory that count bytes (mbarrier), bulk tensor copies (TMA), and warp group
+// products (wgmma) with operands in shared memory. PTX ISA: "mbarrier", "cp.async.bulk.tensor",
 // "Asynchronous warpgroup level matrix instructions".
 //
-// A kernel that uses them must be empty where TK_HOPPER is not defined: in device passes for other architectures.
+// A kernel that uses them must be empty if TK_HOPPER is not defined: in device passes for other architectures.
 #pragma once
 #include <stdexcept>
 
@@ -21,25 +21,25 @@
 namespace transformer_kernels {
 
 inline constexpr int WARP_GROUP_SIZE = 128;
-inline constexpr int PANEL_COLUMNS = 64;  // of 16 bits: the 128 bytes that a swizzled tile in shared memory is wide
+inline constexpr int PANEL_COLUMNS = 64;  // 16-bit elements: a swizzled tile in shared memory is 128 bytes wide
 
-// The descriptor of an operand of wgmma: panels of 64 columns, each with rows of 128 bytes, 1024-byte aligned, in the
-// 128-byte swizzle (16-byte chunk c of row r lies at chunk c ^ r % 8). Groups of 8 rows are 1024 bytes apart;
-// `panel_bytes` apart are the panels of an operand whose columns are not the summed axis (b of Wgmma::from_registers).
+// The descriptor of a wgmma operand: panels of 64 columns, each with rows of 128 bytes, 1024-byte aligned, in the
+// 128-byte swizzle (16-byte chunk c of row r is stored at chunk c ^ r % 8). Groups of 8 rows are 1024 bytes apart.
+// Panels of an operand whose columns are not the summed axis (b of Wgmma::from_registers) are `panel_bytes` apart.
 TK_DEVICE uint64_t swizzled_descriptor(const void* shared, int panel_bytes) {
   return static_cast<uint64_t>((shared_address(shared) & 0x3ffffu) >> 4) |
          static_cast<uint64_t>(panel_bytes >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | uint64_t{1} << 62;
 }
 
-// The descriptor of what lies `bytes` further in shared memory: an addition, where a new one takes six instructions.
+// The descriptor of the address `bytes` further in shared memory: one addition instead of six instructions.
 TK_DEVICE uint64_t descriptor_after(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 #if defined(__CUDACC__)
 
 using TensorMap = CUtensorMap;
 
-// Describes a tensor [batches, heads, rows, columns] of 16-bit elements (strides in elements; the address and all
-// strides on 16 bytes) to the copy engine, which will fetch boxes of `box_rows` rows and 64 columns, zeros outside.
+// Describes a tensor [batches, heads, rows, columns] of 16-bit elements (strides in elements; address and strides must
+// be multiples of 16 bytes) to the copy engine, which fetches boxes of `box_rows` rows and 64 columns, zero-filled outside.
 template <class T>
 inline TensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int64_t heads, int64_t batches,
                             int64_t row_stride, int64_t head_stride, int64_t batch_stride, unsigned box_rows) {
@@ -80,13 +80,13 @@ TK_DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.
 TK_DEVICE void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Arrives, and holds the phase open until `bytes` more have been copied.
+// Arrives, and keeps the phase incomplete until `bytes` more have been copied.
 TK_DEVICE void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-// Waits until the phase of this parity is complete. Phases alternate, the first has parity 0; waiting for parity 1 on a
-// fresh barrier passes.
+// Waits until the phase of this parity is complete. Phases alternate, starting with parity 0; waiting for parity 1 on a
+// new barrier returns immediately.
 TK_DEVICE void barrier_wait(uint64_t* barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra READY;\n"
@@ -103,19 +103,19 @@ TK_DEVICE void copy_tensor_box(void* shared, const TensorMap& map, int column, i
       "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// Shared memory written by ordinary stores becomes visible to wgmma; each writing thread calls it before a barrier.
+// Makes shared memory written by ordinary stores visible to wgmma; each writing thread calls it before a barrier.
 TK_DEVICE void fence_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A warp group calls these together. Accumulators and register operands belong to wgmma from the fence before their
-// first use until the wait.
+// All threads of a warp group call these together. Accumulators and register operands are owned by wgmma from the fence
+// before their first use until the wait.
 TK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 TK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> TK_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Pins registers that wgmma reads or writes: the compiler moves none of their ordinary uses across this point, which
-// the fence and the wait alone, knowing nothing of registers, do not promise.
+// Pins registers that wgmma reads or writes: the compiler does not move their ordinary uses across this point. The
+// fence and the wait alone do not guarantee this, because they do not name registers.
 template <int COUNT> TK_DEVICE void wgmma_pin(float (&registers)[COUNT][4]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i)
@@ -131,8 +131,8 @@ template <int COUNT> TK_DEVICE void wgmma_pin(uint32_t (&registers)[COUNT][4]) {
                    "+r"(registers[i][3])::"memory");
 }
 
-// Arithmetic that `first` and `second` need is done before a wgmma_wait that follows: the compiler would move it behind, and
-// with it what should go on beside the product. `slot` is this thread's own in shared memory; nothing reads it.
+// Forces the computation of `first` and `second` before a following wgmma_wait; the compiler would move it behind the
+// wait and lose the overlap with the product. `slot` is private to this thread in shared memory and is never read.
 TK_DEVICE void finish_before_wait(float2* slot, float first, float second) {
   asm volatile("st.volatile.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared_address(slot)), "f"(first), "f"(second)
                : "memory");
@@ -145,8 +145,8 @@ template <int COUNT> TK_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// The products. d [N / 8][4] is laid out per warp as the accumulators of mma.m16n8k16 (matrix.h); warp w of the group
-// holds rows 16 w to 16 w + 15 of 64.
+// The products. d [N / 8][4] has the per-warp layout of mma.m16n8k16 accumulators (matrix.h); warp w of the group
+// owns rows 16 w to 16 w + 15 of 64.
 //   from_shared:    d (64 x N) = a (64 x 16) b (N x 16)^T, added to d if `accumulate`
 //   from_registers: d (64 x N) += a (64 x 16, registers as of mma) b (16 x N)
 template <class T, int N> struct Wgmma;
@@ -155,7 +155,8 @@ template <class T, int N> struct Wgmma;
 #define TK_D32 TK_D4(0), TK_D4(1), TK_D4(2), TK_D4(3), TK_D4(4), TK_D4(5), TK_D4(6), TK_D4(7)
 #define TK_D64 TK_D32, TK_D4(8), TK_D4(9), TK_D4(10), TK_D4(11), TK_D4(12), TK_D4(13), TK_D4(14), TK_D4(15)
 #define TK_D128                                                                                                       \
-  TK_D64, TK_D4(16), TK_D4(17), TK_D4(18), TK_D4(19), TK_D4(20), TK_D4(21), TK_D4(22), TK_D4(23), TK_D4(24), TK_D4(25), \
+  TK_D64, TK_D4(16), TK_D4(17), TK_D4(18), TK_D4(19), TK_D4(20), TK_D4(21), TK_D4(22), TK_D4(23), TK_D4(24), \
+  TK_D4(25),                                                                                                          \
       TK_D4(26), TK_D4(27), TK_D4(28), TK_D4(29), TK_D4(30), TK_D4(31)
 #define TK_REGISTERS32                                                                                             \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
@@ -171,7 +172,7 @@ template <class T, int N> struct Wgmma;
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// P0 to P5 are the numbers of the operands after the accumulators.
+// P0 to P5 are the indices of the operands after the accumulators.
 #define TK_WGMMA(TYPE, PTX, N, D, REGISTERS, P0, P1, P2, P3, P4, P5)                                                   \
   template <> struct Wgmma<TYPE, N> {                                                                                  \
     static TK_DEVICE void from_shared(float (&d)[N / 8][4], uint64_t a, uint64_t b, int accumulate) {                  \

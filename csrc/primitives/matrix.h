@@ -1,5 +1,5 @@
-// The tensor cores of sm_80 and up: ldmatrix fills the operands of mma from shared memory.
-// Lane l of a warp has group g = l / 4 and position t = l % 4. An accumulator d of a 16 x 8 product holds
+// Tensor cores of sm_80 and up: ldmatrix loads the operands of mma from shared memory.
+// Lane l of a warp has group g = l / 4 and index t = l % 4. An accumulator d of a 16 x 8 product contains
 // d[0], d[1] = (row g, columns 2t, 2t + 1) and d[2], d[3] = (row g + 8, the same columns).
 #pragma once
 #include "platform.h"
@@ -8,7 +8,7 @@ namespace transformer_kernels {
 
 #if defined(__CUDACC__)
 
-// Four 8 x 8 tiles of 16-bit elements; lane l gives the address of row l % 8 of tile l / 8 (16-byte aligned).
+// Four 8 x 8 tiles of 16-bit elements; lane l passes the address of row l % 8 of tile l / 8 (16-byte aligned).
 // Register i receives (row g, columns 2t and 2t + 1) of tile i.
 TK_DEVICE void ldmatrix_x4(uint32_t (&registers)[4], const void* shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -16,7 +16,7 @@ TK_DEVICE void ldmatrix_x4(uint32_t (&registers)[4], const void* shared_row) {
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared_row)))
                : "memory");
 }
-// The same of each tile's transpose: register i receives (rows 2t and 2t + 1, column g) of tile i.
+// The same for each tile's transpose: register i receives (rows 2t and 2t + 1, column g) of tile i.
 TK_DEVICE void ldmatrix_x4_transposed(uint32_t (&registers)[4], const void* shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])

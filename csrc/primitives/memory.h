@@ -1,10 +1,10 @@
-// Vector loads and stores, the carving of shared memory, and asynchronous copies from global to shared memory.
+// Vector loads and stores, allocation of shared memory, and asynchronous copies from global to shared memory.
 #pragma once
 #include "platform.h"
 
 namespace transformer_kernels {
 
-// COUNT neighbouring elements that travel in one instruction of up to 16 bytes (or several, above that).
+// COUNT adjacent elements, moved by one instruction of up to 16 bytes (or several, above that).
 template <class T, int COUNT> struct alignas(sizeof(T) * COUNT < 16 ? sizeof(T) * COUNT : 16) Vector {
   static constexpr int SIZE = COUNT;
   T values[COUNT];
@@ -15,7 +15,7 @@ template <class T, int COUNT> struct alignas(sizeof(T) * COUNT < 16 ? sizeof(T) 
 // How many elements of type T fill 16 bytes.
 template <class T> inline constexpr int ELEMENTS_PER_16_BYTES = 16 / static_cast<int>(sizeof(T));
 
-// Host side: may rows that start at `pointer`, `stride` elements apart, be read by 16-byte vectors?
+// Host side: whether rows that start at `pointer`, `stride` elements apart, can be read by 16-byte vectors.
 template <class T> inline bool rows_are_aligned(const T* pointer, int64_t stride) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride * static_cast<int64_t>(sizeof(T)) % 16 == 0;
 }
@@ -33,7 +33,7 @@ TK_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Hands out the block's dynamic shared memory piece by piece. Every thread must take the same pieces in the same order.
+// Allocates pieces of the block's dynamic shared memory. Every thread must take the same pieces in the same order.
 class SharedMemory {
  public:
   TK_DEVICE SharedMemory() {
@@ -52,7 +52,7 @@ class SharedMemory {
   int offset_ = 0;
 };
 
-// Starts a copy of 16 bytes from global to shared memory; writes zeros when `valid` is false (nothing is read then).
+// Starts a copy of 16 bytes from global to shared memory; writes zeros if `valid` is false (nothing is read then).
 TK_DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(valid ? 16 : 0)
@@ -65,8 +65,8 @@ TK_DEVICE void copy_async_4(void* shared, const void* global, bool valid) {
                : "memory");
 }
 TK_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most PENDING of this thread's committed groups are still under way. A barrier must follow before
-// other threads read what was copied.
+// Waits until at most PENDING of this thread's committed groups are in flight. A barrier must follow before other
+// threads read the copied data.
 template <int PENDING> TK_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
@@ -104,7 +104,7 @@ template <int PENDING> TK_DEVICE void copy_async_wait() { emulation::copy_async_
 
 #endif
 
-// The bytes of shared memory used after taking `count` elements at `offset`, for launches: the host's view of take().
+// The bytes of shared memory used after taking `count` elements at `offset`: the host's counterpart of take().
 template <class T, int ALIGNMENT = 16> constexpr int shared_bytes_after(int count, int offset = 0) {
   return (offset + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + count * static_cast<int>(sizeof(T));
 }

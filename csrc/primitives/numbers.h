@@ -9,8 +9,8 @@ inline constexpr float LN_2 = 0.6931471805599453f;
 
 TK_DEVICE float to_float(float value) { return value; }
 
-// The same number, of which the compiler knows nothing: what depends on it is computed where it is needed, not kept in
-// registers throughout a loop that seldom needs it.
+// The same value, opaque to the compiler: expressions of it are computed where they are used instead of being kept in
+// registers throughout a loop that rarely needs them.
 TK_DEVICE int computed_late(int value) {
 #if defined(__CUDACC__)
   asm volatile("" : "+r"(value));
@@ -46,10 +46,10 @@ TK_DEVICE float bits_float(uint32_t bits) { return emulation::bit_cast<float>(bi
 TK_DEVICE float fast_exp2(float value) { return emulation::approximate_exp2(value); }
 #endif
 
-// e^x within 1.2 ulp, where 2^(x log2 e) by ex2.approx has 2 and the rounding of the exponent: 2^n times a polynomial on
-// [-1/2, 1/2] (minimax: 2e-9). 0 below 2^-126; x < 88.
+// e^x within 1.2 ulp; 2^(x log2 e) by ex2.approx has 2 ulp plus the rounding of the exponent. Computed as 2^n times a
+// polynomial on [-1/2, 1/2] (minimax: 2e-9). 0 below 2^-126; x < 88.
 TK_DEVICE float accurate_exp(float x) {
-  constexpr float TO_INTEGER = 0x1.8p23f;  // a sum with it is rounded to an integer, which its low bits hold
+  constexpr float TO_INTEGER = 0x1.8p23f;  // adding it rounds to an integer, which is in the low bits of the sum
   constexpr float LOG2_E_REST = 1.9259630e-8f;
   const float shifted = fmaf(x, LOG2_E, TO_INTEGER);
   const float fraction = fmaf(x, LOG2_E_REST, fmaf(x, LOG2_E, TO_INTEGER - shifted));
@@ -63,8 +63,8 @@ TK_DEVICE float accurate_exp(float x) {
   return x < -87.33654f ? 0.f : p * bits_float((float_bits(shifted) << 23) + 0x3f800000u);
 }
 
-// The exponential beside products of T, of exponents that were multiplied by UNIT<T>: ex2.approx's error is far below the
-// rounding of 16 bits, but not below that of float.
+// The exponential for products in T, of exponents multiplied by UNIT<T>: the error of ex2.approx is far below the
+// rounding of 16-bit types, but not below that of float.
 template <class T> constexpr float UNIT = sizeof(T) == 4 ? 1.f : LOG2_E;
 template <class T> TK_DEVICE float exponential(float x) {
   if constexpr (sizeof(T) == 4) return accurate_exp(x);

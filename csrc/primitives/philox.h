@@ -1,5 +1,5 @@
-// Philox4x32-7 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011) and the dropout
-// built on it: whether an element is kept is a pure function of the seed and the element's position.
+// Philox4x32-7 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011) and dropout:
+// whether an element is kept is a pure function of the seed and the element's position.
 #pragma once
 #include <cmath>
 
@@ -11,7 +11,7 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// All 64 bits of a product, in one instruction: the product of two 64-bit numbers that hold 32 bits each takes two.
+// The 64-bit product of two 32-bit numbers in one instruction; a product of 64-bit operands takes two.
 TK_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
   uint64_t product;
@@ -22,15 +22,15 @@ TK_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #endif
 }
 
-// The keys of each round, made as they are needed.
+// The keys of each round, computed on demand.
 struct PhiloxSeed {
   uint32_t low, high;
-  TK_HOST_DEVICE explicit PhiloxSeed(uint64_t seed) : low(static_cast<uint32_t>(seed)), high(static_cast<uint32_t>(seed >> 32)) {}
-  TK_HOST_DEVICE uint32_t first(uint32_t round) const { return low + round * 0x9E3779B9u; }
-  TK_HOST_DEVICE uint32_t second(uint32_t round) const { return high + round * 0xBB67AE85u; }
+  TK_HOST_DEVICE explicit PhiloxSeed(uint64_t seed) : low(static_cast<uint32_t>(seed)), high(static_cast<uint32_t>(seed
+  >> 32)) {} TK_HOST_DEVICE uint32_t first(uint32_t round) const { return low + round * 0x9E3779B9u; } TK_HOST_DEVICE
+  uint32_t second(uint32_t round) const { return high + round * 0xBB67AE85u; }
 };
 
-// The same kept: fourteen instructions once, four loads for who draws again and again.
+// The same keys precomputed: fourteen instructions once, four loads per draw.
 struct alignas(16) PhiloxKeys {
   uint32_t word[7][2];
   TK_HOST_DEVICE uint32_t first(uint32_t round) const { return word[round][0]; }
@@ -47,7 +47,8 @@ TK_HOST_DEVICE PhiloxKeys philox_keys(const PhiloxSeed& seed) {
   return keys;
 }
 
-template <class Keys> TK_HOST_DEVICE PhiloxWords philox4x32_7(const Keys& keys, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+template <class Keys> TK_HOST_DEVICE PhiloxWords philox4x32_7(const Keys& keys, uint32_t c0, uint32_t c1, uint32_t c2,
+                                                              uint32_t c3) {
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
     const uint64_t product0 = wide_product(c0, 0xD2511F53u);
@@ -62,12 +63,12 @@ template <class Keys> TK_HOST_DEVICE PhiloxWords philox4x32_7(const Keys& keys, 
   return PhiloxWords{{c0, c1, c2, c3}};
 }
 
-// What a kernel needs to drop elements. `seed` points to device memory, so that a captured graph draws anew at each
-// replay; it is null when nothing is dropped.
+// The dropout parameters of a kernel. `seed` points to device memory, so that each replay of a captured graph draws new
+// numbers; it is null when nothing is dropped.
 struct Dropout {
   const int64_t* seed;
-  uint32_t limit;    // an element is kept when its 16 bits, as the upper half of a word, exceed this
-  float keep_scale;  // one over the share that is kept on average, or 0 when everything is dropped
+  uint32_t limit;    // an element is kept if its 16 bits, as the upper half of a word, exceed this
+  float keep_scale;  // one divided by the keep probability, or 0 when everything is dropped
 
   TK_DEVICE PhiloxSeed read_seed() const { return PhiloxSeed(static_cast<uint64_t>(*seed)); }
   TK_DEVICE PhiloxKeys keys() const { return philox_keys(read_seed()); }
@@ -80,7 +81,8 @@ struct Dropout {
     return (i % 2 ? words.word[i / 2] : words.word[i / 2] << 16) > limit;
   }
   // Bit i: whether column i of the group is kept.
-  template <class Keys> TK_DEVICE uint32_t kept(const Keys& keys, uint32_t column_group, uint32_t row, uint32_t head) const {
+  template <class Keys> TK_DEVICE uint32_t kept(const Keys& keys, uint32_t column_group, uint32_t row, uint32_t head)
+  const {
     const PhiloxWords drawn = philox4x32_7(keys, column_group, row, head, 0u);
     uint32_t bits = 0;
 #pragma unroll

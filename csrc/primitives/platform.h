@@ -1,5 +1,5 @@
-// The one place that decides what a kernel is compiled for: nvcc takes CUDA's own headers, any other compiler
-// takes the emulation, which offers the same names on the CPU.
+// Selects the compilation target of a kernel: nvcc uses CUDA's headers, any other compiler uses the emulation, which
+// provides the same names on the CPU.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Sums and maxima over the four lanes of a fragment row, a warp and a block, and barriers among part of a block.
-// Each has one fixed order, so that equal inputs give equal bits.
+// The order of summation is fixed, so that equal inputs give equal bits.
 #pragma once
 #include "platform.h"
 
@@ -12,7 +12,7 @@ struct Max {
   static TK_DEVICE float combine(float a, float b) { return fmaxf(a, b); }
 };
 
-// Every lane gets the result over its group of LANES neighbouring lanes.
+// Every lane receives the result over its group of LANES adjacent lanes.
 template <class Operation, int LANES = WARP_SIZE> TK_DEVICE float warp_reduce(float value) {
 #pragma unroll
   for (int distance = LANES / 2; distance > 0; distance /= 2)
@@ -21,11 +21,11 @@ template <class Operation, int LANES = WARP_SIZE> TK_DEVICE float warp_reduce(fl
 }
 TK_DEVICE float warp_sum(float value) { return warp_reduce<Sum>(value); }
 TK_DEVICE float warp_max(float value) { return warp_reduce<Max>(value); }
-// Over the four lanes that hold one row of an mma accumulator.
+// Over the four lanes that own one row of an mma accumulator.
 TK_DEVICE float quad_sum(float value) { return warp_reduce<Sum, 4>(value); }
 TK_DEVICE float quad_max(float value) { return warp_reduce<Max, 4>(value); }
 
-// Every thread gets the result over the block. `scratch` holds WARPS floats of shared memory.
+// Every thread receives the result over the block. `scratch` has WARPS floats of shared memory.
 template <class Operation, int WARPS> TK_DEVICE float block_reduce(float value, float* scratch) {
   value = warp_reduce<Operation>(value);
   __syncthreads();  // the previous reduction may still be reading scratch
@@ -46,7 +46,7 @@ TK_DEVICE float2 warp_sum_pair(float2 values) {
   return values;
 }
 
-// Two sums for the barriers of one. `scratch` holds 2 * WARPS floats.
+// Two sums with the barriers of one. `scratch` has 2 * WARPS floats.
 template <int WARPS> TK_DEVICE float2 block_sum_pair(float2 values, float* scratch) {
   values = warp_sum_pair(values);
   __syncthreads();  // the previous reduction may still be reading scratch

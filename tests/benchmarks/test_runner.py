@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import cli, environment, record, runner
 from benchmarks.measure import Bench, identity
-from benchmarks.plan import Task, chosen, plan
+from benchmarks.plan import Task
 from tests.benchmarks.rows import STAMP, operation_row
 from transformer_kernels.backends import cpu
 
@@ -42,15 +42,6 @@ def bench() -> Bench:
     return Bench(CPU, stamp=dict(STAMP))
 
 
-def test_budget_counts_down_and_shares() -> None:
-    clock = Clock()
-    budget = runner.Budget(10.0, clock)
-    clock.now += 4.0
-    assert budget.left() == 6.0 and budget.share(0.5) == 3.0 and budget.share(0.5, at_most=1.0) == 1.0
-    clock.now += 60.0
-    assert budget.left() == 0.0
-
-
 def test_work_stops_when_the_time_is_over_and_goes_on_where_it_was(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "rows.jsonl"
     tasks = [task(number, clock, takes=3.0) for number in range(5)]
@@ -58,43 +49,6 @@ def test_work_stops_when_the_time_is_over_and_goes_on_where_it_was(tmp_path: Pat
     assert [row["shape"]["L"] for row in runner.read_lines(path)] == [0, 1, 2]
     assert runner.work(tasks, bench(), runner.Budget(100.0, clock), path) == 0
     assert [row["shape"]["L"] for row in runner.read_lines(path)] == [0, 1, 2, 3, 4]
-
-
-def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
-    clock, path = Clock(), tmp_path / "rows.jsonl"
-    tasks = [task(number, clock, takes=1.0) for number in range(3)]
-    known = [tasks[0].run(bench()), tasks[1].run(bench()) | {"status": "failed"}]
-    runner.work(tasks, bench(), runner.Budget(9.0, clock), path, known=known)
-    assert [row["shape"]["L"] for row in runner.read_lines(path)] == [1, 2]
-
-
-def test_each_row_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:
-    clock, path, seen = Clock(), tmp_path / "rows.jsonl", []
-    tasks = [task(number, clock, takes=1.0) for number in range(3)]
-    runner.work(tasks, bench(), runner.Budget(9.0, clock), path, lambda _: seen.append(len(runner.read_lines(path))))
-    assert seen == [0, 1, 2]
-
-
-def test_a_reason_to_skip_is_told_once(tmp_path: Path) -> None:
-    clock, path = Clock(), tmp_path / "rows.jsonl"
-    tasks = [task(number, clock, 0.0, status="skipped", reason="not installed") for number in range(3)]
-    tasks.append(task(3, clock, 0.0, status="skipped", reason="another"))
-    runner.work(tasks, bench(), runner.Budget(9.0, clock), path)
-    assert [row["reason"] for row in runner.read_lines(path)] == ["not installed", "another"]
-
-
-def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    runner.append(path, operation_row(1.0))
-    path.write_text(path.read_text() + '{"kind": "oper')
-    assert len(runner.read_lines(path)) == 1
-
-
-def test_the_task_that_took_its_worker_down_gets_a_row() -> None:
-    row = operation_row(1.0)
-    died = runner.died_row(identity(row), "ended its process (-11)", STAMP)
-    assert identity(died) == identity(row)
-    assert (died["status"], died["device"]) == ("failed", "NVIDIA Test")
 
 
 @pytest.mark.parametrize(
@@ -110,64 +64,40 @@ def test_how_a_worker_ended(tmp_path: Path, code: str, reason: str | None) -> No
     assert runner._watch(process, tmp_path / "current", runner.Budget(30.0)) == reason
 
 
-def test_a_hanging_worker_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "LONGEST_TASK", -1.0)
-    (tmp_path / "current").write_text("a task")
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert "took more than" in (runner._watch(process, tmp_path / "current", runner.Budget(30.0)) or "")
-    assert process.poll() is not None
-
-
-def test_selection_keeps_the_peers() -> None:
-    tasks = chosen(plan(torch.device("cuda")), ["softmax"], ["triton"])
-    assert {task.op for task in tasks} == {"softmax"}
-    names = {task.candidate for task in tasks}
-    assert "ours triton" in names and "eager" in names and "ours cuda" not in names
-
-
 def test_record_merge_plot_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, recorded = tmp_path / "out", tmp_path / "results"
     monkeypatch.setattr("benchmarks.results.RESULTS", recorded)
     monkeypatch.setenv("TIME_BUDGET", "50")
-    select = ["--quick", "--op", "attention", "--op", "gelu", "--seconds", "0.002"]
+    select = ["--quick", "--op", "gelu", "--seconds", "0.002"]
     assert cli.main(["--record", "--device", "cpu", "--out", str(out), *select]) == 0
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) <= 8 and all(len(path.relative_to(out).parts) <= 3 for path in files)
     assert json.loads((out / "environment.json").read_text())["budget"] == 50
     rows = runner.read_lines(out / "rows.jsonl")
-    assert {row["op"] for row in rows} == {"attention", "gelu"}
+    assert {row["op"] for row in rows} == {"gelu"}
     assert all(row["device"] and row["torch"] and row["date"] for row in rows)
 
     assert cli.main(["--merge", str(out)]) == 0
-    assert "Growth of attention" in capsys.readouterr().out
     folder = recorded / environment.folder_name(environment.environment(CPU))
-    assert (folder / "report.md").read_text().count("| ours torch |") > 4
-    assert (folder / "plots" / "attention_throughput.png").stat().st_size > 10_000
+    assert (folder / "report.md").read_text().count("| ours torch |") > 1
     assert cli.main(["--compare", str(out), str(folder)]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--record"], "--record needs --out"),
+        (["--record"], "--record requires --out"),
         (["--device", "mps"], "must be cpu or cuda"),
-        (["--record", "--out", "x", "--steps", "dance", "--device", "cpu"], "dance is none of"),
-        (["--record", "--out", "x", "--steps", "test", "--device", "cpu"], "on a CPU there is only bench"),
+        (["--record", "--out", "x", "--steps", "dance", "--device", "cpu"], "unknown dance; known: build"),
+        (["--record", "--out", "x", "--steps", "test", "--device", "cpu"], "a CPU supports bench only"),
         (["--compare", "nowhere.json", "nowhere.json"], "no benchmark rows at"),
     ],
 )
 def test_wrong_use_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_step_that_outlives_its_time_is_ended(tmp_path: Path) -> None:
-    with open(tmp_path / "log", "w") as log:
-        command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
-        assert record._run(command, log, 1.0, {}) is None
-    assert "begun" in (tmp_path / "log").read_text()
 
 
 SUITE = """
@@ -180,34 +110,6 @@ def test_values(backend):
 def test_elsewhere():
     pytest.skip("needs something")
 """
-
-
-LOST = """
-import pytest
-
-broken = []
-
-def test_bad():
-    broken.append("for the rest of the process")
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-@pytest.mark.parametrize("n", range(20))
-def test_good(n):
-    assert not broken
-"""
-
-
-def test_a_lost_device_costs_one_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("xdist")
-    file = tmp_path / "test_gelu.py"
-    file.write_text(LOST)
-    monkeypatch.setattr(record, "SESSIONS", ((1.0, (str(file),)),))
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    with open(tmp_path / "log", "w") as log:
-        assert record.test(tmp_path, log, 120.0, STAMP) == 1
-    tests = runner.read_lines(tmp_path / "tests.jsonl")
-    assert sum(test["outcome"] == "passed" for test in tests) == 20
-    assert {test["test"].split("::")[1] for test in tests if test["outcome"] == "failed"} == {"test_bad"}
 
 
 def test_the_suite_leaves_each_result_and_a_verdict_on_each_kernel(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from transformer_kernels.reports.machine_code import Code, branches, operation
+from benchmarks.compilers.machine_code import Code, branches, operation
 
 
 class OverlappedLoop(NamedTuple):

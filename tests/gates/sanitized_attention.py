@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops.attention import AttentionCall, _cuda, _torch
+from transformer_kernels.ops.attention import _cuda, _torch, prepare
 
 
 class Case(NamedTuple):
@@ -63,7 +63,8 @@ def check_case(case: Case) -> None:
         seed, window = torch.tensor([1234]), case.keys // 2
     cu_seqlens = torch.tensor(case.starts, dtype=torch.int32) if case.starts else None
     dropout_p = 0.25 if case.everything else 0.0
-    call = AttentionCall(q, k, v, mask, bias, seed, cu_seqlens, True, window, dropout_p, case.width**-0.5)
+    masks = {"key_padding_mask": mask, "attn_bias": bias, "cu_seqlens": cu_seqlens, "window": window}
+    call = prepare(q, k, v, **masks, causal=True, dropout_p=dropout_p)._replace(seed=seed)
     use(case.family)
     result, want = _cuda.forward(call), _torch.forward(call)
     check(f"{case} forward", result, want)
@@ -89,7 +90,8 @@ def check_nonsense(starts: list[int]) -> None:
     """Starts that no caller may pass give numbers without meaning, but nothing outside the tensors is touched."""
     q, k, v = (random(1, 1, 100, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
-    call = AttentionCall(q, k, v, None, None, None, cu_seqlens, True, None, 0.0, 0.125)
+    call = prepare(q, k, v, causal=True, scale=0.125)
+    call = call._replace(scores=call.scores._replace(cu_seqlens=cu_seqlens))
     for family in ("general", "sm90"):
         use(family)
         result = _cuda.forward(call)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import transformer_kernels as tk
-from tests.support.operations import EXAMPLES
+from tests.support.operations import EXAMPLES, row_operations
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops import WITH_KERNELS
 
 # (rows, columns): a row per warp, per block and in a loop, with vectors and without
 SHAPES = [(9, 40), (6, 37), (5, 264), (3, 1000), (3, 131), (2, 1032), (2, 1027), (1, 4104), (1, 8200)]
@@ -61,9 +59,10 @@ def check(backend: str, op: str, rows: int, columns: int, dtype: torch.dtype, ch
 
 def check_logits_in_place(backend: str, rows: int, columns: int, dtype: torch.dtype) -> None:
     """Rows of logits with a gap between them become their own gradient."""
-    from transformer_kernels.ops.cross_entropy import RowLoss, _torch
+    from transformer_kernels.ops.loss import _torch
+    from transformer_kernels.ops.loss._calls import RowLoss
 
-    kernels = import_module(f"transformer_kernels.ops.cross_entropy._{backend}")
+    kernels = import_module(f"transformer_kernels.ops.loss._{backend}")
 
     logits = EXAMPLES["cross_entropy"].make(rows, columns, dtype)["logits"].detach()
     gapped, copy = logits.clone()[:, : columns - 1], logits[:, : columns - 1].clone()
@@ -78,10 +77,9 @@ def check_logits_in_place(backend: str, rows: int, columns: int, dtype: torch.dt
 def check_all(backend: str, dtype: torch.dtype) -> None:
     for rows, columns in SHAPES:
         check_logits_in_place(backend, rows, columns, dtype)
-        for op in WITH_KERNELS:
-            if op != "attention" and find_spec(f"transformer_kernels.ops.{op}._{backend}") is not None:
-                for changes in ({}, *VARIANTS.get(op, [])):
-                    check(backend, op, rows, columns, dtype, changes)
+        for op in row_operations(backend):
+            for changes in ({}, *VARIANTS.get(op, [])):
+                check(backend, op, rows, columns, dtype, changes)
 
 
 def main() -> None:

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 import pytest
 
+from benchmarks.compilers import cuda as cuda_report
+from benchmarks.compilers import cuda_launches, static
+from benchmarks.compilers.machine_code import Flow, bytes_in_flight, disassembler
 from tests.gates.machine_code import dropout_instructions, overlapped_loop
 from tests.support.operations import row_operations
 from transformer_kernels.backends import build as _build
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.reports import cuda as cuda_report
-from transformer_kernels.reports import cuda_launches, static
-from transformer_kernels.reports.machine_code import Flow, bytes_in_flight, disassembler
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def compiled(source: str, architecture: str, capsys: pytest.CaptureFixture[str])
     if run_by and comparable:
         reports = [report for each in run_by for report in cuda_launches.reports(source, each, kernels)]
         unknown = dict(map(static.figures, reports)).keys() - record["launches"].keys()
-        assert not unknown, f"not recorded: {unknown}; run python -m transformer_kernels.reports.static cuda"
+        assert not unknown, f"not recorded: {unknown}; run python -m benchmarks.compilers.static cuda"
         grown = static.grown(reports, record)
         assert not grown, "\n".join(grown)
     return kernels

@@ -8,10 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from transformer_kernels import cli
-from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.reports import cuda_launches, static
-from transformer_kernels.reports.machine_code import (
+from benchmarks.compilers import cuda_launches, static
+from benchmarks.compilers.machine_code import (
     DEVICES,
     Flow,
     Loop,
@@ -21,6 +19,8 @@ from transformer_kernels.reports.machine_code import (
     programs_of,
     shaped,
 )
+from transformer_kernels import cli
+from transformer_kernels.backends import cuda as _extension
 
 
 def test_figures_that_grow_are_named() -> None:

@@ -1,6 +1,5 @@
 """`graphed`: a training loop of one's own, and a model that is only asked, on a CPU and on a GPU."""
 
-import copy
 import ctypes
 import functools
 
@@ -63,7 +62,7 @@ def trained(device, step, lengths=(8,), between=lambda number: None):
 
 
 def graphs(step):
-    return step._run._captured
+    return [graph for graphs in step._captured.values() for graph in graphs]
 
 
 def same(found, expected, device):
@@ -101,28 +100,8 @@ def scheduled(loop, scheduler, number):
         scheduler.step()
 
 
-def reloaded(loop, scheduler, number):
-    if number == 5:
-        loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
-
-
-def decayed(loop, scheduler, number):
-    loop.optimizer.param_groups[0]["weight_decay"] = 0.5 if number > 4 else 0.0
-
-
-def frozen(loop, scheduler, number):
-    if number == 5:
-        loop.model[0].requires_grad_(False)
-
-
-def moved(loop, scheduler, number):
-    if number == 5:
-        for each in loop.model.parameters():
-            each.data = each.data.clone()
-
-
-@pytest.mark.parametrize("change", [written, scheduled, reloaded, decayed, frozen, moved])
-def test_what_a_loop_changes_between_steps_counts(change):
+@pytest.mark.parametrize("change", [written, scheduled])
+def test_a_learning_rate_that_changes_between_steps_is_used(change):
     results = []
     for wrapped in (False, True):
         loop = Loop("cpu", fused=True)
@@ -187,25 +166,6 @@ def test_a_model_that_is_only_asked(device):
         torch.testing.assert_close(ask(tokens), whole(tokens))
 
 
-@pytest.mark.parametrize("held", ["closure", "object", "partial", "method"])
-def test_modules_that_a_function_names_may_change_their_mode_and_place(held):
-    whole = model(0.5).eval()
-    asked = {
-        "closure": lambda tokens: whole(tokens),
-        "object": type("Ask", (), {"__call__": lambda self, tokens: self.whole(tokens), "whole": None})(),
-        "partial": functools.partial(lambda whole, tokens: whole(tokens), whole),
-        "method": whole.forward,
-    }[held]
-    if held == "object":
-        asked.whole = whole
-    ask, tokens = tk.graphed(asked, warm_up_calls=0), torch.randint(11, (2, 5))
-    assert torch.equal(ask(tokens), ask(tokens))
-    whole.train()
-    assert not torch.equal(ask(tokens), ask(tokens))
-    whole.eval().to(torch.float64)
-    assert ask(tokens).dtype is torch.float64
-
-
 def test_a_constant_has_graphs_of_its_own():
     times = tk.graphed(lambda x, factor: x * factor, warm_up_calls=0)
     for factor in (2, 2.0, 3, True):
@@ -234,7 +194,7 @@ def writes(x):
 
 
 @pytest.mark.parametrize(
-    "function, told",
+    "function, message",
     [
         (reads, "the function cannot be captured: aten::_local_scalar_dense reads values on the host"),
         (leaves_pytorch, "Tensor.numpy reads values on the host"),
@@ -242,12 +202,12 @@ def writes(x):
         (writes, "it writes to an argument"),
     ],
 )
-def test_what_a_recording_cannot_hold_is_refused(function, told):
+def test_what_cannot_be_recorded_is_refused(function, message):
     step = tk.graphed(function, warm_up_calls=1)
     x = torch.randn(4)
     step(x.clone())
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=told):
+        with pytest.raises(RuntimeError, match=message):
             step(x)
 
 
@@ -269,27 +229,35 @@ class CountingSGD(torch.optim.Optimizer):
 NOT_FUSED = r"reads values on the host \(AdamW does, unless it has fused=True\)"
 
 
-@pytest.mark.parametrize("kind, told", [(CountingSGD, "counts in Python"), (torch.optim.AdamW, NOT_FUSED)])
-def test_an_optimizer_that_counts_on_the_host_is_refused(kind, told):
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        (CountingSGD, r"the optimizer counts in Python, .* was 3 and is 4\); use a fused one"),
+        (torch.optim.AdamW, NOT_FUSED),
+    ],
+)
+def test_an_optimizer_that_counts_on_the_host_is_refused(kind, message):
     loop = Loop("cpu", kind)
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         trained("cpu", tk.graphed(loop, loop.optimizer))
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("place", ["before", "after", "argument"])
 def test_what_is_refused_leaves_everything_as_it_was(place):
     loop = Loop("cpu", fused=True)
 
     def step(tokens, targets):
-        if place == "after":
+        if place != "before":
             loop(tokens, targets=targets)
+        if place == "argument":
+            return targets.add_(1)
         return leaves_pytorch(loop.model[0].weight.detach()) if place == "before" else torch.tensor(tokens.sum().item())
 
     run = tk.graphed(step, loop.optimizer)
     with pytest.raises(RuntimeError, match="cannot be captured"):
         for tokens, targets in batches("cpu"):
             state, random = loop.state(), torch.get_rng_state()
-            run(tokens, targets)
+            run(tokens, targets.clone())
     assert same(loop.state(), state, "cpu")
     assert torch.equal(torch.get_rng_state(), random)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import transformer_kernels
 from transformer_kernels.backends import cpu
@@ -10,6 +11,12 @@ from transformer_kernels.graphs._host import HostGraphs
 pytestmark = pytest.mark.skipif(
     cpu.unavailable(torch.device("cpu")) is not None, reason="the CPU kernels are not built"
 )
+
+
+def packed(x):
+    """Two sequences whose lengths depend on values."""
+    lengths = (x[:2] > 0).long() + 2
+    return pack_padded_sequence(x.view(4, 2, 1), lengths, enforce_sorted=False)
 
 
 @pytest.mark.parametrize(
@@ -21,8 +28,17 @@ pytestmark = pytest.mark.skipif(
         lambda x: x.unique(),
         lambda x: x.nonzero(),
         lambda x: x + float(torch.equal(x, x)),
+        lambda x: x * x.tolist()[0],
+        lambda x: x[:2] + torch.tensor([x[0], x[1]]),
+        lambda x: x.tensor_split((x[:1] > 0).long() + 2)[0].sum(),
+        lambda x: packed(x).data,
+        lambda x: torch.nn.GRU(1, 2)(packed(x))[0].data,
+        lambda x: pad_packed_sequence(PackedSequence(x[:, None], 5 - (x[:2] > 0).long().cumsum(0)))[0],
     ],
-    ids=["item", "bool", "mask", "unique", "nonzero", "equal"],
+    ids=[
+        *("item", "bool", "mask", "unique", "nonzero", "equal", "list", "tensor of tensors", "split"),
+        *("packed sequence", "recurrent", "padded sequence"),
+    ],
 )
 def test_what_depends_on_values_is_refused_and_no_random_number_is_lost(work):
     x = torch.randn(8)

@@ -1,6 +1,7 @@
 """Each test of an operation runs in every backend and dtype that can run here."""
 
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,17 +15,20 @@ from tests.support.parity import backend_fixture, require, tested_operation
 
 EXECUTED_SLOWLY = ("triton", "cuda")
 """Backends whose kernels are interpreted or emulated where there is no GPU."""
+CASES_IN_ONE_DTYPE = 8
+"""How many cases of a test always run in them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU an interpreted or emulated kernel meets each case of a grid in one dtype; gates have the others.
+    """Without a GPU an interpreted or emulated kernel runs each case of a grid in one dtype; gates have the others.
 
     The dtype changes from case to case, so that every case and every dtype of a grid stays in the quick suite (the
-    interpreter has no bfloat16 products).
+    interpreter has no bfloat16 products). Of a test's cases beyond the eighth, every second one is left to the gates.
     """
     if torch.cuda.is_available():
         return
-    cases: dict[tuple[str, str], int] = {}
+    cases: dict[tuple[str, str], tuple[int, int]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for item in items:
         parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
         dtype = parameters.pop("dtype", None)
@@ -32,9 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         function = item.nodeid.split("[", 1)[0]
         case = function, repr(sorted(parameters.items(), key=lambda pair: pair[0]))
-        number = cases.setdefault(case, zlib.crc32(function.encode()) + len(cases))
+        if case not in cases:
+            counts[function, parameters["backend"]] += 1
+            cases[case] = zlib.crc32(function.encode()) + len(cases), counts[function, parameters["backend"]]
+        number, count = cases[case]
         executed = DTYPES[:2] if parameters["backend"] == "triton" and "attention" in function else DTYPES
-        if executed[number % len(executed)] is not dtype:
+        if executed[number % len(executed)] is not dtype or (count > CASES_IN_ONE_DTYPE and count % 2):
             item.add_marker(pytest.mark.slow)
 
 

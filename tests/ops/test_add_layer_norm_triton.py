@@ -21,11 +21,11 @@ def test_two_passes_match_the_reference(
     backend: str, dtype: torch.dtype, device: torch.device, width: int, dropout_p: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from transformer_kernels.ops.layer_norm import _triton_backward, _triton_forward
+    from transformer_kernels.ops.norm import _triton as norm
 
     table = every_width(RowTile(rows=1, columns=64, num_warps=4))
-    monkeypatch.setattr(_triton_forward, "FORWARD", table)
-    monkeypatch.setattr(_triton_backward, "BACKWARD", table)
+    monkeypatch.setattr(norm, "FORWARD", table)
+    monkeypatch.setattr(norm, "BACKWARD", table)
     names = ("x", "residual"), ("weight", "bias")
     tensors = {name: normal(7, width, dtype=dtype, device=device, seed=i) for i, name in enumerate(names[0])}
     tensors |= {name: normal(width, dtype=dtype, device=device, seed=i) for i, name in enumerate(names[1], 2)}
@@ -33,21 +33,21 @@ def test_two_passes_match_the_reference(
 
 
 def test_without_dropout_both_gradients_are_one_tensor(backend: str, device: torch.device) -> None:
-    from transformer_kernels.ops.add_layer_norm import _triton as add_layer_norm
+    from transformer_kernels.ops.norm import _triton as norm
 
     x, weight = torch.randn(4, 40, device=device), torch.ones(40, device=device)
     call = prepared(OP, x, x, weight)
-    result = add_layer_norm.forward(call)
-    dx, dresidual, _, dbias = backward(add_layer_norm, call, result, result.y, None)
+    result = norm.forward(call)
+    dx, dresidual, _, dbias = backward(norm, call, result, result.y, None)
     assert dx is dresidual and dbias is None and dresidual.shape == x.shape
 
 
 def test_dropped_elements_have_no_gradient(backend: str, device: torch.device) -> None:
-    from transformer_kernels.ops.add_layer_norm import _triton as add_layer_norm
+    from transformer_kernels.ops.norm import _triton as norm
 
     x, weight = torch.ones(30, 70, device=device), torch.ones(70, device=device)
     call = prepared(OP, x, torch.zeros_like(x), weight, weight, dropout_p=0.5)
-    result = add_layer_norm.forward(call)
-    dx, dresidual, *_ = backward(add_layer_norm, call, result, result.y, x)
+    result = norm.forward(call)
+    dx, dresidual, *_ = backward(norm, call, result, result.y, x)
     assert torch.equal(dx != 0, result.summed != 0)
     assert torch.equal(dx, torch.where(result.summed != 0, 2 * dresidual, 0.0))

@@ -14,7 +14,7 @@ import transformer_kernels as tk
 from tests.support.parity import check_parity
 from transformer_kernels import BackendUnavailable
 from transformer_kernels.backends import cpu
-from transformer_kernels.ops.attention import AttentionCall, _cpu
+from transformer_kernels.ops.attention import _cpu, prepare
 
 try:
     SETS = cpu.load().instruction_sets
@@ -187,10 +187,10 @@ def test_nothing_beside_the_operands_is_read_or_written(packed: bool) -> None:
     for view, _ in views[:4]:
         view.copy_(torch.randn(view.shape))
     q, k, v, dout = (view for view, _ in views[:4])
-    call = AttentionCall(q, k, v, None, None, None, None, True, None, 0.0, 0.2)
+    call = prepare(q, k, v, causal=True, scale=0.2)
     if packed:
         k[:, :, 300:] = v[:, :, 300:] = float("nan")
-        call = call._replace(**PACKED_APART, causal=False, window=30, right=2, alibi_slopes=torch.rand(1, 3, 1, 1))
+        call = prepare(q, k, v, **PACKED_APART, window=(29, 2), alibi_slopes=torch.rand(3), scale=0.2)
     result = _cpu.forward(call)
     into = tuple(view for view, _ in views[4:])
     plain = _cpu.backward(call, result, (dout, None), (True, True, True, False))
@@ -203,7 +203,7 @@ def test_nothing_beside_the_operands_is_read_or_written(packed: bool) -> None:
 
 def test_unwanted_gradients_are_not_computed() -> None:
     tensors = make((20, 30))
-    call = AttentionCall(*(tensors[name].detach() for name in "qkv"), None, None, None, None, False, None, 0.0, 0.2)
+    call = prepare(*(tensors[name].detach() for name in "qkv"), scale=0.2)
     result = _cpu.forward(call)
     whole = _cpu.backward(call, result, (torch.ones_like(result.out), None), (True, True, True, False))
     for i in range(3):

@@ -11,7 +11,7 @@ from torch import Tensor
 from python_ref.ops import rotary_table
 from tests.support.arguments import dtype_id
 from tests.support.parity import require
-from transformer_kernels.ops.attention import AttentionCall, AttentionResult, _cuda
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, _cuda, prepare
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._cuda import rotate
 
@@ -60,24 +60,21 @@ def make(
     batch: int,
     padded: bool,
     starts: list[int] | None,
+    **options: Any,
 ) -> AttentionCall:
-    """Two query heads for each of two key heads, unmasked but for padding and packing."""
+    """Two query heads for each of two key heads."""
     generator = torch.Generator().manual_seed(length + width)
     x = torch.randn(batch, length, 8, width, generator=generator).to(device, dtype).transpose(1, 2)
     mask = torch.arange(length) < torch.tensor([[length], [length // 2]]) if padded else None
-    return AttentionCall(
+    call = prepare(
         x[:, :4],
         x[:, 4:6],
         x[:, 6:],
-        None if mask is None else mask.to(device),
-        None,
-        torch.tensor([7], device=device),
-        None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device),
-        False,
-        None,
-        0.0,
-        width**-0.5,
+        key_padding_mask=None if mask is None else mask.to(device),
+        cu_seqlens=None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device),
+        **options,
     )
+    return call if call.seed is None else call._replace(seed=torch.tensor([7], device=device))
 
 
 def turned(x: Tensor, angles: _cuda.Angles, back: bool = False) -> Tensor:
@@ -124,18 +121,14 @@ def test_equals_rotated_copies(
     monkeypatch.setattr(_cuda, "path", path)
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if path == "sm90" else "80")
     given = {"length": 100, "batch": 2, "padded": False, "starts": None, **options}
-    call = make(dtype, device, *(given.pop(name) for name in ("length", "width", "batch", "padded", "starts")))
+    width = given.pop("turned")
+    call = make(dtype, device, **given)
     batch, _, length, _ = call.q.shape
     places = torch.arange(length) + 30 * torch.arange(batch)[:, None]  # each sequence begins elsewhere
-    cos, sin = (table.to(device) for table in rotary_table(places, given.pop("turned")))
-    if given.get("window"):
-        given["right"] = given["window"] - 1
-    call = call._replace(**given)
-    if not call.dropout_p:
-        call = call._replace(seed=None)
+    cos, sin = (table.to(device) for table in rotary_table(places, width))
     result, gradients = forward_and_backward(call, _cuda.Angles(cos, sin, interleaved))
     wanted, wanted_gradients = copied(call, _cuda.Angles(cos, sin, interleaved))
-    for name, got, want in zip(("out", "lse"), result, wanted, strict=True):
+    for name, got, want in zip(("out", "lse", "statistics"), result, wanted, strict=True):
         assert torch.equal(got, want), name
     for name, got, want in zip(("dq", "dk", "dv"), gradients, wanted_gradients, strict=False):
         assert got is not None and torch.equal(got, want), name

@@ -14,8 +14,8 @@ from tests.ops.test_attention import make, padding
 from tests.support.interpreter import guarded
 from tests.support.parity import backend_fixture, check_parity
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.ops.attention import AttentionCall
 from transformer_kernels.ops.attention import _tiles as tiles
+from transformer_kernels.ops.attention import prepare
 from transformer_kernels.ops.attention._tiles import Kernel
 
 OP = "attention"
@@ -197,7 +197,7 @@ def test_gradients_are_written_in_the_layouts_that_are_given(
 ) -> None:
     tensors = make(torch.float16, device, lengths, batch=2, heads=(2, 1))
     q, k, v = (tensors[name].detach() for name in "qkv")
-    call = AttentionCall(q, k, v, None, None, None, None, True, None, 0.0, 0.2)
+    call = prepare(q, k, v, causal=True, scale=0.2)
     result = triton_attention.forward(call)
     incoming, everything = (torch.ones_like(result.out), None), (True, True, True, False)
     *wanted, _ = triton_attention.backward(call, result, incoming, everything)
@@ -255,7 +255,7 @@ def test_many_keys_are_read_in_blocks_of_128_where_a_causal_call_reads_64(
     keys = []
     for length in (tiles.LONG_KEYS - 1, tiles.LONG_KEYS):
         q, k = (torch.empty(1, 1, each, width, dtype=torch.float16, device=device) for each in (130, length))
-        call = AttentionCall(q, k, k, None, None, None, None, True, None, 0.0, 0.125)
+        call = prepare(q, k, k, causal=True, scale=0.125)
         keys.append(triton_attention._Given(call, None).plan.tile(Kernel.FORWARD).keys)
     assert keys == [64 if width == 64 else 128, 128]
 

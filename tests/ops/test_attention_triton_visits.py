@@ -19,7 +19,7 @@ import transformer_kernels as tk
 from tests.ops.test_attention import make
 from tests.support.parity import backend_fixture, check_parity
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.ops.attention import AttentionCall
+from transformer_kernels.ops.attention import prepare
 
 OP = "attention"
 QUERIES, MASKED = 32, 16
@@ -208,7 +208,7 @@ def test_the_real_keys_of_any_range(triton_attention: Any, device: torch.device,
 def test_the_sequence_of_every_token(triton_attention: Any, device: torch.device) -> None:
     for lengths, tokens in (([5], 5), ([3, 0, 0, 4], 9), ([], 4), ([0, 0], 3), ([1] * 300, 300), ([256, 256, 1], 600)):
         q = torch.empty(1, 1, tokens, 16, device=device, dtype=torch.float16)
-        call = AttentionCall(q, q, q, None, None, None, _sequences(lengths, device), False, None, 0.0, 1.0)
+        call = prepare(q, q, q, cu_seqlens=_sequences(lengths, device))
         sequences = triton_attention._Given(call, None).sequences()
         spans = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
         end = sum(lengths)

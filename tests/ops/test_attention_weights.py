@@ -31,8 +31,15 @@ def make(dtype: torch.dtype, device: torch.device, queries: int = 7, keys: int =
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True}, {"window": 3}, {"causal": True, "window": 2, "scale": 0.7, "softcap": 0.8}],
-    ids=["all", "causal", "window", "both, capped"],
+    [
+        {},
+        {"causal": True},
+        {"window": 3},
+        {"causal": True, "window": 2, "scale": 0.7, "softcap": 0.8},
+        {"window": (1, 3)},
+        {"window": (None, 2), "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
+    ],
+    ids=["all", "causal", "window", "both, capped", "window to both sides", "window after, slopes"],
 )
 def test_matches_reference(backend: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> None:
     check_parity(OP, backend, make(dtype, device), options)
@@ -55,6 +62,11 @@ def test_a_query_whose_bias_hides_every_key_has_no_weights(backend: str, device:
 def test_packed_sequences(backend: str, device: torch.device) -> None:
     tensors = make(torch.float32, device, 8, 8, batch=1)
     check_parity(OP, backend, {**tensors, "cu_seqlens": SEQUENCES.to(device)}, {"causal": True})
+    slopes = torch.tensor([0.5, 0.25, 0.125, 1.0], device=device)
+    tensors = make(torch.float32, device, 8, 12, batch=1)
+    packing = {"cu_seqlens": SEQUENCES.to(device), "cu_seqlens_k": torch.tensor([0, 6, 7, 11], device=device).int()}
+    for options in ({}, {"causal": True}, {"window": (2, 1), "softcap": 0.8}):
+        check_parity(OP, backend, {**tensors, **packing, "alibi_slopes": slopes}, options)
 
 
 def test_attention_mixes_values_with_these_weights(device: torch.device) -> None:

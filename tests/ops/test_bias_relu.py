@@ -67,7 +67,7 @@ def test_the_inputs_are_not_needed_for_the_gradient(backend: str, device: torch.
 def test_dbias_does_not_depend_on_the_order_of_programs(device: torch.device) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from tests.support.interpreter import shuffled_programs
-    from transformer_kernels.ops.bias_relu import _triton as bias_relu
+    from transformer_kernels.ops.activation import _triton as activation
 
     if device.type != "cpu":
         pytest.skip("a GPU chooses its own order; test_same_bits_again runs there")
@@ -75,5 +75,5 @@ def test_dbias_does_not_depend_on_the_order_of_programs(device: torch.device) ->
     sums = []
     for seed in range(3):
         with shuffled_programs(seed):
-            sums.append(backward(bias_relu, prepared(OP, x, torch.zeros(70)), x, x)[1])
+            sums.append(backward(activation, prepared(OP, x, torch.zeros(70)), x, x)[1])
     assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])

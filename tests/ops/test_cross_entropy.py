@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import python_ref
 import transformer_kernels as tk
 from tests.support.arguments import normal
 from tests.support.parity import check_parity
-from transformer_kernels import UnsupportedByBackend, _dispatch
-from transformer_kernels.ops.cross_entropy import _torch as torch_backend
+from transformer_kernels import UnsupportedByBackend, nn
+from transformer_kernels.backends import dispatch
+from transformer_kernels.ops.loss import _torch as torch_backend
 
 OP = "cross_entropy"
 
@@ -139,17 +141,50 @@ def test_a_soft_cap_far_above_the_logits_costs_no_digits(backend: str, device: t
 def test_probabilities_as_targets(
     device: torch.device, given: dict[str, Any], smoothing: float, reduction: str
 ) -> None:
-    logits = make(torch.float32, device, 3, 7, 30)["logits"]
-    probabilities = torch.softmax(torch.randn(3, 7, 30, device=device), dim=-1)
+    logits = make(torch.float32, device, 21, 30)["logits"]
+    probabilities = torch.softmax(torch.randn(21, 30, device=device), dim=-1)
     probabilities = probabilities.masked_fill(probabilities < 0.02, 0.0)
     options = {"label_smoothing": smoothing, "reduction": reduction, **with_weight(given, 30, device)}
     check_parity(OP, "torch", {"logits": logits}, {**options, "targets": probabilities})
     if "softcap" not in options:
         ours = tk.cross_entropy(logits, probabilities, **options)
         weight = options.pop("weight", None)
-        rows, kinds = logits.detach().double().flatten(0, 1), probabilities.flatten(0, 1).double()
+        rows, kinds = logits.detach().double(), probabilities.double()
         theirs = F.cross_entropy(rows, kinds, None if weight is None else weight.double(), **options)
         torch.testing.assert_close(ours.double().flatten(), theirs.flatten(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (2, 5, 4)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_classes_in_axis_1_are_read_as_torch_reads_them(
+    backend: str, device: torch.device, shape: tuple[int, ...], reduction: str
+) -> None:
+    last = make(torch.float32, device, *shape, 30)
+    logits, targets = last["logits"].detach().movedim(-1, 1).requires_grad_(), last["targets"]
+    ours, theirs = (
+        tk.cross_entropy(logits, targets, reduction=reduction, backend=backend),
+        F.cross_entropy(logits, targets, reduction=reduction),
+    )
+    torch.testing.assert_close(ours, theirs)
+    grads = (torch.autograd.grad(loss.sum(), logits)[0] for loss in (ours, theirs))
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(ours, tk.cross_entropy(**last, reduction=reduction, backend=backend))
+
+
+def test_an_ambiguous_axis_of_classes_is_refused() -> None:
+    logits, targets = torch.randn(2, 5, 5), torch.zeros(2, 5, dtype=torch.int64)
+    for given in (targets, torch.rand(2, 5, 5)):
+        message = r"5 classes in the last axis or their 5 classes in axis 1, as torch reads them; give rows"
+        with pytest.raises(ValueError, match=message):
+            tk.cross_entropy(logits, given)
+        with pytest.raises(ValueError, match="axis 1 or the last"):
+            python_ref.ops.cross_entropy(logits, given)
+    with pytest.raises(ValueError, match=r"targets must have shape \(2, 5\), one for each row; got \(2, 3\)"):
+        tk.cross_entropy(logits, targets[:, :3])
+    loss = nn.CrossEntropyLoss()(logits, targets)  # a module has one layout, torch's
+    torch.testing.assert_close(loss, F.cross_entropy(logits, targets))
+    with pytest.raises(ValueError, match="one for each row"):
+        nn.CrossEntropyLoss()(torch.randn(2, 5, 7), targets)
 
 
 def test_second_derivatives_with_options(device: torch.device) -> None:
@@ -171,7 +206,7 @@ def test_a_hidden_class_of_probability_0_spoils_nothing(device: torch.device) ->
 
 def test_a_backend_without_probabilities_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = torch.randn(2, 30), torch.rand(2, 30)
-    monkeypatch.setattr(_dispatch, "unavailable", lambda *_: None)
+    monkeypatch.setattr(dispatch, "unavailable", lambda *_: None)
     explanation = tk.explain("cross_entropy", logits, targets, backend="auto")
     assert explanation.chosen == "torch"
     for backend in ("cpu", "triton", "cuda"):

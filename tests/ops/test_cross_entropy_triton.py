@@ -12,7 +12,7 @@ from tests.support.operations import backward, prepared
 from tests.support.parity import backend_fixture, check_parity
 from tests.support.triton_tables import every_width
 from transformer_kernels.backends.triton_tiles import RowTile
-from transformer_kernels.ops.cross_entropy import RowLoss
+from transformer_kernels.ops.loss._calls import RowLoss
 
 OP = "cross_entropy"
 backend = backend_fixture("triton")
@@ -21,7 +21,7 @@ backend = backend_fixture("triton")
 @pytest.fixture
 def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than 64 columns are walked in blocks of 64."""
-    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
+    from transformer_kernels.ops.loss import _triton as cross_entropy
 
     monkeypatch.setattr(cross_entropy, "FORWARD", every_width(RowTile(rows=1, columns=64, num_warps=4)))
 
@@ -45,7 +45,7 @@ def test_two_passes_of_a_row_that_starts_with_no_number(backend: str, device: to
 
 
 def losses_in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
+    from transformer_kernels.ops.loss import _triton as cross_entropy
 
     return cross_entropy.row_losses_and_gradient(logits, targets, RowLoss(-100, 0.0))[0]
 
@@ -86,7 +86,7 @@ def test_a_target_that_is_no_class_makes_its_row_nan_and_reads_nothing(
 def test_the_sum_of_losses(
     backend: str, device: torch.device, rows: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
+    from transformer_kernels.ops.loss import _triton as cross_entropy
 
     monkeypatch.setattr(cross_entropy, "ROWS_OF_ONE_PROGRAM", limit)
     losses = torch.rand(rows, device=device)
@@ -109,7 +109,7 @@ def test_the_table_of_every_capability(
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
-    from transformer_kernels.ops.cross_entropy import _triton as cross_entropy
+    from transformer_kernels.ops.loss import _triton as cross_entropy
 
     classes = 1000
     rows = 2**31 // classes + 7

@@ -190,7 +190,7 @@ def test_a_kernel_reads_nothing_for_an_unknown_id(
     """What happens on a GPU: the row is NaN, the others are what they are, and its gradient has no row."""
     if backend == "torch":
         pytest.skip("PyTorch validates ids itself")
-    from transformer_kernels import _dispatch
+    from transformer_kernels.backends import dispatch
 
     tensors = make(torch.float32, device, 24)
     tensors = {name: value.detach() for name, value in tensors.items()}
@@ -201,7 +201,7 @@ def test_a_kernel_reads_nothing_for_an_unknown_id(
     tensors["tokens"][1, 2], ids[1, 2] = token, place
     order = (tensors["weight"], tensors["tokens"], tensors["positions"], ids, tensors["norm_weight"])
     call = EmbeddingCall(*order, tensors["norm_bias"], None, 1.0, 1e-5, 0.0)
-    module = _dispatch._module(_dispatch.OPERATIONS[OP], backend)
+    module = dispatch._module(dispatch.OPERATIONS[OP], backend)
     result = module.forward(call)
     y = result.y.clone()
     assert y[1, 2].isnan().all()

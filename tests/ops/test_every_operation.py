@@ -14,8 +14,8 @@ import transformer_kernels as tk
 from tests.support.arguments import LAYOUTS, expanded, misaligned, normal, strided
 from tests.support.operations import EXAMPLES, function
 from tests.support.parity import backend_fixture, check_parity, require
-from transformer_kernels._dispatch import OPERATIONS
 from transformer_kernels.backends import cuda as _extension
+from transformer_kernels.backends.dispatch import OPERATIONS
 
 NAMES = list(EXAMPLES)
 PER_OPERATION = pytest.mark.parametrize("op", NAMES)

@@ -18,12 +18,12 @@ backend = backend_fixture("triton")
 @pytest.fixture
 def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than 64 columns are walked in blocks of 64, and their columns summed in blocks of 32."""
-    from transformer_kernels.ops.layer_norm import _triton_backward, _triton_forward
+    from transformer_kernels.ops.norm import _triton as norm
 
     table = every_width(RowTile(rows=1, columns=64, num_warps=4))
-    monkeypatch.setattr(_triton_forward, "FORWARD", table)
-    monkeypatch.setattr(_triton_backward, "BACKWARD", table)
-    monkeypatch.setattr(_triton_backward, "COLUMN_TILE", RowTile(rows=4, columns=32, num_warps=4, programs=5))
+    monkeypatch.setattr(norm, "FORWARD", table)
+    monkeypatch.setattr(norm, "BACKWARD", table)
+    monkeypatch.setattr(norm, "COLUMN_TILE", RowTile(rows=4, columns=32, num_warps=4, programs=5))
 
 
 def make(rows: int, width: int, dtype: torch.dtype, device: torch.device, shift: float = 0.0) -> dict:
@@ -58,10 +58,10 @@ def test_each_program_walks_over_several_tiles(
 @pytest.mark.parametrize("width", [200, 9000])
 def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device, width: int) -> None:
     """A row's first element is taken off before anything is summed, so only the rounding of x itself remains."""
-    from transformer_kernels.ops.layer_norm import _triton as layer_norm
+    from transformer_kernels.ops.norm import _triton as norm
 
     x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).add(1e6).to(device)
-    y, mean, _ = layer_norm.forward(prepared(OP, x, torch.ones(width, device=device)))
+    y, _, mean, _ = norm.forward(prepared(OP, x, torch.ones(width, device=device)))
     want = torch.nn.functional.layer_norm(x.double(), (width,))
     torch.testing.assert_close(y.double(), want, atol=1e-5, rtol=0)
     torch.testing.assert_close(mean.double(), x.double().mean(-1), atol=0.04, rtol=0)

@@ -18,8 +18,8 @@ import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.support.arguments import normal
 from tests.support.parity import check_parity
-from transformer_kernels import _dispatch
-from transformer_kernels.ops.linear_cross_entropy import _chunked
+from transformer_kernels.backends import dispatch
+from transformer_kernels.ops.loss import _chunked
 
 OP = "linear_cross_entropy"
 
@@ -249,7 +249,7 @@ class LargestResult(TorchDispatchMode):
 def test_never_holds_all_the_logits(device: torch.device, wanted: bool) -> None:
     rows, classes, width = 1100, 16411, 8
     tensors = make(torch.float32, device, rows, classes, width)
-    module = _dispatch._module(_dispatch.OPERATIONS[OP], "torch")  # the chunks are the same in every backend
+    module = dispatch._module(dispatch.OPERATIONS[OP], "torch")  # the chunks are the same in every backend
     leaves = [tensors[name].detach() for name in ("x", "weight", "targets", "bias")]
     call = _chunked.LinearCrossEntropyCall(*leaves, -100, 0.0, "mean", torch.float32, [wanted] * 3)
     chunk = _chunked.rows_at_once(classes, torch.float32, torch.device("cpu"))

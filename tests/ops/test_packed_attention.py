@@ -55,6 +55,21 @@ def test_rotated(backend: str, dtype: torch.dtype, device: torch.device, interle
     check_parity("packed_attention", backend, tensors, options)
 
 
+@pytest.mark.parametrize("rotated", [False, True], ids=["in place", "rotated"])
+def test_options_of_scores(backend: str, device: torch.device, rotated: bool) -> None:
+    tensors = make(torch.float32, device, heads=8)
+    if rotated:
+        tensors["cos"], tensors["sin"] = (table.to(device) for table in rotary_table(torch.arange(33), 24))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 1.0], device=device)
+    bias = torch.randn(4, 33, 33, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    for masks, options in (
+        ({"attn_bias": bias}, {"window": (3, 9), "softcap": 2.0}),
+        ({"alibi_slopes": slopes}, {"causal": True, "dropout_p": 0.2}),
+        ({"alibi_slopes": slopes}, {"softcap": 2.0}),
+    ):
+        check_parity("packed_attention", backend, {**tensors, **masks}, {"heads": 4, **options})
+
+
 def test_strided_projection(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     tensors = {"qkv": torch.randn(2, 33, 7, 40).to(device, dtype)[:, :, 1:, 3:35].requires_grad_()}
     check_parity("packed_attention", backend, tensors, {"heads": 2})

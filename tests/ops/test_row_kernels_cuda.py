@@ -13,17 +13,15 @@ import transformer_kernels as tk
 from tests.support.arguments import DTYPES, dtype_id, normal
 from tests.support.operations import EXAMPLES, backward, function, prepared, row_operations
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops.cross_entropy import RowLoss
-from transformer_kernels.ops.cross_entropy import _cuda as cross_entropy
+from transformer_kernels.backends import dispatch
 from transformer_kernels.ops.embedding import _cuda as embedding
-from transformer_kernels.ops.gelu import _cuda as gelu
-from transformer_kernels.ops.layer_norm import _cuda as layer_norm
-from transformer_kernels.ops.rms_norm import _cuda as rms_norm
+from transformer_kernels.ops.loss import _cuda as cross_entropy
+from transformer_kernels.ops.loss._calls import RowLoss
 from transformer_kernels.ops.rotary import Rotation
 from transformer_kernels.ops.rotary import _cuda as rotary
 from transformer_kernels.ops.softmax import _cuda as softmax
-from transformer_kernels.ops.swiglu import _cuda as swiglu
 
+ACTIVATION, NORM = (dispatch.family(f"transformer_kernels.ops.{family}", "cuda") for family in ("activation", "norm"))
 CPU = torch.device("cpu")
 SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("random", 2), ("random", 3)]
 
@@ -36,7 +34,7 @@ def emulation() -> Iterator[Any]:
         pytest.skip(reason)
     module = _extension.load()
     yield module
-    module.set_schedule("lowest_first")
+    module.set_schedule("lowest_first", 0)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
@@ -61,10 +59,10 @@ def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) ->
     assert counted(emulation, softmax.forward, call)["global_load_bytes"] == row_bytes
     assert counted(emulation, backward, softmax, call, x, dy)["global_load_bytes"] == 2 * row_bytes
     parameters = 2 * rows * columns * 4  # weight and bias, which stay in the L2 cache
-    forward = counted(emulation, layer_norm.forward, prepared("layer_norm", x, weight, weight))
+    forward = counted(emulation, NORM.forward, prepared("layer_norm", x, weight, weight))
     assert forward["global_load_bytes"] == row_bytes + parameters
     assert forward["global_store_bytes"] == row_bytes + 2 * 4 * rows
-    forward = counted(emulation, rms_norm.forward, prepared("rms_norm", x, weight))
+    forward = counted(emulation, NORM.forward, prepared("rms_norm", x, weight))
     assert forward["global_load_bytes"] == row_bytes + parameters // 2
     assert forward["global_store_bytes"] == row_bytes + 4 * rows
 
@@ -121,8 +119,8 @@ def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
     x = random(4, 768, dtype=dtype)
     for module, call in (
         (softmax, prepared("softmax", x)),
-        (gelu, prepared("gelu", x)),
-        (swiglu, prepared("swiglu", x)),
+        (ACTIVATION, prepared("gelu", x)),
+        (ACTIVATION, prepared("swiglu", x)),
     ):
         counters = counted(emulation, module.forward, call)
         assert counters["global_load_bytes"] == 16 * counters["global_loads"]
@@ -206,7 +204,7 @@ def test_partial_sums_do_not_depend_on_their_number_of_rows(emulation: Any) -> N
     x = random(1, 96, dtype=torch.float32).expand(67, 96).contiguous()
     weight = torch.ones(96)
     call = prepared("layer_norm", x, weight, weight)
-    _, dweight, dbias = backward(layer_norm, call, layer_norm.forward(call), torch.ones_like(x))
+    _, _, dweight, dbias = backward(NORM, call, NORM.forward(call), torch.ones_like(x))
     normalised = (x[0] - x[0].mean()) / (x[0].var(unbiased=False) + 1e-5).sqrt()
     torch.testing.assert_close(dweight, 67 * normalised, atol=1e-4, rtol=1e-5)
     assert dbias is not None and torch.equal(dbias, torch.full_like(dbias, 67.0))
@@ -216,10 +214,10 @@ def test_launch_limits_are_those_of_the_device(emulation: Any) -> None:
     x = random(4, 8, dtype=torch.float32)
     workspace = torch.empty(8)
     with pytest.raises(RuntimeError, match=r"bias_gelu_backward with grid \(1, 65536, 1\), block \(256, 1, 1\).*65535"):
-        emulation.bias_gelu_backward(
-            *(x.data_ptr(),) * 2, workspace.data_ptr(), *(x.data_ptr(),) * 2, workspace.data_ptr(), 65536, 4, 8,
-            False, True, 0, 0, 0,
-        )  # fmt: skip
+        given = {"dtype": 0, "kind": 1, "gated": False, "dy": x.data_ptr(), "x": x.data_ptr()}
+        given |= {"bias": workspace.data_ptr(), "up": 0, "dx": x.data_ptr(), "dbias": x.data_ptr(), "dup": 0}
+        given |= {"partials": workspace.data_ptr(), "partial_rows": 65536, "rows": 4, "columns": 8}
+        emulation.activation_backward(**given, bias_is_float32=True, device=0, stream=0)
 
 
 def test_what_no_launch_can_count_is_refused(emulation: Any) -> None:
@@ -231,9 +229,9 @@ def test_what_no_launch_can_count_is_refused(emulation: Any) -> None:
         with pytest.raises(ValueError, match=f"2147483647 blocks; this call needs {rows // 4}"):
             emulation.softmax_backward(0, 0, 0, rows, 1, 1.0, 0, 0, 0)
     with pytest.raises(ValueError, match=f"this call needs {1 << 32}"):
-        emulation.gelu_forward(0, 0, 1 << 42, False, 0, 0, 0)
+        emulation.activation_forward(0, 1, False, 0, 0, 0, 0, 1 << 42, 1, False, 0, 0)
 
 
 def test_a_wrong_number_of_arguments_is_a_type_error(emulation: Any) -> None:
-    with pytest.raises(TypeError, match="gelu_forward takes 7 arguments, got 1"):
-        emulation.gelu_forward(0)
+    with pytest.raises(TypeError, match="softmax_backward takes 9 arguments, got 1"):
+        emulation.softmax_backward(0)

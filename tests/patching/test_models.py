@@ -378,7 +378,8 @@ def test_keys_chosen_for_each_query_are_refused():
     eager = of_kind("DeepseekV32ForCausalLM", **DEEPSEEK)
     ours, batch = copy.deepcopy(eager), models.inputs("llama", None, labels=False)
     report = tk.patch(ours)
-    assert report.patched and {row.reason for row in report.left} == {"keys chosen for each query"}
+    attentions = {row.reason for row in report.left if row.name.endswith("self_attn")}
+    assert report.patched and attentions == {"keys chosen for each query"}
     torch.testing.assert_close(ours(**batch).logits, eager(**batch).logits, rtol=1e-4, atol=1e-5)
     eager.set_attn_implementation("transformer_kernels")
     with pytest.raises(ValueError, match="keys chosen for each query"):
@@ -411,7 +412,7 @@ def test_softcapped_scores_match_eager():
         for parameter in eager.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)  # large scores, which the cap changes
     ours = copy.deepcopy(eager)
-    assert not tk.patch(ours).left
+    assert {row.kind for row in tk.patch(ours).left} == {"Gemma2MLP", "Gemma2RMSNorm"}
     batch = models.inputs("llama")
     mine, theirs = (models.run("llama", model, batch) for model in (ours, eager))
     for name, value in theirs.items():
@@ -441,7 +442,7 @@ def test_segments_and_positions_of_bert():
 def test_the_report_is_a_table():
     text = str(tk.patch(models.make("bert"), backend="torch"))
     lines = text.splitlines()
-    assert lines[0].split() == ["module", "class", "answered", "by", "count"]
+    assert lines[0].split() == ["module", "class", "computed", "by", "count"]
     assert any(line.split() == ["bert.encoder.layer.*.output", "BertOutput", "add_layer_norm", "2"] for line in lines)
     assert lines[-1] == "20 modules patched, 0 left; backend 'torch'"
 
@@ -458,3 +459,120 @@ def test_the_padding_rows_of_tables_get_no_gradient(family):
         gradients.append([table.weight.grad for table in tables if table.padding_idx is not None])
     for theirs, mine in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_unpatch_returns_the_configuration_itself():
+    """The object from before, with what was changed in the meantime, but for the name of the attention."""
+    config = transformers.BertConfig(**models.ENCODER)
+    ours, other = transformers.BertModel(config), transformers.BertModel(config)
+    before = [module.config for module in ours.modules() if hasattr(module, "config")]
+    tk.patch(ours)
+    tk.patch(ours, backend="torch")
+    assert ours.config is not config and ours.config is ours.encoder.config
+    ours.config.layer_norm_eps = 0.5
+    tk.unpatch(ours)
+    after = [module.config for module in ours.modules() if hasattr(module, "config")]
+    assert len(before) > 3 and all(x is y for x, y in zip(after, before, strict=True))
+    assert ours.config is config is other.config
+    assert (config.layer_norm_eps, config._attn_implementation) == (0.5, "sdpa")
+    tk.patch(ours)
+    twin = copy.deepcopy(ours)
+    twin.config = own = transformers.BertConfig(**models.ENCODER)
+    for model in (twin, ours):
+        tk.unpatch(model)
+        assert not [name for module in model.modules() for name in vars(module) if "patch" in name]
+    assert ours.config is config and twin.config is own and twin.encoder.config is not config
+
+
+@pytest.mark.parametrize("family", ["llama", "modernbert"])
+def test_the_loss_ignores_the_index_that_the_caller_names(family):
+    if family == "llama":
+        eager, ours = pair("llama")
+    else:
+        torch.manual_seed(0)
+        config = transformers.ModernBertConfig(**models.ENCODER, **models.TOKENS)
+        eager = transformers.ModernBertForMaskedLM._from_config(config, attn_implementation="eager")
+        tk.patch(ours := copy.deepcopy(eager))
+    logits = torch.randn(2, 9, models.VOCABULARY)
+    labels = torch.randint(5, 8, (2, 9), generator=torch.Generator().manual_seed(1))
+    for options in ({"ignore_index": 5}, {"ignore_index": 6, "num_items_in_batch": 4}, {}):
+        mine, theirs = (
+            model.loss_function(logits, labels, vocab_size=models.VOCABULARY, **options) for model in (ours, eager)
+        )
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layers_with_and_without_a_window(family):
+    """Where nothing is padded the full layers have no mask; the window of the configuration is not theirs."""
+    types = ["full_attention", "sliding_attention"]
+    options = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1, "layer_types": types}
+    eager, ours = pair(family, **options)
+    batch = models.inputs(family, None)
+    torch.testing.assert_close(ours(**batch).logits, eager(**batch).logits, rtol=1e-4, atol=1e-5)
+    full = models.make(family)
+    assert (full(**batch).logits - eager(**batch).logits).abs().max() > 0.01, "the window matters"
+
+
+def test_a_decoder_with_a_cache_goes_on_counting_positions():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**models.ENCODER, **models.TOKENS, is_decoder=True)
+    eager = transformers.BertLMHeadModel._from_config(config, attn_implementation="eager").eval()
+    tk.patch(ours := copy.deepcopy(eager))
+    tokens = models.inputs("bert", None, labels=False)["input_ids"]
+    outcomes = []
+    for model in (ours, eager):
+        first = model(tokens[:, :7], use_cache=True)
+        outcomes.append(model(tokens[:, 7:], past_key_values=first.past_key_values, use_cache=True).logits)
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outcomes[0], eager(tokens).logits[:, 7:], rtol=1e-4, atol=1e-5)
+
+
+SMALL = {**models.ENCODER, "pad_token_id": 1}
+NEO = {"vocab_size": 97, "hidden_size": 32, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}
+LEFT = {
+    "DebertaModel": (SMALL, {"DisentangledSelfAttention"}),
+    "MPNetModel": (SMALL, {"MPNetSelfAttention"}),
+    "GPTNeoForCausalLM": (NEO | {"num_heads": 4, "max_position_embeddings": 64}, {"GPTNeoSelfAttention", "GPTNeoMLP"}),
+    "GPTJForCausalLM": ({**models.GPT2, "rotary_dim": 4}, {"GPTJAttention", "GPTJMLP"}),
+    "BloomForCausalLM": ({"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}, {"BloomAttention"}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_attention_that_is_left_is_in_the_report(name):
+    sizes, kinds = LEFT[name]
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**sizes))
+    report = tk.patch(model)
+    assert kinds <= {row.kind for row in report.left}
+    assert all(row.reason for row in report.left)
+    assert len({row.name for row in report.rows}) == len(report.rows)
+
+
+def test_hand_written_modules_are_in_the_report():
+    class CausalSelfAttention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c_attn, self.norm = torch.nn.Linear(8, 24), torch.nn.LayerNorm(8)
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.mlp, self.norm = CausalSelfAttention(), MLP(), torch.nn.RMSNorm(8)
+
+    class MLP(torch.nn.Sequential):
+        def __init__(self):
+            super().__init__(torch.nn.Linear(8, 8), torch.nn.SiLU(), torch.nn.Dropout())
+
+    model = torch.nn.ModuleDict({"h": torch.nn.ModuleList([Block()]), "loss": torch.nn.CrossEntropyLoss()})
+    report = tk.patch(model)
+    assert {row.name: row.kind for row in report.left} == {
+        "h.0.attn": "CausalSelfAttention",
+        "h.0.mlp": "MLP",
+        "h.0.mlp.1": "SiLU",
+        "h.0.norm": "RMSNorm",
+        "loss": "CrossEntropyLoss",
+    }
+    assert [row.name for row in report.patched] == ["h.0.attn.norm"]
+    assert not tk.patch(torch.nn.TransformerEncoderLayer(16, 2, activation=torch.nn.SiLU())).left

@@ -133,3 +133,20 @@ def test_the_largest_weight(monkeypatch: pytest.MonkeyPatch, vendor: str, level:
     x = torch.empty(rows, 8)
     assert linear_cpu.largest_weight(x) == largest
     assert linear_cpu.largest_weight(x, forward_alone=True) == (largest if largest == 1 << 19 else 1 << 26)
+
+
+@pytest.mark.parametrize("wanted", [("weight",), ("bias",), ("weight", "bias"), ("x",)])
+def test_gradients_of_a_part_of_conv1d(wanted: tuple[str, ...]) -> None:
+    """Among them the weight's, of a layer on inputs that need none: the first one on frozen embeddings."""
+    gradients = []
+    for layer in layers("Conv1D"):
+        x = torch.randn(2, ROWS, 37, generator=torch.Generator().manual_seed(1))
+        leaves = {"x": x, "weight": layer.weight, "bias": layer.bias}
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name in wanted)
+        layer(x).square().sum().backward()
+        gradients.append([leaf.grad for leaf in leaves.values()])
+    for mine, theirs in zip(*gradients, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())

@@ -144,7 +144,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_computed():
     filled = model.new_cache(2, 12)
     model(tokens, cache=filled)
     model(tokens, cache=filled)
-    assert refused(model, filled, tokens) == "cache: 10 of its 12 tokens are taken; there is no room for 5"
+    assert refused(model, filled, tokens) == "cache: 10 of its 12 tokens are used; there is no room for 5"
     assert refused(model, make().new_cache(2, 12), tokens).startswith("cache: it was made by another model")
     message = refused(model, model.new_cache(3, 12), tokens)
     assert message == "cache: tokens must have shape (3, length); got (2, 5)"
@@ -152,7 +152,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_computed():
         "cache: it holds torch.float16; the model computes in torch.float32"
     )
     right = torch.arange(5) < torch.tensor([[3], [5]])
-    assert "padding must stand on the left" in refused(model, model.new_cache(2, 12), tokens, right)
+    assert "padding must be on the left" in refused(model, model.new_cache(2, 12), tokens, right)
     assert "only be given with a cache's first tokens" in refused(model, filled, tokens[:, :2], right[:, :2])
     filled.reset()
     assert refused(model, filled, torch.zeros(2, 13, dtype=torch.int64)).startswith("cache: 0 of its 12 tokens")

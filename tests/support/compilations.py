@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from transformer_kernels.reports import row_calls
-from transformer_kernels.reports.launches import record
+from benchmarks.compilers import row_calls
+from benchmarks.compilers.launches import record
 
 
 def compilations(case: str) -> dict[str, list[int]]:
@@ -47,35 +47,34 @@ def _rows(rows: int, width: int) -> None:
 def _attention(rows: int, width: int) -> None:
     """A batch of `rows` packed projections, `width` tokens each, plain, causal and with all masks; then the same as
     packed sequences; then one more query to the keys, in either layout."""
-    from transformer_kernels.ops.attention import AttentionCall
     from transformer_kernels.ops.attention import _triton as attention
+    from transformer_kernels.ops.attention import prepare
 
     starts = torch.arange(rows + 1, dtype=torch.int32) * width
     padding = torch.ones(rows, width, dtype=torch.bool)
     bias = torch.zeros(1, HEADS, width, width, dtype=torch.bfloat16)
-    seed = torch.ones(1, dtype=torch.int64)
-    for batch, length, masks, causal, dropout_p in (
-        (rows, width, (None, None, None, None), False, 0.0),
-        (rows, width, (None, None, None, None), True, 0.0),
-        (rows, width, (padding, bias, seed, None), True, 0.1),
-        (1, rows * width, (None, None, None, starts), True, 0.0),
+    for batch, length, options in (
+        (rows, width, {}),
+        (rows, width, {"causal": True}),
+        (rows, width, {"key_padding_mask": padding, "attn_bias": bias, "causal": True, "dropout_p": 0.1}),
+        (1, rows * width, {"cu_seqlens": starts, "causal": True}),
     ):
-        call = AttentionCall(*_projected(batch, length), *masks, causal, None, dropout_p, 0.125)
+        call = prepare(*_projected(batch, length), **options)
         result = attention.forward(call)
-        wanted = (True, True, True, masks[1] is not None)
+        wanted = (True, True, True, "attn_bias" in options)
         attention.backward(call, result, (call.q, None), wanted, _projected(batch, length))
     for cached in (torch.empty(rows, HEADS, width, 64, dtype=torch.bfloat16), _projected(rows, width)[1]):
-        attention.forward(AttentionCall(cached[:, :, -1:], cached, cached, *[None] * 4, True, None, 0.0, 0.125))
+        attention.forward(prepare(cached[:, :, -1:], cached, cached, causal=True))
 
 
 def _short_attention(rows: int, width: int) -> None:
     """The same of 72 to 119 tokens, which share one tile."""
-    from transformer_kernels.ops.attention import AttentionCall
     from transformer_kernels.ops.attention import _triton as attention
+    from transformer_kernels.ops.attention import prepare
 
     length = 72 + width % 48
     for mask in (None, torch.ones(rows, length, dtype=torch.bool)):
-        call = AttentionCall(*_projected(rows, length), mask, None, None, None, False, None, 0.0, 0.125)
+        call = prepare(*_projected(rows, length), key_padding_mask=mask)
         result = attention.forward(call)
         attention.backward(call, result, (call.q, None), (True, True, True, False))
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from transformer_kernels.reports.launches import _standing_in
+from benchmarks.compilers.launches import _standing_in
 
 CALLS = 20
 """In a batch; the CPU clock is read around it."""
@@ -61,8 +61,8 @@ def _measured(seconds: float = 3.0) -> dict[str, float]:
     import triton
     from triton.runtime.jit import JITFunction
 
-    from transformer_kernels.ops.attention import AttentionCall
     from transformer_kernels.ops.attention import _triton as attention
+    from transformer_kernels.ops.attention import prepare
 
     def launched(kernel: Any, grid: Any) -> Callable[..., type[_Compiled]]:
         return lambda *arguments, **options: _Compiled
@@ -71,7 +71,7 @@ def _measured(seconds: float = 3.0) -> dict[str, float]:
     with _standing_in(triton, (9, 0)), mock.patch.object(JITFunction, "__getitem__", launched):
         for path, length in LENGTHS.items():
             q, k, v = torch.empty(1, length, 3, 2, 64, dtype=torch.bfloat16).transpose(1, 3).unbind(2)
-            call = AttentionCall(q, k, v, None, None, None, None, True, None, 0.0, 0.125)
+            call = prepare(q, k, v, causal=True, scale=0.125)
             result = attention.forward(call)
             given = call, result, (torch.empty_like(result.out), None), (True, True, True, False)
             found[f"{path} forward"] = round(least(lambda call=call: attention.forward(call), seconds), 1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 import transformer_kernels as tk
 from python_ref import ops as reference
 from tests.support.arguments import normal
-from transformer_kernels import _dispatch
+from transformer_kernels.backends import dispatch
 
 Tensors = dict[str, Any]
 CPU = torch.device("cpu")
@@ -144,9 +142,13 @@ EXAMPLES: dict[str, Example] = {
 }
 
 
+ROW_OPERATIONS = [op for op in EXAMPLES if "attention" not in op and op not in ("linear_cross_entropy",)]
+"""Those with kernels over rows of their own."""
+
+
 def row_operations(backend: str) -> list[str]:
     """The operations on rows that the backend has kernels for: all that have an example but those of attention."""
-    return [op for op in EXAMPLES if "attention" not in op and find_spec(f"transformer_kernels.ops.{op}._{backend}")]
+    return [op for op in ROW_OPERATIONS if dispatch.family(dispatch.OPERATIONS[op].folder, backend) is not None]
 
 
 def function(op: str, backend: str | None = None) -> Callable[..., Any]:
@@ -157,10 +159,10 @@ def function(op: str, backend: str | None = None) -> Callable[..., Any]:
 
 def prepared(op: str, *arguments: Any, **options: Any) -> Any:
     """The checked call of an operation, from what its public function takes."""
-    return import_module(f"transformer_kernels.ops.{op}").prepare(*arguments, **options)
+    return dispatch.OPERATIONS[op].prepare(*arguments, **options)
 
 
 def backward(module: Any, call: Any, result: Any, *grads: Tensor | None, wanted: tuple[bool, ...] | None = None) -> Any:
     """A backend's backward for a call and the result of its forward, all gradients wanted unless told otherwise."""
-    operation = next(each for each in _dispatch.OPERATIONS.values() if each.call is type(call))
+    operation = next(each for each in dispatch.OPERATIONS.values() if each.call is type(call))
     return module.backward(call, result, grads, wanted or (True,) * len(operation.differentiable))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
@@ -129,10 +130,13 @@ def _linear(draw: Draw) -> Call:
 
 def _cross_entropy(draw: Draw) -> Call:
     classes, leading = draw.one_of(*WIDTHS), draw.leading()
+    probabilities = draw.random.random() < 0.2
+    if len(leading) > 1 and (probabilities or leading[1:] == (*leading[2:], classes)):
+        leading = (math.prod(leading),)  # else the axis of the classes would be ambiguous
     tensors = {"logits": draw.tensor(*leading, classes)}
-    if draw.random.random() < 0.2:
-        probabilities = torch.rand((*leading, classes), generator=draw.values)
-        tensors["targets"] = (probabilities / probabilities.sum(-1, keepdim=True)).to(draw.dtype)
+    if probabilities:
+        shares = torch.rand((*leading, classes), generator=draw.values)
+        tensors["targets"] = (shares / shares.sum(-1, keepdim=True)).to(draw.dtype)
     else:
         tensors["targets"] = draw.targets(classes, *leading)
     if draw.random.random() < 0.3:

@@ -104,13 +104,17 @@ def run(family: str, model: torch.nn.Module, batch: dict[str, Tensor]) -> dict[s
 def assert_within_budget(ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
     """Forward within twice, gradients within three times the largest error of eager, plus the rounding of an element.
 
-    `exact` is what the model gives in float64, on the same weights.
+    `exact` is what the model gives in float64, on the same weights. A gradient that is 0 there, as that of a bias of
+    keys, is the sum of terms that cancel: it has the rounding of the largest gradient.
     """
     assert ours.keys() == eager.keys() == exact.keys()
+    largest = max(value.abs().max() for name, value in exact.items() if name.startswith("d"))
     for name, expected in exact.items():
         factor = 3.0 if name.startswith("d") else 2.0
         unit = 2.0**-8 if eager["logits"].dtype is torch.bfloat16 else 2.0**-21
-        allowed = factor * (eager[name] - expected).abs().max() + unit * expected.abs().max() + 1e-9
+        size = expected.abs().max()
+        size = largest if name.startswith("d") and size < 1e-12 * largest else size
+        allowed = factor * (eager[name] - expected).abs().max() + unit * size + 1e-9
         error = (ours[name] - expected).abs().max()
         assert error <= allowed, f"{name}: {error:.3g} > {allowed:.3g}"
 

@@ -93,7 +93,7 @@ def holds_a_run(session):
     assert session.train("run")[0] == 0
     before = snapshot(session.folder / "run")
     refusal = session.train("run", "--seed", 1)
-    session.refused(refusal, session.folder / "run", "holds a run already", "--resume", "--overwrite", "--out")
+    session.refused(refusal, session.folder / "run", "contains a run already", "--resume", "--overwrite", "--out")
     assert snapshot(session.folder / "run") == before
 
 
@@ -118,7 +118,7 @@ def holds_a_run_and_is_overwritten(session):
 def resumed_into_another_run(session):
     assert session.train("one")[0] == session.train("two")[0] == 0
     before = snapshot(session.folder / "two")
-    session.refused(session.train("two", "--resume", session.folder / "one", steps=6), "two: holds a run already")
+    session.refused(session.train("two", "--resume", session.folder / "one", steps=6), "two: contains a run already")
     assert snapshot(session.folder / "two") == before
 
 
@@ -127,7 +127,7 @@ def holds_a_run_put_aside(session):
     assert session.train("run")[0] == 0
     shutil.rmtree(session.folder / "run" / "best")
     os.rename(session.folder / "run" / "last", session.folder / "run" / ".last.previous")
-    session.refused(session.train("run"), "holds a run already")
+    session.refused(session.train("run"), "contains a run already")
     assert session.step("run/last") == 4
 
 
@@ -176,7 +176,7 @@ def python_interface(session):
     usual = {"corpus": str(session.text), "context": 8, "batch_size": 4, "steps": 2, "progress": False}
     config = CharGPT.Config(out=str(session.folder / "run"), model={"layers": 1, "width": 16, "heads": 2}, **usual)
     Trainer(CharGPT(config)).fit()
-    with pytest.raises(RunFolderError, match="holds a run already"):
+    with pytest.raises(RunFolderError, match="contains a run already"):
         Trainer(CharGPT(config)).fit()
     assert Trainer(CharGPT(config)).fit(overwrite=True).step == 2
 

@@ -276,7 +276,9 @@ def test_a_step_that_cannot_be_captured_is_told_once_and_run():
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=13, width=24, layers=1, heads=2, context=24))
     options = {"sampling": Sampling(seed=1), "context": 24, "device": CPU}
-    with pytest.warns(UserWarning, match="no graph, .*: operation not permitted when stream is capturing$") as told:
+    with pytest.warns(
+        UserWarning, match="steps are not captured, .*: operation not permitted when stream is capturing$"
+    ) as told:
         steps = list(generate_many(model, [[1, 2]], 9, **options, graphs=RefusingGraphs()))
     alone = generate(model, [1, 2], 9, **options)
     assert len(told) == 1 and [step[0].token for step in steps] == [choice.token for choice in alone]

@@ -1,7 +1,4 @@
-"""Captured steps: with a capture that keeps the work and a replay that does it, recorded ones, and those of a GPU.
-
-And batches made ahead.
-"""
+"""Captured steps: with a stand-in for CUDA graphs, CPU recordings, and CUDA graphs; and batches prepared ahead."""
 
 import dataclasses
 import os
@@ -38,7 +35,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class RecordedGraphs:
-    """Graphs on the CPU: a capture computes nothing, a replay writes its result where the last one stood."""
+    """A stand-in for CUDA graphs: a capture computes nothing, a replay runs the work into the same result."""
 
     def __init__(self):
         self.runs = self.captures = self.replays = 0
@@ -48,6 +45,9 @@ class RecordedGraphs:
 
     def on_host(self, function):
         return function
+
+    def has_read(self, tensor):
+        return False
 
     def run(self, work):
         self.runs += 1
@@ -119,13 +119,13 @@ def plainly(config):
 
 
 def captured(trainer):
-    return trainer.runner._run._captured
+    return [graph for graphs in trainer._run._captured.values() for graph in graphs]
 
 
 def addresses(trainer):
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     rates = [group["lr"] for group in trainer.optimizer.param_groups]
-    buffers = [buffer for graph in captured(trainer).values() for buffer in graph.buffers]
+    buffers = [buffer for graph in captured(trainer) for buffer in graph.buffers]
     return [tensor.data_ptr() for tensor in (*trainer.model.parameters(), *states, *rates, *buffers)]
 
 
@@ -180,7 +180,7 @@ def test_shapes_have_graphs_of_their_own_and_rare_ones_have_none(char_config, ki
 def test_there_are_never_more_graphs_than_the_limit(char_config, kind):
     graphs = kind()
     trainer = Trainer(UnevenCharGPT(char_config(steps=STEPS)), graphs=graphs)
-    trainer.runner._run._limit = 1
+    trainer._run._limit = 1
     outcomes(trainer)
     assert graphs.captures == len(captured(trainer)) == 1
 
@@ -191,7 +191,7 @@ def test_everything_a_graph_reads_keeps_its_address(char_config, kind):
     before = addresses(trainer)
     outcomes(trainer, 5)
     assert addresses(trainer) == before
-    (graph,) = captured(trainer).values()
+    (graph,) = captured(trainer)
     made = [(*batch.inputs, batch.targets) for batch in trainer.recipe.made]
     assert all(torch.equal(*pair) for pair in zip(graph.buffers, made[-1], strict=True))
     theirs = {tensor.untyped_storage().data_ptr() for batch in made for tensor in batch}
@@ -248,12 +248,11 @@ def test_restoring_forgets_graphs_of_tensors_that_are_gone(char_config, kind):
     rates = [id(group["lr"]) for group in trainer.optimizer.param_groups]
     trainer.restore(Path(config.out, "last"))
     assert [id(group["lr"]) for group in trainer.optimizer.param_groups] == rates
-    assert not captured(trainer)
     assert torch.equal(outcomes(trainer, 4), expected)
     assert graphs.captures == 2
 
 
-def test_a_step_that_cannot_be_captured_is_run_and_the_reason_told(char_config):
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_reason_is_reported(char_config):
     config = char_config(steps=STEPS)
     torch.manual_seed(1)
     plain = Trainer(CharGPT(plainly(config)))
@@ -264,8 +263,8 @@ def test_a_step_that_cannot_be_captured_is_run_and_the_reason_told(char_config):
         torch.manual_seed(1)
         results.append(outcomes(each))
     assert torch.equal(*results) and graphs.captures == 1
-    told = "off: the step cannot be captured: operation not permitted when stream is capturing"
-    assert trainer.runner.graph_state == told
+    message = "off: the step cannot be captured: operation not permitted when stream is capturing"
+    assert trainer.graph_state == message
 
 
 def test_a_step_that_must_be_captured_and_cannot_is_an_error(char_config):
@@ -311,7 +310,7 @@ def test_a_whole_run_reports_losses_of_replays(char_config, kind):
 
 
 @pytest.mark.parametrize(
-    "changes, device, processes, told",
+    "changes, device, processes, message",
     [
         ({}, "cuda", Processes(), None),
         ({"dtype": "bfloat16", "compile": True, "deterministic": True}, "cuda", Processes(), None),
@@ -326,13 +325,13 @@ def test_a_whole_run_reports_losses_of_replays(char_config, kind):
         ({"compile": True}, "cuda", Processes(count=2), "several processes with --compile"),
     ],
 )
-def test_what_forbids_a_graph_is_known(char_config, monkeypatch, changes, device, processes, told):
+def test_what_forbids_a_graph_is_known(char_config, monkeypatch, changes, device, processes, message):
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     reason = reason_against(char_config(**changes), torch.device(device), processes)
-    assert reason is None if told is None else told in reason
+    assert reason is None if message is None else message in reason
 
 
-def test_several_processes_are_captured_when_nccl_is_told(char_config, monkeypatch):
+def test_several_processes_are_captured_when_nccl_is_configured(char_config, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     assert reason_against(char_config(), CUDA, Processes(count=2)) is None
     assert warm_up_steps(Processes(count=2)) == 11 > warm_up_steps(Processes())
@@ -344,7 +343,7 @@ def test_a_graph_that_is_asked_for_in_vain_is_an_error(char_config):
         choose_graphs(config, CPU, Processes())
     graphs, state = choose_graphs(dataclasses.replace(config, cuda_graph="auto"), CPU, Processes())
     assert graphs is None and state.startswith("off: on a CPU only steps of the backend cpu")
-    assert choose_graphs(char_config(cuda_graph="off"), CUDA, Processes()) == (None, "off: as told")
+    assert choose_graphs(char_config(cuda_graph="off"), CUDA, Processes()) == (None, "off: requested")
 
 
 @pytest.mark.gpu
@@ -378,10 +377,10 @@ def test_each_replay_draws_its_own_dropout_on_a_gpu(char_config):
 def test_a_run_goes_on_after_a_capture_that_failed_on_a_gpu(char_config):
     """Reading a value on the host is what a graph cannot hold."""
     trainer = Trainer(CharGPT(char_config(steps=STEPS, device="cuda")))
-    step = trainer.runner._run._function
+    step = trainer._run._function
     step.check = lambda what, value: value.item()
     assert outcomes(trainer).isfinite().all()
-    assert "cannot be captured" in trainer.runner.graph_state
+    assert "cannot be captured" in trainer.graph_state
 
 
 class Source:
@@ -422,7 +421,7 @@ def test_a_run_with_batches_made_ahead_is_the_same(char_config):
     losses = []
     for ahead in (False, True):
         trainer = Trainer(CharGPT(char_config()))
-        trainer.runner._batches = Prefetcher(trainer.runner._batches._load, CPU, ahead=ahead)
+        trainer._batches = Prefetcher(trainer._batches._load, CPU, ahead=ahead)
         torch.manual_seed(1)
         losses.append([trainer.step().item() for _ in range(6)])
     assert losses[0] == losses[1]

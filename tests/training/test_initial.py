@@ -34,7 +34,7 @@ def test_a_classifier_starts_from_a_pretrained_encoder(pretrained, imdb_config, 
     trainer = Trainer(recipe)
     trainer.fit()
     told = capsys.readouterr().out
-    assert "classifier.weight, classifier.bias start from random weights; not used: masked_lm.bias" in told
+    assert "newly initialised: classifier.weight, classifier.bias; not used: masked_lm.bias" in told
     theirs = transformers.BertModel.from_pretrained(pretrained, add_pooling_layer=False).eval()
     ids = recipe.batch(torch.tensor([0, 1]), torch.device("cpu")).inputs[0]
     assert ids[0, 0] == WORDS.index("[CLS]")
@@ -65,7 +65,7 @@ def test_what_is_no_encoder_is_refused(pretrained, imdb_config, tmp_path):
     transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=16, n_layer=1, n_head=2)
     ).save_pretrained(writer)
-    with pytest.raises(ValueError, match="not an encoder of text such as BERT"):
+    with pytest.raises(ValueError, match="must be a text encoder such as BERT"):
         read_encoder(writer)
     (pretrained / "vocab.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json, vocab\.txt"):

@@ -70,7 +70,11 @@ def test_a_signal_makes_one_checkpoint_and_sets_the_status(start, tmp_path, sign
     _, told = process.communicate(timeout=60)
     assert process.returncode == status
     step = load_checkpoint(tmp_path / "run" / "last").trainer["step"]
-    assert f"stopped by {signum.name} after step {step}" in told
+    run = tmp_path / "run"
+    assert told == (
+        f"transformer-kernels: stopped by {signum.name} after step {step}; checkpoint: {run / 'last'}; resume with: "
+        f"transformer-kernels train char-gpt --resume {run}\n"
+    )
     assert "Traceback" not in told
     assert sorted(os.listdir(tmp_path / "run")) == [".lock", "last", "log.jsonl"]
 
@@ -81,7 +85,8 @@ def test_an_interrupt_of_several_processes_makes_one_checkpoint_and_sets_the_sta
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
     step = load_checkpoint(tmp_path / "run" / "last").trainer["step"]
-    assert told.count(f"error: stopped by SIGINT after step {step}") == 1
+    assert told.count(f"transformer-kernels: stopped by SIGINT after step {step}; checkpoint: ") == 1
+    assert told.count(f"train char-gpt --resume {tmp_path / 'run'} --processes 2\n") == 1
     assert "Traceback" not in told
 
 

@@ -135,9 +135,9 @@ def test_resuming_is_exact(imdb_config, tmp_path):
 def test_where_it_is_impossible_is_told(imdb_config):
     config = sparse_config(imdb_config)
     model = Imdb(config).build_model()
-    with pytest.raises(ValueError, match="works in one process only: processes do not exchange"):
+    with pytest.raises(ValueError, match="requires a single process: the rows of a batch are not exchanged"):
         make_optimizer(model, config, torch.device("cpu"), Processes(count=2))
-    with pytest.raises(ValueError, match="needs the fused AdamW of a CPU or a CUDA device, not of meta"):
+    with pytest.raises(ValueError, match="requires the fused AdamW of a CPU or CUDA device; got meta"):
         make_optimizer(model.to("meta"), config, torch.device("meta"), Processes())
 
 

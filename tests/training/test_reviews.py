@@ -58,10 +58,10 @@ def test_the_folder_of_the_data_set_is_read(tmp_path):
         ("a.jsonl", b'{"text": "x", "label": 1}\n{"text"', "line 2: not JSON"),
         ("a.jsonl", b"[1]", "line 1: expected an object; got a list"),
         ("a.csv", b"a,b\n1,2\n", r"expected columns text and label .*; got \['a', 'b'\]"),
-        ("a.csv", b"", "no reviews in it; at least one is needed"),
-        ("a.txt", b"x", r"a data file ends in \.csv, \.jsonl, \.parquet"),
-        ("a.jsonl.xz", lzma.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "damaged or incomplete .xz file"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "damaged or incomplete .gz file"),
+        ("a.csv", b"", "contains no reviews; at least one is needed"),
+        ("a.txt", b"x", r"a data file must end in \.csv, \.jsonl, \.parquet"),
+        ("a.jsonl.xz", lzma.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "corrupt or incomplete .xz file"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x", "label": 1}' * 99)[:-9], "corrupt or incomplete .gz file"),
     ],
     ids=["label", "json", "object", "columns", "empty", "ending", "xz", "gz"],
 )
@@ -79,7 +79,7 @@ def test_missing_data_tells_where_it_is_from(tmp_path):
 
 
 def test_a_file_needs_a_test_file_beside_it(imdb_config):
-    with pytest.raises(ValueError, match="test_data is needed where data is a file"):
+    with pytest.raises(ValueError, match="--test-data is required if --data is a file"):
         load_part(imdb_config(test_data=""), "test")
 
 

@@ -74,7 +74,7 @@ def test_less_than_a_batch_is_one_batch(make):
 
 
 def test_too_few_items_are_told(make):
-    with pytest.raises(ValueError, match="1 training items are too few for 2 processes"):
+    with pytest.raises(ValueError, match="1 training items are not enough for 2 processes"):
         make(1, 16, seed=0, world_size=2)
 
 

@@ -34,7 +34,7 @@ def test_characters_come_back():
     tokenizer = CharacterTokenizer("hello")
     assert tokenizer.vocabulary_size == 4
     assert tokenizer.decode(tokenizer.encode("hole")) == "hole"
-    with pytest.raises(ValueError, match=r"never seen: \['x', 'z'\]; it knows 'ehlo'"):
+    with pytest.raises(ValueError, match=r"outside the model's vocabulary: \['x', 'z'\]; known: 'ehlo'"):
         tokenizer.encode("hezx")
 
 
@@ -81,13 +81,13 @@ def test_a_wrong_vocabulary_file_tells_both_hashes(tmp_path):
 
 
 def test_a_missing_vocabulary_file_tells_where_it_is_from(tmp_path):
-    with pytest.raises(DataFileError, match="no vocab.bpe in .*: fetch it from " + VOCAB_BPE_URL):
+    with pytest.raises(DataFileError, match="no vocab.bpe in .*: download it from " + VOCAB_BPE_URL):
         Gpt2Tokenizer(str(tmp_path))
 
 
 def test_offline_without_files_tells_the_remedy(monkeypatch):
     monkeypatch.setattr("transformer_kernels.training.tokenizers.VOCAB_BPE_URL", "http://127.0.0.1:9/vocab.bpe")
-    with pytest.raises(DataFileError, match="--vocab-dir, or choose --tokenizer bytes"):
+    with pytest.raises(DataFileError, match="--vocab-dir, or use --tokenizer bytes"):
         Gpt2Tokenizer()
 
 

@@ -73,9 +73,9 @@ def test_tokens_have_the_names_that_stand_in_the_text(kind, tmp_path):
 def test_what_cannot_be_looked_at(gpt):
     with pytest.raises(ValueError, match="the text must have at least one token; got ''"):
         attention_maps(gpt, "")
-    with pytest.raises(ValueError, match="at most 128 tokens can be told apart; the text has 200"):
+    with pytest.raises(ValueError, match="the text must have at most 128 tokens; got 200; shorten it"):
         attention_maps(gpt, "a" * 200)
-    with pytest.raises(ValueError, match="a Linear does not read one text"):
+    with pytest.raises(ValueError, match="a Linear does not take one input text"):
         attention_maps(loaded(torch.nn.Linear(2, 2), gpt.tokenizer), "a")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 
 import matplotlib.image
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from transformer_kernels import cli
+from transformer_kernels.training.trainer import Trainer
 
 torch.set_num_threads(1)
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "happy", "dog", "##s", "sad", "."]
@@ -108,6 +111,49 @@ def test_a_sweep_records_its_points_and_the_law_through_them(sweep):
     assert is_picture(sweep / "sweep.png")
 
 
+def test_an_interrupted_sweep_is_resumed(sweep, tmp_path, capsys, monkeypatch):
+    record = json.loads((sweep / "sweep.json").read_text())
+    folder = tmp_path / "resumed"
+    trained = []
+
+    class Stopping(Trainer):
+        def step(self):
+            if len(trained) == 1 and self.step_number == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().step()
+
+        def fit(self, **options):
+            result = super().fit(**options)
+            trained.append(self.folder.name)
+            return result
+
+    monkeypatch.setattr("transformer_kernels.visualization.sweep.Trainer", Stopping)
+    corpus = ["--corpus", sweep.parent / "text.txt", "--context", 8, "--batch-size", 4, "--lr", 1e-2]
+    arguments = ["--sizes", "16x1", "32x1", "32x2", "--tokens", 64, *corpus, "--out", folder, "--backend", "torch"]
+    assert cli.main([str(argument) for argument in ("sweep", *arguments)]) == 130
+    printed = capsys.readouterr()
+    assert f"; resume with: transformer-kernels sweep --resume {folder}\n" in printed.err
+    assert "[2/3] 32x1, 64 tokens" in printed.err
+    written = json.loads((folder / "sweep.json").read_text())
+    assert written["points"] == record["points"][:1] and written["power_law"] is None
+    monkeypatch.setattr("transformer_kernels.visualization.sweep.Trainer", Trainer)
+    (folder / "32x1-64" / "best").mkdir(exist_ok=True)
+    told = run(capsys, "sweep", "--resume", folder)
+    assert len(told.splitlines()) == 5 and trained == ["16x1-64"]
+    assert json.loads((folder / "sweep.json").read_text())["points"] == record["points"]
+    assert is_picture(folder / "sweep.png")
+
+
+def test_a_sweep_is_drawn_again(sweep, tmp_path, capsys):
+    law = run(capsys, "plot", "sweep", sweep, "--out", tmp_path / "again.png").splitlines()
+    assert law[0].startswith("loss = ") and law[1] == f"3 points: {tmp_path / 'again.png'}"
+    assert is_picture(tmp_path / "again.png")
+    assert "sweep.json: no such file" in refused(capsys, "plot", "sweep", tmp_path)
+    (tmp_path / "sweep.json").write_text("{}")
+    assert "sweep.json: not the record of a sweep" in refused(capsys, "plot", "sweep", tmp_path)
+    assert "sweep.json: not the record of a sweep" in refused(capsys, "sweep", "--resume", tmp_path)
+
+
 def test_curves_of_runs(sweep, tmp_path, capsys):
     out = tmp_path / "curves.png"
     assert run(capsys, "plot", "run", sweep / "16x1-64", sweep / "32x1-64", "--out", out) == f"2 runs: {out}\n"
@@ -116,16 +162,22 @@ def test_curves_of_runs(sweep, tmp_path, capsys):
 
 def test_what_cannot_be_drawn(encoder, sweep, tmp_path, capsys):
     for arguments, message in (
-        (["attend", "--model", "nowhere", "a"], "nowhere: no such folder or file"),
-        (["attend", "--checkpoint", sweep / "16x1-64", "#"], "characters that the model has never seen: ['#']"),
-        (["attend", "--model", encoder, "a " * 9], "a sequence of 11 tokens is longer than the model's 8 positions"),
+        (["attend", "--model", "nowhere", "a"], "nowhere: no such folder or file; models are read from local folders"),
+        (["attend", "--checkpoint", sweep / "16x1-64", "#"], "characters outside the model's vocabulary: ['#']"),
+        (
+            ["attend", "--model", encoder, "a " * 9],
+            "a sequence of 11 tokens is longer than the model's 8 positions; shorten it, or use a model",
+        ),
         (["attend", "--model", encoder, "a", "--out", tmp_path / "a.bmq"], "Format 'bmq' is not supported"),
         (["plot", "words", "--model", encoder, "--word", "cat", "a dog", "dogs"], "the word 'cat' is not in 'a dog'"),
         (["plot", "words", "--model", encoder, "--word", "dog", "a dog"], "at least two sentences are compared"),
-        (["plot", "run", tmp_path], "log.jsonl: no such file; the folder of a run has one"),
+        (["plot", "run", tmp_path], "log.jsonl: no such file; pass the folder of a run, such as runs/char-gpt"),
         (["plot", "positions", "--kind", "rotary", "--width", 5], "width must be even and positive; got 5"),
-        (["sweep", "--sizes", "16x1", "--tokens", 4096], "takes at least 3"),
-        (["sweep", "--sizes", "16x1", "32x1", "64x1", "--tokens", 4096, "--out", sweep], "out: holds a sweep already"),
+        (["sweep", "--sizes", "16x1", "--tokens", 4096], "requires at least 3"),
+        (
+            ["sweep", "--sizes", "16x1", "32x1", "64x1", "--tokens", 4096, "--out", sweep],
+            "out: contains a sweep already; continue it with sweep",
+        ),
     ):
         assert message in refused(capsys, *arguments)
 
@@ -133,3 +185,9 @@ def test_what_cannot_be_drawn(encoder, sweep, tmp_path, capsys):
 def test_without_matplotlib(encoder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "matplotlib is needed for this: pip install matplotlib" in refused(capsys, "plot", "positions")
+
+
+def test_a_sweep_without_matplotlib_ends_before_it_trains(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "matplotlib is needed for this" in refused(capsys, "sweep", "--out", tmp_path / "sweep")
+    assert not (tmp_path / "sweep").exists()

@@ -61,12 +61,14 @@ def test_a_resumed_run_goes_through_its_steps_once(tmp_path):
 
 
 def test_logs_that_cannot_be_drawn(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere/log.jsonl: no such file; the folder of a run has one"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere/log.jsonl: no such file; pass the folder of a run, such as runs/char-gpt"
+    ):
         read_log(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="no step of training is logged yet"):
         read_log(write_log(tmp_path / "fresh", LINES[0]))
     broken = write_log(tmp_path / "broken", LINES[0], {"step": 1})
-    with pytest.raises(ValueError, match=r"log.jsonl, line 2: not a line of a run's log"):
+    with pytest.raises(ValueError, match=r"log.jsonl, line 2: not a log entry of a run"):
         read_log(broken)
 
 

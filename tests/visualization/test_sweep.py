@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from transformer_kernels.visualization.sweep import Point, fit_power_law, read_size, train_points
+from transformer_kernels.visualization.sweep import Point, Sweep, fit_power_law, read_size, train_points
 
 SIZES, BUDGETS = (10_000, 30_000, 100_000, 400_000), (50_000, 200_000, 1_000_000)
 
@@ -39,14 +39,14 @@ def test_what_was_not_varied_has_no_exponent():
 
 def test_sweeps_that_tell_nothing(tmp_path):
     for sizes, tokens, message in (
-        (["16x1", "32x1"], [4096], "2 sizes and 1 budgets of tokens make 2 points; .* takes at least 3"),
+        (["16x1", "32x1"], [4096], "2 sizes and 1 budgets of tokens make 2 points; .* requires at least 3"),
         (["16x1", "16x1"], [4096, 8192], "1 sizes and 2 budgets of tokens make 2 points"),
         (["16x1", "32x1", "64x1"], [100], "a step takes 4096 tokens, more than a budget of 100"),
         (["16"], [4096], "a size is WIDTHxLAYERS, such as 64x2; got '16'"),
     ):
         with pytest.raises(ValueError, match=message):
-            next(train_points(sizes, tokens, tmp_path))
-    with pytest.raises(ValueError, match="takes at least 4"):
+            next(train_points(Sweep(sizes, tokens, {}, []), tmp_path))
+    with pytest.raises(ValueError, match="requires at least 4"):
         fit_power_law(points(0.1, 0.1)[:3] and [points(0.1, 0.1)[index] for index in (0, 1, 3)])
     assert not list(tmp_path.iterdir())
 

@@ -63,7 +63,7 @@ def test_the_picture_names_each_token(loaded, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def real():
     pytest.importorskip("tokenizers")
-    from transformer_kernels.pretrained import commands
+    from transformer_kernels.training import pretrained_commands as commands
 
     return commands.load(str(minilm()), "auto", "cpu")
 

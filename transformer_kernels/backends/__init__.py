@@ -1,8 +1,44 @@
 """What all operations of a backend share: how it is found, loaded or built, and why it cannot be."""
 
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
 from torch import Tensor
 
 
+class Machine(Protocol):
+    """What differs between the two compiled modules: `backends.cpu` and `backends.cuda`."""
+
+    DTYPE_CODES: dict[torch.dtype, int]
+
+    def load(self) -> Any:
+        """The compiled module."""
+
+    def parameter(self, parameter: Any) -> Any:
+        """A parameter (N,) or None in a dtype that row kernels read; it must outlive the launch."""
+
+    def stream_of(self, tensor: Tensor) -> tuple[int, int]:
+        """The device index and stream handle on which a kernel over this tensor runs."""
+
+    def sum_like(self, parameter: Tensor, wanted: bool) -> Tensor | None:
+        """Memory for a parameter's gradient, a sum over rows; None where it is not computed."""
+
+    def partials(self, x: Tensor, rows: int, columns: int, sums: int) -> tuple[Tensor | None, int]:
+        """Memory for the partial sums of `sums` such gradients by a kernel over rows, and how many rows it has."""
+
+    def partials_of_columns(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor | None, int]:
+        """The same of one gradient by a kernel over tiles of columns."""
+
+
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor's first element lies, for compiled kernels; 0 for an absent one."""
+    """The address of a tensor's first element, for compiled kernels; 0 for an absent one."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def in_dtype_of(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """A gradient in the dtype of its parameter; None without one of them."""
+    if gradient is None or parameter is None or gradient.dtype is parameter.dtype:
+        return None if parameter is None else gradient
+    return gradient.to(parameter.dtype)

@@ -1,7 +1,8 @@
 """The compiled CPU kernels (csrc/cpu): loaded once, and if they cannot be, the reason is remembered.
 
-Each kernel was compiled for several instruction sets; the widest that the processor has is used unless
-TRANSFORMER_KERNELS_CPU_ISA names another: plain, avx2, avx512, avx512_bf16 or amx.
+Each kernel was compiled for a portable instruction set and for others (TRANSFORMER_KERNELS_CPU_LEVELS at installation);
+the widest that the processor has is used unless TRANSFORMER_KERNELS_CPU_ISA names another: plain, avx2, avx512,
+avx512_bf16 or amx.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from transformer_kernels._errors import BackendUnavailable
 from transformer_kernels.backends import build as _build
+from transformer_kernels.backends.errors import BackendUnavailable
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # by_dtype in csrc/cpu/kernel.h
 ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_CPU_ISA"
+
+PACKAGE = Path(__file__).resolve().parents[1]
 
 _lock = threading.Lock()
 _module: Any = None
@@ -30,9 +34,11 @@ def load() -> Any:
     """The compiled module; raises BackendUnavailable, with the cause chained, each time it is not there.
 
     Raises:
-        ValueError: TRANSFORMER_KERNELS_CPU_ISA names an instruction set that this processor lacks.
+        ValueError: TRANSFORMER_KERNELS_CPU_ISA names an instruction set that was not built or this processor lacks.
     """
     global _module, _failure
+    if _recorder.module is not None:
+        return _recorder.module
     if _module is not None:
         return _module
     with _lock:
@@ -47,7 +53,7 @@ def load() -> Any:
 
 
 class Held(int):
-    """An address that keeps alive what stands there."""
+    """An address that keeps the owner of its memory alive."""
 
     owner: Any
 
@@ -57,31 +63,38 @@ class Held(int):
         return held
 
 
+class _Recorder(threading.local):
+    """The kernel calls that a thread makes while it records them; None in every other thread."""
+
+    module: Any = None
+
+
+_recorder = _Recorder()
+
+
 @contextmanager
 def recorded(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
-    """While entered, the kernels that this thread calls are added to `calls`, with their arguments."""
-    global _module
-    before = _module = load()
-    _module = _Recorder(before, calls)
+    """While entered, the kernels that this thread calls are appended to `calls`, with their arguments."""
+    before, _recorder.module = _recorder.module, _Recorded(load(), calls)
     try:
         yield
     finally:
-        _module = before
+        _recorder.module = before
 
 
-class _Recorder:
-    """The compiled module, whose calls by one thread are noted."""
+class _Recorded:
+    """The compiled module with its calls recorded."""
 
     def __init__(self, module: Any, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
-        self._module, self._calls, self._thread = module, calls, threading.get_ident()
+        self._module, self._calls = module, calls
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(self._module, name)
 
-        def call(*arguments: Any) -> Any:
-            if arguments and threading.get_ident() == self._thread:  # without arguments it only tells
-                self._calls.append((kernel, arguments))
-            return kernel(*arguments)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if arguments or named:  # without arguments it only reports something
+                self._calls.append((kernel, (*arguments, *named.values())))
+            return kernel(*arguments, **named)  # which refuses names in another order than its own
 
         return call if callable(kernel) else kernel
 
@@ -102,16 +115,43 @@ def cause() -> BaseException | None:
     return None if _failure is None else _failure.__cause__
 
 
-def widened(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """A parameter in float32, as the kernels read it; keep the result until the kernel returned."""
     return parameter if parameter is None or parameter.dtype is torch.float32 else parameter.float()
 
 
-def narrowed(gradient: torch.Tensor | None, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """A float32 gradient in the dtype of its parameter; None without one of them."""
-    if gradient is None or parameter is None:
-        return None
-    return gradient if parameter.dtype is torch.float32 else gradient.to(parameter.dtype)
+def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """No device and no stream: kernels have finished when they return."""
+    return 0, 0
+
+
+def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+    """Memory for a parameter's gradient, in float32; None where it is not wanted."""
+    return torch.empty_like(parameter, dtype=torch.float32) if wanted else None
+
+
+def partials(x: torch.Tensor, rows: int, columns: int, sums: int) -> tuple[None, int]:
+    """None: threads keep their partial sums themselves."""
+    return None, 0
+
+
+def partials_of_columns(x: torch.Tensor, rows: int, columns: int) -> tuple[None, int]:
+    """None, too."""
+    return None, 0
+
+
+def describe() -> str:
+    """The instruction set in use, and what better one this processor has."""
+    module = load()
+    used, best = module.instruction_set(), module.processor
+    if used == best:
+        return f"kernels for {used}"
+    if os.environ.get(ENVIRONMENT_VARIABLE):
+        return f"kernels for {used}, which {ENVIRONMENT_VARIABLE} names; this processor has {best}"
+    return (
+        f"kernels for {used}; this processor has {best}, but they were built for {', '.join(module.built)}: "
+        "pip install . again on this machine, or with TRANSFORMER_KERNELS_CPU_LEVELS=all for every processor"
+    )
 
 
 def _load() -> Any:
@@ -119,7 +159,9 @@ def _load() -> Any:
     try:
         module: Any = importlib.import_module("transformer_kernels._cpu")
     except ModuleNotFoundError as error:
-        raise BackendUnavailable(f"the CPU kernels are not built: {remedy}") from error
+        note = PACKAGE / _build.CPU_BUILD_NOTE
+        why = note.read_text().strip() if note.is_file() else _build.other_processor() or remedy
+        raise BackendUnavailable(f"the CPU kernels are not built: {why}") from error
     except ImportError as error:
         raise BackendUnavailable(
             f"the CPU kernels do not load ({error}): they are broken or were built for another Python; {remedy}"

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from transformer_kernels._errors import BackendUnavailable
 from transformer_kernels.backends import build as _build
+from transformer_kernels.backends.errors import BackendUnavailable
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/dtype.h
 BLOCKS_PER_MULTIPROCESSOR = 4
 ROWS_PER_THREAD_GROUP = 4
+COLUMN_TILE_ROWS = 8  # csrc/ops/bias_activation_forward.cuh: the rows of one tile
+WIDEST_ROW_PER_WARP = 1024  # csrc/ops/row.cuh: up to here a block has four rows, above it one
 PACKAGE = Path(__file__).resolve().parents[1]
 HASH_FILE = "_kernels_source_hash.txt"
 
@@ -108,6 +110,33 @@ def partial_rows(device_index: int, rows: int, rows_per_block: int) -> int:
     """
     wanted = -(-rows // (ROWS_PER_THREAD_GROUP * rows_per_block))
     return min(wanted, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device_index))
+
+
+def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """The parameter itself: kernels read it in its own dtype."""
+    return parameter
+
+
+def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+    """Memory for a parameter's gradient, which is computed wanted or not."""
+    return torch.empty_like(parameter)
+
+
+def rows_per_block(columns: int) -> int:
+    """How many rows a block of a kernel over whole rows has."""
+    return 4 if columns <= WIDEST_ROW_PER_WARP else 1
+
+
+def partials(x: torch.Tensor, rows: int, columns: int, sums: int) -> tuple[torch.Tensor, int]:
+    """Memory for the partial sums of a kernel over whole rows, and how many rows it has."""
+    count = partial_rows(stream_of(x)[0], rows, rows_per_block(columns))
+    return x.new_empty((sums, count, columns), dtype=torch.float32), count
+
+
+def partials_of_columns(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, int]:
+    """The same of a kernel over tiles of columns, and one sum."""
+    count = partial_rows(stream_of(x)[0], rows, COLUMN_TILE_ROWS)
+    return x.new_empty((count, columns), dtype=torch.float32), count
 
 
 @functools.cache

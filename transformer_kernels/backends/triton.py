@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from transformer_kernels._errors import BackendUnavailable
+from transformer_kernels.backends.errors import BackendUnavailable
 
 MINIMUM_VERSION = (3, 4)
 """Older compilers take no named tuples in a kernel; torch 2.6 and 2.7, which pin them, have the other backends."""

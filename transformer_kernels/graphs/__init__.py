@@ -6,30 +6,36 @@
 
 A replay repeats the same kernels on the same addresses. So arguments are copied into static buffers, learning rates are
 tensors, weights and optimizer state are updated in place, and random numbers come from PyTorch's generators, which
-each replay advances as far as the step itself would have.
+each replay advances as far as the step itself would have. `_state.py` compares everything else before each replay.
 
-A step is first run a few times as it is, and each of those runs is a real one on real data: it loads kernels, creates
-the optimizer's state, and changes nothing that capturing would have to undo. Nothing is computed while a CUDA graph is
+A step first runs eagerly a few times, and each of those runs is a real one on real data: it loads kernels, creates the
+optimizer's state, and changes nothing that capturing would have to undo. Nothing is computed while a CUDA graph is
 captured, and what is computed while a step is recorded on the CPU is the first replay's result, so a run gives the same
 numbers with and without graphs.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections import Counter
+import linecache
+import threading
+import traceback
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, NamedTuple, NoReturn, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from transformer_kernels._dispatch import get_backend
+from transformer_kernels.backends.dispatch import get_backend
 from transformer_kernels.graphs._cuda import CudaGraphs
 from transformer_kernels.graphs._host import HostGraphs, Work, in_one_piece, tensors
+from transformer_kernels.graphs._state import State
 
 __all__ = [
     "WARM_UP_CALLS",
@@ -44,10 +50,15 @@ __all__ = [
 
 WARM_UP_CALLS = 3
 GRAPH_LIMIT = 8
+FRAMES_OF_OURS = tuple(str(Path(each).parent) for each in (torch.__file__, Path(__file__).parent))
+WARN_AT = 2  # graphs of one shape that were dropped before they were replayed
+
+_thread = threading.local()
+_capture_lock = threading.Lock()  # validating a recording sets generators of random numbers back
 
 
 class Graphs(Protocol):
-    """Runs work now, or captures it for replay."""
+    """Runs work eagerly, or captures it for replay."""
 
     def side_stream(self) -> AbstractContextManager:
         """The stream on which captured work, and DistributedDataParallel around it, has to be prepared."""
@@ -58,11 +69,15 @@ class Graphs(Protocol):
         ...
 
     def capture(self, work: Work) -> Work:
-        """Capture the work; returns its replay, whose result lies in static memory. A replay must follow at once."""
+        """Capture the work; returns its replay, whose result is in static memory. A replay must follow at once."""
         ...
 
     def on_host(self, function: Callable[..., None]) -> Callable[..., None]:
         """The function, to be called in work that is captured."""
+        ...
+
+    def has_read(self, tensor: Tensor) -> bool:
+        """Whether the work that is being captured has read a tensor, as far as that is known."""
         ...
 
 
@@ -71,103 +86,291 @@ def graphs_on(device: torch.device, *, distributed: bool = False) -> Graphs:
     return HostGraphs() if device.type == "cpu" else CudaGraphs(device, distributed=distributed)
 
 
-class Captured(NamedTuple):
-    """A graph and the static tensors that it reads its arguments from."""
+@dataclass
+class Captured:
+    """A graph, the static tensors of its arguments and results, and the state that it was captured in."""
 
     buffers: list[Tensor]
     replay: Work
+    result: Any
+    state: State
+    replays: int = 0
 
 
 class Graphed:
-    """A function of tensors, captured for each frequent shape of its arguments and replayed.
+    """A function of tensors, captured for each frequent shape of its arguments and replayed. See `graphed`.
 
     A shape is captured after `warm_up_calls` eager calls; rarer shapes (a short last batch, an unusual padded length),
-    and new ones once there are `limit` graphs, are run eagerly.
+    and new ones once there are `limit` graphs, run eagerly. So does a shape whose graph was captured in another state.
 
     Args:
         function: what to run.
-        graphs: how to capture it.
-        optimizer: the one that it steps, if any.
+        optimizer: the optimizer that it steps, if any.
+        graphs: how to capture it; otherwise chosen by the device of the arguments.
         warm_up_calls: eager calls of each shape before it is captured.
         limit: largest number of graphs.
         failed: called with the error of a failed capture, and may raise; if it does not, capturing is disabled.
-        kind: () -> whatever else a graph fixes.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        graphs: Graphs,
-        *,
         optimizer: torch.optim.Optimizer | None = None,
+        *,
+        graphs: Graphs | None = None,
         warm_up_calls: int = WARM_UP_CALLS,
         limit: int = GRAPH_LIMIT,
-        failed: Callable[[RuntimeError], None],
-        kind: Callable[[], Hashable] = tuple,
+        failed: Callable[[RuntimeError], None] | None = None,
     ) -> None:
-        self._function, self._graphs, self._optimizer = function, graphs, optimizer
-        self._warm_up_calls, self._limit, self._kind = warm_up_calls, limit, kind
-        self._failed, self._gave_up = failed, False
-        self._seen: Counter[Hashable] = Counter()
-        self._captured: dict[Hashable, Captured] = {}
+        self._function, self._optimizer, self._graphs = function, optimizer, graphs
+        self._warm_up_calls, self._limit = warm_up_calls, limit
+        self._failed, self._gave_up = failed or _refuse, False
+        self._eager_calls: Counter[Hashable] = Counter()
+        self._unused: Counter[Hashable] = Counter()
+        self._captured: defaultdict[Hashable, list[Captured]] = defaultdict(list)
+        self._rates: dict[int, Tensor] = {}
+        self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, by replay where there is a graph for such arguments."""
+        if getattr(_thread, "captures", False):  # it is called by another graphed function
+            return self._work(*args, **kwargs)
         leaves, layout = pytree.tree_flatten((args, kwargs))
-        shape = (str(layout), self._kind(), *map(_fixed, leaves))
-        if shape not in self._captured and self._is_due(shape):
-            self._capture(shape, leaves, layout)
-        captured = self._captured.get(shape)
-        if captured is None:
-            self._seen[shape] += 1
-            return self._graphs.run(lambda: self._function(*args, **kwargs))
-        for buffer, tensor in zip(captured.buffers, tensors(leaves), strict=True):
-            buffer.copy_(tensor, non_blocking=True)
-        return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, captured.replay())
+        with self._lock, torch.inference_mode(False):
+            self._prepare_rates()
+            key = (str(layout), _surroundings(), *map(_fixed, leaves))
+            graph = self._matching(key, leaves)
+            if graph is not None:
+                for buffer, tensor in zip(graph.buffers, _tensors_among(leaves), strict=True):
+                    buffer.copy_(tensor, non_blocking=True)
+                graph.replay()
+                graph.replays += 1
+            else:
+                graphs = self._checked_graphs(leaves)
+                graph = self._captured_now(graphs, key, leaves, layout) if self._is_due(key) else None
+            if graph is None:
+                self._eager_calls[key] += 1
+                return graphs.run(lambda: self._work(*args, **kwargs))
+            return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, graph.result)
 
-    def reset(self) -> None:
-        """Drop all graphs: tensors that they read were replaced."""
-        self._captured.clear()
+    def _checked_graphs(self, leaves: list[Any]) -> Graphs:
+        """What captures; raises ValueError for arguments that no graph can take."""
+        arguments = _tensors_among(leaves)
+        devices = {each.device for each in (*arguments, *self._parameters())}
+        if len(devices) != 1:
+            raise ValueError(f"graphed: tensors must be on one device; got {sorted(map(str, devices))}")
+        if any(each.requires_grad for each in arguments):
+            raise ValueError("graphed: an argument requires gradients, which cannot leave a graph; detach it")
+        if self._graphs is None:
+            self._graphs = graphs_on(devices.pop())
+        return self._graphs
 
-    def _is_due(self, shape: Hashable) -> bool:
-        room = not self._gave_up and len(self._captured) < self._limit
-        return room and self._seen[shape] >= self._warm_up_calls
+    def _work(self, *args: Any, **kwargs: Any) -> Any:
+        if self._optimizer is None:
+            with torch.no_grad():
+                return _checked(self._function(*args, **kwargs))
+        try:
+            with torch.enable_grad():
+                return _checked(self._function(*args, **kwargs))
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
 
-    def _capture(self, shape: Hashable, leaves: list[Any], layout: Any) -> None:
+    def _parameters(self) -> list[Tensor]:
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return [each for group in groups for each in group["params"]]
+
+    def _prepare_rates(self) -> None:
+        """Put learning rates into the tensors that graphs read; a rate that is a tensor already stays that tensor."""
+        if self._optimizer is None:
+            return
+        if any(each.grad is not None for each in self._parameters()):
+            raise ValueError("graphed: a parameter has a gradient before the step; accumulate within the step")
+        for number, group in enumerate(self._optimizer.param_groups):
+            given, rate = group["lr"], self._rates.get(number)
+            if given is rate or not group["params"]:
+                continue
+            device = group["params"][0].device
+            exact = torch.float64 if device.type == "cpu" else torch.float32  # which is what CUDA's optimizers read
+            if rate is None or (rate.dtype is not exact and not isinstance(given, Tensor)):
+                keep = isinstance(given, Tensor) and given.device == device
+                rate = given if keep else torch.tensor(float(given), dtype=exact, device=device)
+                self._rates[number] = rate
+            elif isinstance(given, Tensor):
+                rate.copy_(given)
+            else:
+                rate.fill_(given)
+            group["lr"] = rate
+
+    def _state(self, leaves: list[Any]) -> State:
+        roots = {f"argument {number}": leaf for number, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+        return State({_name(self._function): self._function, **roots}, self._optimizer)
+
+    def _matching(self, key: Hashable, leaves: list[Any]) -> Captured | None:
+        """The graph of such arguments whose state is that of now; the others are kept only for another mode."""
+        graphs = self._captured.get(key, [])
+        for graph in graphs:
+            if graph.state.holds():
+                return graph
+        if not graphs:
+            return None
+        now = self._state(leaves)
+        for graph in graphs[:]:
+            changes = graph.state.changes(now)
+            if not changes:
+                now.written = graph.state.written
+                graph.state = now
+                return graph
+            if not all(path.endswith(".training") for path in changes):
+                graphs.remove(graph)
+                self._eager_calls[key] = 0
+                self._unused[key] += graph.replays == 0
+                if graph.replays == 0 and self._unused[key] == WARN_AT:
+                    what = graph.state.describe(changes[0], now)
+                    warnings.warn(
+                        f"graphed: graphs are dropped before they are replayed, because {what}; while that goes on,"
+                        " more and more calls run eagerly",
+                        stacklevel=3,
+                    )
+        return None
+
+    def _is_due(self, key: Hashable) -> bool:
+        wanted = self._warm_up_calls + 2 ** self._unused[key] - 1
+        room = not self._gave_up and sum(map(len, self._captured.values())) < self._limit
+        return room and self._eager_calls[key] >= wanted
+
+    def _captured_now(self, graphs: Graphs, key: Hashable, leaves: list[Any], layout: Any) -> Captured | None:
+        """The graph of such arguments, replayed once; None where it cannot be captured and `failed` allows that."""
         kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(kept, layout)
-        try:
-            with _capturable(self._optimizer):
-                replay = self._graphs.capture(lambda: self._function(*args, **kwargs))
-            if any(each._version for each in tensors(kept)):
+        written: tuple[str, ...] = ()
+
+        def work() -> Any:
+            nonlocal written
+            versions = [each._version for each in _tensors_among(kept)]
+            result = self._work(*args, **kwargs)
+            if versions != [each._version for each in _tensors_among(kept)]:
                 raise RuntimeError("it writes to an argument")
+            written = _written(before, self._state(leaves), graphs)
+            return result
+
+        try:
+            with _capturing(self._optimizer):
+                before = self._state(leaves)
+                replay = graphs.capture(work)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self._failed(error)
+            self._failed(self._explained(error))
             self._gave_up = True
-            return
-        self._captured[shape] = Captured(tensors(kept), replay)
+            return None
+        result = replay()
+        graph = Captured(_tensors_among(kept), replay, result, self._state(leaves))
+        graph.state.written = written
+        self._eager_calls[key] = 0
+        self._captured[key].append(graph)
+        return graph
+
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        """The first line of an error, with the line of Python that it came from and the remedy."""
+        reason = str(error).partition("\n")[0]
+        if "reads values" in reason and self._optimizer is not None and not self._optimizer.defaults.get("fused"):
+            reason += f" ({type(self._optimizer).__name__} does, unless it has fused=True)"
+        explained = RuntimeError(reason + _line_of(error.__traceback__))
+        explained.__cause__ = error
+        return explained
+
+
+def _written(before: State, after: State, graphs: Graphs) -> tuple[str, ...]:
+    """How paths that captured work has written begin; they may differ from then on.
+
+    Raises:
+        RuntimeError: the next call depends on them, and a replay would not write them.
+    """
+    changes = before.changes(after)
+    for path in changes:
+        what = before.describe(path, after)
+        if path.startswith("optimizer.state") and path not in before.tokens:
+            raise RuntimeError(f"{what}: the optimizer's state must exist; warm_up_calls must be at least 1")
+        if path.startswith("optimizer.state"):
+            raise RuntimeError(f"the optimizer counts in Python, where a replay does not ({what}); use a fused one")
+        if path in before.tensors and graphs.has_read(before.tensors[path]):
+            raise RuntimeError(f"it reads {path} and then replaces it; write to it in place, with copy_")
+    return tuple(f"{path}{end}" for path in changes for end in ".[")
+
+
+def _refuse(error: RuntimeError) -> NoReturn:
+    raise RuntimeError(f"graphed: the function cannot be captured: {error}") from error.__cause__
+
+
+def _line_of(trace: TracebackType | None) -> str:
+    """The line of the user's code at which captured work raised an error; the innermost outside of PyTorch."""
+    found, inside = "", False
+    for frame, line in traceback.walk_tb(trace):
+        file = frame.f_code.co_filename
+        inside = inside or frame.f_code is Graphed._work.__code__
+        if inside and not file.startswith(FRAMES_OF_OURS):
+            source = linecache.getline(file, line).strip()
+            found = f", at {file}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+    return found
+
+
+def _surroundings() -> Hashable:
+    """Settings of PyTorch and of this package that a graph fixes."""
+    autocast = tuple((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda"))
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch.backends' fp32_precision was set instead
+        precision = torch.backends.cuda.matmul.fp32_precision
+    modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), precision
+    return autocast, get_backend(), modes
 
 
 def _fixed(leaf: Any) -> Hashable:
-    """What a graph fixes of an argument."""
-    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+    """What a graph fixes of an argument; numbers that are equal may differ, as 0.0 and -0.0 do."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
+
+
+def _tensors_among(leaves: list[Any]) -> list[Tensor]:
+    return [each for each in leaves if isinstance(each, Tensor)]
 
 
 @contextmanager
-def _capturable(optimizer: torch.optim.Optimizer | None):  # type: ignore[no-untyped-def]
-    """The optimizer marked so on a GPU: a fused one always is, but PyTorch checks the flag."""
+def _capturing(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """One capture at a time, without casts of weights that autocast keeps from call to call.
+
+    On a GPU the optimizer is marked as capturable: a fused one always is, but PyTorch checks the flag.
+    """
     groups = [] if optimizer is None else optimizer.param_groups
     groups = [group for group in groups if "capturable" in group and group["params"][0].is_cuda]
     before = [group["capturable"] for group in groups]
-    for group in groups:
-        group["capturable"] = True
-    try:
-        yield
-    finally:
-        for group, value in zip(groups, before, strict=True):
-            group["capturable"] = value
+    with _capture_lock:
+        for group in groups:
+            group["capturable"] = True
+        torch.clear_autocast_cache()
+        _thread.captures = True
+        try:
+            yield
+        finally:
+            _thread.captures = False
+            torch.clear_autocast_cache()
+            for group, value in zip(groups, before, strict=True):
+                group["capturable"] = value
+
+
+def _checked(result: Any) -> Any:
+    """The result without gradients.
+
+    Raises:
+        TypeError: part of it is neither a tensor nor None.
+    """
+    for each in pytree.tree_leaves(result):
+        if not isinstance(each, Tensor | None):
+            name = type(each).__name__
+            remedy = "; a cache of keys and values cannot be replayed: pass use_cache=False" if "Cache" in name else ""
+            raise TypeError(f"graphed: the function must return tensors; got {name}{remedy}")
+    return pytree.tree_map(lambda each: None if each is None else each.detach(), result)
 
 
 def graphed(
@@ -180,27 +383,41 @@ def graphed(
     """The function, captured for each shape of its arguments and then replayed without the Python around it.
 
     On a GPU a call is one CUDA graph, on a CPU a list of the kernels and operators that it called, on memory of its
-    own. The first `warm_up_calls` calls with arguments of a shape are run as they are. A recording of the CPU is
-    proved: repeated from where it began, it has to come to the same weights and results.
+    own. The first `warm_up_calls` calls with arguments of a shape run eagerly. A CPU recording is validated: it is
+    replayed once from the initial state and must reproduce weights and outputs.
 
     With an optimizer the function is a training step: forward, backward, clipping, `optimizer.step()`, with several
     backward passes to accumulate over. Gradients are None before and after each call. Learning rates become tensors,
-    and what a schedule or your loop writes into `param_groups` is what the next call uses; a value there other than the
-    learning rate (OneCycleLR's momentum) has graphs of its own. Without an optimizer it is run under `torch.no_grad()`.
+    and what a schedule or your loop writes into `param_groups` is what the next call uses. Without an optimizer the
+    function runs under `torch.no_grad()`.
 
-    What the function does in Python, it does only while it is run as it is: it must not count, print, or read values
-    (`.item()`, `if tensor > 0`); return tensors and read them after the call. Numbers that it finds elsewhere, such as
-    a dropout's `p`, are those of the capture. What else it reads besides its arguments, such as the weights of a model
-    that only it knows, must stay where it is: changed in place, as optimizers and `load_state_dict` do.
+    The Python of the function runs only in eager calls: it must not count, print, or read values (`.item()`,
+    `if tensor > 0`); return tensors and read them after the call.
+
+    Before each replay, what the function reads besides its arguments is compared with what it was at the capture:
+
+    - modules, wherever they are reached (closure, globals, default arguments, attributes, lists and dicts): layers,
+      parameters, buffers, hooks, mode, class, `forward`, and attributes such as eps or a dropout's p;
+    - the optimizer's groups, state and hooks; the backend, autocast, the default dtype and the precision of products;
+    - variables of the closure, globals, attributes of objects, classes and Python modules that its code and the code
+      of your functions which it calls name; elements of lists, tuples, dicts and sets of up to 1,000.
+
+    Values of tensors may change in place. For anything else that differs, the function runs eagerly and is captured
+    again after `warm_up_calls` calls; graphs of another mode (`eval()`) are kept. Not detected are: contents of NumPy
+    arrays, of objects with `__slots__` or of extension types, and of PyTorch's own objects other than tensors,
+    modules and optimizers; what functions of installed packages read; files, time and environment; values that code
+    reads by address (pickle, ctypes); and on a GPU an attribute whose tensor the function itself replaces.
+
+    Calls from several threads run one after the other. While a step is captured, other threads must not draw from the
+    same generator of random numbers.
 
     Args:
         function: takes tensors of one device, and hashable constants, each of which has graphs of its own, in any
-            nesting of lists, tuples and dicts; returns tensors in the same way. The training flags of modules that it
-            names (itself, its object's attributes, its closure, globals) are constants too.
-        optimizer: the one that the function steps; fused (`torch.optim.AdamW(..., fused=True)`), or another that
-            keeps all that it counts in tensors.
-        warm_up_calls: calls of each shape before it is captured.
-        limit: largest number of graphs; later shapes are run as they are.
+            nesting of lists, tuples and dicts; returns tensors in the same way (a ModelOutput of transformers, too).
+        optimizer: the optimizer that the function steps; fused (`torch.optim.AdamW(..., fused=True)`), or another
+            that keeps all that it counts in tensors.
+        warm_up_calls: eager calls of each shape before it is captured.
+        limit: largest number of graphs; later shapes run eagerly.
 
     Returns:
         a function of the same arguments, whose results are copies without gradients.
@@ -208,150 +425,16 @@ def graphed(
     Raises (when called):
         ValueError: an argument requires gradients, arguments are on several devices, or a parameter has a gradient
             before the step.
-        RuntimeError: the function cannot be captured; says why. Nothing it wrote stays.
+        TypeError: part of the result is neither a tensor nor None.
+        RuntimeError: the function cannot be captured; the message has the reason and the line of Python. What it wrote
+            to tensors is undone.
+
+    Example:
+        >>> ask = tk.graphed(model.eval())
+        >>> logits = ask(tokens)
     """
-    return _Graphed(function, optimizer, warm_up_calls, limit)
+    return Graphed(function, optimizer, warm_up_calls=warm_up_calls, limit=limit)
 
 
-class _Graphed:
-    """What `graphed` returns."""
-
-    def __init__(
-        self, function: Callable[..., Any], optimizer: torch.optim.Optimizer | None, warm_up_calls: int, limit: int
-    ) -> None:
-        self._function, self._optimizer = function, optimizer
-        self._options: dict[str, Any] = {"warm_up_calls": warm_up_calls, "limit": limit}
-        self._run: Graphed | None = None
-        self._rates: list[Tensor] = []
-        self._held: tuple[Any, Hashable] = (None, ())
-        self._modules: list[nn.Module] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        device = self._device(tensors((args, kwargs)))
-        with torch.inference_mode(False):
-            if self._run is None:
-                work = self._forward if self._optimizer is None else self._step
-                self._run = Graphed(
-                    work,
-                    graphs_on(device),
-                    optimizer=self._optimizer,
-                    failed=self._refuse,
-                    kind=self._kind,
-                    **self._options,
-                )
-            self._modules = list(_named_modules(self._function))
-            self._forget_replaced()
-            if self._optimizer is not None:
-                self._prepare(self._optimizer)
-            return self._run(*args, **kwargs)
-
-    def _device(self, arguments: list[Tensor]) -> torch.device:
-        devices = {each.device for each in arguments}
-        if self._optimizer is not None:
-            devices |= {each.device for each in _parameters(self._optimizer)}
-        if len(devices) != 1:
-            raise ValueError(f"graphed: tensors must be on one device; got {sorted(map(str, devices))}")
-        if any(each.requires_grad for each in arguments):
-            raise ValueError("graphed: an argument requires gradients, which cannot leave a graph; detach it")
-        return devices.pop()
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return _checked(self._function(*args, **kwargs))
-
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._optimizer is not None
-        counted = _counted(self._optimizer)
-        try:
-            with torch.enable_grad():
-                result = _checked(self._function(*args, **kwargs))
-        finally:
-            self._optimizer.zero_grad(set_to_none=True)
-        if _counted(self._optimizer) != counted:
-            raise RuntimeError(
-                f"{type(self._optimizer).__name__} counts in Python, where a replay does not; use a fused optimizer"
-            )
-        return result
-
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learning rates in the tensors that graphs read."""
-        if any(each.grad is not None for each in _parameters(optimizer)):
-            raise ValueError("graphed: a parameter has a gradient before the step; accumulate within the step")
-        groups = optimizer.param_groups
-        for group, rate in zip(groups, self._rates, strict=False):
-            if group["lr"] is not rate:
-                rate.fill_(group["lr"])
-                group["lr"] = rate
-        for group in groups[len(self._rates) :]:
-            device = group["params"][0].device
-            exact = torch.float64 if device.type == "cpu" else torch.float32  # which is what CUDA's optimizers read
-            rate = torch.tensor(float(group["lr"]), dtype=exact, device=device)
-            self._rates.append(rate)
-            group["lr"] = rate
-
-    def _forget_replaced(self) -> None:
-        """No graph of tensors that the optimizer or a module has no more."""
-        state, weights = None, []
-        if self._optimizer is not None:
-            state, weights = self._optimizer.state, _parameters(self._optimizer)
-        for module in self._modules:
-            weights = [*weights, *module.parameters(), *module.buffers()]
-        places = tuple((each.data_ptr(), each.requires_grad) for each in weights)
-        if (state is not self._held[0] or places != self._held[1]) and self._run is not None:
-            self._run.reset()
-        self._held = state, places
-
-    def _kind(self) -> Hashable:
-        flags = tuple(each.training for module in self._modules for each in module.modules())
-        autocast = tuple((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda"))
-        return (flags, autocast, get_backend(), () if self._optimizer is None else _settings(self._optimizer))
-
-    def _refuse(self, error: RuntimeError) -> NoReturn:
-        told = str(error).partition("\n")[0]
-        if "reads values" in told and self._optimizer is not None and not self._optimizer.defaults.get("fused"):
-            told += f" ({type(self._optimizer).__name__} does, unless it has fused=True)"
-        raise RuntimeError(f"graphed: the function cannot be captured: {told}") from error
-
-
-def _named_modules(function: Any) -> Iterator[nn.Module]:
-    """The modules that a function names: itself, its object and that one's attributes, its closure, globals."""
-    held: list[Any] = []
-    while isinstance(function, functools.partial):
-        held += [*function.args, *function.keywords.values()]
-        function = function.func
-    function = inspect.unwrap(function)
-    owner = getattr(function, "__self__", function)
-    held += [owner, *getattr(owner, "__dict__", {}).values()]
-    if inspect.isfunction(function) or inspect.ismethod(function):
-        with suppress(ValueError):  # a variable that has no value yet
-            named = inspect.getclosurevars(function)
-            held += [*named.nonlocals.values(), *named.globals.values()]
-    return (each for each in held if isinstance(each, nn.Module))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """What a graph fixes of an optimizer: all that stands in no tensor."""
-    kept = [[each for each in group.items() if each[0] != "params"] for group in optimizer.param_groups]
-    return str([[each for each in items if not isinstance(each[1], Tensor)] for items in kept])
-
-
-def _counted(optimizer: torch.optim.Optimizer) -> str:
-    """What it keeps in Python."""
-    kept = [value for state in optimizer.state.values() for value in state.values()]
-    return f"{_settings(optimizer)} {[value for value in kept if isinstance(value, int | float)]}"
-
-
-def _checked(result: Any) -> Any:
-    """The result without gradients.
-
-    Raises:
-        TypeError: part of it is neither a tensor nor None.
-    """
-    for each in pytree.tree_leaves(result):
-        if not isinstance(each, Tensor | None):
-            raise TypeError(f"graphed: the function must return tensors; got {type(each).__name__}")
-    return pytree.tree_map(lambda each: None if each is None else each.detach(), result)
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from transformer_kernels.graphs._host import Work, tensors
 
@@ -46,6 +47,10 @@ class CudaGraphs:
     def on_host(self, function: Callable[..., None]) -> Callable[..., None]:
         """The function itself, which must not read what a GPU computes; a replay does not call it."""
         return function
+
+    def has_read(self, tensor: Tensor) -> bool:
+        """False: a CUDA graph does not tell."""
+        return False
 
     def capture(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
-"""Calls of a recorded step that become one, because nobody else reads what goes from one to the other.
+"""Calls of a recorded step that are merged, because no other call reads what one passes to the next.
 
 Autograd adds the gradient that comes back through a linear layer to that of the residual stream, under autocast after
-it has widened it: here the product's kernel does both. The bits are the same.
+widening it: here the kernel of the product does both. The results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from transformer_kernels._errors import BackendUnavailable
 from transformer_kernels.backends import cpu
+from transformer_kernels.backends.errors import BackendUnavailable
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -27,12 +27,12 @@ DZ, DX = 5, 6
 def fused(
     calls: Sequence[Call], began: Sequence[tuple[int, int]], is_free: Callable[[Tensor], bool]
 ) -> tuple[list[Call], list[Call]]:
-    """The calls with sums of gradients made by the products before them, and the calls that these replaced.
+    """The calls, with sums of gradients computed by the products before them, and the calls that this replaced.
 
     Args:
         calls: in order.
-        began: numbers of calls from which on the storage at an address holds a new tensor, in order.
-        is_free: whether nobody but the recording holds a tensor's storage at the end.
+        began: (index of a call, address of a storage): from that call on the storage has a new tensor; in order.
+        is_free: whether only the recording refers to a tensor's storage at the end.
     """
     try:
         kernel = cpu.load().linear_backward_data_added
@@ -53,7 +53,7 @@ class _Calls:
         self._began, self._is_free = began, is_free
 
     def add_in_product(self, number: int, kernel: Callable[..., None]) -> None:
-        """Where the call adds dx to the residual's gradient, let the product that made dx make the sum."""
+        """Where the call adds dx to the residual's gradient, let the product that computes dx compute the sum."""
         function, terms = self.calls[number]
         if not isinstance(function, partial) or function.func is not torch.ops.aten.add.out:
             return
@@ -88,9 +88,9 @@ class _Calls:
         return True
 
     def _only_writer(self, tensor: Tensor, reader: int) -> int | None:
-        """The call before `reader` that writes the tensor, if these two are all that ever touch it."""
+        """The call before `reader` that writes the tensor, if only these two access it."""
         address = tensor.untyped_storage().data_ptr()
-        begins = [call for call, place in self._began if place == address]
+        begins = [call for call, began in self._began if began == address]
         first = max((call for call in begins if call <= reader), default=None)
         if first is None:
             return None
@@ -103,7 +103,7 @@ class _Calls:
 
 
 def _is_plain(term: Any, result: Tensor) -> bool:
-    """Whether it is a tensor that lies as the result does."""
+    """Whether it is a tensor with the result's layout."""
     return isinstance(term, Tensor) and term.shape == result.shape and term.is_contiguous() and result.is_contiguous()
 
 
@@ -116,7 +116,7 @@ def _mentions(call: Call, tensor: Tensor) -> bool:
         function, own = function.func, function.keywords
     bound = getattr(function, "__self__", None)
     if not isinstance(bound, Tensor) and not isinstance(function, torch._ops.OpOverload) and _is_python(function):
-        return True  # it may hold tensors of which its arguments tell nothing
+        return True  # it may refer to tensors that are not among its arguments
     storage = tensor.untyped_storage()
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     for each in pytree.tree_leaves((bound, own, arguments)):

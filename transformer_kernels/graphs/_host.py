@@ -1,8 +1,8 @@
-"""A step on the CPU as one list of calls: recorded once, then repeated on the same memory without the Python around it.
+"""A step on the CPU as one list of calls: recorded once, then replayed on the same memory without the Python around it.
 
-What a CUDA graph is to a GPU. Of a small model's step a good part is Python and its memory: checks, routes, autograd's
-graph, allocations whose pages the system must first clear. A replay is a loop over kernels of this package, whose
-arguments are addresses, and operators of PyTorch, which write where they wrote while they were recorded.
+The counterpart of a CUDA graph. A good part of a small model's step is Python and memory management: validation,
+dispatch, autograd's graph, allocations whose pages the system must clear first. A replay is a loop over kernels of this
+package, whose arguments are addresses, and operators of PyTorch, which write to the memory of their recording.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_kernels._dispatch import OPERATIONS
 from transformer_kernels.backends import cpu
+from transformer_kernels.backends.dispatch import OPERATIONS
 from transformer_kernels.graphs._fusion import fused
 
 ALLOCATIONS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
@@ -31,16 +31,22 @@ ONES = {"aten::ones", "aten::ones_like", "aten::new_ones"}
 REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 EXITS = {Tensor.numpy: "Tensor.numpy", Tensor.__array__: "Tensor.__array__", Tensor.__dlpack__: "Tensor.__dlpack__"}
+READERS = {
+    **dict.fromkeys(("tolist", "tensor", "as_tensor", "asarray"), 0),
+    **dict.fromkeys(("tensor_split", "_pack_padded_sequence", "_pad_packed_sequence"), 1),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), 1),  # with the batch sizes of a packed sequence
+}
+"""Functions that read memory without a call of the dispatcher, and which of their arguments they read."""
 
 Work = Callable[[], Any]
-"""Gives tensors, in any nesting of lists, tuples and dicts."""
+"""Returns tensors, in any nesting of lists, tuples and dicts."""
 
 
 class HostGraphs:
-    """`Graphs` of the CPU: all of them in one memory, which each overwrites. Recording a step also computes it.
+    """`Graphs` of the CPU: all recordings share one memory, which each overwrites. Recording a step also computes it.
 
-    Each recording is proved: it is repeated once from where it began, in memory that has been spoilt, and has to come
-    to the same results, weights and random numbers.
+    Each recording is validated: it is replayed once from the initial state, on poisoned memory, and must reproduce
+    results, weights and random numbers.
     """
 
     def __init__(self) -> None:
@@ -64,12 +70,16 @@ class HostGraphs:
 
         return called
 
+    def has_read(self, tensor: Tensor) -> bool:
+        """Whether a call of the recording that is being made has this tensor's memory among its arguments."""
+        return self._recording is not None and self._recording.references[_address(tensor)] > 0
+
     def capture(self, work: Work) -> Work:
         """Run the work and record it; the first replay returns this run's result.
 
         Raises:
-            RuntimeError: it reads a value on the host, the shape of a result depends on values, or it does something
-                that a recording does not hold. What it had written until then is as before.
+            RuntimeError: it reads a value on the host, the shape of a result depends on values, or the recording does
+                not reproduce it. What it wrote until then is undone.
         """
         recording = self._recording = Recording(self._memory)
         kernels = nullcontext() if cpu.unavailable(torch.device("cpu")) else cpu.recorded(recording.calls)
@@ -78,7 +88,7 @@ class HostGraphs:
                 result = work()
             self._recording = None
             recording.fuse()
-            recording.prove(result)
+            recording.validate(result)
         except RuntimeError:
             recording.undo()
             raise
@@ -98,9 +108,9 @@ class HostGraphs:
 
 
 class Memory:
-    """Storages of recorded steps, kept for good, so that addresses stay valid; later tensors take those that are free.
+    """Storages of recorded steps, never released, so that addresses stay valid; later tensors reuse the free ones.
 
-    A storage is free when all tensors in it are those that recordings hold: each writes it before it reads it.
+    A storage is free when only recordings refer to it: each of them writes it before it reads it.
     """
 
     def __init__(self) -> None:
@@ -112,7 +122,7 @@ class Memory:
         return _address(tensor) in self._addresses
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """The tensor, which has just been made, with its values moved to a storage that is free if there is one."""
+        """The tensor, which is new, with its values moved to a free storage if there is one."""
         own = tensor.untyped_storage()
         if own.nbytes() == 0 or tensor in self:
             return tensor
@@ -127,44 +137,44 @@ class Memory:
         storages.append(free)  # the last one used is the likeliest to be in a cache
         return tensor
 
-    def spoil(self) -> None:
-        """Fill what is free with ones, which make NaN of any float."""
+    def poison(self) -> None:
+        """Fill free storages with one bits, which are NaN in every float format."""
         for storages in self._by_size.values():
             for storage in filter(self.is_free, storages):
                 _flat(storage, torch.uint8).fill_(255)
 
     def is_free(self, storage: torch.UntypedStorage) -> bool:
-        held = sum(recording.held[storage.data_ptr()] for recording in self.recordings)
-        return torch._C._storage_Use_Count(storage._cdata) == 1 + held
+        references = sum(recording.references[storage.data_ptr()] for recording in self.recordings)
+        return torch._C._storage_Use_Count(storage._cdata) == 1 + references
 
 
 class Recording(TorchDispatchMode):
-    """Computes what is called and notes how to repeat it.
+    """Computes what is called and records how to compute it again.
 
     Attributes:
         calls: functions and their arguments, in order; `cpu.recorded` adds the kernels that operations call.
-        held: how many tensors it holds in the storage at each address.
-        before: memory from elsewhere that the work has written to, by its address, and what stood there.
-        fixed: addresses of storages that were made of nothing but numbers, as positions are: each replay makes the
-            same, so they may be read on the host. Who is given such an address may write there; it is fixed no more.
+        references: how many of its tensors use the storage at each address.
+        before: memory outside of the recording that the work has written to, by address, with its initial values.
+        fixed: addresses of storages computed from constants only, as positions are: each replay computes the same, so
+            they may be read on the host. Code that asks for such an address may write there; then it is not fixed.
     """
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        self.held: Counter[int] = Counter()
+        self.references: Counter[int] = Counter()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.fixed: set[int] = set()
-        self._began: list[tuple[int, int]] = []  # the next call, and which storage a new tensor takes
+        self._began: list[tuple[int, int]] = []  # the next call, and the storage that a new tensor uses
         self._random: dict[torch.Generator, Tensor] = {torch.default_generator: torch.default_generator.get_state()}
         self._memory = memory
         memory.recordings.add(self)
-        self._kept: list[Any] = []  # memory from elsewhere whose addresses kernels were given
+        self._kept: list[Any] = []  # memory outside of the recording whose addresses kernels use
 
     def fuse(self) -> None:
-        """Make one call of several where that gives the same."""
+        """Merge calls where the result is the same."""
         self.calls, replaced = fused(self.calls, self._began, lambda each: self._memory.is_free(each.untyped_storage()))
-        self._kept.append(replaced)  # whose tensors count among those that it holds
+        self._kept.append(replaced)  # whose tensors count as references
         self._began.clear()
 
     def repeat(self) -> None:
@@ -173,30 +183,30 @@ class Recording(TorchDispatchMode):
                 function(*arguments)
 
     def undo(self) -> None:
-        """Put back what the work has written to, and the random numbers."""
+        """Restore what the work has written to, and the generators of random numbers."""
         for tensor, value in self.before.values():
             tensor.copy_(value)
         for generator, state in self._random.items():
             generator.set_state(state)
 
-    def prove(self, result: Any) -> None:
-        """Repeat the work from where it began; see that it comes to the same.
+    def validate(self, result: Any) -> None:
+        """Replay the work once from the initial state, on poisoned memory.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: weights, results or random numbers differ.
         """
         outcomes = [*tensors(result), *(tensor for tensor, _ in self.before.values())]
         expected = [each.clone() for each in outcomes]
         drawn = [generator.get_state() for generator in self._random]
         self.undo()
-        self._memory.spoil()
+        self._memory.poison()
         for each in tensors(result):
             if each in self._memory:
                 _flat(each.untyped_storage(), torch.uint8).fill_(255)
         try:
             self.repeat()
         except Exception as error:
-            raise RuntimeError(f"its recording cannot be repeated: {error}") from error
+            raise RuntimeError(f"its recording cannot be replayed: {error}") from error
         same = all(map(_agree, outcomes, expected))
         if not same or not all(map(torch.equal, drawn, [each.get_state() for each in self._random])):
             raise RuntimeError(
@@ -205,7 +215,7 @@ class Recording(TorchDispatchMode):
             )
 
     def on_host(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Call a function that may read values, unwatched."""
+        """Call a function that may read values, and record it as one call."""
         with torch.utils._python_dispatch._disable_current_modes():
             function(*arguments)
             self.calls.append((function, self._aliases(arguments)))
@@ -219,7 +229,7 @@ class Recording(TorchDispatchMode):
         is_fixed = self.fixed.issuperset(map(_address, tensors((args, kwargs))))
         if _depends_on_values(function, args) and not is_fixed:
             raise RuntimeError(f"{name} reads values on the host")
-        with self:  # what an operator is composed of is recorded in its place
+        with self:  # the operators that it is composed of are recorded
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -241,7 +251,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def _remember(self, function: Any, args: Any, kwargs: Any) -> None:
-        """What an operator is about to change: memory from elsewhere, generators of random numbers."""
+        """Keep what an operator is about to change: memory outside of the recording, generators of random numbers."""
         for generator in pytree.tree_leaves((args, kwargs)):
             if isinstance(generator, torch.Generator) and generator not in self._random:
                 self._random[generator] = generator.get_state()
@@ -258,21 +268,21 @@ class Recording(TorchDispatchMode):
                     self.before[storage.data_ptr()] = flat, flat.clone()
 
     def _operation(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """One of this package's: its kernels and what else it calls are recorded, not the operation."""
+        """An operation of this package: its kernels and the operators that it calls are recorded, not the operation."""
         self._kept.append(self._aliases(arguments))
+        operation: Any = OPERATIONS[name.removesuffix("_backward")]
         with self:
             if name.endswith("_backward"):
-                return OPERATIONS[name.removesuffix("_backward")].run_backward(*arguments)
-            operation = OPERATIONS[name]
+                return operation.run_backward(*arguments)
             if operation.check_when_run is not None:
-                self.on_host(operation.check_when_run, (operation.call(*arguments[:-1]),))
+                self.on_host(operation.check_when_run, (operation.nested(arguments[:-1]),))
             outputs = operation.compute(*arguments)
             if isinstance(outputs, Tensor):
                 return outputs
-            return tuple(each.detach() for each in outputs)  # a tensor of its own for each, which autograd wants
+            return tuple(each.detach() for each in outputs)  # autograd requires a new tensor for each
 
     def _note(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
-        """How to compute results again where they are."""
+        """Record how to compute results again on the same memory."""
         for each in written:
             self._placed(each)
         name, results = function._schema.name, self._aliases(written)
@@ -280,12 +290,12 @@ class Recording(TorchDispatchMode):
             self.calls.append((results[0].fill_, (int(name in ONES),)))
             return
         if not torch.is_grad_enabled() and len(written) < len(function._schema.returns):
-            function = torch.no_grad()(function)  # such as an LSTM's layer, which has one result more with gradients
+            function = torch.no_grad()(function)  # an LSTM layer has one more result with gradients
         inputs, options = self._aliases(args), self._aliases(kwargs)
         if name in COPIES:
             self.calls.append((results[0].copy_, (inputs[0],)))
             return
-        if name == "aten::randint":  # seeds: a step draws many, and Python's code is in no cache between kernels
+        if name == "aten::randint":  # seeds, of which a step draws many: in one call without Python
             *bounds, _ = inputs
             own = {"generator": options["generator"]} if "generator" in options else {}
             self.calls.append((partial(results[0].random_, **own), (0, *bounds)[-2:]))
@@ -309,18 +319,18 @@ class Recording(TorchDispatchMode):
         return tensor
 
     def _aliases(self, values: Any) -> Any:
-        """The values with tensors of its own on the same memory."""
+        """The values, with new tensors on the same memory."""
         return pytree.tree_map(lambda value: self._alias(value) if isinstance(value, Tensor) else value, values)
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        self.held[_address(tensor)] += 1
+        self.references[_address(tensor)] += 1
         return tensor.detach()
 
 
 class _Exits(TorchFunctionMode):
-    """Refuses what hands a tensor's memory to others, of which the dispatcher hears nothing.
+    """Refuses functions that read a tensor's memory, or hand it to others, without a call of the dispatcher.
 
-    Who only asks where it stands may write there.
+    Whoever asks for an address may write there.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -332,13 +342,24 @@ class _Exits(TorchFunctionMode):
             raise RuntimeError(f"{EXITS[function]} reads values on the host")
         if function is Tensor.data_ptr:
             self._fixed.discard(_address(args[0]))
+        elif (name := getattr(function, "__name__", "")) in READERS and self._reads(name, args):
+            raise RuntimeError(f"{name} reads values on the host")
         return function(*args, **(kwargs or {}))
+
+    def _reads(self, name: str, args: Any) -> bool:
+        """Whether a reader is given a tensor whose values a replay may change."""
+        given = args[READERS[name] : READERS[name] + 1]
+        if name.endswith(("tensor", "asarray")) and isinstance(given[0], Tensor):
+            return False  # it is copied
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and getattr(given[0], "dtype", None) is not torch.int64:
+            return False
+        return not self._fixed.issuperset(map(_address, tensors(given)))
 
 
 def in_one_piece(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function that writes to its arguments, with no gradient; for a recording it is one call, to be repeated.
+    """Call a function that writes to its arguments, without gradients; a recording has it as one call.
 
-    So it may read values, and what it makes on the way may be of any shape.
+    So it may read values, and its intermediate results may have any shape.
     """
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     if isinstance(mode, Recording):
@@ -349,28 +370,28 @@ def in_one_piece(function: Callable[..., None], *arguments: Any) -> None:
 
 def _depends_on_values(function: Any, args: Any) -> bool:
     """Whether what an operator returns to the host, or the shape of its result, depends on values of tensors."""
-    if function._schema.name == "aten::index":  # by numbers it does not, by masks it does
+    if function._schema.name == "aten::index":  # an index of numbers does not, a mask does
         return any(each.dtype in (torch.bool, torch.uint8) for each in tensors(args[1]))
     return not REFUSED_TAGS.isdisjoint(function.tags)
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """Those in a nesting of lists, tuples and dicts."""
+    """The tensors in a nesting of lists, tuples and dicts."""
     return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:
-    """Where its storage begins."""
+    """The address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _share_memory(results: list[Tensor], inputs: list[Tensor]) -> bool:
-    """Whether the results only look at what the inputs hold."""
+    """Whether the results are views of the inputs."""
     return set(map(_address, inputs)).issuperset(map(_address, results))
 
 
 def _into(function: Any, results: int) -> tuple[Any, list[str]] | None:
-    """The overload of an operator that writes its results into given tensors, and the names of these arguments."""
+    """The overload of an operator that writes its results to given tensors, and the names of these arguments."""
     wanted = [(each.name, str(each.type)) for each in function._schema.arguments]
     for name in function.overloadpacket.overloads():
         overload = getattr(function.overloadpacket, name)
@@ -382,14 +403,14 @@ def _into(function: Any, results: int) -> tuple[Any, list[str]] | None:
 
 
 def _flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    """All that a storage holds."""
+    """The whole storage as a tensor."""
     whole = torch.empty(0, dtype=dtype, device=storage.device)
     return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Bit for bit but for what a library's sums may differ by, whose order may depend on addresses."""
-    if torch.equal(found, expected) or not expected.is_floating_point():
+    """Bitwise, except for the rounding of libraries whose order of summation depends on addresses."""
+    if torch.equal(found, expected) or not (expected.is_floating_point() or expected.is_complex()):
         return torch.equal(found, expected)
     size = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * size, equal_nan=True)

@@ -1,24 +1,27 @@
-"""The operations, each in a folder of its own: the promise in `__init__.py`, one file for each backend."""
+"""The operations, in families: a folder has the public functions in `__init__.py` and one file for each backend.
 
-from transformer_kernels._dispatch import OPERATIONS
-from transformer_kernels.ops.add_layer_norm import add_layer_norm
-from transformer_kernels.ops.add_rms_norm import add_rms_norm
+| family | public functions |
+| --- | --- |
+| activation | gelu, bias_gelu, bias_relu, swiglu, geglu |
+| attention | attention, packed_attention, attention_weights |
+| embedding | embedding |
+| linear | linear |
+| loss | cross_entropy, linear_cross_entropy |
+| norm | layer_norm, rms_norm, add_layer_norm, add_rms_norm |
+| rotary | rotary |
+| softmax | softmax |
+"""
+
+from transformer_kernels.ops.activation import bias_gelu, bias_relu, geglu, gelu, swiglu
 from transformer_kernels.ops.attention import attention
-from transformer_kernels.ops.attention_weights import attention_weights
-from transformer_kernels.ops.bias_gelu import bias_gelu
-from transformer_kernels.ops.bias_relu import bias_relu
-from transformer_kernels.ops.cross_entropy import cross_entropy
+from transformer_kernels.ops.attention.packed import packed_attention
+from transformer_kernels.ops.attention.weights import attention_weights
 from transformer_kernels.ops.embedding import embedding
-from transformer_kernels.ops.geglu import geglu
-from transformer_kernels.ops.gelu import gelu
-from transformer_kernels.ops.layer_norm import layer_norm
 from transformer_kernels.ops.linear import linear
-from transformer_kernels.ops.linear_cross_entropy import linear_cross_entropy
-from transformer_kernels.ops.packed_attention import packed_attention
-from transformer_kernels.ops.rms_norm import rms_norm
+from transformer_kernels.ops.loss import cross_entropy, linear_cross_entropy
+from transformer_kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from transformer_kernels.ops.rotary import rotary
 from transformer_kernels.ops.softmax import softmax
-from transformer_kernels.ops.swiglu import swiglu
 
 __all__ = [
     "add_layer_norm",
@@ -40,6 +43,3 @@ __all__ = [
     "softmax",
     "swiglu",
 ]
-
-WITH_KERNELS = tuple(name for name, operation in OPERATIONS.items() if operation.kernels == name)
-"""The operations that backends have files for; the others are answered by those of another."""

@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def cap(scores: Tensor, softcap: float | None) -> Tensor:
-    """softcap * tanh(scores / softcap), in place; scores as they are without a cap."""
-    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+    """softcap * tanh(scores / softcap), in place; scores as they are without a cap (None or 0)."""
+    return scores if not softcap else scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def cap_slope(scores: Tensor, softcap: float) -> Tensor:

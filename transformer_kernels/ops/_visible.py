@@ -1,9 +1,14 @@
-"""Masks as tensors, for the backend that needs them as such."""
+"""Masks and distances as tensors, for the backend that needs them as such."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformer_kernels.ops.attention.scores import Scores
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -11,38 +16,58 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
 
 
-def same_sequence(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Bool (tokens, tokens), True where both tokens are of one packed sequence."""
-    position = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
-    number = torch.searchsorted(cu_seqlens, position, right=True)
-    return (number[:, None] == number) & (position < cu_seqlens[-1])
-
-
-def visible_mask(
-    queries: int,
-    keys: int,
-    device: torch.device,
-    causal: bool,
-    window: int | None,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None = None,
-    right: int | None = None,
-) -> Tensor | None:
-    """Bool, broadcasts to (B, H, queries, keys), True where a query sees a key; None where every query sees all.
-
-    `right` is how many keys after itself a query sees, where that is not as many as before it.
-    """
+def visible_mask(scores: Scores, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """Bool, broadcasts to (B, H, queries, keys), True where a query sees a key; None where every query sees all."""
     visible = None
-    if causal:
-        visible = causal_mask(queries, keys, device)
-    if window is not None:
-        band = torch.ones(queries, keys, dtype=torch.bool, device=device)
-        band = band.triu_(keys - queries - window + 1).tril_(keys - queries + (window - 1 if right is None else right))
-        visible = band if visible is None else visible & band
-    if cu_seqlens is not None:
-        own = same_sequence(cu_seqlens, keys)
+    limited_left, limited_right = scores.left < queries + keys, scores.right < queries + keys
+    if scores.cu_seqlens_k is not None:
+        visible = _same_sequence(scores, queries, keys)
+        away = _distances(scores, queries, keys, device)
+        visible = visible & (away >= -scores.left) & (away <= scores.right)
+    elif limited_left or limited_right:
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        visible = visible.triu_(keys - queries - scores.left) if limited_left else visible
+        visible = visible.tril_(keys - queries + scores.right) if limited_right else visible
+    if scores.cu_seqlens is not None and scores.cu_seqlens_k is None:
+        own = _same_sequence(scores, queries, keys)
         visible = own if visible is None else visible & own
-    if key_padding_mask is not None:
-        padding = key_padding_mask[:, None, None, :]
+    if scores.key_padding_mask is not None:
+        padding = scores.key_padding_mask[:, None, None, :]
         visible = padding if visible is None else visible & padding
     return visible
+
+
+def added_bias(scores: Scores, queries: int, keys: int) -> Tensor | None:
+    """What is added to capped scores, four axes that broadcast: the bias, minus the distances times their slopes."""
+    bias, slopes = scores.bias, scores.alibi_slopes
+    if slopes is None:
+        return bias
+    away = _distances(scores, queries, keys, slopes.device).abs_()
+    return -slopes * away if bias is None else torch.addcmul(bias.to(slopes.dtype), slopes, away, value=-1)
+
+
+def _sequence_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """int64 (tokens,): 1 + the packed sequence of each token; len(cu_seqlens) behind the last one."""
+    position = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens, position, right=True)
+
+
+def _same_sequence(scores: Scores, queries: int, keys: int) -> Tensor:
+    """Bool (queries, keys), True where both tokens are of one packed sequence."""
+    starts = scores.cu_seqlens
+    assert starts is not None
+    number = _sequence_numbers(starts, queries)
+    key_number = number if scores.cu_seqlens_k is None else _sequence_numbers(scores.cu_seqlens_k, keys)
+    return (number[:, None] == key_number) & (number < len(starts))[:, None]
+
+
+def _distances(scores: Scores, queries: int, keys: int, device: torch.device) -> Tensor:
+    """int64 (queries, keys): how far each key is after the position of each query among the keys."""
+    position = torch.arange(queries, device=device)
+    if scores.cu_seqlens is None or scores.cu_seqlens_k is None:
+        position = position + (keys - queries)
+    else:  # the last query of a sequence is at its last key
+        last = len(scores.cu_seqlens) - 1
+        own = _sequence_numbers(scores.cu_seqlens, queries).clamp(max=last)
+        position = position + (scores.cu_seqlens_k[own] - scores.cu_seqlens[own])
+    return torch.arange(keys, device=device) - position[:, None]

@@ -7,31 +7,35 @@ from typing import Any
 
 from torch import nn
 
-from transformer_kernels._dispatch import requested, unavailable
-from transformer_kernels._errors import BackendUnavailable
+from transformer_kernels.backends.dispatch import requested, unavailable
+from transformer_kernels.backends.errors import BackendUnavailable
 from transformer_kernels.patching import _rotary, _torch, _transformers
+from transformer_kernels.patching._accelerate import Acceleration, accelerate
+from transformer_kernels.patching._left import left_modules
 from transformer_kernels.patching._models import patch_models, unpatch_models
-from transformer_kernels.patching._report import PatchReport, Row
+from transformer_kernels.patching._report import CallReport, CallRow, PatchReport, Row
 from transformer_kernels.patching._swap import Patched, class_path, original_class, replaced_method, restore, swap
 
-__all__ = ["PatchReport", "Row", "patch", "unpatch"]
+__all__ = ["Acceleration", "CallReport", "CallRow", "PatchReport", "Row", "accelerate", "patch", "unpatch"]
 
 
 def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     """Let this package's operations compute what they can of a model of transformers or torch.nn, in place.
 
-    Replaced are, wherever they stand, torch.nn's LayerNorm, GELU, Softmax, MultiheadAttention, TransformerEncoderLayer
-    and TransformerDecoderLayer. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT of transformers 5.23: the residual
-    additions with their dropout and LayerNorm, the activations with their bias, the embeddings (BERT's families)
-    and the products of Conv1D (GPT-2). In Llama, Mistral, Qwen2 and Qwen3: RMSNorm with the residual addition before
-    it, the gated activation, and rotary positions. In T5: its norms and gated activations. In every model of
-    transformers whose attention goes through its `AttentionInterface`: the attention, and the loss over tokens. On a
-    CPU, float32 products of linear layers in a model of transformers too, where this package's are the faster ones.
+    Replaced are, anywhere in the model, torch.nn's LayerNorm, GELU, Softmax, MultiheadAttention,
+    TransformerEncoderLayer and TransformerDecoderLayer. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT of transformers
+    5.23: the residual additions with their dropout and LayerNorm, the activations with their bias, the embeddings
+    (BERT's families) and the products of Conv1D (GPT-2). In Llama, Mistral, Qwen2 and Qwen3: RMSNorm with the residual
+    addition before it, the gated activation, and rotary positions. In T5: its norms and gated activations. In every
+    model of transformers whose attention goes through its `AttentionInterface`: the attention, and the loss over
+    tokens. On a CPU, float32 products of linear layers in a model of transformers too, where this package's are the
+    faster ones.
     Parameters, state dict, class names and hooks stay.
     Only this instance changes, and it can be patched again with another backend.
 
-    A part that is no longer what its class says (an adapter, a quantised or sharded layer, one with hooks) is called as
-    it stands and not fused with its neighbours.
+    A part that is no longer plainly of its class (an adapter, a quantised or sharded layer, one with hooks) is called
+    as it is and not fused with its neighbours. Attention, norms, activations, MLPs and losses that are not patched are
+    rows of the report, with the reason.
 
     Args:
         model: any module.
@@ -48,16 +52,17 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
         raise TypeError(f"patch: model must be a torch.nn.Module; got {type(model).__name__}")
     _check_backend(model, backend)
     rows = list(patch_models(model, backend))
-    answered = {row.name for row in rows}
+    patched = {row.name for row in rows}
     for name, module in list(model.named_modules()):
-        if name not in answered and (row := _patch_module(name, module, backend)) is not None:
+        if name not in patched and (row := _patch_module(name, module, backend)) is not None:
             rows.append(row)
+    rows.extend(left_modules(model, {row.name for row in rows}))
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return PatchReport(backend, tuple(sorted(rows, key=lambda row: order.get(row.name, -1))))
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `patch`: every module is again of the class that it was, and computes what it did.
+    """Undo `patch`: every module is again of the class that it was, with its configuration, and computes what it did.
 
     Args:
         model: a module; one that was never patched stays as it is.
@@ -83,7 +88,7 @@ def _check_backend(model: nn.Module, backend: str | None) -> None:
 
 
 def _patch_module(name: str, module: Any, backend: str | None) -> Row | None:
-    """Patch one module if it is known; None if there is nothing to tell of it."""
+    """Patch one module if it is known; None if there is nothing to report of it."""
     if isinstance(module, Patched):
         module.backend = backend
     kind = original_class(module).__name__
@@ -103,7 +108,7 @@ def _patch_module(name: str, module: Any, backend: str | None) -> Row | None:
 
 
 def _mixin_of(module: nn.Module) -> Any:
-    """What takes the place of a module of exactly this class."""
+    """The replacement of a module of exactly this class."""
     if (by_class := _torch.REPLACEMENTS.get(original_class(module))) is not None:
         return by_class
     path = class_path(module)

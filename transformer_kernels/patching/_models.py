@@ -18,11 +18,14 @@ from transformer_kernels.patching._rotary import ATTENTION
 from transformer_kernels.patching._swap import Mixin, Patched, class_path, is_plain, original_class, swap
 from transformer_kernels.patching._transformers import LOSSES
 
+CONFIGS = "_configs_of_patch"
+"""Where a patched module stores its own configuration and the one that it had."""
+
 ASKS_FOR_WEIGHTS = ("return_attention", "output_attentions")
 
 
 def hand_on_weights(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """`return_attention` is `output_attentions` of transformers, of which not every model tells its attention."""
+    """`return_attention` is `output_attentions` of transformers, which not every model hands on to its attention."""
     asked = any(kwargs.get(name) for name in ASKS_FOR_WEIGHTS)
     return (args, {**kwargs, **dict.fromkeys(ASKS_FOR_WEIGHTS, True)}) if asked else None
 
@@ -69,6 +72,7 @@ def unpatch_models(model: nn.Module) -> None:
             del each._loss_function
         for key in [key for key, hook in each._forward_pre_hooks.items() if hook is hand_on_weights]:
             del each._forward_pre_hooks[key], each._forward_pre_hooks_with_kwargs[key]
+    _return_configs(model)
 
 
 def _holds(model: nn.Module, part: nn.Module) -> bool:
@@ -123,14 +127,34 @@ def _why_not(model: Any, layers: list[Any]) -> str | None:
 
 
 def _own_configs(model: nn.Module) -> None:
-    """Give the model configurations of its own: the name of the attention stands there, and models may share them."""
+    """Give the model configurations of its own: they store the name of the attention, and models may share them."""
     from transformers import PreTrainedConfig
 
     copies: dict[int, Any] = {}
     module: Any
     for module in model.modules():
-        if isinstance(config := vars(module).get("config"), PreTrainedConfig):
-            module.config = copy.deepcopy(config, copies)
+        config = vars(module).get("config")
+        if not isinstance(config, PreTrainedConfig) or vars(module).get(CONFIGS, (None,))[0] is config:
+            continue
+        module.config = copy.deepcopy(config, copies)
+        setattr(module, CONFIGS, (module.config, config))
+
+
+def _return_configs(model: nn.Module) -> None:
+    """Undo `_own_configs`: the objects are those from before, with what was changed since, but for the attention."""
+    from transformers import PreTrainedConfig
+
+    module: Any
+    for module in model.modules():
+        if CONFIGS not in vars(module):
+            continue
+        own, before = vars(module).pop(CONFIGS)
+        if module.config is not own:  # somebody has given the model another one
+            continue
+        kept = {"_attn_implementation_internal": before._attn_implementation_internal}
+        changed = {name: value for name, value in vars(own).items() if not isinstance(value, PreTrainedConfig)}
+        vars(before).update(changed | kept)
+        module.config = before
 
 
 def _patch_output(name: str, model: Any, backend: str | None) -> Iterator[Row]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from transformer_kernels import ops
-from transformer_kernels._dispatch import requested
 from transformer_kernels.backends import cpu
+from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.patching._swap import Mixin
 
 FEWEST_ROWS = 256

@@ -1,17 +1,19 @@
-"""What `patch` tells: for each module what answers it now, or why it was left."""
+"""What `patch` and `accelerate` report: what computes each module or call now, or why it was left."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-HEADINGS = ("module", "class", "answered by", "count")
+HEADINGS = ("module", "class", "computed by", "count")
+CALL_HEADINGS = ("operation", "computed by", "calls")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One module: its name in the model, its class, the operation that answers it, or why it was left."""
+    """One module: its name in the model, its class, the operation that computes it, or why it was left."""
 
     name: str
     kind: str
@@ -33,7 +35,7 @@ class PatchReport:
 
     @property
     def patched(self) -> tuple[Row, ...]:
-        """The rows that an operation answers."""
+        """The rows that an operation computes."""
         return tuple(row for row in self.rows if row.answered is not None)
 
     @property
@@ -42,12 +44,8 @@ class PatchReport:
         return tuple(row for row in self.rows if row.answered is None)
 
     def __str__(self) -> str:
-        lines = [HEADINGS, *self._lines()]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        backend = "the default backend" if self.backend is None else f"backend {self.backend!r}"
-        summary = f"{len(self.patched)} modules patched, {len(self.left)} left; {backend}"
-        return "\n".join([table[0], "-" * max(map(len, table)), *table[1:], summary])
+        summary = f"{len(self.patched)} modules patched, {len(self.left)} left; {_named(self.backend)}"
+        return _table(HEADINGS, self._lines(), summary)
 
     def _lines(self) -> Iterator[tuple[str, str, str, str]]:
         counts: dict[tuple[str, str, str], int] = {}
@@ -57,3 +55,59 @@ class PatchReport:
             counts[key] = counts.get(key, 0) + 1
         for key, count in counts.items():
             yield (*key, str(count))
+
+
+class CallRow(NamedTuple):
+    """Calls of one function of torch: how many, and the backend that computed them or the reason why none did."""
+
+    operation: str
+    backend: str | None
+    reason: str | None
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """What became of the calls in a block of `accelerate`. It prints as a table.
+
+    Attributes:
+        backend: the backend that was asked for, None for the default at each call.
+        rows: one `CallRow` for each operation, backend and reason; the rerouted ones first.
+    """
+
+    backend: str | None
+    rows: tuple[CallRow, ...]
+
+    @property
+    def rerouted(self) -> tuple[CallRow, ...]:
+        """The rows that this package computed."""
+        return tuple(row for row in self.rows if row.backend is not None)
+
+    @property
+    def left(self) -> tuple[CallRow, ...]:
+        """The rows that PyTorch computed."""
+        return tuple(row for row in self.rows if row.backend is None)
+
+    def __str__(self) -> str:
+        lines = [(row.operation, row.backend or f"PyTorch: {row.reason}", f"{row.calls:,}") for row in self.rows]
+        return _table(CALL_HEADINGS, lines, f"{self._totals()}; {_named(self.backend)}")
+
+    def line(self) -> str:
+        """The same on one line."""
+        groups = [f"{row.operation} {row.calls:,} ({row.backend or row.reason})" for row in self.rows]
+        return f"{self._totals()}" + (": " if groups else "") + ", ".join(groups)
+
+    def _totals(self) -> str:
+        rerouted, left = (sum(row.calls for row in rows) for rows in (self.rerouted, self.left))
+        return f"{rerouted:,} calls rerouted, {left:,} left to PyTorch"
+
+
+def _named(backend: str | None) -> str:
+    return "the default backend" if backend is None else f"backend {backend!r}"
+
+
+def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]], summary: str) -> str:
+    lines = [headings, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join([table[0], "-" * max(map(len, table)), *table[1:], summary])

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_kernels import _checks, ops
+from transformer_kernels import ops
+from transformer_kernels.ops import _checks
 from transformer_kernels.patching import _fused
 from transformer_kernels.patching._fused import activated, add_norm, dropped, embedded, is_plain_table, rows
 from transformer_kernels.patching._products import by_columns

@@ -1,4 +1,4 @@
-"""Pretrained weights: folders of transformers and GGUF files into our own model definitions, and back.
+"""Pretrained weights: conversion between Hugging Face folders or GGUF files and this package's models.
 
 model = transformer_kernels.load_pretrained("all-MiniLM-L6-v2")
 tokenizer = transformer_kernels.pretrained.load_tokenizer("all-MiniLM-L6-v2")
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels._bind import bind
-from transformer_kernels.pretrained.tokenizers import load_tokenizer
+from transformer_kernels.pretrained.tokenizers import download_remedy, load_tokenizer
 from transformer_kernels.pretrained.tutorials import load_tutorial
 
 if TYPE_CHECKING:
@@ -31,28 +31,27 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "mod
 
 
 def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) -> GPT | Encoder | ViT:
-    """Read a pretrained model into our own definition of it.
+    """Load a pretrained model.
 
     Args:
         path: a folder with config.json and safetensors of GPT-2, DistilGPT-2, BERT (MiniLM), RoBERTa, DistilBERT, Llama
-            or ViT with its classifier as transformers writes it, or a GGUF file of a Llama with tensors in F32, F16,
-            Q8_0, Q4_0 or Q4_1.
+            or ViT with its classifier in the format of transformers, or a GGUF file of a Llama with tensors in F32,
+            F16, Q8_0, Q4_0 or Q4_1.
         backend: as in `build`.
     Returns:
-        `python_ref.GPT`: tokens (B, L) -> logits (B, L, V), or `python_ref.Encoder`: tokens, padding_mask -> hidden
-        states (B, L, E), with the heads whose weights are there, or `python_ref.ViT`. RoBERTa's positions are counted
-        from 0 here, so that padding stands behind the text. Parameters are float32; the model is in evaluation
-        mode.
+        `python_ref.GPT`: tokens (B, L) -> logits (B, L, V), `python_ref.Encoder`: tokens, padding_mask -> hidden states
+        (B, L, E), with the heads whose weights exist, or `python_ref.ViT`. RoBERTa's positions start at 0, so padding
+        must follow the text. Parameters are float32; the model is in evaluation mode.
     Raises:
-        FileNotFoundError: no such folder, or one of its files is missing.
-        ValueError: an unknown architecture or option, truncated files, tensors that are missing, unknown, or of another
-            shape (all of them are named), or weights that are pickles, which are never opened.
+        FileNotFoundError: the folder or one of its files is missing.
+        ValueError: an unknown architecture or option, truncated files, tensors that are missing, unknown or of another
+            shape (all are listed), or pickled weights, which are never loaded.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such folder or file")
+        raise FileNotFoundError(f"{path}: no such folder or file; {download_remedy(path)}")
     if path.suffix in PICKLED:
-        raise ValueError(f"{path}: a state dict of torch.save; load_tutorial reads one of a model written by hand")
+        raise ValueError(f"{path}: a state dict saved by torch.save; use load_tutorial for a handwritten model")
     if path.is_file():
         config, weights, architecture = _read_gguf(path)
     else:
@@ -70,15 +69,15 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
 
 
 def export_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Write a model as transformers loads it: config.json and model.safetensors.
+    """Write a model in the format of transformers: config.json and model.safetensors.
 
     Args:
-        model: a `python_ref.GPT` with the layers of GPT-2 or of Llama, a `python_ref.Encoder`, which becomes a BERT or
-            a DistilBERT (also one that was a RoBERTa: its positions then begin with the first token), or a ViT.
-        folder: is made where it does not exist.
+        model: a `python_ref.GPT` with the layers of GPT-2 or Llama, a `python_ref.Encoder`, which becomes a BERT or a
+            DistilBERT (a RoBERTa too; its positions then start at the first token), or a ViT.
+        folder: created if missing.
     Raises:
-        TypeError: another model.
-        ValueError: transformers has no model with these layers; the field that stands in the way is named.
+        TypeError: another type of model.
+        ValueError: transformers has no model with these layers; the offending field is named.
     """
     from safetensors.torch import save_file
 
@@ -112,7 +111,7 @@ def _exported_as(model: Any) -> Architecture:
 
 
 def _rows(entry: Entry, whole: Tensor, model: Any) -> list[int]:
-    """How many rows of our tensor each of theirs has: queries, keys and values may differ, a gate does not."""
+    """Number of rows of our tensor from each of theirs: queries, keys and values may differ, gates are equal."""
     if len(entry.theirs) == 3:
         return model.blocks[0].attention.rows
     return [whole.shape[0] // len(entry.theirs)] * len(entry.theirs)
@@ -129,13 +128,13 @@ def _architecture(name: str, where: Path) -> Architecture:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file; a folder of transformers has one")
+        raise FileNotFoundError(f"{path}: no such file; a Hugging Face folder contains one")
     try:
         theirs = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(theirs, dict):
-        raise ValueError(f"{path}: must hold an object; got {type(theirs).__name__}")
+        raise ValueError(f"{path}: must contain an object; got {type(theirs).__name__}")
     return theirs
 
 
@@ -150,8 +149,8 @@ def _read_safetensors(folder: Path) -> dict[str, Tensor]:
     for file in files:
         if not file.exists():
             pickle = next((name for name in PICKLES if (folder / name).exists()), None)
-            told = f"; {pickle} is a pickle, which is never opened: save the model as safetensors" if pickle else ""
-            raise (ValueError if pickle else FileNotFoundError)(f"{file}: no such file{told}")
+            remedy = f"; {pickle} is a pickle, which is never loaded: save the model as safetensors" if pickle else ""
+            raise (ValueError if pickle else FileNotFoundError)(f"{file}: no such file{remedy}")
         try:
             weights.update(load_file(file))
         except SafetensorError as error:
@@ -162,7 +161,7 @@ def _read_safetensors(folder: Path) -> dict[str, Tensor]:
 def _ours(
     path: Path, architecture: Architecture, config: Any, weights: dict[str, Tensor], expected: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Our state dict of their tensors; every name that does not fit is told at once."""
+    """Our state dict from their tensors; all mismatched names are reported together."""
     unused, state, wrong = set(weights), {}, []
     for entry in architecture.entries(config):
         parts = []
@@ -180,8 +179,8 @@ def _ours(
                 whole = whole.view(expected[entry.ours].shape)
             state[entry.ours] = whole
             if whole.shape != expected[entry.ours].shape:
-                told = f"{tuple(whole.shape)} in place of {tuple(expected[entry.ours].shape)}"
-                wrong.append(f"{' + '.join(entry.theirs)} has shape {told}")
+                shapes = f"{tuple(whole.shape)}; expected {tuple(expected[entry.ours].shape)}"
+                wrong.append(f"{' + '.join(entry.theirs)} has shape {shapes}")
     tied = ("lm_head.weight",) if getattr(config, "tied", False) else ()
     unknown = [name for name in sorted(unused) if not any(part in name for part in (*architecture.ignored, *tied))]
     wrong += [f"{name} is unknown" for name in unknown]
@@ -211,7 +210,7 @@ GGUF_LAYER_NAMES = {
 
 
 def _read_gguf(path: Path) -> tuple[Any, dict[str, Tensor], Architecture]:
-    """A Llama's configuration and tensors, under the names that transformers gives them."""
+    """A Llama's configuration and tensors, under the names of transformers."""
     from transformer_kernels.pretrained.gguf import GGUF
 
     file = GGUF(path)
@@ -253,5 +252,5 @@ def _gguf_config(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _halves_together(weight: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys as rotated in halves; a GGUF file has the two rows of a rotated pair side by side."""
+    """Convert rows of queries or keys from interleaved rotation pairs (GGUF) to rotated halves."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,7 +1,7 @@
-"""How pretrained models of transformers are laid out: their configurations and names in the terms of `python_ref`.
+"""Layouts of pretrained models: configurations and parameter names of transformers, mapped to `python_ref`.
 
-A `Layout` says for each parameter of ours which tensors of theirs it is made of: those are stacked along the rows, and
-where `transposed`, stored with inputs first (GPT-2's Conv1D). It is read in both directions.
+A `Layout` specifies for each of our parameters the source tensors, which are concatenated along the rows and, if
+`transposed`, stored as (inputs, outputs), as in GPT-2's Conv1D. Layouts are used in both directions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "ge
 
 
 class Entry(NamedTuple):
-    """A parameter of ours, and the tensors of theirs that it is made of.
+    """One of our parameters and its source tensors.
 
-    `skipped` rows come first in theirs and are not used; `shape` is that of theirs where it is another.
+    The first `skipped` rows of the source are not used; `shape` is the source shape if it differs.
     """
 
     ours: str
@@ -32,14 +32,14 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of models in the form of transformers.
+    """A model family of transformers.
 
     Attributes:
         name: `model_type` in config.json.
-        prefix: what stands before the names where a model has a head.
-        ignored: beginnings and ends of names that hold nothing of ours: buffers, tied copies.
-        configure: their config and the names of their tensors -> our config.
-        describe: our config -> their config; ValueError where they have no such model.
+        prefix: prefix of the names in a model with a head.
+        ignored: prefixes and suffixes of names without counterpart: buffers, tied copies.
+        configure: their config and tensor names -> our config.
+        describe: our config -> their config; ValueError if they have no such model.
         entries: our config -> the parameters.
     """
 
@@ -56,7 +56,7 @@ class Architecture:
 
 
 def require(theirs: dict[str, Any], **expected: Any) -> None:
-    """Refuse a config that asks for what our definitions do not have."""
+    """Reject a config that requires features that our definitions do not have."""
     for name, value in expected.items():
         if theirs.get(name, value) not in (value, None):
             raise ValueError(f"config.json: {name} must be {value!r}; got {theirs[name]!r}")
@@ -79,11 +79,11 @@ def with_bias(ours: str, *theirs: str, transposed: bool = False) -> Iterator[Ent
 
 
 Layer = dict[str, tuple[str, ...]]
-"""The modules of one of our blocks, and those of theirs that each is made of, without what stands before them."""
+"""Modules of one of our blocks, each with its source modules, without prefix."""
 
 
 def layer_entries(layers: int, theirs: str, names: Layer) -> Iterator[Entry]:
-    """The weights and biases of all blocks; theirs are numbered behind `theirs`."""
+    """The weights and biases of all blocks; the source blocks are numbered after the prefix `theirs`."""
     for layer in range(layers):
         for ours, parts in names.items():
             yield from with_bias(f"blocks.{layer}.{ours}", *(f"{theirs}.{layer}.{part}" for part in parts))
@@ -220,7 +220,7 @@ def bert_entries(config: EncoderConfig) -> Iterator[Entry]:
         yield Entry("masked_lm.bias", ("cls.predictions.bias",))
 
 
-PADDING = 2  # rows of RoBERTa's positions up to the one of padding; the next is that of the first token
+PADDING = 2  # position rows of RoBERTa up to the padding row; the first token uses the next one
 ROBERTA_NAMES = {
     "bert.": "roberta.",
     "cls.predictions.transform.dense.": "lm_head.dense.",
@@ -434,15 +434,15 @@ def vit_entries(config: ViTConfig) -> Iterator[Entry]:
     yield projection._replace(shape=(config.width, config.channels, config.patch, config.patch))
     yield bias
     yield Entry("embedding.class_token", ("vit.embeddings.cls_token",), shape=(1, 1, config.width))
-    places = (1, config.context, config.width)
-    yield Entry("embedding.positions", ("vit.embeddings.position_embeddings",), shape=places)
+    shape = (1, config.context, config.width)
+    yield Entry("embedding.positions", ("vit.embeddings.position_embeddings",), shape=shape)
     yield from layer_entries(config.layers, "vit.encoder.layer", VIT_LAYER)
     yield from with_bias("final_norm", "vit.layernorm")
     yield from with_bias("classifier", "classifier")
 
 
 def refuse_others(ours: Any, wanted: dict[str, Any]) -> None:
-    """ValueError where a field of our config is not what the family has."""
+    """ValueError if a field of our config differs from what the family supports."""
     for name, value in wanted.items():
         if getattr(ours, name) != value:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A reader of GGUF files: metadata, and tensors that are stored whole or in the oldest quantised forms."""
+"""A reader of GGUF files: metadata and tensors, unquantised or in the oldest quantised formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 BLOCK = 32  # weights that share a scale
-STORED = {  # number of the form: its name, weights in a block, bytes of a block
+STORED = {  # format number: name, weights per block, bytes per block
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     2: ("Q4_0", BLOCK, 2 + BLOCK // 2),
@@ -41,29 +41,29 @@ class GGUF:
             self.start = -(-file.tell() // alignment) * alignment
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by its name, dequantised to float32; its shape is that of the rows as they lie in memory.
+        """The tensor called `name`, dequantised to float32, in the row-major shape.
 
         Raises:
             KeyError: no such tensor.
-            ValueError: its form is not one of those that are read, or the file ends within it.
+            ValueError: its format is not supported, or the file is truncated.
         """
         shape, form, offset = self.index[name]
         if form not in STORED:
             known = ", ".join(name for name, _, _ in STORED.values())
-            raise ValueError(f"{self.path}: {name} is stored in form {form}; the ones that are read are {known}")
+            raise ValueError(f"{self.path}: {name} has format {form}; supported are {known}")
         kind, weights, size = STORED[form]
         length = int(np.prod(shape)) // weights * size
         with self.path.open("rb") as file:
             file.seek(self.start + offset)
             content = file.read(length)
         if len(content) != length:
-            raise ValueError(f"{self.path}: the file ends within {name}")
+            raise ValueError(f"{self.path}: truncated within {name}")
         return torch.from_numpy(_dequantised(np.frombuffer(content, np.uint8), kind).reshape(shape))
 
     def _read(self, file: BinaryIO, form: str) -> tuple[Any, ...]:
         size = struct.calcsize("<" + form)
         if len(content := file.read(size)) != size:
-            raise ValueError(f"{self.path}: the file ends within its header")
+            raise ValueError(f"{self.path}: truncated within its header")
         return struct.unpack("<" + form, content)
 
     def _string(self, file: BinaryIO) -> str:
@@ -77,7 +77,7 @@ class GGUF:
             element, count = self._read(file, "IQ")
             return [self._value(file, element) for _ in range(count)]
         if kind not in SCALARS:
-            raise ValueError(f"{self.path}: unknown kind {kind} of metadata")
+            raise ValueError(f"{self.path}: unknown metadata type {kind}")
         return self._read(file, SCALARS[kind])[0]
 
     def _tensor_entry(self, file: BinaryIO) -> tuple[tuple[int, ...], int, int]:
@@ -88,7 +88,7 @@ class GGUF:
 
 
 def _dequantised(content: np.ndarray, kind: str) -> np.ndarray:
-    """The weights, float32 (N,). The low halves of a block's bytes are its first sixteen weights."""
+    """The weights, float32 (N,). The low nibbles of a block are its first sixteen weights."""
     if kind == "F32":
         return content.view(np.float32).copy()
     if kind == "F16":
@@ -105,5 +105,5 @@ def _dequantised(content: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _halves(blocks: np.ndarray, index: int) -> np.ndarray:
-    """The float16 numbers at place `index` of each block's header, (blocks, 1)."""
+    """The float16 number at `index` of each block's header, (blocks, 1)."""
     return blocks[:, 2 * index : 2 * index + 2].copy().view(np.float16).astype(np.float32)

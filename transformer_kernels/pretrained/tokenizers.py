@@ -1,4 +1,4 @@
-"""The tokenizers that pretrained models come with, by the package `tokenizers`: WordPiece, byte pairs, Llama's."""
+"""Tokenizers of pretrained models, by the package `tokenizers`: WordPiece, byte pairs, Llama's."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from typing import Any
 BYTE_PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
+def download_remedy(path: str | Path) -> str:
+    """What to do if `path` is a model's name, not a folder."""
+    path = Path(path)
+    return f"models are read from local folders: download it first, with `hf download {path} --local-dir {path.name}`"
+
+
 def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) -> Any:
-    """Read the tokenizer of a pretrained model.
+    """Load the tokenizer of a pretrained model.
 
     Args:
         path: a folder with tokenizer.json, or with vocab.txt (WordPiece), or with GPT-2's byte pairs as vocab.json and
             merges.txt or as encoder.json and vocab.bpe; or a GGUF file.
-        vocab_size: that of the model; a tokenizer that knows more is refused.
+        vocab_size: of the model; a tokenizer with more tokens raises ValueError.
     Returns:
         a `tokenizers.Tokenizer`: `encode(text).ids`, `decode(ids)`.
     Raises:
         ImportError: the package `tokenizers` is missing.
-        FileNotFoundError: no such folder, or none of the files.
-        ValueError: a broken file, or the tokenizer is that of another model.
+        FileNotFoundError: the folder or all supported files are missing.
+        ValueError: the file is invalid, or the tokenizer belongs to another model.
     """
     try:
         import tokenizers
@@ -30,17 +36,17 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
         raise ImportError("load_tokenizer needs the package tokenizers: pip install tokenizers") from error
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such folder or file")
+        raise FileNotFoundError(f"{path}: no such folder or file; {download_remedy(path)}")
     try:
         made = _from_gguf(path) if path.is_file() else _from_folder(tokenizers, path)
     except FileNotFoundError:
         raise
     except Exception as error:  # the package raises bare Exceptions
-        raise ValueError(f"{path}: the tokenizer cannot be read: {error}") from error
+        raise ValueError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     known = made.get_vocab_size()
     if vocab_size is not None and known > vocab_size:
         raise ValueError(
-            f"{path}: the tokenizer knows {known} tokens, the model only {vocab_size}: it is of another model"
+            f"{path}: the tokenizer has {known} tokens, the model only {vocab_size}; it belongs to another model"
         )
     made.no_padding()
     made.no_truncation()
@@ -48,7 +54,7 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
 
 
 def end_tokens(path: str | os.PathLike[str]) -> frozenset[int]:
-    """The ids with which a pretrained model ends a text, as its folder or GGUF file says; empty where it does not."""
+    """The end-of-text ids of a pretrained model, from its folder or GGUF file; empty if not specified."""
     path = Path(path)
     given: Any = None
     if path.is_file():
@@ -79,7 +85,7 @@ def _from_folder(tokenizers: Any, folder: Path) -> Any:
 
 
 def _byte_pairs(vocabulary: dict[str, int], merges: list[str], digits: bool = False) -> Any:
-    """Byte pairs as GPT-2 has them; `digits` splits numbers into single digits first."""
+    """GPT-2's byte pairs; `digits` splits numbers into single digits first."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
@@ -95,7 +101,7 @@ def _from_gguf(path: Path) -> Any:
 
     metadata = GGUF(path).metadata
     if (kind := metadata.get("tokenizer.ggml.model")) != "gpt2":
-        raise ValueError(f"the tokenizer of a GGUF file must be of the kind 'gpt2'; got {kind!r}")
+        raise ValueError(f"the tokenizer of a GGUF file must be of type 'gpt2'; got {kind!r}")
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
     vocabulary = {token: index for index, token in enumerate(tokens)}
     digits = metadata.get("tokenizer.ggml.pre") == "smollm"

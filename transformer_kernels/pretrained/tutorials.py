@@ -1,4 +1,4 @@
-"""Models written by hand from a tutorial, as `torch.save(model.state_dict())` left them, into our own definitions."""
+"""Conversion of handwritten tutorial models, saved by `torch.save(model.state_dict())`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import transformer_kernels
+from transformer_kernels._bind import build
 
 if TYPE_CHECKING:
     from python_ref.layers import Transformer
 
-NESTED = ("state_dict", "model_state_dict", "model")  # where training loops put the weights
-BUFFERS = re.compile(r"(.*\.)?(P|pe|tril|mask|bias_mask|position_ids|inv_freq)")  # hold nothing that was learned
+NESTED = ("state_dict", "model_state_dict", "model")  # keys under which training loops store the weights
+BUFFERS = re.compile(r"(.*\.)?(P|pe|tril|mask|bias_mask|position_ids|inv_freq)")  # not learned
 POSITIONS = "embedding.positions"
 HEADS = {"imdb_bert": "classifier.", "char_gpt": "head_"}
 ATTENTION = r"(?:attention|self_attention|attn|self_attn|enc_self_attn|mha|sa)\.(?:[a-z]\w*\.)?"
@@ -54,38 +54,38 @@ def load_tutorial(
     backend: str | None = None,
     **fields: Any,
 ) -> Transformer:
-    """Read the weights of a small BERT or character GPT that was written by hand.
+    """Load the weights of a small handwritten BERT or character GPT.
 
-    Known are the names that such classes usually have: token, position and segment embeddings (`token_embedding`,
+    The usual names of such classes are recognised: token, position and segment embeddings (`token_embedding`,
     `tok_embed`, `pos_embedding`, ...), layers in `blks`, `blocks` or `layers`, in each of them `attention.W_q` or
-    `attn.query` (or `heads.0.query`, one for each head), `attention.W_o` or `proj`, `ffn.dense1` or `ffwd.net.0`,
-    `addnorm1.ln`, `norm1` or `ln1`, and `head`, `dense` or `classifier` behind the last. Sizes and biases are read off
-    the tensors. What tensors do not tell comes from the preset: heads, the place of the norms, the activation, and that
-    positions without a table are sinusoidal.
+    `attn.query` (or `heads.0.query`, one per head), `attention.W_o` or `proj`, `ffn.dense1` or `ffwd.net.0`,
+    `addnorm1.ln`, `norm1` or `ln1`, and `head`, `dense` or `classifier` after the last layer. Sizes and biases are
+    inferred from the tensors. The preset supplies the number of heads, pre- or post-norm, the activation, and
+    sinusoidal positions if there is no position table.
 
     Args:
-        path: what `torch.save` wrote of a state dict, or of a dictionary that holds one as "state_dict",
-            "model_state_dict" or "model". It is read with `weights_only=True`, so that nothing in it is executed.
+        path: a file written by `torch.save`: a state dict, or a dictionary with one under "state_dict",
+            "model_state_dict" or "model". It is loaded with `weights_only=True`, so no code in it is executed.
         preset: "imdb_bert" or "char_gpt".
-        names: further names, each with the one in our state dict.
+        names: additional names, mapped to names in our state dict.
         backend: as in `build`.
-        fields: of the model's configuration, over the preset's and what was read off the tensors.
+        fields: of the model's configuration; they override the preset and the inferred values.
     Returns:
         the model in evaluation mode, with float32 parameters.
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is no state dict, or tensors are unknown, missing or of another shape; all of them are named.
+        ValueError: not a state dict, or tensors are unknown, missing or of another shape; all are listed.
     """
     if preset not in HEADS:
         raise ValueError(f"load_tutorial: preset must be one of {', '.join(HEADS)}; got {preset!r}")
     path = Path(path)
     state = _renamed(path, preset, names or {})
-    model = transformer_kernels.build(preset, backend, **{**_read_off(state, preset), **fields})
+    model = build(preset, backend, **{**_read_off(state, preset), **fields})
     own = model.state_dict()
     wrong = [f"{name} is missing" for name in own if name not in state]
-    wrong += [f"{name} has no place in the model" for name in state if name not in own]
+    wrong += [f"{name} is unknown to the model" for name in state if name not in own]
     wrong += [
-        f"{name} has shape {tuple(state[name].shape)} in place of {tuple(own[name].shape)}"
+        f"{name} has shape {tuple(state[name].shape)}; expected {tuple(own[name].shape)}"
         for name in own.keys() & state.keys()
         if own[name].shape != state[name].shape
     ]
@@ -96,18 +96,18 @@ def load_tutorial(
 
 
 def _renamed(path: Path, preset: str, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors under our names, in float32; the parts of one are put together."""
+    """The tensors under our names, in float32; split parameters are concatenated."""
     parts: dict[str, dict[tuple[int, int], Tensor]] = {}
     unknown = []
     for name, tensor in _read(path).items():
-        ours, place = (names[name], (0, 0)) if name in names else _translated(name, preset)
+        ours, part = (names[name], (0, 0)) if name in names else _translated(name, preset)
         if ours is not None:
-            parts.setdefault(ours, {})[place] = tensor.float()
+            parts.setdefault(ours, {})[part] = tensor.float()
         elif not BUFFERS.fullmatch(name):
             unknown.append(name)
     if unknown:
-        raise ValueError(f"{path}: unknown names, to be given with ours as names=: {', '.join(unknown)}")
-    state = {name: torch.cat([stored[place] for place in sorted(stored)]) for name, stored in parts.items()}
+        raise ValueError(f"{path}: unknown names; map them to ours with names=: {', '.join(unknown)}")
+    state = {name: torch.cat([stored[part] for part in sorted(stored)]) for name, stored in parts.items()}
     if POSITIONS in state:
         state[POSITIONS] = state[POSITIONS].flatten(0, -2)  # (1, L, E) or (L, E)
     return state
@@ -119,24 +119,24 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         given = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        told = str(error).partition("\n")[0]
-        raise ValueError(f"{path}: not a state dict that can be read without running code: {told}") from None
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: not a state dict that can be loaded without executing code: {reason}") from None
     if isinstance(given, dict):
         given = next((given[name] for name in NESTED if isinstance(given.get(name), dict)), given)
     if not isinstance(given, dict) or not all(isinstance(tensor, Tensor) for tensor in given.values()):
-        raise ValueError(f"{path}: must hold a state dict, tensors by their names; got {type(given).__name__}")
+        raise ValueError(f"{path}: must contain a state dict (a dictionary of tensors); got {type(given).__name__}")
     return {str(name).removeprefix("module.").removeprefix("_orig_mod."): tensor for name, tensor in given.items()}
 
 
 def _translated(name: str, preset: str) -> tuple[str | None, tuple[int, int]]:
-    """Our name of a tensor of theirs, None if it is unknown, and which part of ours it is: (q, k or v; head)."""
+    """Our name of a source tensor (None if unknown), and its part of our tensor: (q, k or v; head)."""
     name, kind = (name, "weight") if name.rpartition(".")[2] not in ("weight", "bias") else name.rsplit(".", 1)
     if layer := LAYER.fullmatch(name):
         for pattern, ours in IN_A_LAYER.items():
             if found := re.fullmatch(pattern, layer[2]):
                 head, part = found.groups() if found.re.groups == 2 else (None, None)
-                place = ("qkv".index(part.lower()) if part else 0, int(head or 0))
-                return f"blocks.{layer[1]}.{ours}.{kind}", place
+                order = ("qkv".index(part.lower()) if part else 0, int(head or 0))
+                return f"blocks.{layer[1]}.{ours}.{kind}", order
         return None, (0, 0)
     for pattern, ours in OUTSIDE.items():
         if re.fullmatch(pattern, name):
@@ -146,22 +146,22 @@ def _translated(name: str, preset: str) -> tuple[str | None, tuple[int, int]]:
 
 
 def _read_off(state: Mapping[str, Tensor], preset: str) -> dict[str, Any]:
-    """The fields of the configuration that the tensors tell."""
+    """The configuration fields that can be inferred from the tensors."""
     tokens, up = state.get("embedding.tokens.weight"), state.get("blocks.0.feed_forward.up.weight")
     if tokens is None or up is None:
         return {}
-    told: dict[str, Any] = {"vocab_size": tokens.shape[0], "width": tokens.shape[1], "ffn_width": up.shape[0]}
-    told["layers"] = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
-    told["attention_bias"] = "blocks.0.attention.out.bias" in state
-    told["ffn_bias"] = "blocks.0.feed_forward.up.bias" in state
-    told["norm_bias"] = "blocks.0.attention_norm.bias" in state
-    told["embedding_norm"] = "embedding.norm.weight" in state
-    told["final_norm"] = "final_norm.weight" in state
-    told["positions"] = "learned" if POSITIONS in state else "sinusoidal"
+    fields: dict[str, Any] = {"vocab_size": tokens.shape[0], "width": tokens.shape[1], "ffn_width": up.shape[0]}
+    fields["layers"] = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+    fields["attention_bias"] = "blocks.0.attention.out.bias" in state
+    fields["ffn_bias"] = "blocks.0.feed_forward.up.bias" in state
+    fields["norm_bias"] = "blocks.0.attention_norm.bias" in state
+    fields["embedding_norm"] = "embedding.norm.weight" in state
+    fields["final_norm"] = "final_norm.weight" in state
+    fields["positions"] = "learned" if POSITIONS in state else "sinusoidal"
     if POSITIONS in state:
-        told["context"] = state[POSITIONS].shape[0]
+        fields["context"] = state[POSITIONS].shape[0]
     if preset == "char_gpt":
-        return told | {"tied": "head_weight" not in state, "head_bias": "head_bias" in state}
-    told["segments"] = len(state.get("embedding.segments.weight", ()))
+        return fields | {"tied": "head_weight" not in state, "head_bias": "head_bias" in state}
+    fields["segments"] = len(state.get("embedding.segments.weight", ()))
     classifier = state.get("classifier.weight")
-    return told if classifier is None else told | {"classes": classifier.shape[0]}
+    return fields if classifier is None else fields | {"classes": classifier.shape[0]}

@@ -1,4 +1,4 @@
-"""Training of the two small models: `Trainer(CharGPT(CharGPTConfig(steps=200))).fit()`."""
+"""Training: `Trainer(CharGPT(CharGPTConfig(steps=200))).fit()`."""
 
 from transformer_kernels.training.checkpoint import (
     Checkpoint,

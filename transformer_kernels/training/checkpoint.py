@@ -1,13 +1,13 @@
 """Checkpoints: a folder of safetensors and JSON with a manifest of sizes and hashes, replaced atomically.
 
     model.safetensors      the weights, in float32
-    optimizer.safetensors  the optimizer's tensors
+    optimizer.safetensors  the optimizer state
     config.json            the options of the run
-    tokenizer.json         the tokenizer's description
-    trainer.json           step, sampler position, random states, best loss
+    tokenizer.json         the description of the tokenizer
+    trainer.json           step, sampler state, RNG states, best loss
     manifest.json          size and SHA-256 of each of the above; written last
 
-Nothing here is ever unpickled.
+No file is unpickled.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json", "trainer.json")
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 1 << 20
-NAMES = ("best", "last")  # of the checkpoints in a run's folder
+NAMES = ("best", "last")  # checkpoints in a run folder
 LOG = "log.jsonl"
 LOCK = ".lock"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, damaged, hostile, or belongs to another model, vocabulary or run."""
+    """A checkpoint is missing, corrupt, malicious, or belongs to another model, vocabulary or run."""
 
 
 class RunFolderError(RuntimeError):
-    """The folder of a run holds another run, or another process is writing to it."""
+    """The run folder contains another run, or another process is writing to it."""
 
 
 @dataclasses.dataclass
 class Checkpoint:
-    """What a checkpoint folder holds."""
+    """The contents of a checkpoint folder."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -64,10 +64,10 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: str | Path, checkpoint: Checkpoint) -> None:
-    """Write `checkpoint` to `folder`; if interrupted at any moment, a complete checkpoint can still be loaded from it.
+    """Write `checkpoint` to `folder`. A complete checkpoint can be loaded after an interruption at any point.
 
-    The new folder is complete on the disk before the old one is renamed, and `load_checkpoint` finds the renamed one if
-    the process ends between the two renames.
+    The new folder is flushed to disk before the old one is renamed. If the process ends between the two renames,
+    `load_checkpoint` finds the renamed folder.
     """
     folder = Path(folder)
     fresh, previous = folder.with_name(f".{folder.name}.partial"), _previous(folder)
@@ -91,7 +91,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     """Read and verify a checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, has another size or SHA-256 than the manifest says, or cannot be understood.
+        CheckpointError: a file is missing or invalid, or its size or SHA-256 differs from the manifest.
     """
     folder = _existing(Path(folder))
     expected = _read_manifest(folder)
@@ -106,16 +106,16 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def checkpoint_config(folder: str | Path) -> TrainingConfig:
-    """The options of a checkpoint's run, verified, without reading its weights; raises as `load_checkpoint`."""
+    """The verified config of a checkpoint, without reading the weights; raises the errors of `load_checkpoint`."""
     folder = _existing(Path(folder))
     return _config(folder, _read_verified(folder / "config.json", _read_manifest(folder)["config.json"]))
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
-    """Copy `weights` into `model`; every name and shape must agree.
+    """Copy `weights` into `model`; names and shapes must match exactly.
 
     Raises:
-        CheckpointError: lists all that is missing, unexpected and mismatched.
+        CheckpointError: lists all missing, unexpected and mismatched parameters.
     """
     own = model.state_dict()
     missing = sorted(own.keys() - weights.keys())
@@ -133,7 +133,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str | 
 
 
 def checkpoint_folder(folder: str | Path, order: Sequence[str] = NAMES) -> Path:
-    """`folder` itself, or the first checkpoint of `order` in it if it is a run's folder."""
+    """`folder` itself, or, if it is a run folder, its first checkpoint in `order`."""
     folder = Path(folder)
     if (folder / LOG).exists():
         for name in order:
@@ -143,27 +143,27 @@ def checkpoint_folder(folder: str | Path, order: Sequence[str] = NAMES) -> Path:
 
 
 def refuse_other_run(folder: Path, start: Path | None) -> None:
-    """Raise RunFolderError if `folder` holds a checkpoint, unless `start`, from which the run resumes, lies in it."""
+    """Raise RunFolderError if `folder` contains a checkpoint other than the resumed one, `start`."""
     if start is not None and start.resolve().parent == folder.resolve():
         return
     if any(path.exists() for name in NAMES for path in (folder / name, _previous(folder / name))):
         raise RunFolderError(
-            f"{folder}: holds a run already; continue it with train --resume {folder}, replace it with --overwrite, "
+            f"{folder}: contains a run already; continue it with train --resume {folder}, replace it with --overwrite, "
             "or choose another --out"
         )
 
 
 @contextmanager
 def claimed(folder: Path, start: Path | None = None, *, overwrite: bool = False) -> Iterator[None]:
-    """While entered, `folder` belongs to a run of this process.
+    """Hold the lock of `folder` for a run of this process.
 
     Args:
-        folder: created where it is missing.
+        folder: created if missing.
         start: the checkpoint from which the run resumes.
-        overwrite: delete the run that `folder` holds, unless `start` lies in it.
+        overwrite: delete an existing run in `folder`, unless it contains `start`.
 
     Raises:
-        RunFolderError: it holds another run, or another process has claimed it.
+        RunFolderError: it contains another run, or another process holds its lock.
     """
     from filelock import FileLock, Timeout  # a dependency of torch
 
@@ -186,7 +186,7 @@ def claimed(folder: Path, start: Path | None = None, *, overwrite: bool = False)
 
 
 def _delete_run(folder: Path) -> None:
-    """Delete checkpoints, log and TensorBoard events of a run; other files stay."""
+    """Delete checkpoints, log and TensorBoard events of a run; other files are kept."""
     for name in NAMES:
         for path in (folder / name, _previous(folder / name)):
             shutil.rmtree(path, ignore_errors=True)
@@ -204,19 +204,19 @@ def load_trained(
     vocab_dir: str = "",
     options: Mapping[str, Any] | None = None,
 ) -> Trained:
-    """The model of a checkpoint, or of the best (else the last) checkpoint of a run, to use with any backend.
+    """Load the model of a checkpoint, or of the best (else the last) checkpoint of a run, for inference on any backend.
 
     Args:
-        folder: of the checkpoint or run.
-        backend: whose kernels run the model.
-        device: cpu, cuda, cuda:1, ...; auto takes the GPU if there is one.
-        recipe: the only recipe allowed, if given.
-        command: "evaluate", "generate" or "classify", which the model's recipe has to support.
-        vocab_dir: folder with GPT-2's vocab.bpe, where the recipe has this option.
-        options: other options of the recipe's config, in place of the checkpoint's.
+        folder: the checkpoint or run folder.
+        backend: kernel backend of the model.
+        device: cpu, cuda, cuda:1, ...; "auto" selects a GPU if there is one.
+        recipe: the only recipe accepted, if given.
+        command: "evaluate", "generate" or "classify"; the model's recipe must support it.
+        vocab_dir: folder with GPT-2's vocab.bpe, for recipes with this option.
+        options: recipe options that replace the checkpoint's.
 
     Raises:
-        CheckpointError: it is damaged, or of another recipe than allowed.
+        CheckpointError: the checkpoint is corrupt, or was written by another recipe.
         ValueError: an option is unknown to the recipe.
     """
     folder = checkpoint_folder(folder)
@@ -259,7 +259,7 @@ def _previous(folder: Path) -> Path:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder to read: the named one, or the one that an interrupted save renamed."""
+    """The folder to read: `folder`, or the renamed one that an interrupted save left."""
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -268,13 +268,17 @@ def _existing(folder: Path) -> Path:
         )
     if _previous(folder).is_dir():
         return _previous(folder)
-    raise CheckpointError(f"{folder}: no such checkpoint")
+    remedy = "pass a folder that `transformer-kernels train` wrote, such as runs/char-gpt"
+    raise CheckpointError(f"{folder}: no such checkpoint; {remedy}")
 
 
 def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{folder}: expected a checkpoint folder, found no {MANIFEST} in it")
+        pretrained, run = (folder / "config.json").exists(), (folder / LOG).exists()
+        remedy = "; a pretrained model is passed as --model" if pretrained else ""
+        remedy = "; the run has no checkpoint yet" if run else remedy
+        raise CheckpointError(f"{folder}: expected a checkpoint folder, found no {MANIFEST} in it{remedy}")
     if path.stat().st_size > MANIFEST_LIMIT:
         raise CheckpointError(f"{path}: expected at most {MANIFEST_LIMIT} bytes, found {path.stat().st_size}")
     manifest = _json(path, path.read_bytes())
@@ -334,7 +338,7 @@ def _sha256(data: bytes) -> str:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, NumPy's and PyTorch's generators, and of the device's own, as plain JSON values."""
+    """The states of the Python, NumPy and PyTorch generators and of the device's generator, as JSON values."""
     version, words, gauss = random.getstate()
     numpy_state: Any = numpy.random.get_state(legacy=True)
     _, numpy_words, position, has_gauss, cached = numpy_state

@@ -1,6 +1,6 @@
 """The options of a training run.
 
-One dataclass per recipe is its command line, its config file and its Python API.
+Each recipe has one dataclass, which defines its command line, config file and Python API.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import nn
 
-import transformer_kernels
+from transformer_kernels._bind import build
+from transformer_kernels.backends.dispatch import BACKENDS as NAMED_BACKENDS
 from transformer_kernels.training._optional import require
 
-BACKENDS = ("auto", *transformer_kernels.BACKENDS, "reference")
+BACKENDS = ("auto", *NAMED_BACKENDS, "reference")
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
 
@@ -35,11 +36,11 @@ def option(
     """A field with its help text.
 
     Args:
-        default: of the field.
-        help: for `train --help`.
-        choices: the values allowed.
-        fixed: a resumed run may not change it.
-        later: commands that take the option again for a trained model, each with the name of its flag there.
+        default: default value of the field.
+        help: text for `train --help`.
+        choices: allowed values.
+        fixed: the option cannot change when a run is resumed.
+        later: commands that accept the option for a trained model, each with the name of its flag there.
     """
     metadata = {"help": help, "choices": choices, "fixed": fixed, "later": dict(later or {})}
     if isinstance(default, dict):
@@ -49,47 +50,47 @@ def option(
 
 @dataclass(kw_only=True)
 class TrainingConfig:
-    """The options of every recipe."""
+    """Options shared by all recipes."""
 
-    out: str = option("", "folder for checkpoints and log.jsonl (default: runs/RECIPE, or the next free runs/RECIPE-N)")
-    backend: str = option("auto", "whose kernels run the model", choices=BACKENDS)
-    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto takes the GPU if there is one")
+    out: str = option("", "output folder for checkpoints and log.jsonl (default: runs/RECIPE, or a new runs/RECIPE-N)")
+    backend: str = option("auto", "kernel backend", choices=BACKENDS)
+    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto selects a GPU if there is one")
     dtype: str = option(
         "float32",
-        "tf32 rounds the factors of matrix products, where the device can; the half precisions are autocast's; weights "
-        "and statistics stay float32",
+        "training precision; tf32 uses TF32 matrix products where the device supports them, bfloat16 and float16 use "
+        "autocast; weights and statistics are float32",
         choices=DTYPES,
         fixed=True,
     )
     compile: bool = option(False, "compile the model with torch.compile")
     cuda_graph: str = option(
         "auto",
-        "replay each step: as one CUDA graph, or on a CPU as a list of kernels' calls; auto does so where possible",
+        "replay each step from a CUDA graph, or on a CPU from a recorded call list; auto: where supported",
         choices=("auto", "on", "off"),
     )
-    threads: int = option(0, "CPU threads of PyTorch; 0 leaves its own choice, the physical cores or OMP_NUM_THREADS")
-    seed: int = option(0, "of the initial weights, the order of the data and dropout", fixed=True)
-    deterministic: bool = option(False, "use only PyTorch operators that give the same bits every time")
-    steps: int | None = option(None, "optimizer steps in all")
-    epochs: int | None = option(None, "passes over the data, instead of --steps")
-    time_limit: float = option(0.0, "stop after so many seconds of training; 0 means never")
-    batch_size: int = option(64, "items a step, in each process", fixed=True)
-    lr: float = option(3e-3, "peak learning rate of AdamW")
-    warmup_steps: int = option(100, "steps in which the learning rate rises from zero, a tenth of all steps at most")
-    schedule: str = option("cosine", "what follows the warm-up; cosine ends at a tenth", choices=("constant", "cosine"))
-    weight_decay: float = option(0.01, "of AdamW, on matrices only")
-    beta2: float = option(0.999, "of AdamW: how much of the mean of squared gradients a step keeps")
-    clip: float = option(1.0, "largest norm of all gradients together; 0 means no clipping")
-    log_every: int = option(20, "steps between lines of the log")
-    eval_every: int = option(250, "steps between validations")
-    save_every: int = option(500, "steps between saves of the last checkpoint")
-    patience: int = option(0, "stop after so many validations without a better loss; 0 means never")
+    threads: int = option(0, "number of PyTorch CPU threads; 0: PyTorch's default (physical cores or OMP_NUM_THREADS)")
+    seed: int = option(0, "random seed of initialisation, data order and dropout", fixed=True)
+    deterministic: bool = option(False, "use only deterministic PyTorch operators")
+    steps: int | None = option(None, "total number of optimizer steps")
+    epochs: int | None = option(None, "number of epochs, instead of --steps")
+    time_limit: float = option(0.0, "stop after this many seconds of training; 0: no limit")
+    batch_size: int = option(64, "batch size per process", fixed=True)
+    lr: float = option(3e-3, "peak learning rate")
+    warmup_steps: int = option(100, "linear learning-rate warmup steps, at most a tenth of all steps")
+    schedule: str = option("cosine", "schedule after warmup; cosine decays to lr / 10", choices=("constant", "cosine"))
+    weight_decay: float = option(0.01, "AdamW weight decay, applied to matrices only")
+    beta2: float = option(0.999, "AdamW beta2: decay rate of the second-moment estimate")
+    clip: float = option(1.0, "maximum gradient norm; 0 disables clipping")
+    log_every: int = option(20, "log every N steps")
+    eval_every: int = option(250, "run validation every N steps")
+    save_every: int = option(500, "save the last checkpoint every N steps")
+    patience: int = option(0, "stop after N validations without improvement; 0 disables early stopping")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install tensorboard)")
-    progress: bool = option(True, "show a progress bar, where stderr is a terminal")
-    model: dict = option({}, "another model size, NAME=VALUE as in python_ref (repeatable)", fixed=True)  # noqa: RUF009
+    progress: bool = option(True, "show a progress bar if stderr is a terminal")
+    model: dict = option({}, "set a model field, NAME=VALUE as in python_ref (repeatable)", fixed=True)  # noqa: RUF009
 
     recipe: typing.ClassVar[str] = ""
-    default_length: typing.ClassVar[tuple[str, int]] = ("epochs", 1)  # where neither steps nor epochs are given
+    default_length: typing.ClassVar[tuple[str, int]] = ("epochs", 1)  # used if neither steps nor epochs are given
 
     def __post_init__(self) -> None:
         for spec, kind in typed_fields(type(self)):
@@ -113,7 +114,7 @@ class TrainingConfig:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], source: str = "config") -> Any:
-        """The config with these names and values; an unknown name raises ValueError with the closest known one."""
+        """A copy with these values; an unknown name raises ValueError and suggests the closest known one."""
         names = [spec.name for spec in dataclasses.fields(cls)]
         chosen = {}
         for key, value in values.items():
@@ -131,13 +132,13 @@ class TrainingConfig:
 
 
 def typed_fields(config: type[TrainingConfig]) -> list[tuple[dataclasses.Field, Any]]:
-    """The options of a recipe with their types."""
+    """The fields of a recipe's config with their types."""
     hints = typing.get_type_hints(config)
     return [(spec, hints[spec.name]) for spec in dataclasses.fields(config)]
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """`value` as `kind`: YAML reads 3e-4 as text, and a command line gives nothing else."""
+    """`value` converted to `kind`: YAML parses 3e-4 as text, and command-line values are text."""
     allowed = typing.get_args(kind) or (kind,)
     if value is None and type(None) in allowed:
         return None
@@ -155,7 +156,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def bundled_configs(recipe: str = "") -> dict[str, Path]:
-    """The bundled config files by name, all or those written for `recipe`."""
+    """The bundled config files by name: all, or those written for `recipe`."""
     paths = sorted((Path(__file__).parent / "configs").glob("*.yaml"))
     return {path.stem: path for path in paths if not recipe or f"recipe: {recipe}\n" in path.read_text("utf-8")}
 
@@ -192,7 +193,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
-    """The config of a checkpoint with `changes`, none of which may affect what exact resumption depends on."""
+    """The config of a checkpoint with `changes`; ValueError if one of them would prevent exact resumption."""
     merged = saved.from_values({**dataclasses.asdict(saved), **_one_length(changes)}, "--resume")
     for spec in dataclasses.fields(saved):
         before, after = getattr(saved, spec.name), getattr(merged, spec.name)
@@ -202,25 +203,25 @@ def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
 
 
 def _one_length(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A new --steps replaces saved --epochs, and the other way round."""
+    """A new --steps replaces a saved --epochs, and vice versa."""
     other = {"steps": "epochs", "epochs": "steps"}
     return {**{other[name]: None for name in changes if name in other}, **changes}
 
 
 def build_preset(name: str, config: TrainingConfig, **decided: int) -> nn.Module:
-    """A fresh `transformer_kernels.build(name)` with `config.model` over the preset's fields.
+    """A newly initialised `transformer_kernels.build(name)` with `config.model` applied to the preset.
 
     Args:
         name: of the preset.
-        config: its `backend` and `model` are read.
-        decided: fields that the data or other options decide, such as vocab_size and context.
+        config: `backend` and `model` are used.
+        decided: fields that are determined by the data or other options, such as vocab_size and context.
 
     Raises:
-        ValueError: a field does not exist, makes no model, or is among the decided ones.
+        ValueError: a field does not exist, is invalid, or is one of `decided`.
     """
     if taken := sorted(decided.keys() & config.model.keys()):
         raise ValueError(f"model: {', '.join(taken)} cannot be set here: the data and the other options decide")
     try:
-        return transformer_kernels.build(name, backend=config.backend, **decided, **config.model)
+        return build(name, backend=config.backend, **decided, **config.model)
     except TypeError as error:
         raise ValueError(f"model: {error}") from error

@@ -1,4 +1,4 @@
-"""Text for the GPT recipes: where it comes from, and windows of it as batches."""
+"""Text corpora of the GPT recipes, and batches of text windows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STDLIB_CHARACTERS = 4_000_000
 
 
 def read_corpus(name: str, data_dir: str = "") -> str:
-    """The text of a named corpus, or of the text file at that path."""
+    """The text of a named corpus, or of the text file at this path."""
     if name == "stdlib":
         return _stdlib_text()
     if name == "tinyshakespeare":
@@ -36,7 +36,7 @@ def read_corpus(name: str, data_dir: str = "") -> str:
 
 
 def _stdlib_text(limit: int = STDLIB_CHARACTERS) -> str:
-    """The standard library's top-level modules by name, in printable ASCII, up to `limit` characters."""
+    """The standard library's top-level modules, sorted by name, in printable ASCII, up to `limit` characters."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     keep = {chr(code) for code in range(ord(" "), ord("~") + 1)} | {"\n"}
     parts: list[str] = []
@@ -66,7 +66,7 @@ def _tinyshakespeare_text(data_dir: str) -> str:
 
 
 class Windows:
-    """Every run of `context` tokens with the tokens that follow them, as views of one tensor."""
+    """All windows of `context` tokens with their next-token targets, as views of one tensor."""
 
     def __init__(self, tokens: Tensor, context: int, name: str, unit: str = "characters") -> None:
         if len(tokens) <= context:
@@ -85,7 +85,7 @@ class Windows:
         return window[:, :-1], window[:, 1:]
 
     def spread(self, count: int) -> Tensor:
-        """Starts of at most `count` windows that do not overlap, evenly over the text."""
+        """Starts of at most `count` non-overlapping windows, evenly spaced over the text."""
         starts = torch.arange(0, len(self), self.context)
         if len(starts) > count:
             starts = starts[torch.linspace(0, len(starts) - 1, count, dtype=torch.float64).long()]

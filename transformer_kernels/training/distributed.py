@@ -1,4 +1,4 @@
-"""Several processes that train one model, as torchrun starts them, and what ends a run early."""
+"""Multi-process training, as launched by torchrun, and the signals that stop a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Processes:
-    """This process and how many there are; for a single one, every method is a no-op."""
+    """This process's rank and the number of processes; for a single process, every method is a no-op."""
 
     rank: int = 0
     count: int = 1
@@ -28,7 +29,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes and prints."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
@@ -55,7 +56,7 @@ class Processes:
 
 @contextmanager
 def joined_processes() -> Iterator[Processes]:
-    """The processes that torchrun started, connected: gloo on the CPU, NCCL for gradients on GPUs."""
+    """Initialise the process group of torchrun's processes: gloo on the CPU, NCCL for gradients on GPUs."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
         return
@@ -78,7 +79,7 @@ def joined_processes() -> Iterator[Processes]:
 
 
 def launch(count: int, arguments: Sequence[str]) -> int:
-    """Run `transformer-kernels` with these arguments in `count` processes, as torchrun does.
+    """Run `transformer-kernels` with these arguments in `count` processes, like torchrun.
 
     Returns:
         The exit status: 0, 128 + the signal that ended the run, or the status of the first process that failed.
@@ -111,7 +112,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
 
 
 def choose_device(name: str, processes: Processes) -> torch.device:
-    """The device called `name`; "auto" is this process's GPU where there is one, else the CPU."""
+    """The device called `name`; "auto" is this process's GPU if there is one, else the CPU."""
     if name == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     if name in ("auto", "cuda") and 0 < torch.cuda.device_count() <= processes.local_rank:
@@ -133,23 +134,25 @@ def choose_device(name: str, processes: Processes) -> torch.device:
 
 
 class ProcessLost(RuntimeError):
-    """A process of several that train together ended, or the connection to it."""
+    """A process of the group ended, or its connection was lost."""
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss or the gradient became NaN or infinite."""
+    """The loss or a gradient became NaN or infinite."""
 
 
 class Interrupted(Exception):
-    """A signal ended the run, after a checkpoint was written."""
+    """A signal stopped the run after a checkpoint was saved."""
 
-    def __init__(self, signum: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
-        self.signum = signum
+    def __init__(self, signum: int, step: int, checkpoint: Path, resume: str) -> None:
+        """The message names the checkpoint and `resume`, the command that continues."""
+        reason = f"stopped by {signal.Signals(signum).name} after step {step}"
+        super().__init__(f"{reason}; checkpoint: {checkpoint}; resume with: transformer-kernels {resume}")
+        self.signum, self.step, self.checkpoint = signum, step, checkpoint
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM is recorded; the second one ends the process at once."""
+    """A context in which the first SIGINT or SIGTERM is recorded; a second one ends the process immediately."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

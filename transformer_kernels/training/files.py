@@ -1,4 +1,4 @@
-"""Files that are whole or absent: checked downloads, atomic writes, locks, new folders."""
+"""Verified downloads, atomic writes, locks and numbered folders."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CHUNK = 1 << 16
 
 
 class DataFileError(RuntimeError):
-    """A data or vocabulary file is unavailable, or is not the expected file."""
+    """A data or vocabulary file is unavailable, or its hash is wrong."""
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock beside `path`, so that one of several processes writes it and the others find it written."""
+    """Hold a lock beside `path`, so that one process writes the file and the others find it complete."""
     from filelock import FileLock  # a dependency of torch
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add `path` to an OSError that names no file, as those of write and fsync do: a full disk, an I/O error."""
+    """Add `path` to an OSError without a file name, as raised by write and fsync (disk full, I/O error)."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write `data` to `path` and flush it to the disk."""
+    """Write `data` to `path` and flush it to disk."""
     with naming(path), open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -50,7 +50,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` under a temporary name, flush it to the disk, then rename it to `path`."""
+    """Write `data` to a temporary name, flush it to disk, then rename it to `path`."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     os.close(descriptor)
     try:
@@ -62,7 +62,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def numbered_folder(name: str) -> Path:
-    """Create the folder `name`, or the first of name-2, name-3, ... that does not exist, and return it."""
+    """Create and return the folder `name`, or the first of name-2, name-3, ... that does not exist."""
     for number in itertools.count(1):
         folder = Path(name if number == 1 else f"{name}-{number}")
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -75,16 +75,16 @@ def numbered_folder(name: str) -> Path:
 
 
 def check_hash(path: str | Path, data: bytes, sha256: str, remedy: str) -> None:
-    """Raise DataFileError unless `data`, which came from `path`, has the hash."""
+    """Raise DataFileError unless the SHA-256 of `data`, read from `path`, matches."""
     actual = hashlib.sha256(data).hexdigest()
     if actual != sha256:
         raise DataFileError(f"{path}: expected SHA-256 {sha256}, got {actual} ({len(data)} bytes); {remedy}")
 
 
 def fetch(url: str, path: Path, sha256: str, *, max_bytes: int, remedy: str, timeout: float = 60.0) -> bytes:
-    """The bytes of `path`, downloaded from `url` first where they are missing or wrong.
+    """The bytes of `path`, downloaded from `url` if the file is missing or its hash is wrong.
 
-    `timeout` seconds limit both a stalled connection and the whole download.
+    `timeout`, in seconds, limits both a stalled connection and the whole download.
     """
     with locked(path):
         if path.exists() and hashlib.sha256(data := path.read_bytes()).hexdigest() == sha256:

@@ -1,4 +1,4 @@
-"""Text from a language model, one token at a time."""
+"""Autoregressive text generation."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 from transformer_kernels._bind import BoundOperations
 from transformer_kernels.graphs import WARM_UP_CALLS, Graphs, Work, graphs_on
-from transformer_kernels.training.graphs import answered_on_cpu
+from transformer_kernels.training.graphs import dispatched_to_cpu
 
-LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
+LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, hence its maximum number of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters.
 
     Args:
-        temperature: divides the logits; 0 takes the most likely token, always.
-        top_k: draw from the `top_k` most likely tokens; 0 means all.
-        top_p: draw from the fewest tokens that have this probability together.
-        repetition_penalty: above 1, tokens that stand in the text already become less likely.
-        seed: of the draws.
+        temperature: divides the logits; 0 is greedy decoding.
+        top_k: sample from the `top_k` most likely tokens; 0 means all.
+        top_p: sample from the smallest set of tokens with this cumulative probability.
+        repetition_penalty: values above 1 reduce the probability of tokens that already occur in the text.
+        seed: of the random generator.
     """
 
     temperature: float = 1.0
@@ -47,14 +47,14 @@ class Sampling:
 
 
 class Choice(NamedTuple):
-    """A chosen token, and the probabilities (V,) that the model gave, before temperature, top-k and top-p."""
+    """A sampled token, and the model's probabilities (V,), before temperature, top-k and top-p."""
 
     token: int
     probabilities: Tensor
 
 
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The probabilities (V,) that a token is drawn from, given logits (V,)."""
+    """The sampling distribution (V,) for logits (V,)."""
     if sampling.temperature == 0.0:
         return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)
     logits = logits / sampling.temperature
@@ -64,20 +64,20 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     probabilities = logits.softmax(-1)
     if sampling.top_p < 1.0:
         ordered, order = probabilities.sort(descending=True)
-        before = ordered.cumsum(0) - ordered  # the most likely token always stays
+        before = ordered.cumsum(0) - ordered  # 0 for the most likely token, which is always kept
         probabilities = probabilities.index_fill(0, order[before >= sampling.top_p], 0.0)
     return probabilities / probabilities.sum()
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token chosen by its logits (V,), on the CPU."""
+    """Sample a token from logits (V,), on the CPU."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     return int(torch.multinomial(sampling_distribution(logits, sampling), 1, generator=generator))
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits (V,) with those of the tokens `seen` made less likely: divided by `penalty` if positive, else multiplied.
+    """Logits (V,) with the tokens `seen` penalised: divided by `penalty` if positive, multiplied by it if negative.
 
     Keskar et al., "CTRL: a conditional transformer language model for controllable generation", 2019, section 4.1.
     """
@@ -88,7 +88,7 @@ def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 def generate(
     model: nn.Module, prompt: Sequence[int], count: int, sampling: Sampling, *, context: int, device: torch.device
 ) -> Iterator[Choice]:
-    """Choose `count` tokens after `prompt`, which must not be empty; the model sees the last `context` tokens."""
+    """Generate `count` tokens after a non-empty `prompt`; the model reads the last `context` tokens."""
     for choices in generate_many(model, [prompt], count, sampling, context=context, device=device):
         yield choices[0]
 
@@ -105,12 +105,12 @@ def generate_many(
     ends: Collection[int] = (),
     graphs: Graphs | None = None,
 ) -> Iterator[list[Choice]]:
-    """Choose `count` tokens after each of several prompts, step by step, all of them in one batch.
+    """Generate `count` tokens after each of several prompts, step by step, as one batch.
 
-    Shorter prompts are padded on the left. A prompt's tokens are those that it would get alone, but that the draws of
-    prompt n come from the seed `sampling.seed + n`. It ends earlier once each text has had one of the tokens `ends`;
-    what is chosen for a text after that counts for nothing. The step of a model with a cache is one CUDA graph on a
-    GPU, and a recorded list of calls where the backend cpu answers; `graphs` captures it in place of these.
+    Shorter prompts are padded on the left. Each prompt gets the same tokens as when generated alone, with the seed
+    `sampling.seed + n` for prompt n. Generation ends early once every sequence has produced one of the tokens `ends`;
+    tokens of a sequence after its end token are to be ignored. With a KV cache, a step is replayed from a CUDA graph
+    on a GPU and from a recorded call list on the `cpu` backend; `graphs` overrides this choice.
     """
     if not prompts or not all(prompts):
         raise ValueError("the prompt must have at least one token")
@@ -142,17 +142,17 @@ def generate_many(
 
 
 def _graphs_for(model: Any, device: torch.device) -> Graphs | None:
-    """What captures the steps of a model."""
+    """The object that captures the steps of a model, or None."""
     ops = getattr(model, "ops", None)
-    recorded = device.type == "cpu" and isinstance(ops, BoundOperations) and answered_on_cpu(ops.backend, device)
+    recorded = device.type == "cpu" and isinstance(ops, BoundOperations) and dispatched_to_cpu(ops.backend, device)
     return graphs_on(device) if device.type == "cuda" or recorded else None
 
 
 class _Reader:
-    """The logits after a growing sequence: from the model's cache while it has room, else by reading again.
+    """The logits after a growing sequence: from the KV cache while it has room, else by recomputation.
 
-    A model whose positions end at `context` reads the last `context` tokens again for every token from there on; one
-    that has a window in every layer goes on with its cache.
+    A model with absolute positions recomputes the last `context` tokens for every token beyond `context`. A model with
+    a window in every layer and rotary positions continues with its cache.
     """
 
     def __init__(self, model: Any, context: int, device: torch.device, total: int, graphs: Graphs | None) -> None:
@@ -161,7 +161,7 @@ class _Reader:
         self.step: _GraphedStep | None = None
 
     def logits(self, tokens: Tensor, real: Tensor) -> Tensor:
-        """(B, V) after tokens (B, L), of which the first of a row may not be real."""
+        """Logits (B, V) after tokens (B, L); padding on the left is False in `real`."""
         batch, length = tokens.shape
         if self.cache is None and hasattr(self.model, "new_cache"):
             self.cache = self.model.new_cache(batch, min(self.context, self.total), steady=self.graphs is not None)
@@ -179,7 +179,7 @@ class _Reader:
 
 
 class _GraphedStep:
-    """The step of one token for each text: run as it is a few times, each a real step, then captured and replayed."""
+    """A decoding step of one token per sequence: a few eager steps as warm-up, then captured and replayed."""
 
     def __init__(self, model: Any, cache: Any, graphs: Graphs) -> None:
         self.model, self.cache, self.graphs = model, cache, graphs
@@ -195,14 +195,14 @@ class _GraphedStep:
         if self.replay is None:
             self.eager_steps_left -= 1
             return self.graphs.run(self._work)
-        self.cache.tokens += 1  # the graph itself counts on the device
+        self.cache.tokens += 1  # the graph updates only the counter on the device
         return self.replay()
 
     def _work(self) -> Tensor:
         return self.model(self.tokens, cache=self.cache, last_only=True)[:, -1]
 
     def _capture(self) -> None:
-        """What is computed meanwhile is the first replay's, which counts it."""
+        """Capture the step. The computation during capture is discarded; the first replay counts it."""
         before = self.cache.tokens
         try:
             self.replay = self.graphs.capture(self._work)
@@ -211,41 +211,41 @@ class _GraphedStep:
         except RuntimeError as error:
             self.eager_steps_left = float("inf")
             reason = str(error).partition("\n")[0]
-            warnings.warn(f"generate: no graph, each kernel is called by itself: {reason}", stacklevel=2)
+            warnings.warn(f"generate: steps are not captured, kernels are launched one by one: {reason}", stacklevel=2)
             self.cache.place.fill_(before)
         finally:
             self.cache.tokens = before
 
 
 def decoded(tokens: Iterable[int], tokenizer: Any) -> Iterator[str]:
-    """The text of the tokens as they come; one that ends within a character waits for the rest of it."""
-    held: list[int] = []
+    """The decoded text, token by token; an incomplete UTF-8 character is buffered until its last byte arrives."""
+    buffered: list[int] = []
     for token in tokens:
-        held.append(token)
-        piece = tokenizer.decode(held)
-        if not piece.endswith("\ufffd") or len(held) == LONGEST_CHARACTER:
+        buffered.append(token)
+        piece = tokenizer.decode(buffered)
+        if not piece.endswith("\ufffd") or len(buffered) == LONGEST_CHARACTER:
             yield piece
-            held = []
-    if held:
-        yield tokenizer.decode(held)
+            buffered = []
+    if buffered:
+        yield tokenizer.decode(buffered)
 
 
 def text_until(pieces: Iterable[str], stop: str = "") -> Iterator[str]:
-    """The pieces as they come, up to `stop` without it; what may be the beginning of `stop` is held back."""
-    held = ""
+    """The text before `stop`, streamed; a possible beginning of `stop` is buffered."""
+    buffered = ""
     for piece in pieces:
-        held += piece
-        if stop and stop in held:
-            held = held[: held.index(stop)]
+        buffered += piece
+        if stop and stop in buffered:
+            buffered = buffered[: buffered.index(stop)]
             break
-        safe = len(held) - _overlap(held, stop)
+        safe = len(buffered) - _overlap(buffered, stop)
         if safe:
-            yield held[:safe]
-        held = held[safe:]
-    if held:
-        yield held
+            yield buffered[:safe]
+        buffered = buffered[safe:]
+    if buffered:
+        yield buffered
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
+    """The length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)

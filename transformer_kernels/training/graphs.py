@@ -1,4 +1,4 @@
-"""How the steps of a run are executed: as they are or as graphs, with the next batch prepared meanwhile."""
+"""How training steps are executed: eagerly or replayed, with the next batch prefetched."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from transformer_kernels._dispatch import get_backend
 from transformer_kernels.backends import cpu
+from transformer_kernels.backends.dispatch import get_backend
 from transformer_kernels.graphs import WARM_UP_CALLS, Graphed, Graphs, graphs_on, tensors
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.optimisation import set_learning_rate
-from transformer_kernels.training.step import Batch, Check, TrainingStep, matrix_products
+from transformer_kernels.training.step import Batch, Check, TrainingStep
 
-WARM_UP_STEPS_DISTRIBUTED = 11  # DistributedDataParallel settles its buckets and its timing in the first ten
+WARM_UP_STEPS_DISTRIBUTED = 11  # DistributedDataParallel rebuilds its buckets and measures timing in the first ten
 NCCL_SWITCH = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def reason_against(config: TrainingConfig, device: torch.device, processes: Processes) -> str | None:
-    """Why the steps of such a run cannot be captured; None where nothing known forbids it."""
+    """Why steps of this run cannot be captured; None if no reason is known."""
     if device.type not in ("cpu", "cuda"):
         return f"the device is {device.type}"
     if config.dtype == "float16":
-        return "float16 scales its loss, and GradScaler stays outside of graphs; --dtype bfloat16 needs none"
+        return "float16 requires GradScaler, which cannot be captured; use --dtype bfloat16"
     if device.type == "cpu":
         return _reason_against_recording(config, device, processes)
     if processes.count > 1 and config.compile:
@@ -39,31 +38,31 @@ def reason_against(config: TrainingConfig, device: torch.device, processes: Proc
 
 
 def _reason_against_recording(config: TrainingConfig, device: torch.device, processes: Processes) -> str | None:
-    """On a CPU the step is a list of this package's kernels and of operators that PyTorch calls one by one."""
-    if not answered_on_cpu(config.backend, device):
+    """On a CPU a step is recorded as a list of this package's kernel calls and PyTorch operator calls."""
+    if not dispatched_to_cpu(config.backend, device):
         return f"on a CPU only steps of the backend cpu are recorded; the backend is {config.backend}"
     if config.compile:
-        return "--compile makes calls of its own on a CPU"
+        return "--compile generates calls on a CPU that cannot be recorded"
     if processes.count > 1:
         return "several processes on a CPU"
     if getattr(config, "sparse_embedding", False):
-        return "--sparse-embedding reads on the host which rows a batch has"
+        return "--sparse-embedding reads the rows of a batch on the host"
     return None
 
 
-def answered_on_cpu(backend: str | None, device: torch.device) -> bool:
-    """Whether the backend cpu answers the calls of a model with this one."""
+def dispatched_to_cpu(backend: str | None, device: torch.device) -> bool:
+    """Whether calls of a model with this backend are dispatched to the cpu backend."""
     return (backend or get_backend()) in ("auto", "cpu") and cpu.unavailable(device) is None
 
 
 def choose_graphs(config: TrainingConfig, device: torch.device, processes: Processes) -> tuple[Graphs | None, str]:
-    """What captures the steps of the run, and the state to report.
+    """The object that captures the steps of the run, and the state to log.
 
     Raises:
         ValueError: --cuda-graph is "on" where that is impossible.
     """
     if config.cuda_graph == "off":
-        return None, "off: as told"
+        return None, "off: requested"
     reason = reason_against(config, device, processes)
     if reason is None:
         return graphs_on(device, distributed=processes.count > 1), "on"
@@ -77,93 +76,69 @@ def warm_up_steps(processes: Processes) -> int:
     return WARM_UP_STEPS_DISTRIBUTED if processes.count > 1 else WARM_UP_CALLS
 
 
-class StepRunner:
-    """Runs one step after the other on batches of items.
+def recorded_step(
+    loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    config: TrainingConfig,
+    device: torch.device,
+    processes: Processes,
+    *,
+    check: Check,
+    report: Callable[[str], None],
+    graphs: Graphs | None = None,
+) -> Callable[[Batch], Tensor]:
+    """The training step of a run, captured and replayed where that is possible.
 
     Args:
         loss: a `TrainingLoss`, whose weights the optimizer holds.
-        load: makes the batch of the given item numbers on the device.
         config: dtype, clip, compile and cuda_graph are read.
         check: as for `TrainingStep`.
-        tell: called when `graph_state` changes.
+        report: called with the state of the graphs ("on", or "off: " and the reason), now and when it changes.
         graphs: captures steps, instead of what `config.cuda_graph` selects on this device.
     """
+    state = "on"
+    if graphs is None:
+        graphs, state = choose_graphs(config, device, processes)
+    report(state)
+    with nullcontext() if graphs is None else graphs.side_stream():
+        called = wrapped(loss, config, device, processes)
+    if graphs is not None:
+        check = graphs.on_host(check)
+    step = TrainingStep(called, optimizer, scaler, dtype=config.dtype, clip=config.clip, check=check)
+    if graphs is None:
+        return step
 
-    def __init__(
-        self,
-        loss: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        load: Callable[[Tensor], Batch],
-        config: TrainingConfig,
-        device: torch.device,
-        processes: Processes,
-        *,
-        check: Check,
-        tell: Callable[[], None],
-        graphs: Graphs | None = None,
-    ) -> None:
-        self._optimizer, self._config, self._tell = optimizer, config, tell
-        self.graph_state = "on"
-        if graphs is None:
-            graphs, self.graph_state = choose_graphs(config, device, processes)
-        with nullcontext() if graphs is None else graphs.side_stream():
-            called = wrapped(loss, config, device, processes)
-        if graphs is not None:
-            check = graphs.on_host(check)
-        step = TrainingStep(called, optimizer, scaler, dtype=config.dtype, clip=config.clip, check=check)
-        self._run: TrainingStep | Graphed = step
-        if graphs is not None:
-            warm_up = warm_up_steps(processes)
-            failed = self._capture_failed
-            self._run = Graphed(step, graphs, optimizer=optimizer, warm_up_calls=warm_up, failed=failed)
-        self._batches = Prefetcher(load, device)
-
-    def __call__(self, indices: Tensor, rate: float) -> tuple[Batch, Tensor]:
-        """A step on these items at this learning rate; returns the batch, and its loss and gradient norm (2,)."""
-        batch = self._batches.take(indices)
-        set_learning_rate(self._optimizer, rate)
-        with matrix_products(self._config.dtype):
-            return batch, self._run(batch._replace(tokens=0, positions=None))  # whose counts are no part of the step
-
-    def prepare(self, indices: Tensor) -> None:
-        """Make the batch of the next step, while the device may still be busy with this one."""
-        self._batches.prepare(indices)
-
-    def reset(self) -> None:
-        """Drop captured graphs: the optimizer's tensors were replaced."""
-        if isinstance(self._run, Graphed):
-            self._run.reset()
-
-    def _capture_failed(self, error: RuntimeError) -> None:
-        reason = f"the step cannot be captured: {str(error).partition(chr(10))[0]}"
-        if self._config.cuda_graph == "on":
+    def failed(error: RuntimeError) -> None:
+        reason = f"the step cannot be captured: {error}"
+        if config.cuda_graph == "on":
             raise ValueError(f"--cuda-graph on: {reason}") from error
-        self.graph_state = f"off: {reason}"
-        self._tell()
+        report(f"off: {reason}")
+
+    return Graphed(step, optimizer, graphs=graphs, warm_up_calls=warm_up_steps(processes), failed=failed)
 
 
 def wrapped(loss: nn.Module, config: TrainingConfig, device: torch.device, processes: Processes) -> nn.Module:
-    """The loss as the training step calls it: compiled, and all-reducing gradients between processes."""
+    """The loss module for the training step: compiled if requested, and wrapped in DDP for several processes."""
     called: Any = loss
     if processes.count > 1:
         ids = [device.index] if device.type == "cuda" else None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers, older ones need it
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers
             called = nn.parallel.DistributedDataParallel(
                 loss,
                 device_ids=ids,
-                broadcast_buffers=False,  # tables of positions, the same in every process
+                broadcast_buffers=False,  # position tables are identical in every process
                 gradient_as_bucket_view=True,
             )
     return torch.compile(called) if config.compile else called  # type: ignore[return-value]
 
 
 class Prefetcher:
-    """Makes the next batch while a GPU computes the step that was just launched.
+    """Prepares the next batch while the GPU computes the current step.
 
-    The host is idle until that step ends, so no thread is needed; copies run on a stream of their own. A batch must be
-    a function of its item numbers alone. On a CPU, where a step is synchronous, nothing is made ahead.
+    The host is idle until that step ends, so no thread is needed; copies run on a separate stream. A batch must be a
+    function of its item indices alone. On a CPU, where steps are synchronous, nothing is prefetched.
     """
 
     def __init__(self, load: Callable[[Tensor], Batch], device: torch.device, ahead: bool | None = None) -> None:
@@ -173,7 +148,7 @@ class Prefetcher:
         self._ready: tuple[Tensor, Batch] | None = None
 
     def prepare(self, indices: Tensor) -> None:
-        """Make the batch of these items, the next to be taken."""
+        """Prepare the batch of these items, which must be the next to be taken."""
         if self._ahead:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 self._ready = indices, self._load(indices)

@@ -1,4 +1,4 @@
-"""What fine-tuning starts from: the encoder and the tokenizer of a run of ours, or of a pretrained folder."""
+"""Initialisation for fine-tuning: the encoder and tokenizer of a run, or of a pretrained folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from python_ref.encoder import Encoder
 from transformer_kernels.training.checkpoint import MANIFEST, checkpoint_folder, load_checkpoint, load_weights
 from transformer_kernels.training.tokenizers import PretrainedTokenizer
 
-ENCODER = ("embedding.", "blocks.", "final_norm.")  # what a pretrained model and a classifier share
+ENCODER = ("embedding.", "blocks.", "final_norm.")  # parameters shared by a pretrained model and a classifier
 POSITIONS = "embedding.positions"
-DECIDED = ("vocab_size", "context")  # by the tokenizer and the longest text
+DECIDED = ("vocab_size", "context")  # determined by the tokenizer and the longest text
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Initial:
     """An encoder to start from.
 
     Attributes:
-        folder: where it was found.
-        fields: of the model's configuration, where the folder decides them.
-        tokenizer: its description.
-        weights: all that the folder has.
+        folder: its source.
+        fields: model configuration fields that the folder determines.
+        tokenizer: description of the tokenizer.
+        weights: all weights in the folder.
     """
 
     folder: Path
@@ -37,11 +37,11 @@ class Initial:
 
 
 def read_encoder(folder: str | Path) -> Initial:
-    """Read a run or checkpoint of ours, or a folder of transformers.
+    """Read a run or checkpoint of this package, or a Hugging Face folder.
 
     Raises:
-        CheckpointError: the run is damaged.
-        FileNotFoundError, ValueError: as `load_pretrained` and `load_tokenizer` do, or it is no encoder.
+        CheckpointError: the run is corrupt.
+        FileNotFoundError, ValueError: see `load_pretrained` and `load_tokenizer`; or the model is not an encoder.
     """
     folder = Path(folder)
     if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
@@ -56,7 +56,7 @@ def _read_pretrained(folder: Path) -> Initial:
 
     model = load_pretrained(folder, "torch")
     if not isinstance(model, Encoder):
-        raise ValueError(f"{folder}: not an encoder of text such as BERT")
+        raise ValueError(f"{folder}: must be a text encoder such as BERT")
     config = model.config
     tokenizer = PretrainedTokenizer(load_tokenizer(folder, config.vocab_size).to_str(), config.vocab_size)
     names = [field.name for field in fields(TransformerConfig) if field.name not in DECIDED]
@@ -65,9 +65,9 @@ def _read_pretrained(folder: Path) -> Initial:
 
 
 def load_encoder(model: nn.Module, initial: Initial) -> None:
-    """Copy embedding, blocks and final norm into `model`; what else it has stays as it is, and is named.
+    """Copy embedding, blocks and final norm into `model`; other parameters keep their values and are listed.
 
-    Of more positions than the model has, the first are taken.
+    If the encoder has more positions than the model, the first ones are copied.
 
     Raises:
         CheckpointError: the encoder has another size or other layers.
@@ -81,4 +81,4 @@ def load_encoder(model: nn.Module, initial: Initial) -> None:
     if os.environ.get("RANK", "0") == "0":
         unused = [name for name in initial.weights if not name.startswith(ENCODER)]
         left = f"; not used: {', '.join(unused)}" if unused else ""
-        print(f"encoder from {initial.folder}; {', '.join(heads)} start from random weights{left}")
+        print(f"encoder loaded from {initial.folder}; newly initialised: {', '.join(heads)}{left}")

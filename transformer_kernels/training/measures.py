@@ -1,4 +1,4 @@
-"""Speed, memory and padding of a run, and its log."""
+"""Throughput, memory and padding of a run, and its log."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.files import naming
 
-# Dense peak of the matrix units in FLOP/s, from the vendors' data sheets: (float32, TF32 off; bfloat16 and float16).
-# TF32 has half the rate of the half precisions on all of them.
+# Dense peak FLOP/s of the matrix units, from the vendors' data sheets: (float32 with TF32 off, bfloat16 and float16).
+# TF32 has half the rate of bfloat16 on all of them.
 PEAK_FLOPS = {
     "H200": (67e12, 989e12),
     "H100 PCIe": (51e12, 756e12),
@@ -29,7 +29,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """The device's peak for that precision, None where it is not known."""
+    """The device's peak FLOP/s for this precision; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -55,13 +55,13 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     try:
         import resource
-    except ImportError:  # Windows has no such module
+    except ImportError:  # the module does not exist on Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Stopwatch:
-    """Tokens and seconds of training steps, the first one (which compiles) counted separately."""
+    """Tokens and seconds of training steps; the first step, which compiles, is counted separately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,7 +77,7 @@ class Stopwatch:
         self._running_since = time.perf_counter()
 
     def add_step(self, tokens: int) -> None:
-        """Note that a step over `tokens` was issued."""
+        """Count a launched step over `tokens`."""
         if self.first_step_seconds is None:
             self._synchronise()
             self.first_step_seconds = time.perf_counter() - self._running_since
@@ -87,7 +87,7 @@ class Stopwatch:
             self._unread_steps += 1
 
     def pause(self) -> float:
-        """Stop counting; returns the tokens per second since the start."""
+        """Stop counting time; returns the tokens per second since the start."""
         self._synchronise()
         seconds, tokens = time.perf_counter() - self._running_since, self._unread_tokens
         if self._unread_steps:
@@ -99,18 +99,18 @@ class Stopwatch:
 
     @property
     def total_seconds(self) -> float:
-        """Of all steps up to now."""
+        """Time of all steps so far."""
         running = time.perf_counter() - self._running_since if self._unread_steps or not self.steps else 0.0
         return (self.first_step_seconds or 0.0) + self.seconds + running
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all steps after the first."""
+        """Throughput of all steps after the first."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def compile_seconds(self) -> float:
-        """Extra seconds of the first step compared with the later ones."""
+        """Time of the first step in excess of the average of the later ones."""
         usual = self.seconds / self.steps if self.steps else 0.0
         return max(0.0, (self.first_step_seconds or 0.0) - usual)
 
@@ -120,31 +120,31 @@ class Stopwatch:
 
 
 class Padding:
-    """The fraction of computed positions that holds no token of the data."""
+    """The fraction of computed positions that are padding."""
 
     def __init__(self) -> None:
         self._tokens = self._positions = 0
         self._read_tokens = self._read_positions = 0
 
     def add(self, tokens: int, positions: int) -> None:
-        """Note a batch of that many positions, of which `tokens` are real."""
+        """Count a batch of `positions`, of which `tokens` are real."""
         self._tokens += tokens
         self._positions += positions
 
     @property
     def fraction(self) -> float:
-        """Of all batches up to now."""
+        """The fraction over all batches so far."""
         return 1.0 - self._tokens / self._positions if self._positions else 0.0
 
     def since_last_read(self) -> float:
-        """Of the batches since the last call."""
+        """The fraction over the batches since the last call."""
         tokens, positions = self._tokens - self._read_tokens, self._positions - self._read_positions
         self._read_tokens, self._read_positions = self._tokens, self._positions
         return 1.0 - tokens / positions if positions else 0.0
 
 
 class RunLog:
-    """One JSON object a line in log.jsonl, and TensorBoard events if requested."""
+    """Writes one JSON object per line to log.jsonl, and TensorBoard events if requested."""
 
     def __init__(self, folder: Path, tensorboard: bool = False) -> None:
         self._writer = None
@@ -157,7 +157,7 @@ class RunLog:
         self._file = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Add a line; numbers also become TensorBoard scalars named <event>/<name>."""
+        """Append a line; numbers also become TensorBoard scalars named <event>/<name>."""
         with naming(self._file.name):
             self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
             self._file.flush()

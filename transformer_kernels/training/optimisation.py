@@ -1,4 +1,4 @@
-"""The optimizers, the learning rate, and optimizer state as named tensors."""
+"""The optimizers, the learning-rate schedule, and optimizer state as named tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FINAL_FRACTION = 0.1
 
 
 def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
-    """The rate of step number `step` (from 0): a linear rise, then constant or half a cosine down to a tenth."""
+    """The rate of step `step` (from 0): linear warmup, then constant, or a cosine that decays to a tenth."""
     warmup_steps = min(config.warmup_steps, total_steps // 10)
     if step < warmup_steps:
         return config.lr * (step + 1) / warmup_steps
@@ -28,13 +28,13 @@ def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
 def make_optimizer(
     model: nn.Module, config: TrainingConfig, device: torch.device, processes: Processes
 ) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices only, not for biases and LayerNorms; the learning rate is a float32 tensor.
+    """AdamW with weight decay on matrices only, not on biases and LayerNorms; the learning rate is a float32 tensor.
 
     Parameters are not flattened: gradients would have to be accumulated into views of a flat buffer, which costs more
-    than a flat update saves (figures in training/README.md).
+    than a flat update saves (measurements in training/README.md).
 
     Raises:
-        ValueError: the config's sparse embedding is impossible here.
+        ValueError: `sparse_embedding` is not supported in this configuration.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -47,29 +47,27 @@ def make_optimizer(
     if getattr(config, "sparse_embedding", False):
         if processes.count > 1:
             raise ValueError(
-                "--sparse-embedding works in one process only: processes do not exchange the rows of their batches"
+                "--sparse-embedding requires a single process: the rows of a batch are not exchanged between processes"
             )
         if not fused:
-            raise ValueError(
-                f"--sparse-embedding needs the fused AdamW of a CPU or a CUDA device, not of {device.type}"
-            )
+            raise ValueError(f"--sparse-embedding requires the fused AdamW of a CPU or CUDA device; got {device.type}")
         return SparseEmbeddingAdamW(groups, model.get_parameter("embedding.tokens.weight"), lr=rate, betas=betas)
     return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Write the rate into the tensor that the groups share, where a captured step reads it."""
+    """Write the rate into the tensor shared by the parameter groups, which a captured step reads."""
     optimizer.param_groups[0]["lr"].fill_(rate)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `<parameter number>.<name>`; its options come from the config."""
+    """The optimizer state as `<parameter number>.<name>`; hyperparameters come from the config."""
     state = optimizer.state_dict()["state"]
     return {f"{number}.{name}": value for number, entry in state.items() for name, value in entry.items()}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Load what `optimizer_tensors` returned; state tensors are replaced, the learning rate's tensor is kept."""
+    """Load the result of `optimizer_tensors`. State tensors are replaced; the learning-rate tensor is kept."""
     rate = optimizer.param_groups[0]["lr"]
     state: dict[int, dict[str, Any]] = {}
     for key, value in tensors.items():
@@ -85,15 +83,15 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tenso
 
 
 class SparseEmbeddingAdamW(torch.optim.AdamW):
-    """Fused AdamW that reads and writes only the rows in `tokens` of one embedding.
+    """Fused AdamW that reads and writes only the rows `tokens` of one embedding.
 
-    This differs from AdamW (Loshchilov and Hutter 2019): an absent row is neither updated nor decayed, and its moments
-    do not decay. Bias correction counts all steps. A step reads weight, gradient and moments of the present rows
-    instead of the whole embedding.
+    This differs from AdamW (Loshchilov and Hutter 2019): rows absent from the batch are not updated or decayed, and
+    their moments do not decay. Bias correction counts all steps. A step reads weight, gradient and moments of the
+    present rows instead of the whole embedding.
 
     Args:
         params: as for AdamW; `embedding` is in one of the groups.
-        embedding: (V, E), which receives gradients from the token lookup only.
+        embedding: (V, E); it receives gradients from the token lookup only.
         options: as for AdamW.
     """
 
@@ -104,7 +102,7 @@ class SparseEmbeddingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update everything else as AdamW does, then the rows `tokens` of the embedding."""
+        """Update all other parameters with AdamW, then the rows `tokens` of the embedding."""
         gradient, self.embedding.grad = self.embedding.grad, None
         try:
             loss = super().step(closure)
@@ -147,7 +145,7 @@ class SparseEmbeddingAdamW(torch.optim.AdamW):
         return next(group for group in self.param_groups if any(each is self.embedding for each in group["params"]))
 
     def _state(self) -> dict[str, Tensor]:
-        """The embedding's state, named and shaped as AdamW's, so that checkpoints are the same."""
+        """The embedding's state, with AdamW's names and shapes, so that checkpoints are interchangeable."""
         state = self.state[self.embedding]
         if not state:
             state["step"] = torch.zeros((), device=self.embedding.device)
@@ -157,8 +155,9 @@ class SparseEmbeddingAdamW(torch.optim.AdamW):
 
 
 def row_numbers(tokens: Tensor) -> Tensor:
-    """The rows to update: unique on the CPU; with duplicates on a GPU, where `unique` would force a synchronisation.
+    """The rows to update: unique on the CPU, with duplicates on a GPU, where `unique` would force a synchronisation.
 
-    A duplicate row is computed twice there, by the same instructions and so with the same result.
+    A duplicate row is computed twice there with the same instructions, hence with the same result.
+
     """
     return tokens.unique() if tokens.device.type == "cpu" else tokens.flatten()

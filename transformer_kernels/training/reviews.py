@@ -1,4 +1,4 @@
-"""Labelled reviews from the file formats they come in, and their token ids, cached."""
+"""Labelled reviews: the supported file formats, and cached token ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_kernels.training.tokenizers import ReviewTokenizer
 FORMATS = (".csv", ".jsonl", ".parquet")
 OPENERS = {".gz": gzip.decompress, ".xz": lzma.decompress}
 SOURCE = "https://ai.stanford.edu/~amaas/data/sentiment/"
-CHUNK = 1000  # reviews tokenised at a time
+CHUNK = 1000  # reviews per tokenizer call
 LABELS = {"0": 0, "1": 1, "neg": 0, "pos": 1, "negative": 0, "positive": 1}
 
 
@@ -53,9 +53,9 @@ def find_reviews(data: str, part: str) -> Path:
 
 
 def read_reviews(path: str | Path) -> Reviews:
-    """The reviews of a folder with pos and neg, or of a CSV, JSONL or Parquet file, packed or not.
+    """The reviews in a folder with pos and neg, or in a CSV, JSONL or Parquet file, optionally compressed.
 
-    Files need a text (`text` or `review`) and a label (`label` or `sentiment`: 0, 1, neg, pos, negative or positive).
+    Files need a column `text` or `review`, and a column `label` or `sentiment` (0, 1, neg, pos, negative or positive).
     """
     path = Path(path)
     rows = _folder_rows(path) if path.is_dir() else _file_rows(path)
@@ -67,7 +67,7 @@ def read_reviews(path: str | Path) -> Reviews:
         texts.append(text.replace("<br />", "\n"))
         labels.append(LABELS[key])
     if not texts:
-        raise ValueError(f"{path}: no reviews in it; at least one is needed")
+        raise ValueError(f"{path}: contains no reviews; at least one is needed")
     return Reviews(texts, labels)
 
 
@@ -81,13 +81,13 @@ def _file_rows(path: Path) -> Iterator[tuple[object, object]]:
     packed = path.suffix if path.suffix in OPENERS else ""
     ending = Path(path.stem).suffix if packed else path.suffix
     if ending not in FORMATS:
-        raise ValueError(f"{path}: a data file ends in {', '.join(FORMATS)}, with .gz or .xz or without")
+        raise ValueError(f"{path}: a data file must end in {', '.join(FORMATS)}, optionally followed by .gz or .xz")
     data = path.read_bytes()
     if packed:
         try:
             data = OPENERS[packed](data)
         except (OSError, EOFError, lzma.LZMAError) as error:
-            raise ValueError(f"{path}: damaged or incomplete {packed} file: {error}") from error
+            raise ValueError(f"{path}: corrupt or incomplete {packed} file: {error}") from error
     if ending == ".parquet":
         rows = require("pyarrow.parquet").read_table(io.BytesIO(data)).to_pylist()
     else:
@@ -124,7 +124,7 @@ def _columns(path: Path, rows: Iterable[dict]) -> Iterator[tuple[object, object]
 
 
 class TokenisedReviews:
-    """The ids of all reviews in one tensor, where each begins, and the labels."""
+    """The ids of all reviews in one tensor, the offset of each review, and the labels."""
 
     def __init__(self, ids: Tensor, offsets: Tensor, labels: Tensor) -> None:
         self.ids, self.offsets, self.labels = ids, offsets, labels
@@ -133,7 +133,7 @@ class TokenisedReviews:
         return len(self.labels)
 
     def part(self, indices: Tensor) -> TokenisedReviews:
-        """The reviews of those numbers alone."""
+        """The reviews at these indices."""
         lengths = torch.cat([torch.zeros(1, dtype=torch.int64), self.offsets.diff()[indices]])
         ids = torch.cat([self.review(index) for index in indices.tolist()])
         return TokenisedReviews(ids, lengths.cumsum(0), self.labels[indices])
@@ -143,7 +143,7 @@ class TokenisedReviews:
 
 
 def tokenise(reviews: Reviews, tokenizer: ReviewTokenizer, *, progress: bool = False) -> TokenisedReviews:
-    """The reviews as ids, from the cache if these texts were tokenised by this tokenizer before."""
+    """The reviews as ids, read from the cache if this tokenizer already processed these texts."""
     key = _key(reviews.texts, tokenizer)
     path = cache_folder() / "tokens" / f"{key}.safetensors"
     with locked(path):
@@ -155,7 +155,7 @@ def tokenise(reviews: Reviews, tokenizer: ReviewTokenizer, *, progress: bool = F
 
 
 def tokenise_uncached(texts: list[str], tokenizer: ReviewTokenizer) -> TokenisedReviews:
-    """A few texts as ids, with label 0, without using the cache."""
+    """Texts as ids, with label 0, without using the cache."""
     tensors = _encode(texts, tokenizer, progress=False)
     return TokenisedReviews(tensors["ids"], tensors["offsets"], torch.zeros(len(texts), dtype=torch.int64))
 
@@ -185,7 +185,7 @@ def _pack(tensors: dict[str, Tensor]) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:
-    """The cached tensors; None if they are missing or damaged."""
+    """The cached tensors; None if they are missing or corrupt."""
     safetensors = require("safetensors")
     try:
         with safetensors.safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""The order of the training data."""
+"""The order of the training items."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ POOL = 50  # batches that are sorted by length together
 
 
 class ShuffledSampler:
-    """Batches of item numbers, every item at most once per epoch, sharded over processes without overlap.
+    """Batches of item indices, each item at most once per epoch, sharded over processes without overlap.
 
-    The order is a function of (seed, epoch) alone, so that epoch and batch number are its whole state. An incomplete
-    batch at the end of an epoch is dropped, unless there is no complete batch at all.
+    The order is a function of (seed, epoch), so epoch and batch index are the complete state. An incomplete batch at
+    the end of an epoch is dropped, unless it is the only one.
     """
 
     def __init__(self, length: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
         if length < world_size:
-            raise ValueError(f"{length} training items are too few for {world_size} processes")
+            raise ValueError(f"{length} training items are not enough for {world_size} processes")
         self.length, self.seed, self.rank, self.world_size = length, seed, rank, world_size
         self.batch_size = min(batch_size, length // world_size)
         self.batches_per_epoch = length // (self.batch_size * world_size)
@@ -25,11 +25,11 @@ class ShuffledSampler:
         self._batches = self._epoch_batches()
 
     def peek(self) -> Tensor:
-        """The item numbers of the next batch of this process."""
+        """The item indices of this process's next batch."""
         return self._batches[self.batch, self.rank :: self.world_size]
 
     def advance(self) -> None:
-        """Go to the next batch; a step that failed before this call is repeated with the same batch."""
+        """Move to the next batch. A step that failed before this call repeats the same batch."""
         self.batch += 1
         if self.batch == self.batches_per_epoch:
             self.epoch, self.batch = self.epoch + 1, 0
@@ -50,15 +50,15 @@ class ShuffledSampler:
         return self._arrange(kept, generator).view(self.batches_per_epoch, -1)
 
     def _arrange(self, order: Tensor, generator: torch.Generator) -> Tensor:
-        """The shuffled items of an epoch in the order of their batches."""
+        """The shuffled items of an epoch, ordered by batch."""
         return order
 
 
 class BucketedSampler(ShuffledSampler):
-    """Batches of items of similar length, so that little is padded.
+    """Batches of items of similar length, which reduces padding.
 
-    The epoch's shuffled items are cut into pools of `POOL` batches, each pool is sorted by length and cut into batches,
-    and the batches are shuffled. An epoch drops the same items as `ShuffledSampler` does.
+    The epoch's shuffled items are split into pools of `POOL` batches. Each pool is sorted by length and split into
+    batches, and the batches are shuffled. An epoch drops the same items as `ShuffledSampler`.
     """
 
     def __init__(self, lengths: Tensor, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -73,10 +73,10 @@ class BucketedSampler(ShuffledSampler):
 
 
 class PackedSampler(ShuffledSampler):
-    """Batches of equally many items that all have nearly the same total length, to be concatenated.
+    """Batches of equally many items with nearly equal total length, to be concatenated.
 
-    The epoch's items, sorted by length, are cut into `batch_size` groups, and a batch takes one item of each group at
-    random. So no batch of any epoch is longer than `budget`, the sum of the longest items that each group can hold.
+    The epoch's items, sorted by length, are split into `batch_size` groups, and a batch takes one random item of each
+    group. No batch of any epoch exceeds `budget`, the sum of the longest items that each group can contain.
     """
 
     def __init__(self, lengths: Tensor, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -85,7 +85,7 @@ class PackedSampler(ShuffledSampler):
         self.budget = self._budget()
 
     def _budget(self) -> int:
-        """The kept item that is i-th by length is at most as long as number i + left_out of all items."""
+        """The i-th kept item by length is at most as long as item i + left_out of all items."""
         group = self.batches_per_epoch * self.world_size
         left_out = len(self.lengths) - group * self.batch_size
         longest = self.lengths.sort().values[left_out + group - 1 :: group]

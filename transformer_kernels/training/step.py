@@ -1,4 +1,4 @@
-"""What one training step computes, in which precision, and how a model is judged."""
+"""The training step, its precision, and evaluation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from transformer_kernels.training.optimisation import SparseEmbeddingAdamW
 
-IGNORED = -100  # a target that counts neither in the loss nor in the accuracy
+IGNORED = -100  # a target that is excluded from loss and accuracy
 
 Check = Callable[[str, Tensor], None]
 
 
 class Batch(NamedTuple):
-    """What a step works on: `model(*inputs)` gives logits (..., classes) for `targets` (...).
+    """The input of a step: `model(*inputs)` returns logits (..., classes) for `targets` (...).
 
-    `tokens` are those of the data; `positions`, padding included, are the elements of the first input unless given.
+    `tokens` is the number of real tokens; `positions`, padding included, defaults to the size of the first input.
     """
 
     inputs: tuple[Tensor, ...]
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Positions that the model computes."""
+        """Number of positions that the model computes."""
         return self.inputs[0].numel() if self.positions is None else self.positions
 
 
@@ -42,7 +42,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Totals(NamedTuple):
-    """Sums over targets, so that processes can add theirs."""
+    """Sums over targets, which processes can add up."""
 
     loss: float
     correct: float
@@ -50,19 +50,19 @@ class Totals(NamedTuple):
 
 
 def autocast(device_type: str, dtype: str) -> AbstractContextManager:
-    """Autocast for a half precision, nothing for float32 and tf32; weights and statistics are always float32."""
+    """Autocast for bfloat16 and float16, no-op for float32 and tf32; weights and statistics are always float32."""
     return torch.autocast(device_type, getattr(torch, dtype)) if dtype in ("bfloat16", "float16") else nullcontext()
 
 
 @contextmanager
 def matrix_products(dtype: str) -> Iterator[None]:
-    """While entered, "tf32" allows TF32 in float32 matrix products; the previous setting is restored on exit."""
+    """A context in which "tf32" allows TF32 in float32 matrix products; the previous setting is restored on exit."""
     if dtype != "tf32":
         yield
         return
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch.backends' fp32_precision was set, with which the older setting may not be mixed
+    except RuntimeError:  # torch.backends' fp32_precision was set, which cannot be mixed with the older setting
         products = torch.backends.cuda.matmul
         before, products.fp32_precision = products.fp32_precision, "tf32"
         try:
@@ -78,11 +78,11 @@ def matrix_products(dtype: str) -> Iterator[None]:
 
 
 class TrainingLoss(nn.Module):
-    """A model whose forward is its loss, so that what wraps a module's forward (DDP, torch.compile) wraps the loss too.
+    """A model whose forward returns its loss, so that wrappers of forward (DDP, torch.compile) include the loss.
 
     Args:
-        model: whose parameters these are.
-        loss: `loss(model, inputs, targets)`, the mean over the targets; from the recipe.
+        model: provides the parameters.
+        loss: `loss(model, inputs, targets)`, the mean over the targets, from the recipe.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, tuple[Tensor, ...], Tensor], Tensor]) -> None:
@@ -94,18 +94,18 @@ class TrainingLoss(nn.Module):
 
 
 class TrainingStep:
-    """Forward, loss, backward, clipping and optimizer, as a function of a batch alone, so that it can be captured.
+    """Forward, loss, backward, clipping and optimizer step as a function of the batch, so that it can be captured.
 
-    Weights, optimizer state and learning rate are updated in place, never replaced. Gradients are None before and
-    after a step: the backward pass then writes them once, into fresh memory (the graph's own, when captured), where
-    persistent gradients would have to be zeroed, read and accumulated into.
+    Weights, optimizer state and learning rate are updated in place. Gradients are None before and after a step:
+    backward then writes them once to newly allocated memory (the graph's pool when captured). Persistent gradients
+    would have to be zeroed, read and accumulated into.
 
     Args:
         loss: a `TrainingLoss`, or a wrapper of one.
-        optimizer: AdamW over the loss's parameters.
-        scaler: of the loss, for float16.
+        optimizer: AdamW over the parameters of `loss`.
+        scaler: loss scaler for float16.
         dtype: float32, tf32, bfloat16 or float16.
-        clip: largest norm of all gradients together; 0 for no clipping.
+        clip: maximum norm of all gradients; 0 disables clipping.
         check: called with ("loss", value) and ("gradient norm", value) before either is used.
     """
 
@@ -124,7 +124,7 @@ class TrainingStep:
         self.parameters = [each for group in optimizer.param_groups for each in group["params"]]
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Train on `batch`; returns its loss and gradient norm (0 where the norm is not computed), float32 (2,)."""
+        """Train on `batch`; returns loss and gradient norm (0 where the norm is not computed), float32 (2,)."""
         self.optimizer.zero_grad(set_to_none=True)
         try:
             with autocast(batch.targets.device.type, self.dtype):
@@ -139,7 +139,7 @@ class TrainingStep:
         return torch.stack([loss.detach(), norm])
 
     def _update(self, loss: Tensor) -> Tensor:
-        """Clip and step; returns the norm of the gradients."""
+        """Clip and step; returns the gradient norm."""
         norm = torch.zeros_like(loss)
         if self.scaler.is_enabled():
             self._clip_scaled()
@@ -154,13 +154,13 @@ class TrainingStep:
         return norm
 
     def _clip_scaled(self) -> None:
-        """Clip unscaled gradients; the scaler skips a step whose gradients overflow, so their norm is not checked."""
+        """Clip unscaled gradients. The scaler skips a step whose gradients overflow, so their norm is not checked."""
         if self.clip:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.parameters, self.clip)
 
     def _step_divided(self, norm: Tensor) -> None:
-        """The step with gradients clipped to the norm `clip`; the fused AdamW divides them as it reads them."""
+        """Step with gradients clipped to the norm `clip`; the fused AdamW divides them as it reads them."""
         optimizer: torch.optim.Optimizer = self.optimizer
         if not optimizer.defaults["fused"]:
             nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
@@ -174,7 +174,7 @@ class TrainingStep:
 
 
 def batch_loss(model: nn.Module, batch: Batch, dtype: str = "float32") -> tuple[Tensor, Tensor, Tensor]:
-    """The mean cross-entropy in float32, how many targets have the largest logit, and how many targets count."""
+    """The mean cross-entropy in float32, the number of correct predictions, and the number of targets that count."""
     with autocast(batch.targets.device.type, dtype):
         logits = model(*batch.inputs)
     logits, targets = logits.float().flatten(0, -2), batch.targets.flatten()
@@ -189,9 +189,9 @@ def evaluation_totals(
     dtype: str = "float32",
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Totals:
-    """The sums over `batches` with dropout off, or over as many as came before `cancelled()` was true.
+    """Sums over `batches` with dropout off, or over the batches before `cancelled()` became true.
 
-    Results are read after the last batch: reading each would force a device synchronisation.
+    Results are read after the last batch, because reading each would synchronise the device.
     """
     was_training = model.training
     model.eval()

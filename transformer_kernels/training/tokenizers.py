@@ -1,4 +1,4 @@
-"""Text to token ids and back: characters, GPT-2 byte pairs, byte pairs learned from the text, plain bytes."""
+"""Tokenizers: characters, GPT-2 byte pairs, byte pairs learned from the training text, plain bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_UTF8_BYTE = 0xFF
 
 
 class Tokenizer(Protocol):
-    """What recipes need of a tokenizer; `describe` is what a checkpoint stores."""
+    """The tokenizer interface of recipes; a checkpoint stores the result of `describe`."""
 
     vocabulary_size: int
 
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 class CharacterTokenizer:
-    """One id for each character that the training text has, in code point order."""
+    """One id per character of the training text, in code point order."""
 
     def __init__(self, characters: Iterable[str]) -> None:
         self.characters = "".join(sorted(set(characters)))
@@ -44,7 +44,7 @@ class CharacterTokenizer:
         except KeyError:
             unknown = sorted(set(text) - set(self._ids))
             raise ValueError(
-                f"characters that the model has never seen: {unknown}; it knows {self.characters!r}"
+                f"characters outside the model's vocabulary: {unknown}; known: {self.characters!r}"
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -55,9 +55,9 @@ class CharacterTokenizer:
 
 
 class ReviewTokenizer:
-    """A tokenizer of whole texts with three ids of its own: PAD, CLS and SEP, the last of the vocabulary.
+    """A tokenizer of whole texts with three special ids at the end of the vocabulary: PAD, CLS and SEP.
 
-    `mask` is an id that no text has, for masked language modelling.
+    `mask` is an id that occurs in no text, for masked language modelling.
     """
 
     pad: int
@@ -78,12 +78,12 @@ class ReviewTokenizer:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint stores, and the token cache's key."""
+        """The description that a checkpoint stores; also the key of the token cache."""
         raise NotImplementedError
 
 
 class Gpt2Tokenizer(ReviewTokenizer):
-    """GPT-2's byte pairs through tiktoken, with PAD, CLS, SEP = 50257, 50258, 50259."""
+    """GPT-2's byte pairs from tiktoken, with PAD, CLS, SEP = 50257, 50258, 50259."""
 
     def __init__(self, vocab_dir: str = "") -> None:
         tiktoken = require("tiktoken")
@@ -122,7 +122,7 @@ class ByteTokenizer(ReviewTokenizer):
 
 
 class LearnedTokenizer(ReviewTokenizer):
-    """Byte pairs learned from the training texts, through tokenizers; MASK, PAD, CLS and SEP are the last ids."""
+    """Byte pairs learned from the training texts by the package tokenizers; the last ids are MASK, PAD, CLS and SEP."""
 
     def __init__(self, description: str) -> None:
         self._description = description
@@ -132,7 +132,7 @@ class LearnedTokenizer(ReviewTokenizer):
 
     @classmethod
     def learn(cls, texts: Sequence[str], size: int) -> LearnedTokenizer:
-        """At most `size` byte pairs of these texts, the 256 bytes among them."""
+        """At most `size` byte pairs learned from these texts, including the 256 bytes."""
         if size < 256:
             raise ValueError(f"vocabulary must hold the 256 bytes; got {size}")
         tokenizer = require("tokenizers").ByteLevelBPETokenizer()
@@ -150,13 +150,13 @@ class LearnedTokenizer(ReviewTokenizer):
 
 
 class PretrainedTokenizer(ReviewTokenizer):
-    """The tokenizer of a pretrained encoder, through tokenizers; its special tokens are its own.
+    """The tokenizer of a pretrained encoder, by the package tokenizers, with its own special tokens.
 
     Args:
         description: its JSON.
-        size: rows of the model's token embedding, at least as many as it has tokens.
+        size: rows of the model's token embedding; at least the number of tokens.
     Raises:
-        ValueError: it does not have the special tokens of BERT or of RoBERTa.
+        ValueError: it has neither the special tokens of BERT nor those of RoBERTa.
     """
 
     def __init__(self, description: str, size: int) -> None:
@@ -200,22 +200,22 @@ def from_description(description: dict[str, Any], vocab_dir: str = "") -> Any:
 
 
 def _vocab_bpe(vocab_dir: str) -> str:
-    remedy = "get vocab.bpe of GPT-2 elsewhere and give its folder as --vocab-dir, or choose --tokenizer bytes"
+    remedy = "download GPT-2's vocab.bpe elsewhere and pass its folder as --vocab-dir, or use --tokenizer bytes"
     if not vocab_dir:
         path = cache_folder() / "gpt2_bpe" / "vocab.bpe"
         return fetch(VOCAB_BPE_URL, path, VOCAB_BPE_SHA256, max_bytes=VOCAB_BPE_BYTES, remedy=remedy).decode()
     path = Path(vocab_dir) / "vocab.bpe"
     if not path.is_file():
-        raise DataFileError(f"no vocab.bpe in {vocab_dir}: fetch it from {VOCAB_BPE_URL}")
+        raise DataFileError(f"no vocab.bpe in {vocab_dir}: download it from {VOCAB_BPE_URL}")
     data = path.read_bytes()
-    check_hash(path, data, VOCAB_BPE_SHA256, f"fetch it again from {VOCAB_BPE_URL}")
+    check_hash(path, data, VOCAB_BPE_SHA256, f"download it again from {VOCAB_BPE_URL}")
     return data.decode()
 
 
 def _byte_pair_ranks(vocab_bpe: str) -> dict[bytes, int]:
-    """The rank of each byte string: single bytes first, then the merges in the order of the file.
+    """The rank of each byte string: single bytes first, then the merges in file order.
 
-    The file writes printable bytes as themselves and the others as characters from U+0100 on.
+    The file writes printable bytes as themselves and other bytes as characters from U+0100 on.
     """
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]

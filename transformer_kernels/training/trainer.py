@@ -1,4 +1,4 @@
-"""The training loop, the same for every recipe."""
+"""The training loop shared by all recipes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import random
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -38,20 +39,21 @@ from transformer_kernels.training.distributed import (
     choose_device,
 )
 from transformer_kernels.training.files import numbered_folder
-from transformer_kernels.training.graphs import StepRunner
+from transformer_kernels.training.graphs import Prefetcher, recorded_step
 from transformer_kernels.training.measures import Padding, RunLog, Stopwatch, peak_flops, peak_memory
 from transformer_kernels.training.optimisation import (
     learning_rate,
     make_optimizer,
     optimizer_tensors,
     restore_optimizer,
+    set_learning_rate,
 )
 from transformer_kernels.training.recipes import Recipe
-from transformer_kernels.training.step import TrainingLoss, evaluation_totals
+from transformer_kernels.training.step import TrainingLoss, evaluation_totals, matrix_products
 
 
 class StepTaken(NamedTuple):
-    """A step, and its loss and gradient norm (2,), on the device, possibly still being computed."""
+    """A step, and its loss and gradient norm (2,) on the device, possibly still being computed."""
 
     number: int
     learning_rate: float
@@ -61,7 +63,7 @@ class StepTaken(NamedTuple):
 
 @dataclass
 class Result:
-    """How a run ended."""
+    """The outcome of a run."""
 
     step: int
     train_loss: float
@@ -76,7 +78,7 @@ class Result:
 
 
 def seed_everything(seed: int) -> None:
-    """Start every generator from `seed`."""
+    """Seed the Python, NumPy and PyTorch generators."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -85,12 +87,12 @@ def seed_everything(seed: int) -> None:
 class Trainer:
     """Trains the model of a recipe: `Trainer(CharGPT(CharGPTConfig(steps=200))).fit()`.
 
-    The weights start from the config's seed, the same in every process; dropout then draws from seed + 1 + rank.
+    Weights are initialised from the config's seed in every process; dropout uses seed + 1 + rank.
 
     Args:
         recipe: the model and its data.
-        processes: those that train it together.
-        graphs: captures steps, instead of what the config's `cuda_graph` selects on this device.
+        processes: the process group.
+        graphs: captures steps, instead of the choice of the config's `cuda_graph`.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes | None = None, *, graphs: Graphs | None = None) -> None:
@@ -109,18 +111,19 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.dtype == "float16")
         self.sampler = recipe.sampler(self.processes)
         self.total_steps = self.config.steps or (self.config.epochs or 1) * self.sampler.batches_per_epoch
-        self.runner = StepRunner(
+        self._log: RunLog | None = None
+        self._run = recorded_step(
             TrainingLoss(self.model, recipe.loss),
             self.optimizer,
             self.scaler,
-            lambda indices: self.recipe.batch(indices, self.device),
             self.config,
             self.device,
             self.processes,
             check=self._check_on_cpu,
-            tell=self._tell_graph_state,
+            report=self._report_graphs,
             graphs=graphs,
         )
+        self._batches = Prefetcher(lambda indices: self.recipe.batch(indices, self.device), self.device)
         self.step_number = 0
         self.evaluated_at = 0
         self.validation: dict[str, float] = {}
@@ -129,7 +132,6 @@ class Trainer:
         self.stopwatch = Stopwatch(self.device)
         self._latest: StepTaken
         self._pending: list[StepTaken] = []
-        self._log: RunLog | None = None
         self._train_loss = float("nan")
         self._padded_length = 0
         self.padding = Padding()
@@ -137,29 +139,29 @@ class Trainer:
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Where checkpoints and log go; without `config.out` a new folder, runs/<recipe> or the next free number."""
+        """The folder of checkpoints and log; without `config.out` a new runs/<recipe> or runs/<recipe>-N."""
         if not self.config.out:
             self.config.out = str(numbered_folder(f"runs/{self.config.recipe}"))
         return Path(self.config.out)
 
     def fit(self, *, overwrite: bool = False) -> Result:
-        """Train to the end, or until time, patience or a signal ends it; the last checkpoint is written in every case
-        but divergence.
+        """Train until the last step, the time limit, early stopping or a signal; the last checkpoint is always saved,
+        except on divergence.
 
         Args:
-            overwrite: delete the run that the folder holds.
+            overwrite: delete an existing run in the folder.
 
         Raises:
-            RunFolderError: the folder holds a run that this one does not resume, or another process trains into it.
-            TrainingDiverged: a loss or gradient is not finite; the earlier checkpoints are kept.
-            Interrupted: SIGINT or SIGTERM was received; the last checkpoint is of the step just completed.
+            RunFolderError: the folder contains another run, or another process is training into it.
+            TrainingDiverged: a loss or gradient is not finite; earlier checkpoints are kept.
+            Interrupted: SIGINT or SIGTERM was received; the last checkpoint contains the completed step.
         """
         with self._claimed_folder(overwrite):
             return self._fit()
 
     @contextmanager
     def _claimed_folder(self, overwrite: bool) -> Iterator[None]:
-        """The folder, claimed by the first process; an error there is raised in every process."""
+        """Lock the folder in the first process; an error there is raised in every process."""
         with ExitStack() as stack:
             error: Exception | None = None
             if self.processes.first:
@@ -175,7 +177,7 @@ class Trainer:
     def _fit(self) -> Result:
         self._log = RunLog(self.folder, self.config.tensorboard) if self.processes.first else None
         self._write_log("start", device=str(self.device), backend=self.config.backend, torch=torch.__version__)
-        self._tell_graph_state()
+        self._write_log("cuda_graph", state=self.graph_state)
         if self.step_number == 0:
             self.recipe.begin(self.model)
         try:
@@ -210,17 +212,21 @@ class Trainer:
             self._validate(stop, bar)
         self.save("last")
         if ended_by == "signal":
-            raise Interrupted(stop.signum, self.step_number)
+            raise Interrupted(stop.signum, self.step_number, self.folder / "last", self._resume_command())
         return ended_by
 
+    def _resume_command(self) -> str:
+        processes = f" --processes {self.processes.count}" if self.processes.count > 1 else ""
+        return f"train {self.config.recipe} --resume {shlex.quote(str(self.folder))}{processes}"
+
     def _validation_is_due(self) -> bool:
-        """Checked before a step rather than after one, so that a resumed run repeats an interrupted validation."""
+        """Checked before a step rather than after it, so that a resumed run repeats an interrupted validation."""
         at_end = self.step_number >= self.total_steps
         regular = self.step_number > 0 and self.step_number % self.config.eval_every == 0
         return (at_end or regular) and self.evaluated_at != self.step_number
 
     def _reason_to_end(self, stop: StopRequest) -> str | None:
-        """The same answer in every process."""
+        """Why the run ends now, or None; identical in every process."""
         late = self.config.time_limit and self.stopwatch.total_seconds >= self.config.time_limit
         signalled, late = self.processes.sum([float(stop.signum > 0), float(late)])
         if signalled:
@@ -234,28 +240,32 @@ class Trainer:
         return None
 
     def step(self) -> Tensor:
-        """One optimizer step; if it fails (out of memory, say), weights, optimizer and data position are unchanged."""
+        """One optimizer step. If it fails (out of memory), weights, optimizer and data position are unchanged."""
         rate = learning_rate(self.step_number, self.total_steps, self.config)
         indices = self.sampler.peek()
         self._attempt = (self.step_number + 1, rate, indices)
-        batch, outcome = self.runner(indices, rate)
+        batch = self._batches.take(indices)
+        set_learning_rate(self.optimizer, rate)
+        with matrix_products(self.config.dtype):
+            outcome = self._run(batch._replace(tokens=0, positions=None))  # whose counts are no part of the step
         self.sampler.advance()
         self.step_number += 1
         self.stopwatch.add_step(batch.tokens * self.processes.count)
         self._padded_length = batch.size // len(batch.targets)
         self.padding.add(batch.tokens, batch.size)
         self._latest = StepTaken(*self._attempt, outcome)
-        self.runner.prepare(self.sampler.peek())
+        self._batches.prepare(self.sampler.peek())
         return outcome[0]
 
-    def _tell_graph_state(self) -> None:
-        """Log whether steps are CUDA graphs; on a GPU, print the reason if they are not."""
-        self._write_log("cuda_graph", state=self.runner.graph_state)
-        if self.runner.graph_state.startswith("off") and self.device.type == "cuda" and self.processes.first:
-            require("tqdm").tqdm.write(f"CUDA graph {self.runner.graph_state}", file=sys.stderr)
+    def _report_graphs(self, state: str) -> None:
+        """Log whether steps are graphs; on a GPU, print the reason if they are not."""
+        self.graph_state = state
+        self._write_log("cuda_graph", state=state)
+        if state.startswith("off") and self.device.type == "cuda" and self.processes.first:
+            require("tqdm").tqdm.write(f"CUDA graph {state}", file=sys.stderr)
 
     def _check_on_cpu(self, what: str, value: Tensor) -> None:
-        """On a GPU, reading each value would force a synchronisation; there `_report` reads them all at once."""
+        """Check a value on the CPU. On a GPU reading each value would synchronise; `_report` reads them together."""
         if self.device.type == "cpu" and not torch.isfinite(value):
             self._diverged(what, value.item(), *self._attempt)
 
@@ -268,7 +278,7 @@ class Trainer:
         )
 
     def evaluate(self, stop: StopRequest | None = None) -> dict[str, float]:
-        """Mean loss and accuracy over the validation data; empty if there is none or `stop` was requested."""
+        """Mean loss and accuracy over the validation data; empty if there is none or a stop was requested."""
         batches = self.recipe.validation_batches(self.device, self.processes)
         totals = evaluation_totals(self.model, batches, self.config.dtype, lambda: stop is not None and stop.signum > 0)
         stopped = float(stop is not None and stop.signum > 0)
@@ -276,7 +286,7 @@ class Trainer:
         return {} if stopped or not count else {"loss": loss / count, "accuracy": correct / count}
 
     def _validate(self, stop: StopRequest, bar: Any) -> None:
-        """Evaluate, save the best, and count evaluations without improvement."""
+        """Evaluate, save the best checkpoint, and count evaluations without improvement."""
         self._report(bar)
         self.stopwatch.pause()
         self.validation = self.evaluate(stop)
@@ -292,7 +302,7 @@ class Trainer:
         self.stopwatch.start()
 
     def _report(self, bar: Any) -> None:
-        """Read the losses and norms since the last report, log the mean loss, stop at the first non-finite one."""
+        """Read losses and norms since the last report, log the mean loss, and stop at the first non-finite value."""
         if not self._pending:
             return
         outcomes = torch.stack([taken.outcome for taken in self._pending]).tolist()
@@ -342,7 +352,7 @@ class Trainer:
         )
 
     def save(self, name: str) -> None:
-        """Write the whole state to the folder `name` of the run; one process writes, all take part.
+        """Write the complete state to the folder `name` of the run. Only rank 0 writes; all ranks must call it.
 
         Raises:
             TrainingDiverged: a weight is not finite; earlier checkpoints are kept.
@@ -368,10 +378,10 @@ class Trainer:
         self.processes.wait()
 
     def restore(self, folder: str | Path) -> None:
-        """Continue exactly from the checkpoint in `folder`.
+        """Resume exactly from the checkpoint in `folder`.
 
         Raises:
-            CheckpointError: it is damaged, or of another model, vocabulary, data or number of processes.
+            CheckpointError: it is corrupt, or has another model, vocabulary, data or number of processes.
         """
         checkpoint = load_checkpoint(folder)
         state, self._start = checkpoint.trainer, Path(folder)
@@ -393,7 +403,6 @@ class Trainer:
         if len(state["random"]) != self.processes.count:
             raise CheckpointError(f"{folder}: written by {len(state['random'])} processes, not {self.processes.count}")
         restore_optimizer(self.optimizer, optimizer)
-        self.runner.reset()
         self.scaler.load_state_dict(state["scaler"])
         self.sampler.restore(state["sampler"])
         self.step_number, self.evaluated_at = int(state["step"]), int(state["evaluated_at"])
@@ -403,7 +412,7 @@ class Trainer:
 
 
 def description(recipe: Recipe) -> dict[str, Any]:
-    """What a checkpoint keeps of the recipe's tokenizer; empty where it has none."""
+    """The tokenizer description stored in a checkpoint; empty if the recipe has no tokenizer."""
     return recipe.tokenizer.describe() if recipe.tokenizer is not None else {}
 
 

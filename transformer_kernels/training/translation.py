@@ -1,4 +1,4 @@
-"""Translations from an encoder-decoder: the likeliest token at each step, drawn ones, or a beam search."""
+"""Decoding of an encoder-decoder: greedy, sampling, or beam search."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearch:
-    """Keep the `width` likeliest beginnings at each step; of the ended ones, take the one with the best score.
+    """Beam search: keep the `width` most likely prefixes at each step and return the finished one with the best score.
 
     The score is log p / ((5 + n) / 6)^length_penalty for n tokens, the end included (Wu et al. 2016, equation 14).
-    A sentence is done when `width` translations have ended.
+    A sentence is finished when `width` translations have ended.
 
     Args:
-        width: 1 gives the greedy translation.
-        length_penalty: 0 prefers short translations; the larger, the longer ones.
+        width: number of beams; 1 is greedy decoding.
+        length_penalty: 0 favours short translations; larger values favour longer ones.
     """
 
     width: int = 4
@@ -55,10 +55,10 @@ def translate_batch(
         model: a `python_ref.Translator`, in evaluation mode.
         source: (B, Ls) int64.
         source_mask: (B, Ls) bool, True at real tokens.
-        search: how to choose; draws for sentence n come from the seed `search.seed + n`.
-        begin: the token that a target begins with.
-        end: the token that a translation ends with.
-        length: tokens that a translation has at most, the end included.
+        search: decoding method; sampling of sentence n uses the seed `search.seed + n`.
+        begin: the first token of a target.
+        end: the last token of a translation.
+        length: maximum number of tokens of a translation, the end included.
     Returns:
         the ids of each translation, without begin and end.
     """
@@ -81,7 +81,7 @@ def translate_batch(
 def _beam_search(
     model: Any, memory: Any, batch: int, search: BeamSearch, begin: int, end: int, length: int
 ) -> list[list[int]]:
-    """The best translation of each of `batch` sentences; row b K + i of the cache is beginning i of sentence b."""
+    """The best translation of each of `batch` sentences; row b K + i of the cache is beam i of sentence b."""
     width, device = search.width, memory.layers[0][0].device
     first = torch.arange(batch, device=device).unsqueeze(1) * width  # (B, 1)
     memory = memory.take(torch.arange(batch, device=device).repeat_interleave(width))
@@ -89,13 +89,13 @@ def _beam_search(
     tokens = torch.full((batch * width, 1), begin, device=device)
     written = torch.empty(batch * width, 0, dtype=torch.int64, device=device)
     scores = torch.full((batch, width), -torch.inf, device=device)
-    scores[:, 0] = 0.0  # all beginnings are the same one
+    scores[:, 0] = 0.0  # all beams start identical, so only the first one counts
     ended: list[list[tuple[float, list[int]]]] = [[] for _ in range(batch)]
     for step in range(1, length + 1):
         logits = model.decode(tokens, memory, cache=cache, last_only=True)[:, -1].float()
         totals = scores.unsqueeze(-1) + logits.log_softmax(-1).unflatten(0, (batch, width))  # (B, K, V)
-        best, places = totals.flatten(1).topk(2 * width)  # at most K of these end, so K can go on
-        parents, chosen = first + places // logits.shape[-1], places % logits.shape[-1]
+        best, flat_indices = totals.flatten(1).topk(2 * width)  # at most K of these end, so at least K continue
+        parents, chosen = first + flat_indices // logits.shape[-1], flat_indices % logits.shape[-1]
         ends = chosen == end
         for row, rank in (ends[:, :width] & best[:, :width].isfinite()).nonzero().tolist():
             if len(ended[row]) < width:
@@ -108,5 +108,5 @@ def _beam_search(
         tokens = chosen.gather(1, order).view(-1, 1)
         written = torch.cat((written[rows], tokens), 1)
         cache.take(rows)
-    unended = written.view(batch, width, -1)[:, 0].tolist()  # beginnings are in order of their scores
+    unended = written.view(batch, width, -1)[:, 0].tolist()  # beams are sorted by score
     return [max(each)[1] if each else unended[row] for row, each in enumerate(ended)]

@@ -1,4 +1,4 @@
-"""Looking inside: attention maps, position codes, words in context, training curves, and how the loss scales.
+"""Plots: attention maps, position codes, words in context, training curves and scaling sweeps.
 
-`transformer-kernels attend`, `plot` and `sweep` call what is here. matplotlib is imported when a picture is drawn.
+Used by `transformer-kernels attend`, `plot` and `sweep`. matplotlib is imported when a figure is drawn.
 """

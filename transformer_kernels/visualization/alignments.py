@@ -1,4 +1,4 @@
-"""From which pieces of a sentence each piece of its translation came, and what a picture cannot show."""
+"""Cross-attention alignments of a translation, with a warning about characters that no installed font has."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from transformer_kernels.training._optional import require
 from transformer_kernels.training.recipes import Alignment
 from transformer_kernels.visualization.figures import new_figure, write_figure
 
-USUAL_FONT = "DejaVu Sans"  # comes with matplotlib
-BOXES = "Last Resort"  # also does, and draws a box for every character
+USUAL_FONT = "DejaVu Sans"  # bundled with matplotlib
+BOXES = "Last Resort"  # also bundled; draws a box for every character
 CELL_INCHES = 0.35
 SIGNS = {"ANUSVARA": "ṃ", "CANDRABINDU": "ṃ", "VISARGA": "ḥ", "NUKTA": "", "AVAGRAHA": "'"}
 
 
 def draw_alignment(alignment: Alignment, path: str | Path) -> str:
-    """Write a heatmap for each layer of the decoder, the mean over its heads.
+    """Write one heatmap per decoder layer, the mean over its heads.
 
     Args:
-        alignment: the weights (layers, H, Lt, Ls), and the Lt and Ls pieces of the target and the source.
-        path: of the picture; its ending says the kind.
+        alignment: the weights (layers, H, Lt, Ls), and the Lt and Ls tokens of target and source.
+        path: of the figure; its suffix selects the format.
     Returns:
-        what the picture cannot show, "" where it shows everything.
+        a warning about characters that cannot be drawn; "" if there are none.
     Raises:
-        ValueError: matplotlib does not know the ending.
+        ValueError: matplotlib does not support the suffix.
     """
-    target, source, font, told = shown(alignment.target, alignment.source)
+    target, source, font, warning = shown(alignment.target, alignment.source)
     layers, _, rows, columns = alignment.weights.shape
     figure, panels = new_figure(layers * (CELL_INCHES * columns + 1.2) + 1, CELL_INCHES * rows + 1.5, layers)
     for layer, axes in enumerate(panels):
@@ -36,14 +36,14 @@ def draw_alignment(alignment: Alignment, path: str | Path) -> str:
         axes.set_xticks(range(columns), source, rotation=90, fontfamily=font)
         axes.set_yticks(range(rows), target, fontfamily=font)
         axes.tick_params(length=0)
-        axes.set_title(f"layer {layer}, mean of heads", fontsize=9)
+        axes.set_title(f"layer {layer}, mean over heads", fontsize=9)
     figure.colorbar(image, ax=panels, fraction=0.05, label="weight")
     write_figure(figure, path)
-    return told
+    return warning
 
 
 def shown(target: Sequence[str], source: Sequence[str]) -> tuple[list[str], list[str], list[str], str]:
-    """The pieces as a font can show them, that font behind the usual one, and what is told about it."""
+    """The tokens as a font can show them, the fallback font, and a warning about characters without a font."""
     both = (list(target), list(source))
     missing = set("".join(map("".join, both))) - characters_of(USUAL_FONT)
     if not missing:
@@ -52,28 +52,28 @@ def shown(target: Sequence[str], source: Sequence[str]) -> tuple[list[str], list
         return *both, [USUAL_FONT, font], ""
     target, source = ([transliterated(piece, missing) for piece in pieces] for pieces in both)
     script = " and ".join(sorted({unicodedata.name(each, "another").split()[0].title() for each in missing}))
-    told = f"no installed font shows {script}, so the picture has Latin letters; fonts-lohit-deva or Noto Sans would"
-    return target, source, [USUAL_FONT], told
+    warning = f"no installed font has {script}, so Latin letters are drawn; install fonts-lohit-deva or Noto Sans"
+    return target, source, [USUAL_FONT], warning
 
 
 def characters_of(name: str) -> set[str]:
-    """The characters that the fonts of that name have."""
+    """The characters in the fonts of this name."""
     fonts: Any = require("matplotlib.font_manager")
     paths = {each.fname for each in fonts.fontManager.ttflist if each.name == name}
     return {chr(code) for path in paths for code in fonts.get_font(path).get_charmap()}
 
 
 def font_for(characters: set[str]) -> str | None:
-    """An installed font that has all of them; None where there is none."""
+    """An installed font that has all of these characters; None if there is none."""
     fonts: Any = require("matplotlib.font_manager")
     names = sorted({each.name for each in fonts.fontManager.ttflist if not each.name.startswith(BOXES)})
     return next((name for name in names if characters <= characters_of(name)), None)
 
 
 def transliterated(piece: str, missing: set[str]) -> str:
-    """The piece with those characters in Latin letters: Devanagari by its characters' names, others as code points.
+    """The token with these characters in Latin letters: Devanagari by character name, others as code points.
 
-    A consonant brings an "a" along, which a vowel sign replaces and a virama takes away.
+    A consonant implies an "a", which a vowel sign replaces and a virama removes.
     """
     written = ""
     for character in piece:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,60 +12,62 @@ from transformer_kernels.training.config import typed_fields
 from transformer_kernels.training.recipes.char_gpt import CharGPTConfig
 
 Add = Callable[..., argparse.ArgumentParser]
-PASSED_ON = ("corpus", "data_dir", "context", "batch_size", "lr", "seed", "backend", "device")  # to char-gpt by `sweep`
+PASSED_ON = ("corpus", "data_dir", "context", "batch_size", "lr", "seed", "backend", "device")  # options of char-gpt
 
 
 def add_commands(commands: Any, command: Add, model_options: Callable[..., None]) -> None:
-    """Add the three to a command line.
+    """Add these commands to a command line.
 
     Args:
-        commands: what `add_subparsers` returned.
-        command: makes a parser of (commands, name, help, function).
+        commands: the result of `add_subparsers`.
+        command: creates a parser from (commands, name, help, function).
         model_options: adds --model, --checkpoint, --backend and --device to a parser.
     """
-    attend = command(commands, "attend", "draw what each token of a text attends to, in every layer and head", _attend)
+    attend = command(commands, "attend", "plot the attention maps of a text, for every layer and head", _attend)
     model_options(attend, "runs/char-gpt", pretrained=True)
-    attend.add_argument("text", metavar="TEXT", help="what the model reads, such as a sentence")
-    attend.add_argument("--out", default="attention.png", metavar="FILE", help="the picture (default: %(default)s)")
-    told = "a page to click through, which needs no network (default: beside the picture)"
-    attend.add_argument("--html", default="", metavar="FILE", help=told)
-    told = "draw positions, words in context, or training curves"
-    plot = commands.add_parser("plot", help=told, description=f"D{told[1:]}.")
+    attend.add_argument("text", metavar="TEXT", help="input text, at most 128 tokens")
+    attend.add_argument("--out", default="attention.png", metavar="FILE", help="output figure (default: %(default)s)")
+    help_text = "output HTML page, interactive and self-contained (default: beside the figure)"
+    attend.add_argument("--html", default="", metavar="FILE", help=help_text)
+    help_text = "plot position codes, words in context, training curves, or sweeps"
+    plot = commands.add_parser("plot", help=help_text, description=f"{help_text.capitalize()}.")
     _add_plots(plot.add_subparsers(metavar="WHAT", required=True), command, model_options)
     _add_sweep(commands, command)
 
 
 def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> None:
-    positions = command(plots, "positions", "how positions are told apart, and how similar two of them are", _positions)
+    positions = command(plots, "positions", "plot position codes and the similarity of positions", _positions)
     positions.add_argument(
         "--kind", choices=("sinusoidal", "rotary"), default="sinusoidal", help="(default: sinusoidal)"
     )
     positions.add_argument("--length", type=int, default=100, metavar="N", help="positions (default: %(default)s)")
     positions.add_argument("--width", type=int, default=64, metavar="N", help="columns (default: %(default)s)")
-    words = command(plots, "words", "a word in several sentences, in two dimensions, with its cosines", _words)
+    words = command(plots, "words", "plot a word's hidden states in several sentences, and their cosines", _words)
     model_options(words, "runs/char-gpt", pretrained=True)
-    words.add_argument("--word", required=True, help="a word that stands in each sentence")
-    words.add_argument("sentences", nargs="+", metavar="SENTENCE", help="at least two")
-    run = command(plots, "run", "the loss and accuracy of training runs, from their logs", _run)
-    run.add_argument("folders", nargs="+", metavar="FOLDER", help="of a run, such as runs/char-gpt")
-    for name, parser in (("positions", positions), ("words", words), ("run", run)):
-        parser.add_argument("--out", default=f"{name}.png", metavar="FILE", help="the picture (default: %(default)s)")
+    words.add_argument("--word", required=True, help="a word that occurs in each sentence")
+    words.add_argument("sentences", nargs="+", metavar="SENTENCE", help="at least two sentences")
+    run = command(plots, "run", "plot loss and accuracy of training runs", _run)
+    run.add_argument("folders", nargs="+", metavar="FOLDER", help="run folder, such as runs/char-gpt")
+    sweep = command(plots, "sweep", "plot the points and the scaling law of a sweep", _plot_sweep)
+    sweep.add_argument("folder", metavar="FOLDER", help="sweep folder, such as runs/sweep")
+    for name, parser in (("positions", positions), ("words", words), ("run", run), ("sweep", sweep)):
+        parser.add_argument("--out", default=f"{name}.png", metavar="FILE", help="output figure (default: %(default)s)")
 
 
 def _add_sweep(commands: Any, command: Add) -> None:
-    told = "train character GPTs of several sizes, and fit how the loss falls with parameters and tokens"
-    parser = command(commands, "sweep", told, _sweep)
+    help_text = "train character GPTs of several sizes and token budgets, and fit a scaling law"
+    parser = command(commands, "sweep", help_text, _sweep)
     sizes, budgets = ["16x1", "32x1", "32x2", "64x2"], [65536, 131072, 262144]
     parser.add_argument(
-        "--sizes", nargs="+", default=sizes, metavar="WIDTHxLAYERS", help=f"of the models (default: {' '.join(sizes)})"
+        "--sizes", nargs="+", default=sizes, metavar="WIDTHxLAYERS", help=f"model sizes (default: {' '.join(sizes)})"
     )
     shown = " ".join(map(str, budgets))
     parser.add_argument(
-        "--tokens", nargs="+", type=int, default=budgets, metavar="N", help=f"to train on (default: {shown})"
+        "--tokens", nargs="+", type=int, default=budgets, metavar="N", help=f"training tokens (default: {shown})"
     )
-    parser.add_argument(
-        "--out", default="", metavar="FOLDER", help="for runs, sweep.json, sweep.png (a new runs/sweep)"
-    )
+    parser.add_argument("--out", default="", metavar="FOLDER", help="output folder (default: a new runs/sweep)")
+    help_text = "continue an interrupted sweep with its recorded sizes, tokens and options"
+    parser.add_argument("--resume", default="", metavar="FOLDER", help=help_text)
     for spec, kind in typed_fields(CharGPTConfig):
         if spec.name in PASSED_ON:
             flag, default = "--" + spec.name.replace("_", "-"), spec.default
@@ -73,9 +76,9 @@ def _add_sweep(commands: Any, command: Add) -> None:
 
 
 def _load(chosen: argparse.Namespace) -> Any:
-    """A pretrained model or a trained one, with its tokenizer and device."""
+    """A pretrained or trained model with its tokenizer and device."""
     if chosen.model is not None:
-        from transformer_kernels.pretrained import commands
+        from transformer_kernels.training import pretrained_commands as commands
 
         return commands.load(chosen.model, chosen.backend, chosen.device)
     from transformer_kernels.training.checkpoint import load_trained
@@ -104,7 +107,7 @@ def _words(chosen: argparse.Namespace) -> None:
     import torch
     import torch.nn.functional as F
 
-    from transformer_kernels.pretrained.commands import cosine_table
+    from transformer_kernels.training.pretrained_commands import cosine_table
     from transformer_kernels.visualization.words import draw_words, word_in_context
 
     if len(chosen.sentences) < 2:
@@ -125,16 +128,36 @@ def _run(chosen: argparse.Namespace) -> None:
     print(f"{len(chosen.folders)} runs: {chosen.out}")
 
 
-def _sweep(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.files import numbered_folder
-    from transformer_kernels.visualization.sweep import fit_power_law, train_points, write_sweep
+def _plot_sweep(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.visualization.sweep import draw_sweep, fit_power_law, read_sweep
 
-    folder = Path(chosen.out) if chosen.out else numbered_folder("runs/sweep")
-    passed_on, points = {name: getattr(chosen, name) for name in PASSED_ON}, []
-    for point in train_points(chosen.sizes, chosen.tokens, folder, **passed_on):
-        size = f"{point.size:>8} {point.parameters:>12,} parameters"
-        print(f"{size} {point.tokens:>12,} tokens   loss {point.loss:.4f}", flush=True)
-        points.append(point)
+    points = read_sweep(chosen.folder).points
     law = fit_power_law(points)
-    write_sweep(points, law, folder)
+    draw_sweep(points, law, chosen.out)
+    print(f"{law}\n{len(points)} points: {chosen.out}")
+
+
+def _sweep(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.training._optional import require
+    from transformer_kernels.training.distributed import Interrupted
+    from transformer_kernels.training.files import numbered_folder
+    from transformer_kernels.visualization.sweep import Sweep, draw_sweep, fit_power_law, read_sweep, train_points
+
+    require("matplotlib.figure")  # before hours of training, not after
+    if chosen.resume:
+        folder = Path(chosen.resume)
+        sweep = read_sweep(folder)
+    else:
+        sweep = Sweep(chosen.sizes, chosen.tokens, {name: getattr(chosen, name) for name in PASSED_ON}, [])
+        sweep.check()
+        folder = Path(chosen.out) if chosen.out else numbered_folder("runs/sweep")
+    try:
+        for point in train_points(sweep, folder, resume=bool(chosen.resume), progress=True):
+            size = f"{point.size:>8} {point.parameters:>12,} parameters"
+            print(f"{size} {point.tokens:>12,} tokens   loss {point.loss:.4f}", flush=True)
+    except Interrupted as stopped:
+        command = f"sweep --resume {shlex.quote(str(folder))}"
+        raise Interrupted(stopped.signum, stopped.step, stopped.checkpoint, command) from None
+    law = fit_power_law(sweep.points)
+    draw_sweep(sweep.points, law, folder / "sweep.png")
     print(f"{law}\nin {folder}: sweep.json, sweep.png, and the runs")

@@ -1,4 +1,4 @@
-"""Curves: codes of positions, and the loss of training runs."""
+"""Line plots: position codes and training curves."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ KINDS = ("sinusoidal", "rotary")
 
 
 def position_codes(kind: str, length: int, width: int) -> Tensor:
-    """What stands for each position, (length, width): sinusoidal codes, or a vector of ones rotated to each position.
+    """Position codes (length, width): sinusoidal, or a vector of ones rotated to each position.
 
     Raises:
-        ValueError: an unknown kind, a size below 1, or an odd width of a rotation.
+        ValueError: unknown kind, size below 1, or odd width for rotary.
     """
     if kind not in KINDS:
         raise ValueError(f"positions: kind must be one of {', '.join(KINDS)}; got {kind!r}")
@@ -32,12 +32,12 @@ def position_codes(kind: str, length: int, width: int) -> Tensor:
 
 
 def draw_positions(kind: str, length: int, width: int, path: str | Path) -> None:
-    """Write a picture of the codes, and of the product of each two of them over their width."""
+    """Write a figure of the codes and of the dot products of all pairs, divided by the width."""
     codes = position_codes(kind, length, width)
     figure, (left, right) = new_figure(12.0, 5.0, columns=2)
-    told = "rotated vector of ones" if kind == "rotary" else "sinusoidal codes"
+    title = "rotated vector of ones" if kind == "rotary" else "sinusoidal codes"
     products = codes @ codes.T / width
-    panels = ((left, codes, "column", told, "RdBu"), (right, products, "position", "product of two", "viridis"))
+    panels = ((left, codes, "column", title, "RdBu"), (right, products, "position", "product of two", "viridis"))
     for axes, values, across, title, colours in panels:
         image = axes.imshow(values.numpy(), aspect="auto", cmap=colours, interpolation="nearest")
         axes.set(xlabel=across, ylabel="position", title=title)
@@ -46,15 +46,15 @@ def draw_positions(kind: str, length: int, width: int, path: str | Path) -> None
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log, without those that a resumed run went through again.
+    """The log entries of a run, without those that a resumed run repeated.
 
     Raises:
         FileNotFoundError: the folder has no log.jsonl.
-        ValueError: a line is not one of a log, or the run has no loss yet.
+        ValueError: an entry is invalid, or no training loss is logged yet.
     """
     path = Path(folder) / "log.jsonl"
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; the folder of a run has one")
+        raise FileNotFoundError(f"{path}: no such file; pass the folder of a run, such as runs/char-gpt")
     lines: list[dict[str, Any]] = []
     for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
@@ -62,7 +62,7 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
             if line["event"] == "start":
                 lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}, line {number}: not a line of a run's log: {text!r:.80}") from None
+            raise ValueError(f"{path}, line {number}: not a log entry of a run: {text!r:.80}") from None
         lines.append(line)
     if not any(line["event"] == "train" for line in lines):
         raise ValueError(f"{path}: no step of training is logged yet")
@@ -70,14 +70,14 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def draw_runs(folders: list[str], path: str | Path) -> None:
-    """Write the curves of runs as one picture: the loss in training and validation, and the accuracy where measured."""
+    """Write the curves of runs as one figure: training and validation loss, and validation accuracy if recorded."""
     logs = {folder: read_log(folder) for folder in folders}
     measured = any("accuracy" in line for lines in logs.values() for line in lines)
     figure, (left, *right) = new_figure(12.0 if measured else 6.0, 5.0, columns=1 + measured)
     curves = [(left, "train", "loss", "--", 0.6), (left, "validation", "loss", "o-", 1.0)]
     for axes in right:
         curves.append((axes, "validation", "accuracy", "o-", 1.0))
-        axes.set(xlabel="step", ylabel="accuracy in validation")
+        axes.set(xlabel="step", ylabel="validation accuracy")
     for number, (folder, lines) in enumerate(logs.items()):
         for axes, event, quantity, style, opacity in curves:
             points = [(line["step"], line[quantity]) for line in lines if line["event"] == event and quantity in line]

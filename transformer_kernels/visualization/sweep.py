@@ -1,26 +1,29 @@
-"""How the loss falls with parameters and tokens: a sweep of small character GPTs, and the power law through it."""
+"""Scaling sweeps: validation losses of small character GPTs over parameters and tokens, and a fitted power law."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from transformer_kernels.training.checkpoint import checkpoint_folder
+from transformer_kernels.training.files import write_atomically
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.trainer import Trainer
 from transformer_kernels.visualization.figures import new_figure, write_figure
 
 RECORD = "sweep.json"
-HEAD_DIM = 32  # of a head where the width allows
+HEAD_DIM = 32  # if it divides the width
 
 
 class Point(NamedTuple):
-    """One trained model: parameters, tokens that it was trained on, and its validation loss."""
+    """One trained model: its size, number of parameters, training tokens and validation loss."""
 
     size: str
     parameters: int
@@ -29,7 +32,7 @@ class Point(NamedTuple):
 
 
 class PowerLaw(NamedTuple):
-    """loss = factor * parameters^-alpha * tokens^-beta, each exponent with its standard error; 0 where not varied."""
+    """loss = factor * parameters^-alpha * tokens^-beta, each exponent with its standard error; 0 if not varied."""
 
     factor: float
     alpha: float
@@ -47,24 +50,24 @@ class PowerLaw(NamedTuple):
 
 
 def check_enough(points: int, sizes: int, budgets: int) -> None:
-    """Refuse a sweep that leaves no residual by which to judge its fit."""
+    """ValueError for too few points: the uncertainty of the fit needs at least one residual degree of freedom."""
     least = 1 + (sizes > 1) + (budgets > 1) + 1
     if points < max(least, 3):
         raise ValueError(
             f"sweep: {sizes} sizes and {budgets} budgets of tokens make {points} points; a power law with its "
-            f"uncertainty takes at least {max(least, 3)}"
+            f"uncertainty requires at least {max(least, 3)}"
         )
 
 
 def fit_power_law(points: list[Point]) -> PowerLaw:
-    """The least squares of log loss over log parameters and log tokens, whichever of the two vary.
+    """Least squares of log loss over log parameters and log tokens, whichever of the two vary.
 
-    It holds within the range of the sweep: a loss that cannot be undercut is not part of it.
+    It describes the range of the sweep only: the law has no irreducible loss.
 
     Kaplan et al., "Scaling laws for neural language models", 2020, equations 1.1 and 1.2.
 
     Raises:
-        ValueError: too few points to tell an uncertainty.
+        ValueError: too few points for an uncertainty.
     """
     check_enough(len(points), len({p.parameters for p in points}), len({p.tokens for p in points}))
     columns = {"alpha": [-math.log(p.parameters) for p in points], "beta": [-math.log(p.tokens) for p in points]}
@@ -81,7 +84,7 @@ def fit_power_law(points: list[Point]) -> PowerLaw:
 
 
 def read_size(text: str) -> dict[str, int]:
-    """`64x2` as the fields of a model: width 64, 2 layers, heads of 32 columns where that divides."""
+    """`64x2` as model fields: width 64, 2 layers, heads of 32 columns if that divides the width, else one head."""
     found = re.fullmatch(r"(\d+)x(\d+)", text)
     width, layers = (int(part) for part in found.groups()) if found else (0, 0)
     if not width or not layers:
@@ -89,48 +92,117 @@ def read_size(text: str) -> dict[str, int]:
     return {"width": width, "layers": layers, "heads": width // HEAD_DIM if width % HEAD_DIM == 0 else 1}
 
 
-def train_points(sizes: list[str], tokens: list[int], folder: Path, **options: Any) -> Iterator[Point]:
-    """Train each size on each number of tokens, in folders of their own; `options` are those of `CharGPTConfig`.
+class Sweep(NamedTuple):
+    """The sizes, token budgets and `CharGPTConfig` options of a sweep, and the points trained so far."""
+
+    sizes: list[str]
+    tokens: list[int]
+    options: dict[str, Any]
+    points: list[Point]
+
+    def check(self) -> int:
+        """The tokens per step; ValueError for a size or a budget that makes no run, or too few points for a fit."""
+        for size in self.sizes:
+            read_size(size)
+        sizes, tokens = set(self.sizes), set(self.tokens)
+        check_enough(len(sizes) * len(tokens), len(sizes), len(tokens))
+        config = CharGPTConfig(**self.options)
+        per_step = config.batch_size * config.context
+        if min(tokens) < per_step:
+            raise ValueError(f"sweep: a step takes {per_step} tokens, more than a budget of {min(tokens)}")
+        return per_step
+
+
+def train_points(sweep: Sweep, folder: Path, *, resume: bool = False, progress: bool = False) -> Iterator[Point]:
+    """Train each size on each number of tokens, in separate folders; sweep.json is written after each point.
+
+    Args:
+        sweep: what to train; trained points are appended to `sweep.points`.
+        folder: of the record and the runs.
+        resume: continue the sweep in `folder`: recorded points are not trained again, and an unfinished run continues
+            from its last checkpoint.
+        progress: show each run on stderr.
 
     Raises:
-        ValueError: a size or a budget that makes no run, or the folder holds a sweep; before any training.
+        ValueError: an invalid sweep, or the folder contains one and `resume` is False; before any training.
     """
-    if (folder / RECORD).exists():
-        raise ValueError(f"{folder}: holds a sweep already; choose another --out")
-    models, tokens = {size: read_size(size) for size in sizes}, sorted(set(tokens))
-    check_enough(len(models) * len(tokens), len(models), len(tokens))
-    per_step = CharGPTConfig(**options).batch_size * CharGPTConfig(**options).context
-    if least := [budget for budget in tokens if budget < per_step]:
-        raise ValueError(f"sweep: a step takes {per_step} tokens, more than a budget of {least[0]}")
-    for size, model in models.items():
-        for budget in tokens:
-            steps = budget // per_step
-            out = folder / f"{size}-{steps * per_step}"
-            config = CharGPTConfig(
-                **options, model=model, steps=steps, eval_every=steps, out=str(out), sample=False, progress=False
-            )
-            trainer = Trainer(CharGPT(config))
-            loss = trainer.fit().validation["loss"]
-            parameters = sum(each.numel() for each in trainer.model.parameters())
-            yield Point(size, parameters, steps * per_step, loss)
+    per_step = sweep.check()
+    if (folder / RECORD).exists() and not resume:
+        raise ValueError(
+            f"{folder}: contains a sweep already; continue it with sweep --resume {folder}, or choose another --out"
+        )
+    _write_record(sweep, folder)
+    recorded = {(point.size, point.tokens): point for point in sweep.points}
+    runs = [(size, budget // per_step) for size in dict.fromkeys(sweep.sizes) for budget in sorted(set(sweep.tokens))]
+    for number, (size, steps) in enumerate(runs, 1):
+        point = recorded.get((size, steps * per_step))
+        if point is None:
+            if progress:
+                print(f"[{number}/{len(runs)}] {size}, {steps * per_step:,} tokens", file=sys.stderr, flush=True)
+            point = _train_point(size, steps, steps * per_step, folder, sweep.options, progress, resume)
+            sweep.points.append(point)
+            _write_record(sweep, folder)
+        yield point
 
 
-def write_sweep(points: list[Point], law: PowerLaw, folder: Path) -> None:
-    """Write sweep.json, and sweep.png with the points and the law."""
-    record = {"points": [point._asdict() for point in points], "power_law": law._asdict()}
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+def _train_point(
+    size: str, steps: int, tokens: int, folder: Path, options: dict[str, Any], progress: bool, resume: bool
+) -> Point:
+    out = folder / f"{size}-{tokens}"
+    config = CharGPTConfig(
+        **options, model=read_size(size), steps=steps, eval_every=steps, out=str(out), sample=False, progress=progress
+    )
+    trainer = Trainer(CharGPT(config))
+    last = checkpoint_folder(out, ("last",))
+    if resume and last != out:
+        trainer.restore(last)
+    loss = trainer.fit(overwrite=resume).validation["loss"]
+    return Point(size, sum(each.numel() for each in trainer.model.parameters()), tokens, loss)
+
+
+def _write_record(sweep: Sweep, folder: Path) -> None:
+    """Write sweep.json, with the power law once there are enough points."""
+    try:
+        law = fit_power_law(sweep.points)._asdict()
+    except ValueError:
+        law = None
+    record = {**sweep._asdict(), "points": [point._asdict() for point in sweep.points], "power_law": law}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def read_sweep(folder: str | Path) -> Sweep:
+    """The sweep recorded in a folder.
+
+    Raises:
+        FileNotFoundError: the folder has no sweep.json.
+        ValueError: it is not the record of a sweep.
+    """
+    path = Path(folder) / RECORD
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; pass the folder of a sweep, such as runs/sweep")
+    try:
+        record = json.loads(path.read_text())
+        points = [Point(**point) for point in record["points"]]
+        return Sweep(list(record["sizes"]), list(record["tokens"]), dict(record["options"]), points)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not the record of a sweep: {error!r}") from None
+
+
+def draw_sweep(points: list[Point], law: PowerLaw, path: str | Path) -> None:
+    """Write a figure of the points and the law."""
     figure, (left, right) = new_figure(12.0, 5.0, columns=2)
     panels = (
         (left, "parameters", lambda p: p.parameters, lambda p: p.tokens, "tokens"),
         (right, "tokens", lambda p: p.tokens, lambda p: p.parameters, "parameters"),
     )
-    for axes, across, position, group, told in panels:
+    for axes, across, position, group, unit in panels:
         for number, kept in enumerate(sorted({group(point) for point in points})):
             chosen = sorted((p for p in points if group(p) == kept), key=position)
             x = [position(point) for point in chosen]
-            axes.plot(x, [p.loss for p in chosen], "o", color=f"C{number}", label=f"{kept:,} {told}")
+            axes.plot(x, [p.loss for p in chosen], "o", color=f"C{number}", label=f"{kept:,} {unit}")
             axes.plot(x, [law.loss(p.parameters, p.tokens) for p in chosen], "-", color=f"C{number}", alpha=0.6)
         axes.set(xlabel=across, ylabel="validation loss", xscale="log", yscale="log")
         axes.legend(fontsize=8)
     figure.suptitle(str(law))
-    write_figure(figure, folder / "sweep.png")
+    write_figure(figure, path)

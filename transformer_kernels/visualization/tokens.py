@@ -1,4 +1,4 @@
-"""A text as tokens, each under the name that a person reads: no byte markers, and blanks that can be seen."""
+"""The tokens of a text with readable names: without byte markers, whitespace made visible."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BLANKS = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "⇤", "": "∅"}
 
 
 class Reading(NamedTuple):
-    """A text as its model reads it.
+    """A text as token ids.
 
     Attributes:
         tokens: (1, L) int64, on the model's device.
-        names: L words or pieces of words, as they stand in the text.
-        spans: where each of them stands in the text, (start, end); (0, 0) for [CLS] and its like.
+        names: L words or subwords, spelled as in the text.
+        spans: (start, end) of each in the text; (0, 0) for special tokens such as [CLS].
     """
 
     tokens: Tensor
@@ -28,16 +28,16 @@ class Reading(NamedTuple):
 
 
 def read(loaded: Any, text: str) -> Reading:
-    """Tokens and their names.
+    """The tokens of a text and their names.
 
     Args:
-        loaded: a `Pretrained`, or a `Trained` model of a recipe that reads one text: `model`, `tokenizer`, `device`.
-        text: is read with the special tokens of an encoder.
+        loaded: a `Pretrained`, or a `Trained` model of a recipe with one input text: `model`, `tokenizer`, `device`.
+        text: encoded with the special tokens of an encoder.
     Raises:
-        ValueError: the text has no tokens, or the model reads something else than a text.
+        ValueError: the text has no tokens, or the model does not take one text.
     """
     if not isinstance(loaded.model, GPT | BERTClassifier | Encoder):
-        raise ValueError(f"a {type(loaded.model).__name__} does not read one text, so there is nothing to look at")
+        raise ValueError(f"a {type(loaded.model).__name__} does not take one input text, so it has no such plot")
     named = _by_offsets if hasattr(loaded.tokenizer, "encode_batch") else _one_by_one
     ids, names, spans = named(loaded.tokenizer, text, special=not isinstance(loaded.model, GPT))
     if not any(end > start for start, end in spans):
@@ -46,12 +46,12 @@ def read(loaded: Any, text: str) -> Reading:
 
 
 def readable(piece: str) -> str:
-    """The piece without the blanks around it; blanks alone become signs."""
+    """The token without surrounding whitespace; pure whitespace becomes visible symbols."""
     return piece.strip() or "".join(BLANKS.get(character, character) for character in piece) or BLANKS[""]
 
 
 def _by_offsets(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[str], list[tuple[int, int]]]:
-    """By the package `tokenizers`, which says where each token stands: so "Ġfox" and "##s" read "fox" and "s"."""
+    """Tokens by the package `tokenizers`, whose offsets turn "Ġfox" and "##s" into "fox" and "s"."""
     encoding = tokenizer.encode(text, add_special_tokens=special)
     pairs = zip(encoding.tokens, encoding.offsets, strict=True)
     names = [readable(text[start:end]) if end > start else token for token, (start, end) in pairs]
@@ -59,7 +59,7 @@ def _by_offsets(tokenizer: Any, text: str, special: bool) -> tuple[list[int], li
 
 
 def _one_by_one(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[str], list[tuple[int, int]]]:
-    """By a tokenizer of our own: what each token alone decodes to."""
+    """Tokens by one of this package's tokenizers, decoded one by one."""
     ids = tokenizer.encode(text)
     pieces = [tokenizer.decode([index]) for index in ids]
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()

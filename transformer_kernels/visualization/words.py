@@ -1,4 +1,4 @@
-"""A word in several sentences: what the model makes of it in each, beside the one vector that its embedding holds."""
+"""A word in several sentences: its hidden states in each, beside its static embedding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class WordInContext(NamedTuple):
     """One occurrence of a word.
 
     Attributes:
-        sentence: that it stands in.
-        places: of the word's tokens among those of the sentence.
-        hidden: (L, E) float32, the last hidden states of the sentence's tokens. names: theirs.
+        sentence: the sentence that contains it.
+        places: indices of the word's tokens in the sentence.
+        hidden: (L, E) float32, the last hidden states of the sentence's tokens. names: their names.
         static: (E,) float32, the mean of the embeddings of the word's tokens.
     """
 
@@ -37,7 +37,7 @@ class WordInContext(NamedTuple):
 
 @torch.inference_mode()
 def word_in_context(loaded: Any, word: str, sentence: str) -> WordInContext:
-    """The first occurrence of `word`, whole and in any case, in `sentence`; ValueError where there is none."""
+    """The first occurrence of `word` as a whole word, ignoring case; ValueError if there is none."""
     found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", sentence, re.IGNORECASE)
     if not word or found is None:
         raise ValueError(f"the word {word!r} is not in {sentence!r}")
@@ -50,14 +50,14 @@ def word_in_context(loaded: Any, word: str, sentence: str) -> WordInContext:
 
 
 def principal_components(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (N, E) in the two directions in which they vary most, (N, 2), and the share of variance of each, (2,)."""
+    """Rows (N, E) projected onto their first two principal components, (N, 2), and the explained variance, (2,)."""
     centred = rows - rows.mean(0)
     left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
     return left[:, :2] * singular[:2], singular[:2].square() / singular.square().sum()
 
 
 def draw_words(found: list[WordInContext], path: str | Path) -> None:
-    """Write a picture of all tokens of the sentences in two dimensions, the word's own in bold.
+    """Write a figure of all tokens of the sentences in two dimensions, with the word in bold.
 
     Pearson, "On lines and planes of closest fit to systems of points in space", 1901.
     """

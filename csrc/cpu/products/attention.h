@@ -24,9 +24,9 @@ struct Angles {
 // The arguments of a call in the order in which ops/attention/_cpu.py packs them; an absent tensor has address 0.
 struct AttentionCall {
   int64_t dtype, batch, heads, kv_heads, queries, keys, width;
-  int64_t causal, window, right;  // window: -1 without; right: how many keys after itself a query sees, -1 where window says
+  int64_t left, right;  // how many keys before and after its own position a query sees; NO_LIMIT: all, causal: right = 0
   Heads q, k, v, out;
-  Address lse, padding, seed;
+  Address lse, statistics, padding, seed;  // statistics: (B, Hq, 2, Lq), see statistics_of
   Address bias;
   int64_t bias_dtype, bias_strides[4];
   Address slopes;
@@ -45,6 +45,7 @@ namespace transformer_kernels::TK_LEVEL {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr int64_t FLOAT32 = 0, BFLOAT16 = 2;  // codes of by_dtype
+constexpr int64_t NO_LIMIT = 1 << 30;         // of ops/attention/scores.py
 
 struct Options {
   float scale, softcap;  // softcap: 0 without
@@ -130,9 +131,8 @@ inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const 
   }
   for (int64_t i = block.count; i < SIZE; ++i) block.head[i] = block.head[0], block.query[i] = block.query[0];
   const int32_t last = static_cast<int32_t>(span.keys), shift = last - end;
-  const int64_t all = span.keys + span.queries, window = call.window < 0 ? all : smaller(call.window, all);
-  const int32_t behind = static_cast<int32_t>(window - 1);
-  const int32_t ahead = call.causal ? 1 : static_cast<int32_t>(call.right < 0 ? window : smaller(call.right + 1, all));
+  const int64_t all = span.keys + span.queries;
+  const int32_t behind = static_cast<int32_t>(smaller(call.left, all)), ahead = static_cast<int32_t>(smaller(call.right, all)) + 1;
   for (int i = 0; i < SIZE; ++i) {
     const int32_t place = block.query[i] + shift, from = place - behind, to = place + ahead;
     block.low[i] = from > 0 ? (from < last ? from : last) : 0;
@@ -155,6 +155,11 @@ inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const 
 template <int REGISTERS> TK_INLINE auto sees(const Block<REGISTERS>& block, int n, int64_t key) {
   const Ints place = splat_int(static_cast<int32_t>(key));
   return (place >= load_ints(block.low + n * WIDTH)) & (place < load_ints(block.high + n * WIDTH));
+}
+
+// The largest score of a row, -inf where it sees no key; `queries` floats behind it the log of its sum of exp(score - largest).
+TK_INLINE float* statistics_of(const AttentionCall& call, int64_t batch, int64_t head, int64_t query) {
+  return at<float>(call.statistics) + (batch * call.heads + head) * 2 * call.queries + query;
 }
 
 template <class T> TK_INLINE T* row_of(const Heads& tensor, int64_t batch, int64_t head, int64_t row) {

@@ -1,4 +1,5 @@
-// Gradients of attention: weights recomputed from the saved log-sum-exp, tile by tile (Dao 2023, algorithm 2).
+// Gradients of attention: weights recomputed tile by tile (Dao 2023, algorithm 2), from a row's largest score and the log of its
+// sum, which are kept apart: their sum, lse, would lose the log where scores are large.
 #include "attention_backward.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -32,13 +33,15 @@ float output_product(const AttentionCall& call, int64_t batch, int64_t head, int
 template <class Operands>
 void load_block(QueryBlock& block, const AttentionCall& call, const Options& options, const Span& span, float* memory, const Operands& operands) {
   block.whole = block.lanes.any_low / CHUNK == (block.lanes.any_high - 1) / CHUNK;
-  block.base = memory, block.delta = block.base + SIZE, block.total = block.delta + SIZE, block.memory = block.total + SIZE;
+  block.base = memory, block.log_sum = block.base + SIZE, block.delta = block.log_sum + SIZE, block.memory = block.delta + SIZE;
   for (int64_t i = 0; i < SIZE; ++i) {
-    block.base[i] = INFINITY, block.delta[i] = block.total[i] = 0.f;
+    block.base[i] = INFINITY, block.delta[i] = block.log_sum[i] = 0.f;
     if (i >= block.lanes.count) continue;
     const int64_t head = block.lanes.head[i], query = block.lanes.query[i], row = (span.batch * call.heads + head) * call.queries + query;
-    const float lse = at<const float>(call.lse)[row], product = block.whole ? 0.f : output_product(call, span.batch, head, query);
-    if (lse != -INFINITY) block.base[i] = lse;
+    const float* statistics = statistics_of(call, span.batch, head, query);
+    const float product = block.whole ? 0.f : output_product(call, span.batch, head, query);
+    if (statistics[0] != -INFINITY) block.base[i] = statistics[0];
+    block.log_sum[i] = statistics[call.queries];
     block.delta[i] = product - (call.dlse ? at<const float>(call.dlse)[row] : 0.f);
   }
   operands.load_queries(call, options, span.batch, block);
@@ -53,14 +56,13 @@ struct Weighing {
 
 // S^T and dP^T of rows [from, to) and one register -> dropped P^T, dS^T; HIDDEN: some lanes do not see some of the keys.
 template <bool HIDDEN>
-inline void differentiate(QueryBlock& block, const Weighing& how, int n, int64_t key, int64_t from, int64_t to,
+inline void differentiate(const QueryBlock& block, const Weighing& how, int n, int64_t key, int64_t from, int64_t to,
                           Tile& tile) {
   const Floats factor = splat(how.factor), delta = load(block.delta + n * WIDTH), keep = splat(how.keep);
-  const Floats lse = load(block.base + n * WIDTH);
-  Floats total = splat(0.f);
+  const Floats top = load(block.base + n * WIDTH), log_sum = load(block.log_sum + n * WIDTH);
   for (int64_t row = from; row < to; ++row) {
     float *weight = tile.weights + row * SIZE + n * WIDTH, *gradient = tile.gradients + row * SIZE + n * WIDTH;
-    Floats p = exp2(fma(load(weight), factor, -lse) * LOG2_E), dp = load(gradient);
+    Floats p = exp2((fma(load(weight), factor, -top) - log_sum) * LOG2_E), dp = load(gradient);
     const uint32_t bits = how.dropped ? tile.bits[row * REGISTERS + n] : 0;
     if (how.dropped) dp = kept(bits, dp) * keep;
     Floats ds = p * (dp - delta);
@@ -68,15 +70,13 @@ inline void differentiate(QueryBlock& block, const Weighing& how, int n, int64_t
       const auto seen = sees(block.lanes, n, key + row);
       p = seen ? p : splat(0.f), ds = seen ? ds : splat(0.f);
     }
-    total += p;
     store(weight, how.dropped ? kept(bits, p) : p);
     store(gradient, ds);
   }
-  store(block.total + n * WIDTH, load(block.total + n * WIDTH) + total);
 }
 
 // The same where the tile holds every key that the queries of a register see, all of them those of [whole_from, whole_to): the sum of a
-// query's weights and sum(out dout) are those of this tile, so that they cancel the rounding of its scores and of lse.
+// query's weights and sum(out dout) are those of this tile, so that they cancel the rounding of its scores.
 inline void differentiate_whole(const QueryBlock& block, const Weighing& how, int n, int64_t key, int64_t whole_from,
                                 int64_t whole_to, Tile& tile) {
   const Floats keep = splat(how.keep), none = splat(0.f), lowest = splat(-INFINITY);
@@ -232,13 +232,9 @@ void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, 
 
 template <class Operands>
 void write_query_gradients(const AttentionCall& call, const Options& options, const Span& span, const QueryBlock& block, const Operands& operands) {
-  const bool exact = call.dtype == FLOAT32;  // operands of 16 bits are rounded by more than lse is
-  alignas(64) float factors[SIZE];
-  for (int lane = 0; lane < SIZE; ++lane)
-    factors[lane] = exact && block.total[lane] != 0.f ? options.scale / block.total[lane] : options.scale;
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    operands.template write_queries<T>(call, span.batch, block, factors);
+    operands.template write_queries<T>(call, span.batch, block, options.scale);
     for (int64_t lane = 0; lane < block.lanes.count; ++lane)
       finish_row<T>(call, call.dq, span.batch, block.lanes.head[lane], block.lanes.query[lane]);
   });

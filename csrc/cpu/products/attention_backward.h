@@ -24,7 +24,7 @@ struct QueryBlock {
   Queries lanes;
   int64_t any_low[REGISTERS], any_high[REGISTERS], all_low[REGISTERS], all_high[REGISTERS];
   bool whole;                   // no key that some lane sees is in another tile than the others
-  float *base, *delta, *total;  // (SIZE): lse, +inf in rows without keys; sum(out dout), unless whole, - dlse; sum of the weights
+  float *base, *log_sum, *delta;  // (SIZE): largest score, +inf in rows without keys; log of the sum; sum(out dout), unless whole, - dlse
   Matrix q, dout;               // (SIZE, pitch), of Wide: in `memory`, or where they lie
   float* memory;
   static constexpr int64_t FLOATS = 3 * SIZE;
@@ -157,9 +157,9 @@ struct Wide {
   }
 
   template <class T>
-  void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, const float* factors) const {
+  void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, float scale) const {
     for (int64_t i = 0; i < block.lanes.count; ++i)
-      narrow_row(dq(block) + i * pitch, splat(factors[i]), call.width, row_of<T>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]));
+      narrow_row(dq(block) + i * pitch, splat(scale), call.width, row_of<T>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]));
   }
 };
 
@@ -269,9 +269,9 @@ struct Pairs {
   }
 
   template <class T>
-  void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, const float* factors) const {
+  void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, float scale) const {
     for (int64_t first = 0; first < block.lanes.count; first += WIDTH)
-      over_result_rows(dq(block) + first, SIZE, pitch, load(factors + first), [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
+      over_result_rows(dq(block) + first, SIZE, pitch, splat(scale), [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
         const int64_t i = first + lane;
         if (i < block.lanes.count && d < call.width)
           store_row_part(row_of<Bfloat16>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]), d, call.width, row);

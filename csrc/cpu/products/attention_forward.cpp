@@ -304,7 +304,7 @@ inline void spoil(const Block<REGISTERS>& block, int64_t key, int64_t rows, cons
 struct Broken {
   uint8_t* rows;
   bool any = false;
-  Broken(const AttentionCall& call, int64_t held) : rows(call.causal || call.window >= 0 ? scratch<uint8_t>(BROKEN, held + SLACK) : nullptr) {}
+  Broken(const AttentionCall& call, int64_t held) : rows(smaller(call.left, call.right) < NO_LIMIT ? scratch<uint8_t>(BROKEN, held + SLACK) : nullptr) {}
 };
 
 // A block of queries on its way through the packed keys [first, end) that it sees.
@@ -347,19 +347,23 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
   visit.next = key + rows;
 }
 
-// Writes out and lse of a block.
+// Writes out, lse and statistics of a block.
 template <class Operands>
 void finish(const AttentionCall& call, const Options& options, const Span& span, const Block<Operands::REGISTERS>& block,
             const Operands& operands, const State<Operands::REGISTERS>& state) {
-  alignas(64) float inverse[Operands::SIZE], lse[Operands::SIZE];
+  alignas(64) float inverse[Operands::SIZE], top[Operands::SIZE], log_sum[Operands::SIZE];
   const float unit = adjusts_scores(call, options) ? 1.f : __builtin_fabsf(options.scale);
   for (int n = 0; n < Operands::REGISTERS; ++n) {
     const Floats total = state.total[n], none = splat(0.f);
     store(inverse + n * WIDTH, total == none ? none : options.dropout.scale / total);
-    store(lse + n * WIDTH, total == none ? splat(-INFINITY) : state.top[n] * unit + logarithm(total));
+    store(top + n * WIDTH, total == none ? splat(-INFINITY) : state.top[n] * unit);
+    store(log_sum + n * WIDTH, total == none ? none : logarithm(total));
   }
-  for (int64_t i = 0; i < block.count; ++i)
-    at<float>(call.lse)[(span.batch * call.heads + block.head[i]) * call.queries + block.query[i]] = lse[i];
+  for (int64_t i = 0; i < block.count; ++i) {
+    float* statistics = statistics_of(call, span.batch, block.head[i], block.query[i]);
+    statistics[0] = top[i], statistics[call.queries] = log_sum[i];
+    at<float>(call.lse)[(span.batch * call.heads + block.head[i]) * call.queries + block.query[i]] = top[i] + log_sum[i];
+  }
   operands.write(call, span.batch, block, inverse);
 }
 
@@ -472,7 +476,7 @@ template <int REGISTERS> struct Split {
     Block<REGISTERS> block;
     set_block(block, call, span, Keys{0, span.keys, nullptr, nullptr}, kv_head * group, 0, group * span.queries);
     const float* part = memory + task * pieces * size;
-    const float factor = adjusts_scores(call, options) ? LOG2_E : __builtin_fabsf(options.scale) * LOG2_E;
+    const float factor = weight_factor(call, options);  // not 0: -inf * 0 is NaN
     State<REGISTERS> state;
     for (int64_t i = 0; i < pieces; ++i)
       for (int n = 0; n < REGISTERS; ++n) state.top[n] = maximum(load(part + i * size + n * WIDTH), state.top[n]);
@@ -524,7 +528,8 @@ void clear_filler(const AttentionCall& call) {
     for (int64_t head = 0; head < call.heads; ++head)
       for (int64_t row = at<int32_t>(call.starts)[call.sequences]; row < call.queries; ++row) {
         memset(row_of<T>(call.out, 0, head, row), 0, sizeof(T) * call.width);
-        at<float>(call.lse)[head * call.queries + row] = -INFINITY;
+        at<float>(call.lse)[head * call.queries + row] = *statistics_of(call, 0, head, row) = -INFINITY;
+        statistics_of(call, 0, head, row)[call.queries] = 0.f;
       }
   });
 }
@@ -542,7 +547,7 @@ void attention_forward(Address packed_call, double scale, double dropout_p, doub
 #if defined(__AVX512BF16__)
   if (call.dtype == BFLOAT16 && rows > WIDTH) return forward<Pairs<2>>(call, options);
 #endif
-  const bool narrow = rows <= WIDTH || (call.causal && call.keys <= 128);
+  const bool narrow = rows <= WIDTH || (call.right == 0 && call.keys <= 128);
   narrow ? forward<Wide<1>>(call, options) : forward<Wide<2>>(call, options);
 }
 

@@ -1,5 +1,6 @@
 // y = activation(x + bias) and its gradient: ReLU, GELU, and GELU by tanh. y = activation(gate) * up and its gradients:
 // SiLU, GELU, and GELU by tanh.
+#include "../../calls/activation.h"
 #include "../rows.h"
 #include "../vector_math.h"
 
@@ -51,17 +52,17 @@ struct GeluTanh {  // x (1 + tanh(u)) / 2 = x s(2 u), s(v) = 1 / (1 + exp(-v)), 
   }
 };
 
-// Calls f(activation) with that of a code: 0 ReLU, 1 GELU, 2 GELU by tanh.
+// Calls f(activation) for one that is not gated.
 template <class F> TK_INLINE void by_kind(int64_t kind, const F& f) {
-  if (kind == 0) return f(Relu{});
-  if (kind == 1) return f(Gelu{});
+  if (kind == RELU) return f(Relu{});
+  if (kind == GELU) return f(Gelu{});
   return f(GeluTanh{});
 }
 
-// The same for what a gate goes through: 0 SiLU, 1 GELU, 2 GELU by tanh.
+// The same for the activation of a gate.
 template <class F> TK_INLINE void by_gate(int64_t kind, const F& f) {
-  if (kind == 0) return f(Silu{});
-  if (kind == 1) return f(Gelu{});
+  if (kind == SILU) return f(Silu{});
+  if (kind == GELU) return f(Gelu{});
   return f(GeluTanh{});
 }
 
@@ -92,16 +93,14 @@ template <class T> struct Gated {
   template <class Element> Element* second(Element* first, Element* other) const { return up ? other : first + columns; }
 };
 
-}  // namespace
-
-// x, y (rows, columns); bias f32 (columns) or address 0.
-void activation_forward(int64_t kind, int64_t dtype, Address x, Address bias, Address y, int64_t rows, int64_t columns) {
-  by_kind(kind, [&](auto activation) {
-    by_dtype(dtype, [&](auto type) {
+void plain_forward(const ActivationForward& call) {
+  const int64_t rows = call.rows, columns = call.columns;
+  by_kind(call.kind, [&](auto activation) {
+    by_dtype(call.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
-      const T* from = at<const T>(x);
-      const float* b = at<const float>(bias);
-      T* to = result_at<T>(y, rows * columns);
+      const T* from = at<const T>(call.x);
+      const float* b = at<const float>(call.bias);
+      T* to = result_at<T>(call.y, rows * columns);
       if (!b)
         return over_blocks(rows * columns, [&](int64_t j, auto lanes) TK_LAMBDA {
           fetch_ahead(from + j), fetch_ahead_to_write(to + j);
@@ -118,16 +117,15 @@ void activation_forward(int64_t kind, int64_t dtype, Address x, Address bias, Ad
   });
 }
 
-// dx, and with a place for it dbias. `saved` is y for ReLU, else x; bias may be address 0.
-void activation_backward(int64_t kind, int64_t dtype, Address dy, Address saved, Address bias, Address dx, Address dbias,
-                         int64_t rows, int64_t columns) {
-  by_kind(kind, [&](auto activation) {
-    by_dtype(dtype, [&](auto type) {
+void plain_backward(const ActivationBackward& call) {
+  const int64_t rows = call.rows, columns = call.columns;
+  by_kind(call.kind, [&](auto activation) {
+    by_dtype(call.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
-      const T *came = at<const T>(dy), *x = at<const T>(saved);
-      const float* b = at<const float>(bias);
-      T* to = result_at<T>(dx, rows * columns);
-      if (!b && !dbias)
+      const T *came = at<const T>(call.dy), *x = at<const T>(call.x);
+      const float* b = at<const float>(call.bias);
+      T* to = result_at<T>(call.dx, rows * columns);
+      if (!b && !call.dbias)
         return over_blocks(rows * columns, [&](int64_t j, auto lanes) TK_LAMBDA {
           fetch_ahead(came + j), fetch_ahead(x + j), fetch_ahead_to_write(to + j);
           store(to + j, activation.gradient(load(came + j, lanes), load(x + j, lanes)), lanes);
@@ -143,19 +141,19 @@ void activation_backward(int64_t kind, int64_t dtype, Address dy, Address saved,
             store(own + j, load(own + j, lanes) + gradient, lanes);
           });
       });
-      add_parts(sums, parts_of(rows), columns, columns, at<float>(dbias));
+      add_parts(sums, parts_of(rows), columns, columns, at<float>(call.dbias));
     });
   });
 }
 
-// y, up (rows, columns), gate too; or up address 0, gate (rows, 2 * columns), and then dup is in dgate.
-void gated_forward(int64_t kind, int64_t dtype, Address gate, Address up, Address y, int64_t rows, int64_t columns) {
-  by_gate(kind, [&](auto activation) {
-    by_dtype(dtype, [&](auto type) {
+void gated_forward(const ActivationForward& call) {
+  const int64_t rows = call.rows, columns = call.columns;
+  by_gate(call.kind, [&](auto activation) {
+    by_dtype(call.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
-      const Gated<T> from{at<const T>(gate), at<const T>(up), rows, columns};
+      const Gated<T> from{at<const T>(call.x), at<const T>(call.up), rows, columns};
       const T* factor = from.second(from.gate, from.up);
-      T* to = result_at<T>(y, rows * columns);
+      T* to = result_at<T>(call.y, rows * columns);
       from.each([&](int64_t j, int64_t place, auto lanes) TK_LAMBDA {
         fetch_ahead(from.gate + place), fetch_ahead(factor + place), fetch_ahead_to_write(to + j);
         store(to + j, activation.value(load(from.gate + place, lanes)) * load(factor + place, lanes), lanes);
@@ -164,15 +162,15 @@ void gated_forward(int64_t kind, int64_t dtype, Address gate, Address up, Addres
   });
 }
 
-void gated_backward(int64_t kind, int64_t dtype, Address dy, Address gate, Address up, Address dgate, Address dup,
-                    int64_t rows, int64_t columns) {
-  by_gate(kind, [&](auto activation) {
-    by_dtype(dtype, [&](auto type) {
+void gated_backward(const ActivationBackward& call) {
+  const int64_t rows = call.rows, columns = call.columns;
+  by_gate(call.kind, [&](auto activation) {
+    by_dtype(call.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
-      const Gated<T> from{at<const T>(gate), at<const T>(up), rows, columns};
-      const T *came = at<const T>(dy), *factor = from.second(from.gate, from.up);
-      T* to = result_at<T>(dgate, (from.up ? 1 : 2) * rows * columns);
-      T* to_factor = from.second(to, result_at<T>(dup, rows * columns));
+      const Gated<T> from{at<const T>(call.x), at<const T>(call.up), rows, columns};
+      const T *came = at<const T>(call.dy), *factor = from.second(from.gate, from.up);
+      T* to = result_at<T>(call.dx, (from.up ? 1 : 2) * rows * columns);
+      T* to_factor = from.second(to, result_at<T>(call.dup, rows * columns));
       from.each([&](int64_t j, int64_t place, auto lanes) TK_LAMBDA {
         fetch_ahead(came + j), fetch_ahead(from.gate + place), fetch_ahead(factor + place);
         fetch_ahead_to_write(to + place), fetch_ahead_to_write(to_factor + place);
@@ -185,9 +183,12 @@ void gated_backward(int64_t kind, int64_t dtype, Address dy, Address gate, Addre
   });
 }
 
+}  // namespace
+
+void activation_forward(const ActivationForward& call) { call.gated ? gated_forward(call) : plain_forward(call); }
+void activation_backward(const ActivationBackward& call) { call.gated ? gated_backward(call) : plain_backward(call); }
+
 }  // namespace transformer_kernels::TK_LEVEL
 
 TK_KERNEL(activation_forward)
 TK_KERNEL(activation_backward)
-TK_KERNEL(gated_forward)
-TK_KERNEL(gated_backward)

@@ -14,16 +14,16 @@ struct Softmax {
 
 // `below` elements later the next row begins. The exponentials wait in `kept`, where it is given, for a gradient that goes to `out`.
 template <class T, class Keep> TK_INLINE Softmax row_softmax(const T* x, int64_t classes, int64_t below, Keep, float* kept, T* out) {
-  Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, total[4] = {};
+  Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
   over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(load(x + j, lanes, -INFINITY), top[u]); });
   const float limit = largest(top);
-  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+  const float total = sum_over_columns(classes, [&](int64_t j, auto lanes) TK_LAMBDA {
     fetch_below(x + j, below);
     const Floats e = exponential(load(x + j, lanes, -INFINITY) - limit);
-    total[u] += e;
     if constexpr (Keep::value) __builtin_prefetch(out + j, 1, 2), store(kept + j, e, lanes);
+    return e;
   });
-  return {limit, sum(total)};
+  return {limit, total};
 }
 
 // out = factor * (softmax - the smoothed target), of exponentials(column, lanes).
@@ -48,9 +48,8 @@ template <class T> TK_INLINE Distances row_distances(const T* x, int64_t target,
   // Relative to the largest logit: a constant that is added to all of them costs no digits.
   const float own = element(x[target]);
   if (smoothing == 0.f) return {own, 0.f};
-  Floats below[4] = {};
-  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { below[u] += top - load(x + j, lanes, top); });
-  return {own, sum(below) / static_cast<float>(classes)};
+  const float below = sum_over_columns(classes, [&](int64_t j, auto lanes) TK_LAMBDA { return top - load(x + j, lanes, top); });
+  return {own, below / static_cast<float>(classes)};
 }
 
 TK_INLINE float row_loss(const Softmax& s, const Distances& d, float log_total, float smoothing) {
@@ -86,12 +85,10 @@ template <class T> TK_INLINE Terms terms(const T* x, int64_t target, float smoot
 TK_INLINE float loss_with_options(const Terms& row, int64_t target, const Softmax& s, float log_total, const Options& options,
                                   int64_t classes) {
   const float lse = s.top + log_total;
-  Floats below[4] = {};
-  if (row.even != 0.f)
-    over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-      below[u] = fma(s.top - load(row.scores + j, lanes, s.top), options.weight(j, lanes), below[u]);
-    });
-  return row.share * log_total + row.own * (s.top - row.scores[target]) + row.even * sum(below) + options.z_loss * lse * lse;
+  const float below = row.even == 0.f ? 0.f : sum_over_columns(classes, [&](int64_t j, auto lanes) TK_LAMBDA {
+    return (s.top - load(row.scores + j, lanes, s.top)) * options.weight(j, lanes);
+  });
+  return row.share * log_total + row.own * (s.top - row.scores[target]) + row.even * below + options.z_loss * lse * lse;
 }
 
 // out = factor * ((share + 2 z lse) softmax - the weighted target), through the cap.

@@ -90,10 +90,19 @@ def test_it_learns_to_fill_in_and_a_classifier_starts_from_it(mlm_config, imdb_c
     assert trained.fit().validation["loss"] < 0.6 * before
     assert cli.main(["evaluate", "--checkpoint", config.out]) == 0
     assert "accuracy" in capsys.readouterr().out
+    assert cli.main(["fill-mask", "--checkpoint", config.out, "a [MASK] film", "--top", "3"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    shares = [float(share.rstrip("%")) for share, *_ in lines]
+    assert len(lines) == 3 and shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100.1
+    for text in ("no mask", "[MASK] [MASK]"):
+        assert cli.main(["fill-mask", "--checkpoint", config.out, text]) == 1
+        assert f"fill-mask: the text must contain [MASK] exactly once; got {text!r}" in capsys.readouterr().err
+    assert cli.main(["fill-mask", "--checkpoint", config.out, "a" * 99 + "[MASK]"]) == 1
+    assert f"must have at most {config.max_length} tokens; got 102; shorten it" in capsys.readouterr().err
     fine = Trainer(Imdb(imdb_config(init=config.out, steps=1, lr=0.0, model={})))  # its sizes come along
     assert not torch.equal(fine.model.embedding.tokens.weight, trained.model.embedding.tokens.weight)
     fine.fit()
-    assert "classifier.weight, classifier.bias start from random weights" in capsys.readouterr().out
+    assert "newly initialised: classifier.weight, classifier.bias" in capsys.readouterr().out
     for name, weight in fine.model.state_dict().items():
         assert name.startswith("classifier.") or torch.equal(weight, trained.model.state_dict()[name])
 

@@ -111,7 +111,7 @@ def test_help_knows_the_recipe_of_another_package(capsys):
     for arguments, told in (
         (["train"], "Tells even numbers of ones from odd ones."),
         (["train", "parity"], "zeros and ones in a row (default: 4)"),
-        (["train", "parity"], "optimizer steps in all (default: 5)"),
+        (["train", "parity"], "total number of optimizer steps (default: 5)"),
         (["evaluate"], "parity: added to the digits"),
     ):
         with pytest.raises(SystemExit):

@@ -168,7 +168,7 @@ def test_a_file_without_pairs_is_refused(tmp_path, content, error, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": ""}, "data is needed: a file of sentence pairs"),
+        ({"data": ""}, "--data is required: a tab-separated file of sentence pairs"),
         ({"test": 1.0}, r"test must be in \[0, 1\); got 1.0"),
         ({"label_smoothing": -0.1}, r"label_smoothing must be in \[0, 1\)"),
         ({"source_vocabulary": 4}, "source_vocabulary must be more than 4"),
@@ -257,7 +257,7 @@ def test_the_command_translates_sentences_and_lines(run_folder, capsys, monkeypa
         assert run(*translate, *how, "two ж", "one") == 0
         told = capsys.readouterr()
         assert len(told.out.splitlines()) == 2
-        assert told.err == "never seen in training, so not translated: ж\n"
+        assert told.err == "characters not in the training vocabulary: ж\n"
 
 
 def test_the_command_evaluates_greedily_and_with_a_beam(run_folder, capsys):
@@ -277,7 +277,7 @@ def test_the_command_draws_where_the_model_looked(run_folder, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([" "], "there is nothing to translate in ' '"),
+        ([" "], "text 1 of 1 must not be empty; got ' '"),
         (["one " * 30], "the model reads at most 24 tokens"),
         (["--beam", "0", "one"], "beam must be at least 1; got 0"),
         (["--sample", "--temperature", "-1", "one"], "temperature must be finite and not negative"),

@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_kernels import _autograd, _checks
-from transformer_kernels._dropout import draw_seed
-
-OP = "attention"
-
-
-Window = int | tuple[int | None, int | None] | None
-"""How far a query sees to either side, or (left, right)."""
-
-NO_LIMIT = 1 << 30
-"""A reach that hides nothing."""
+from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._dropout import draw_seed
+from transformer_kernels.ops.attention.scores import (
+    OP,
+    Scores,
+    Window,
+    check_when_run,
+    checked_scores,
+    last_axis_contiguous,
+)
 
 
 class AttentionCall(NamedTuple):
-    """q, k and v with contiguous last axes, the bias and the slopes with four axes; the seed is None without dropout.
-
-    `right` is there only where a window reaches further, or less far, after a query than before it.
-    """
+    """q, k and v with contiguous last axes; the seed is None without dropout."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    key_padding_mask: Tensor | None
-    attn_bias: Tensor | None
+    scores: Scores
     seed: Tensor | None
-    cu_seqlens: Tensor | None
-    causal: bool
-    window: int | None
     dropout_p: float
-    scale: float
-    right: int | None = None
-    alibi_slopes: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    softcap: float | None = None
 
 
 class AttentionResult(NamedTuple):
-    """out (B, Hq, Lq, D), laid out in memory as (B, Lq, Hq, D), and lse (B, Hq, Lq) in float32 or float64."""
+    """out (B, Hq, Lq, D), laid out in memory as (B, Lq, Hq, D), and lse (B, Hq, Lq) in float32 or float64.
+
+    Backward recomputes weights from `statistics`, float32 (B, Hq, 2, Lq): the largest score of each row (-inf where the
+    query sees no key) and the log of the sum of exp(score - largest), in the units of the backend. Their sum, lse,
+    loses the log where scores are large. None in "torch", which computes softmax anew.
+    """
 
     out: Tensor
     lse: Tensor
+    statistics: Tensor | None
 
 
 Into = tuple[Tensor, Tensor, Tensor]
@@ -153,57 +144,38 @@ def prepare(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> AttentionCall:
-    """The checked arguments."""
+    """The validated call."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         _checks.tensor(OP, name, value)
         if value.dim() != 4:
             raise ValueError(f"{OP}: {name} must have 4 dimensions (B, H, L, D); got {tuple(value.shape)}")
-    if (dtype := _autograd.autocast_dtype(q)) is not None and q.dtype is not torch.float64:
+    if (dtype := _operation.autocast_dtype(q)) is not None and q.dtype is not torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     _check_qkv(q, k, v)
-    _checks.flag(OP, "causal", causal)
     _checks.flag(OP, "return_lse", return_lse)
-    _checks.window(OP, window)
     _checks.probability(OP, "dropout_p", dropout_p)
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    else:
-        _checks.finite(OP, "scale", scale)
-    if softcap is not None:
-        _checks.finite(OP, "softcap", softcap)
-        _checks.positive(OP, "softcap", softcap)
-        softcap = float(softcap)
-    if key_padding_mask is not None:
-        key_padding_mask = _checked_padding(key_padding_mask, k)
-    if attn_bias is not None:
-        attn_bias = _checked_bias(attn_bias, q, k)
-    if alibi_slopes is not None:
-        alibi_slopes = _checked_slopes(alibi_slopes, q)
-    if cu_seqlens is not None or cu_seqlens_k is not None:
-        cu_seqlens, cu_seqlens_k = _checked_packing(cu_seqlens, cu_seqlens_k, q, k)
-    masks = {"key_padding_mask": key_padding_mask, "attn_bias": attn_bias, "alibi_slopes": alibi_slopes}
-    _checks.same_device(OP, q, k=k, v=v, **masks, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
-    _autograd.refuse_transforms(OP, q, k, v, attn_bias)
+    scores = checked_scores(
+        q, k, q.shape[1], causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale,
+        softcap,
+    )  # fmt: skip
+    check_devices(q, scores, k=k, v=v)
+    _operation.refuse_transforms(OP, q, k, v, attn_bias)
     seed = draw_seed(q.device) if dropout_p > 0.0 else None
     wide = max(q.shape[3], v.shape[3])
     q, k, v = (last_axis_contiguous(_widened(x, wide)) for x in (q, k, v))
-    causal, window, right = reach(causal, window)
-    numbers = causal, window, float(dropout_p), float(scale), right
-    others = alibi_slopes, cu_seqlens_k, softcap
-    return AttentionCall._make((q, k, v, key_padding_mask, attn_bias, seed, cu_seqlens, *numbers, *others))
+    return AttentionCall(q, k, v, scores, seed, float(dropout_p))
 
 
-def reach(causal: bool, window: Window) -> tuple[bool, int | None, int | None]:
-    """The same as (causal, window, right), in the terms that most backends know wherever those suffice."""
-    if not isinstance(window, tuple):
-        return causal, window, None
-    left, right = window
-    before = None if left is None else left + 1
-    if causal or right == 0:
-        return True, before, None
-    if left == right:
-        return False, before, None
-    return False, NO_LIMIT if before is None else before, NO_LIMIT if right is None else right
+def check_devices(q: Tensor, scores: Scores, **others: Tensor) -> None:
+    """All tensors of a call are on the device of q."""
+    masks = (
+        scores.key_padding_mask, scores.bias, scores.alibi_slopes, scores.cu_seqlens, scores.cu_seqlens_k,
+    )  # fmt: skip
+    device = q.device
+    for tensor in (*others.values(), *masks):
+        if tensor is not None and tensor.device != device:
+            names = ("key_padding_mask", "attn_bias", "alibi_slopes", "cu_seqlens", "cu_seqlens_k")
+            _checks.same_device(OP, q, **others, **dict(zip(names, masks, strict=True)))
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -225,97 +197,6 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{OP}: the heads of k ({k.shape[1]}) must divide the heads of q ({heads})")
 
 
-def _checked_padding(mask: Tensor, k: Tensor) -> Tensor:
-    _checks.boolean_mask(OP, "key_padding_mask", mask)
-    if mask.shape != (k.shape[0], k.shape[2]):
-        expected = (k.shape[0], k.shape[2])
-        raise ValueError(f"{OP}: key_padding_mask must have shape (B, Lk) {expected}; got {tuple(mask.shape)}")
-    return mask.contiguous()
-
-
-def _checked_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The bias with four axes, its last one contiguous or broadcast."""
-    if isinstance(bias, Tensor) and bias.dtype is torch.bool:
-        raise TypeError(f"{OP}: attn_bias is added to the scores, so it must be floating; got a bool mask")
-    _checks.tensor(OP, "attn_bias", bias)
-    _checks.broadcasts_to(OP, "attn_bias", bias, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-    if bias.dtype is not q.dtype and bias.dtype is not torch.float32:
-        if _autograd.autocast_dtype(q) is None:
-            raise ValueError(f"{OP}: attn_bias must have the dtype of q ({q.dtype}) or torch.float32; got {bias.dtype}")
-        bias = bias.to(q.dtype)
-    return last_axis_contiguous(bias[(None,) * (4 - bias.dim())])
-
-
-def _checked_slopes(slopes: Tensor, q: Tensor) -> Tensor:
-    """The slopes as (1 or B, Hq, 1, 1)."""
-    batch, heads = q.shape[:2]
-    if not isinstance(slopes, Tensor) or slopes.dtype is not torch.float32:
-        got = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__
-        raise TypeError(f"{OP}: alibi_slopes must be a float32 tensor; got {got}")
-    if slopes.shape not in ((heads,), (batch, heads)):
-        raise ValueError(
-            f"{OP}: alibi_slopes must have shape (Hq,) ({heads},) or (B, Hq) {(batch, heads)}; "
-            f"got {tuple(slopes.shape)}"
-        )
-    if slopes.requires_grad:
-        raise ValueError(f"{OP}: alibi_slopes have no gradient; detach them, or give the bias as attn_bias")
-    return slopes.reshape(-1, heads, 1, 1)
-
-
-def _checked_packing(
-    cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    if cu_seqlens is None:
-        raise ValueError(
-            f"{OP}: cu_seqlens_k is given without cu_seqlens, which says where the queries' sequences begin"
-        )
-    cu_seqlens = _checked_sequences("cu_seqlens", cu_seqlens, q.shape[2])
-    if q.shape[0] != 1 or (cu_seqlens_k is None and q.shape[2] != k.shape[2]):
-        wanted = "1 and q as long as k" if cu_seqlens_k is None else "1"
-        raise ValueError(
-            f"{OP}: with cu_seqlens the batch must be {wanted}; got q {tuple(q.shape)}, k {tuple(k.shape)}"
-        )
-    if cu_seqlens_k is None:
-        return cu_seqlens, None
-    cu_seqlens_k = _checked_sequences("cu_seqlens_k", cu_seqlens_k, k.shape[2])
-    if len(cu_seqlens) != len(cu_seqlens_k):
-        raise ValueError(
-            f"{OP}: cu_seqlens and cu_seqlens_k must name as many sequences; "
-            f"got {len(cu_seqlens) - 1} and {len(cu_seqlens_k) - 1}"
-        )
-    return cu_seqlens, cu_seqlens_k
-
-
-def _checked_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype is not torch.int32:
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"{OP}: {name} must be an int32 tensor; got {got}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        raise ValueError(f"{OP}: {name} must have shape (sequences + 1,); got {tuple(cu_seqlens.shape)}")
-    if not _autograd.is_traced(cu_seqlens):
-        check_starts(name, cu_seqlens, tokens)
-    return cu_seqlens.contiguous()
-
-
-def check_starts(name: str, cu_seqlens: Tensor | None, tokens: int) -> None:
-    """Refuse sequences that do not lie one behind the other; on the CPU only, since on a GPU that would synchronise."""
-    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
-        starts = cu_seqlens.tolist()
-        if starts[0] != 0 or starts[-1] > tokens or any(a > b for a, b in itertools.pairwise(starts)):
-            raise ValueError(f"{OP}: {name} must rise from 0 to at most {tokens}; got {starts}")
-
-
-def _check_when_run(call: AttentionCall) -> None:
-    """A traced call is checked when it runs: its sequences have no places before."""
-    check_starts("cu_seqlens", call.cu_seqlens, call.q.shape[2])
-    check_starts("cu_seqlens_k", call.cu_seqlens_k, call.k.shape[2])
-
-
-def last_axis_contiguous(x: Tensor) -> Tensor:
-    """x, copied where its last axis is strided."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _widened(x: Tensor, width: int) -> Tensor:
     """x with zeros behind its columns, up to `width`: they add nothing to a score, and their outputs are cut off."""
     return x if x.shape[3] == width else torch.nn.functional.pad(x, (0, width - x.shape[3]))
@@ -329,25 +210,27 @@ def like_output(x: Tensor) -> Tensor:
 
 def _fake(call: AttentionCall) -> AttentionResult:
     q = call.q
-    return AttentionResult(like_output(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)))
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return AttentionResult(like_output(q), lse, q.new_empty((*q.shape[:2], 2, q.shape[2]), dtype=torch.float32))
 
 
 def _empty_gradients(call: AttentionCall) -> tuple[Tensor | None, ...]:
-    bias = call.attn_bias
+    bias = call.scores.bias
     dbias = None if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
     return like_output(call.q), like_output(call.k), like_output(call.v), dbias
 
 
-OPERATION = _autograd.Operation(
+OPERATION = _operation.Operation(
     OP,
     AttentionCall,
+    prepare=prepare,
     result=AttentionResult,
     public=2,
     fake=_fake,
-    differentiable=("q", "k", "v", "attn_bias"),
-    kept=("out", "lse"),
+    differentiable=("q", "k", "v", "scores.bias"),
+    kept=("out", "lse", "statistics"),
     sizes=("q", "k"),
     layout=last_axis_contiguous,
     empty_gradients=_empty_gradients,
-    check_when_run=_check_when_run,
+    check_when_run=lambda call: check_when_run(call.scores, call.q.shape[2], call.k.shape[2]),
 )

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops.attention import AttentionCall
+from transformer_kernels.ops.attention.scores import NO_LIMIT
 
-MAXIMUM_LENGTH = 1 << 29
+MAXIMUM_LENGTH = NO_LIMIT // 2
 """Sums of lengths, tiles and windows stay within 32 bits."""
 
 
@@ -29,9 +30,9 @@ class Angles(NamedTuple):
 
 def beyond(call: AttentionCall) -> str | None:
     """The option of the call that the GPU's kernels lack, or None."""
-    if call.cu_seqlens_k is not None:
+    if call.scores.cu_seqlens_k is not None:
         return "it has no keys packed otherwise than the queries (cu_seqlens_k); use backend='torch'"
-    if call.alibi_slopes is not None and call.attn_bias is not None:
+    if call.scores.alibi_slopes is not None and call.scores.bias is not None:
         return "it has alibi_slopes or attn_bias, not both; use backend='torch'"
     if max(call.q.shape[2], call.k.shape[2]) > MAXIMUM_LENGTH:
         return f"it takes sequences of up to {MAXIMUM_LENGTH} tokens; use backend='torch'"
@@ -43,9 +44,10 @@ def broadcast_strides(bias: Tensor) -> tuple[int, ...]:
     return tuple(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))
 
 
-def shift_gradient(dlse: Tensor | None, lse: Tensor, bias: Tensor) -> Tensor:
+def shift_gradient(dlse: Tensor | None, statistics: Tensor | None, bias: Tensor) -> Tensor:
     """The gradient of a bias with one value for all keys of a query: softmax is shift-invariant, and lse grows with the
     bias where a key is seen."""
     if dlse is None:
         return torch.zeros_like(bias, memory_format=torch.contiguous_format)
-    return dlse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)
+    assert statistics is not None
+    return dlse.masked_fill(statistics[:, :, 0] == -torch.inf, 0.0).unsqueeze(-1).sum_to_size(bias.shape).to(bias.dtype)

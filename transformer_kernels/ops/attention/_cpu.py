@@ -19,12 +19,15 @@ NO_ANGLES = (0, 0, 0, 0, 0)
 def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
     """out (B, Hq, Lq, D), in memory (B, Lq, Hq, D), and lse (B, Hq, Lq)."""
     out = like_output(call.q)
-    lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    batch, heads, queries, _ = call.q.shape
+    lse = call.q.new_empty((batch, heads, queries), dtype=torch.float32)
+    statistics = call.q.new_empty((batch, heads, 2, queries), dtype=torch.float32)
+    result = AttentionResult(out, lse, statistics)
     if _without_sequences(call):
-        return AttentionResult(out.zero_(), lse.fill_(-torch.inf))
-    packed = _packed(call, angles, out, lse)
-    cpu.load().attention_forward(packed, *_numbers(call))
-    return AttentionResult(out, lse)
+        out.zero_(), lse.fill_(-torch.inf), statistics.fill_(-torch.inf)
+    else:
+        cpu.load().attention_forward(_packed(call, angles, result), *_numbers(call))
+    return result
 
 
 def backward(
@@ -38,7 +41,7 @@ def backward(
     """dq, dk, dv (written into `into` where that is given) and dbias, None where not wanted."""
     dout, dlse = grads
     dout = torch.zeros_like(result.out) if dout is None else dout
-    bias = call.attn_bias
+    bias = call.scores.bias
     if into is None:
         heads = zip((call.q, call.k, call.v), wanted[:3], strict=True)
         gradients = tuple(like_output(x) if needed else None for x, needed in heads)
@@ -50,39 +53,39 @@ def backward(
     computed = None
     if bias is not None and wanted[3] and bias.shape[3] > 1:
         computed = bias.new_zeros(bias.shape, dtype=torch.float32)
-    packed = _packed(call, angles, result.out, result.lse, (dout, *gradients), dlse, computed)
+    packed = _packed(call, angles, result, (dout, *gradients), dlse, computed)
     cpu.load().attention_backward(packed, *_numbers(call))
     if bias is None or not wanted[3]:
         return *gradients, None
-    return *gradients, shift_gradient(dlse, result.lse, bias) if computed is None else computed.to(bias.dtype)
+    return *gradients, shift_gradient(dlse, result.statistics, bias) if computed is None else computed.to(bias.dtype)
 
 
 def _without_sequences(call: AttentionCall) -> bool:
     """Whether the call is packed and has no sequence, so that no token sees any."""
-    return call.cu_seqlens is not None and len(call.cu_seqlens) == 1
+    starts = call.scores.cu_seqlens
+    return starts is not None and len(starts) == 1
 
 
 def _packed(
     call: AttentionCall,
     angles: Angles | None,
-    out: Tensor,
-    lse: Tensor,
+    result: AttentionResult,
     gradients: tuple[Tensor | None, ...] = (None, None, None, None),
     dlse: Tensor | None = None,
     dbias: Tensor | None = None,
 ) -> cpu.Held:
     """The fields of AttentionCall in csrc/cpu/products/attention.h."""
-    q, k = call.q, call.k
-    bias, slopes, starts = call.attn_bias, call.alibi_slopes, call.cu_seqlens
-    key_starts = starts if call.cu_seqlens_k is None else call.cu_seqlens_k
+    q, k, scores = call.q, call.k, call.scores
+    bias, slopes, starts = scores.bias, scores.alibi_slopes, scores.cu_seqlens
+    key_starts = starts if scores.cu_seqlens_k is None else scores.cu_seqlens_k
     no_bias, turned = (0, 0, 0, 0, 0, 0), angles is not None
     fields = array(
         "q",
         (
             DTYPE_CODES[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
-            call.causal, *(-1 if reach is None else reach for reach in (call.window, call.right)),
-            *_heads(q, turned), *_heads(k, turned), *_heads(call.v), *_heads(out),
-            lse.data_ptr(), address(call.key_padding_mask), address(call.seed),
+            scores.left, scores.right,
+            *_heads(q, turned), *_heads(k, turned), *_heads(call.v), *_heads(result.out),
+            address(result.lse), address(result.statistics), address(scores.key_padding_mask), address(call.seed),
             *(no_bias if bias is None else (bias.data_ptr(), DTYPE_CODES[bias.dtype], *broadcast_strides(bias))),
             address(slopes), *((0, 0) if slopes is None else broadcast_strides(slopes)[:2]),
             address(starts), address(key_starts), 0 if starts is None else len(starts) - 1,
@@ -95,7 +98,7 @@ def _packed(
 
 
 def _numbers(call: AttentionCall) -> tuple[float, float, float]:
-    return call.scale, call.dropout_p, call.softcap or 0.0
+    return call.scores.scale, call.dropout_p, call.scores.softcap
 
 
 def _heads(x: Tensor | None, turned: bool = False) -> tuple[int, ...]:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.rotary import Heads, RotaryCall
@@ -77,6 +77,7 @@ class Launch(NamedTuple):
     v: Rows
     out: Rows
     lse: int
+    statistics: int
     dtype: int
     batches: int
     query_heads: int
@@ -93,8 +94,7 @@ class Launch(NamedTuple):
     dropout_p: float
     scale: float
     softcap: float
-    causal: bool
-    window: int
+    left: int
     right: int
     device: int
     stream: int
@@ -102,7 +102,6 @@ class Launch(NamedTuple):
     dout: Rows = Rows(0, 0, 0, 0)
     dlse: int = 0
     delta: int = 0
-    correction: int = 0
     dq: Rows = Rows(0, 0, 0, 0)
     dk: Rows = Rows(0, 0, 0, 0)
     dv: Rows = Rows(0, 0, 0, 0)
@@ -127,10 +126,18 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
+def turns(call: AttentionCall) -> bool:
+    """Whether the kernels rotate queries and keys as they read them; the one for the bias's gradient does not."""
+    return call.scores.bias is None
+
+
 def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
     """(out, lse)."""
     q = call.q
-    result = AttentionResult(like_output(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+    batch, heads, queries, _ = q.shape
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((batch, heads, 2, queries), dtype=torch.float32, device=q.device)
+    result = AttentionResult(like_output(q), lse, statistics)
     load().attention_forward(_launch(call, result, angles))
     return result
 
@@ -144,12 +151,10 @@ def backward(
     angles: Angles | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dbias), bit for bit the same each time; the first three are `into` where it is given."""
-    (q, k, v), attn_bias, lse, (dout, dlse) = call[:3], call.attn_bias, result.lse, grads
+    q, k, v, attn_bias, (dout, dlse) = call.q, call.k, call.v, call.scores.bias, grads
     dq, dk, dv = into or (like_output(q), like_output(k), like_output(v))
-    delta = torch.empty_like(lse)
-    correction = torch.empty_like(lse) if q.dtype is torch.float32 else None
+    delta = torch.empty_like(result.lse)
     gradients: dict[str, Any] = {"dout": _rows(dout), "dlse": address(dlse), "delta": delta.data_ptr()}
-    gradients["correction"] = address(correction)
     gradients |= {"dq": _rows(dq), "dk": _rows(dk), "dv": _rows(dv)}
     dbias: Tensor | None = None
     if attn_bias is not None and wanted[3]:
@@ -157,7 +162,7 @@ def backward(
             dbias = torch.empty(attn_bias.shape, dtype=attn_bias.dtype, device=q.device)
             gradients["dbias"] = BiasGradient(dbias.data_ptr(), *dbias.shape)
         else:
-            dbias = shift_gradient(dlse, lse, attn_bias)
+            dbias = shift_gradient(dlse, result.statistics, attn_bias)
     load().attention_backward(_launch(call, result, angles, **gradients))
     if angles is not None and q.shape[3] > MAX_WHOLE_HEAD_DIM:
         heads = Heads(dk, None)
@@ -171,23 +176,24 @@ def _rows(x: Tensor) -> Rows:
 
 
 def _bias(call: AttentionCall) -> Bias:
-    slopes = call.alibi_slopes
-    bias = call.attn_bias if slopes is None else slopes
+    slopes = call.scores.alibi_slopes
+    bias = call.scores.bias if slopes is None else slopes
     if bias is None:
         return Bias(0, False, False, 0, 0, 0, 0)
     return Bias(bias.data_ptr(), bias.dtype is torch.float32, slopes is not None, *broadcast_strides(bias))
 
 
 def _launch(call: AttentionCall, result: AttentionResult, angles: Angles | None, **gradients: Any) -> Launch:
-    q, k, v, key_padding_mask, _, seed, cu_seqlens, causal, window, dropout_p, scale = call[:11]
+    q, k, scores = call.q, call.k, call.scores
     batches, query_heads, query_length, head_dim = q.shape
     device, stream = stream_of(q)
     return Launch(
         _rows(q),
         _rows(k),
-        _rows(v),
+        _rows(call.v),
         _rows(result.out),
         result.lse.data_ptr(),
+        address(result.statistics),
         DTYPE_CODES[q.dtype],
         batches,
         query_heads,
@@ -195,18 +201,17 @@ def _launch(call: AttentionCall, result: AttentionResult, angles: Angles | None,
         query_length,
         k.shape[2],
         head_dim,
-        address(key_padding_mask),
-        address(cu_seqlens),
-        0 if cu_seqlens is None else len(cu_seqlens) - 1,
+        address(scores.key_padding_mask),
+        address(scores.cu_seqlens),
+        0 if scores.cu_seqlens is None else len(scores.cu_seqlens) - 1,
         _bias(call),
         Tables(0, 0, 0, 0, False) if angles is None else Tables(*angles.addresses()),
-        address(seed),
-        dropout_p,
-        scale,
-        call.softcap or 0.0,
-        causal,
-        window or 0,
-        (window or 1) - 1 if call.right is None else call.right,
+        address(call.seed),
+        call.dropout_p,
+        scores.scale,
+        scores.softcap,
+        scores.left,
+        scores.right,
         device,
         stream,
         PATHS[path],

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops._visible import visible_mask
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._torch_chunks import (
@@ -27,6 +27,9 @@ aten = torch.ops.aten
 
 CONTIGUOUS = torch.contiguous_format
 
+LARGE_LSE, LARGE_LSE_OF_16_BITS = 64.0, 4096.0
+"""From which lse on its rounding, 4e-6 and 2.4e-4 in float32, counts beside that of the operands."""
+
 
 def forward(call: AttentionCall) -> AttentionResult:
     """out (B, Hq, Lq, D) and lse (B, Hq, Lq)."""
@@ -35,8 +38,8 @@ def forward(call: AttentionCall) -> AttentionResult:
         return _forward(call, (0, 0))
     out, lse = like_output(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for span, keys in _sequences(call, (out,), ()):
-        out[:, :, span], lse[:, :, span] = _forward(_within(span, keys, call), (span.start, keys.start))
-    return AttentionResult(out, lse)
+        out[:, :, span], lse[:, :, span], _ = _forward(_within(span, keys, call), (span.start, keys.start))
+    return AttentionResult(out, lse, None)
 
 
 def backward(
@@ -47,10 +50,10 @@ def backward(
     bias_wanted = wanted[3]
     if not _one_by_one(call):
         return *into, _backward(call, result, grads, bias_wanted, into, (0, 0))
-    bias = call.attn_bias if bias_wanted else None
+    bias = call.scores.bias if bias_wanted else None
     dbias = None if bias is None else torch.zeros_like(bias, dtype=result.lse.dtype, memory_format=CONTIGUOUS)
     for span, keys in _sequences(call, into[:1], into[1:]):
-        own_result = AttentionResult(*(x[:, :, span] for x in result))
+        own_result = AttentionResult(result.out[:, :, span], result.lse[:, :, span], None)
         own_grads = tuple(x if x is None else x[:, :, span] for x in grads)
         own_into = into[0][:, :, span], into[1][:, :, keys], into[2][:, :, keys]
         own = _within(span, keys, call), own_result, own_grads
@@ -65,7 +68,8 @@ def backward(
 
 def _one_by_one(call: AttentionCall) -> bool:
     """Whether packed sequences are computed each for itself, and not behind a mask."""
-    return call.cu_seqlens is not None and (call.q.device.type == "cpu" or call.cu_seqlens_k is not None)
+    scores = call.scores
+    return scores.cu_seqlens is not None and (call.q.device.type == "cpu" or scores.cu_seqlens_k is not None)
 
 
 def _sequences(
@@ -73,9 +77,10 @@ def _sequences(
 ) -> list[tuple[slice, slice]]:
     """The queries and the keys of each sequence that has any; the results (1, H, L, D) of tokens behind the last
     sequence become 0."""
-    assert call.cu_seqlens is not None
-    starts = call.cu_seqlens.tolist()
-    key_starts = starts if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()
+    scores = call.scores
+    assert scores.cu_seqlens is not None
+    starts = scores.cu_seqlens.tolist()
+    key_starts = starts if scores.cu_seqlens_k is None else scores.cu_seqlens_k.tolist()
     for results, end in ((of_queries, starts[-1]), (of_keys, key_starts[-1])):
         for result in results:
             result[:, :, end:] = 0.0
@@ -94,9 +99,11 @@ def _bias_of(span: slice, keys: slice, attn_bias: Tensor) -> Tensor:
 def _within(span: slice, keys: slice, call: AttentionCall) -> AttentionCall:
     """The call of one sequence's queries to its keys."""
     q, k, v = call.q[:, :, span], call.k[:, :, keys], call.v[:, :, keys]
-    padding = None if call.key_padding_mask is None else call.key_padding_mask[:, keys]
-    bias = None if call.attn_bias is None else _bias_of(span, keys, call.attn_bias)
-    return call._replace(q=q, k=k, v=v, key_padding_mask=padding, attn_bias=bias, cu_seqlens=None, cu_seqlens_k=None)
+    padding, bias = call.scores.key_padding_mask, call.scores.bias
+    padding = None if padding is None else padding[:, keys]
+    bias = None if bias is None else _bias_of(span, keys, bias)
+    scores = call.scores._replace(key_padding_mask=padding, bias=bias, cu_seqlens=None, cu_seqlens_k=None)
+    return call._replace(q=q, k=k, v=v, scores=scores)
 
 
 # One batch
@@ -115,7 +122,7 @@ def _backward(
     call: AttentionCall, result: AttentionResult, grads: Grads, bias_wanted: bool, into: Into, first: tuple[int, int]
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
-    if grads[1] is None and not bias_wanted and _fused(call):
+    if grads[1] is None and not bias_wanted and _fused(call) and not _is_large(result.lse, call.q):
         fused_grads = _fused_backward(call, result, grads[0])
         if _contained(call, fused_grads[0]):
             for grad, computed in zip(into, fused_grads, strict=True):
@@ -125,9 +132,7 @@ def _backward(
 
 
 def _visible(call: AttentionCall) -> Tensor | None:
-    queries, keys = call.q.shape[2], call.k.shape[2]
-    masks = call.causal, call.window, call.key_padding_mask, call.cu_seqlens, call.right
-    return visible_mask(queries, keys, call.q.device, *masks)
+    return visible_mask(call.scores, call.q.shape[2], call.k.shape[2], call.q.device)
 
 
 # PyTorch's fused kernels
@@ -140,8 +145,8 @@ def _fused(call: AttentionCall) -> bool:
     CPU one sum finds that out, and the call is computed in chunks. On a CUDA device reading a sum would stop the
     device, so there keys behind the padding mask are zeroed instead (see `_operands`); it wants 16-byte aligned rows.
     """
-    q, k, v = call[:3]
-    if not (call.seed is call.cu_seqlens is call.alibi_slopes is call.softcap is None):
+    q, k, v, scores = call.q, call.k, call.v, call.scores
+    if scores.softcap > 0.0 or not (call.seed is scores.cu_seqlens is scores.alibi_slopes is None):
         return False
     if q.numel() == 0 or k.numel() == 0:
         return False
@@ -151,7 +156,7 @@ def _fused(call: AttentionCall) -> bool:
 
 
 def _fused_forward(call: AttentionCall) -> AttentionResult:
-    q, scale = call.q, call.scale
+    q, scale = call.q, call.scores.scale
     mask, is_causal = _fused_mask(call)
     k, v = _operands(call)
     if q.device.type == "cpu":
@@ -164,28 +169,39 @@ def _fused_forward(call: AttentionCall) -> AttentionResult:
         )
         lse = lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
     out, lse = _laid_out(out), lse.contiguous()
-    return AttentionResult(out, lse if mask is None else _mark_blind_rows(lse, mask))
+    return AttentionResult(out, lse if mask is None else _mark_blind_rows(lse, mask), None)
+
+
+def _is_large(lse: Tensor, q: Tensor) -> bool:
+    """Whether scores are so large that lse has lost bits of the log of the sum, by which the fused backward divides.
+
+    Seen on the CPU only: on a CUDA device reading it would stop the device.
+    """
+    if lse.device.type != "cpu":
+        return False
+    largest = float(_finite(lse).abs().amax())
+    return largest > (LARGE_LSE if q.element_size() > 2 else LARGE_LSE_OF_16_BITS)
 
 
 def _contained(call: AttentionCall, result: Tensor) -> bool:
     """Whether out or dq shows that nothing behind the padding mask spoiled it: 0 times what is not finite is NaN."""
-    return call.key_padding_mask is None or result.device.type != "cpu" or math.isfinite(float(result.sum()))
+    return call.scores.key_padding_mask is None or result.device.type != "cpu" or math.isfinite(float(result.sum()))
 
 
 def _fused_backward(call: AttentionCall, result: AttentionResult, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv for each query head."""
-    q, (out, lse) = call.q, result
+    q, out, lse = call.q, result.out, result.lse
     mask, is_causal = _fused_mask(call)
     k, v = _operands(call)
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            dout, q, k, v, out, _finite(lse), 0.0, is_causal, attn_mask=mask, scale=call.scale
+            dout, q, k, v, out, _finite(lse), 0.0, is_causal, attn_mask=mask, scale=call.scores.scale
         )
     padded = torch.nn.functional.pad(_finite(lse), (0, -lse.shape[-1] % 32))
     no_philox = torch.zeros((), dtype=torch.int64, device=q.device)
     return aten._scaled_dot_product_efficient_attention_backward.default(
         dout, q, k, v, _aligned(mask, q, k), out, padded, no_philox, no_philox, 0.0, [True, True, True, False],
-        is_causal, scale=call.scale,
+        is_causal, scale=call.scores.scale,
     )[:3]  # fmt: skip
 
 
@@ -197,7 +213,7 @@ def _rows_aligned(x: Tensor) -> bool:
 def _operands(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Keys and values for each query head."""
     k, v = (repeat_heads(x, call.q.shape[1]) for x in (call.k, call.v))
-    key_padding_mask = call.key_padding_mask
+    key_padding_mask = call.scores.key_padding_mask
     if key_padding_mask is None or k.device.type == "cpu":
         return k, v
     padding = ~key_padding_mask[:, None, :, None]
@@ -218,10 +234,12 @@ def _fused_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
 
     It aligns top-left, and on the CPU multiplies the -inf of what it hides by the scale: NaN unless that is positive.
     """
-    q, attn_bias = call.q, call.attn_bias
-    only_causal = call.causal and call.window is None and call.key_padding_mask is None and attn_bias is None
-    if only_causal and q.shape[2] == call.k.shape[2] and call.scale > 0.0:
+    q, scores, attn_bias = call.q, call.scores, call.scores.bias
+    only_causal = scores.causal and not scores.windowed and scores.key_padding_mask is None and attn_bias is None
+    if only_causal and q.shape[2] == call.k.shape[2] and scores.scale > 0.0:
         return None, True
+    if attn_bias is not None and q.dtype is torch.float64:
+        attn_bias = attn_bias.double()  # PyTorch's kernel would read a narrower mask as float64
     visible = _visible(call)
     if visible is None:
         return attn_bias, False

@@ -12,9 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads
-from transformer_kernels._dropout import drop, keep_scale
+from transformer_kernels.ops._dropout import drop, keep_scale
+from transformer_kernels.ops._operation import Grads
 from transformer_kernels.ops._softcap import cap, cap_slope
+from transformer_kernels.ops._visible import added_bias
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 
 aten = torch.ops.aten
@@ -24,19 +25,20 @@ SCORES_AT_ONCE = 1 << 19  # on the CPU: a chunk of scores and its gradient stay 
 
 def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: tuple[int, int]) -> AttentionResult:
     """out and lse; dropout counts queries and keys from `first`."""
-    (q, k, v), seed, dropout_p, scale = call[:3], call.seed, call.dropout_p, call.scale
+    q, k, v, seed, dropout_p, scale = call.q, call.k, call.v, call.seed, call.dropout_p, call.scores.scale
+    softcap = call.scores.softcap
     heads = q.shape[1]
     out = like_output(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     if q.numel() == 0 or k.numel() == 0:
-        return AttentionResult(out.zero_(), lse)
+        return AttentionResult(out.zero_(), lse, None)
     clean = _clean(call)
     operand = _operand_dtype(q)
     for chunk in _chunks(q, k.shape[2]):
         seen = _seen(visible, chunk)
         key, value = (repeat_heads(x[chunk], heads).to(operand) for x in (k, v))
         query = q[chunk].to(operand) * scale
-        scores = cap(torch.matmul(query, key.transpose(-2, -1)).to(lse.dtype), call.softcap)
+        scores = cap(torch.matmul(query, key.transpose(-2, -1)).to(lse.dtype), softcap)
         blind = _add_masks(scores, seen, _bias(call, chunk), clean)
         highest = scores.amax(dim=-1, keepdim=True)
         weights = _weights(scores, blind)
@@ -46,19 +48,20 @@ def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: tuple[
             place = {"first_head": chunk.start * heads, "first": first[0], "first_column": first[1]}
             drop(weights, seed, dropout_p, scale=keep_scale(dropout_p), **place, in_place=True)
         out[chunk] = _weighted(weights.to(operand), value, seen, clean)
-    return AttentionResult(out, lse)
+    return AttentionResult(out, lse, None)
 
 
 def backward_in_chunks(
     call: AttentionCall, visible: Tensor | None, grads: Grads, bias_wanted: bool, into: Into, first: tuple[int, int]
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
-    (q, k, v), attn_bias, seed, dropout_p, scale = call[:3], call.attn_bias, call.seed, call.dropout_p, call.scale
+    q, k, v, seed, dropout_p, scale = call.q, call.k, call.v, call.seed, call.dropout_p, call.scores.scale
+    softcap = call.scores.softcap
     dout, dlse = grads
     heads = q.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = into
-    wanted = attn_bias if bias_wanted else None
+    wanted = call.scores.bias if bias_wanted else None
     dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide, memory_format=torch.contiguous_format)
     if q.numel() == 0 or k.numel() == 0:
         for grad in into:
@@ -70,8 +73,8 @@ def backward_in_chunks(
         seen = _seen(visible, chunk)
         key, value = (_hide(repeat_heads(x[chunk], heads), seen, clean).to(operand) for x in (k, v))
         query, gradient = q[chunk].to(operand) * scale, dout[chunk].to(operand)
-        scores = cap(torch.matmul(query, key.transpose(-2, -1)).to(wide), call.softcap)
-        slope = None if call.softcap is None else cap_slope(scores, call.softcap)
+        scores = cap(torch.matmul(query, key.transpose(-2, -1)).to(wide), softcap)
+        slope = cap_slope(scores, softcap) if softcap > 0.0 else None
         blind = _add_masks(scores, seen, _bias(call, chunk), clean)
         weights = used = _weights(scores, blind)  # P
         dweights = (gradient @ value.transpose(-2, -1)).to(wide)
@@ -120,13 +123,8 @@ def _part(x: Tensor | None, chunk: slice) -> Tensor | None:
 
 def _bias(call: AttentionCall, chunk: slice) -> Tensor | None:
     """What is added to the chunk's scores: the bias, and the distances of the keys times their slopes."""
-    bias, slopes = _part(call.attn_bias, chunk), _part(call.alibi_slopes, chunk)
-    if slopes is None:
-        return bias
-    queries, keys = call.q.shape[2], call.k.shape[2]
-    place = torch.arange(keys - queries, keys, device=slopes.device)[:, None]
-    distances = (place - torch.arange(keys, device=slopes.device)).abs_()  # (Lq, Lk)
-    return -slopes * distances if bias is None else torch.addcmul(bias.to(slopes.dtype), slopes, distances, value=-1)
+    bias, slopes = _part(call.scores.bias, chunk), _part(call.scores.alibi_slopes, chunk)
+    return added_bias(call.scores._replace(bias=bias, alibi_slopes=slopes), call.q.shape[2], call.k.shape[2])
 
 
 def _seen(visible: Tensor | None, chunk: slice) -> Tensor | None:
@@ -177,7 +175,7 @@ def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -
 
 def _clean(call: AttentionCall) -> bool:
     """Whether padding and other sequences hold nothing that could spoil a row: seen on the CPU only."""
-    if call.key_padding_mask is None and call.cu_seqlens is None:
+    if call.scores.key_padding_mask is None and call.scores.cu_seqlens is None:
         return True
     return call.k.device.type == "cpu" and math.isfinite(float(call.k.sum() + call.v.sum()))
 

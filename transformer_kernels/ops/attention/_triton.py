@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels._dropout import keep_scale, keep_threshold
 from transformer_kernels.backends import triton as _triton
+from transformer_kernels.ops._dropout import keep_scale, keep_threshold
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention import _tiles as tiles
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
@@ -40,12 +40,11 @@ def unsupported(call: AttentionCall) -> str | None:
 
 def turns(call: AttentionCall) -> bool:
     """Whether rotary positions turn queries and keys as they are loaded, or the kernels are given rotated copies."""
-    keys = call.k.shape[2] // 2 if call.causal else call.k.shape[2]  # that a query sees, on average
-    if call.cu_seqlens is not None:  # lengths are not known here, and sequences are packed because they are short
-        keys = 0
-    elif call.window is not None:
-        keys = min(keys, call.window)
-    narrow = call.q.shape[3] <= tiles.TURNED_HEAD_DIM and call.q.element_size() == tiles.HALF
+    scores, keys = call.scores, call.k.shape[2]  # that a query sees, on average
+    keys = keys // 2 if scores.causal else keys
+    # The lengths of packed sequences are not known here; they are packed because they are short.
+    keys = 0 if scores.cu_seqlens is not None else min(keys, scores.left + 1)
+    narrow = scores.bias is None and call.q.shape[3] <= tiles.TURNED_HEAD_DIM and call.q.element_size() == tiles.HALF
     return narrow and keys <= tiles.TURNED_KEYS
 
 
@@ -55,13 +54,14 @@ def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResul
     plan, q = given.plan, call.q
     out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+    statistics = torch.empty(plan.statistics_shape, dtype=torch.float32, device=q.device)
     if plan.is_decode:
-        _decode(given, out, lse)
+        _decode(given, out, lse, statistics)
     elif (short := plan.short_forward) is not None:
-        short(q, call.k, call.v, out, lse, given.padding, given.bias, given.seed, *given.angles)
+        short(q, call.k, call.v, out, lse, statistics, given.padding, given.bias, given.seed, *given.angles)
     else:
-        plan.forward(q, call.k, call.v, out, lse, *given.masks())
-    return AttentionResult(out, lse)
+        plan.forward(q, call.k, call.v, out, lse, statistics, *given.masks())
+    return AttentionResult(out, lse, statistics)
 
 
 def backward(
@@ -73,24 +73,24 @@ def backward(
     angles: Angles | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and, if it is wanted, of the bias; the first three are `into` where it is given."""
-    (dout, dlse), lse, (q, k, v) = grads, result.lse, call[:3]
+    (dout, dlse), statistics, q, k, v = grads, result.statistics, call.q, call.k, call.v
     out = result.out if result.out.transpose(1, 2).is_contiguous() else like_output(q).copy_(result.out)
     dq, dk, dv = into or _gradients_like(out, k)
     alike = into is None or dk.stride() == dv.stride()  # kernels know one layout for both
     own = (dk, dv) if alike else (like_output(k), like_output(v))
     given = _Given(call, angles, dout, dq, own[0])
     plan = given.plan
-    statistics = None  # delta and correction of each query, (B, Hq, 2, Lq), which kernels write for each other
+    delta = None  # of each query, which kernels write for each other
     if plan.short_backward is None or wanted[3]:
-        statistics = torch.empty(plan.statistics_shape, dtype=torch.float32, device=q.device)
+        delta = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     masks = given.masks()
     if plan.short_backward is not None:
         padding, _, *others = masks
-        plan.short_backward(q, k, v, lse, dout, dlse, statistics, dq, *own, padding, *others)
+        plan.short_backward(q, k, v, statistics, dout, dlse, delta, dq, *own, padding, *others)
     else:
-        plan.query_gradient(q, k, v, out, lse, dout, dlse, statistics, dq, *masks)
-        plan.key_gradient(q, k, v, lse, dout, statistics, *own, *masks)
-    dbias = _bias_gradient(given, lse, dout, dlse, statistics, masks) if wanted[3] else None
+        plan.query_gradient(q, k, v, out, statistics, dout, dlse, delta, dq, *masks)
+        plan.key_gradient(q, k, v, statistics, dout, delta, *own, *masks)
+    dbias = _bias_gradient(given, statistics, dout, dlse, delta, masks) if wanted[3] else None
     if not alike:
         dk.copy_(own[0])
         dv.copy_(own[1])
@@ -116,12 +116,10 @@ class _Plan:
         bias: tuple[torch.Size, tuple[int, ...], int] | None,
         masks: tuple[bool, bool, bool, bool],
         rotary: tuple[int, bool, bool],
-        causal: bool,
-        window: int | None,
-        right: int | None,
+        reach: tuple[int, int],
         dropout_p: float,
         scale: float,
-        softcap: float | None,
+        softcap: float,
         dtype: torch.dtype,
         capability: _triton.Capability,
         multiprocessors: int,
@@ -134,9 +132,10 @@ class _Plan:
         self.multiprocessors = multiprocessors
         self.itemsize, self.capability = dtype.itemsize, capability
         self.block_d = max(16, _triton.next_power_of_2(self.head_dim))
-        if window is not None and min(window, right or window) >= self.queries + self.keys:
-            window = None  # it hides nothing
-        heavy = dropped or not (bias is window is softcap is None)
+        tokens = self.queries + self.keys
+        left, right = (min(each, tokens) for each in reach)
+        causal, windowed = right == 0, left < tokens or 0 < right < tokens
+        heavy = dropped or windowed or bias is not None or softcap > 0.0
         rows = Body.PADDED if padded else Body.LONG if self.keys >= tiles.LONG_KEYS else Body.CAUSAL
         light = Body.TURNED if rotary[0] else rows if causal else Body.LIGHT
         self.body = Body.PACKED if self.packed else Body.HEAVY if heavy else light
@@ -149,9 +148,8 @@ class _Plan:
         self.statistics_shape = (*q_shape[:2], 2, self.queries)
         out_row = self.query_heads * self.head_dim
         out_strides = (self.queries * out_row, self.head_dim, out_row)
-        reach = (window or 1) - 1 if right is None else right
         self.dropout_p = dropout_p
-        self.numbers = (scale, window or 0, reach, keep_threshold(dropout_p))
+        self.numbers = (scale, left, right, keep_threshold(dropout_p))
         self.scalars = (*self.bias_strides[:3], *self.numbers)
         self._options: dict[Tile, Options] = {}
         self._static: dict[str, Any] = {
@@ -159,11 +157,11 @@ class _Plan:
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
             "CAUSAL": causal and self.queries > 1,  # a single query sees all keys
-            "WINDOW": window is not None,
+            "WINDOW": windowed,
             "BIAS": "slope" if self.sloped else _varying(bias and bias[0]),
             "BIAS_ALIGNMENT": 1 if bias is None else alignment(bias[2], self.bias_strides[:3]),
             "ALIGNMENT": alignment(self.itemsize, self.strides + self.gradient_strides + out_strides),
-            "SOFTCAP": softcap or 0.0,
+            "SOFTCAP": softcap,
             "PAIRS": rotary[0],
             "INTERLEAVED": rotary[1],
             "OWN_ANGLES": rotary[2],
@@ -300,17 +298,18 @@ class _Given:
 
     def __init__(self, call: AttentionCall, angles: Angles | None, *gradients: Tensor) -> None:
         """`gradients` are dout, dq and dk in the backward pass; dv has the strides of dk."""
-        q, k, v, self.padding, bias, self.seed, self.cu_seqlens = call[:7]
-        sloped = call.alibi_slopes is not None
-        self.call, self.bias = call, call.alibi_slopes if sloped else bias
-        self.angles = (None, None) if angles is None else angles[:2]
+        q, k, v, scores = call.q, call.k, call.v, call.scores
+        self.padding, self.seed, self.cu_seqlens = scores.key_padding_mask, call.seed, scores.cu_seqlens
+        sloped = scores.alibi_slopes is not None
+        self.call, self.bias = call, scores.alibi_slopes if sloped else scores.bias
+        self.angles = (None, None) if angles is None else (angles.cos, angles.sin)
         dtype, device = q.dtype, q.device
         self.plan = _plan(
             q.shape, k.shape, (q.stride(), k.stride(), v.stride()), tuple([x.stride() for x in gradients]),
             None if self.bias is None else (self.bias.shape, broadcast_strides(self.bias), self.bias.element_size()),
             (self.padding is not None, self.seed is not None, self.cu_seqlens is not None, sloped),
             (0, False, False) if angles is None else (angles.cos.shape[2], angles.interleaved, len(angles.cos) > 1),
-            call.causal, call.window, call.right, call.dropout_p, call.scale, call.softcap, dtype,
+            (scores.left, scores.right), call.dropout_p, scores.scale, scores.softcap, dtype,
             _triton.capability(device), _triton.multiprocessors(device),
             _triton.fp32_precision() if dtype is torch.float32 else "tf32",  # which 16 bits ignore
         )  # fmt: skip
@@ -354,17 +353,17 @@ def _varying(bias: torch.Size | None) -> str:
     return "column" if bias[2] > 1 else "scalar"
 
 
-def _decode(given: _Given, out: Tensor, lse: Tensor) -> None:
-    q, k, v = given.call[:3]
+def _decode(given: _Given, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+    q, k, v = given.call.q, given.call.k, given.call.v
     splits, launch, combine = given.plan.decode
     partial = partial_max = partial_sum = None
     if splits > 1:
         rows = (splits, *given.plan.lse_shape)
         partial = torch.empty((*rows, given.plan.head_dim), dtype=torch.float32, device=q.device)
         partial_max, partial_sum = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
-    launch(q, k, v, out, lse, partial, partial_max, partial_sum, given.padding, given.bias, given.seed)
+    launch(q, k, v, out, lse, statistics, partial, partial_max, partial_sum, given.padding, given.bias, given.seed)
     if splits > 1:
-        combine(partial, partial_max, partial_sum, out, lse)
+        combine(partial, partial_max, partial_sum, out, lse, statistics)
 
 
 def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
@@ -379,7 +378,7 @@ def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
 
 
 def _bias_gradient(
-    given: _Given, lse: Tensor, dout: Tensor, dlse: Tensor | None, statistics: Tensor | None,
+    given: _Given, statistics: Tensor | None, dout: Tensor, dlse: Tensor | None, delta: Tensor | None,
     masks: tuple[Tensor | None, ...],
 ) -> Tensor:  # fmt: skip
     """dbias, summed over the axes on which the bias is broadcast. Each program sums dS over a share of those; the
@@ -387,8 +386,9 @@ def _bias_gradient(
     bias = given.bias
     assert bias is not None
     if bias.shape[3] == 1:
-        return shift_gradient(dlse, lse, bias)
+        return shift_gradient(dlse, statistics, bias)
     splits, launch = given.plan.bias_gradient
     partial = torch.empty((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32, device=bias.device)
-    launch(*given.call[:3], lse, dout, statistics, partial, *masks[:4])
+    call = given.call
+    launch(call.q, call.k, call.v, statistics, dout, delta, partial, *masks[:4])
     return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)

@@ -1,7 +1,7 @@
 """Triton: attention backward for any lengths, without atomics: dq here, dk and dv in
 `_triton_backward_key.py`, and dbias, where it is asked for, in `_triton_backward_bias.py`.
 
-With P = exp(S - lse) recomputed, dP = dout v^T and delta = rowsum(dout * out) - dlse:
+With P = exp(S - max - log sum) recomputed, dP = dout v^T and delta = rowsum(dout * out) - dlse:
 dS = P * (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T dout, dbias = dS; with a softcap dq and dk take
 dS * (1 - tanh^2).
 """
@@ -24,14 +24,13 @@ from transformer_kernels.ops.attention._triton_tile import (
     cap_slope,
     capped,
     dropout_scale,
-    exponential,
     finite_rows,
     head_offset,
     head_rows,
     keep_tile,
     key_blocks,
+    load_base,
     load_bias,
-    load_lse,
     load_padding,
     load_rows,
     masked_length,
@@ -41,6 +40,7 @@ from transformer_kernels.ops.attention._triton_tile import (
     query_tile_of_program,
     score_unit,
     visible_pairs,
+    weights_of,
     within_sequence,
     without_padding,
 )
@@ -54,26 +54,18 @@ class Queries(NamedTuple):
 
     q: Any  # [M, D]
     dout: Any  # [M, D]
-    lse: Any  # [M]
+    base: Any  # [M], the largest score; see `load_base`
+    log_sum: Any  # [M]
     delta: Any  # [M]
-    correction: Any  # [M], what the weights of fp32 operands are multiplied by
     first_row: Any
-
-
-class QueryGradient(NamedTuple):
-    """What the query kernel sums over the keys."""
-
-    dq: Any  # [M, D]
-    weight_sum: Any  # [M]
 
 
 @triton.jit
 def query_gradient_block(
-    gradient, queries, start, k, v, mask, bias, dropout, angles, scale,
+    dq, queries, start, k, v, mask, bias, dropout, angles, scale,
     MASKED: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Add what the block of keys at `start` gives to the gradient of a query tile and, for fp32, to the sum of its
-    weights."""
+    """dq, [M, D], plus what the block of keys at `start` gives to the gradient of a query tile."""
     BLOCK_N: tl.constexpr = OPTIONS.MASKED if MASKED else OPTIONS.BLOCK_N
     tile_rows = tl.arange(0, OPTIONS.BLOCK_M)[:, None]
     tile_columns = tl.arange(0, BLOCK_N)[None, :]
@@ -95,10 +87,7 @@ def query_gradient_block(
     if bias.pointer is not None:
         values = load_bias(bias, queries.first_row, start, tile_rows, tile_columns, mask, MASKED, OPTIONS)
         scores = biased(scores, values, OPTIONS.NATURAL)
-    weights = exponential(scores - queries.lse[:, None], OPTIONS.NATURAL)
-    weight_sum = gradient.weight_sum
-    if OPTIONS.NATURAL:
-        weight_sum += tl.sum(tl.where(visible, weights, 0.0) if MASKED else weights, 1)
+    weights = weights_of(scores, queries.base[:, None], queries.log_sum[:, None], OPTIONS)
     v_tile = load_rows(v, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
     dweights = multiply(queries.dout, tl.trans(dot_operand(v_tile, v_tile.dtype)), OPTIONS)  # [M, N]
     if dropout.seed is not None:
@@ -108,8 +97,7 @@ def query_gradient_block(
         dscores *= slope
     if MASKED:
         dscores = tl.where(visible, dscores, 0.0)
-    dq = accumulate(dot_operand(dscores, k_tile.dtype), operand_k, gradient.dq, OPTIONS)  # [M, D]
-    return QueryGradient(dq, weight_sum)
+    return accumulate(dot_operand(dscores, k_tile.dtype), operand_k, dq, OPTIONS)  # [M, D]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -118,10 +106,10 @@ def attention_backward_query_kernel(
     k_pointer,  # (B, Hk, Lk, D)
     v_pointer,  # (B, Hk, Lk, D)
     out_pointer,  # (B, Lq, Hq, D), contiguous
-    lse_pointer,  # (B, Hq, Lq), contiguous
+    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
     dout_pointer,  # (B, Hq, Lq, D)
     dlse_pointer,  # (B, Hq, Lq), contiguous, or None
-    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: delta, and for fp32 the correction, for the kernels that follow
+    delta_pointer,  # (B, Hq, Lq), contiguous, for the kernels that follow
     dq_pointer,  # (B, Hq, Lq, D)
     padding_pointer,  # (B, Lk), contiguous, or None
     sequences_pointer,  # (2, Lk), contiguous, or None
@@ -133,13 +121,10 @@ def attention_backward_query_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row,
     bias_batch, bias_head, bias_row,
-    scale, window, right, threshold, section,
+    scale, left, right, threshold, section,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_M queries of one head: it writes their delta, then walks over the keys they see.
-
-    Where lse is large, its rounding to fp32 scales all weights of a query alike, by more than a rounding of their own.
-    For fp32 operands their sum is gathered on the way, and 1 / sum takes that out, here and in the kernels to come."""
+    """One program owns BLOCK_M queries of one head: it writes their delta, then walks over the keys they see."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     NATURAL: tl.constexpr = OPTIONS.NATURAL
@@ -147,7 +132,7 @@ def attention_backward_query_kernel(
     batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
     k = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window, right)
+    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
     bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
     dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
     span = key_blocks(first_row, mask, OPTIONS)  # before any tile is held: a padding mask takes many registers
@@ -161,33 +146,23 @@ def attention_backward_query_kernel(
     row_offset = tl.cast(batch_head, tl.int64) * query_length
     if dlse_pointer is not None:
         delta -= tl.load(dlse_pointer + row_offset + rows, mask=rows < query_length, other=0.0)
-    statistics_pointer += 2 * row_offset
-    tl.store(statistics_pointer + rows, delta, mask=rows < query_length)
+    tl.store(delta_pointer + row_offset + rows, delta, mask=rows < query_length)
 
     q_rows = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
     angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
     q = load_turned(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
-    lse = load_lse(lse_pointer + row_offset, rows, query_length, True, NATURAL)
-    queries = Queries(dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), lse, delta, 1.0, first_row)
-    gradient = QueryGradient(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32))
+    base, log_sum = load_base(statistics_pointer + 2 * row_offset, rows, query_length, True, OPTIONS)
+    queries = Queries(dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), base, log_sum, delta, first_row)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     score_scale = scale * score_unit(NATURAL)
     for key in range(span.full_start, span.full_end, OPTIONS.BLOCK_N):
-        gradient = query_gradient_block(
-            gradient, queries, key, k, v, mask, bias, dropout, angles, score_scale, False, OPTIONS
-        )
+        dq = query_gradient_block(dq, queries, key, k, v, mask, bias, dropout, angles, score_scale, False, OPTIONS)
     for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
         key = masked_position(span, offset)
         visited = True
         if padding_pointer is not None:
             visited = any_real(mask, key, OPTIONS.MASKED)
         if visited:
-            gradient = query_gradient_block(
-                gradient, queries, key, k, v, mask, bias, dropout, angles, score_scale, True, OPTIONS
-            )
-    dq = gradient.dq
-    if NATURAL:
-        correction = 1.0 / tl.where(gradient.weight_sum == 0.0, 1.0, gradient.weight_sum)
-        tl.store(statistics_pointer + query_length + rows, correction, mask=rows < query_length)
-        dq *= correction[:, None]
+            dq = query_gradient_block(dq, queries, key, k, v, mask, bias, dropout, angles, score_scale, True, OPTIONS)
     target = head_rows(dq_pointer, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
     store_turned_back(target, dq * scale, angles, first_row, OPTIONS)

@@ -32,9 +32,9 @@ def attention_backward_bias_kernel(
     q_pointer,  # (B, Hq, Lq, D)
     k_pointer,  # (B, Hk, Lk, D)
     v_pointer,  # (B, Hk, Lk, D)
-    lse_pointer,  # (B, Hq, Lq), contiguous
+    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
     dout_pointer,  # (B, Hq, Lq, D)
-    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: delta and, for fp32, the correction
+    delta_pointer,  # (B, Hq, Lq), contiguous
     dbias_pointer,  # (splits, bias batches, bias heads, Lq or 1, Lk), contiguous
     padding_pointer,  # (B, Lk), contiguous, or None
     sequences_pointer,  # (2, Lk), contiguous, or None
@@ -44,7 +44,7 @@ def attention_backward_bias_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
     bias_batch, bias_head, bias_row,
-    scale, window, right, threshold,
+    scale, left, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns one tile of dbias and one of `splits` shares of the tiles of dS that are summed into it: those
@@ -65,7 +65,7 @@ def attention_backward_bias_kernel(
     first_key = own_key * BLOCK_N
     if sequences_pointer is not None:
         last_key = tl.minimum(first_key + BLOCK_N, key_length) - 1
-        tokens = Mask(None, 0, sequences_pointer, query_length, key_length, window, right)
+        tokens = Mask(None, 0, sequences_pointer, query_length, key_length, left, right)
         sequences_start, sequences_end, _, _ = sequence_range(tokens, first_key, last_key)
     seed = tl.load(seed_pointer) if seed_pointer is not None else None
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -79,12 +79,12 @@ def attention_backward_bias_kernel(
         if visited:
             batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
             row_offset = tl.cast(batch_head, tl.int64) * query_length
-            mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window, right)
+            mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
             source = QuerySource(
                 head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
                 head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
-                lse_pointer + row_offset,
                 statistics_pointer + 2 * row_offset,
+                delta_pointer + row_offset,
                 Angles(None, None, 0),
             )
             queries = load_queries(source, first_row, mask, BLOCK_M, True, OPTIONS)
@@ -96,7 +96,7 @@ def attention_backward_bias_kernel(
             if padding_pointer is not None:
                 real = load_padding(mask, first_key + tl.arange(0, BLOCK_N))
             keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), real, first_key)
-            _, dscores, _, _ = key_gradient_block(
+            _, dscores, _ = key_gradient_block(
                 KeyGradient(0.0, 0.0), keys, operands(queries), mask,
                 Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row),
                 Dropout(seed, batch_head, threshold), scale * score_unit(OPTIONS.NATURAL), True, False, True, k.dtype,

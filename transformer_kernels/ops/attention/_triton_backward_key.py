@@ -17,13 +17,12 @@ from transformer_kernels.ops.attention._triton_tile import (
     cap_slope,
     capped,
     dropout_scale,
-    exponential,
     finite_rows,
     head_offset,
     head_rows,
     keep_tile,
+    load_base,
     load_bias,
-    load_lse,
     load_padding,
     load_rows,
     load_statistic,
@@ -35,6 +34,7 @@ from transformer_kernels.ops.attention._triton_tile import (
     store_rows,
     tile_of_program,
     visible_pairs,
+    weights_of,
     within_sequence,
 )
 
@@ -60,8 +60,8 @@ class QuerySource(NamedTuple):
 
     q: Any
     dout: Any
-    lse: Any
     statistics: Any
+    delta: Any
     angles: Any
 
 
@@ -71,20 +71,16 @@ def load_queries(source, first_row, mask, ROWS: tl.constexpr, BOUNDED: tl.conste
     rows = first_row + tl.arange(0, ROWS)
     q = load_turned(source.q, source.angles, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
     dout = load_rows(source.dout, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
-    lse = load_lse(source.lse, rows, mask.query_length, BOUNDED, OPTIONS.NATURAL)
-    delta = load_statistic(source.statistics, rows, mask.query_length, 0.0, BOUNDED)
-    correction = 1.0
-    if OPTIONS.NATURAL:
-        corrections = source.statistics + mask.query_length
-        correction = load_statistic(corrections, rows, mask.query_length, 1.0, BOUNDED)
-    return Queries(q, dout, lse, delta, correction, first_row)
+    base, log_sum = load_base(source.statistics, rows, mask.query_length, BOUNDED, OPTIONS)
+    delta = load_statistic(source.delta, rows, mask.query_length, 0.0, BOUNDED)
+    return Queries(q, dout, base, log_sum, delta, first_row)
 
 
 @triton.jit
 def operands(queries):
     """The same queries as operands of matrix products."""
     q, dout = dot_operand(queries.q, queries.q.dtype), dot_operand(queries.dout, queries.dout.dtype)
-    return Queries(q, dout, queries.lse, queries.delta, queries.correction, queries.first_row)
+    return Queries(q, dout, queries.base, queries.log_sum, queries.delta, queries.first_row)
 
 
 @triton.jit
@@ -94,13 +90,12 @@ def key_gradient_block(
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Add what one block of queries gives to dk and dv of a key tile, unless SCORES_ONLY; also returns dS, [N, M],
-    delta and correction; dS of the scores before they are capped, with SCORES_ONLY of those to which the bias is added.
+    and delta; dS of the scores before they are capped, with SCORES_ONLY of those to which the bias is added.
     Everything stands transposed, keys first, so that weights and dS go from one matrix product into the next as they
     are.
 
     With WHOLE_ROWS the tile holds all keys, and `delta` comes as -dlse: the mean of dP under the weights is added here,
-    which needs no `out`, and the weights are normalised again, which takes out the rounding of lse."""
-    NATURAL: tl.constexpr = OPTIONS.NATURAL
+    which needs no `out`, and the weights are normalised again, which takes out the rounding of scores."""
     tile_rows = tl.arange(0, queries.q.shape[0])[None, :]
     tile_columns = tl.arange(0, keys.k.shape[0])[:, None]
     rows, columns = queries.first_row + tile_rows, keys.first_key + tile_columns
@@ -109,11 +104,9 @@ def key_gradient_block(
         slope = cap_slope(scores, OPTIONS)
     if bias.pointer is not None:
         values = load_bias(bias, queries.first_row, keys.first_key, tile_rows, tile_columns, mask, True, OPTIONS)
-        scores = biased(scores, values, NATURAL)
-    weights = exponential(scores - queries.lse[None, :], NATURAL)
-    delta, correction = queries.delta, queries.correction
-    if NATURAL and not WHOLE_ROWS:
-        weights *= correction[None, :]
+        scores = biased(scores, values, OPTIONS.NATURAL)
+    weights = weights_of(scores, queries.base[None, :], queries.log_sum[None, :], OPTIONS)
+    delta = queries.delta
     if MASKED:
         visible = visible_pairs(rows, columns, mask, OPTIONS)
         if mask.sequences is not None:
@@ -122,9 +115,8 @@ def key_gradient_block(
             visible = visible & keys.real[:, None]
         weights = tl.where(visible, weights, 0.0)
     if WHOLE_ROWS:
-        weight_sum = tl.sum(weights, 0)  # 1 up to the rounding of lse, or 0
-        correction = 1.0 / tl.where(weight_sum == 0.0, 1.0, weight_sum)
-        weights *= correction[None, :]
+        weight_sum = tl.sum(weights, 0)  # 1 up to the rounding of scores, or 0
+        weights *= (1.0 / tl.where(weight_sum == 0.0, 1.0, weight_sum))[None, :]
     kept_weights = weights
     if dropout.seed is not None:
         keep = tl.trans(keep_tile(dropout, keys.first_key, tl.trans(rows), keys.k.shape[0]))
@@ -136,7 +128,10 @@ def key_gradient_block(
     if dropout.seed is not None:
         dweights = tl.where(keep, dweights * dropout_scale(dropout), 0.0)
     if WHOLE_ROWS:
-        delta += tl.sum(weights * dweights, 0)
+        mean = tl.sum(weights * dweights, 0)
+        if OPTIONS.NATURAL:  # the rounding of this sum, which all keys of a query would share
+            mean += tl.sum(weights * (dweights - mean[None, :]), 0)
+        delta += mean
     dscores = weights * (dweights - delta[None, :])
     if OPTIONS.SOFTCAP > 0.0 and not SCORES_ONLY:
         dscores *= slope
@@ -144,7 +139,7 @@ def key_gradient_block(
         dscores = tl.where(visible, dscores, 0.0)  # v or delta may be NaN where the weight is 0
     if not SCORES_ONLY:
         dk = accumulate(dot_operand(dscores, DTYPE), queries.q, dk, OPTIONS)
-    return KeyGradient(dk, dv), dscores, delta, correction
+    return KeyGradient(dk, dv), dscores, delta
 
 
 @triton.jit
@@ -162,8 +157,8 @@ def walk_queries(
         traces = tl.where(within_sequence(mask, columns, rows), (q_trace + dout_trace)[None, :], 0.0)
         trace = tl.sum(traces, 1)[:, None]
         gradient = KeyGradient(gradient.dk + trace, gradient.dv + trace)
-        queries = Queries(q, dout, queries.lse, queries.delta, queries.correction, first_row)
-    gradient, _, _, _ = key_gradient_block(
+        queries = Queries(q, dout, queries.base, queries.log_sum, queries.delta, first_row)
+    gradient, _, _ = key_gradient_block(
         gradient, keys, operands(queries), mask, bias, dropout, scale, MASKED, False, False, queries.q.dtype, OPTIONS
     )
     return gradient
@@ -174,9 +169,9 @@ def attention_backward_key_kernel(
     q_pointer,  # (B, Hq, Lq, D)
     k_pointer,  # (B, Hk, Lk, D)
     v_pointer,  # (B, Hk, Lk, D)
-    lse_pointer,  # (B, Hq, Lq), contiguous
+    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
     dout_pointer,  # (B, Hq, Lq, D)
-    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: delta and, for fp32, the correction
+    delta_pointer,  # (B, Hq, Lq), contiguous
     dk_pointer,  # (B, Hk, Lk, D)
     dv_pointer,  # (B, Hk, Lk, D), the strides of dk
     padding_pointer,  # (B, Lk), contiguous, or None
@@ -189,7 +184,7 @@ def attention_backward_key_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dkv_batch, dkv_head, dkv_row,
     bias_batch, bias_head, bias_row,
-    scale, window, right, threshold, section,
+    scale, left, right, threshold, section,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_N keys of one key head and walks over the queries that see them, of every query head of
@@ -201,7 +196,7 @@ def attention_backward_key_kernel(
     block, batch_head = tile_of_program(tl.cdiv(key_length, BLOCK_N), section)
     batch, key_head = batch_head // key_heads, batch_head % key_heads
     first_key = block * BLOCK_N
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window, right)
+    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
     seed = tl.load(seed_pointer) if seed_pointer is not None else None
     read = key_length
     if padding_pointer is not None:
@@ -227,8 +222,8 @@ def attention_backward_key_kernel(
         source = QuerySource(
             head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
             head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
-            lse_pointer + row_offset,
             statistics_pointer + 2 * row_offset,
+            delta_pointer + row_offset,
             angles,
         )
         bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)

@@ -4,7 +4,15 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand, from_fp32, to_fp32
-from transformer_kernels.ops.attention._triton_forward import SIZES, STRIDES, Softmax, finish_rows, positive, weigh
+from transformer_kernels.ops.attention._triton_forward import (
+    SIZES,
+    STRIDES,
+    Softmax,
+    finish_rows,
+    positive,
+    store_row_results,
+    weigh,
+)
 from transformer_kernels.ops.attention._triton_tile import (
     SCANNED,
     Dropout,
@@ -35,6 +43,7 @@ def attention_decode_kernel(
     v_pointer,  # (B, Hk, Lk, D)
     out_pointer,  # (B, Lq, Hq, D), contiguous, written when there is one split
     lse_pointer,  # (B, Hq, Lq), contiguous, likewise
+    statistics_pointer,  # (B, Hq, 2, Lq), contiguous, likewise: of each row the largest score and the log of the sum
     partial_pointer,  # (splits, B, Hq, Lq, D), fp32, or None
     partial_max_pointer,  # (splits, B, Hq, Lq), fp32, or None
     partial_sum_pointer,  # (splits, B, Hq, Lq), fp32, or None
@@ -44,7 +53,7 @@ def attention_decode_kernel(
     query_heads, query_length, key_length, split_keys,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row, bias_column,
-    scale, window, right, threshold,
+    scale, left, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns all queries of the group of one key head, and `split_keys` of its keys."""
@@ -62,7 +71,7 @@ def attention_decode_kernel(
     inside = exists[:, None] & (columns_d < OPTIONS.HEAD_DIM)
     k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, None, query_length, key_length, window, right)
+    mask = Mask(padding_pointer, batch, None, query_length, key_length, left, right)
     seed = tl.load(seed_pointer) if seed_pointer is not None else None
     dropout = Dropout(seed, batch * query_heads + heads, threshold)
     q_pointers = q_pointer + batch * wide(q_batch, 1) + heads * wide(q_head, 1) + rows * wide(q_row, 1) + columns_d
@@ -97,7 +106,7 @@ def attention_decode_kernel(
             bias_pointers = bias_pointer + batch * wide(bias_batch, 1) + heads * wide(bias_head, 1)
             bias_pointers += rows * wide(bias_row, 1) + keys * wide(bias_column, 1)
             bias = tl.load(bias_pointers, mask=exists[:, None] & (keys < key_length), other=0.0)
-            scores = biased(scores, to_fp32(bias) * score_unit(NATURAL), NATURAL)
+            scores = biased(scores, to_fp32(bias), NATURAL)
         scores = tl.where(visible, scores, float("-inf"))
         weights, softmax = weigh(scores, factor, softmax, True, NATURAL)
         if dropout.seed is not None:
@@ -107,11 +116,13 @@ def attention_decode_kernel(
 
     first_row = (tl.cast(batch, tl.int64) * query_heads + key_head * OPTIONS.GROUP) * query_length
     if partial_pointer is None:
-        out, lse = finish_rows(softmax, dropout_scale(dropout), NATURAL)
+        out, lse, row_max, log_sum = finish_rows(softmax, dropout_scale(dropout), NATURAL)
         out_pointers = (tl.cast(batch, tl.int64) * query_length + rows) * query_heads + heads
         out_pointers = out_pointer + out_pointers * OPTIONS.HEAD_DIM + columns_d
         tl.store(out_pointers, from_fp32(out, out_pointer.dtype.element_ty), mask=inside)
-        tl.store(lse_pointer + first_row + indices, lse, mask=exists)
+        batch_head = batch * query_heads + key_head * OPTIONS.GROUP + indices // query_length
+        row = indices % query_length
+        store_row_results(lse_pointer, statistics_pointer, lse, row_max, log_sum, batch_head, row, query_length, exists)
     else:
         part_rows = tl.cast(tl.num_programs(0), tl.int64) * OPTIONS.GROUP * query_length
         part = split * part_rows + first_row + indices
@@ -127,6 +138,7 @@ def attention_combine_kernel(
     partial_sum_pointer,  # (splits, B, Hq, Lq), fp32
     out_pointer,  # (B, Lq, Hq, D), contiguous
     lse_pointer,  # (B, Hq, Lq), contiguous
+    statistics_pointer,  # (B, Hq, 2, Lq), contiguous
     query_heads, query_length, splits, keep_scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -153,9 +165,10 @@ def attention_combine_kernel(
         row_sum = row_sum * correction + tl.sum(weights * part_sum, 0)
         total = total * correction[:, None] + tl.sum(weights[:, None] * part_total, 0)[None, :]  # [1, D]
         row_max = new_max
-    out, lse = finish_rows(Softmax(total, row_max, row_sum), keep_scale, NATURAL)
+    out, lse, row_max, log_sum = finish_rows(Softmax(total, row_max, row_sum), keep_scale, NATURAL)
     row, batch_head = index % query_length, index // query_length
     batch, head = batch_head // query_heads, batch_head % query_heads
     out_pointer += ((batch * query_length + row) * query_heads + head) * HEAD_DIM
     tl.store(out_pointer + columns, from_fp32(out, out_pointer.dtype.element_ty), mask=columns < HEAD_DIM)
-    tl.store(lse_pointer + index + tl.arange(0, 1), lse)
+    row += tl.arange(0, 1)
+    store_row_results(lse_pointer, statistics_pointer, lse, row_max, log_sum, batch_head, row, query_length, row >= 0)

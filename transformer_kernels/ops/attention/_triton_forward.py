@@ -37,7 +37,7 @@ from transformer_kernels.ops.attention._triton_tile import (
     without_padding,
 )
 
-SIZES = ["query_heads", "query_length", "key_length", "window", "right", "threshold", "section"]
+SIZES = ["query_heads", "query_length", "key_length", "left", "right", "threshold", "section"]
 STRIDES = [f"{tensor}_{axis}" for tensor in ("q", "k", "v", "bias") for axis in ("batch", "head", "row")]
 """A new length, stride or head count compiles nothing anew; what alignment matters is in ALIGNMENT."""
 
@@ -71,11 +71,25 @@ def weigh(scores, scale, softmax, SAFE: tl.constexpr, NATURAL: tl.constexpr):
 
 @triton.jit
 def finish_rows(softmax, scale, NATURAL: tl.constexpr):
-    """Normalised output, times the scale of dropout, and natural log-sum-exp; a row that saw no key gets 0 and -inf."""
+    """Normalised output, times the scale of dropout, natural log-sum-exp, and its two parts in the unit of scores: the
+    largest score and the log of the sum. A row that saw no key gets 0, -inf, -inf and 0."""
     empty = softmax.row_sum == 0.0
     divisor = tl.where(empty, 1.0, softmax.row_sum)
-    lse = softmax.row_max / score_unit(NATURAL) + tl.log2(divisor) * LN_2
-    return softmax.total * (scale / divisor)[:, None], tl.where(empty, float("-inf"), lse)
+    log_sum = tl.log2(divisor)
+    lse = softmax.row_max / score_unit(NATURAL) + log_sum * LN_2
+    row_max = tl.where(empty, float("-inf"), softmax.row_max)
+    if NATURAL:
+        log_sum *= LN_2
+    return softmax.total * (scale / divisor)[:, None], tl.where(empty, float("-inf"), lse), row_max, log_sum
+
+
+@triton.jit
+def store_row_results(lse_pointer, statistics_pointer, lse, row_max, log_sum, batch_head, rows, query_length, exists):
+    """Write what `finish_rows` found for `rows` of one head, or of a head for each row."""
+    head_offset = tl.cast(batch_head, tl.int64) * query_length
+    tl.store(lse_pointer + head_offset + rows, lse, mask=exists)
+    tl.store(statistics_pointer + 2 * head_offset + rows, row_max, mask=exists)
+    tl.store(statistics_pointer + 2 * head_offset + query_length + rows, log_sum, mask=exists)
 
 
 @triton.jit
@@ -129,6 +143,7 @@ def attention_forward_kernel(
     v_pointer,  # (B, Hk, Lk, D)
     out_pointer,  # (B, Lq, Hq, D), contiguous
     lse_pointer,  # (B, Hq, Lq), contiguous
+    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
     padding_pointer,  # (B, Lk), contiguous, or None
     sequences_pointer,  # (2, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
@@ -138,7 +153,7 @@ def attention_forward_kernel(
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row,
-    scale, window, right, threshold, section,
+    scale, left, right, threshold, section,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_M queries of one head and walks over the keys they see."""
@@ -148,7 +163,7 @@ def attention_forward_kernel(
     batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
     k = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, window, right)
+    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
     bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
     dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
     queries = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
@@ -170,7 +185,8 @@ def attention_forward_kernel(
             visited = any_real(mask, key, OPTIONS.MASKED)
         if visited:
             softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, angles, scale, True, OPTIONS)
-    out, lse = finish_rows(softmax, dropout_scale(dropout), OPTIONS.NATURAL)
+    out, lse, row_max, log_sum = finish_rows(softmax, dropout_scale(dropout), OPTIONS.NATURAL)
     store_rows(output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS), out, first_row, OPTIONS)
     rows = first_row + tl.arange(0, BLOCK_M)
-    tl.store(lse_pointer + tl.cast(batch_head, tl.int64) * query_length + rows, lse, mask=rows < query_length)
+    exists = rows < query_length
+    store_row_results(lse_pointer, statistics_pointer, lse, row_max, log_sum, batch_head, rows, query_length, exists)

@@ -10,7 +10,7 @@ import triton.language as tl
 from transformer_kernels.backends.triton_language import dot_operand
 from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
 from transformer_kernels.ops.attention._triton_backward_key import KeyGradient, Keys, key_gradient_block, operands
-from transformer_kernels.ops.attention._triton_forward import Softmax, finish_rows
+from transformer_kernels.ops.attention._triton_forward import Softmax, finish_rows, store_row_results
 from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_turned, store_turned_back
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
@@ -23,8 +23,8 @@ from transformer_kernels.ops.attention._triton_tile import (
     head_offset,
     head_rows,
     keep_tile,
+    load_base,
     load_bias,
-    load_lse,
     load_padding,
     load_rows,
     multiply,
@@ -43,6 +43,7 @@ def attention_short_forward_kernel(
     v_pointer,  # (B, Hk, Lk, D)
     out_pointer,  # (B, Lq, Hq, D), contiguous
     lse_pointer,  # (B, Hq, Lq), contiguous
+    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
     padding_pointer,  # (B, Lk), contiguous, or None
     bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
     seed_pointer,  # (1,), or None
@@ -51,7 +52,7 @@ def attention_short_forward_kernel(
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row,
-    scale, window, right, threshold,
+    scale, left, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_M queries of one head and all of its keys."""
@@ -71,7 +72,7 @@ def attention_short_forward_kernel(
     q = load_turned(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     k = load_turned(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
-    mask = Mask(padding_pointer, batch, None, query_length, key_length, window, right)
+    mask = Mask(padding_pointer, batch, None, query_length, key_length, left, right)
     visible = visible_pairs(first_row + tile_rows, tile_columns, mask, OPTIONS)
     if padding_pointer is not None:
         real = load_padding(mask, tile_columns)
@@ -90,10 +91,11 @@ def attention_short_forward_kernel(
     if seed_pointer is not None:
         weights = tl.where(keep_tile(dropout, 0, first_row + tile_rows, BLOCK_N), weights, 0.0)
     total = multiply(dot_operand(weights, v.dtype), dot_operand(v, v.dtype), OPTIONS)  # [M, D]
-    out, lse = finish_rows(Softmax(total, row_max, row_sum), dropout_scale(dropout), NATURAL)
+    out, lse, row_max, log_sum = finish_rows(Softmax(total, row_max, row_sum), dropout_scale(dropout), NATURAL)
     store_rows(output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS), out, first_row, OPTIONS)
     rows = first_row + tl.arange(0, BLOCK_M)
-    tl.store(lse_pointer + tl.cast(batch_head, tl.int64) * query_length + rows, lse, mask=rows < query_length)
+    exists = rows < query_length
+    store_row_results(lse_pointer, statistics_pointer, lse, row_max, log_sum, batch_head, rows, query_length, exists)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -101,10 +103,10 @@ def attention_short_backward_kernel(
     q_pointer,  # (B, Hq, Lq, D)
     k_pointer,  # (B, Hk, Lk, D)
     v_pointer,  # (B, Hk, Lk, D)
-    lse_pointer,  # (B, Hq, Lq), contiguous
+    statistics_pointer,  # (B, Hq, 2, Lq), contiguous
     dout_pointer,  # (B, Hq, Lq, D)
     dlse_pointer,  # (B, Hq, Lq), contiguous, or None
-    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: delta and, for fp32, the correction, for the bias; or None
+    delta_pointer,  # (B, Hq, Lq), contiguous, for the bias; or None
     dq_pointer,  # (B, Hq, Lq, D)
     dk_pointer,  # (B, Hk, Lk, D)
     dv_pointer,  # (B, Hk, Lk, D), the strides of dk
@@ -117,7 +119,7 @@ def attention_short_backward_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, dkv_batch, dkv_head, dkv_row,
     bias_batch, bias_head, bias_row,
-    scale, window, right, threshold,
+    scale, left, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """One program, of (B, Hk), owns one key head: all its keys stay here while the queries of its group pass by."""
@@ -132,7 +134,7 @@ def attention_short_backward_kernel(
     angles = Angles(cos_pointer, sin_pointer, first_token(batch, key_length, OPTIONS))
     k = load_turned(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
-    mask = Mask(padding_pointer, batch, None, query_length, key_length, window, right)
+    mask = Mask(padding_pointer, batch, None, query_length, key_length, left, right)
     real = None
     if padding_pointer is not None:
         real = load_padding(mask, tl.arange(0, BLOCK_N))
@@ -154,11 +156,11 @@ def attention_short_backward_kernel(
         delta = tl.zeros([BLOCK_M], tl.float32)
         if dlse_pointer is not None:
             delta -= tl.load(dlse_pointer + row_offset + rows, mask=rows < query_length, other=0.0)
-        lse = load_lse(lse_pointer + row_offset, rows, query_length, True, NATURAL)
-        queries = operands(Queries(q, dout, lse, delta, 1.0, first_row))
+        base, log_sum = load_base(statistics_pointer + 2 * row_offset, rows, query_length, True, OPTIONS)
+        queries = operands(Queries(q, dout, base, log_sum, delta, first_row))
         bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
         dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
-        gradient, dscores, delta, correction = key_gradient_block(
+        gradient, dscores, delta = key_gradient_block(
             gradient,
             keys,
             queries,
@@ -172,11 +174,8 @@ def attention_short_backward_kernel(
             q.dtype,
             OPTIONS,
         )
-        if statistics_pointer is not None:
-            statistics = statistics_pointer + 2 * row_offset
-            tl.store(statistics + rows, delta, mask=rows < query_length)
-            if NATURAL:
-                tl.store(statistics + query_length + rows, correction, mask=rows < query_length)
+        if delta_pointer is not None:
+            tl.store(delta_pointer + row_offset + rows, delta, mask=rows < query_length)
         dq = multiply(tl.trans(dot_operand(dscores, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
         target = head_rows(dq_pointer, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
         store_turned_back(target, dq, angles, first_row, OPTIONS)

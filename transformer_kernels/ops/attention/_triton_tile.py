@@ -16,9 +16,8 @@ import triton.language as tl
 
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, keep_by_column, tanh, to_fp32
 
-SCORE_FLOOR = tl.constexpr(-90000.0)
-"""Biased scores stop here. A row biased by finfo.min everywhere stays finite, and its log-sum-exp still holds the log
-of the number of keys, which the backward pass needs; -65504, the least fp16, is above it."""
+SCORE_FLOOR = tl.constexpr(-3.4028234e38)
+"""Biased scores stop here, so that a row biased by finfo.min everywhere stays finite in base 2 too."""
 
 
 DROPOUT_LEVELS = tl.constexpr(1 << 16)
@@ -68,7 +67,7 @@ class Mask(NamedTuple):
     sequences: Any  # pointer to (2, Lk), or None
     query_length: Any
     key_length: Any
-    window: Any  # keys before a query, itself among them
+    left: Any  # keys before a query's own position that it sees
     right: Any  # keys after it
 
 
@@ -211,7 +210,7 @@ def visible_pairs(rows, columns, mask, OPTIONS: tl.constexpr):
     else:
         visible = (columns < mask.key_length) & (rows >= 0)
     if OPTIONS.WINDOW:
-        visible = visible & (columns > positions - mask.window)
+        visible = visible & (columns >= positions - mask.left)
     return visible
 
 
@@ -258,8 +257,8 @@ def visible_keys(first_row, last_row, mask, OPTIONS: tl.constexpr):
     some_end = mask.key_length
     all_end = mask.key_length
     if OPTIONS.WINDOW:
-        some_start = tl.maximum(0, first - mask.window + 1)
-        all_start = tl.maximum(0, last - mask.window + 1)
+        some_start = tl.maximum(0, first - mask.left)
+        all_start = tl.maximum(0, last - mask.left)
     if OPTIONS.CAUSAL:
         some_end = tl.minimum(mask.key_length, last + 1)
         all_end = tl.minimum(mask.key_length, first + 1)
@@ -342,8 +341,8 @@ def query_blocks(first_key, mask, OPTIONS: tl.constexpr):
         start = tl.maximum(0, first_key - shift - mask.right)
         full_start = tl.maximum(0, last_key - shift - mask.right)
     if OPTIONS.WINDOW:
-        end = tl.minimum(mask.query_length, last_key - shift + mask.window)
-        full_end = tl.minimum(mask.query_length, first_key - shift + mask.window)
+        end = tl.minimum(mask.query_length, last_key - shift + mask.left + 1)
+        full_end = tl.minimum(mask.query_length, first_key - shift + mask.left + 1)
     if mask.sequences is not None:
         some_start, some_end, all_start, all_end = sequence_range(mask, first_key, last_key)
         start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
@@ -430,14 +429,14 @@ def load_bias(bias, first_row, start, rows, columns, mask, BOUNDED: tl.constexpr
         values = -tl.load(pointer) * tl.abs(distance).to(tl.float32)
     else:
         values = tl.load(pointer)
-    return to_fp32(values) * score_unit(OPTIONS.NATURAL)
+    return to_fp32(values)
 
 
 @triton.jit
 def biased(scores, bias, NATURAL: tl.constexpr):
-    """Scores plus bias, no lower than SCORE_FLOOR unless the bias is -inf, which hides the key."""
-    floor = SCORE_FLOOR * score_unit(NATURAL)
-    return tl.where(bias == float("-inf"), float("-inf"), tl.maximum(scores + bias, floor))
+    """Scores plus a natural bias, no lower than SCORE_FLOOR unless the bias is -inf, which hides the key."""
+    total = tl.maximum(scores + bias * score_unit(NATURAL), SCORE_FLOOR)
+    return tl.where(bias == float("-inf"), float("-inf"), total)
 
 
 @triton.jit
@@ -447,11 +446,27 @@ def load_statistic(pointer, rows, query_length, other, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def load_lse(pointer, rows, query_length, BOUNDED: tl.constexpr, NATURAL: tl.constexpr):
-    """The log-sum-exp of `rows` in the unit of the scores; +inf, which makes every weight 0, where there is no row or
-    no key."""
-    lse = load_statistic(pointer, rows, query_length, float("-inf"), BOUNDED)
-    return tl.where(lse == float("-inf"), float("inf"), lse * score_unit(NATURAL))
+def load_base(statistics, rows, query_length, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
+    """The largest score and the log of the sum of `rows`, in the unit of scores: what `weights_of` takes off. Their sum
+    and 0 for 16 bits without a bias, whose large scores are rounded by more. +inf, which makes every weight 0, where
+    there is no row or no key."""
+    base = load_statistic(statistics, rows, query_length, float("-inf"), BOUNDED)
+    log_sum = load_statistic(statistics + query_length, rows, query_length, 0.0, BOUNDED)
+    base = tl.where(base == float("-inf"), float("inf"), base)
+    if not (OPTIONS.NATURAL or OPTIONS.BIAS != ""):
+        base += log_sum
+        log_sum = tl.zeros_like(log_sum)
+    return base, log_sum
+
+
+@triton.jit
+def weights_of(scores, base, log_sum, OPTIONS: tl.constexpr):
+    """exp(score - largest - log of the sum), one after the other: the sum of the last two loses the log where scores
+    are large."""
+    differences = scores - base
+    if OPTIONS.NATURAL or OPTIONS.BIAS != "":
+        differences -= log_sum
+    return exponential(differences, OPTIONS.NATURAL)
 
 
 @triton.jit

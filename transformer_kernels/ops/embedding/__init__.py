@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels import _autograd, _checks
-from transformer_kernels._dropout import draw_seed
+from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._dropout import draw_seed
 
 OP = "embedding"
 
@@ -113,13 +113,26 @@ def prepare(
     _checks.finite(OP, "scale", scale)
     _checks.positive(OP, "eps", eps)
     _checks.probability(OP, "dropout_p", dropout_p)
-    _autograd.refuse_transforms(OP, weight, positions, norm_weight, norm_bias)
-    if not _autograd.is_traced(weight):
+    _operation.refuse_transforms(OP, weight, positions, norm_weight, norm_bias)
+    if not _operation.is_traced(weight):
         _check_rows(tokens, weight, positions, position_ids)
     seed = draw_seed(weight.device) if dropout_p > 0.0 else None
-    tensors = (weight, tokens, positions, position_ids, norm_weight, norm_bias)
-    contiguous = (None if tensor is None else tensor.contiguous() for tensor in tensors)
-    return EmbeddingCall._make((*contiguous, seed, float(scale), eps, float(dropout_p)))
+    return EmbeddingCall(
+        weight.contiguous(),
+        tokens.contiguous(),
+        _contiguous(positions),
+        _contiguous(position_ids),
+        _contiguous(norm_weight),
+        _contiguous(norm_bias),
+        seed,
+        float(scale),
+        eps,
+        float(dropout_p),
+    )
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _check_table(name: str, value: Any, rows: str, weight: Tensor | None) -> None:
@@ -178,9 +191,10 @@ def _fake(call: EmbeddingCall) -> EmbeddingResult:
     return EmbeddingResult(y, mean, torch.empty_like(mean))
 
 
-OPERATION = _autograd.Operation(
+OPERATION = _operation.Operation(
     OP,
     EmbeddingCall,
+    prepare=prepare,
     result=EmbeddingResult,
     fake=_fake,
     differentiable=("weight", "positions", "norm_weight", "norm_bias"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address
-from transformer_kernels.backends.cpu import DTYPE_CODES, load, widened
+from transformer_kernels.backends.cpu import DTYPE_CODES, load, parameter
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
 
 
@@ -19,7 +19,7 @@ def forward(call: EmbeddingCall) -> EmbeddingResult:
     if norm_weight is not None:
         mean, rstd = weight.new_empty((2, tokens.numel()), dtype=torch.float32).unbind()
     rows, places = tokens.long(), _long(position_ids)
-    wide_weight, wide_bias = widened(norm_weight), widened(norm_bias)
+    wide_weight, wide_bias = parameter(norm_weight), parameter(norm_bias)
     load().embedding_forward(
         DTYPE_CODES[weight.dtype],
         weight.data_ptr(),
@@ -77,7 +77,7 @@ def _below_norm(
     rows, places = tokens.long(), _long(position_ids)
     sums = weight.new_empty((2, columns), dtype=torch.float32)
     dnorm_weight, dnorm_bias = (sums[i] if wanted[i + 2] else None for i in range(2))
-    wide_weight = widened(norm_weight)
+    wide_weight = parameter(norm_weight)
     load().embedding_backward(
         DTYPE_CODES[weight.dtype],
         dy.data_ptr(),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import address
-from transformer_kernels.backends.cuda import DTYPE_CODES, load, partial_rows, stream_of
+from transformer_kernels.backends.cuda import DTYPE_CODES, load, partials, stream_of
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
 from transformer_kernels.ops.embedding._scatter import table_gradients
-from transformer_kernels.ops.layer_norm._cuda import rows_per_block
 
 
 def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[int, ...]:
@@ -64,8 +63,7 @@ def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted:
         return *table_gradients(call, ds, wanted), None, None
     rows, columns, *_ = sizes = _sizes(weight, tokens, positions)
     device, stream = stream_of(weight)
-    partials = partial_rows(device, rows, rows_per_block(columns))
-    workspace = weight.new_empty((2, partials, columns), dtype=torch.float32)
+    workspace, partial_rows = partials(weight, rows, columns, 2)
     ds, dnorm_weight = torch.empty_like(dy), torch.empty_like(norm_weight)
     dnorm_bias = torch.empty_like(norm_weight) if has_bias else None
     load().embedding_backward(
@@ -82,7 +80,7 @@ def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted:
         dnorm_weight.data_ptr(),
         address(dnorm_bias),
         workspace.data_ptr(),
-        partials,
+        partial_rows,
         *sizes,
         scale,
         dropout_p,

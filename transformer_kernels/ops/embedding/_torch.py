@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels._dropout import drop, keep_scale
+from transformer_kernels.ops._dropout import drop, keep_scale
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
 from transformer_kernels.ops.embedding._scatter import table_gradients
-from transformer_kernels.ops.layer_norm import LayerNormCall, LayerNormResult
-from transformer_kernels.ops.layer_norm import _torch as layer_norm
+from transformer_kernels.ops.norm import _torch as norm
 
 
 def _dropped(x: Tensor, seed: Tensor, dropout_p: float, in_place: bool) -> Tensor:
@@ -35,7 +34,7 @@ def forward(call: EmbeddingCall) -> EmbeddingResult:
     weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
     y, mean, rstd = _gathered(weight, tokens, positions, position_ids, scale), None, None
     if norm_weight is not None:
-        y, mean, rstd = layer_norm.forward(LayerNormCall(y, norm_weight, norm_bias, eps))
+        y, mean, rstd = norm.normalised(y, norm_weight, norm_bias, eps, centred=True)
     if seed is not None:
         y = _dropped(y, seed, dropout_p, in_place=True)
     return EmbeddingResult(y, mean, rstd)
@@ -51,6 +50,5 @@ def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted:
         return *table_gradients(call, dy, wanted), None, None
     assert mean is not None and rstd is not None
     rows = _gathered(weight, tokens, positions, position_ids, scale)
-    inner = LayerNormCall(rows, norm_weight, norm_bias, call.eps), LayerNormResult(dy, mean, rstd)
-    ds, dnorm_weight, dnorm_bias = layer_norm.backward(*inner, (dy,), wanted[1:])
+    ds, dnorm_weight, dnorm_bias = norm.gradients(dy, rows, norm_weight, norm_bias is not None, mean, rstd)
     return *table_gradients(call, ds, wanted), dnorm_weight, dnorm_bias

@@ -7,15 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import from_fp32, to_fp32
 from transformer_kernels.backends.triton_reduce import sum_partials
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, persistent_rows, whole_rows
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
 from transformer_kernels.ops.embedding._scatter import table_gradients
-from transformer_kernels.ops.layer_norm._triton_backward import normalised_gradient
-from transformer_kernels.ops.layer_norm._triton_forward import centred_rows, dropout_numbers, dropped_out
+from transformer_kernels.ops.norm._triton import centred_rows, dropout_numbers, dropped_out, normalised_gradient
 
 WIDEST_NORMALISED = 8192
 """The widest row that a program keeps in registers, forward and backward."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels import _autograd, _checks
+from transformer_kernels.ops import _checks, _operation
 
 OP = "linear"
 APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -56,14 +56,14 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation
     """The checked arguments."""
     _checks.tensor(OP, "x", x)
     _checks.at_least_1d(OP, x)
-    autocast = _autograd.autocast_dtype(x)
+    autocast = _operation.autocast_dtype(x)
     _checks.linear_parameter(OP, "weight", weight, (None, x.shape[-1]), x, autocast is not None)
     if bias is not None:
         _checks.linear_parameter(OP, "bias", bias, (weight.shape[0],), x, autocast is not None)
     if activation not in ACTIVATIONS:
         raise ValueError(f"{OP}: activation must be None, relu, gelu or gelu_tanh; got {activation!r}")
     _checks.same_device(OP, x, weight=weight, bias=bias)
-    _autograd.refuse_transforms(OP, x, weight, bias)
+    _operation.refuse_transforms(OP, x, weight, bias)
     if autocast is not None:
         x = x if x.dtype is torch.float64 else x.to(autocast)
         weight, bias = _fitting(weight, x.dtype), None if bias is None else _fitting(bias, x.dtype)
@@ -91,7 +91,7 @@ def _second_order(
         dtype = call.x.dtype
         bias = None if call.bias is None else call.bias.to(dtype)
         y = activated(torch.nn.functional.linear(call.x, call.weight.to(dtype), bias), call.activation)
-    return _autograd.differentiated(y, call[:3], grads[0], wanted)
+    return _operation.differentiated(y, (call.x, call.weight, call.bias), grads[0], wanted)
 
 
 def _fake(call: LinearCall) -> LinearResult:
@@ -99,9 +99,10 @@ def _fake(call: LinearCall) -> LinearResult:
     return LinearResult(y, call.x.new_empty(0) if call.activation is None else torch.empty_like(y))
 
 
-OPERATION = _autograd.Operation(
+OPERATION = _operation.Operation(
     OP,
     LinearCall,
+    prepare=prepare,
     result=LinearResult,
     fake=_fake,
     differentiable=("x", "weight", "bias"),

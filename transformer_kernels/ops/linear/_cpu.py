@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.backends import address, cpu
-from transformer_kernels.backends.cpu import DTYPE_CODES, narrowed
-from transformer_kernels.ops.bias_gelu._cpu import activated
-from transformer_kernels.ops.bias_gelu._cpu import gradients as activation_gradients
+from transformer_kernels.backends import address, cpu, in_dtype_of
+from transformer_kernels.backends.cpu import DTYPE_CODES
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops.activation import ActivationCall
+from transformer_kernels.ops.activation._compiled import Kernels as Activation
 from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
 from transformer_kernels.ops.linear._products import Gradients, gradients, product, unactivated
 
@@ -30,6 +30,9 @@ NEAR_WEIGHT, MANY_ROWS = 1 << 16, 2048
 rows of x on."""
 SMALLEST_READ = 1 << 18
 """Elements of a weight below which it may lie in a cache still, and PyTorch's product is called in less time."""
+
+
+ACTIVATION = Activation(cpu)
 
 
 def fuses(call: LinearCall) -> bool:
@@ -61,7 +64,7 @@ def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | 
         return None
     if call.weight.requires_grad and _owns_gradient(call):
         return None
-    return torch.nn.functional.linear(*call[:3])
+    return torch.nn.functional.linear(call.x, call.weight, call.bias)
 
 
 def forward(call: LinearCall) -> LinearResult:
@@ -72,7 +75,9 @@ def forward(call: LinearCall) -> LinearResult:
     if call.activation is None:
         return LinearResult(_of_few_rows(call), call.x.new_empty(0)) if few else unactivated(call)
     before = _of_few_rows(call) if few else product(call, call.bias)
-    return LinearResult(activated(_kind(call), before, None, in_place=call.activation == "relu"), before)
+    y = before if call.activation == "relu" else torch.empty_like(before)
+    ACTIVATION.run(ActivationCall(before, None, None, call.activation, False), y)
+    return LinearResult(y, before)
 
 
 def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
@@ -81,19 +86,15 @@ def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wante
         return _own_backward(call, result, grads[0], wanted)
     if call.activation is None:
         return _gradients(call, grads[0], wanted)
-    dz, dbias = activation_gradients(_kind(call), grads[0], result.saved, None, call.bias is not None and wanted[2])
+    inner = ActivationCall(result.saved, call.bias, None, call.activation, False)
+    dz, dbias, _ = ACTIVATION.backward(inner, result.saved, grads, (True, wanted[2], False))  # the bias is in `saved`
     dx, dweight, _ = _gradients(call, dz, (*wanted[:2], False))
-    return dx, dweight, narrowed(dbias, call.bias)
+    return dx, dweight, dbias
 
 
 def _forwards_alone(call: LinearCall) -> bool:
     """Whether of the three products of a weight that is too large for `fuses` the first is ours: output layers."""
     return call.x.dtype is torch.float32 and call.weight.numel() <= largest_weight(call.x, forward_alone=True)
-
-
-def _kind(call: LinearCall) -> int:
-    """The activation's number in csrc/cpu/rows/activation.cpp."""
-    return ACTIVATIONS.index(call.activation) - 1
 
 
 def _are_few(call: LinearCall) -> bool:
@@ -128,7 +129,7 @@ def _weight_gradient(call: LinearCall, dz: Tensor, wanted: Wanted) -> tuple[Tens
         cpu.load().linear_backward_weight(
             *_types(call), dz.data_ptr(), x.data_ptr(), address(dweight), address(dbias), *_sizes(call)
         )
-    return dweight, narrowed(dbias, bias)
+    return dweight, in_dtype_of(bias, dbias)
 
 
 def _of_few_rows(call: LinearCall) -> Tensor:
@@ -144,7 +145,7 @@ def _own_forward(call: LinearCall) -> LinearResult:
     x, weight, bias, activation = call
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     before = torch.empty_like(y) if activation in ("gelu", "gelu_tanh") else None
-    added = cpu.widened(bias)
+    added = cpu.parameter(bias)
     cpu.load().linear_forward(
         *_types(call), x.data_ptr(), weight.data_ptr(), address(added), y.data_ptr(), address(before),
         *_sizes(call), ACTIVATIONS.index(activation),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.ops.bias_gelu import bias_gelu
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops.activation import bias_gelu
 from transformer_kernels.ops.linear import APPROXIMATIONS, LinearCall, LinearResult, activated
 from transformer_kernels.ops.linear._products import gradients, product, unactivated
 

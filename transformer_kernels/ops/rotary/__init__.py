@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from transformer_kernels import _autograd, _checks
-from transformer_kernels._autograd import Grads, Wanted
-from transformer_kernels.ops.attention import last_axis_contiguous
+from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops.attention.scores import last_axis_contiguous
 
 OP = "rotary"
 
@@ -101,8 +101,8 @@ def prepare(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
         _checks.tensor(OP, name, value)
         if value.dim() != 4:
             raise ValueError(f"{OP}: {name} must have 4 dimensions (B, H, L, D); got {tuple(value.shape)}")
-    if _autograd.autocast_dtype(q) is not None:
-        q, k = _autograd.promoted(q, k)
+    if _operation.autocast_dtype(q) is not None:
+        q, k = _operation.promoted(q, k)
     if q.dtype is not k.dtype:
         raise TypeError(f"{OP}: q and k must have one dtype; got {q.dtype} and {k.dtype}")
     if (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
@@ -110,7 +110,7 @@ def prepare(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
     _checks.same_device(OP, q, k=k)
     cos, sin = angles(OP, q, cos, sin)
     _checks.flag(OP, "interleaved", interleaved)
-    _autograd.refuse_transforms(OP, q, k)
+    _operation.refuse_transforms(OP, q, k)
     return RotaryCall(last_axis_contiguous(q), last_axis_contiguous(k), cos, sin, interleaved)
 
 
@@ -137,13 +137,14 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:
         )
     if table.dtype not in (q.dtype, torch.float32):
         raise TypeError(f"{op}: {name} must have the dtype of q ({q.dtype}) or torch.float32; got {table.dtype}")
-    if _autograd.needs_grad(table):
+    if _operation.needs_grad(table):
         raise ValueError(f"{op}: {name} has no gradient; detach it")
 
 
-OPERATION = _autograd.Operation(
+OPERATION = _operation.Operation(
     OP,
     RotaryCall,
+    prepare=prepare,
     result=RotaryResult,
     public=2,
     fake=lambda call: RotaryResult(call.q.new_empty(call.q.shape), call.k.new_empty(call.k.shape)),

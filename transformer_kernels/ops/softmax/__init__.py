@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels import _autograd, _checks
+from transformer_kernels.ops import _checks, _operation
 
 OP = "softmax"
 
@@ -57,7 +57,7 @@ def prepare(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scal
         _checks.broadcasts_to(OP, "mask", mask, tuple(x.shape))
         _checks.same_device(OP, x, mask=mask)
         mask = _over_rows(mask, x)
-    _autograd.refuse_transforms(OP, x)
+    _operation.refuse_transforms(OP, x)
     return SoftmaxCall(x.contiguous(), mask, causal, float(scale))
 
 
@@ -78,9 +78,10 @@ def _second_order(
     return ((p * (dy - (dy * p).sum(dim=-1, keepdim=True)) * call.scale).to(y.dtype),)
 
 
-OPERATION = _autograd.Operation(
+OPERATION = _operation.Operation(
     OP,
     SoftmaxCall,
+    prepare=prepare,
     fake=lambda call: torch.empty_like(call.x),
     differentiable=("x",),
     dropped=("x", "mask"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 NO_MASK = (0, 1, 1, 1, 0, 0, 0, 0)  # address, sizes, strides

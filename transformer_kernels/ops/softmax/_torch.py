@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops._visible import causal_mask
 from transformer_kernels.ops.softmax import SoftmaxCall
 

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_kernels._autograd import Grads, Wanted
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, to_fp32
 from transformer_kernels.backends.triton_tiles import RowTile, Tiles, whole_rows
+from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 FORWARD = Tiles("softmax forward", whole_rows, widest=32768)

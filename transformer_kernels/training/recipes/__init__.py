@@ -1,4 +1,4 @@
-"""What a recipe is, and which there are: each is one file with its config and its class, and one entry by name."""
+"""Recipes: each is one file with a config and a class, registered by name."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ENTRIES = {
     "translate": "transformer_kernels.training.recipes.translate:Translate",
     "vit": "transformer_kernels.training.recipes.vit:DigitsViT",
 }
-GROUP = "transformer_kernels.recipes"  # of entry points, through which other packages add theirs
+GROUP = "transformer_kernels.recipes"  # entry-point group of recipes in other packages
 
 
 class Trained(NamedTuple):
-    """A model in evaluation mode with what belongs to it."""
+    """A model in evaluation mode with its config, tokenizer and device."""
 
     model: nn.Module
     tokenizer: Any
@@ -44,14 +44,14 @@ class Trained(NamedTuple):
 
 
 class Classified(NamedTuple):
-    """The names of the classes, and the probabilities (texts, classes), float32 on the CPU."""
+    """The class names, and the probabilities (texts, classes), float32 on the CPU."""
 
     classes: tuple[str, ...]
     probabilities: Tensor
 
 
 class Translated(NamedTuple):
-    """A text, its translation, the ids that the model read and wrote, and the characters that it has never seen."""
+    """A text, its translation, the ids of both, and the characters that are not in the vocabulary."""
 
     text: str
     translation: str
@@ -61,7 +61,7 @@ class Translated(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """Where a translator looked: weights (layers, H, Lt, Ls), and the Lt and Ls pieces of the target and source."""
+    """Cross-attention weights (layers, H, Lt, Ls), and the Lt and Ls tokens of target and source."""
 
     weights: Tensor
     target: list[str]
@@ -72,14 +72,14 @@ class Recipe(ABC):
     """A model with its data. A subclass reads the data in its constructor and sets the attributes.
 
     Args:
-        config: of the class `Config`.
-        tokenizer: of a trained model, where the data is read for one.
+        config: an instance of `Config`.
+        tokenizer: of a trained model; None to create a new one.
 
     Attributes:
-        Config: its options; `Config.recipe` is its name in the command line.
-        tokenizer: has `describe()`, which a checkpoint keeps; None for data without tokens.
+        Config: its options; `Config.recipe` is its name on the command line.
+        tokenizer: its `describe()` is stored in checkpoints; None for data without tokens.
         train_length: number of training items.
-        fingerprint: hash of the training data; a run resumes on the same data only.
+        fingerprint: hash of the training data; a run can resume only on the same data.
     """
 
     Config: ClassVar[type[TrainingConfig]]
@@ -95,25 +95,25 @@ class Recipe(ABC):
     @classmethod
     @abstractmethod
     def build(cls, config: Any, tokenizer: Any) -> nn.Module:
-        """A fresh model; `flops_per_token(length)` is asked of it on GPUs."""
+        """A newly initialised model; on GPUs `flops_per_token(length)` is also called."""
 
     def build_model(self) -> nn.Module:
-        """A fresh model for this recipe's config and tokenizer."""
+        """A newly initialised model for this recipe's config and tokenizer."""
         return self.build(self.config, self.tokenizer)
 
     def begin(self, model: nn.Module) -> None:  # noqa: B027
-        """What is done to a fresh model before its first step, but not to one that a checkpoint is loaded into."""
+        """Initialise a new model before its first step; not called when a checkpoint is loaded."""
 
     @abstractmethod
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
-        """Training items number `indices`, a function of these numbers alone."""
+        """Training items at `indices`; a function of the indices alone."""
 
     @abstractmethod
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
-        """This process's share of the validation items; nothing where there are none."""
+        """This process's share of the validation items; empty if there are none."""
 
     def loss(self, model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-        """The mean loss that training minimises."""
+        """The mean training loss."""
         return model.loss(*inputs, targets)
 
     def sampler(self, processes: Processes) -> ShuffledSampler:
@@ -122,21 +122,21 @@ class Recipe(ABC):
         return ShuffledSampler(self.train_length, config.batch_size, config.seed, processes.rank, processes.count)
 
     def report(self, model: nn.Module, device: torch.device) -> str:
-        """What is printed at the end of a run."""
+        """The text printed at the end of a run."""
         return ""
 
     def evaluation_batches(self, device: torch.device) -> Iterator[Batch]:
-        """What `evaluate` measures."""
+        """The data that `evaluate` uses."""
         return self.validation_batches(device, Processes())
 
     @classmethod
     def load_tokenizer(cls, description: dict[str, Any], config: Any) -> Any:
-        """The tokenizer that a checkpoint describes; None where it has none."""
+        """The tokenizer that a checkpoint describes; None if it has none."""
         return from_description(description, getattr(config, "vocab_dir", "")) if description else None
 
     @classmethod
     def evaluate(cls, trained: Trained) -> str:
-        """What `evaluate` prints."""
+        """The text that `evaluate` prints."""
         totals = evaluation_totals(
             trained.model, cls(trained.config, trained.tokenizer).evaluation_batches(trained.device)
         )
@@ -147,38 +147,38 @@ class Recipe(ABC):
 
     @classmethod
     def generate(cls, trained: Trained, prompts: list[str], count: int, sampling: Sampling) -> Iterator[list[Choice]]:
-        """`count` tokens after each prompt, step by step; overridden by recipes of language models."""
+        """Generate `count` tokens after each prompt, step by step; overridden by language models."""
         raise NotImplementedError
 
     @classmethod
     def classify(cls, trained: Trained, texts: list[str]) -> Classified:
-        """The classes of texts; overridden by recipes of classifiers."""
+        """The classes of texts; overridden by classifiers."""
         raise NotImplementedError
 
     @classmethod
     def translate(cls, trained: Trained, texts: list[str], search: Sampling | BeamSearch) -> list[Translated]:
-        """The translations of texts; overridden by recipes of translators."""
+        """The translations of texts; overridden by translators."""
         raise NotImplementedError
 
     @classmethod
     def alignment(cls, trained: Trained, translated: Translated) -> Alignment:
-        """Where the model looked for each piece of a translation; overridden by recipes of translators."""
+        """The cross-attention weights of a translation; overridden by translators."""
         raise NotImplementedError
 
     @classmethod
     def supports(cls, command: str) -> bool:
-        """Whether the command ("evaluate", "generate", "classify", "translate") works on models of this recipe."""
+        """Whether the command ("evaluate", "generate", "classify", "translate") supports models of this recipe."""
         return command == "evaluate" or getattr(cls, command).__func__ is not getattr(Recipe, command).__func__
 
 
 @functools.cache
 def recipes() -> Mapping[str, type[Recipe]]:
-    """All recipes by name: those of `ENTRIES`, then those of other packages' entry points."""
+    """All recipes by name: `ENTRIES`, then the entry points of other packages."""
     found = {name: _load(name, value) for name, value in ENTRIES.items()}
     for entry in importlib.metadata.entry_points(group=GROUP):
         try:
             if entry.name in found:
-                raise TypeError("another recipe has this name")
+                raise TypeError("the name is taken by another recipe")
             found[entry.name] = _load(entry.name, entry.value)
         except (ImportError, AttributeError, TypeError) as error:
             warnings.warn(f"recipe {entry.name!r} ({entry.value}) cannot be loaded: {error}", stacklevel=2)
@@ -194,12 +194,12 @@ def _load(name: str, value: str) -> type[Recipe]:
 
 
 def find_recipe(name: str) -> type[Recipe]:
-    """The recipe of that name; ValueError lists the known ones."""
+    """The recipe called `name`; ValueError lists the known ones."""
     if name not in recipes():
         raise ValueError(f"recipe must be one of {', '.join(recipes())}; got {name!r}")
     return recipes()[name]
 
 
 def make_config(recipe: str, values: Mapping[str, Any], source: str = "config") -> Any:
-    """The config of the recipe of that name from option names and values."""
+    """The config of the recipe called `recipe`, from option names and values."""
     return find_recipe(recipe).Config.from_values(values, source)

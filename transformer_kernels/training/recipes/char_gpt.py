@@ -1,4 +1,4 @@
-"""The character GPT: the next character of a text, from the ones before."""
+"""The character GPT: next-character prediction."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ SAMPLE_LENGTH = 400
 
 @dataclass(kw_only=True)
 class CharGPTConfig(TrainingConfig):
-    """A GPT that reads and writes one character at a time."""
+    """A GPT on characters."""
 
     recipe: ClassVar[str] = "char-gpt"
     default_length: ClassVar[tuple[str, int]] = ("steps", 2000)
 
     corpus: str = option(
         "stdlib",
-        "stdlib (the source text of Python's standard library), tinyshakespeare (downloaded once), or a text file",
+        "stdlib (source code of Python's standard library), tinyshakespeare (downloaded once), or a text file",
         fixed=True,
         later={"evaluate": "data"},
     )
-    data_dir: str = option("", "folder that holds tinyshakespeare's input.txt already", later={"evaluate": "data_dir"})
+    data_dir: str = option("", "folder with tinyshakespeare's input.txt", later={"evaluate": "data_dir"})
     split: str = option(
-        "90/10", "keep the last tenth for validation, or train on every offset", choices=("90/10", "none"), fixed=True
+        "90/10",
+        "90/10: hold out the last tenth for validation; none: no validation",
+        choices=("90/10", "none"),
+        fixed=True,
     )
-    context: int = option(64, "characters that the model sees", fixed=True)
-    sample: bool = option(True, "write a sample of text at the end")
+    context: int = option(64, "context length in characters", fixed=True)
+    sample: bool = option(True, "print a generated sample at the end")
 
 
 class CharGPT(Recipe):
-    """Text, its characters, windows of them, and the model."""
+    """The text, its character vocabulary, windows of the text, and the model."""
 
     Config = CharGPTConfig
     unit = "characters"
@@ -83,24 +86,24 @@ class CharGPT(Recipe):
         return build_preset("char_gpt", config, vocab_size=tokenizer.vocabulary_size, context=config.context)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
-        """The windows that start at `indices`: characters (B, L), and each one's successor (B, L)."""
+        """The windows that start at `indices`: characters (B, L), and the next characters (B, L)."""
         return self._batch(self.training, indices, device)
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
-        """Non-overlapping windows, spread evenly over the validation part, this process's share of them."""
+        """This process's share of non-overlapping windows, evenly spaced over the validation part."""
         if self.validation is not None:
             starts = self.validation.spread(VALIDATION_WINDOWS)[processes.rank :: processes.count]
             for part in starts.split(self.config.batch_size):
                 yield self._batch(self.validation, part, device)
 
     def evaluation_batches(self, device: torch.device) -> Iterator[Batch]:
-        """Non-overlapping windows over all of the validation part, or over the whole text where there is none."""
+        """Non-overlapping windows over the whole validation part, or over the whole text if there is none."""
         windows = self.validation or self.training
         for part in windows.spread(len(windows)).split(self.config.batch_size):
             yield self._batch(windows, part, device)
 
     def report(self, model: nn.Module, device: torch.device) -> str:
-        """A sample of what the model writes, unless it is turned off."""
+        """A generated sample, unless `sample` is off."""
         if not self.config.sample:
             return ""
         prompt = self.tokenizer.decode([int(self.training.tokens[0])])
@@ -110,7 +113,7 @@ class CharGPT(Recipe):
 
     @classmethod
     def evaluate(cls, trained: Trained) -> str:
-        """Loss, perplexity, bits and accuracy on the validation part, or on all of the text where there is none."""
+        """Loss, perplexity, bits and accuracy on the validation part, or on the whole text if there is none."""
         recipe = cls(trained.config, trained.tokenizer)
         totals = evaluation_totals(trained.model, recipe.evaluation_batches(trained.device))
         loss = totals.loss / totals.targets
@@ -121,7 +124,7 @@ class CharGPT(Recipe):
 
     @classmethod
     def generate(cls, trained: Trained, prompts: list[str], count: int, sampling: Sampling) -> Iterator[list[Choice]]:
-        """`count` characters (or tokens) after each prompt, step by step."""
+        """Generate `count` characters (or tokens) after each prompt, step by step."""
         tokens = [trained.tokenizer.encode(prompt) for prompt in prompts]
         context, device = trained.config.context, trained.device
         return generate_many(trained.model, tokens, count, sampling, context=context, device=device)

@@ -1,4 +1,4 @@
-"""A GPT on byte pairs or bytes: pretraining on any text."""
+"""A GPT on byte pairs or bytes, trained on any text."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from transformer_kernels.training.config import build_preset, option
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, ReviewTokenizer
 
-SMALL = {"width": 256, "layers": 4, "heads": 4}  # unless --model says otherwise; GPT-2's are 768, 12 and 12
+SMALL = {"width": 256, "layers": 4, "heads": 4}  # defaults; GPT-2 has 768, 12 and 12
 
 
 @dataclass(kw_only=True)
 class GPTRecipeConfig(CharGPTConfig):
-    """A GPT that reads and writes pieces of words; 256 wide, with 4 layers, unless --model says otherwise."""
+    """A GPT on byte pairs or bytes; 256 wide with 4 layers by default, other sizes with --model."""
 
     recipe: ClassVar[str] = "gpt"
 
-    tokenizer: str = option("gpt2", "GPT-2 byte pairs, or plain bytes", choices=("gpt2", "bytes"), fixed=True)
+    tokenizer: str = option("gpt2", "tokenizer: GPT-2 byte pairs or bytes", choices=("gpt2", "bytes"), fixed=True)
     vocab_dir: str = option(
         "",
-        "folder with GPT-2's vocab.bpe, for machines without a network",
+        "folder with GPT-2's vocab.bpe, for offline use",
         later={"evaluate": "vocab_dir", "generate": "vocab_dir"},
     )
-    context: int = option(64, "tokens that the model sees", fixed=True)
+    context: int = option(64, "context length in tokens", fixed=True)
 
 
 class GPTRecipe(CharGPT):
-    """Text, its tokens, windows of them, and the model, which knows no special tokens."""
+    """The text, its tokens, windows of them, and the model, whose vocabulary has no special tokens."""
 
     Config = GPTRecipeConfig
     unit = "tokens"
 
     @classmethod
     def make_tokenizer(cls, config: GPTRecipeConfig, text: str) -> ReviewTokenizer:
-        """GPT-2's, or bytes."""
+        """The GPT-2 or byte tokenizer."""
         return REVIEW_TOKENIZERS[config.tokenizer](config.vocab_dir)
 
     @classmethod
     def build(cls, config: GPTRecipeConfig, tokenizer: ReviewTokenizer) -> nn.Module:
         sized = dataclasses.replace(config, model={**SMALL, **config.model})
-        ordinary = tokenizer.pad  # the special tokens are the last of the vocabulary
+        ordinary = tokenizer.pad  # the special tokens follow the ordinary ones
         return build_preset("gpt2", sized, vocab_size=ordinary, context=config.context)

@@ -29,38 +29,38 @@ from transformer_kernels.training.step import Batch, to_device
 from transformer_kernels.training.tokenizers import REVIEW_TOKENIZERS, LearnedTokenizer, ReviewTokenizer
 
 CLASSES = ("negative", "positive")
-PADDED_MULTIPLE = 32  # 256 tokens make 8 widths, the largest number of CUDA graphs
+PADDED_MULTIPLE = 32  # at most 8 different lengths for 256 tokens, hence at most 8 CUDA graphs
 PACKED_MULTIPLE = 64  # tokens; whole tiles for the matrix products and the kernels
 
 
 @dataclass(kw_only=True)
 class ReviewsConfig(TrainingConfig):
-    """The options of the recipes that read film reviews."""
+    """Options shared by the recipes on film reviews."""
 
     data: str = option(
         "",
-        "the aclImdb folder, a folder with train.* and test.*, or a train file (CSV, JSONL, Parquet; .gz, .xz)",
+        "aclImdb folder, folder with train.* and test.*, or training file (CSV, JSONL, Parquet; optionally .gz, .xz)",
         later={"evaluate": "data"},
     )
-    validation: float = option(0.1, "part of the training reviews kept for validation", fixed=True)
+    validation: float = option(0.1, "fraction of the training reviews held out for validation", fixed=True)
     tokenizer: str = option(
         "gpt2",
-        "GPT-2 byte pairs, byte pairs learned from the reviews, or plain bytes",
+        "GPT-2 byte pairs, byte pairs learned from the reviews, or bytes",
         choices=("gpt2", "learned", "bytes"),
         fixed=True,
     )
-    vocabulary: int = option(8000, "byte pairs of --tokenizer learned", fixed=True)
+    vocabulary: int = option(8000, "vocabulary size of --tokenizer learned", fixed=True)
     vocab_dir: str = option(
         "",
-        "folder with GPT-2's vocab.bpe, for machines without a network",
+        "folder with GPT-2's vocab.bpe, for offline use",
         later={"evaluate": "vocab_dir", "classify": "vocab_dir"},
     )
-    max_length: int = option(256, "tokens of a review, CLS and SEP included", fixed=True)
-    truncation: str = option("head", "which part of a long review is read", choices=("head", "head+tail"), fixed=True)
+    max_length: int = option(256, "maximum tokens per review, including CLS and SEP", fixed=True)
+    truncation: str = option("head", "which part of a long review is kept", choices=("head", "head+tail"), fixed=True)
     padding: str = option(
         "longest",
-        "pad to the longest review of the batch, that length up to a multiple of 32 (few shapes, for CUDA graphs), or "
-        "always to --max-length",
+        "pad to the longest review of the batch, rounded up to a multiple of 32 (few shapes, for CUDA graphs), or to "
+        "--max-length",
         choices=("longest", "multiple", "max"),
         fixed=True,
     )
@@ -75,31 +75,31 @@ class ReviewsConfig(TrainingConfig):
 
 @dataclass(kw_only=True)
 class ImdbConfig(ReviewsConfig):
-    """A BERT that tells good film reviews from bad ones."""
+    """A BERT classifier of film reviews (positive or negative)."""
 
     recipe: ClassVar[str] = "imdb"
     default_length: ClassVar[tuple[str, int]] = ("epochs", 3)
 
-    batch_size: int = option(16, "reviews a step, in each process", fixed=True)
-    lr: float = option(3e-4, "peak learning rate of AdamW")
-    test_data: str = option("", "the test file, when --data is a file", later={"evaluate": "test_data"})
+    batch_size: int = option(16, "batch size per process, in reviews", fixed=True)
+    lr: float = option(3e-4, "peak learning rate")
+    test_data: str = option("", "test file, if --data is a file", later={"evaluate": "test_data"})
     init: str = option(
         "",
-        "start from the encoder and the tokenizer of this folder: a run of train mlm with a model of the same size, or "
-        "a pretrained BERT, MiniLM, DistilBERT or RoBERTa of transformers, whose sizes are taken",
+        "initialise encoder and tokenizer from this folder: a run of train mlm with a model of the same size, or a "
+        "pretrained BERT, MiniLM, DistilBERT or RoBERTa, which also sets the model size",
         fixed=True,
     )
     batching: str = option(
         "shuffled",
-        "how batches are formed: at random; from reviews of similar length, with less padding; or with nearly equal "
-        "total length, concatenated without padding, in batches of one shape",
+        "batch composition: shuffled; bucketed, similar lengths with less padding; or packed, concatenated without "
+        "padding to nearly equal total lengths and one shape",
         choices=("shuffled", "bucketed", "packed"),
         fixed=True,
     )
     sparse_embedding: bool = option(
         False,
         "update only the batch's rows of the token embedding; a different algorithm: absent rows are not updated and "
-        "their moments do not decay; one process only",
+        "their moments do not decay; single process only",
         fixed=True,
     )
     baseline: bool = option(
@@ -108,7 +108,7 @@ class ImdbConfig(ReviewsConfig):
 
 
 def truncate(review: Tensor, length: int, truncation: str) -> Tensor:
-    """At most `length` ids: the first ones, or as many from the end as from the beginning."""
+    """At most `length` ids: the first ones, or equally many from the beginning and the end."""
     if len(review) <= length:
         return review
     tail = length // 2 if truncation == "head+tail" else 0
@@ -130,7 +130,7 @@ def pad_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: Rev
 
 
 class PackedReviews(NamedTuple):
-    """Concatenated reviews: ids (1, T), offsets of each start and the last end (S + 1,), positions (1, T)."""
+    """Concatenated reviews: ids (1, T), the offsets of the sequences (S + 1,), positions (1, T)."""
 
     ids: Tensor
     cu_seqlens: Tensor
@@ -138,9 +138,9 @@ class PackedReviews(NamedTuple):
 
 
 def pack_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: ImdbConfig, budget: int) -> PackedReviews:
-    """CLS, the truncated review and SEP of each; T is `budget`, or what they need, up to a multiple of 64.
+    """CLS, the truncated review and SEP of each; T is `budget`, or the total rounded up to a multiple of 64.
 
-    After the last review comes PAD at position 0, which no review attends to.
+    After the last review T is filled with PAD at position 0, which no review attends to.
     """
     parts = [truncate(review, config.max_length - 2, config.truncation) for review in reviews]
     lengths = torch.tensor([0] + [len(part) + 2 for part in parts])
@@ -155,17 +155,17 @@ def pack_batch(reviews: Sequence[Tensor], tokenizer: ReviewTokenizer, config: Im
 
 
 def load_part(config: ReviewsConfig, part: str) -> Reviews:
-    """The "train" or "test" reviews that the config names."""
+    """The "train" or "test" reviews of the config."""
     if part == "test" and isinstance(config, ImdbConfig) and config.test_data:
         return read_reviews(config.test_data)
     is_file = Path(config.data).is_file()
     if part == "test" and is_file:
-        raise ValueError("test_data is needed where data is a file")
+        raise ValueError("--test-data is required if --data is a file")
     return read_reviews(config.data if is_file else find_reviews(config.data, part))
 
 
 class ReviewRecipe(Recipe):
-    """Reviews and their tokens, and which of them are for training."""
+    """The reviews, their tokens, and the split into training and validation."""
 
     def __init__(self, config: Any, tokenizer: ReviewTokenizer | None = None) -> None:
         self.config = config
@@ -208,7 +208,7 @@ class Imdb(ReviewRecipe):
         return build_preset("imdb_bert", config, vocab_size=tokenizer.vocabulary_size, context=config.max_length)
 
     def make_tokenizer(self) -> ReviewTokenizer:
-        """That of the run that `--init` names, or else the one that the config names."""
+        """The tokenizer of the `--init` folder, or else the one that the config names."""
         if self.initial is None:
             return super().make_tokenizer()
         return self.load_tokenizer(self.initial.tokenizer, self.config)
@@ -221,12 +221,12 @@ class Imdb(ReviewRecipe):
         return model.loss(targets, tokens, cu_seqlens=cu_seqlens, position_ids=position_ids)
 
     def begin(self, model: nn.Module) -> None:
-        """Take the encoder of the run that `--init` names."""
+        """Load the encoder of the `--init` folder."""
         if self.initial is not None:
             load_encoder(model, self.initial)
 
     def sampler(self, processes: Processes) -> ShuffledSampler:
-        """The reviews of the training part, in batches as the config wants them."""
+        """The training reviews, batched according to the config."""
         config, lengths = self.config, self.lengths[self.training]
         shared = (config.batch_size, config.seed, processes.rank, processes.count)
         if config.batching == "bucketed":
@@ -238,7 +238,7 @@ class Imdb(ReviewRecipe):
         return ShuffledSampler(len(lengths), *shared)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
-        """Reviews number `indices` of the training part."""
+        """The training reviews at `indices`."""
         if self.config.batching == "packed":
             return packed_batch(
                 self.reviews, self.training[indices], self.tokenizer, self.config, device, budget=self.budget
@@ -246,13 +246,13 @@ class Imdb(ReviewRecipe):
         return review_batch(self.reviews, self.training[indices], self.tokenizer, self.config, device)
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
-        """The reviews held out from training, this process's share of them."""
+        """This process's share of the validation reviews."""
         for part in self.held_out[processes.rank :: processes.count].split(2 * self.config.batch_size):
             if len(part):
                 yield review_batch(self.reviews, part, self.tokenizer, self.config, device)
 
     def report(self, model: nn.Module, device: torch.device) -> str:
-        """scikit-learn's report on the reviews held out from training, and what TF-IDF reaches on them."""
+        """scikit-learn's report on the validation reviews, and the accuracy of TF-IDF on them."""
         if not len(self.held_out):
             return ""
         held_out = self.reviews.part(self.held_out)
@@ -266,7 +266,7 @@ class Imdb(ReviewRecipe):
 
     @classmethod
     def evaluate(cls, trained: Trained) -> str:
-        """scikit-learn's report and the confusion matrix on the test reviews, and what TF-IDF reaches."""
+        """scikit-learn's report and the confusion matrix on the test reviews, and the accuracy of TF-IDF."""
         config = trained.config
         test = load_part(config, "test")
         reviews = tokenise(test, trained.tokenizer, progress=config.progress)
@@ -279,7 +279,7 @@ class Imdb(ReviewRecipe):
 
     @classmethod
     def classify(cls, trained: Trained, texts: list[str]) -> Classified:
-        """Whether each text is a good or a bad review."""
+        """Classify each text as a positive or negative review."""
         reviews = tokenise_uncached(texts, trained.tokenizer)
         return Classified(CLASSES, predict(trained.model, reviews, trained.tokenizer, trained.config, trained.device))
 
@@ -291,7 +291,7 @@ class Imdb(ReviewRecipe):
 def review_batch(
     reviews: TokenisedReviews, indices: Tensor, tokenizer: ReviewTokenizer, config: ImdbConfig, device: torch.device
 ) -> Batch:
-    """The reviews of those numbers, padded, with their labels."""
+    """The reviews at these indices, padded, with their labels."""
     ids, mask = pad_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config)
     labels = reviews.labels[indices]
     tokens = int(mask.sum())
@@ -307,7 +307,7 @@ def packed_batch(
     *,
     budget: int,
 ) -> Batch:
-    """The reviews of those numbers concatenated, with their labels."""
+    """The reviews at these indices, concatenated, with their labels."""
     packed = pack_batch([reviews.review(index) for index in indices.tolist()], tokenizer, config, budget)
     inputs = tuple(to_device(tensor, device) for tensor in packed)
     return Batch(inputs, to_device(reviews.labels[indices], device), int(packed.cu_seqlens[-1]))
@@ -319,7 +319,7 @@ def predict(
 ) -> Tensor:
     """The probabilities of both classes, (len(reviews), 2)."""
     model.eval()
-    order = reviews.offsets.diff().argsort()  # similar lengths together, for little padding
+    order = reviews.offsets.diff().argsort()  # batch similar lengths, to reduce padding
     probabilities = torch.empty(len(reviews), len(CLASSES))
     for part in order.split(2 * config.batch_size):
         batch = review_batch(reviews, part, tokenizer, config, device)

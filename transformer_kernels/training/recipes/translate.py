@@ -26,12 +26,12 @@ from transformer_kernels.training.translation import GREEDY, BeamSearch, transla
 
 SPECIAL = ("<pad>", "<unknown>", "<begin>", "<end>")
 PAD, UNKNOWN, BEGIN, END = range(len(SPECIAL))
-WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # stands where a word begins
-SPLIT_SEED = 0  # which sentences are tested does not depend on a run's seed
+WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # marks the beginning of a word
+SPLIT_SEED = 0  # the test sentences do not depend on a run's seed
 
 
 class Pair(NamedTuple):
-    """A sentence and a translation of it."""
+    """A sentence and its translation."""
 
     source: str
     target: str
@@ -39,22 +39,22 @@ class Pair(NamedTuple):
 
 @dataclass(kw_only=True)
 class TranslateConfig(TrainingConfig):
-    """An encoder-decoder that translates sentences."""
+    """An encoder-decoder translator."""
 
     recipe: ClassVar[str] = "translate"
     default_length: ClassVar[tuple[str, int]] = ("steps", 1500)
 
-    data: str = option("", "file of sentence pairs, a tab between them, a pair a line", later={"evaluate": "data"})
-    test: float = option(0.1, "part of the source sentences kept for `evaluate`", fixed=True)
-    validation: float = option(0.0, "part of the other source sentences kept for validation", fixed=True)
-    source_vocabulary: int = option(1000, "byte pairs of the source language, at most", fixed=True)
-    target_vocabulary: int = option(1000, "byte pairs of the target language, at most", fixed=True)
-    lowercase: bool = option(True, "read the source in small letters", fixed=True)
-    max_length: int = option(64, "tokens of a sentence, its end included", fixed=True)
-    label_smoothing: float = option(0.1, "part of the target probability that is spread over all tokens", fixed=True)
-    beam: int = option(1, "beginnings that `evaluate` keeps; 1 is greedy", later={"evaluate": "beam"})
+    data: str = option("", "tab-separated file of sentence pairs, one per line", later={"evaluate": "data"})
+    test: float = option(0.1, "fraction of the source sentences held out for `evaluate`", fixed=True)
+    validation: float = option(0.0, "fraction of the remaining source sentences held out for validation", fixed=True)
+    source_vocabulary: int = option(1000, "maximum vocabulary size of the source language", fixed=True)
+    target_vocabulary: int = option(1000, "maximum vocabulary size of the target language", fixed=True)
+    lowercase: bool = option(True, "convert the source to lower case", fixed=True)
+    max_length: int = option(64, "maximum tokens per sentence, including its end token", fixed=True)
+    label_smoothing: float = option(0.1, "label smoothing", fixed=True)
+    beam: int = option(1, "number of beams of `evaluate`; 1 is greedy decoding", later={"evaluate": "beam"})
     length_penalty: float = option(
-        0.6, "of that beam search: the larger, the longer the translations", later={"evaluate": "length_penalty"}
+        0.6, "beam search length penalty; larger favours longer translations", later={"evaluate": "length_penalty"}
     )
 
     def __post_init__(self) -> None:
@@ -71,9 +71,9 @@ class TranslateConfig(TrainingConfig):
 
 
 class BytePairs:
-    """The byte pairs of one language (Sennrich et al. 2016), through the package `tokenizers`.
+    """Byte pairs of one language (Sennrich et al. 2016), by the package `tokenizers`.
 
-    Merges begin with characters and stay inside words; a mark stands at the beginning of a word, and punctuation alone.
+    Merges start from characters and stay within words. A mark precedes each word, and punctuation is a word of its own.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -82,7 +82,7 @@ class BytePairs:
 
     @classmethod
     def train(cls, texts: Sequence[str], size: int, *, lowercase: bool = False) -> BytePairs:
-        """At most `size` tokens, PAD, UNKNOWN, BEGIN and END among them."""
+        """Learn at most `size` tokens, including PAD, UNKNOWN, BEGIN and END."""
         tokenizers: Any = require("tokenizers")
         inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=SPECIAL[UNKNOWN]))
         steps = [tokenizers.normalizers.NFC(), *([tokenizers.normalizers.Lowercase()] if lowercase else [])]
@@ -96,7 +96,7 @@ class BytePairs:
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> BytePairs:
-        """What `describe` described; ValueError where that is no tokenizer."""
+        """The tokenizer with this description; ValueError if it is invalid."""
         try:
             return cls(require("tokenizers").Tokenizer.from_str(json.dumps(description)))
         except ImportError:
@@ -112,7 +112,7 @@ class BytePairs:
         return self.inner.decode(list(ids))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each id stands for, without the mark at the beginning of a word."""
+        """The text of each id, without the word mark."""
         tokens = [self.inner.id_to_token(index) for index in ids]
         return [token.removeprefix(WORD) or WORD for token in tokens]
 
@@ -126,7 +126,7 @@ class BytePairs:
 
 
 class PairTokenizer:
-    """The byte pairs of both languages."""
+    """The tokenizers of both languages."""
 
     def __init__(self, source: BytePairs, target: BytePairs) -> None:
         self.source, self.target = source, target
@@ -143,7 +143,7 @@ def read_pairs(path: str | Path) -> list[Pair]:
         DataFileError: the file is missing or is not text, or a line has no second column.
     """
     if not path:
-        raise ValueError("data is needed: a file of sentence pairs, a tab between them, a pair a line")
+        raise ValueError("--data is required: a tab-separated file of sentence pairs, one per line")
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -166,9 +166,9 @@ def _cleaned(text: str) -> str:
 
 
 def split_pairs(pairs: Sequence[Pair], *parts: float) -> list[list[Pair]]:
-    """The pairs of each part of the distinct source sentences, and last those of all other sentences.
+    """The pairs of each part of the distinct source sentences, and last those of all remaining sentences.
 
-    Each part is one of what the parts before it leave. Pairs with one source sentence stay together.
+    Each fraction applies to the sentences that the previous parts leave. Pairs with the same source stay together.
     """
     left = sorted({pair.source for pair in pairs})
     random.Random(SPLIT_SEED).shuffle(left)
@@ -193,7 +193,7 @@ class Encoded(NamedTuple):
 
 
 def pair_batch(pairs: Sequence[Encoded], device: torch.device) -> Batch:
-    """Source (B, Ls), BEGIN and the target (B, Lt), the source's mask; the target and END is what is predicted."""
+    """Source (B, Ls), BEGIN and target (B, Lt), and the source's mask; the targets are the target and END."""
     source, target = padded([pair.source for pair in pairs], PAD), padded([pair.target for pair in pairs], IGNORED)
     written = torch.cat(
         (torch.full((len(pairs), 1), BEGIN), target[:, :-1].masked_fill(target[:, :-1] == IGNORED, PAD)), 1
@@ -241,16 +241,16 @@ class Translate(Recipe):
         return PairTokenizer(*map(BytePairs.from_description, parts))
 
     def sampler(self, processes: Processes) -> BucketedSampler:
-        """Pairs of similar length together."""
+        """Batches of pairs of similar length."""
         config, lengths = self.config, torch.tensor([len(pair.source) + len(pair.target) for pair in self.training])
         return BucketedSampler(lengths, config.batch_size, config.seed, processes.rank, processes.count)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
-        """Training pairs number `indices`."""
+        """Training pairs at `indices`."""
         return pair_batch([self.training[index] for index in indices.tolist()], device)
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
-        """The pairs held out from training, this process's share of them."""
+        """This process's share of the validation pairs."""
         share = sorted(self.held_out, key=lambda pair: len(pair.source))[processes.rank :: processes.count]
         for start in range(0, len(share), self.config.batch_size):
             yield pair_batch(share[start : start + self.config.batch_size], device)
@@ -259,7 +259,7 @@ class Translate(Recipe):
         return model.loss(*inputs, targets, label_smoothing=self.config.label_smoothing)
 
     def report(self, model: nn.Module, device: torch.device) -> str:
-        """BLEU and chrF on the sentences held out for validation, if there are any."""
+        """BLEU and chrF on the validation sentences, if there are any."""
         if not self.held_out:
             return ""
         model.eval()
@@ -281,11 +281,11 @@ class Translate(Recipe):
         longest = trained.config.max_length
         for text, source in zip(texts, sources, strict=True):
             if not text.strip():
-                raise ValueError(f"there is nothing to translate in {text!r}")
+                raise ValueError(f"translate: the text must not be empty; got {text!r}")
             if len(source) > longest:
                 raise ValueError(f"the model reads at most {longest} tokens; {text!r:.60} has {len(source)}")
         targets: dict[int, list[int]] = {}
-        order = sorted(range(len(texts)), key=lambda index: len(sources[index]))  # with little padding
+        order = sorted(range(len(texts)), key=lambda index: len(sources[index]))  # batch similar lengths
         for start in range(0, len(order), trained.config.batch_size):
             part = order[start : start + trained.config.batch_size]
             source = padded([sources[index] for index in part], PAD).to(trained.device)
@@ -307,7 +307,7 @@ class Translate(Recipe):
     @classmethod
     @torch.no_grad()
     def alignment(cls, trained: Trained, translated: Translated) -> Alignment:
-        """Where each head of each layer looked in the source when it wrote each piece of the target."""
+        """The cross-attention weights of each layer and head for a translation."""
         source, written = (
             torch.tensor([ids], device=trained.device) for ids in (translated.source, [BEGIN, *translated.target[:-1]])
         )

@@ -1,4 +1,4 @@
-"""A vision transformer that reads scikit-learn's handwritten digits."""
+"""A vision transformer that classifies scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from transformer_kernels.training.step import Batch, to_device
 
 CLASSES = tuple("0123456789")
 SIDE = 8  # pixels
-WHITE = 16.0  # the brightest pixel of the digits
+WHITE = 16.0  # maximum pixel value of the digits
 
 
 @dataclass(kw_only=True)
 class VitConfig(TrainingConfig):
-    """A vision transformer that reads handwritten digits (scikit-learn's, which come with it)."""
+    """A vision transformer on handwritten digits (bundled with scikit-learn)."""
 
     recipe: ClassVar[str] = "vit"
     default_length: ClassVar[tuple[str, int]] = ("epochs", 40)
 
-    patch: int = option(2, "height and width of a patch, in pixels of 8", fixed=True)
-    held_out: int = option(360, "digits of the 1,797 kept for validation", fixed=True)
-    lr: float = option(2e-3, "peak learning rate of AdamW")
-    weight_decay: float = option(0.05, "of AdamW, on matrices only")
+    patch: int = option(2, "patch height and width in pixels; images are 8 x 8", fixed=True)
+    held_out: int = option(360, "validation images, of 1,797", fixed=True)
+    lr: float = option(2e-3, "peak learning rate")
+    weight_decay: float = option(0.05, "AdamW weight decay, applied to matrices only")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +40,7 @@ class VitConfig(TrainingConfig):
 
 
 class DigitsViT(Recipe):
-    """1,797 grey pictures of 8 x 8 pixels with their digits."""
+    """1,797 greyscale images of 8 x 8 pixels with their digits."""
 
     Config = VitConfig
 
@@ -59,18 +59,18 @@ class DigitsViT(Recipe):
         return build_preset("vit_digits", config, patch=config.patch)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
-        """Images number `indices` of the training part (B, 1, 8, 8), and their digits (B,)."""
+        """Training images at `indices` (B, 1, 8, 8), and their digits (B,)."""
         return self._batch(self.training[indices], device)
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
-        """The images held out from training, this process's share of them."""
+        """This process's share of the validation images."""
         for part in self.held_out[processes.rank :: processes.count].split(4 * self.config.batch_size):
             if len(part):
                 yield self._batch(part, device)
 
     @classmethod
     def classify(cls, trained: Trained, texts: list[str]) -> Classified:
-        """The digits of picture files, bright on dark; their sides are scaled to 8 pixels."""
+        """The digits in image files, bright on dark; images are resized to 8 x 8 pixels."""
         images = torch.stack([read_image(path) for path in texts]).to(trained.device)
         with torch.no_grad():
             return Classified(CLASSES, trained.model(images).float().softmax(-1).cpu())
@@ -87,7 +87,8 @@ def normalised(brightness: Tensor) -> Tensor:
 
 
 def read_image(path: str) -> Tensor:
-    """A picture file as the model takes it, (1, 8, 8)."""
+    """An image file as model input, (1, 8, 8)."""
+
     pillow: Any = require("PIL.Image")
     numpy: Any = require("numpy")
     with pillow.open(path) as picture:

@@ -1,0 +1,156 @@
+"""For each kernel: on which GPU its present sources were verified, or that they changed since.
+
+The record is `benchmarks/results/<gpu>/kernels.json`, written from the tests that ran on that GPU. A kernel is known by
+the hash of the sources it is made of: its own files and all of this repository that they include or import.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compilers import row_calls
+from transformer_kernels.backends import dispatch
+
+OPERATIONS = ("attention", *row_calls.CALLS)
+BACKENDS = ("triton", "cuda")
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+HOST_ONLY = ("launch.h", "registry.h")
+"""Files of csrc without a line that a GPU runs."""
+INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+def kernel_sources(op: str, backend: str, checkout: Path = CHECKOUT) -> list[Path]:
+    """The files that decide what a kernel computes; none where the backend has no such kernel."""
+    family = dispatch.OPERATIONS[op].folder.rpartition(".")[2]
+    folder = checkout / "transformer_kernels" / "ops" / family
+    if backend == "triton":
+        return sorted(_closure(sorted(folder.glob("_triton*.py")), lambda path: _imported(path, checkout)))
+    csrc = checkout / "csrc"
+    files = [path for path in sorted(folder.glob("_c*.py")) if path.stem in ("_cuda", "_compiled")]
+    named = _closure(files, lambda path: _imported(path, checkout, "_cuda"))
+    own = [path for name in sorted({op, family}) for path in _compiled(csrc / "ops", name)]
+    if not files or not own:
+        return []
+    return sorted({*named, *_closure(own, lambda path: _included(path, csrc))})
+
+
+def machine_code_sources(source: str, checkout: Path = CHECKOUT) -> list[Path]:
+    """The files that decide what nvcc makes of the kernels of csrc/ops/<source>.cu."""
+    csrc = checkout / "csrc"
+    closure = _closure([csrc / "ops" / f"{source}.cu"], lambda path: _included(path, csrc))
+    return sorted(path for path in closure if path.name not in HOST_ONLY)
+
+
+def _compiled(folder: Path, op: str) -> list[Path]:
+    return [path for path in sorted(folder.glob(f"{op}*")) if path.suffix in (".cu", ".cuh", ".h")]
+
+
+def _closure(files: list[Path], following: Any) -> set[Path]:
+    found: set[Path] = set()
+    waiting = list(files)
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += following(path)
+    return found
+
+
+def _included(path: Path, csrc: Path) -> Iterator[Path]:
+    """Files that a CUDA source includes; the emulation is not part of a kernel on a GPU."""
+    for name in INCLUDE.findall(path.read_bytes()):
+        for candidate in (path.parent / name.decode(), csrc / name.decode()):
+            if candidate.is_file() and "emulation" not in candidate.parts:
+                yield candidate.resolve()
+                break
+
+
+def _imported(path: Path, checkout: Path, prefix: str = "_triton") -> Iterator[Path]:
+    """Files of a backend that a Python source imports from this package."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("transformer_kernels"):
+            continue
+        assert node.module is not None
+        for module in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]:
+            file = checkout.joinpath(*module.split(".")).with_suffix(".py")
+            shared = prefix == "_triton" and file.match("backends/triton*.py")
+            if (shared or file.name.startswith(prefix)) and file.is_file():
+                yield file
+
+
+def kernel_hash(op: str, backend: str, checkout: Path = CHECKOUT) -> str | None:
+    """SHA-256 over the names and contents of a kernel's sources; None where there is no such kernel."""
+    sources = kernel_sources(op, backend, checkout)
+    return digest_of(sources, checkout) if sources else None
+
+
+def digest_of(paths: Iterable[Path], checkout: Path = CHECKOUT) -> str:
+    """SHA-256 over the names and contents of files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(checkout).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def recorded(checkout: Path = CHECKOUT) -> list[dict[str, Any]]:
+    """Every verification on record: kernel, hash, device, date, tests passed and failed, whether all of them ran."""
+    files = sorted((checkout / "benchmarks" / "results").glob("*/kernels.json"))
+    return [entry for file in files for entry in json.loads(file.read_text())]
+
+
+def verification(checkout: Path = CHECKOUT) -> list[str]:
+    """One line for each kernel: where and when its present sources were verified, or that they were not."""
+    if not (checkout / "benchmarks").is_dir():
+        return ["the record of verified kernels is in the source checkout, in benchmarks/results"]
+    records = recorded(checkout)
+    lines = []
+    for op in OPERATIONS:
+        for backend in BACKENDS:
+            digest = kernel_hash(op, backend, checkout)
+            if digest is not None:
+                known = [entry for entry in records if entry["kernel"] == f"{op}/{backend}"]
+                lines.append(f"{op + '/' + backend:<22} {_state(digest, known)}")
+    return lines
+
+
+def summary(checkout: Path = CHECKOUT) -> list[str]:
+    """The lines of `verification`, with the state that most kernels share in one last line."""
+    kernels_by_state: dict[str, list[str]] = {}
+    for line in (lines := verification(checkout)):
+        kernels_by_state.setdefault(line.partition(" ")[2].strip(), []).append(line)
+    shared = max(kernels_by_state, key=lambda state: len(kernels_by_state[state]), default="")
+    count = len(kernels_by_state.get(shared, ()))
+    if count < 2:
+        return lines
+    rest = [line for line in lines if line not in kernels_by_state[shared]]
+    which = f"the other {count}" if rest else f"all {count}"
+    return [*rest, f"{which:<22} {shared} (each: info --kernels)"]
+
+
+def _state(digest: str, known: list[dict[str, Any]]) -> str:
+    if not known:
+        return "on no GPU yet: its tests ran interpreted or emulated on the CPU"
+    newest_first = sorted(known, key=lambda entry: entry["date"], reverse=True)
+    for entry in newest_first:
+        if entry["hash"] == digest:
+            return _judged(entry)
+    entry = newest_first[0]
+    return f"changed since {entry['date'][:10]}, when on {entry['device']} it was {_judged(entry).split(' on ')[0]}"
+
+
+def _judged(entry: dict[str, Any]) -> str:
+    where = f"on {entry['device']}, {entry['date'][:10]}"
+    if entry["failed"]:
+        return f"FAILED on {where.removeprefix('on ')}: {entry['failed']} of {entry['failed'] + entry['passed']} tests"
+    if not entry["passed"]:
+        return f"not run {where}: its tests were skipped"
+    unfinished = "" if entry["complete"] else ", in part: the time ended before the tests did"
+    return f"verified {where} ({entry['passed']} tests{unfinished})"

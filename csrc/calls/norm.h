@@ -1,0 +1,53 @@
+// What Python hands to the norm kernels of a CPU and of a GPU: transformer_kernels/ops/norm/_compiled.py names each field.
+// Rows are (rows, columns) and contiguous, parameters (columns,); address 0 is an absent tensor.
+#pragma once
+#include <cstdint>
+
+namespace transformer_kernels {
+
+using Address = uint64_t;
+
+// s = dropout(x) + residual, or x without a residual; y = LayerNorm(s), or without a mean RMSNorm(s).
+struct NormForward {
+  int64_t dtype;  // of x, residual, summed, y: DTYPE_CODES
+  Address x, residual, weight, bias, seed;
+  double dropout_p;
+  Address summed, y, mean, rstd;  // mean, rstd (rows,) fp32
+  int64_t rows, columns;
+  double eps;
+  bool weight_is_float32, bias_is_float32;  // else of `dtype`; on a CPU always float32
+  int64_t device;
+  Address stream;  // of a GPU
+
+  template <class Visit> void fields(Visit&& visit) {
+    visit("dtype", dtype), visit("x", x), visit("residual", residual), visit("weight", weight), visit("bias", bias);
+    visit("seed", seed), visit("dropout_p", dropout_p), visit("summed", summed), visit("y", y), visit("mean", mean);
+    visit("rstd", rstd), visit("rows", rows), visit("columns", columns), visit("eps", eps);
+    visit("weight_is_float32", weight_is_float32), visit("bias_is_float32", bias_is_float32);
+    visit("device", device), visit("stream", stream);
+  }
+};
+
+// From dy and dsummed, which may be absent: dresidual, the gradient of s, which is `x` here; with a seed dx, its dropout,
+// too; dweight and dbias. `partials`, where it is given: (1 or, with a mean, 2, partial_rows, columns) fp32.
+struct NormBackward {
+  int64_t dtype;
+  Address dy, dsummed, x, weight, mean, rstd, seed;
+  double dropout_p;
+  bool added;  // whether forward had a residual
+  Address dx, dresidual, dweight, dbias, partials;
+  int64_t partial_rows, rows, columns;
+  bool weight_is_float32;  // and so are dweight and dbias
+  int64_t device;
+  Address stream;
+
+  template <class Visit> void fields(Visit&& visit) {
+    visit("dtype", dtype), visit("dy", dy), visit("dsummed", dsummed), visit("x", x), visit("weight", weight);
+    visit("mean", mean), visit("rstd", rstd), visit("seed", seed), visit("dropout_p", dropout_p), visit("added", added);
+    visit("dx", dx), visit("dresidual", dresidual), visit("dweight", dweight), visit("dbias", dbias);
+    visit("partials", partials), visit("partial_rows", partial_rows), visit("rows", rows), visit("columns", columns);
+    visit("weight_is_float32", weight_is_float32), visit("device", device), visit("stream", stream);
+  }
+};
+
+}  // namespace transformer_kernels

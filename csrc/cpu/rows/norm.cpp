@@ -1,0 +1,128 @@
+// summed = dropout(x) + residual, y = LayerNorm(summed); without residual LayerNorm of x alone. And the gradients.
+// Without a place for the mean, or without the mean, it is RMSNorm.
+#include "../../calls/norm.h"
+#include "../rows.h"
+
+namespace transformer_kernels::TK_LEVEL {
+namespace {
+
+// Writes the sum and returns its total over the row, as rounded; that of its squares where it is not centred.
+template <bool CENTRED, class T>
+TK_INLINE float add_row(const T* x, const T* residual, const Dropout& dropout, int64_t row, int64_t columns, T* summed) {
+  Floats total[4] = {};
+  over_dropped_columns(dropout, static_cast<uint32_t>(row), columns, [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
+    const Floats each = as_stored<T>(drop(load(x + j, lanes)) + load(residual + j, lanes));
+    fetch_ahead_to_write(summed + j);
+    store(summed + j, each, lanes);
+    total[u] = with_term<CENTRED>(total[u], lanes.count == WIDTH ? each : load(summed + j, lanes));
+  });
+  return sum(total);
+}
+
+// Calls f(Type<T>{}, Flag<whether it is centred>{}).
+template <class F> TK_INLINE void by_norm(int64_t dtype, bool centred, const F& f) {
+  by_dtype(dtype, [&](auto type) {
+    if (centred) return f(type, Flag<true>{});
+    return f(type, Flag<false>{});
+  });
+}
+
+// What the gradients of rows are made of and where they go; `dx` is null without dropout, `dsummed` where there is none.
+template <class T> struct Gradients {
+  const T *dy, *dsummed, *summed;
+  const float *weight, *mean, *rstd;
+  T *dx, *dresidual;
+  Dropout dropout;
+  int64_t columns;
+  bool past_caches;
+};
+
+// Longer rows are taken one by one: several of x and dy would leave the second-level cache between the two passes over them.
+constexpr int64_t NEAR_COLUMNS = 32768;
+
+// Of R rows from row i on, which are added to dweight and dbias.
+template <bool CENTRED, int R, class T> TK_INLINE void gradients_of(const Gradients<T>& all, int64_t i, float* dweight, float* dbias) {
+  const int64_t columns = all.columns;
+  Moments m[R];
+  Projections means[R];
+  for (int r = 0; r < R; ++r) m[r] = {CENTRED ? all.mean[i + r] : 0.f, all.rstd[i + r]};
+  project<CENTRED, R>(all.summed + i * columns, all.dy + i * columns, m, all.weight, columns, dweight, dbias, means);
+  for (int r = 0; r < R; ++r) {
+    const int64_t first = (i + r) * columns;
+    over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
+      Floats gradient = norm_gradient(load(all.dy + first + j, lanes), all.summed + first, m[r], all.weight, means[r], j, lanes);
+      if (all.dsummed) gradient += load(all.dsummed + first + j, lanes);
+      fetch_below(all.dy + first + j, R * columns), fetch_below(all.summed + first + j, R * columns);
+      store_result(all.dresidual + first + j, gradient, lanes, all.past_caches);
+      if (all.dropout.threshold) store_result(all.dx + first + j, drop(gradient), lanes, all.past_caches);
+    });
+  }
+}
+
+}  // namespace
+
+void norm_forward(const NormForward& call) {
+  const int64_t rows = call.rows, columns = call.columns;
+  const float eps = static_cast<float>(call.eps);
+  const Dropout dropout = make_dropout(at<const int64_t>(call.seed), call.dropout_p);
+  by_norm(call.dtype, call.mean, [&](auto type, auto centred) {
+    using T = typename decltype(type)::type;
+    constexpr bool CENTRED = decltype(centred)::value;
+    const float *w = at<const float>(call.weight), *b = at<const float>(call.bias);
+    const T *from = at<const T>(call.x), *added = at<const T>(call.residual);
+    T *result = result_at<T>(call.y, rows * columns), *sums = result_at<T>(call.summed, added ? rows * columns : 0);
+    const bool past_caches = goes_past_caches(rows, columns, result);
+    parallel_for(rows, (call.seed ? 8 : 3) * columns, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t first = i * columns;
+        const T* row = from + first;
+        float total;
+        if (added) {
+          total = add_row<CENTRED>(row, added + first, dropout, i, columns, sums + first);
+          row = sums + first;
+        } else {
+          total = row_sum<CENTRED>(row, columns);
+        }
+        const Moments m = moments<CENTRED>(row, total, columns, eps);
+        if (CENTRED) at<float>(call.mean)[i] = m.mean;
+        at<float>(call.rstd)[i] = m.rstd;
+        T* to = result + first;
+        over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+          fetch_below(from + first + j, columns);
+          if (added) fetch_below(added + first + j, columns);
+          store_result(to + j, normalised(row, m, w, b, j, lanes), lanes, past_caches);
+        });
+      }
+      finish_results(past_caches);
+    });
+  });
+}
+
+// dweight and dbias: address 0 where they are not wanted.
+void norm_backward(const NormBackward& call) {
+  const int64_t rows = call.rows, columns = call.columns;
+  by_norm(call.dtype, call.mean, [&](auto type, auto centred) {
+    using T = typename decltype(type)::type;
+    constexpr bool CENTRED = decltype(centred)::value;
+    constexpr int R = 4;
+    const int64_t width = CENTRED ? 2 * columns : columns;
+    T *dropped = result_at<T>(call.dx, rows * columns), *result = result_at<T>(call.dresidual, rows * columns);
+    const Gradients<T> all{at<const T>(call.dy), at<const T>(call.dsummed), at<const T>(call.x), at<const float>(call.weight),
+                           at<const float>(call.mean), at<const float>(call.rstd), dropped, result,
+                           make_dropout(at<const int64_t>(call.seed), call.dropout_p), columns,
+                           goes_past_caches(rows, columns, result, dropped)};
+    const float* sums = sums_over_rows(rows, width, (call.seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
+      int64_t i = begin;
+      for (; columns <= NEAR_COLUMNS && i + R <= end; i += R) gradients_of<CENTRED, R>(all, i, own, own + columns);
+      for (; i < end; ++i) gradients_of<CENTRED, 1>(all, i, own, own + columns);
+      finish_results(all.past_caches);
+    });
+    add_parts(sums, parts_of(rows), width, columns, at<float>(call.dweight));
+    if (CENTRED) add_parts(sums + columns, parts_of(rows), width, columns, at<float>(call.dbias));
+  });
+}
+
+}  // namespace transformer_kernels::TK_LEVEL
+
+TK_KERNEL(norm_forward)
+TK_KERNEL(norm_backward)

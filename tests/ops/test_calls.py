@@ -1,0 +1,28 @@
+"""A call is a record: its fields are taken by name, never by position."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+OPS = Path(__file__).parents[2] / "transformer_kernels" / "ops"
+
+BY_POSITION = re.compile(r"\bcall\[\d*:|\bcall\[[1-9]|\._make\(")
+"""A slice of a call, a field of it by number (but the first, its first tensor), or a record of a bare sequence."""
+
+
+def test_no_call_is_taken_apart_by_position() -> None:
+    found = [
+        f"{path.relative_to(OPS)}:{number}: {line.strip()}"
+        for path in sorted(OPS.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if BY_POSITION.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_pattern_finds_what_it_is_for() -> None:
+    for line in ("q, k, v = call[:3]", "call[7:12]", "x = call[1]", "EmbeddingCall._make((x, y))"):
+        assert BY_POSITION.search(line), line
+    for line in ("call[0].device", "calls[1]", "call.q[:3]"):
+        assert not BY_POSITION.search(line), line

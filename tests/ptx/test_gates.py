@@ -1,0 +1,69 @@
+"""In the gates: every operation, the parity grid's small shapes, and the random calls of the day, by their PTX.
+
+TRANSFORMER_KERNELS_GATES_EVERY thins them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import pytest
+import torch
+
+from benchmarks.compilers.triton import OPERATIONS
+from tests.ptx.test_operations import DTYPES, PER_DTYPE, PER_TARGET, TARGETS
+from tests.support.operations import EXAMPLES
+from tests.support.ptx.cases import CP_ASYNC_PROXY, Outcome, decoded, example, lengths, random_call
+from tests.support.ptx.worker import in_worker
+from tests.support.random_calls import DRAWN
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
+DAY, _, _ = os.environ.get("TRANSFORMER_KERNELS_RANDOM", datetime.date.today().isoformat()).partition(":")
+SECONDS = 8.0 / EVERY
+"""CPU time for the random calls of each operation."""
+LENGTHS = [(1, 1), (17, 17), (128, 128), (129, 129), (1, 129), (17, 128), (129, 17), (65, 257)]
+BY_PTX = sorted({*OPERATIONS, "packed_attention", "linear_cross_entropy"})
+pytestmark = pytest.mark.slow
+
+
+def check(outcome: Outcome) -> None:
+    assert outcome.findings.keys() <= {CP_ASYNC_PROXY}, "\n".join(outcome.lines[:20])
+
+
+@PER_TARGET
+@PER_DTYPE
+@pytest.mark.parametrize("op", [op for op in BY_PTX if op != "attention"])
+def test_every_operation_matches_reference(op: str, dtype: torch.dtype, target: str) -> None:
+    check(in_worker(example, op, target, dtype, 12, 64, {}))
+
+
+@PER_DTYPE
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS[::EVERY], ids=str)
+def test_attention_matches_reference_over_lengths(queries: int, keys: int, dtype: torch.dtype) -> None:
+    """On one target each: the other has the same length in another dtype."""
+    target = TARGETS[(LENGTHS.index((queries, keys)) + DTYPES.index(dtype)) % 2]
+    check(in_worker(lengths, target, dtype, queries, keys))
+
+
+@pytest.mark.parametrize("op", [op for op in DRAWN if op in BY_PTX])
+def test_random_calls_of_the_day_match_reference(op: str) -> None:
+    number, spent = 0, 0.0
+    while spent < SECONDS and number < 200:
+        outcome = in_worker(random_call, DAY, op, number, TARGETS[number % 2])
+        spent += outcome.seconds
+        check(outcome)
+        number += 1
+
+
+@PER_TARGET
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_sample_of_the_launches_of_the_day_is_known(operation: str, target: str) -> None:
+    """No instruction of theirs is refused."""
+    assert in_worker(decoded, operation, target, DAY, max(1, 12 // EVERY)) > 0
+
+
+def test_every_operation_with_kernels_runs() -> None:
+    assert set(BY_PTX) <= EXAMPLES.keys()

@@ -1,0 +1,73 @@
+"""`run_ptx` on kernels that are not the package's: tests/support/ptx/README.md describes it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ptx.cases import CP_ASYNC_PROXY
+from tests.support.ptx.types import Fault, Refused
+from tests.support.ptx.worker import in_worker
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+PER_TARGET = pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+
+
+def call(name: str, *arguments: Any, **options: Any) -> Any:
+    return in_worker(_call, name, arguments, options)
+
+
+def _call(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    from tests.ptx import kernels  # only where Triton does not interpret
+
+    torch.manual_seed(0)
+    return getattr(kernels, name)(*arguments, **options)
+
+
+@PER_TARGET
+@pytest.mark.parametrize("name", ["add", "softmax", "layer_norm", "count"])
+def test_kernels_of_others(name: str, target: str) -> None:
+    got, want = call(name, target)
+    torch.testing.assert_close(got, want)
+
+
+@PER_TARGET
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_matrix_product(dtype: torch.dtype, target: str) -> None:
+    """float32 by tf32, which is Triton's default."""
+    expected = (CP_ASYNC_PROXY,) if target == "sm_90" else ()
+    got, want = call("matmul", target, dtype, expected=expected)
+    tolerance = {"rtol": 0.0, "atol": 0.05} if dtype is torch.float32 else {}
+    torch.testing.assert_close(got, want, **tolerance)
+
+
+def test_the_missing_fence_fails_unless_it_is_expected() -> None:
+    with pytest.raises(AssertionError, match=re.escape(CP_ASYNC_PROXY)):
+        call("matmul", "sm_90", torch.float16)
+
+
+def test_a_missing_mask_is_a_fault_of_one_argument() -> None:
+    with pytest.raises(Fault, match=r"byte 4000 of [xy], which has 4000; at ld\.global"):
+        call("add", "sm_80", "add_without_mask_kernel")
+
+
+def test_programs_that_write_the_same_element_race() -> None:
+    with pytest.raises(AssertionError, match=r"a write after another CTA's write to global memory \(out\)"):
+        call("overlapping", "sm_80")
+
+
+def test_an_instruction_that_is_not_known_is_refused() -> None:
+    with pytest.raises(Refused, match=r"add\.sat\.f32 .*: modifiers \.sat"):
+        in_worker(_with_another_opcode, r"\badd\.f32", "add.sat.f32")
+    with pytest.raises(Refused, match=r"frobnicate\.f32 .*: no such instruction"):
+        in_worker(_with_another_opcode, r"\badd\.f32", "frobnicate.f32")
+
+
+def _with_another_opcode(opcode: str, other: str) -> None:
+    from tests.ptx import kernels
+
+    kernels.add("sm_80", edit=lambda name, ptx: re.sub(opcode, other, ptx))

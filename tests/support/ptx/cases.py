@@ -1,0 +1,172 @@
+"""The package's operations by the PTX of their Triton kernels: forward and backward within the error budget."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import transformer_kernels as tk
+from benchmarks.compilers.launches import Launch
+from benchmarks.compilers.triton import launches
+from python_ref import ops as reference
+from tests.support import parity as budget
+from tests.support.arguments import normal
+from tests.support.operations import CPU, EXAMPLES
+from tests.support.parity import check_parity
+from tests.support.ptx.launch import Edit, Execution, capability_of, compile_launch, package_launches
+from tests.support.ptx.machine import Machine
+from tests.support.ptx.memory import Global
+from tests.support.ptx.syntax import parse
+from tests.support.ptx.tensor_cores import NO_FENCE
+from tests.support.random_calls import DRAWN, Draw
+from transformer_kernels import UnsupportedByBackend
+
+CP_ASYNC_PROXY = NO_FENCE[True]
+"""Triton 3.6 emits no fence.proxy.async between the cp.async that fills a tile and the wgmma that reads it."""
+
+RANDOM_SLACK = 8.0
+"""That of tests/ops/test_random_calls.py, for its reason."""
+
+
+@dataclass
+class Outcome:
+    """What became of one call, in small: it travels between processes."""
+
+    share: float
+    """The largest share of an error budget that was used."""
+    kernels: list[str]
+    findings: dict[str, int]
+    """How often each message was reported."""
+    lines: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    work: int = 0
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Tensors of torch.empty and torch.empty_like are NaN until they are written."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def filled(tensor: Tensor) -> Tensor:
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-1)
+
+    def poison(make: Any) -> Any:
+        return lambda *args, **kwargs: filled(make(*args, **kwargs))
+
+    with mock.patch("torch.empty", poison(empty)), mock.patch("torch.empty_like", poison(empty_like)):
+        yield
+
+
+def outcome(share: float, executions: list[Execution], started: float) -> Outcome:
+    findings: Counter[str] = Counter()
+    lines = []
+    for each in executions:
+        for (kind, message, text), count in each.findings.items():
+            findings[message] += count
+            lines.append(f"{each.kernel}: {kind}: {message}; at {text[:100]}")
+    kernels = [each.kernel for each in executions]
+    work = sum(each.work for each in executions)
+    return Outcome(share, kernels, dict(findings), lines, time.process_time() - started, work)
+
+
+def parity(
+    op: str,
+    target: str,
+    tensors: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    races: bool = True,
+    edit: Edit | None = None,
+    slack: float = 1.0,
+) -> Outcome:
+    """One call and its backward pass, held to the budget of tests/support/parity.py."""
+    started = time.process_time()
+    torch.manual_seed(0)
+    with package_launches(target, races, edit) as executions, poisoned():
+        share = check_parity(op, "triton", tensors, options, seed=7, slack=slack)
+    return outcome(share, executions, started)
+
+
+def example(op: str, target: str, dtype: torch.dtype, rows: int, columns: int, options: dict[str, Any]) -> Outcome:
+    """The operation's example (tests/support/operations.py), with other options if there are some."""
+    tensors = EXAMPLES[op].make(rows, columns, dtype)
+    return parity(op, target, tensors, {**EXAMPLES[op].options, **options})
+
+
+def any_length(target: str, dtype: torch.dtype) -> Outcome:
+    """Attention by the kernels for any length, which walk over blocks of keys."""
+    length, width = (80, 32) if dtype is torch.float32 else (150, 64)  # fewer keys go to the short kernels
+    tensors = {name: normal(1, 1, length, width, dtype=dtype, device=CPU, seed=i) for i, name in enumerate("qkv")}
+    return parity("attention", target, tensors, {"causal": True})
+
+
+def forward(op: str, target: str, tensors: dict[str, Any], options: dict[str, Any], edit: Edit | None) -> Outcome:
+    """One call without gradients, held to the budget of outputs."""
+    started = time.process_time()
+    inputs = {name: value.detach() for name, value in tensors.items()}
+    dtype = next(iter(inputs.values())).dtype
+    textbook = getattr(reference, op)
+    exact, eager = (budget.run(textbook, inputs, options, dtype=each).outputs[0] for each in (torch.float64, dtype))
+    with package_launches(target, True, edit) as executions, poisoned():
+        got = budget.run(getattr(tk, op), inputs, {**options, "backend": "triton"}).outputs[0]
+    share = budget.assert_within_budget(op, got, exact, eager, budget.OUTPUT_FACTOR, dtype)
+    return outcome(share, executions, started)
+
+
+def lengths(target: str, dtype: torch.dtype, queries: int, keys: int) -> Outcome:
+    """Attention of the parity grid."""
+    shapes = {"q": queries, "k": keys, "v": keys}
+    tensors = {
+        name: normal(1, 2, length, 64, dtype=dtype, device=CPU, seed=i)
+        for i, (name, length) in enumerate(shapes.items())
+    }
+    return parity("attention", target, tensors, {"causal": (queries + keys) % 2 == 0, "return_lse": True})
+
+
+def random_call(day: str, op: str, number: int, target: str) -> Outcome:
+    """A call of tests/support/random_calls.py, with the slack that calls have which nobody chose.
+
+    Raises:
+        AssertionError: with the call, so that it can be repeated.
+    """
+    tensors, options = DRAWN[op](Draw(f"{day}:{op}:{number}"))
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    try:
+        return parity(op, target, tensors, options, slack=RANDOM_SLACK)
+    except UnsupportedByBackend:
+        return Outcome(0.0, [], {}, seconds=0.1)
+    except Exception as error:
+        shapes = {name: (str(x.dtype), tuple(x.shape), x.stride()) for name, x in tensors.items()}
+        raise AssertionError(f"{day}:{op}:{number} on {target}: {error}\n{shapes} {options}") from error
+
+
+@functools.cache
+def _launches(operation: str, target: str) -> list[Launch]:
+    return launches([operation], [capability_of(target)])
+
+
+def decoded(operation: str, target: str, seed: str, count: int) -> int:
+    """Compile some of the launches that the gates compile, and decode each instruction; returns how many.
+
+    Raises:
+        Refused: an instruction that is not implemented.
+    """
+    found = _launches(operation, target)
+    instructions = 0
+    for launch in random.Random(f"{seed}:{operation}:{target}").sample(found, min(count, len(found))):
+        ptx, shared = compile_launch(launch)
+        kernel = parse(ptx)
+        parameters = {name: bytes(size) for name, size in kernel.parameters}
+        Machine(kernel, Global([], 4, False), parameters, (1, 1, 1), [0], kernel.threads or 32, max(shared, 16), True)
+        instructions += len(kernel.code)
+    return instructions

@@ -1,0 +1,327 @@
+"""Executes a kernel: the threads of some CTAs in step, their registers as arrays.
+
+Threads that diverge have a program counter of their own. The lowest runs first, so that code in the compiler's order
+meets again at its joins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.support.ptx.form import Form, Read, Step, Write
+from tests.support.ptx.instructions import CONTROL, HANDLERS
+from tests.support.ptx.memory import GENERIC_SHARED, POISON, Global, Shared
+from tests.support.ptx.races import Clock
+from tests.support.ptx.syntax import (
+    Address,
+    Float,
+    Instruction,
+    Kernel,
+    Negated,
+    Number,
+    Operand,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+)
+from tests.support.ptx.types import PRED, TYPES, U64, Array, Fault, Mask, Refused, Type
+
+Finding = tuple[str, str, str]
+"""Kind, message and instruction."""
+
+MOST_INSTRUCTIONS = 50_000_000
+
+
+class Machine:
+    """Some CTAs of a launch."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        memory: Global,
+        parameters: dict[str, bytes],
+        grid: tuple[int, int, int],
+        ctas: list[int],
+        threads: int,
+        shared: int,
+        races: bool,
+    ) -> None:
+        if threads % 32 or (kernel.threads is not None and kernel.threads != threads):
+            raise ValueError(f"ptx: {threads} threads for {kernel.name}, which needs {kernel.threads}")
+        self.kernel, self.memory, self.parameters, self.threads = kernel, memory, parameters, threads
+        self.N, self.W = len(ctas) * threads, len(ctas) * threads // 32
+        self.lanes = np.arange(self.N)
+        self.architecture = int("".join(c for c in kernel.target if c.isdigit()))
+        self.clock = Clock(np.asarray(ctas), threads)
+        self.shared = Shared(len(ctas), shared, threads, self.clock, min(4, _narrowest(kernel, shared=True)), races)
+        self.special = self._special(grid, np.asarray(ctas), shared)
+        self.number = {name: i for i, name in enumerate(kernel.registers)}
+        self.values: list[Any] = [None] * len(self.number)
+        self.written = [False] * len(self.number)
+        """By any thread; in the others a register is poisoned."""
+        self.changed = [0] * len(self.number)
+        """The instruction, counted as executed, that last wrote each register."""
+        self.executed = self.work = 0
+        self.findings: Counter[Finding] = Counter()
+        self.current = ""
+        self.at_end: list[Callable[[], None]] = []
+        self.steps = [self._decode(each) for each in kernel.code]
+
+    def note(self, kind: str, message: str) -> None:
+        """Record what is wrong, at the instruction that runs."""
+        self.findings[kind, message, self.current] += 1
+
+    def full(self, value: Any) -> Array:
+        """One element per thread."""
+        return value if isinstance(value, np.ndarray) and value.shape else np.broadcast_to(value, (self.N,))
+
+    def lanes_of(self, mask: Mask) -> Array:
+        return self.lanes if mask is None else np.nonzero(mask)[0]
+
+    def whole_warps(self, mask: Mask, size: int = 32) -> None:
+        """A fault where some threads of a warp (or of a group of `size`) are elsewhere."""
+        if mask is not None:
+            groups = mask.reshape(-1, size)
+            if (groups.any(1) != groups.all(1)).any():
+                raise Fault(f"a part of {'a warp' if size == 32 else f'{size} threads'} is missing")
+
+    # Operands
+
+    def reader(self, operand: Operand, type: Type, low: bool = False) -> Read:
+        """Values of a type; with `low` the register may be wider, and its low bits are read."""
+        if isinstance(operand, Register):
+            return self._register_reader(operand.name, type, low)
+        if isinstance(operand, Negated) and type is PRED:
+            inner = self.reader(operand.register, PRED)
+            return lambda mask: ~inner(mask)
+        constant = self._constant(operand, type)
+        return lambda mask: constant
+
+    def _constant(self, operand: Operand, type: Type) -> Any:
+        if isinstance(operand, Number):
+            if type is PRED:
+                return np.bool_(operand.value)
+            return np.array([operand.value & (2**type.bits - 1)], type.unsigned).view(type.dtype)[0]
+        if isinstance(operand, Float) and operand.size == type.bits:
+            return np.array([operand.bits], type.unsigned).view(type.dtype)[0]
+        if isinstance(operand, Special) and type.bits in (16, 32, 64):
+            value = self.special[operand.name]
+            return value.view(type.dtype) if type.bits == 32 else value.astype(type.dtype)
+        if isinstance(operand, Symbol) and operand.name in self.kernel.shared:
+            offset = GENERIC_SHARED if type.bits == 64 else 0
+            return type.dtype.type(self.kernel.shared[operand.name] + offset)
+        if isinstance(operand, Symbol) and operand.name in self.kernel.constants and type.bits == 64:
+            return type.dtype.type(self.kernel.constants[operand.name].ctypes.data)
+        raise Refused(f"operand {operand} as {type.name}")
+
+    def _register_reader(self, name: str, type: Type, low: bool) -> Read:
+        i, declared, dtype = self.number[name], TYPES[self.kernel.registers[name]], type.dtype
+        if (declared.bits != type.bits and not (low and declared.bits > type.bits > 1)) or (
+            (declared is PRED) != (type is PRED)
+        ):
+            raise Refused(f"{name}, a register of {declared.name}, as {type.name}")
+        values, written = self.values, self.written
+
+        def read(mask: Mask) -> Any:
+            if not written[i]:
+                self._check_written(i, name, declared)
+            value = values[i]
+            return value if value.dtype is dtype else value.view(dtype)
+
+        def read_low(mask: Mask) -> Any:
+            if not written[i]:
+                self._check_written(i, name, declared)
+            return values[i].view(declared.unsigned).astype(type.unsigned).view(dtype)
+
+        return read_low if declared.bits != type.bits else read
+
+    def _check_written(self, i: int, name: str, declared: Type) -> None:
+        """Compilers let lanes read what only others wrote (a reduction's last steps): those read poison."""
+        if not self.written[i]:
+            self.note("uninitialised", f"{name} is read before it is written")
+        if self.values[i] is None:
+            self.values[i] = np.full(self.N * declared.dtype.itemsize, POISON, np.uint8).view(declared.unsigned)
+
+    def writer(self, operand: Operand, type: Type, wide: bool = False) -> Write:
+        """Stores values of a type; with `wide` the register may be wider, and values are extended by their type."""
+        if isinstance(operand, Sink):
+            return lambda value, mask: None
+        if not isinstance(operand, Register):
+            raise Refused(f"destination {operand}")
+        name = operand.name
+        i, declared = self.number[name], TYPES[self.kernel.registers[name]]
+        extends = wide and declared.bits > type.bits > 1
+        if (declared.bits != type.bits and not extends) or ((declared is PRED) != (type is PRED)):
+            raise Refused(f"{name}, a register of {declared.name}, for {type.name}")
+        values, written, changed = self.values, self.written, self.changed
+        signed = np.dtype(f"i{declared.dtype.itemsize}")
+
+        def write(value: Any, mask: Mask) -> None:
+            if extends:
+                value = value.view(type.dtype).astype(signed if type.kind == "signed" else declared.unsigned)
+            changed[i] = self.executed
+            if mask is None:
+                values[i], written[i] = value, True
+                return
+            old = values[i]
+            if old is None:
+                old = np.full(self.N * declared.dtype.itemsize, POISON, np.uint8).view(declared.unsigned)
+            if declared is PRED:
+                values[i] = np.where(mask, value, old.astype(np.bool_))
+            else:
+                values[i] = np.where(mask, value.view(declared.unsigned), old.view(declared.unsigned))
+            written[i] = True
+
+        return write
+
+    def address(self, operand: Operand, shared: bool) -> Read:
+        """Addresses [N] in 64 bits."""
+        if not isinstance(operand, Address):
+            raise Refused(f"{operand} as an address")
+        offset = np.uint64(operand.offset & (2**64 - 1))
+        base = operand.base
+        if shared and isinstance(base, Symbol):
+            constant = np.uint64(self.kernel.shared[base.name]) + offset
+            return lambda mask: np.full(self.N, constant)
+        bits = TYPES[self.kernel.registers[base.name]].bits if isinstance(base, Register) else 64
+        if bits == 64:
+            read = self.reader(base, U64)
+            return lambda mask: self.full(read(mask)) + offset
+        if not shared:
+            raise Refused(f"{operand}: a global address of {bits} bits")
+        short = self.reader(base, TYPES["u32"])
+        return lambda mask: self.full(short(mask)).astype(np.uint64) + offset
+
+    def _special(self, grid: tuple[int, int, int], ctas: Array, shared: int) -> dict[str, Array]:
+        lanes, cta = self.lanes, np.repeat(ctas, self.threads)
+        x, y = grid[0], grid[1]
+        values: dict[str, Any] = {
+            "%tid.x": lanes % self.threads, "%tid.y": 0, "%tid.z": 0,
+            "%ntid.x": self.threads, "%ntid.y": 1, "%ntid.z": 1,
+            "%ctaid.x": cta % x, "%ctaid.y": cta // x % y, "%ctaid.z": cta // (x * y),
+            "%nctaid.x": x, "%nctaid.y": y, "%nctaid.z": grid[2],
+            "%laneid": lanes % 32, "%warpid": lanes % self.threads // 32,
+            "%cluster_ctarank": 0, "%dynamic_smem_size": shared - self.kernel.static_shared,
+        }  # fmt: skip
+        return {name: np.broadcast_to(np.asarray(value), (self.N,)).astype(np.uint32) for name, value in values.items()}
+
+    # Execution
+
+    def _decode(self, instruction: Instruction) -> Step | None:
+        form = Form(self, instruction)
+        is_control = instruction.opcode in CONTROL and "warp" not in instruction.modifiers
+        table = CONTROL if is_control else HANDLERS
+        if instruction.opcode not in table:
+            raise Refused(f"ptx: {instruction.text}: no such instruction")
+        try:
+            step = table[instruction.opcode](form)
+            form.finish()
+        except Refused as reason:
+            raise Refused(f"ptx: {instruction.text}: {reason}") from None
+        return None if is_control else step
+
+    def run(self) -> None:
+        """All CTAs to their end.
+
+        Raises:
+            Fault: as on a device, with the instruction.
+        """
+        try:
+            with np.errstate(all="ignore"):
+                self._walk()
+        except Fault as fault:
+            raise Fault(f"{self.kernel.name}: {fault}; at {self.current}") from None
+        self.current = "the end"
+        for check in self.at_end:
+            check()
+
+    def _walk(self) -> None:
+        code, targets = self.kernel.code, self.kernel.targets
+        predicates = [None if x.predicate is None else self.reader(x.predicate, PRED) for x in code]
+        pc, exited, waiting = np.zeros(self.N, np.int64), np.zeros(self.N, bool), np.zeros(self.N, bool)
+        at, mask = 0, None  # the instruction that runs, and by whom; None: by every thread
+        while True:
+            if at < 0:  # choose
+                ready = ~(exited | waiting)
+                if not ready.any():
+                    if exited.all():
+                        return
+                    self._pass_barrier(pc, exited, waiting)
+                    continue
+                at = int(pc[ready].min())
+                chosen = ready & (pc == at)
+                mask = None if chosen.all() else chosen
+            instruction, step = code[at], self.steps[at]
+            self.current = instruction.text
+            self.executed += 1
+            if self.executed > MOST_INSTRUCTIONS:
+                raise Fault(f"more than {MOST_INSTRUCTIONS} instructions")
+            active: Mask = mask
+            if (predicate := predicates[at]) is not None:
+                given = self.full(predicate(mask))
+                active = ~given if instruction.negated else given
+                if mask is not None:
+                    active = mask & active
+                elif active.all():
+                    active = None
+            self.work += self.N if active is None else int(np.count_nonzero(active))
+            if step is not None:
+                if active is None or active is mask or active.any():
+                    step(active)
+                at += 1
+                if mask is not None and at in targets:
+                    pc[mask], at = at, -1
+            elif mask is None and active is None:  # together
+                if instruction.opcode == "bra":
+                    at = instruction.target
+                elif instruction.opcode == "bar":
+                    self.clock.barrier()
+                    at += 1
+                else:
+                    return
+            else:
+                here = np.ones(self.N, bool) if mask is None else mask
+                taken = here if active is None else active
+                pc[here] = at + 1
+                if instruction.opcode == "bra":
+                    pc[taken] = instruction.target
+                elif instruction.opcode == "bar":
+                    waiting |= taken
+                else:
+                    exited |= taken
+                at = -1
+
+    def _pass_barrier(self, pc: Array, exited: Array, waiting: Array) -> None:
+        """Let the CTAs on whose barrier every thread waits pass it."""
+        shape = (-1, self.threads)
+        passing = (waiting | exited).reshape(shape).all(1) & waiting.reshape(shape).any(1)
+        stops = np.where(waiting, pc, -1).reshape(shape)
+        if (((stops != stops.max(1, keepdims=True)) & (stops >= 0)).any(1) & passing).any():
+            self.note("barrier", "threads of one CTA wait at different barriers")
+        if (exited & np.repeat(passing, self.threads)).any():
+            self.note("barrier", "some threads of a CTA have left when others wait at a barrier")
+        lanes = np.nonzero(np.repeat(passing, self.threads))[0]
+        waiting[lanes] = False
+        self.clock.barrier(lanes)
+
+
+def _narrowest(kernel: Kernel, shared: bool) -> int:
+    """Bytes of the smallest access to shared (or global) memory."""
+    sizes = [16]
+    for each in kernel.code:
+        is_shared = any(modifier.startswith("shared") for modifier in each.modifiers)
+        if each.opcode in ("ld", "st", "atom", "red") and is_shared == shared and "param" not in each.modifiers:
+            sizes.append(TYPES[each.modifiers[-1]].bits // 8)
+        elif each.opcode in ("ldmatrix", "stmatrix", "cp", "wgmma"):
+            sizes.append(4)
+    return min(sizes)
+
+
+def narrowest_global(kernel: Kernel) -> int:
+    """Bytes that global memory is divided into to look for races."""
+    return min(_narrowest(kernel, shared=False), 4)

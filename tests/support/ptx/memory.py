@@ -1,0 +1,204 @@
+"""Global memory, which is the memory of the tensors that a launch was given, and the shared memory of its CTAs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.support.ptx.races import Clock, Shadow
+from tests.support.ptx.syntax import SHARED_BASE
+from tests.support.ptx.types import Array, Fault
+
+POISON = 0xFF
+"""Each byte of memory that nothing was written to: NaN in every floating type."""
+GENERIC_SHARED = 0x7F00_0000_0000
+"""Where generic addresses of shared memory lie."""
+WIDTHS = (1, 2, 4, 8)
+ALIGNMENT = 16
+Note = Callable[[str, str], None]
+"""Takes the kind of a finding and its message."""
+
+
+@dataclass
+class Piece:
+    """Some bytes that may be accessed, from `start` to `end`; offsets count from `base`, which is aligned."""
+
+    start: int
+    end: int
+    name: str
+    base: int = field(init=False)
+    views: dict[int, Array] = field(init=False)
+    shadow: Shadow | None = None
+
+    def __post_init__(self) -> None:
+        self.base = self.start // ALIGNMENT * ALIGNMENT
+        span = -(-(self.end - self.base) // ALIGNMENT) * ALIGNMENT
+        flat = np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(self.base))
+        self.views = {width: flat.view(f"u{width}") for width in WIDTHS}
+
+
+class Global:
+    """Pieces in the order of their addresses; an access outside of them is a fault."""
+
+    def __init__(self, pieces: list[tuple[int, int, str]], granule: int, races: bool) -> None:
+        """`pieces` are start, end and name; those that overlap become one. Races are known by `granule` bytes."""
+        joined: list[list[int]] = []
+        names: list[list[str]] = []
+        for start, end, name in sorted(pieces):
+            if joined and start < joined[-1][1]:
+                joined[-1][1] = max(joined[-1][1], end)
+                names[-1].append(name)
+            else:
+                joined.append([start, end])
+                names.append([name])
+        self.pieces = [Piece(start, end, "/".join(name)) for (start, end), name in zip(joined, names, strict=True)]
+        self.starts = np.array([piece.start for piece in self.pieces], np.uint64)
+        self.granule = granule
+        if races:
+            for piece in self.pieces:
+                piece.shadow = Shadow(piece.views[1].size // granule)
+
+    def load(self, addresses: Array, lanes: Array, width: int, count: int, clock: Clock, note: Note) -> Array:
+        """[count, lanes] words of `width` bytes."""
+        result = np.empty((count, len(addresses)), f"u{width}")
+        for chosen, offsets, piece in self._split(addresses, width * count):
+            index, words = offsets // width, piece.views[width]
+            self._note("read", piece, offsets, lanes[chosen], width * count, clock, note)
+            for i in range(count):
+                result[i, chosen] = words[index + i]
+        return result
+
+    def store(self, addresses: Array, lanes: Array, values: list[Array], width: int, clock: Clock, note: Note) -> None:
+        for chosen, offsets, piece in self._split(addresses, width * len(values)):
+            index, words = offsets // width, piece.views[width]
+            self._note("write", piece, offsets, lanes[chosen], width * len(values), clock, note)
+            for i, each in enumerate(values):
+                words[index + i] = each[chosen]
+                if piece.shadow is not None and (words[index + i] != each[chosen]).any():
+                    note("race", "two lanes of one store write different values to the same global bytes")
+
+    def atomic(self, address: Array, size: int, clock: Clock, note: Note, lane: int) -> tuple[Array, Array]:
+        """The words of a piece and the index in them of one address that a lane changes atomically."""
+        ((_, offsets, piece),) = self._split(address, size)
+        if piece.shadow is not None:
+            places = granules(offsets, size, self.granule)
+            if found := piece.shadow.atomic(places, clock.stamp[lane], clock.since[lane]):
+                note("race", f"{found} to global memory ({piece.name})")
+        return piece.views[size], offsets // size
+
+    def _split(self, addresses: Array, size: int) -> Iterator[tuple[Array | slice, Array, Piece]]:
+        """For each piece that is accessed: the lanes that do so, and their offsets."""
+        if (addresses % np.uint64(size)).any():
+            raise Fault(f"a global access of {size} bytes at an address that is not a multiple of it")
+        if not len(addresses):
+            return
+        low, high = int(addresses.min()), int(addresses.max())
+        i = int(np.searchsorted(self.starts, np.uint64(low), "right")) - 1
+        if i >= 0 and high + size <= self.pieces[i].end:
+            yield slice(None), (addresses - np.uint64(self.pieces[i].base)).astype(np.int64), self.pieces[i]
+            return
+        which = np.searchsorted(self.starts, addresses, "right").astype(np.int64) - 1
+        for i in np.unique(which).tolist():
+            lanes = np.nonzero(which == i)[0]
+            if i < 0:
+                raise Fault(f"global address {low:#x} is in no tensor: {self._nearest(low)}")
+            piece = self.pieces[i]
+            beyond = addresses[lanes] + np.uint64(size) > np.uint64(piece.end)
+            if beyond.any():
+                raise Fault(f"{size} bytes: {self._nearest(int(addresses[lanes][beyond][0]))}")
+            yield lanes, (addresses[lanes] - np.uint64(piece.base)).astype(np.int64), piece
+
+    def _nearest(self, address: int) -> str:
+        if not self.pieces:
+            return "no tensors"
+        piece = min(self.pieces, key=lambda each: max(each.start - address, address - each.end + 1))
+        return f"byte {address - piece.start} of {piece.name}, which has {piece.end - piece.start}"
+
+    def _note(self, kind: str, piece: Piece, offsets: Array, lanes: Array, size: int, clock: Clock, note: Note) -> None:
+        if piece.shadow is None:
+            return
+        places = granules(offsets, size, self.granule)
+        each = len(places) // len(lanes)
+        stamps, since = np.repeat(clock.stamp[lanes], each), np.repeat(clock.since[lanes], each)
+        found = (piece.shadow.read if kind == "read" else piece.shadow.write)(places, stamps, since)
+        if found:
+            note("race", f"{found} to global memory ({piece.name})")
+
+
+def granules(offsets: Array, size: int, granule: int) -> Array:
+    """Each that an access of `size` bytes meets, access by access."""
+    if size <= granule:
+        return offsets // granule
+    return (offsets[:, None] // granule + np.arange(size // granule)).reshape(-1)
+
+
+class Shared:
+    """Shared memory of the CTAs that run together, one row each, poisoned."""
+
+    def __init__(self, ctas: int, size: int, threads: int, clock: Clock, granule: int, races: bool) -> None:
+        self.size, self.granule, self.clock = size, granule, clock
+        stride = -(-(size + ALIGNMENT) // ALIGNMENT) * ALIGNMENT
+        flat = np.full(ctas * stride, POISON, np.uint8)
+        self.views = {width: flat.view(f"u{width}") for width in WIDTHS}
+        self.row = np.repeat(np.arange(ctas, dtype=np.int64) * stride, threads)
+        places = ctas * stride // granule
+        self.arriving = np.zeros(places, np.int16)
+        """Copies by cp.async that are under way to each granule."""
+        self.multiplied = np.zeros(places, np.int16)
+        """Matrix products under way that read each granule."""
+        self.unfenced = np.zeros(places, np.int64)
+        """The lane + 1 that wrote last and has not called fence.proxy.async since."""
+        self.copied = np.zeros(places, bool)
+        """Whether it wrote by cp.async."""
+        self.shadow = Shadow(places) if races else None
+
+    def offsets(self, addresses: Array, lanes: Array, size: int) -> Array:
+        at = addresses.astype(np.int64) - SHARED_BASE
+        if (at % size).any():
+            raise Fault(f"a shared access of {size} bytes at an address that is not a multiple of it")
+        if (at < 0).any() or (at + size > self.size).any():
+            outside = at[(at < 0) | (at + size > self.size)][0]
+            raise Fault(f"{size} bytes at byte {int(outside)} of shared memory, which has {self.size}")
+        return at + self.row[lanes]
+
+    def note(self, kind: str, at: Array, lanes: Array, size: int, note: Note) -> None:
+        """Check one access: "read", "write", "copy" (cp.async is issued) or "arrive" (its bytes are there)."""
+        if not len(lanes):
+            return
+        places = granules(at, size, self.granule)
+        each = len(places) // len(lanes)
+        if kind != "read":
+            self.unfenced[places] = np.repeat(lanes, each) + 1
+            self.copied[places] = kind in ("copy", "arrive")
+            if self.multiplied[places].any():
+                note("wgmma", "a write to shared memory that a product under way reads")
+        if kind != "arrive" and self.arriving[places].any():
+            note("cp.async", f"a {kind} of bytes that a copy under way writes")
+        if self.shadow is not None:
+            stamps, since = np.repeat(self.clock.stamp[lanes], each), np.repeat(self.clock.since[lanes], each)
+            if found := (self.shadow.read if kind == "read" else self.shadow.write)(places, stamps, since):
+                note("race", f"{found} to shared memory")
+
+    def load(self, addresses: Array, lanes: Array, width: int, count: int, note: Note) -> list[Array]:
+        at = self.offsets(addresses, lanes, width * count)
+        self.note("read", at, lanes, width * count, note)
+        index = at // width
+        return [self.views[width][index + i] for i in range(count)]
+
+    def store(self, addresses: Array, lanes: Array, values: list[Array], width: int, note: Note) -> None:
+        at = self.offsets(addresses, lanes, width * len(values))
+        self.note("write", at, lanes, width * len(values), note)
+        index, words = at // width, self.views[width]
+        for i, each in enumerate(values):
+            words[index + i] = each
+            if self.shadow is not None and (words[index + i] != each).any():
+                note("race", "two lanes of one store write different values to the same shared bytes")
+
+    def fence(self, lanes: Array) -> None:
+        """fence.proxy.async: what these lanes wrote is visible to the async proxy."""
+        fenced = np.zeros(len(self.row) + 1, bool)
+        fenced[lanes + 1] = True
+        self.unfenced[fenced[self.unfenced]] = 0

@@ -1,0 +1,83 @@
+"""A module imports only from floors below its own: the list of floors, and the imports that exist."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+FLOORS = (
+    ("__main__",),
+    ("cli",),
+    ("visualization",),
+    ("__init__", "kernel_layers", "training"),
+    ("patching", "pretrained"),
+    ("nn", "huggingface", "_bind", "info"),
+    ("ops", "graphs"),
+    ("backends", "_version"),
+)
+"""The modules of transformer_kernels, top floor first."""
+
+MOST_ARROWS = 38
+
+REFERENCE_FLOORS = (
+    ("__init__",),
+    ("encoder", "swin", "translator"),
+    ("bahdanau", "bert", "gpt", "vit"),
+    ("layers",),
+    ("cache", "ops", "windows"),
+    ("bpe", "config", "positions"),
+)
+"""The modules of python_ref, top floor first."""
+
+
+def imported_names(path: Path, package: str) -> Iterator[str]:
+    """Modules of `package` that a file imports, at any depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            first, _, rest = node.module.partition(".")
+            if first == package:
+                yield from [rest.split(".")[0]] if rest else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                first, _, rest = alias.name.partition(".")
+                if first == package:
+                    yield rest.split(".")[0] or "__init__"
+
+
+def arrows(package: str) -> set[tuple[str, str]]:
+    """Each pair of modules (top-level files and folders) of which the first imports the second."""
+    root = CHECKOUT / package
+    modules = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    found = set()
+    for path in sorted(root.rglob("*.py")):
+        own = path.relative_to(root).parts[0].removesuffix(".py")
+        for name in imported_names(path, package):
+            found.add((own, name if name in modules else "__init__"))
+    return {(own, name) for own, name in found if own != name}
+
+
+def check(package: str, floors: tuple[tuple[str, ...], ...]) -> None:
+    level = {module: number for number, modules in enumerate(reversed(floors)) for module in modules}
+    found = arrows(package)
+    assert {module for arrow in found for module in arrow} <= level.keys(), "a module has no floor: add it to the list"
+    wrong = sorted(f"{own} imports {name}" for own, name in found if level[name] >= level[own])
+    assert not wrong, wrong
+
+
+def test_imports_go_down_only() -> None:
+    check("transformer_kernels", FLOORS)
+
+
+def test_imports_of_the_reference_go_down_only() -> None:
+    check("python_ref", REFERENCE_FLOORS)
+
+
+def test_the_number_of_dependencies_does_not_grow() -> None:
+    assert len(arrows("transformer_kernels")) <= MOST_ARROWS
+
+
+def test_the_package_without_its_models_imports_nothing_of_the_reference() -> None:
+    for folder in ("backends", "graphs", "ops"):
+        for path in (CHECKOUT / "transformer_kernels" / folder).rglob("*.py"):
+            assert not list(imported_names(path, "python_ref")), path

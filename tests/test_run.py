@@ -1,0 +1,136 @@
+"""`transformer-kernels run`: a program runs as under plain Python, and a closing line counts its calls."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from transformer_kernels.backends import cpu
+
+ROOT = Path(__file__).parents[1]
+BEST = "torch" if cpu.unavailable(torch.device("cpu")) else "cpu"
+CLOSING = re.compile(r"transformer-kernels: [\d,]+ calls rerouted, [\d,]+ left to PyTorch.*\n\Z")
+
+TRAINS = """
+import sys, threading
+import torch
+from torch.nn.functional import cross_entropy, gelu, softmax
+import beside
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = torch.nn.Embedding(11, 16), torch.nn.LayerNorm(16)
+        self.up, self.head = torch.nn.Linear(16, 32), torch.nn.Linear(32, 11)
+
+    def forward(self, tokens):
+        return self.head(gelu(self.up(self.norm(self.table(tokens)))))
+
+torch.manual_seed(int(sys.argv[1]))
+model, tokens = Model(), torch.arange(11).repeat(8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for step in range(4):
+    loss = cross_entropy(model(tokens), tokens.roll(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.4f}")
+thread = threading.Thread(target=lambda: softmax(torch.ones(2, 3), -1))
+thread.start()
+thread.join()
+torch.softmax(torch.ones(2, 3), 0)
+print(__name__, __file__, sys.argv, beside.here)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("here = 'beside the script'\n")
+    (tmp_path / "train.py").write_text(TRAINS)
+    return tmp_path
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRANSFORMER_KERNELS_BACKEND", None)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python(folder, "-m", "transformer_kernels", "run", *arguments)
+
+
+def test_a_training_script(folder: Path) -> None:
+    plain, ours = python(folder, "train.py", "3"), run(folder, "--backend", BEST, "train.py", "3")
+    assert (ours.returncode, plain.returncode) == (0, 0), ours.stderr
+    assert ours.stdout == plain.stdout and "beside the script" in ours.stdout
+    assert CLOSING.search(ours.stderr)
+    for name, calls in (("embedding", 4), ("layer_norm", 4), ("linear", 8), ("gelu", 4), ("cross_entropy", 4)):
+        assert f"{name} {calls} ({BEST})" in ours.stderr
+    assert f"softmax 1 ({BEST})" in ours.stderr and "softmax 1 (it is not over the last axis)" in ours.stderr
+
+
+def test_a_module(folder: Path) -> None:
+    plain, ours = python(folder, "-m", "train", "3", "--backend"), run(folder, "-m", "train", "3", "--backend")
+    assert (ours.stdout, ours.returncode) == (plain.stdout, 0), ours.stderr
+    assert CLOSING.search(ours.stderr)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import atexit, sys; atexit.register(print, 'last words'); print('first words'); sys.exit(3)",
+        "def f(n):\n    return 1 / n\n\n\ntry:\n    {}['key']\nexcept KeyError as error:\n    f(0)\n",
+        "x = (\n",
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\nimport time; time.sleep(5)",
+        "import sys; sys.excepthook = lambda *error: print('caught', error[0].__name__); 1 / 0",
+    ],
+)
+def test_ends_are_plain_pythons(tmp_path: Path, program: str) -> None:
+    (tmp_path / "program.py").write_text(program)
+    plain, ours = python(tmp_path, str(tmp_path / "program.py")), run(tmp_path, str(tmp_path / "program.py"))
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
+    assert CLOSING.search(ours.stderr), ours.stderr
+    without_markers = [re.sub(r"\n +[\^~]+", "", text) for text in (CLOSING.sub("", ours.stderr), plain.stderr)]
+    assert without_markers[0] == without_markers[1]
+    if "SIGINT" in program:
+        assert ours.returncode == -signal.SIGINT
+
+
+def test_an_error_of_torch(tmp_path: Path) -> None:
+    """It comes out of the call that raised it; the frames of the exchanged function stand behind that line."""
+    program = "import torch\ntorch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))"
+    (tmp_path / "program.py").write_text(program)
+    found = run(tmp_path, "program.py")
+    lines = CLOSING.sub("", found.stderr).splitlines()
+    assert found.returncode == 1 and lines[0].startswith("Traceback") and "program.py" in lines[1]
+    assert lines[-1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_what_cannot_be_run(tmp_path: Path) -> None:
+    absent = run(tmp_path, "absent.py")
+    assert absent.returncode == 2 and "can't open file 'absent.py'" in absent.stderr
+    nothing = run(tmp_path)
+    assert nothing.returncode == 2 and "a script or -m MODULE is needed" in nothing.stderr
+    assert run(tmp_path, "--backend", "nonsense", "x.py").returncode == 2
+    assert "--backend" in run(tmp_path, "--help").stdout
+
+
+def test_a_main_module_that_is_pickled(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import pickle, sys\nclass Thing: pass\n"
+        "thing = pickle.loads(pickle.dumps(Thing()))\nprint(type(thing), sys.modules['__main__'].Thing is Thing)\n"
+    )
+    plain, ours = python(tmp_path, "program.py"), run(tmp_path, "program.py")
+    assert (ours.stdout, ours.returncode) == (plain.stdout, 0), ours.stderr

@@ -1,0 +1,219 @@
+"""Argument errors: one place, so that every backend raises the same exception with the same text.
+
+Each helper returns quietly or raises; a message names the operation, the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+PLAIN = (Tensor, torch.nn.Parameter)
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+APPROXIMATIONS = ("none", "tanh")
+
+
+def _not_made_of_others(op: str, name: str, value: Tensor) -> None:
+    """A tensor with memory of its own: a kernel would be given no address of a DTensor."""
+    if type(value) not in PLAIN and is_traceable_wrapper_subclass(value):
+        kind = type(value).__name__
+        raise TypeError(f"{op}: {name} must be a plain tensor; got {kind}: give the tensors that it is made of")
+
+
+def tensor(op: str, name: str, value: Any) -> None:
+    """A strided floating tensor."""
+    if type(value) in PLAIN and value.dtype in FLOATING and value.layout is torch.strided and not value.is_nested:
+        return
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor; got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else value.layout
+        raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {layout}")
+    _not_made_of_others(op, name, value)
+    if value.dtype not in FLOATING:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+        raise TypeError(f"{op}: {name} must have one of the dtypes {supported}; got {value.dtype}")
+
+
+def boolean_mask(op: str, name: str, value: Any) -> None:
+    """A strided bool tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a bool tensor; got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {value.layout}")
+    _not_made_of_others(op, name, value)
+    if value.dtype is not torch.bool:
+        raise TypeError(f"{op}: {name} must be bool, True = keep; got {value.dtype}: use {name}.bool()")
+
+
+def class_indices(op: str, name: str, value: Any, shape: torch.Size) -> None:
+    """An integer tensor with one class for each row of the logits."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
+    _not_made_of_others(op, name, value)
+    if value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: {name} must be int64 or int32, one class for each row; got {value.dtype}")
+    if value.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, one for each row; got {tuple(value.shape)}")
+
+
+def classes_in_range(op: str, name: str, value: Tensor, classes: int, ignored: int) -> None:
+    """Every class is below `classes` or ignored; checked on the CPU only: on a GPU it would synchronise."""
+    if value.device.type != "cpu" or not value.numel():
+        return
+    lowest, highest = (end.item() for end in value.aminmax())  # tensors take nine times as long to compare
+    if lowest >= 0 and highest < classes:
+        return
+    strays = value[(value != ignored) & ((value < 0) | (value >= classes))]
+    if strays.numel():
+        raise IndexError(
+            f"{op}: {name} must be in [0, {classes}) or equal to ignore_index ({ignored}); got {int(strays[0])}"
+        )
+
+
+def row_ids(op: str, name: str, value: Any) -> None:
+    """An integer tensor that names rows of a table."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
+    _not_made_of_others(op, name, value)
+    if value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: {name} must be int64 or int32; got {value.dtype}")
+
+
+def rows_in_range(op: str, name: str, value: Tensor, count: int) -> None:
+    """Every id is below `count`; checked on the CPU only: on a GPU it would synchronise."""
+    if value.device.type != "cpu" or not value.numel():
+        return
+    lowest, highest = (int(end) for end in value.aminmax())
+    if lowest < 0 or highest >= count:
+        raise IndexError(f"{op}: {name} must be in [0, {count}); got ids from {lowest} to {highest}")
+
+
+FIRST_NAMES = {"attention": "q", "cross_entropy": "logits", "embedding": "weight"}
+"""What an operation calls its first tensor, where that is not x."""
+
+
+def same_device(op: str, first: Tensor, **others: Tensor | None) -> None:
+    """All the tensors that are given live on the device of the first."""
+    device = first.device
+    for value in others.values():
+        if value is not None and value.device != device:
+            name = FIRST_NAMES.get(op, "x")
+            given = {name: device, **{key: each.device for key, each in others.items() if each is not None}}
+            listed = ", ".join(f"{key} on {place}" for key, place in given.items())
+            raise RuntimeError(f"{op}: all tensors must be on one device; got {listed}")
+
+
+def real(op: str, name: str, value: Any) -> None:
+    """A number that is no bool."""
+    if type(value) is float:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: {name} must be a number; got {type(value).__name__}")
+
+
+def finite(op: str, name: str, value: Any) -> None:
+    real(op, name, value)
+    if not -math.inf < value < math.inf:  # math.isfinite would stop torch.compile where the number is symbolic
+        raise ValueError(f"{op}: {name} must be finite; got {value}")
+
+
+def positive(op: str, name: str, value: Any) -> None:
+    real(op, name, value)
+    if not value > 0.0:
+        raise ValueError(f"{op}: {name} must be positive; got {value}")
+
+
+def probability(op: str, name: str, value: Any) -> None:
+    real(op, name, value)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{op}: {name} must be in [0, 1]; got {value}")
+
+
+def window(op: str, value: Any) -> None:
+    """None, a whole number of keys, or a pair (left, right) of such numbers or None."""
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            raise ValueError(f"{op}: window must be an int or a pair (left, right); got {value}")
+        for each in value:
+            if each is not None and (isinstance(each, bool) or not isinstance(each, numbers.Integral)):
+                raise TypeError(f"{op}: window must hold ints or None; got {value}")
+            if each is not None and each < 0:
+                raise ValueError(f"{op}: window must not be negative, None is without limit; got {value}")
+    elif value is not None:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{op}: window must be an int, a pair (left, right) or None; got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{op}: window must be positive; got {value}")
+
+
+def positive_integer(op: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{op}: {name} must be positive; got {value}")
+
+
+def flag(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False; got {type(value).__name__}")
+
+
+def integer(op: str, name: str, value: Any) -> None:
+    """A whole number that is no bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
+
+
+def choice(op: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """One of a few names."""
+    if value not in choices:
+        listed = ", ".join(f'"{each}"' for each in choices[:-1])
+        raise ValueError(f'{op}: {name} must be {listed} or "{choices[-1]}"; got {value!r}')
+
+
+def approximation(op: str, value: Any) -> None:
+    if value not in APPROXIMATIONS:
+        raise ValueError(f'{op}: approximate must be "none" or "tanh"; got {value!r}')
+
+
+def at_least_1d(op: str, x: Tensor) -> None:
+    if x.dim() == 0:
+        raise ValueError(f"{op}: {FIRST_NAMES.get(op, 'x')} must have at least one dimension; got shape ()")
+
+
+def row_parameter(op: str, name: str, value: Any, x: Tensor) -> None:
+    """A (N,) parameter for rows of x, in x's dtype or in float32."""
+    tensor(op, name, value)
+    if value.shape != x.shape[-1:]:
+        raise ValueError(f"{op}: {name} must have shape ({x.shape[-1]},); got {tuple(value.shape)}")
+    if value.dtype is not x.dtype and value.dtype is not torch.float32:
+        first = FIRST_NAMES.get(op, "x")
+        raise ValueError(f"{op}: {name} must have the dtype of {first} ({x.dtype}) or torch.float32; got {value.dtype}")
+
+
+def linear_parameter(op: str, name: str, value: Any, shape: tuple[int | None, ...], x: Tensor, any_dtype: bool) -> None:
+    """A weight (V, E) or bias (V,) of a linear layer over rows of x; None in `shape` stands for any size above 0."""
+    tensor(op, name, value)
+    given = value.shape
+    fits = len(given) == len(shape)
+    for size, wanted in zip(given, shape, strict=False):
+        fits = fits and (size > 0 if wanted is None else size == wanted)
+    if not fits:
+        listed = ", ".join("V" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{op}: {name} must have shape ({listed}); got {tuple(value.shape)}")
+    if value.dtype is not x.dtype and not any_dtype:
+        raise ValueError(f"{op}: {name} must have the dtype of x ({x.dtype}); got {value.dtype}")
+
+
+def broadcasts_to(op: str, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    aligned = value.dim() <= len(shape) and all(
+        size in (1, full) for size, full in zip(reversed(value.shape), reversed(shape), strict=False)
+    )
+    if not aligned:
+        raise ValueError(f"{op}: {name} must broadcast to {shape}; got {tuple(value.shape)}")

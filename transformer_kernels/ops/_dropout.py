@@ -1,0 +1,170 @@
+"""Dropout for the torch backend: the philox mask of `python_ref.ops`, in compiled code or else in fewer passes.
+
+A mask is a pure function of its seed. On the CPU a compiled kernel (csrc/cpu/rows/dropout.cpp) draws it while it is
+applied, and draws it again in the backward pass, as the kernels do. Where it was not built, on other devices and for
+other dtypes the mask is made in tensor algebra; that costs eighty passes, so it is remembered for as long as its seed
+lives. The bits are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from transformer_kernels.backends import address, cpu
+from transformer_kernels.backends.errors import BackendUnavailable
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 7
+WORD = 0xFFFFFFFF
+
+GROUPS_AT_ONCE = 1 << 17  # enough for all cores to share an operation, and few enough to stay in the cache
+
+Place = tuple[int, int, int, int, int, int]  # first head, heads, rows, columns, first row, first column
+
+_remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def compiled() -> Any | None:
+    """The module of the CPU kernels; None where it does not load."""
+    try:
+        return cpu.load()
+    except BackendUnavailable:
+        return None
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """One dropout seed, int64 (1,) in [0, 2^63), from torch's default generator of `device`."""
+    return torch.randint(0, 2**63 - 1, (1,), device=device, dtype=torch.int64)
+
+
+def keep_threshold(p: float) -> int:
+    """The least 16 bits that keep an element."""
+    return round(p * 2**16)
+
+
+def keep_scale(p: float) -> float:
+    """What a kept element is multiplied by: one over the share that is kept on average; 0 where all are dropped."""
+    kept = 1.0 - keep_threshold(p) / 2**16
+    return 1.0 / kept if kept > 0.0 else 0.0
+
+
+def drop(
+    x: Tensor,
+    seed: Tensor,
+    p: float,
+    *,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    first_head: int = 0,
+    first: int = 0,
+    first_column: int | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """(x * scale where an element is kept, else 0) + residual, for a contiguous x (..., rows, columns).
+
+    The counter of an element is (column // 8, row, head, 0). Heads, the leading axes together, are counted from
+    `first_head`, rows and columns from `first`: those of one sequence among packed ones, of which the columns may be
+    packed otherwise and count from `first_column`.
+    """
+    *heads, rows, columns = x.shape
+    first_column = first if first_column is None else first_column
+    place = (first_head, math.prod(heads), rows, columns, first, first_column)
+    alike = x.device.type == "cpu" and x.dtype in cpu.DTYPE_CODES and first == first_column
+    kernels = compiled() if alike else None
+    if kernels is not None:
+        return _drop_compiled(kernels, x, seed, p, scale, residual, place, x if in_place else torch.empty_like(x))
+    mask = _dropped(seed, p, place).view(x.shape)
+    kept = x.masked_fill_(mask, 0.0) if in_place else x.masked_fill(mask, 0.0)
+    if residual is not None:
+        return torch.add(residual, kept, alpha=scale)
+    return kept if scale == 1.0 else kept.mul_(scale)
+
+
+def _drop_compiled(
+    kernels: Any, x: Tensor, seed: Tensor, p: float, scale: float, residual: Tensor | None, place: Place, out: Tensor
+) -> Tensor:
+    first_head, heads, rows, columns, first, _ = place
+    kernels.dropout(
+        cpu.DTYPE_CODES[x.dtype],
+        x.data_ptr(),
+        address(residual),
+        out.data_ptr(),
+        seed.data_ptr(),
+        p,
+        scale,
+        first_head,
+        heads,
+        rows,
+        columns,
+        first,
+    )
+    return out
+
+
+def _dropped(seed: Tensor, p: float, place: Place) -> Tensor:
+    """Where dropout drops, bool (heads, rows, columns)."""
+    masks = _remembered.setdefault(seed, {})
+    if (p, place) not in masks:
+        masks[p, place] = _draw(seed, p, place)
+    return masks[p, place]
+
+
+def _draw(seed: Tensor, p: float, place: Place) -> Tensor:
+    """The mask, made in chunks of whole rows that stay in the cache."""
+    first_head, heads, rows, columns, first, first_column = place
+    skipped = first_column % 8  # columns of the first group of eight
+    groups = -(-(skipped + columns) // 8)
+    total = heads * rows
+    mask = torch.empty(total, groups * 8, dtype=torch.bool, device=seed.device)
+    group = torch.arange(groups, device=seed.device) + first_column // 8
+    keys = _key_schedule(seed)
+    at_once = max(1, GROUPS_AT_ONCE // max(groups, 1)) if seed.device.type == "cpu" else total
+    for start in range(0, total, max(at_once, 1)):
+        index = torch.arange(start, min(start + at_once, total), device=seed.device)
+        head = torch.div(index, max(rows, 1), rounding_mode="floor")
+        _philox_below(
+            keys,
+            group,
+            (index - head * rows + first)[:, None],
+            (head + first_head)[:, None],
+            keep_threshold(p),
+            mask[start : start + len(index)],
+        )
+    return mask.view(heads, rows, groups * 8)[..., skipped : skipped + columns]
+
+
+def _key_schedule(seed: Tensor) -> list[tuple[int, int]] | list[tuple[Tensor, Tensor]]:
+    """The key of each round: Python numbers on the CPU, tensors where reading the seed would stop the device."""
+    low, high = (int(seed) & WORD, int(seed) >> 32) if seed.device.type == "cpu" else (seed & WORD, seed >> 32)
+    return [((low + i * WEYL[0]) & WORD, (high + i * WEYL[1]) & WORD) for i in range(ROUNDS)]  # type: ignore[return-value]
+
+
+def _philox_below(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, threshold: int, out: Tensor) -> None:
+    """out[..., 8 g + i] = (16 bits i of counter (g, row, head, 0)) < threshold.
+
+    Early rounds depend on one or two of the three coordinates only and stay small by broadcasting. Words are masked to
+    32 bits just before they are multiplied; the high bits that an xor carries along until then do no harm.
+    """
+    c3: Tensor | int = 0
+    for key0, key1 in keys:
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0 = _mixed(product1 >> 32, c1, key0)
+        c2 = _mixed(product0 >> 32, c3, key1)
+        c1, c3 = product1, product0
+    halves = out.view(*out.shape[:-1], -1, 8)
+    for i, word in enumerate((c0, c1, c2, c3)):
+        torch.lt(torch.as_tensor(word & 0xFFFF), threshold, out=halves[..., 2 * i])
+        torch.lt(torch.as_tensor(word >> 16 & 0xFFFF), threshold, out=halves[..., 2 * i + 1])
+
+
+def _mixed(high: Tensor, other: Tensor | int, key: Tensor | int) -> Tensor:
+    """(high ^ other ^ key) in 32 bits, written over `high` where the shapes allow."""
+    if isinstance(other, Tensor) and torch.broadcast_shapes(high.shape, other.shape) != high.shape:
+        return (high ^ other).bitwise_xor_(key).bitwise_and_(WORD)
+    return high.bitwise_xor_(other).bitwise_xor_(key).bitwise_and_(WORD)

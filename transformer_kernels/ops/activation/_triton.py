@@ -1,0 +1,275 @@
+"""Activations in Triton, fp32 arithmetic: GELU over flat tensors, f(x + bias), and f(gate) * up.
+
+The bias is added in fp32 and the sum is not rounded; dbias is summed without atomics, over dx before it is rounded.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton_language import from_fp32, gelu_slope, gelu_value, to_fp32
+from transformer_kernels.backends.triton_reduce import sum_partials
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles, column_blocks, flat, persistent_blocks
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops.activation import ActivationCall, output_like
+
+GELU_FORWARD = Tiles("gelu forward", flat, widest=1, narrowest=2)  # one tile for every count
+GELU_BACKWARD = Tiles("gelu backward", flat, widest=1, narrowest=2)
+BIAS_GELU_FORWARD = Tiles("bias_gelu forward", column_blocks, widest=256, narrowest=64)
+BIAS_GELU_BACKWARD = Tiles("bias_gelu backward", persistent_blocks, widest=256, narrowest=64)
+BIAS_RELU_FORWARD = Tiles("bias_relu forward", column_blocks, widest=256, narrowest=64)
+BIAS_RELU_BACKWARD = Tiles("bias_relu backward", persistent_blocks, widest=256, narrowest=64)
+GATED = Tiles("gated activation", column_blocks, widest=512)
+
+ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2}
+"""The values of ACTIVATION in the kernels with a bias."""
+
+GELU_TANH = tl.constexpr(ACTIVATIONS["gelu_tanh"])
+RELU = tl.constexpr(ACTIVATIONS["relu"])
+
+
+@triton.jit(do_not_specialize=["count"])
+def gelu_forward_kernel(x, y, count, TANH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns BLOCK_N elements; only the last one pays for a mask, so any count is read in 16-byte vectors."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK_N
+    lanes = tl.arange(0, BLOCK_N)
+    x += start
+    y += start
+    if start + BLOCK_N <= count:
+        values = to_fp32(tl.load(x + lanes))  # [BLOCK_N]
+        tl.store(y + lanes, from_fp32(gelu_value(values, TANH), y.dtype.element_ty))
+    else:
+        inside = lanes < count - start
+        values = to_fp32(tl.load(x + lanes, mask=inside, other=0.0))
+        tl.store(y + lanes, from_fp32(gelu_value(values, TANH), y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gelu_backward_kernel(dy, x, dx, count, TANH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns BLOCK_N elements: dx = dy * gelu'(x)."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK_N
+    lanes = tl.arange(0, BLOCK_N)
+    dy += start
+    x += start
+    dx += start
+    if start + BLOCK_N <= count:
+        gradient = to_fp32(tl.load(dy + lanes))  # [BLOCK_N]
+        values = to_fp32(tl.load(x + lanes))
+        tl.store(dx + lanes, from_fp32(gradient * gelu_slope(values, TANH), dx.dtype.element_ty))
+    else:
+        inside = lanes < count - start
+        gradient = to_fp32(tl.load(dy + lanes, mask=inside, other=0.0))
+        values = to_fp32(tl.load(x + lanes, mask=inside, other=0.0))
+        tl.store(dx + lanes, from_fp32(gradient * gelu_slope(values, TANH), dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """f(x) in fp32 for one of ACTIVATIONS."""
+    if ACTIVATION == RELU:
+        return tl.where(x <= 0.0, 0.0, x)  # NaN stays
+    return gelu_value(x, ACTIVATION == GELU_TANH)
+
+
+@triton.jit
+def activated_backward(gradient, x, ACTIVATION: tl.constexpr):
+    """gradient * f'(x) in fp32. relu takes f(x) for x, and selects: 0 also where an infinite gradient meets it."""
+    if ACTIVATION == RELU:
+        return tl.where(x <= 0.0, 0.0, gradient)
+    return gradient * gelu_slope(x, ACTIVATION == GELU_TANH)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def bias_activation_forward_kernel(
+    x, bias, y, M, N, ACTIVATION: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One program owns a tile of ROWS x BLOCK_N elements; neighbouring programs own neighbouring columns."""
+    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    column_blocks = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = program % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    inside = (row < M) & (columns < N)
+    shift = to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
+    values = to_fp32(tl.load(x + row * N + columns, mask=inside, other=0.0)) + shift  # [ROWS, BLOCK_N]
+    tl.store(y + row * N + columns, from_fp32(activated(values, ACTIVATION), y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def bias_activation_backward_kernel(
+    dy, saved, bias, dx, partials, M, N, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: their dx, and its sum for dbias.
+
+    `saved` is x where the bias is to be added again, else what the activation's gradient is taken from (y of relu).
+    """
+    N = N // VECTOR * VECTOR
+    share = tl.program_id(1)
+    shares = tl.num_programs(1)
+    rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    if HAS_BIAS:
+        shift = to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))
+    dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for tile in tl.range(share, tl.cdiv(M, ROWS), shares, num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * ROWS + rows
+        inside = (row < M) & (columns < N)
+        gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+        values = to_fp32(tl.load(saved + row * N + columns, mask=inside, other=0.0))
+        if HAS_BIAS:
+            values += shift
+        gradient = activated_backward(gradient, values, ACTIVATION)
+        dbias_sum += gradient
+        tl.store(dx + row * N + columns, from_fp32(gradient, dx.dtype.element_ty), mask=inside)
+    partial = partials + share.to(tl.int64) * N + columns  # [1, BLOCK_N] of (shares, N)
+    tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+
+
+@triton.jit
+def activation(x, KIND: tl.constexpr):
+    """f(x) of the kind "silu", "gelu" or "gelu_tanh", and its slope."""
+    if KIND == "silu":
+        gate = tl.sigmoid(x)
+        value = x * gate
+        slope = gate + value * (1.0 - gate)
+    else:
+        value = gelu_value(x, KIND == "gelu_tanh")
+        slope = gelu_slope(x, KIND == "gelu_tanh")
+    return value, slope
+
+
+@triton.jit
+def tile_offsets(up, M, N, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of one program's tile [ROWS, BLOCK_N]: what is inside, its offsets in (M, N), and in gate's rows.
+
+    Without `up` a row of gate is followed by the row of up that it is multiplied by: they are N apart, rows 2 N.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    inside = (row < M) & (column < N)
+    offsets = row * N + column
+    return inside, offsets, offsets + (row * N if up is None else 0)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def gated_forward_kernel(
+    gate, up, y, M, N, KIND: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """One program owns ROWS x BLOCK_N elements: y = activation(gate) * up."""
+    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    inside, offsets, gate_offsets = tile_offsets(up, M, N, ROWS, BLOCK_N)
+    source = gate + N if up is None else up
+    values = to_fp32(tl.load(gate + gate_offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+    factor = to_fp32(tl.load(source + gate_offsets, mask=inside, other=0.0))
+    value, _ = activation(values, KIND)
+    tl.store(y + offsets, from_fp32(value * factor, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def gated_backward_kernel(
+    dy, gate, up, dgate, dup, M, N, KIND: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """One program owns ROWS x BLOCK_N elements: dgate = dy * up * slope(gate), dup = dy * activation(gate)."""
+    N = N // VECTOR * VECTOR
+    inside, offsets, gate_offsets = tile_offsets(up, M, N, ROWS, BLOCK_N)
+    source = gate + N if up is None else up
+    target = dgate + N if up is None else dup
+    gradient = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+    values = to_fp32(tl.load(gate + gate_offsets, mask=inside, other=0.0))
+    factor = to_fp32(tl.load(source + gate_offsets, mask=inside, other=0.0))
+    value, slope = activation(values, KIND)
+    tl.store(dgate + gate_offsets, from_fp32(gradient * factor * slope, dgate.dtype.element_ty), mask=inside)
+    tl.store(target + gate_offsets, from_fp32(gradient * value, dgate.dtype.element_ty), mask=inside)
+
+
+Gradients = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def forward(call: ActivationCall) -> Tensor:
+    """f(x + bias), the sum in fp32, or f(gate) * up."""
+    y = output_like(call)
+    if call.gated:
+        _gated_launch(gated_forward_kernel, y, call.kind)(call.x, call.up, y)
+    elif call.bias is None:
+        _flat_launch(gelu_forward_kernel, GELU_FORWARD, call)(call.x, y)
+    else:
+        tiles = BIAS_RELU_FORWARD if call.kind == "relu" else BIAS_GELU_FORWARD
+        N = y.shape[-1]
+        tile = tiles.find(_triton.capability(y.device), y.element_size(), N)
+        _forward_launch(tile, y.numel() // N, N, y.element_size(), call.kind)(call.x, call.bias, y)
+    return y
+
+
+def backward(call: ActivationCall, result: Tensor | None, grads: Grads, wanted: Wanted) -> Gradients:
+    """dx, dbias as the sum of its unrounded rows, and dup; of a packed projection dx has both gradients."""
+    (dy,), saved = grads, call.x if result is None else result
+    dx, dup = torch.empty_like(saved), None if call.up is None else torch.empty_like(call.up)
+    if call.gated:
+        _gated_launch(gated_backward_kernel, dy, call.kind)(dy, saved, call.up, dx, dup)
+        return dx, None, dup
+    if call.bias is None:
+        _flat_launch(gelu_backward_kernel, GELU_BACKWARD, call)(dy, saved, dx)
+        return dx, None, None
+    tiles, bias = (BIAS_GELU_BACKWARD, call.bias) if result is None else (BIAS_RELU_BACKWARD, None)
+    N = saved.shape[-1]
+    M = saved.numel() // N
+    tile = tiles.find(_triton.capability(saved.device), saved.element_size(), N)
+    programs = tile.programs * _triton.multiprocessors(saved.device)
+    shares, launch = _backward_launch(tile, M, N, saved.element_size(), call.kind, bias is not None, programs)
+    partials = torch.empty((1, shares, N), dtype=torch.float32, device=saved.device)
+    launch(dy, saved, bias, dx, partials)
+    (dbias,) = sum_partials(partials, call.bias.dtype)
+    return dx, dbias, None
+
+
+def _flat_launch(kernel: Any, tiles: Tiles, call: ActivationCall) -> _triton.Launch:
+    x = call.x
+    tile = tiles.find(_triton.capability(x.device), x.element_size(), x.numel())
+    return _planned_flat_launch(kernel, tile, x.numel(), call.kind)
+
+
+@_triton.planned
+def _planned_flat_launch(kernel: Any, tile: RowTile, count: int, kind: str) -> _triton.Launch:
+    grid = (_triton.ceil_div(count, tile.columns),)
+    return _triton.Launch(kernel, grid, (count,), (kind == "gelu_tanh", tile.columns), tile.num_warps)
+
+
+@_triton.planned
+def _forward_launch(tile: RowTile, M: int, N: int, itemsize: int, activation: str) -> _triton.Launch:
+    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
+    constants = (ACTIVATIONS[activation], _triton.vector_width(itemsize, N), tile.rows, tile.columns)
+    return _triton.Launch(bias_activation_forward_kernel, grid, (M, N), constants, tile.num_warps)
+
+
+@_triton.planned
+def _backward_launch(
+    tile: RowTile, M: int, N: int, itemsize: int, activation: str, has_bias: bool, programs: int
+) -> tuple[int, _triton.Launch]:
+    """Into how many shares the rows are split, and the launch."""
+    column_blocks = _triton.ceil_div(N, tile.columns)
+    shares = min(_triton.ceil_div(M, tile.rows), _triton.ceil_div(programs, column_blocks))
+    vector = _triton.vector_width(itemsize, N)
+    constants = (ACTIVATIONS[activation], has_bias, vector, tile.num_stages, tile.rows, tile.columns)
+    grid = (column_blocks, shares)
+    return shares, _triton.Launch(
+        bias_activation_backward_kernel, grid, (M, N), constants, tile.num_warps, tile.num_stages
+    )
+
+
+def _gated_launch(kernel: Any, y: Tensor, kind: str) -> _triton.Launch:
+    """The launch of a kernel over the rows of y."""
+    N, itemsize = y.shape[-1], y.element_size()
+    tile = GATED.find(_triton.capability(y.device), itemsize, N)
+    return _planned_gated_launch(kernel, tile, y.numel() // N, N, itemsize, kind)
+
+
+@_triton.planned
+def _planned_gated_launch(kernel: Any, tile: RowTile, M: int, N: int, itemsize: int, kind: str) -> _triton.Launch:
+    grid = _triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns)
+    constants = (kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
+    return _triton.Launch(kernel, grid, (M, N), constants, tile.num_warps)

@@ -1,0 +1,250 @@
+"""Attention of a sequence to itself, from one packed projection to the input of the next: attention's own kernels."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._dropout import draw_seed
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, check_devices
+from transformer_kernels.ops.attention.scores import (
+    Scores,
+    Window,
+    check_when_run,
+    checked_scores,
+    last_axis_contiguous,
+)
+from transformer_kernels.ops.rotary import Heads, RotaryCall, angles
+
+OP = "packed_attention"
+
+
+class PackedAttentionCall(NamedTuple):
+    """qkv with a contiguous last axis; the seed is None without dropout, cos and sin without rotary positions."""
+
+    qkv: Tensor
+    scores: Scores
+    seed: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    heads: int
+    interleaved: bool
+    dropout_p: float
+
+
+def packed_attention(
+    qkv: Tensor,
+    *,
+    heads: int,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    window: Window = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Scaled dot-product attention on a packed projection: nothing is transposed or copied on the way in or out.
+
+    Equal to `attention` on views of qkv, after `rotary` on those of the queries and keys where cos and sin are given
+    (scores may be summed over the columns in another order).
+    The gradient is written straight into one packed tensor, where gradients of three views would have to be put
+    together again. Rotated queries and keys are not kept for the backward pass, which turns them once more.
+
+    Args:
+        qkv: (B, L, heads + 2 * kv_heads, D): query heads, key heads, value heads; float32, float16, bfloat16 (float64
+            with backend="torch"), any strides with a contiguous last axis.
+        heads: how many of its heads are queries; kv_heads, half of the others, divides it.
+        causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, window, dropout_p, scale, softcap: as in
+            `attention`. The bias is added after the rotation, and may require grad.
+        cos, sin, interleaved: as in `rotary`, which turns queries and keys by them; None leaves these as they are.
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+    Returns:
+        (B, L, heads * D), contiguous, in the dtype of qkv; accumulated in float32.
+    Raises:
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
+    """
+    call = prepare(
+        qkv,
+        heads=heads,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        attn_bias=attn_bias,
+        alibi_slopes=alibi_slopes,
+        cu_seqlens=cu_seqlens,
+        cos=cos,
+        sin=sin,
+        interleaved=interleaved,
+        window=window,
+        dropout_p=dropout_p,
+        scale=scale,
+        softcap=softcap,
+    )
+    return OPERATION(call, backend)
+
+
+def prepare(
+    qkv: Tensor,
+    *,
+    heads: int,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    window: Window = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> PackedAttentionCall:
+    """The validated call."""
+    qkv = _checked(qkv, heads)
+    x = qkv.detach().transpose(1, 2)  # of the lengths and the width of q and k
+    _checks.probability("attention", "dropout_p", dropout_p)
+    scores = checked_scores(
+        x, x, heads, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, None, window, scale, softcap
+    )
+    check_devices(x, scores)
+    _operation.refuse_transforms(OP, qkv, attn_bias)
+    seed = draw_seed(qkv.device) if dropout_p > 0.0 else None
+    _checks.flag(OP, "interleaved", interleaved)
+    if cos is not None and sin is not None:
+        cos, sin = angles(OP, x, cos, sin)
+    elif cos is not sin:
+        raise ValueError(f"{OP}: cos and sin go together; got {'sin' if cos is None else 'cos'} alone")
+    return PackedAttentionCall(qkv, scores, seed, cos, sin, heads, interleaved, float(dropout_p))
+
+
+def _checked(qkv: Tensor, heads: int) -> Tensor:
+    """qkv in autocast's dtype and with a contiguous last axis."""
+    _checks.tensor(OP, "qkv", qkv)
+    if qkv.dim() != 4:
+        raise ValueError(f"{OP}: qkv must have 4 dimensions (B, L, heads + 2 * kv_heads, D); got {tuple(qkv.shape)}")
+    _checks.positive_integer(OP, "heads", heads)
+    others = qkv.shape[2] - heads
+    if others < 2 or others % 2 or heads % (others // 2):
+        raise ValueError(
+            f"{OP}: qkv must hold {heads} query heads and as many key as value heads, a divisor of {heads}; "
+            f"got {qkv.shape[2]} heads in all"
+        )
+    dtype = _operation.autocast_dtype(qkv)
+    if dtype is not None and qkv.dtype is not torch.float64:
+        qkv = qkv.to(dtype)
+    return last_axis_contiguous(qkv)
+
+
+def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views (B, H, L, D) of the queries, keys and values."""
+    kv_heads = (qkv.shape[2] - heads) // 2
+    x = qkv.transpose(1, 2)  # (B, heads + 2 * kv_heads, L, D)
+    return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+
+
+def _turning(qkv: Tensor, heads: int) -> Heads:
+    """A view (B, heads + kv_heads, L, D) of all that rotary turns."""
+    return Heads(qkv[:, :, : (qkv.shape[2] + heads) // 2].transpose(1, 2), None)
+
+
+def _joined(out: Tensor) -> Tensor:
+    """(B, H, L, D), in memory (B, L, H, D) -> (B, L, H * D)."""
+    return out.transpose(1, 2).flatten(2)
+
+
+def _on_views(call: PackedAttentionCall, turned: Tensor | None = None) -> AttentionCall:
+    """Attention's call on views of qkv, or on rotated queries and keys (B, heads + kv_heads, L, D)."""
+    q, k, v = _split(call.qkv, call.heads)
+    if turned is not None:
+        q, k = turned[:, : call.heads], turned[:, call.heads :]
+    return AttentionCall(q, k, v, call.scores, call.seed, call.dropout_p)
+
+
+class _Packed:
+    """The operation on a backend's attention kernels, and on its rotary where those do not turn rows themselves."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+        self.backend = kernels.__name__.rpartition(".")[2]
+        self.turning = getattr(kernels, "Angles", None)  # what its kernels are told of the angles
+        self.turns = getattr(kernels, "turns", lambda call: True)  # and which calls they turn themselves
+
+    def unsupported(self, call: PackedAttentionCall) -> str | None:
+        refusal = getattr(self.kernels, "unsupported", None)
+        return None if refusal is None else refusal(_on_views(call))
+
+    def forward(self, call: PackedAttentionCall) -> AttentionResult:
+        inner, options = self._inner(call)
+        out, lse, statistics = self.kernels.forward(inner, **options)
+        return AttentionResult(_joined(out), lse, statistics)
+
+    def backward(
+        self, call: PackedAttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor, Tensor | None]:
+        """dqkv, into which the three gradients are written and in which those of q and k are rotated, and dbias."""
+        dout, out = (x.unflatten(2, (call.heads, -1)).transpose(1, 2) for x in (grads[0], result.out))
+        dqkv = torch.empty(call.qkv.shape, dtype=call.qkv.dtype, device=call.qkv.device)
+        inner, options = self._inner(call)
+        given = (
+            AttentionResult(out, result.lse, result.statistics),
+            (last_axis_contiguous(dout), None),
+            (True, True, True, wanted[1]),
+        )
+        *_, dbias = self.kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
+        if call.cos is not None and not options:
+            turned = _turning(dqkv, call.heads)
+            self._rotate(call, turned, turned, back=True)
+        return dqkv, dbias
+
+    def _inner(self, call: PackedAttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
+        """Attention's call, with the angles for kernels that turn rows as they read them, else on rotated copies."""
+        if call.cos is None or call.sin is None:
+            return _on_views(call), {}
+        if self.turning is not None and self.turns(_on_views(call)):
+            return _on_views(call), {"angles": self.turning(call.cos.float(), call.sin.float(), call.interleaved)}
+        heads = _turning(call.qkv, call.heads)
+        turned = heads.empty()
+        self._rotate(call, heads, turned, back=False)
+        return _on_views(call, turned.q), {}
+
+    def _rotate(self, call: PackedAttentionCall, heads: Heads, out: Heads, *, back: bool) -> None:
+        assert call.cos is not None and call.sin is not None
+        rotation = RotaryCall(heads.q, heads.q, call.cos, call.sin, call.interleaved)
+        import_module(f"transformer_kernels.ops.rotary.{self.backend}").rotate(rotation, heads, out, back=back)
+
+
+def _fake(call: PackedAttentionCall) -> AttentionResult:
+    qkv, heads = call.qkv, call.heads
+    batch, length, _, width = qkv.shape
+    lse = qkv.new_empty((batch, heads, length), dtype=torch.promote_types(qkv.dtype, torch.float32))
+    statistics = qkv.new_empty((batch, heads, 2, length), dtype=torch.float32)
+    return AttentionResult(qkv.new_empty(batch, length, heads * width), lse, statistics)
+
+
+OPERATION = _operation.Operation(
+    OP,
+    PackedAttentionCall,
+    prepare=prepare,
+    result=AttentionResult,
+    fake=_fake,
+    differentiable=("qkv", "scores.bias"),
+    kept=("out", "lse", "statistics"),
+    kernels="attention",
+    adapt=_Packed,
+    check_when_run=lambda call: check_when_run(call.scores, call.qkv.shape[1], call.qkv.shape[1]),
+)

@@ -1,0 +1,153 @@
+"""The weights of attention, written out: the map (B, H, Lq, Lk) for those who want to look at it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.ops import _operation
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._softcap import cap, cap_slope
+from transformer_kernels.ops._visible import added_bias, visible_mask
+from transformer_kernels.ops.attention import prepare as checked_attention
+from transformer_kernels.ops.attention.scores import Scores, Window, check_when_run
+from transformer_kernels.ops.softmax import SoftmaxCall
+
+OP = "attention_weights"
+
+
+class AttentionWeightsCall(NamedTuple):
+    """As `AttentionCall`, without values and dropout."""
+
+    q: Tensor
+    k: Tensor
+    scores: Scores
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """softmax(scale * q k^T + bias) over the keys that a query may see: what `attention` multiplies the values by.
+
+    Memory grows with Lq * Lk: it is for looking, not for training.
+
+    Args:
+        q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale, softcap: as
+            in `attention`.
+        backend: "torch", "cpu", "triton", "cuda" or "auto", whose `softmax` runs; the products are PyTorch's.
+    Returns:
+        (B, Hq, Lq, Lk) in the dtype of q, scores and sums in float32 (float64 for float64). A row sums to 1, or is 0
+        where the query sees no key.
+    Raises:
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+    """
+    call = prepare(
+        q,
+        k,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        attn_bias=attn_bias,
+        alibi_slopes=alibi_slopes,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+    )
+    return OPERATION(call, backend)
+
+
+def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
+    """The validated call; errors name `attention`."""
+    _operation.refuse_transforms(OP, *(each for each in (q, k, options.get("attn_bias")) if isinstance(each, Tensor)))
+    call = checked_attention(q, k, k, **options)
+    return AttentionWeightsCall(call.q, call.k, call.scores)
+
+
+class _OnSoftmax:
+    """The operation on the softmax of a backend; scores are float32 whatever the dtype of q."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+
+    def unsupported(self, call: AttentionWeightsCall) -> str | None:
+        refusal = getattr(self.kernels, "unsupported", None)
+        return None if refusal is None else refusal(SoftmaxCall(call.q, None, False, 1.0))
+
+    def forward(self, call: AttentionWeightsCall) -> Tensor:
+        q, k = _operands(call)
+        with torch.autocast(q.device.type, enabled=False):
+            scores = _scores(call, q, k)
+        queries, keys = scores.shape[2:]
+        mask = visible_mask(call.scores, queries, keys, q.device)
+        added = added_bias(call.scores, queries, keys)
+        if added is not None:
+            scores = scores + added
+            seen = added != -math.inf  # a row of -inf would be NaN
+            mask = seen if mask is None else mask & seen
+        mask = None if mask is None else mask.expand(scores.shape)
+        return self.kernels.forward(SoftmaxCall(scores, mask, False, 1.0)).to(call.q.dtype)
+
+    def backward(
+        self, call: AttentionWeightsCall, weights: Tensor, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, k = _operands(call)
+        hidden = SoftmaxCall(None, None, False, 1.0)  # type: ignore[arg-type]
+        dy = grads[0].to(q.dtype)
+        (dscores,) = self.kernels.backward(hidden, weights.to(q.dtype), (dy,), (True,))
+        bias, softcap = call.scores.bias, call.scores.softcap
+        dbias = None if bias is None else dscores.sum_to_size(bias.shape).to(bias.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            if softcap > 0.0:
+                dscores = dscores * cap_slope(_scores(call, q, k), softcap)
+            dscores = dscores.unflatten(1, q.shape[1:3]).mul(call.scores.scale)  # (B, Hk, group, Lq, Lk)
+            dq = (dscores @ k).flatten(1, 2)
+            dk = (dscores.transpose(-2, -1) @ q).sum(dim=2)
+        return dq.to(call.q.dtype), dk.to(call.k.dtype), dbias
+
+
+def _operands(call: AttentionWeightsCall) -> tuple[Tensor, Tensor]:
+    """q (B, Hk, group, Lq, D) and k (B, Hk, 1, Lk, D), at least float32; what a mask hides of k is 0, were it NaN."""
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    k = call.k.to(wide)
+    padding = call.scores.key_padding_mask
+    if padding is not None:
+        k = k.masked_fill(~padding[:, None, :, None], 0.0)
+    return call.q.to(wide).unflatten(1, (k.shape[1], -1)), k.unsqueeze(2)
+
+
+def _scores(call: AttentionWeightsCall, q: Tensor, k: Tensor) -> Tensor:
+    """The scores (B, Hq, Lq, Lk) of `_operands`, to which nothing is added yet."""
+    return cap((q @ k.transpose(-2, -1)).mul_(call.scores.scale), call.scores.softcap).flatten(1, 2)
+
+
+OPERATION = _operation.Operation(
+    OP,
+    AttentionWeightsCall,
+    prepare=prepare,
+    fake=lambda call: call.q.new_empty(*call.q.shape[:3], call.k.shape[2]),
+    differentiable=("q", "k", "scores.bias"),
+    kept=("",),
+    sizes=("q", "k"),
+    kernels="softmax",
+    adapt=_OnSoftmax,
+    check_when_run=lambda call: check_when_run(call.scores, call.q.shape[2], call.k.shape[2]),
+)

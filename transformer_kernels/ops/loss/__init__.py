@@ -1,0 +1,367 @@
+"""Cross-entropy of logits, or of a linear layer without its logits ever in memory at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_kernels.backends.dispatch import select
+from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops.linear import linear
+from transformer_kernels.ops.loss import _chunked
+from transformer_kernels.ops.loss._calls import (
+    CrossEntropyCall,
+    CrossEntropyResult,
+    LinearCrossEntropyCall,
+    LinearCrossEntropyResult,
+)
+
+OP, LINEAR_OP = "cross_entropy", "linear_cross_entropy"
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    """-sum_j w_j t_j log p_j with p = softmax(logits) and t a class or, smoothed, (1 - eps) t + eps / V; as torch's.
+
+    Logits of three dimensions and more have their classes in the last axis, (B, L, V) beside targets (B, L), or in axis
+    1 as torch has them, (B, V, L): the shape of the targets decides, and where it fits both, V = L, the call raises.
+
+    Args:
+        logits: (..., V) or (B, V, ...), any strides, float32, float16, bfloat16 (float64 with backend="torch").
+        targets: int64 or int32 (...) or (B, ...), the class of each row; or floating (M, V), the probability t of each
+            class, without a gradient. A class of probability 0 may have the logit -inf.
+        weight: floating (V,), w, without a gradient; 1 unless given.
+        ignore_index: rows with this target have no loss, no gradient and no part in the mean.
+        label_smoothing: eps, in [0, 1].
+        z_loss: adds z_loss * log(sum_j exp(logit_j))^2 to a row's loss; not negative.
+        softcap: softcap * tanh(logits / softcap) takes the place of the logits; positive.
+        reduction: "none", "sum", or "mean": the sum over the weights of the classes that are not ignored, or over the
+            number of rows where targets are probabilities.
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+    Returns:
+        float32 (float64 for float64), computed in it: a scalar, or one loss for each row, shaped as classes as targets
+        are, for "none". The mean is NaN when every row is ignored.
+    Raises:
+        IndexError: a target is neither a class nor ignore_index. Not validated on a GPU: the row's loss is NaN there.
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Szegedy et al., "Rethinking the Inception architecture for computer vision", 2016, section 7 (smoothing); Milakov,
+    Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3; Chowdhery et al., "PaLM", 2022, section
+    5 (z_loss); Gemma Team, "Gemma 2", 2024, section 2 (softcap).
+    """
+    call = _prepare(
+        logits,
+        targets,
+        weight=weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+    )
+    return CROSS_ENTROPY(call, backend)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> Tensor:
+    """cross_entropy(x W^T + b, targets), in chunks of rows whose logits become their own gradient.
+
+    Where all rows fit into one chunk this is a linear layer followed by `cross_entropy`. Otherwise the gradients are
+    made during the forward pass, chunk by chunk, and the backward pass multiplies them by the incoming scalar; with
+    reduction="none", where each row has its own, the backward pass makes each chunk of logits again.
+
+    Args:
+        x: (..., E), any strides, float32, float16, bfloat16 (float64 with backend="torch").
+        weight: (V, E) and bias: (V,) or None, in the dtype of x; under autocast in any, and the products are in
+            autocast's.
+        targets: int64 or int32 (...), the class of each row.
+        class_weight: floating (V,), without a gradient: what `cross_entropy` calls weight, which here is the layer's.
+        ignore_index: rows with this target have no loss, no gradient and no part in the mean.
+        label_smoothing, z_loss, softcap: as in `cross_entropy`, of the logits x W^T + b.
+        reduction: "none", "sum", or "mean": the sum over the weights of the classes that are not ignored.
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`). The products
+            are PyTorch's in each of them.
+    Returns:
+        float32 (float64 for float64), a scalar, or (...) for "none". Gradients of weight and
+            bias are summed over chunks in float32.
+    Raises:
+        IndexError: a target is neither a class nor ignore_index. Not validated on a GPU: there the loss is NaN.
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Wijmans et al., "Cut your losses in large-vocabulary language models", 2024, section 2 (why not to hold the logits).
+    """
+    call = _prepare_linear(
+        x,
+        weight,
+        targets,
+        bias,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+    )
+    if call.targets.numel() > _chunked.rows_at_once(weight.shape[0], call.dtype, x.device):
+        return LINEAR_CROSS_ENTROPY(call, backend)
+    if not _operation.is_traced(x):
+        select(LINEAR_CROSS_ENTROPY, backend, call)  # an error names this operation
+    # also while a step is recorded, so that its bits are the same
+    own = not torch.compiler.is_compiling()
+    logits = linear(x, weight, bias, backend=backend) if own else F.linear(x, weight, bias)
+    inner = CrossEntropyCall(
+        logits,
+        call.targets,
+        call.ignore_index,
+        call.label_smoothing,
+        call.reduction,
+        call.class_weight,
+        call.z_loss,
+        call.softcap,
+    )
+    return CROSS_ENTROPY(inner, backend)
+
+
+def _prepare(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> CrossEntropyCall:
+    """The validated arguments."""
+    _checks.tensor(OP, "logits", logits)
+    _checks.at_least_1d(OP, logits)
+    if logits.dim() > 2 and isinstance(targets, Tensor):
+        logits = _classes_last(logits, targets)
+    if logits.shape[-1] == 0:
+        raise ValueError(f"{OP}: logits must have at least one class; got shape {tuple(logits.shape)}")
+    probabilities = isinstance(targets, Tensor) and targets.is_floating_point()
+    if probabilities:
+        _check_probabilities(logits, targets, ignore_index)
+    else:
+        _checks.class_indices(OP, "targets", targets, logits.shape[:-1])
+    check_class_weight(OP, "weight", weight, logits.shape[-1])
+    _checks.same_device(OP, logits, targets=targets, weight=weight)
+    check_options(OP, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    _operation.refuse_transforms(OP, logits, targets)
+    if not _operation.is_traced(logits) and not probabilities:
+        _checks.classes_in_range(OP, "targets", targets, logits.shape[-1], ignore_index)
+    targets = (targets if probabilities else targets.long()).contiguous()
+    numbers = int(ignore_index), float(label_smoothing), reduction
+    added = float(z_loss), None if softcap is None else float(softcap)
+    return CrossEntropyCall(
+        logits.contiguous(), targets, *numbers, None if weight is None else weight.contiguous(), *added
+    )
+
+
+def _classes_last(logits: Tensor, targets: Tensor) -> Tensor:
+    """The logits with their classes in the last axis, from either layout; the shape of the targets decides which.
+
+    Raises:
+        ValueError: both layouts fit, as they do where targets are probabilities.
+    """
+    in_axis_1 = (logits.shape[0], *logits.shape[2:])
+    probabilities = targets.is_floating_point()
+    if not probabilities and targets.shape != in_axis_1:
+        return logits
+    if probabilities or targets.shape == logits.shape[:-1]:
+        shape = tuple(logits.shape)
+        raise ValueError(
+            f"{OP}: logits {shape} beside targets {tuple(targets.shape)} can have their {shape[-1]} classes in the "
+            f"last axis or their {shape[1]} classes in axis 1, as torch reads them; give rows: "
+            "logits.flatten(0, -2) or logits.movedim(1, -1).flatten(0, -2), and the targets flattened alike"
+        )
+    return logits.movedim(1, -1)
+
+
+def _check_probabilities(logits: Tensor, targets: Tensor, ignore_index: int) -> None:
+    _checks.tensor(OP, "targets", targets)
+    if targets.shape != logits.shape:
+        raise ValueError(
+            f"{OP}: targets that are probabilities must have the shape of logits {tuple(logits.shape)}; "
+            f"got {tuple(targets.shape)}"
+        )
+    if targets.requires_grad:
+        raise ValueError(f"{OP}: targets have no gradient; detach them, or use python_ref.ops.{OP}")
+    if ignore_index >= 0:
+        raise ValueError(f"{OP}: ignore_index is of targets that are classes; got {ignore_index} beside probabilities")
+
+
+def check_class_weight(op: str, name: str, weight: Tensor | None, classes: int) -> None:
+    """A floating tensor (V,) without a gradient, or None."""
+    if weight is None:
+        return
+    _checks.tensor(op, name, weight)
+    if weight.shape != (classes,):
+        raise ValueError(f"{op}: {name} must have shape ({classes},); got {tuple(weight.shape)}")
+    if weight.requires_grad:
+        raise ValueError(f"{op}: {name} has no gradient; detach it, or use python_ref.ops.{op}")
+
+
+def check_options(
+    op: str, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str
+) -> None:
+    """The options that are no tensors."""
+    _checks.integer(op, "ignore_index", ignore_index)
+    _checks.probability(op, "label_smoothing", label_smoothing)
+    _checks.finite(op, "z_loss", z_loss)
+    if z_loss < 0.0:
+        raise ValueError(f"{op}: z_loss must not be negative; got {z_loss}")
+    if softcap is not None:
+        _checks.positive(op, "softcap", softcap)
+        _checks.finite(op, "softcap", softcap)
+    _checks.choice(op, "reduction", reduction, REDUCTIONS)
+
+
+def _fake(call: CrossEntropyCall) -> CrossEntropyResult:
+    logits = call.logits
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    loss = logits.new_empty(logits.shape[:-1] if call.reduction == "none" else (), dtype=dtype)
+    statistics = logits.new_empty((2, logits.shape[:-1].numel()), dtype=dtype)
+    return CrossEntropyResult(loss, statistics, logits.new_empty((), dtype=dtype))
+
+
+def _second_order(
+    call: CrossEntropyCall, result: CrossEntropyResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    logits, targets, ignore_index, label_smoothing, reduction, weight, z_loss, softcap = call
+    with torch.enable_grad():
+        rows = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+        rows = rows if softcap is None else softcap * torch.tanh(rows / softcap)
+        kinds = targets.to(rows.dtype).view(rows.shape) if targets.is_floating_point() else targets.view(-1)
+        losses = torch.nn.functional.cross_entropy(
+            rows,
+            kinds,
+            weight if weight is None else weight.to(rows.dtype),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction="none",
+        )
+        if z_loss > 0.0:
+            seen = torch.ones_like(losses) if targets.is_floating_point() else (kinds != ignore_index).to(losses.dtype)
+            losses = losses + z_loss * seen * torch.logsumexp(rows, dim=-1).square()
+        loss = losses if reduction == "none" else losses.sum()
+        if result.counted is not None and reduction == "mean":
+            loss = loss / result.counted
+    return _operation.differentiated(loss, [logits], grads[0].reshape(loss.shape), wanted)
+
+
+def _check_when_run(call: CrossEntropyCall) -> None:
+    """A traced call is checked when it runs: its targets have no values before."""
+    if call.targets.is_floating_point():
+        return
+    _checks.classes_in_range(OP, "targets", call.targets, call.logits.shape[-1], call.ignore_index)
+
+
+def _prepare_linear(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> LinearCrossEntropyCall:
+    """The checked arguments."""
+    _checks.tensor(LINEAR_OP, "x", x)
+    _checks.at_least_1d(LINEAR_OP, x)
+    autocast = _operation.autocast_dtype(x)
+    _checks.linear_parameter(LINEAR_OP, "weight", weight, (None, x.shape[-1]), x, autocast is not None)
+    if bias is not None:
+        _checks.linear_parameter(LINEAR_OP, "bias", bias, (weight.shape[0],), x, autocast is not None)
+    _checks.class_indices(LINEAR_OP, "targets", targets, x.shape[:-1])
+    check_class_weight(LINEAR_OP, "class_weight", class_weight, weight.shape[0])
+    _checks.same_device(LINEAR_OP, x, weight=weight, targets=targets, bias=bias, class_weight=class_weight)
+    check_options(LINEAR_OP, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    _operation.refuse_transforms(LINEAR_OP, x, weight, bias)
+    if not _operation.is_traced(x):
+        _checks.classes_in_range(LINEAR_OP, "targets", targets, weight.shape[0], ignore_index)
+    dtype = x.dtype if autocast is None or x.dtype is torch.float64 else autocast
+    options = int(ignore_index), float(label_smoothing), reduction, dtype
+    wanted = [_operation.needs_grad(each) for each in (x, weight, bias)]
+    class_weight = None if class_weight is None else class_weight.contiguous()
+    added = class_weight, float(z_loss), None if softcap is None else float(softcap)
+    return LinearCrossEntropyCall(x, weight, targets.long().contiguous(), bias, *options, wanted, *added)
+
+
+def _fake_linear(call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
+    scalar = call.x.new_empty((), dtype=torch.promote_types(call.dtype, torch.float32))
+    if call.reduction == "none":
+        return LinearCrossEntropyResult(scalar.new_empty(call.targets.shape), scalar, None, None, None)
+    likes = (call.x.contiguous(), call.weight, call.bias)
+    grads = (
+        torch.empty_like(like) if want and like is not None else None
+        for like, want in zip(likes, call.wanted, strict=True)
+    )
+    return LinearCrossEntropyResult(scalar, torch.empty_like(scalar), *grads)
+
+
+def _check_linear_when_run(call: LinearCrossEntropyCall) -> None:
+    _checks.classes_in_range(LINEAR_OP, "targets", call.targets, call.weight.shape[0], call.ignore_index)
+
+
+CROSS_ENTROPY = _operation.Operation(
+    OP,
+    CrossEntropyCall,
+    prepare=_prepare,
+    result=CrossEntropyResult,
+    fake=_fake,
+    differentiable=("logits",),
+    kept=("statistics", "counted"),
+    kernels="loss",
+    ahead=True,
+    second_order=_second_order,
+    check_when_run=_check_when_run,
+)
+
+LINEAR_CROSS_ENTROPY = _operation.Operation(
+    LINEAR_OP,
+    LinearCrossEntropyCall,
+    prepare=_prepare_linear,
+    result=LinearCrossEntropyResult,
+    fake=_fake_linear,
+    differentiable=("x", "weight", "bias"),
+    dropped=("x", "weight", "targets", "bias", "class_weight"),
+    dropped_when=lambda call: call.reduction != "none",
+    kept=("loss", "counted", "dx", "dweight", "dbias"),
+    like={"x": "dx", "weight": "dweight", "bias": "dbias"},
+    sizes=(),
+    kernels="loss",
+    adapt=_chunked.ChunkedCrossEntropy,
+    check_when_run=_check_linear_when_run,
+)

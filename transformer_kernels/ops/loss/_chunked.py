@@ -1,0 +1,153 @@
+"""The head and its loss in chunks of rows, the same in every backend: only the rows of logits are the backend's.
+
+A chunk's logits are made, replaced by their gradient, multiplied into dx and dweight, and forgotten.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops.loss._calls import LinearCrossEntropyCall, LinearCrossEntropyResult
+
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
+"""What a chunk's logits may fill. On a CPU about a last-level cache. On a GPU little beside a model's other tensors,
+and yet so many rows that the products run at full rate and adding up dweight costs a fraction of them."""
+
+FEWEST_ROWS = 512
+"""For the widest vocabularies: each chunk reads the weight twice and adds to dweight once; rows must be worth that."""
+
+
+ROW_ALIGNMENT = 16
+"""Bytes: with an odd vocabulary, rows without gaps would keep kernels and products from vector access."""
+
+
+def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many rows a chunk has."""
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), FEWEST_ROWS)
+
+
+class ChunkedCrossEntropy:
+    """The operation in chunks, on the row kernels of a backend's cross_entropy."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self.kernels = kernels
+
+    def forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
+        """The loss, and the gradients that are wanted, each in the dtype of what it belongs to.
+
+        The products' dtypes are chosen here, not by autocast once more; across chunks sums are in float32.
+        """
+        with torch.autocast(call.x.device.type, enabled=False):
+            return self._forward(call)
+
+    def _forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
+        targets, classes = call.targets, call.targets.view(-1)
+        head = _Head(self.kernels, call, [False] * 3 if call.reduction == "none" else call.wanted)
+        losses = head.all_losses(classes)
+        if call.reduction == "none":
+            return LinearCrossEntropyResult(losses.view(targets.shape), None, None, None, None)
+        weights = head.options.weights
+        loss, count = self.kernels.reduced(losses, classes, call.ignore_index, call.reduction, weights)
+        return LinearCrossEntropyResult(loss, count, *head.gradients(call))
+
+    def backward(
+        self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the sum of losses, times the incoming scalar and over what a mean is over.
+
+        Of losses that were not summed they are made now, each row's times its own incoming gradient.
+        """
+        (dloss,), (_, counted, *sums) = grads, result
+        if call.reduction == "none":
+            with torch.autocast(dloss.device.type, enabled=False):
+                head = _Head(self.kernels, call, list(wanted))
+                head.all_losses(call.targets.view(-1), dloss.reshape(-1, 1))
+                return head.gradients(call)
+        in_mean = counted if call.reduction == "mean" else None
+        scale = dloss if in_mean is None else dloss / in_mean.masked_fill(in_mean == 0.0, 1.0)
+        scale = scale.view(1)  # a 0-d tensor would be multiplied in the gradient's dtype
+        return tuple(grad if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad)) for grad in sums)
+
+
+class _Head:
+    """The linear layer, and the sums of its gradients over the chunks so far."""
+
+    def __init__(self, kernels: ModuleType, call: LinearCrossEntropyCall, wanted: list[bool]) -> None:
+        self.kernels, self.weight = kernels, call.weight.to(call.dtype)
+        self.x = call.x.reshape(-1, call.x.shape[-1])
+        self.bias = None if call.bias is None else call.bias.to(call.dtype)
+        self.options = call.row_loss()
+        self.wanted = wanted
+        self.dx = torch.empty_like(self.x) if wanted[0] else None
+        self.dweight: Tensor | None = None
+        self.dbias: Tensor | None = None
+
+    def all_losses(self, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The losses of all rows (M,), chunk by chunk; their gradients are summed, times `scale` (M, 1) if given."""
+        count = self.x.shape[0]
+        step = rows_at_once(self.weight.shape[0], self.weight.dtype, self.x.device)
+        buffer = self.logits_buffer(min(step, count))
+        chunks = [slice(start, start + step) for start in range(0, max(1, count), step)]
+        return torch.cat([self.losses(rows, targets, buffer, scale) for rows in chunks])
+
+    def gradients(self, call: LinearCrossEntropyCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dx, dweight and dbias, each in the shape and dtype of what it belongs to, None where not wanted."""
+        dx = None if self.dx is None else self.dx.view(call.x.shape)
+        dweight = None if self.dweight is None else self.dweight.to(call.weight.dtype)
+        dbias = None if self.dbias is None or call.bias is None else self.dbias.to(call.bias.dtype)
+        return dx, dweight, dbias
+
+    def logits_buffer(self, rows: int) -> Tensor:
+        """Uninitialised (rows, V), every row at a multiple of ROW_ALIGNMENT."""
+        classes, step = self.weight.shape[0], ROW_ALIGNMENT // self.weight.dtype.itemsize
+        return self.weight.new_empty((rows, -(-classes // step) * step))[:, :classes]
+
+    def losses(self, rows: slice, targets: Tensor, buffer: Tensor, scale: Tensor | None) -> Tensor:
+        """The losses of a chunk of rows (R,); its gradients, times `scale`, are added to the sums."""
+        x, targets = self.x[rows].to(self.weight.dtype), targets[rows]  # (R, E), (R,)
+        logits = self._logits(x, buffer[: x.shape[0]])
+        if not any(self.wanted):
+            return self.kernels.row_losses(logits, targets, self.options)
+        losses, dlogits = self.kernels.row_losses_and_gradient(logits, targets, self.options)
+        if scale is not None:
+            dlogits.mul_(scale[rows])
+        if self.dx is not None:
+            _product(dlogits, self.weight, self.dx[rows])  # (R, V) (V, E) -> (R, E)
+        if self.wanted[1]:
+            self.dweight = _plus_product(self.dweight, dlogits.t(), x)  # (V, R) (R, E) -> (V, E)
+        if self.wanted[2]:
+            dbias = dlogits.sum(dim=0, dtype=_wide(dlogits.dtype))
+            self.dbias = dbias if self.dbias is None else self.dbias.add_(dbias)
+        return losses
+
+    def _logits(self, x: Tensor, out: Tensor) -> Tensor:
+        """x W^T + b, (R, E) -> (R, V)."""
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _product(first: Tensor, second: Tensor, out: Tensor) -> None:
+    if out.dtype is first.dtype:
+        torch.mm(first, second, out=out)
+    else:
+        out.copy_(first @ second)
+
+
+def _plus_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
+    """total + first @ second in float32 at least; None stands for nothing yet."""
+    if total is None:
+        return (first @ second).to(_wide(first.dtype))
+    if total.dtype is first.dtype:
+        return total.addmm_(first, second)
+    product = first @ second
+    return total.add_(product.float() if total.device.type == "cpu" else product)  # adding two dtypes is slow there

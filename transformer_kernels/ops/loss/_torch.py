@@ -1,0 +1,184 @@
+"""Cross-entropy through PyTorch's native kernels, in chunks of rows that stay in a cache between them.
+
+Forward reads the logits once, backward reads them once more and writes their gradient: nothing of their size is saved.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._softcap import cap, cap_slope
+from transformer_kernels.ops.loss._calls import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
+
+aten = torch.ops.aten
+
+ELEMENTS_AT_ONCE = 1 << 18  # on the CPU: a chunk of logits and its log-probabilities stay in a second-level cache
+NO_REDUCTION = 0  # of aten.nll_loss_forward
+
+
+def forward(call: CrossEntropyCall) -> CrossEntropyResult:
+    """(loss, None, what a mean is over): there are no statistics, backward recomputes its softmax."""
+    logits, targets, classes, options = call.logits, call.targets, call.logits.shape[-1], call.row_loss()
+    losses = row_losses(logits.view(-1, classes), _rows_of(targets, classes), options)
+    if call.reduction == "none":
+        return CrossEntropyResult(losses.view(logits.shape[:-1]), None, None)
+    if targets.is_floating_point() and call.reduction == "mean":
+        return CrossEntropyResult(losses.mean(), None, losses.new_tensor(float(losses.numel())))
+    loss, count = reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
+    return CrossEntropyResult(loss, None, count)
+
+
+def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
+    """dloss * (softmax - the smoothed target), divided by what a mean is over."""
+    (dloss,), logits, count, options = grads, call.logits, result.counted, call.row_loss()
+    dlogits = torch.empty_like(logits)
+    classes = logits.shape[-1]
+    scales = dloss if count is None or call.reduction != "mean" else dloss / count
+    scales = scales.expand(logits.shape[:-1]).reshape(-1)
+    every = (logits.view(-1, classes), _rows_of(call.targets, classes), scales, dlogits.view(-1, classes))
+    for chunk, target, scale, out in _chunks(*every):
+        if _is_plain(options, target):
+            p = torch.softmax(chunk, dim=-1, dtype=scale.dtype)
+            _write_gradient(p, target, scale, options.ignore_index, options.label_smoothing, out)
+        else:
+            torch.mul(_gradient(_terms(options, chunk, target), options), scale.unsqueeze(1), out=out)
+    return (dlogits,)
+
+
+class _Terms(NamedTuple):
+    """Of a chunk of rows: capped scores and smoothed, weighted targets (R, V), log-sum-exp, whether ignored (R, 1)."""
+
+    scores: Tensor
+    wanted: Tensor
+    lse: Tensor
+    ignored: Tensor
+
+
+def _rows_of(targets: Tensor, classes: int) -> Tensor:
+    """Classes (M,), or probabilities (M, V)."""
+    return targets.view(-1, classes) if targets.is_floating_point() else targets.view(-1)
+
+
+def _is_plain(options: RowLoss, targets: Tensor) -> bool:
+    """Whether PyTorch's own fused pair of operators makes the loss."""
+    return options.is_plain() and not targets.is_floating_point()
+
+
+def _terms(options: RowLoss, logits: Tensor, targets: Tensor) -> _Terms:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    scores = cap(logits.to(wide, copy=options.softcap is not None), options.softcap)
+    if targets.is_floating_point():
+        ignored = torch.zeros_like(scores[:, :1], dtype=torch.bool)
+        wanted = targets.to(scores.dtype) * (1.0 - options.label_smoothing)
+    else:
+        ignored = (targets == options.ignore_index).unsqueeze(1)
+        column = targets.clamp(0, scores.shape[1] - 1).unsqueeze(1)
+        kept = torch.full_like(scores[:, :1], 1.0 - options.label_smoothing)
+        kept.masked_fill_(_outside(targets, scores.shape[1], options.ignore_index).unsqueeze(1), torch.nan)
+        wanted = torch.zeros_like(scores).scatter_(1, column, kept)
+    wanted.add_(options.label_smoothing / scores.shape[1])
+    if options.weights is not None:
+        wanted.mul_(options.weights[:-1])
+    return _Terms(scores, wanted.masked_fill_(ignored, 0.0), torch.logsumexp(scores, dim=-1, keepdim=True), ignored)
+
+
+def _losses_of(terms: _Terms, options: RowLoss) -> Tensor:
+    """sum of targets * (lse - scores) + z lse^2 of each row; a class of which nothing is wanted may be impossible."""
+    scores, wanted, lse, ignored = terms
+    surprise = (lse - scores).masked_fill_(wanted == 0.0, 0.0).mul_(wanted)
+    z_losses = lse.square().mul_(options.z_loss).masked_fill_(ignored, 0.0)
+    return surprise.sum(dim=-1).add_(z_losses.squeeze(1))
+
+
+def _gradient(terms: _Terms, options: RowLoss) -> Tensor:
+    """d loss / d logits of each row: (sum of targets + 2 z lse) p - targets, through the cap."""
+    scores, wanted, lse, ignored = terms
+    share = wanted.sum(dim=-1, keepdim=True).add_(lse, alpha=2.0 * options.z_loss)
+    gradient = torch.exp(scores - lse).mul_(share).sub_(wanted)
+    if options.softcap is not None:
+        gradient.mul_(cap_slope(scores, options.softcap))
+    return gradient.masked_fill_(ignored, 0.0)
+
+
+def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
+    """The loss of each row, (M, V), (M,) or probabilities (M, V) -> (M,)."""
+    if _is_plain(options, targets):
+        plain = options.ignore_index, options.label_smoothing
+        return _joined([_losses(_log_softmax(chunk), target, *plain) for chunk, target in _chunks(logits, targets)])
+    chunks = _chunks(logits, targets)
+    return _joined([_losses_of(_terms(options, chunk, target), options) for chunk, target in chunks])
+
+
+def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
+    """`row_losses`, and the gradient of their sum, which is written over the logits."""
+    losses = []
+    for chunk, target in _chunks(logits, targets):
+        if _is_plain(options, targets):
+            log_p, plain = _log_softmax(chunk), (options.ignore_index, options.label_smoothing)
+            losses.append(_losses(log_p, target, *plain))
+            _write_gradient(log_p.exp_(), target, torch.ones_like(losses[-1]), *plain, chunk)
+        else:
+            terms = _terms(options, chunk, target)
+            losses.append(_losses_of(terms, options))
+            chunk.copy_(_gradient(terms, options))
+    return _joined(losses), logits
+
+
+def reduced(
+    losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and what the mean is over."""
+    if reduction == "sum":
+        return losses.sum(), None
+    if weights is not None:
+        return weighted_mean(losses, targets, ignore_index, weights)
+    count = targets.ne(ignore_index).sum().to(losses.dtype)
+    return losses.sum() / count, count
+
+
+def _chunks(logits: Tensor, *others: Tensor) -> zip:  # type: ignore[type-arg]
+    """Pieces of the rows of each tensor, side by side; all rows at once but on the CPU."""
+    rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
+    return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _outside(targets: Tensor, classes: int, ignore_index: int) -> Tensor:
+    """Which targets are no class: on a GPU they make their row NaN; on the CPU they were refused."""
+    return ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
+
+
+def _losses(log_p: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    """(R, V), (R,) -> (R,)."""
+    outside = None if log_p.device.type == "cpu" else _outside(targets, log_p.shape[1], ignore_index)
+    safe = targets if outside is None else targets.masked_fill(outside, ignore_index)
+    losses = aten.nll_loss_forward.default(log_p, safe, None, NO_REDUCTION, ignore_index)[0]
+    if label_smoothing > 0.0:
+        smooth = log_p.mean(dim=-1).mul_(-label_smoothing).masked_fill_(safe == ignore_index, 0.0)
+        losses = smooth.add_(losses, alpha=1.0 - label_smoothing)
+    return losses if outside is None else losses.masked_fill_(outside, torch.nan)
+
+
+def _write_gradient(
+    p: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, label_smoothing: float, out: Tensor
+) -> None:
+    """out = scale * (p - the smoothed target), rows that are ignored 0; p (R, V) is used up, scale (R,)."""
+    scale = scale.masked_fill(targets == ignore_index, 0.0)
+    if p.device.type != "cpu":
+        scale.masked_fill_(_outside(targets, p.shape[1], ignore_index), torch.nan)
+    if label_smoothing > 0.0:
+        p.sub_(label_smoothing / p.shape[1])
+    column = targets.clamp(0, p.shape[1] - 1).unsqueeze(1)  # (R, 1)
+    p.scatter_(1, column, p.gather(1, column).sub_(1.0 - label_smoothing))
+    torch.mul(p, scale.unsqueeze(1), out=out)

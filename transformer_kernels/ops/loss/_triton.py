@@ -1,0 +1,380 @@
+"""Cross-entropy in Triton: rows in registers where they fit, an online two-pass walk where they do not.
+
+Rows of logits may stand `S` elements apart. Whole rows of S are loaded, so that S alone decides about vector loads, and
+what lies beyond the N classes is not looked at; where the gradient is written over the logits it gets zeros.
+
+`weights`, `z_loss` and `softcap` are None where a call has none, and then leave no trace in the machine code. `weights`
+are (N + 1,): one of each class, and their mean.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, tanh, to_fp32
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles, column_blocks, whole_rows
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops.loss._calls import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
+
+FORWARD = Tiles("cross_entropy forward", whole_rows, widest=16384, narrowest=16)
+BACKWARD = Tiles("cross_entropy backward", column_blocks, widest=256, narrowest=16)
+
+ROWS_OF_ONE_PROGRAM = 1 << 16
+"""How many losses one program adds up; a sum over more is worth PyTorch's several launches."""
+
+REDUCTION = RowTile(rows=1, columns=4096, num_warps=16, num_stages=3)
+
+
+@triton.jit
+def read_targets(targets, row, M, N, ignore_index):
+    """The class of each row (-1 where it has none), whether it is ignored, and whether it is no class at all."""
+    target = tl.load(targets + row, mask=row < M, other=0)
+    ignored = target == ignore_index
+    stray = ((target < 0) | (target >= N)) & (target != ignore_index)
+    return tl.where(ignored | stray, -1, target).to(tl.int32), ignored, stray
+
+
+@triton.jit
+def capped(scores, softcap):
+    """softcap * tanh(scores / softcap)."""
+    return scores if softcap is None else softcap * tanh(scores / softcap, True)
+
+
+@triton.jit
+def weighted_share(weights, target, N, smoothing, SMOOTH: tl.constexpr):
+    """What a row wants of its class alone, and of all classes together."""
+    own = 1.0 - smoothing if SMOOTH else 1.0
+    share = 1.0
+    if weights is not None:
+        own *= tl.load(weights + target, mask=target >= 0, other=0.0)
+        share = own
+        if SMOOTH:
+            share += smoothing * tl.load(weights + N)
+    return own, share
+
+
+@triton.jit
+def row_loss(
+    highest, log_total, picked, mean, target, ignored, stray, weights, z_loss, N, smoothing, SMOOTH: tl.constexpr
+):
+    """The loss of rows: 0 where ignored, NaN without a class. The score of the class, `picked`, and the weighted `mean`
+    of all are relative to `highest`.
+    """
+    if weights is None:
+        loss = log_total - picked
+        if SMOOTH:
+            loss = (1.0 - smoothing) * loss + smoothing * (log_total - mean)
+    else:
+        own, share = weighted_share(weights, target, N, smoothing, SMOOTH)
+        loss = share * log_total - own * picked
+        if SMOOTH:
+            loss -= smoothing * mean
+    if z_loss is not None:
+        loss += z_loss * (highest + log_total) * (highest + log_total)
+    return tl.where(ignored, 0.0, tl.where(stray, float("nan"), loss))
+
+
+@triton.jit
+def row_gradient(p, scores, columns, target, scale, lse, weights, z_loss, softcap, N, smoothing, SMOOTH: tl.constexpr):
+    """scale * (p - the smoothed target), and 0 where scale is 0 whatever p holds; with weights and z-loss each of the
+    terms has its factor. `scores` and `lse`, of the row, are read with a soft cap and a z-loss only.
+    """
+    if weights is not None:
+        own, share = weighted_share(weights, target, N, smoothing, SMOOTH)
+        if z_loss is not None:
+            share += 2.0 * z_loss * lse
+        p *= share
+    elif z_loss is not None:
+        p *= 1.0 + 2.0 * z_loss * lse
+    if SMOOTH:
+        even = smoothing / N
+        if weights is not None:
+            even *= tl.load(weights + columns, mask=columns < N, other=0.0)
+        p -= even
+    if weights is None:
+        own = 1.0 - smoothing if SMOOTH else 1.0
+    p -= tl.where(columns == target, own, 0.0)
+    if softcap is not None:
+        p *= 1.0 - (scores / softcap) * (scores / softcap)
+    return tl.where(scale == 0.0, 0.0, scale * p)
+
+
+@triton.jit(do_not_specialize=["M", "N", "S", "ignore_index"])
+def cross_entropy_forward_kernel(
+    logits, targets, weights, losses, statistics, M, N, S, ignore_index, smoothing, z_loss, softcap,
+    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, PADDED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns ROWS whole rows and keeps them in registers: the logits are read once.
+
+    With GRADIENT the gradient of the sum of losses replaces them; else maximum and 1 / sum are kept for later. PADDED
+    says that S exceeds N. The target's logit is loaded once more, which costs less than a search through the row.
+    """
+    S = S // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    whole = (row < M) & (columns < S)
+    target, ignored, stray = read_targets(targets, row, M, N, ignore_index)  # [ROWS, 1]
+
+    chosen = to_fp32(tl.load(logits + row * S + target, mask=(row < M) & (target >= 0), other=0.0))  # [ROWS, 1]
+    chosen = capped(chosen, softcap)
+    scores = to_fp32(tl.load(logits + row * S + columns, mask=whole, other=float("-inf")))  # [ROWS, BLOCK_N]
+    if softcap is not None:
+        scores = tl.where(columns < N, capped(scores, softcap), float("-inf"))
+    if PADDED:
+        scores = tl.where(columns < N, scores, float("-inf"))
+    highest = tl.max(scores, axis=1, keep_dims=True)  # [ROWS, 1]
+    scores -= highest
+    exponentials = tl.exp2(scores * LOG2_E)
+    total = tl.sum(exponentials, axis=1, keep_dims=True)
+    picked = chosen - highest
+    mean = picked
+    if SMOOTH:
+        distances = tl.where(columns < N, scores, 0.0)
+        if weights is not None:
+            distances *= tl.load(weights + columns, mask=columns < N, other=0.0)
+        mean = tl.sum(distances, axis=1, keep_dims=True) / N
+    log_total = tl.log(total)
+    loss = row_loss(highest, log_total, picked, mean, target, ignored, stray, weights, z_loss, N, smoothing, SMOOTH)
+    tl.store(losses + row, loss, mask=row < M)
+    if GRADIENT:
+        scale = tl.where(ignored, 0.0, tl.where(stray, float("nan"), 1.0))
+        gradient = row_gradient(
+            exponentials * (1.0 / total), scores + highest, columns, target, scale, highest + log_total, weights,
+            z_loss, softcap, N, smoothing, SMOOTH,
+        )  # fmt: skip
+        if PADDED:
+            gradient = tl.where(columns < N, gradient, 0.0)
+        tl.debug_barrier()  # every thread has read the target's logit before it is overwritten
+        tl.store(logits + row * S + columns, from_fp32(gradient, logits.dtype.element_ty), mask=whole)
+    else:
+        tl.store(statistics + row, highest, mask=row < M)
+        tl.store(statistics + M + row, 1.0 / total, mask=row < M)
+
+
+@triton.jit(do_not_specialize=["M", "N", "S", "ignore_index"])
+def cross_entropy_forward_two_pass_kernel(
+    logits, targets, weights, losses, statistics, M, N, S, ignore_index, smoothing, z_loss, softcap,
+    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns one row: a walk for its maximum and sum (Milakov and Gimelshein 2018), one for the gradient.
+
+    Each lane keeps its own running maximum and sum; they are joined once, after the walk. For smoothing it also sums
+    the distances to the row's first entry, in which large logits do not cancel.
+    """
+    S = S // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)
+    target, ignored, stray = read_targets(targets, row, M, N, ignore_index)
+    logits += row * S
+    chosen = capped(to_fp32(tl.load(logits + target, mask=target >= 0, other=0.0)), softcap)
+    anchor = 0.0
+    if SMOOTH:
+        anchor = capped(to_fp32(tl.load(logits)), softcap)
+        anchor = tl.where(tl.abs(anchor) < float("inf"), anchor, 0.0)
+
+    lane_highest = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    lane_total = tl.zeros([BLOCK_N], tl.float32)
+    lane_distance = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        scores = to_fp32(tl.load(logits + columns, mask=columns < S, other=0.0, eviction_policy="evict_last"))
+        scores = tl.where(columns < N, capped(scores, softcap), float("-inf"))
+        new_highest = tl.maximum(lane_highest, scores)
+        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        lane_total = lane_total * tl.exp2((lane_highest - reference) * LOG2_E)
+        lane_total += tl.exp2((scores - reference) * LOG2_E)
+        lane_highest = new_highest
+        if SMOOTH:
+            distances = tl.where(columns < N, scores - anchor, 0.0)
+            if weights is not None:
+                distances *= tl.load(weights + columns, mask=columns < N, other=0.0)
+            lane_distance += distances
+
+    highest = tl.max(lane_highest, axis=0)
+    total = tl.sum(lane_total * tl.exp2((lane_highest - highest) * LOG2_E), axis=0)
+    picked = chosen - highest
+    mean = picked
+    if SMOOTH:
+        apart = highest - anchor
+        if weights is not None:
+            apart *= tl.load(weights + N)
+        mean = tl.sum(lane_distance, axis=0) / N - apart
+    log_total = tl.log(total)
+    loss = row_loss(highest, log_total, picked, mean, target, ignored, stray, weights, z_loss, N, smoothing, SMOOTH)
+    tl.store(losses + row, loss)
+    if GRADIENT:
+        tl.debug_barrier()  # every thread has read the target's logit before it is overwritten
+        scale = tl.where(ignored, 0.0, tl.where(stray, float("nan"), 1.0))
+        inverse = 1.0 / total
+        for start in range(0, S, BLOCK_N):
+            columns = start + lanes
+            scores = to_fp32(tl.load(logits + columns, mask=columns < S, other=0.0, eviction_policy="evict_first"))
+            scores = capped(scores, softcap)
+            p = tl.exp2((scores - highest) * LOG2_E) * inverse
+            gradient = row_gradient(
+                p, scores, columns, target, scale, highest + log_total, weights, z_loss, softcap, N, smoothing, SMOOTH
+            )  # fmt: skip
+            gradient = tl.where(columns < N, gradient, 0.0)
+            tl.store(logits + columns, from_fp32(gradient, logits.dtype.element_ty), mask=columns < S)
+    else:
+        tl.store(statistics + row, highest)
+        tl.store(statistics + M + row, 1.0 / total)
+
+
+@triton.jit(do_not_specialize=["M", "N", "ignore_index"])
+def cross_entropy_backward_kernel(
+    dloss, logits, targets, weights, statistics, count, dlogits, M, N, ignore_index, smoothing, z_loss, softcap,
+    SMOOTH: tl.constexpr, PER_ROW: tl.constexpr, MEAN: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns a tile of ROWS x BLOCK_N elements; neighbouring programs own neighbouring columns."""
+    classes = N
+    N = N // VECTOR * VECTOR
+    column_blocks = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = program % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    inside = (row < M) & (columns < N)
+    target, ignored, stray = read_targets(targets, row, M, classes, ignore_index)  # [ROWS, 1]
+    highest = tl.load(statistics + row, mask=row < M, other=0.0)
+    inverse = tl.load(statistics + M + row, mask=row < M, other=0.0)
+    scale = tl.load(dloss + row, mask=row < M, other=0.0) if PER_ROW else tl.load(dloss)
+    if MEAN:
+        scale = scale / tl.load(count)
+    scale = tl.where(ignored, 0.0, tl.where(stray, float("nan"), scale))  # [ROWS, 1]
+    scores = capped(to_fp32(tl.load(logits + row * N + columns, mask=inside, other=0.0)), softcap)  # [ROWS, BLOCK_N]
+    p = tl.exp2((scores - highest) * LOG2_E) * inverse
+    lse = highest - tl.log(inverse)
+    gradient = row_gradient(
+        p, scores, columns, target, scale, lse, weights, z_loss, softcap, classes, smoothing, SMOOTH
+    )  # fmt: skip
+    tl.store(dlogits + row * N + columns, from_fp32(gradient, dlogits.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "ignore_index"])
+def sum_losses_kernel(losses, targets, loss, count, M, ignore_index, MEAN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns all losses (M,): their sum, or with MEAN the sum over the number of rows that count."""
+    lanes = tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    counted = tl.zeros([BLOCK_N], tl.int32)
+    for start in range(0, M, BLOCK_N):
+        row = start + lanes
+        total += tl.load(losses + row, mask=row < M, other=0.0)
+        if MEAN:
+            target = tl.load(targets + row, mask=row < M, other=0)
+            counted += ((target != ignore_index) & (row < M)).to(tl.int32)
+    result = tl.sum(total, axis=0)
+    if MEAN:
+        rows = tl.sum(counted, axis=0).to(tl.float32)
+        tl.store(count, rows)
+        result = result / rows
+    tl.store(loss, result)
+
+
+unsupported = CrossEntropyCall.beyond_classes
+
+
+def forward(call: CrossEntropyCall) -> CrossEntropyResult:
+    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and what a mean is over."""
+    logits, targets, options = call.logits, call.targets, call.row_loss()
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
+    _launch_rows(logits.view(-1, logits.shape[-1]), targets, losses, statistics, options)
+    if call.reduction == "none":
+        return CrossEntropyResult(losses, statistics, None)
+    loss, count = reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
+    return CrossEntropyResult(loss, statistics, count)
+
+
+def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
+    """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
+    _launch_rows(logits, targets, losses, statistics, options)
+    return losses
+
+
+def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
+    """`row_losses`, and the gradient of their sum, which is written over the logits."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    _launch_rows(logits, targets, losses, None, options)
+    return losses, logits
+
+
+Numbers = tuple[int, float, float | None, float | None]
+
+
+def _numbers(options: RowLoss) -> Numbers:
+    """ignore_index, smoothing, z_loss and softcap, as every kernel takes them."""
+    return options.ignore_index, options.label_smoothing, options.z_loss or None, options.softcap
+
+
+def _launch_rows(logits: Tensor, targets: Tensor, losses: Tensor, statistics: Tensor | None, options: RowLoss) -> None:
+    """The forward kernel over logits (M, V); without `statistics` it leaves the gradient in their place."""
+    (M, N), S = logits.shape, logits.stride(0)
+    tile = FORWARD.find(_triton.capability(logits.device), logits.element_size(), S)
+    launch = _forward_launch(tile, M, N, S, logits.element_size(), _numbers(options), statistics is None)
+    launch(logits, targets, options.weights, losses, statistics)
+
+
+@_triton.planned
+def _forward_launch(
+    tile: RowTile, M: int, N: int, S: int, itemsize: int, options: Numbers, gradient: bool
+) -> _triton.Launch:
+    numbers, vector = (M, N, S, *options), _triton.vector_width(itemsize, S)
+    kind = (options[1] > 0.0, gradient)
+    if tile.columns < S:
+        constants: tuple[Any, ...] = (*kind, vector, tile.columns)
+        return _triton.Launch(cross_entropy_forward_two_pass_kernel, (M,), numbers, constants, tile.num_warps)
+    grid, constants = (_triton.ceil_div(M, tile.rows),), (*kind, S > N, vector, tile.rows, tile.columns)
+    return _triton.Launch(cross_entropy_forward_kernel, grid, numbers, constants, tile.num_warps)
+
+
+def reduced(
+    losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and what the mean is over."""
+    if weights is not None and reduction == "mean":
+        return weighted_mean(losses, targets, ignore_index, weights)
+    mean, rows = reduction == "mean", losses.numel()
+    if rows > ROWS_OF_ONE_PROGRAM:
+        count = targets.ne(ignore_index).sum().float() if mean else None
+        return losses.sum() if count is None else losses.sum() / count, count
+    loss, count = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
+    _sum_launch(rows, ignore_index, mean)(losses, targets, loss, count)
+    return loss, count if mean else None
+
+
+@_triton.planned
+def _sum_launch(rows: int, ignore_index: int, mean: bool) -> _triton.Launch:
+    constants = (mean, REDUCTION.columns)
+    return _triton.Launch(
+        sum_losses_kernel, (1,), (rows, ignore_index), constants, REDUCTION.num_warps, REDUCTION.num_stages
+    )
+
+
+def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
+    """dloss * (softmax - the smoothed target), divided by what a mean is over."""
+    (dloss,), logits, targets = grads, call.logits, call.targets
+    reduction, options = call.reduction, call.row_loss()
+    _, statistics, count = result
+    N = logits.shape[-1]
+    M = logits.numel() // N
+    tile = BACKWARD.find(_triton.capability(logits.device), logits.element_size(), N)
+    dlogits = torch.empty_like(logits)
+    launch = _backward_launch(tile, M, N, logits.element_size(), _numbers(options), reduction)
+    launch(dloss, logits, targets, options.weights, statistics, count, dlogits)
+    return (dlogits,)
+
+
+@_triton.planned
+def _backward_launch(tile: RowTile, M: int, N: int, itemsize: int, options: Numbers, reduction: str) -> _triton.Launch:
+    grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
+    kind = (options[1] > 0.0, reduction == "none", reduction == "mean")
+    constants = (*kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
+    return _triton.Launch(cross_entropy_backward_kernel, grid, (M, N, *options), constants, tile.num_warps)

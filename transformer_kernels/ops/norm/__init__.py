@@ -1,0 +1,269 @@
+"""LayerNorm and RMSNorm over the last axis, alone or after dropout and a residual addition: one call, one result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops._dropout import draw_seed
+
+
+class NormCall(NamedTuple):
+    """The rows are those of s = dropout(x) + residual, or of x without a residual. All tensors are contiguous.
+
+    `centred` is True for LayerNorm, False for RMSNorm, which has no bias. The seed is None without dropout. After an
+    addition backward has neither x nor the residual, only the sum.
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    seed: Tensor | None
+    eps: float
+    dropout_p: float
+    centred: bool
+
+
+class NormResult(NamedTuple):
+    """The normalised rows and the sum, and per row (M,) the mean and rstd in float32 (float64 for float64).
+
+    rstd is 1 / sqrt(var + eps), or 1 / sqrt(mean(s^2) + eps) for RMSNorm, whose mean is None.
+    """
+
+    y: Tensor
+    summed: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""dx, dresidual, dweight, dbias. Without dropout dx and dresidual are one tensor."""
+
+
+def rows_of(call: NormCall, result: NormResult) -> Tensor:
+    """What was normalised, for backward."""
+    return call.x if result.summed is None else result.summed
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5, backend: str | None = None
+) -> Tensor:
+    """LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis, with the biased variance.
+
+    Args:
+        x: (..., N), float32, float16, bfloat16 (float64 with backend="torch"), any strides.
+        weight, bias: (N,), in the dtype of x or in float32; bias may be None.
+        eps: added to the variance, positive.
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+    Returns:
+        the shape and dtype of x. Mean, variance and the normalisation are computed in float32 (float64 for float64).
+    Raises:
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+    Example:
+        >>> y = layer_norm(torch.randn(2, 8, 64), torch.ones(64), torch.zeros(64))
+        >>> y.shape
+        torch.Size([2, 8, 64])
+
+    Ba, Kiros, Hinton, "Layer Normalization", 2016, equation 4.
+    """
+    return LAYER_NORM(_prepare("layer_norm", True, x, weight, bias, eps=eps), backend)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, backend: str | None = None) -> Tensor:
+    """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last axis.
+
+    Args:
+        x: (..., N), float32, float16, bfloat16 (float64 with backend="torch"), any strides.
+        weight: (N,), in the dtype of x or in float32.
+        eps: added to the mean square, positive.
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+    Returns:
+        the shape and dtype of x. The mean square and the product are computed in float32 (float64 for float64).
+    Raises:
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+    Example:
+        >>> y = rms_norm(torch.randn(2, 8, 64), torch.ones(64))
+
+    Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+    """
+    return RMS_NORM(_prepare("rms_norm", False, x, weight, eps=eps), backend)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(s), s) with s = dropout(x) + residual, normalised over the last axis.
+
+    Args:
+        x: (..., N), the output of the sublayer; float32, float16, bfloat16 (float64 with backend="torch"), any strides.
+        residual: the input of the sublayer, in the shape and dtype of x.
+        weight, bias: (N,), in the dtype of x or in float32; bias may be None.
+        eps: added to the variance, positive.
+        dropout_p: probability in [0, 1] with which an element of x is dropped; the others are multiplied by
+            1 / (1 - dropout_p), with dropout_p rounded to a multiple of 2^-16. The mask is philox4x32-7 of (seed, row,
+            column), the same in every backend; the seed is drawn from torch's generator.
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+    Returns:
+        (normed, summed), both of the shape and dtype of x; statistics in float32 (float64 for float64).
+    Raises:
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+    Example:
+        >>> x, residual = torch.randn(2, 8, 64), torch.randn(2, 8, 64)
+        >>> normed, summed = add_layer_norm(x, residual, torch.ones(64), torch.zeros(64), dropout_p=0.1)
+
+    Ba, Kiros, Hinton, "Layer Normalization", 2016, equation 4; Srivastava et al., "Dropout", 2014, section 4.
+    """
+    call = _prepare_added("add_layer_norm", True, x, residual, weight, bias, eps=eps, dropout_p=dropout_p)
+    return ADD_LAYER_NORM(call, backend)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(s), s) with s = dropout(x) + residual, normalised over the last axis.
+
+    Args:
+        x: (..., N), the output of the sublayer; float32, float16, bfloat16 (float64 with backend="torch"), any strides.
+        residual: the input of the sublayer, in the shape and dtype of x.
+        weight: (N,), in the dtype of x or in float32.
+        eps: added to the mean square, positive.
+        dropout_p: probability in [0, 1] with which an element of x is dropped, as in `add_layer_norm`.
+        backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+    Returns:
+        (normed, summed), both of the shape and dtype of x; the mean square in float32 (float64 for float64).
+    Raises:
+        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+    Example:
+        >>> normed, summed = add_rms_norm(torch.randn(2, 8, 64), torch.randn(2, 8, 64), torch.ones(64))
+
+    Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4; Srivastava et al., "Dropout", 2014,
+    section 4.
+    """
+    call = _prepare_added("add_rms_norm", False, x, residual, weight, eps=eps, dropout_p=dropout_p)
+    return ADD_RMS_NORM(call, backend)
+
+
+def _prepare(
+    op: str, centred: bool, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> NormCall:
+    """The validated arguments of a norm alone."""
+    _checks.tensor(op, "x", x)
+    _checks.at_least_1d(op, x)
+    if x.device.type == "cuda" and _operation.autocast_dtype(x) is not None:  # on a CPU autocast leaves norms alone
+        x = _operation.promoted(x, weight)[0]
+    return _validated(op, centred, x, None, weight, bias, eps, 0.0)
+
+
+def _prepare_added(
+    op: str,
+    centred: bool,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+) -> NormCall:
+    """The validated arguments of a norm after an addition."""
+    _checks.tensor(op, "x", x)
+    _checks.tensor(op, "residual", residual)
+    _checks.at_least_1d(op, x)
+    if _operation.autocast_dtype(x) is not None:
+        x, residual = _operation.promoted(x, residual)
+    if residual.shape != x.shape:
+        raise ValueError(f"{op}: residual must have the shape of x {tuple(x.shape)}; got {tuple(residual.shape)}")
+    if residual.dtype is not x.dtype:
+        raise TypeError(f"{op}: x and residual must have one dtype; got {x.dtype} and {residual.dtype}")
+    _checks.probability(op, "dropout_p", dropout_p)
+    return _validated(op, centred, x, residual, weight, bias, eps, float(dropout_p))
+
+
+def _validated(
+    op: str,
+    centred: bool,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+) -> NormCall:
+    _checks.row_parameter(op, "weight", weight, x)
+    if bias is not None:
+        _checks.row_parameter(op, "bias", bias, x)
+        bias = bias.contiguous()
+    _checks.same_device(op, x, residual=residual, weight=weight, bias=bias)
+    _checks.positive(op, "eps", eps)
+    _operation.refuse_transforms(op, x, residual, weight, bias)
+    seed = draw_seed(x.device) if dropout_p > 0.0 else None
+    residual = None if residual is None else residual.contiguous()
+    return NormCall(x.contiguous(), residual, weight.contiguous(), bias, seed, float(eps), dropout_p, centred)
+
+
+def _second_order(
+    call: NormCall, result: NormResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    wide = torch.promote_types(call.x.dtype, torch.float32)
+    with torch.enable_grad():
+        x, weight = call.x.to(wide), call.weight.to(wide)
+        if call.centred:
+            bias = None if call.bias is None else call.bias.to(wide)
+            y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, call.eps)
+        else:
+            y = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + call.eps) * weight
+    return _operation.differentiated(y, (call.x, None, call.weight, call.bias), grads[0], wanted)
+
+
+def _fake(call: NormCall) -> NormResult:
+    x = call.x
+    rstd = x.new_empty((x.shape[:-1].numel(),), dtype=torch.promote_types(x.dtype, torch.float32))
+    summed = None if call.residual is None else torch.empty_like(x)
+    return NormResult(torch.empty_like(x), summed, torch.empty_like(rstd) if call.centred else None, rstd)
+
+
+def _operation_of(op: str, prepare: Callable[..., NormCall], *, centred: bool, added: bool) -> _operation.Operation:
+    statistics = ("mean", "rstd") if centred else ("rstd",)
+    return _operation.Operation(
+        op,
+        NormCall,
+        prepare=partial(prepare, op, centred) if centred else partial(prepare, op, centred, bias=None),
+        kernels="norm",
+        result=NormResult,
+        public=2 if added else 1,
+        fake=_fake,
+        differentiable=("x", "residual", "weight", "bias"),
+        dropped=("x", "residual") if added else (),
+        kept=("summed", *statistics) if added else statistics,
+        like={"x": "summed", "residual": "summed"} if added else None,
+        second_order=None if added else _second_order,
+    )
+
+
+LAYER_NORM = _operation_of("layer_norm", _prepare, centred=True, added=False)
+RMS_NORM = _operation_of("rms_norm", _prepare, centred=False, added=False)
+ADD_LAYER_NORM = _operation_of("add_layer_norm", _prepare_added, centred=True, added=True)
+ADD_RMS_NORM = _operation_of("add_rms_norm", _prepare_added, centred=False, added=True)

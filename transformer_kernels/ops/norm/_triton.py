@@ -1,0 +1,387 @@
+"""Norms in Triton, alone and after an addition: one read of each input, fp32 statistics, no atomics.
+
+Where `mean` is None the rows are not centred: that is RMSNorm, whose rstd is 1 / sqrt(mean square + eps), and mean(g)
+is not subtracted in backward.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from transformer_kernels.backends import triton as _triton
+from transformer_kernels.backends.triton_language import from_fp32, keep_by_column, round_to, to_fp32
+from transformer_kernels.backends.triton_reduce import sum_partials
+from transformer_kernels.backends.triton_tiles import RowTile, Tiles, persistent_rows, whole_rows
+from transformer_kernels.ops._dropout import keep_scale, keep_threshold
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops.norm import Gradients, NormCall, NormResult, rows_of
+
+FORWARD = Tiles("layer_norm forward", whole_rows, widest=16384)
+BACKWARD = Tiles("layer_norm backward", persistent_rows, widest=8192)
+COLUMN_TILE = RowTile(rows=4, columns=1024, num_warps=4, programs=2)
+"""Rows too wide for registers: one program sums a block of columns over its share of the rows."""
+
+
+@triton.jit
+def dropped_out(values, seed, row, group, threshold, keep_scale):
+    """`values` [R, C] with dropout: kept where philox of (column, row) says so, times `keep_scale`."""
+    keep = keep_by_column(tl.load(seed), group, row, row >> 32, threshold)  # [R, C]
+    return tl.where(keep, values * keep_scale, 0.0)
+
+
+@triton.jit
+def added(
+    x, residual, seed, summed, offsets, inside, row, group, threshold, keep_scale, DROPOUT: tl.constexpr
+):  # fmt: skip
+    """dropout(x) + residual, stored to `summed` and rounded to its type: the backward pass sees the same numbers."""
+    values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
+    if DROPOUT:
+        values = dropped_out(values, seed, row, group, threshold, keep_scale)
+    values += to_fp32(tl.load(residual + offsets, mask=inside, other=0.0))
+    tl.store(summed + offsets, from_fp32(values, summed.dtype.element_ty), mask=inside)
+    return round_to(values, summed.dtype.element_ty)
+
+
+@triton.jit
+def centred_rows(values, pivot, inside, N, eps):
+    """Whole rows [R, C] about their mean, the mean less `pivot` [R, 1], and 1 / sqrt(var + eps).
+
+    The pivot is an element of the row: sums of small numbers keep their digits where the mean is 1e6.
+    """
+    shifted = tl.where(inside, values - pivot, 0.0)
+    row_shift = tl.sum(shifted, axis=1, keep_dims=True) / N  # [R, 1]
+    centred = tl.where(inside, shifted - row_shift, 0.0)
+    variance = tl.sum(centred * centred, axis=1, keep_dims=True) / N
+    return centred, row_shift, tl.rsqrt(variance + eps)
+
+
+@triton.jit(do_not_specialize=["M", "N", "threshold"])
+def layer_norm_forward_kernel(
+    x, residual, seed, weight, bias, y, summed, mean, rstd, M, N, eps, threshold, keep_scale,
+    ADD: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns ROWS whole rows and keeps them in registers; the variance is that of the centred values."""
+    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    inside = (row < M) & (columns < N)
+    offsets = row * N + columns
+    if ADD:
+        groups = tl.arange(0, BLOCK_N // 8)[None, :]
+        values = added(x, residual, seed, summed, offsets, inside, row, groups, threshold, keep_scale, DROPOUT)
+    else:
+        values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+
+    if mean is None:
+        centred = values
+        row_rstd = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / N + eps)
+    else:
+        source = residual if ADD else x
+        pivot = to_fp32(tl.load(source + row * N, mask=row < M, other=0.0))  # [ROWS, 1]
+        centred, row_shift, row_rstd = centred_rows(values, pivot, inside, N, eps)
+        tl.store(mean + row, pivot + row_shift, mask=row < M)
+    tl.store(rstd + row, row_rstd, mask=row < M)
+
+    scale = to_fp32(tl.load(weight + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
+    result = centred * row_rstd * scale
+    if HAS_BIAS:
+        result += to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))
+    tl.store(y + offsets, from_fp32(result, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "N", "threshold"])
+def layer_norm_forward_two_pass_kernel(
+    x, residual, seed, weight, bias, y, summed, mean, rstd, M, N, eps, threshold, keep_scale,
+    ADD: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns one row: Welford's update in each lane and one merge (Chan et al. 1983), then a second walk."""
+    N = N // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    groups = tl.arange(0, BLOCK_N // 8)[None, :]
+    lane_mean = tl.zeros([1, BLOCK_N], tl.float32)
+    lane_square = tl.zeros([1, BLOCK_N], tl.float32)  # sum of squared deviations from lane_mean
+    steps = 0.0
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        offsets = row * N + columns
+        if ADD:
+            values = added(
+                x, residual, seed, summed, offsets, inside, row, start // 8 + groups, threshold, keep_scale, DROPOUT
+            )
+        else:
+            values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
+        if mean is None:
+            lane_square += values * values
+        else:
+            steps += 1.0
+            deviation = tl.where(inside, values - lane_mean, 0.0)
+            lane_mean += deviation / steps
+            lane_square += deviation * (values - lane_mean)
+
+    only = row + tl.zeros([1, 1], tl.int64)
+    pivot = tl.sum(lane_mean, axis=1, keep_dims=True) / BLOCK_N  # near the mean; what it misses comes next
+    if mean is None:
+        row_shift = pivot  # both 0
+        variance = tl.sum(lane_square, axis=1, keep_dims=True) / N
+    else:
+        lane_count = ((N - 1 - lanes) // BLOCK_N + 1).to(tl.float32)
+        row_shift = tl.sum((lane_mean - pivot) * lane_count, axis=1, keep_dims=True) / N
+        deviation = lane_mean - pivot - row_shift
+        variance = tl.sum(lane_square + deviation * deviation * lane_count, axis=1, keep_dims=True) / N
+        tl.store(mean + only, pivot + row_shift)
+    row_rstd = tl.rsqrt(variance + eps)  # [1, 1]
+    tl.store(rstd + only, row_rstd)
+
+    tl.debug_barrier()  # the second walk reads what other threads may have stored to summed
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        offsets = row * N + columns
+        source = summed if ADD else x
+        values = to_fp32(tl.load(source + offsets, mask=inside, other=0.0, eviction_policy="evict_first"))
+        result = (values - pivot - row_shift) * row_rstd
+        result *= to_fp32(tl.load(weight + columns, mask=inside, other=0.0))
+        if HAS_BIAS:
+            result += to_fp32(tl.load(bias + columns, mask=inside, other=0.0))
+        tl.store(y + offsets, from_fp32(result, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_gradients(
+    gradient, dsummed, seed, dx, dresidual, offsets, inside, row, group, threshold, keep_scale,
+    HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """dresidual = gradient + dsummed; with dropout also dx = keep * dresidual / (1 - p), from the unrounded sum."""
+    if HAS_DSUMMED:
+        gradient += to_fp32(tl.load(dsummed + offsets, mask=inside, other=0.0))
+    tl.store(dresidual + offsets, from_fp32(gradient, dresidual.dtype.element_ty), mask=inside)
+    if DROPOUT:
+        dropped = dropped_out(gradient, seed, row, group, threshold, keep_scale)
+        tl.store(dx + offsets, from_fp32(dropped, dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def centred(values, mean, row, within):
+    """values [R, C] less their rows' means, as forward stored them; the values where it did not centre."""
+    if mean is not None:
+        values -= tl.load(mean + row, mask=within, other=0.0)
+    return values
+
+
+@triton.jit
+def normalised_gradient(gradient, normed, scale, row_rstd, N, CENTRED: tl.constexpr = True):
+    """The gradient of what was normalised to `normed`, whole rows [R, C]: rstd (g - mean(g) - normed mean(g normed)).
+
+    Here g = gradient * scale, with the norm's weight for scale.
+    """
+    scaled = gradient * scale
+    mean_product = tl.sum(scaled * normed, axis=1, keep_dims=True) / N  # [R, 1]
+    if CENTRED:
+        scaled -= tl.sum(scaled, axis=1, keep_dims=True) / N
+    return row_rstd * (scaled - normed * mean_product)
+
+
+@triton.jit(do_not_specialize=["M", "N", "threshold"])
+def layer_norm_backward_kernel(
+    dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual, partials, M, N, threshold, keep_scale,
+    HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns every num_programs-th tile of ROWS rows: their gradients and its sums for dweight and dbias.
+
+    With xhat = (x - mean) * rstd and g = dy * weight: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)).
+    """
+    N = N // VECTOR * VECTOR
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    groups = tl.arange(0, BLOCK_N // 8)[None, :]
+    scale = to_fp32(tl.load(weight + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
+    dweight_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+
+    for tile in tl.range(program, tl.cdiv(M, ROWS), programs, num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * ROWS + rows
+        inside = (row < M) & (columns < N)
+        offsets = row * N + columns
+        gradient = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+        values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
+        row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)  # [ROWS, 1]
+        normed = tl.where(inside, centred(values, mean, row, row < M) * row_rstd, 0.0)
+        dweight_sum += gradient * normed
+        dbias_sum += gradient
+        result = normalised_gradient(gradient, normed, scale, row_rstd, N, mean is not None)
+        store_gradients(
+            result, dsummed, seed, dx, dresidual, offsets, inside, row, groups, threshold, keep_scale,
+            HAS_DSUMMED, DROPOUT,
+        )  # fmt: skip
+
+    partial = partials + program.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, programs, N)
+    tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
+    if HAS_BIAS:
+        partial += programs.to(tl.int64) * N
+        tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+
+
+@triton.jit(do_not_specialize=["M", "N", "threshold"])
+def layer_norm_backward_two_pass_kernel(
+    dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual, M, N, threshold, keep_scale,
+    HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns one row that does not fit in registers: a walk for its two sums, a second one for dx."""
+    N = N // VECTOR * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    groups = tl.arange(0, BLOCK_N // 8)[None, :]
+    row_rstd = tl.load(rstd + row)
+    lane_scaled = tl.zeros([1, BLOCK_N], tl.float32)
+    lane_product = tl.zeros([1, BLOCK_N], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        offsets = row * N + columns
+        scaled = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
+        scaled *= to_fp32(tl.load(weight + columns, mask=inside, other=0.0))
+        values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
+        lane_scaled += scaled
+        lane_product += scaled * (centred(values, mean, row, True) * row_rstd)
+    mean_scaled = tl.sum(lane_scaled, axis=1, keep_dims=True) / N  # [1, 1]
+    if mean is None:
+        mean_scaled *= 0.0
+    mean_product = tl.sum(lane_product, axis=1, keep_dims=True) / N
+
+    for start in range(0, N, BLOCK_N):
+        columns = start + lanes
+        inside = columns < N
+        offsets = row * N + columns
+        scaled = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))
+        scaled *= to_fp32(tl.load(weight + columns, mask=inside, other=0.0))
+        values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
+        normed = centred(values, mean, row, True) * row_rstd
+        result = row_rstd * (scaled - mean_scaled - normed * mean_product)
+        store_gradients(
+            result, dsummed, seed, dx, dresidual, offsets, inside, row, start // 8 + groups, threshold, keep_scale,
+            HAS_DSUMMED, DROPOUT,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def layer_norm_backward_columns_kernel(
+    dy, x, mean, rstd, partials, M, N, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: its sums for dweight and dbias."""
+    N = N // VECTOR * VECTOR
+    share = tl.program_id(1)
+    shares = tl.num_programs(1)
+    rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+    dweight_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for tile in range(share, tl.cdiv(M, ROWS), shares):
+        row = tl.cast(tile, tl.int64) * ROWS + rows
+        inside = (row < M) & (columns < N)
+        gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
+        values = to_fp32(tl.load(x + row * N + columns, mask=inside, other=0.0))
+        row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)  # [ROWS, 1]
+        dweight_sum += gradient * (centred(values, mean, row, row < M) * row_rstd)
+        dbias_sum += gradient
+    partial = partials + share.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, shares, N)
+    tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
+    if HAS_BIAS:
+        partial += shares.to(tl.int64) * N
+        tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+
+
+def forward(call: NormCall) -> NormResult:
+    """y, the sum if there is one, and the statistics of each row in fp32."""
+    x = call.x
+    N = x.shape[-1]
+    M = x.numel() // N
+    tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
+    y = torch.empty_like(x)
+    summed = None if call.residual is None else torch.empty_like(x)
+    mean = torch.empty(M, dtype=torch.float32, device=x.device) if call.centred else None
+    # rstd has memory of its own: the alignment of half a buffer would follow M, and so would compilations
+    rstd = torch.empty(M, dtype=torch.float32, device=x.device)
+    given = (call.residual is not None, call.seed is not None, call.bias is not None)
+    launch = _forward_launch(tile, M, N, x.element_size(), call.eps, call.dropout_p, given)
+    launch(x, call.residual, call.seed, call.weight, call.bias, y, summed, mean, rstd)
+    return NormResult(y, summed, mean, rstd)
+
+
+def backward(call: NormCall, result: NormResult, grads: Grads, wanted: Wanted) -> Gradients:
+    """dx (dresidual itself without dropout), dresidual, dweight, dbias."""
+    dy, *others = grads
+    dsummed = others[0] if others else None
+    x, weight, seed = rows_of(call, result), call.weight, call.seed
+    N = x.shape[-1]
+    M = x.numel() // N
+    tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), N)
+    dresidual = torch.empty_like(x)
+    dx = None if seed is None else torch.empty_like(x)
+    has_bias = call.bias is not None
+    given = (dsummed is not None, seed is not None, has_bias)
+    programs, launches = _plan(tile, M, N, x.element_size(), call.dropout_p, given, _triton.multiprocessors(x.device))
+    partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=x.device)
+    pointers = (dy, dsummed, x, seed, weight, result.mean, result.rstd, dx, dresidual)
+    if len(launches) == 1:
+        launches[0](*pointers, partials)
+    else:
+        launches[0](*pointers)
+        launches[1](dy, x, result.mean, result.rstd, partials)
+    sums = sum_partials(partials, weight.dtype)
+    return dresidual if dx is None else dx, dresidual, sums[0], sums[1] if has_bias else None
+
+
+@_triton.planned
+def _forward_launch(
+    tile: RowTile, M: int, N: int, itemsize: int, eps: float, dropout_p: float, given: tuple[bool, bool, bool]
+) -> _triton.Launch:
+    numbers = (M, N, eps, *dropout_numbers(dropout_p))
+    kind = (*given, _triton.vector_width(itemsize, N))
+    if tile.columns < N:
+        return _triton.Launch(layer_norm_forward_two_pass_kernel, (M,), numbers, (*kind, tile.columns), tile.num_warps)
+    grid = (_triton.ceil_div(M, tile.rows),)
+    return _triton.Launch(layer_norm_forward_kernel, grid, numbers, (*kind, tile.rows, tile.columns), tile.num_warps)
+
+
+def dropout_numbers(dropout_p: float) -> tuple[int, float]:
+    """The least 16 bits that keep an element, and what a kept one is multiplied by."""
+    return keep_threshold(dropout_p), keep_scale(dropout_p)
+
+
+@_triton.planned
+def _plan(
+    tile: RowTile,
+    M: int,
+    N: int,
+    itemsize: int,
+    dropout_p: float,
+    given: tuple[bool, bool, bool],
+    multiprocessors: int,
+) -> tuple[int, tuple[_triton.Launch, ...]]:
+    """How many programs leave partial sums, and the launches: one that keeps rows in registers, or two."""
+    has_dsummed, dropped, has_bias = given
+    vector = _triton.vector_width(itemsize, N)
+    numbers = (M, N, *dropout_numbers(dropout_p))
+    if tile.columns >= N:
+        programs = min(_triton.ceil_div(M, tile.rows), tile.programs * multiprocessors)
+        constants = (has_dsummed, dropped, has_bias, vector, tile.num_stages, tile.rows, tile.columns)
+        kernel, stages = layer_norm_backward_kernel, tile.num_stages
+        return programs, (_triton.Launch(kernel, (programs,), numbers, constants, tile.num_warps, stages),)
+    column_blocks = _triton.ceil_div(N, COLUMN_TILE.columns)
+    shares = _triton.ceil_div(COLUMN_TILE.programs * multiprocessors, column_blocks)
+    programs = min(_triton.ceil_div(M, COLUMN_TILE.rows), shares)
+    rows = _triton.Launch(
+        layer_norm_backward_two_pass_kernel, (M,), numbers, (has_dsummed, dropped, vector, tile.columns), tile.num_warps
+    )
+    columns = _triton.Launch(
+        layer_norm_backward_columns_kernel, (column_blocks, programs), (M, N),
+        (has_bias, vector, COLUMN_TILE.rows, COLUMN_TILE.columns), COLUMN_TILE.num_warps,
+    )  # fmt: skip
+    return programs, (rows, columns)

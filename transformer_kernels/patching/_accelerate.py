@@ -1,0 +1,317 @@
+"""`accelerate`: within a block, calls of torch's functions run this package's operations where these are exact.
+
+The functions are exchanged in their namespaces while a block is active and put back after the last one. A
+TorchFunctionMode would see every call of torch, attributes of tensors included, at 2 us each; here a function that is
+not in `FUNCTIONS` costs what it always does. In other threads and outside the block the exchanged functions pass the
+call on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from transformer_kernels.backends.dispatch import get_backend, requested
+from transformer_kernels.patching._report import CallReport, CallRow
+from transformer_kernels.patching._torch_calls import FEWEST, FUNCTIONS, PLAIN, SMALL, Handler, softmax
+
+PACKAGE = __name__.partition(".")[0]
+FUNCTIONAL = torch.nn.functional.__name__
+CHECKPOINT = torch.utils.checkpoint
+
+
+class _Block(NamedTuple):
+    """A block that this thread or task is in, and the one around it."""
+
+    acceleration: Acceleration
+    around: _Block | None
+
+
+_block: ContextVar[_Block | None] = ContextVar("transformer_kernels_acceleration")
+_everywhere: list[_Block | None] = [None]
+"""The block that threads are in without having entered one: that of `transformer-kernels run`."""
+
+
+def _active() -> Acceleration | None:
+    block = _block.get(_everywhere[0])
+    return None if block is None else block.acceleration
+
+
+class _Rerouted:
+    """What takes the place of a function of torch. It is an object because, as a builtin, it must not bind as a method.
+
+    A copy or a pickle of it is the name under which torch has the function.
+    """
+
+    def __init__(self, owner: Any, name: str, operation: str, handler: Handler) -> None:
+        self.original = getattr(owner, name)
+        self.operation, self.handler = operation, handler
+        self.__name__ = self.__qualname__ = name
+        self.__module__, self.__doc__ = owner.__name__, self.original.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or (acceleration := _active()) is None:  # compiled code is the compiler's
+            return self.original(*args, **kwargs)
+        return acceleration._call(self.operation, self.handler, self.original, sys._getframe(1), args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return pkgutil.resolve_name, (f"{self.__module__}:{self.__name__}",)
+
+    def __repr__(self) -> str:
+        return f"<{self.__module__}.{self.__name__}, rerouted by {PACKAGE}>"
+
+
+class Acceleration:
+    """A block in which calls of torch's functions are rerouted, and what became of them; made by `accelerate`."""
+
+    def __init__(self, backend: str | None) -> None:
+        if backend is not None:
+            requested(backend)  # raises for an unknown name
+        self.backend = backend
+        self._counts: dict[tuple[str, str | None, str | None], int] = {}
+        self._lock = threading.Lock()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Acceleration:
+        _installed.add()
+        _block.set(_Block(self, _block.get(_everywhere[0])))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        block = _block.get()
+        assert block is not None
+        _block.set(block.around)
+        _installed.remove()
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, inside the block whenever it is called."""
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(f"accelerate: a function or a module is needed; got {function!r}")
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(f"accelerate: {function.__name__} is a generator or a coroutine; use the block inside it")
+
+        @functools.wraps(function)
+        def accelerated(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return accelerated
+
+    def report(self) -> CallReport:
+        """What was rerouted so far and what was not, with the reason; print it."""
+        with self._lock:
+            rows = [CallRow(*key, count) for key, count in self._counts.items()]
+        return CallReport(self.backend, tuple(sorted(rows, key=lambda row: (row.backend is None, row.operation))))
+
+    def remove(self) -> None:
+        """Take the block away from the model that `accelerate` was given."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __reduce__(self) -> Any:
+        """A copy of a model counts for itself."""
+        return Acceleration, (self.backend,)
+
+    def _attach(self, model: nn.Module) -> None:
+        """Put every forward of a model into the block, by hooks, which copies of the model keep."""
+        self._handles.append(model.register_forward_pre_hook(self._before, prepend=True))
+        self._handles.append(model.register_forward_hook(self._after, always_call=True))
+
+    def _before(self, *_: Any) -> None:
+        if not is_compiling():
+            self.__enter__()
+
+    def _after(self, *_: Any) -> None:
+        if not is_compiling():
+            self.__exit__()
+
+    def _call(
+        self, operation: str, handler: Handler, original: Any, frame: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        caller = frame.f_globals.get("__name__", "")
+        if caller == FUNCTIONAL:  # called by a function of torch.nn.functional that is written in Python
+            caller = frame.f_back.f_globals.get("__name__", "")
+        if caller.startswith(PACKAGE):  # an operation asks for PyTorch's own
+            return original(*args, **kwargs)
+        backend = self.backend or get_backend()
+        if backend == "auto" and args and type(args[0]) in PLAIN and args[0].numel() < FEWEST[operation]:
+            self._count(operation, None, SMALL)
+            return original(*args, **kwargs)
+        try:
+            result = handler(backend, *args, **kwargs)
+        except TypeError:
+            if not _binds(handler, backend, args, kwargs):
+                result = "it has arguments such as out="
+            else:
+                raise
+        if isinstance(result, str):
+            self._count(operation, None, result)
+            return original(*args, **kwargs)
+        self._count(operation, _answering(backend, result), None)
+        return result
+
+    def _count(self, operation: str, backend: str | None, reason: str | None) -> None:
+        key = operation, backend, reason
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + 1
+
+
+def _binds(handler: Handler, backend: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(handler).bind(backend, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _answering(backend: str, result: Tensor) -> str:
+    """The backend's name in reports; what "auto" took of the kernels for GPUs is not looked up for each call."""
+    return "cpu" if backend == "auto" and result.device.type == "cpu" else backend
+
+
+class _Installed:
+    """The exchange of torch's functions, counted over the blocks of all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._places: list[tuple[Any, str, Any, Any]] = []
+        """Owner, name, what stood there, and what stands there during a block."""
+
+    def add(self) -> None:
+        with self._lock:
+            self._blocks += 1
+            if self._blocks > 1:
+                return
+            self._places = self._places or list(_places())
+            for owner, name, before, now in self._places:
+                if getattr(owner, name) is before:  # else another library has taken the place
+                    setattr(owner, name, now)
+
+    def remove(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks:
+                return
+            for owner, name, before, now in self._places:
+                if vars(owner).get(name) is not now:
+                    continue
+                if owner is Tensor:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
+
+
+_installed = _Installed()
+
+
+def _places() -> Iterator[tuple[Any, str, Any, Any]]:
+    for owner, name, operation, handler in FUNCTIONS:
+        rerouted = _Rerouted(owner, name, operation, handler)
+        _known_to_scripts(rerouted)
+        yield owner, name, rerouted.original, rerouted
+    yield Tensor, "softmax", Tensor.softmax, _method(Tensor.softmax)
+    for name, at in (("_checkpoint_without_reentrant_generator", ""), ("CheckpointFunction", "apply")):
+        if (before := getattr(CHECKPOINT, name, None)) is not None:
+            yield CHECKPOINT, name, before, _recomputed_inside(before, at)
+
+
+def _method(original: Any) -> Any:
+    """`Tensor.softmax`, through which torch.nn.functional.softmax goes too."""
+
+    @functools.wraps(original)
+    def rerouted(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or (acceleration := _active()) is None:
+            return original(*args, **kwargs)
+        return acceleration._call("softmax", softmax, original, sys._getframe(1), args, kwargs)
+
+    return rerouted
+
+
+def _known_to_scripts(rerouted: _Rerouted) -> None:
+    """Let torch.jit.script take the function for the builtin that it stands for."""
+    table = torch.jit._builtins
+    if (operator := table._find_builtin(rerouted.original)) is not None:
+        table._register_builtin(rerouted, operator)
+
+
+def _recomputed_inside(original: Any, at: str) -> Any:
+    """Activation checkpointing whose recomputation, in backward and perhaps after the block, is in the block again."""
+
+    def inside(function: Any, *rest: Any, **kwargs: Any) -> Any:
+        acceleration = None if is_compiling() else _active()
+        called = getattr(original, at) if at else original
+        return called(function if acceleration is None else acceleration(function), *rest, **kwargs)
+
+    if not at:
+        return inside
+    return type(original.__name__, (), {at: staticmethod(inside), "__doc__": original.__doc__})
+
+
+def accelerate(target: Any = None, *, backend: str | None = None) -> Any:
+    """Run the calls of torch's functions inside a block by this package's operations, where these are exact.
+
+        with tk.accelerate() as block:            # a block, in this thread or task
+            loss = model(tokens)
+        print(block.report())
+
+        @tk.accelerate(backend="cpu")             # a function
+        def step(tokens): ...
+
+        block = tk.accelerate(model)              # each forward of one model, in place; block.remove() undoes it
+
+    Rerouted are torch.nn.functional's scaled_dot_product_attention (masks of keys, of queries and keys, biases,
+    is_causal, grouped heads, dropout), layer_norm, rms_norm, gelu, softmax, cross_entropy, linear and embedding, the
+    functions and methods of `torch` behind them, and with that the modules of torch.nn that call them. The meaning of
+    a call is torch's: causality is aligned top-left, True in a boolean mask is visible, classes are axis 1, the
+    result has torch's dtype. Two things may differ: the order of the axes in memory of an attention's result, and the
+    random numbers of its dropout, whose probability is rounded to a multiple of 2^-16. Every other call is PyTorch's
+    own: other options, dtypes and tensor classes, transforms of torch.func, what torch.compile or torch.jit compile
+    and, with "auto", what is too small to be faster. `report()` lists the reasons.
+
+    Activation checkpointing recomputes inside the block that it ran in, also where backward comes after the block.
+    Functions imported by name before the first block (`from torch.nn.functional import gelu`) stay torch's where they
+    are builtins: gelu, linear, scaled_dot_product_attention and torch.softmax. Other threads, and processes that are
+    started afresh, are not in the block.
+
+    Args:
+        target: a torch.nn.Module, a function, or None for a block.
+        backend: "torch", "cpu", "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the
+            environment at each call. A named backend takes every call that has an exact counterpart, of any size, and
+            raises where it does not support it.
+    Returns:
+        an `Acceleration`: context manager, decorator, `report()`, and `remove()` for a model. For a function, the
+        function inside the block, with the Acceleration as its attribute `acceleration`.
+    Raises:
+        TypeError: the target is neither a module nor a function.
+        ValueError: the name of the backend is unknown.
+        BackendUnavailable, UnsupportedByBackend: from a call in the block, where a named backend cannot compute it.
+    """
+    made = Acceleration(backend)
+    if target is None:
+        return made
+    if isinstance(target, nn.Module):
+        made._attach(target)
+        return made
+    accelerated = made(target)
+    accelerated.acceleration = made  # type: ignore[attr-defined]
+    return accelerated
+
+
+def accelerate_everywhere(backend: str | None) -> Acceleration:
+    """A block for all threads of this process that are in no other, until it ends."""
+    made = Acceleration(backend)
+    _installed.add()
+    _everywhere[0] = _Block(made, None)
+    return made

@@ -1,0 +1,95 @@
+"""`transformer-kernels run [--backend NAME] script.py args...`: a Python program inside a block of `accelerate`."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import builtins
+import functools
+import io
+import os
+import runpy
+import sys
+import types
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformer_kernels.backends.dispatch import BACKENDS
+from transformer_kernels.patching._accelerate import Acceleration, accelerate_everywhere
+
+DESCRIPTION = """\
+Run a Python program whose calls of torch.nn.functional are computed by this package where that is exact, as by
+`with transformer_kernels.accelerate()` around it, in every thread. Processes that it starts afresh are not accelerated;
+under torchrun write: torchrun --no-python transformer-kernels run train.py ...
+
+  transformer-kernels run train.py --steps 100
+  transformer-kernels run --backend cpu -m package.train --steps 100
+
+The last line, on the standard error, counts the calls and names what was left to PyTorch.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a program as Python does; its exceptions and exit status are those of this process."""
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    program, is_module = list(chosen.program), chosen.module is not None
+    if not is_module and not program:
+        parser.error("a script or -m MODULE is needed")
+    target = chosen.module if is_module else program.pop(0)
+    if not is_module and not Path(target).exists():
+        print(f"transformer-kernels run: can't open file {target!r}: there is none", file=sys.stderr)
+        return 2
+    block = accelerate_everywhere(chosen.backend)
+    atexit.register(_close, block)
+    sys.excepthook = functools.partial(_show_from_program, sys.excepthook)
+    sys.argv[:] = [target, *program]
+    sys.path[0] = os.getcwd() if is_module else str(Path(target).resolve().parent)
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif Path(target).is_file() and not zipfile.is_zipfile(target):
+        _run_script(os.path.abspath(target))
+    else:
+        runpy.run_path(target, run_name="__main__")  # a folder or an archive with a __main__.py
+    return 0
+
+
+def _run_script(path: str) -> None:
+    """Run a file as __main__, whose `__file__` is absolute beside an argv[0] as it was given; runpy has one of both."""
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=path, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(module))
+
+
+def _close(block: Acceleration) -> None:
+    """Print the closing line, behind what the program and its own exit handlers print."""
+    print(f"transformer-kernels: {block.report().line()}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "transformer-kernels run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    told = "torch, cpu, triton, cuda or auto (default: as set by the environment, else auto)"
+    parser.add_argument("--backend", choices=(*BACKENDS, "auto"), help=told)
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script, as python -m does")
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments"
+    )
+    return parser
+
+
+def _show_from_program(show: Any, kind: Any, error: BaseException, frames: Any) -> None:
+    """Report an exception that the program did not catch, from its own first frame on."""
+    between, within = (__file__, runpy.__file__, "<frozen runpy>"), False
+    first = frames  # a chain of traceback objects
+    while first is not None and (not within or first.tb_frame.f_code.co_filename in between):
+        within = within or first.tb_frame.f_code.co_filename == __file__
+        first = first.tb_next
+    frames = first if within else frames
+    show(kind, error.with_traceback(frames), frames)

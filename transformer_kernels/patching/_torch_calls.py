@@ -1,0 +1,353 @@
+"""The calls of torch that `accelerate` reroutes: for each, what it means in this package's terms, or why it is left.
+
+A handler takes the arguments of torch's function as they came, after the backend. It returns the result, or a string:
+the reason for which PyTorch computes the call itself. A call is rerouted only where the result means the same: the
+alignment of causality, the polarity of masks, the axis of classes and the dtype of the result are torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from transformer_kernels import ops
+from transformer_kernels.backends.dispatch import unavailable
+from transformer_kernels.nn import without_gradient
+from transformer_kernels.patching._products import are_ours
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16)
+PLAIN = (Tensor, torch.nn.Parameter)
+REDUCTIONS = ("none", "mean", "sum")
+"""By the number that torch's functions pass on."""
+
+NEVER = 1 << 62
+CROSSOVERS: dict[tuple[str, int], tuple[int, int]] = {
+    ("attention", 4): (1 << 16, 1 << 17),
+    ("attention", 2): (1 << 16, 1 << 10),
+    ("cross_entropy", 4): (1 << 17, 1 << 16),
+    ("cross_entropy", 2): (1 << 17, 1 << 16),
+    ("embedding", 4): (NEVER, NEVER),
+    ("embedding", 2): (NEVER, NEVER),
+    ("gelu", 4): (NEVER, NEVER),
+    ("gelu", 2): (NEVER, NEVER),
+    ("gelu_tanh", 4): (1 << 15, 1 << 15),
+    ("gelu_tanh", 2): (1 << 15, 1 << 15),
+    ("layer_norm", 4): (1 << 19, 1 << 19),
+    ("layer_norm", 2): (1 << 19, 1 << 18),
+    ("rms_norm", 4): (1 << 15, 1 << 15),
+    ("rms_norm", 2): (1 << 15, 1 << 14),
+    ("softmax", 4): (1 << 16, 1 << 19),
+    ("softmax", 2): (1 << 18, NEVER),
+}
+"""For "auto" on a CPU: elements from which our kernel is no slower than PyTorch's, (forward alone, with gradients).
+
+By the bytes of an element. Counted are the elements of the first tensor, of the result in an embedding, and the scores
+in attention; `linear` has a rule of its own (`are_ours`). CPU time of interleaved calls on two cores of a Xeon with
+AMX, in float32 and bfloat16.
+"""
+
+AUTOCAST = "autocast chooses the dtype of its result"
+SMALL = "below the size from which our kernel is the faster one"
+FEWEST = {
+    **{name: min(min(limits) for (each, _), limits in CROSSOVERS.items() if each == name) for name, _ in CROSSOVERS},
+    "attention": 0,
+    "gelu": min(CROSSOVERS["gelu_tanh", 4]),
+    "linear": 1 << 11,
+}
+"""Elements of the first argument below which a call is left before anything else is looked at."""
+
+
+def rejected(*tensors: Any, optional: Sequence[Any] = ()) -> str | None:
+    """Why a call with these tensors is none for a kernel, whatever they hold; an optional one may be None."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "a transform of torch.func or forward-mode AD is active"
+    if torch._C._is_tracing():
+        return "torch.jit.trace is active"
+    for tensor in (*tensors, *(each for each in optional if each is not None)):
+        if type(tensor) not in PLAIN:
+            return f"an argument is a {type(tensor).__name__}"
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return "an argument is not dense"
+        if tensor.numel() == 0:
+            return "an argument is empty"
+    return None
+
+
+def is_autocast(x: Tensor) -> bool:
+    kind = x.device.type
+    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+
+
+def refusal(name: str, backend: str, elements: int, dtype: torch.dtype, *tensors: Tensor | None) -> str | None:
+    """Why a call of plain tensors that has an exact counterpart is not rerouted; a named backend takes it in any case.
+
+    Args:
+        name: a key of CROSSOVERS, with the size of `dtype`.
+        elements: what decides there.
+        dtype: in which it is computed.
+        tensors: those that the call reads, the first of them never None.
+    """
+    if backend != "auto":
+        return None
+    device = tensors[0].device  # type: ignore[union-attr]
+    if device.type not in ("cpu", "cuda"):
+        return f"there are no kernels for {device.type}"
+    if dtype not in FLOATING:
+        return f"there are no kernels for {dtype}"
+    if device.type == "cuda":
+        missing = all(unavailable(each, device) is not None for each in ("triton", "cuda"))
+        return "no backend for CUDA tensors is available" if missing else None
+    forward, training = CROSSOVERS[name, dtype.itemsize]
+    if elements < forward or elements < training:
+        recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+        if elements < (training if recorded else forward):
+            return SMALL
+    return "the CPU kernels are not available" if unavailable("cpu", device) is not None else None
+
+
+def computed_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products of x, which autocast may choose."""
+    if x.dtype is not torch.float64 and is_autocast(x):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def fits_last_axis(x: Tensor, shape: Any) -> bool:
+    """Whether a normalized_shape names the last axis of x alone."""
+    return isinstance(shape, Sequence) and len(shape) == 1 and x.dim() > 0 and shape[0] == x.shape[-1]
+
+
+def linear(backend: str, input: Any = None, weight: Any = None, bias: Any = None) -> Tensor | str:
+    if (reason := rejected(input, weight, optional=[bias])) is not None:
+        return reason
+    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+        return "the shapes are not those of a linear layer"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return "the bias has another shape than (out_features,)"
+    if backend == "auto" and not are_ours(input, weight, backend):
+        return "PyTorch's product is the faster one"
+    dtypes = {tensor.dtype for tensor in (input, weight, bias) if tensor is not None}
+    if len(dtypes) > 1 and not is_autocast(input):
+        return "the dtypes differ"
+    return ops.linear(input, weight, bias, backend=backend)
+
+
+def layer_norm(
+    backend: str,
+    input: Any = None,
+    normalized_shape: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor | str:
+    if weight is None:
+        return "it has no weight"
+    if (reason := rejected(input, weight, optional=[bias])) is not None:
+        return reason
+    if not fits_last_axis(input, normalized_shape) or weight.shape != input.shape[-1:] or not eps > 0.0:
+        return "more than the last axis is normalised"
+    if any(each is not None and each.dtype is not input.dtype for each in (weight, bias)):
+        return "the dtypes differ"
+    if input.is_cuda and is_autocast(input):
+        return AUTOCAST
+    if (reason := refusal("layer_norm", backend, input.numel(), input.dtype, input, weight, bias)) is not None:
+        return reason
+    return ops.layer_norm(input, weight, bias, eps=eps, backend=backend)
+
+
+def rms_norm(
+    backend: str, input: Any = None, normalized_shape: Any = None, weight: Any = None, eps: float | None = None
+) -> Tensor | str:
+    if (reason := rejected(input, optional=[weight])) is not None:
+        return reason
+    if not fits_last_axis(input, normalized_shape) or not (eps is None or eps > 0.0):
+        return "more than the last axis is normalised"
+    if not input.is_floating_point() or (weight is not None and weight.dtype is not input.dtype):
+        return "the dtypes differ"
+    if input.is_cuda and is_autocast(input):
+        return AUTOCAST
+    if (reason := refusal("rms_norm", backend, input.numel(), input.dtype, input, weight)) is not None:
+        return reason
+    weight = input.new_ones(input.shape[-1]) if weight is None else weight
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return ops.rms_norm(input, weight, eps=eps, backend=backend)
+
+
+def gelu(backend: str, input: Any = None, *, approximate: str = "none") -> Tensor | str:
+    if (reason := rejected(input)) is not None:
+        return reason
+    if approximate not in ("none", "tanh") or not input.is_floating_point():
+        return "the arguments are not those of GELU"
+    name = "gelu_tanh" if approximate == "tanh" else "gelu"
+    if (reason := refusal(name, backend, input.numel(), input.dtype, input)) is not None:
+        return reason
+    return ops.gelu(input, approximate=approximate, backend=backend)
+
+
+def softmax(backend: str, input: Any = None, dim: Any = None, dtype: torch.dtype | None = None) -> Tensor | str:
+    if (reason := rejected(input)) is not None:
+        return reason
+    if type(dim) is not int or input.dim() == 0 or dim not in (-1, input.dim() - 1):
+        return "it is not over the last axis"
+    result = input.dtype if dtype is None else dtype
+    if not input.is_floating_point() or not result.is_floating_point:
+        return "its dtype is not floating"
+    if input.is_cuda and is_autocast(input):
+        return AUTOCAST
+    if (reason := refusal("softmax", backend, input.numel(), result, input)) is not None:
+        return reason
+    return ops.softmax(input if result is input.dtype else input.to(result), backend=backend)
+
+
+def cross_entropy(
+    backend: str,
+    input: Any = None,
+    target: Any = None,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor | str:
+    if (reason := rejected(input, target, optional=[weight])) is not None:
+        return reason
+    if target.dtype is not torch.int64:
+        return "the targets are probabilities" if target.is_floating_point() else "the targets are not int64"
+    if input.dim() < 2 or target.shape != (input.shape[0], *input.shape[2:]):
+        return "the logits are not (N, C, ...) with targets (N, ...)"
+    if weight is not None and (weight.requires_grad or weight.dtype is not input.dtype):
+        return "the weights of the classes have a gradient or another dtype"
+    rows = input
+    if input.dim() > 2:  # the classes are axis 1
+        rows = input.movedim(1, -1)
+        if not rows.is_contiguous():
+            return "the axis of the classes is not the innermost one in memory"
+        rows = rows.flatten(0, -2)
+    if (reason := refusal("cross_entropy", backend, input.numel(), input.dtype, input)) is not None:
+        return reason
+    loss = ops.cross_entropy(
+        rows,
+        target.flatten(),
+        weight=weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=REDUCTIONS[reduction],
+        backend=backend,
+    )
+    loss = loss.view(target.shape) if loss.dim() else loss
+    return loss if is_autocast(input) else loss.to(input.dtype)  # which computes it in float32
+
+
+def embedding(
+    backend: str,
+    weight: Any = None,
+    indices: Any = None,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | str:
+    if (reason := rejected(weight, indices)) is not None:
+        return reason
+    if scale_grad_by_freq or sparse:
+        return "its gradient is sparse or scaled by frequency"
+    if weight.dim() != 2 or indices.dtype not in (torch.int64, torch.int32):
+        return "the arguments are not those of an embedding"
+    elements = indices.numel() * weight.shape[1]
+    if (reason := refusal("embedding", backend, elements, weight.dtype, weight)) is not None:
+        return reason
+    table = without_gradient(weight, padding_idx if padding_idx >= 0 else None)
+    return ops.embedding(indices.reshape(1, -1), table, backend=backend).view(*indices.shape, weight.shape[1])
+
+
+def attention(
+    backend: str,
+    query: Any = None,
+    key: Any = None,
+    value: Any = None,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | str:
+    if (reason := rejected(query, key, value, optional=[attn_mask])) is not None:
+        return reason
+    if (reason := _unlike_ours(query, key, value, enable_gqa)) is not None:
+        return reason
+    if attn_mask is not None and (is_causal or not _broadcasts(attn_mask, query, key)):
+        return "the mask does not broadcast to the scores, or comes with is_causal"
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype) and not is_autocast(query):
+        return "the dtypes differ"
+    queries, keys = query.shape[2], key.shape[2]
+    scores, dtype = query.shape[:3].numel() * keys, computed_dtype(query)
+    if (reason := refusal("attention", backend, scores, dtype, query, key, value, attn_mask)) is not None:
+        return reason
+    options: dict[str, Any] = {"causal": is_causal}
+    if is_causal and queries < keys:  # torch's causality is aligned top-left: no query sees what is beyond the queries
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    elif is_causal and queries > keys:  # query i sees the keys up to i, which is i + keys - queries to ours
+        options = {"window": (None, queries - keys)}
+    if attn_mask is not None and (padding := _padding(attn_mask, query.shape[0], keys)) is not None:
+        options["key_padding_mask"] = padding
+    elif attn_mask is not None and attn_mask.dtype is torch.bool:
+        options["attn_bias"] = torch.where(attn_mask, query.new_zeros((), dtype=dtype), -math.inf)
+    elif attn_mask is not None:
+        options["attn_bias"] = attn_mask
+    out = ops.attention(query, key, value, dropout_p=dropout_p, scale=scale, backend=backend, **options)
+    assert isinstance(out, Tensor)  # a pair only with return_lse
+    return out
+
+
+def _unlike_ours(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
+    """Why shapes and dtypes that torch may take are none for `attention`."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return "query, key and value are not (B, H, L, D)"
+    if not query.dtype is key.dtype is value.dtype and not is_autocast(query):
+        return "the dtypes differ"
+    batch, heads, _, width = query.shape
+    if key.shape[0] != batch or key.shape[3] != width or value.shape[:3] != key.shape[:3]:
+        return "query, key and value do not have one batch size, length and head dimension"
+    shared = key.shape[1]
+    if heads != shared and not (enable_gqa and heads % shared == 0):
+        return "the heads of key broadcast without enable_gqa"
+    return None
+
+
+def _broadcasts(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    scores = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
+    return mask.dim() <= 4 and all(size in (1, full) for size, full in pairs)
+
+
+def _padding(mask: Tensor, batch: int, keys: int) -> Tensor | None:
+    """The keys (B, Lk) that every query and head may see, if a mask says no more than that."""
+    if mask.dtype is not torch.bool or mask.dim() != 4 or mask.shape[3] != keys:
+        return None
+    if any(mask.shape[axis] > 1 and mask.stride(axis) != 0 for axis in (1, 2)):
+        return None
+    return mask[:, 0, 0].expand(batch, keys)
+
+
+Handler = Callable[..., Tensor | str]
+
+FUNCTIONS: tuple[tuple[Any, str, str, Handler], ...] = (
+    (torch.nn.functional, "scaled_dot_product_attention", "attention", attention),
+    (torch.nn.functional, "linear", "linear", linear),
+    (torch.nn.functional, "gelu", "gelu", gelu),
+    (torch, "layer_norm", "layer_norm", layer_norm),
+    (torch, "rms_norm", "rms_norm", rms_norm),
+    (torch, "softmax", "softmax", softmax),
+    (torch, "embedding", "embedding", embedding),
+    (torch._C._nn, "cross_entropy_loss", "cross_entropy", cross_entropy),
+)
+"""Owner, name, our operation and handler of each function.
+
+The functions of torch.nn.functional that are written in Python (layer_norm, rms_norm, embedding, cross_entropy,
+softmax) look these up when they are called, so that they stay the objects that they are.
+"""
