@@ -30,9 +30,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("call", "length"), [*((call, 33) for call in CALLS), ("causal", 1), ("full", 64), ("dropout", 130)]
-)
+@pytest.mark.parametrize(("call", "length"), [*((call, 33) for call in CALLS), ("full", 64), ("dropout", 130)])
 def test_matches_reference(backend: str, dtype: torch.dtype, device: torch.device, call: str, length: int) -> None:
     tensors = make(dtype, device, length=length)
     check_parity("packed_attention", backend, tensors, {"heads": 2, **CALLS[call]}, seed=3)
@@ -75,13 +73,16 @@ def test_strided_projection(backend: str, dtype: torch.dtype, device: torch.devi
     check_parity("packed_attention", backend, tensors, {"heads": 2})
 
 
+@pytest.mark.parametrize("length", [33, 1])
 @pytest.mark.parametrize(("dropout_p", "rotated"), [(0.0, False), (0.3, False), (0.0, True)])
 def test_is_attention_on_views(
-    backend: str, dtype: torch.dtype, device: torch.device, dropout_p: float, rotated: bool
+    backend: str, dtype: torch.dtype, device: torch.device, dropout_p: float, rotated: bool, length: int
 ) -> None:
-    qkv = make(dtype, device, heads=8)["qkv"]
+    """Bit for bit. Of one position the gradients of q and k are the rounding errors of terms that cancel, for which
+    float64 gives no budget: they are compared here only."""
+    qkv = make(dtype, device, heads=8, length=length)["qkv"]
     assert qkv is not None
-    cos, sin = (table.to(device) if rotated else None for table in rotary_table(torch.arange(33), 32))
+    cos, sin = (table.to(device) if rotated else None for table in rotary_table(torch.arange(length), 32))
     torch.manual_seed(0)
     interleaved = backend == "triton"  # it sets pairs in halves side by side, which sums scores in another order
     options: dict[str, Any] = {"causal": True, "dropout_p": dropout_p, "backend": backend}
@@ -93,7 +94,7 @@ def test_is_attention_on_views(
         q, k = tk.rotary(q, k, cos, sin, interleaved=interleaved, backend=backend)
     out = tk.attention(q, k, v, **options)
     (wanted,) = torch.autograd.grad(out, qkv, torch.ones_like(out))
-    assert packed.is_contiguous() and packed.shape == (2, 33, 128)
+    assert packed.is_contiguous() and packed.shape == (2, length, 128)
     assert torch.equal(packed, out.transpose(1, 2).flatten(2))
     assert torch.equal(gradient, wanted)
 
