@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "primitives/driver.h"
 #include "primitives/platform.h"
 
 namespace transformer_kernels {
@@ -22,8 +23,17 @@ struct Stream {
 
 #if defined(__CUDACC__)
 
+// Whether the runtime's context of a device exists. It takes hundreds of megabytes of the device's memory.
+inline bool has_primary_context(int device) {
+  static const auto get_state =
+      driver_function<CUresult (*)(CUdevice, unsigned*, int*)>("cuDevicePrimaryCtxGetState");
+  unsigned flags = 0;
+  int active = 0;
+  return get_state && get_state(device, &flags, &active) == CUDA_SUCCESS && active;
+}
+
 // Makes a device current for a scope. It is set even where it is current already: a thread that has called nothing of
-// CUDA before gets its context so.
+// CUDA before gets its context so. The previous device is restored where it has a context: cudaSetDevice would create one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -31,7 +41,7 @@ class DeviceGuard {
     cudaSetDevice(device);
   }
   ~DeviceGuard() {
-    if (previous_ >= 0) cudaSetDevice(previous_);
+    if (previous_ >= 0 && has_primary_context(previous_)) cudaSetDevice(previous_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
@@ -102,32 +112,24 @@ void launch_typed(void (*)(Parameters...), const char* name, dim3 grid, dim3 blo
   }
 }
 
-inline int multiprocessor_count(int device) {
-  static int known[64] = {};
-  int& count = known[device & 63];
-  if (!count) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+// An attribute of a device, 0 if it cannot be read.
+inline int attribute(cudaDeviceAttr name, int device) {
+  int value = 0;
+  cudaDeviceGetAttribute(&value, name, device);
+  return value;
 }
+
+inline int multiprocessor_count(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
 // 80 for sm_80, 90 for sm_90, ...
 inline int architecture(int device) {
-  static int known[64] = {};
-  int& value = known[device & 63];
-  if (!value) {
-    int major = 0, minor = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    value = 10 * major + minor;
-  }
-  return value;
+  return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+         attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
 // The bytes of shared memory that one block may use: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86, sm_89 and sm_120.
 inline int shared_memory_per_block(int device) {
-  static int known[64] = {};
-  int& value = known[device & 63];
-  if (!value) cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return value;
+  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
 #else

@@ -73,7 +73,16 @@ template <class... Tensors> bool can_vectorize(int dtype, int head_dim, const Te
   return head_dim * bytes % 16 == 0 && (is_aligned(tensors, bytes) && ...);
 }
 
-// What the kernels are told, completed by what follows from the call.
+// The stride of an axis of one element addresses nothing and may be odd: it becomes that of a contiguous tensor, which
+// keeps the rows on 16 bytes.
+template <class Tensor>
+void replace_unused_strides(Tensor& tensor, int64_t batches, int64_t heads, int64_t length, int64_t head_dim) {
+  if (batches == 1) tensor.batch = heads * length * head_dim;
+  if (heads == 1) tensor.head = length * head_dim;
+  if (length == 1) tensor.row = head_dim;
+}
+
+// The arguments of the kernels, completed by what follows from the call.
 Arguments complete(const AttentionLaunch& call) {
   if (call.query_length > MAX_LENGTH || call.key_length > MAX_LENGTH)
     throw std::invalid_argument("attention: the cuda backend takes sequences of up to 536870912");
@@ -83,6 +92,11 @@ Arguments complete(const AttentionLaunch& call) {
   const int64_t tokens = call.query_length + call.key_length;
   arguments.left = static_cast<int>(std::min(call.left, tokens));
   arguments.right = static_cast<int>(std::min(call.right, tokens));
+  const auto replace = [&](int heads, int64_t length, auto&... tensors) {
+    (replace_unused_strides(tensors, arguments.batches, heads, length, arguments.head_dim), ...);
+  };
+  replace(arguments.query_heads, call.query_length, arguments.query, arguments.out, arguments.dout, arguments.dq);
+  replace(arguments.key_heads, call.key_length, arguments.key, arguments.value, arguments.dk, arguments.dv);
   arguments.dropout = make_dropout(call.seed, call.dropout_p);
   arguments.vectorized =
       can_vectorize(call.dtype, arguments.head_dim, arguments.query, arguments.key, arguments.value) &&

@@ -4,13 +4,13 @@
 //
 // A kernel that uses them must be empty if TK_HOPPER is not defined: in device passes for other architectures.
 #pragma once
+#include <atomic>
 #include <stdexcept>
 
+#include "driver.h"
 #include "memory.h"
 #include "numbers.h"
-#if defined(__CUDACC__)
-#include <cuda.h>
-#else
+#if !defined(__CUDACC__)
 #include "../emulation/hopper.h"
 #endif
 
@@ -46,16 +46,10 @@ inline TensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static const Encode encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    return reinterpret_cast<Encode>(found);
-  }();
+  static std::atomic<Encode> known{nullptr};
+  Encode encode = known.load(std::memory_order_relaxed);
+  if (!encode) known.store(encode = driver_function<Encode>("cuTensorMapEncodeTiled"), std::memory_order_relaxed);
+  if (!encode) throw std::runtime_error("attention: the CUDA driver has no cuTensorMapEncodeTiled; update the driver");
   const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
                                static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batches)};
   const cuuint64_t strides[3] = {static_cast<cuuint64_t>(row_stride) * 2, static_cast<cuuint64_t>(head_stride) * 2,
@@ -63,7 +57,7 @@ inline TensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int
   const cuuint32_t box[4] = {PANEL_COLUMNS, box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
   constexpr auto TYPE = std::is_same_v<T, float16> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   TensorMap map;
-  if (!encode || encode(&map, TYPE, 4, const_cast<void*>(data), sizes, strides, box, steps,
+  if (encode(&map, TYPE, 4, const_cast<void*>(data), sizes, strides, box, steps,
                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
     throw std::runtime_error("cuTensorMapEncodeTiled refused the tensor");

@@ -194,6 +194,17 @@ def test_sm90_matches_reference(
 
 
 @sm90
+@pytest.mark.parametrize("queries", [1, 70])
+def test_sm90_takes_odd_strides_of_axes_of_one_element(path: str, queries: int, device: torch.device) -> None:
+    """They address nothing. A copy element by element is refused by this path."""
+    needs_sm90(device)
+    tensors = make(HALF[0], device, (queries, 70), batch=1, heads=(2, 1), width=64)
+    strides = {"q": (3, queries * 64, 5 if queries == 1 else 64, 1), "k": (3, 7, 64, 1), "v": (5, 9, 64, 1)}
+    odd = {name: value.detach().as_strided(value.shape, strides[name]) for name, value in tensors.items()}
+    check_parity("attention", "cuda", odd, {"return_lse": True})
+
+
+@sm90
 @pytest.mark.parametrize(
     ("width", "dtype"), [(32, HALF[0]), (40, HALF[1]), (96, HALF[1]), (192, HALF[1]), (256, HALF[0])]
 )
