@@ -7,6 +7,7 @@ package, whose arguments are addresses, and operators of PyTorch, which write to
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +41,9 @@ READERS = {
 
 Work = Callable[[], Any]
 """Returns tensors, in any nesting of lists, tuples and dicts."""
+
+_drawing = threading.RLock()
+"""A recording is validated by drawing its random numbers again: meanwhile replays in other threads must draw none."""
 
 
 class HostGraphs:
@@ -81,6 +85,10 @@ class HostGraphs:
             RuntimeError: it reads a value on the host, the shape of a result depends on values, or the recording does
                 not reproduce it. What it wrote until then is undone.
         """
+        with _drawing:
+            return self._capture(work)
+
+    def _capture(self, work: Work) -> Work:
         recording = self._recording = Recording(self._memory)
         kernels = nullcontext() if cpu.unavailable(torch.device("cpu")) else cpu.recorded(recording.calls)
         try:
@@ -100,7 +108,8 @@ class HostGraphs:
         def replay() -> Any:
             nonlocal computed
             if not computed:
-                recording.repeat()
+                with _drawing if recording.draws else nullcontext():
+                    recording.repeat()
             computed = False
             return result
 
@@ -157,6 +166,7 @@ class Recording(TorchDispatchMode):
         before: memory outside of the recording that the work has written to, by address, with its initial values.
         fixed: addresses of storages computed from constants only, as positions are: each replay computes the same, so
             they may be read on the host. Code that asks for such an address may write there; then it is not fixed.
+        draws: whether it draws random numbers.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -165,6 +175,7 @@ class Recording(TorchDispatchMode):
         self.references: Counter[int] = Counter()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.fixed: set[int] = set()
+        self.draws = False
         self._began: list[tuple[int, int]] = []  # the next call, and the storage that a new tensor uses
         self._random: dict[torch.Generator, Tensor] = {torch.default_generator: torch.default_generator.get_state()}
         self._memory = memory
@@ -198,6 +209,7 @@ class Recording(TorchDispatchMode):
         outcomes = [*tensors(result), *(tensor for tensor, _ in self.before.values())]
         expected = [each.clone() for each in outcomes]
         drawn = [generator.get_state() for generator in self._random]
+        self.draws = not all(map(torch.equal, drawn, self._random.values()))
         self.undo()
         self._memory.poison()
         for each in tensors(result):
