@@ -141,7 +141,9 @@ struct DeviceGuard {
 template <auto KERNEL, class... Parameters, class... Arguments>
 void launch_typed(void (*)(Parameters...), const char* name, dim3 grid, dim3 block, size_t shared_bytes, Stream,
                   Arguments... arguments) {
-  emulation::run({name, __PRETTY_FUNCTION__, grid, block, shared_bytes}, [=] { KERNEL(static_cast<Parameters>(arguments)...); });
+  emulation::run_or_observe<Parameters...>({name, __PRETTY_FUNCTION__, grid, block, shared_bytes},
+                                           [=] { KERNEL(static_cast<Parameters>(arguments)...); },
+                                           static_cast<Parameters>(arguments)...);
 }
 
 // Few, so that persistent kernels loop even over small tensors.

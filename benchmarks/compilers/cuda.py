@@ -88,16 +88,14 @@ def _parse(operation: str, architecture: str, log: str, ptx: str, code: dict[str
     bodies = {
         part.split("(", 1)[0].strip(): part for part in ptx.split(".entry ")[1:]
     }  # inline assembly has braces too
-    names = _demangled([entry["mangled"] for entry in entries])
+    names = demangled([entry["mangled"] for entry in entries])
     for entry, name in zip(entries, names, strict=True):
         body = bodies.get(entry["mangled"], "")
         shared = re.search(r"(\d+) bytes smem", entry["rest"])
-        short, _, arguments = name.partition("<")
         yield Kernel(
             operation,
             f"sm_{architecture}",
-            short.split("::")[-1].split(" ")[-1].split("(")[0],
-            re.sub(r"\(.*", "", arguments.replace(NAMESPACE, "").replace("(anonymous namespace)::", ""))[:-1],
+            *instance(name),
             int(entry["registers"]),
             int(entry["stores"]),
             int(entry["loads"]),
@@ -112,7 +110,14 @@ def _parse(operation: str, architecture: str, log: str, ptx: str, code: dict[str
         )
 
 
-def _demangled(names: list[str]) -> list[str]:
+def instance(name: str) -> tuple[str, str]:
+    """Name and arguments of the template that a demangled name is an instance of."""
+    short, _, arguments = name.partition("<")
+    arguments = arguments.replace(NAMESPACE, "").replace("(anonymous namespace)::", "")
+    return short.split("::")[-1].split(" ")[-1].split("(")[0], re.sub(r"\(.*", "", arguments)[:-1]
+
+
+def demangled(names: list[str]) -> list[str]:
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
     if not tool or not names:
         return names

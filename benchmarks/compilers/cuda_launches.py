@@ -128,7 +128,7 @@ def launches(source: str, architecture: str) -> list[Launch]:
 
 def reports(source: str, architecture: str, kernels: Iterable[Kernel]) -> list[Report]:
     """What `kernels`, compiled from a source with their machine code, are in the launches that are recorded of it."""
-    compiled = {(kernel.name, _plain(kernel.arguments)): kernel for kernel in kernels}
+    compiled = {(kernel.name, plain(kernel.arguments)): kernel for kernel in kernels}
     capability, launched = ARCHITECTURES[architecture], launches(source, architecture)
     instances = Counter((launch.label, launch.kernel) for launch in launched)
     return [
@@ -194,11 +194,15 @@ def template(function: str) -> tuple[str, str]:
     """Name and arguments of the kernel that a host compiler's name of `launch_typed` has."""
     found = re.search(r"KERNEL = (?:&)?(.*?);", function)
     assert found, function
-    name, _, arguments = _plain(found[1]).partition("<")
+    name, _, arguments = plain(found[1]).partition("<")
     return name, arguments.removesuffix(">")
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """A type as both compilers would write it."""
-    text = re.sub(r"(\w+|\(anonymous namespace\)|\{anonymous\})::", "", text).replace("__nv_bfloat16", "bfloat16")
+    text = (
+        re.sub(r"(\w+|\(anonymous namespace\)|\{anonymous\})::", "", text)
+        .replace("__nv_bfloat16", "bfloat16")
+        .replace("__half", "float16")
+    )
     return re.sub(r"\s|\(\w+\)", "", text)

@@ -160,6 +160,8 @@ size_t shared_bytes_per_block(int architecture) {
   throw std::logic_error("an unknown architecture");
 }
 
+std::atomic<Observer> observer{nullptr};
+
 void run(const LaunchRequest& request, const std::function<void()>& kernel) {
   check_limits(request);
   const std::lock_guard<std::mutex> lock(launch_mutex);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -170,11 +171,11 @@ def _div(form: Form) -> Step:
         return step_of(form, [type] * 2, _quotient if form.instruction.opcode == "div" else _remainder, type)
     if form.instruction.opcode == "rem":
         raise Refused("a remainder of floats")
-    if form.need("rn", "full") == "rn":
+    if (kind := form.need("rn", "full", "approx")) == "rn":
         return floating(form, type, np.divide, 2)
     if type.name != "f32":
-        raise Refused("div.full of f64")
-    return floating(form, type, hardware.divide, 2)
+        raise Refused(f"div.{kind} of f64")
+    return floating(form, type, functools.partial(hardware.divide, full=kind == "full"), 2)
 
 
 def _quotient(a: Array, b: Array) -> Array:

@@ -100,15 +100,18 @@ def _extract(form: Form) -> Step:
 
 @TABLE.add("bfi")
 def _insert(form: Form) -> Step:
-    type = form.type("b32")
+    type = form.type("b32", "b64")
+    whole = np.uint64(2**type.bits - 1)
 
     def insert(a: Array, b: Array, c: Array, d: Array) -> Array:
         first, length = np.asarray(c).astype(np.uint64), np.asarray(d).astype(np.uint64)
-        if (first + length > 32).any():
+        if (first + length > type.bits).any():
             raise Refused("bfi: a field beyond the word")
+        if (length > 63).any():
+            raise Refused("bfi: a field of 64 bits")
         bits = ((np.uint64(1) << length) - np.uint64(1)) << first
         field = (np.asarray(a).astype(np.uint64) << first) & bits
-        return ((np.asarray(b).astype(np.uint64) & ~bits) | field).astype(np.uint32)
+        return (((np.asarray(b).astype(np.uint64) & ~bits) | field) & whole).astype(type.dtype)
 
     return step_of(form, [type, type, U32, U32], insert, type)
 

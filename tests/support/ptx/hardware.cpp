@@ -101,11 +101,12 @@ void ptx_approximate(int function, int ftz, int64_t count, const float* x, float
   }
 }
 
-// div.full.f32: 2 ulp over the full range.
-void ptx_divide(int64_t count, const float* a, const float* b, float* result) {
+// div.full.f32: 2 ulp over the full range; div.approx.f32 gives 0 for large divisors.
+void ptx_divide(int full, int64_t count, const float* a, const float* b, float* result) {
   for (int64_t i = 0; i < count; ++i)
-    result[i] = emulation::ulps_away(static_cast<double>(a[i]) / b[i], 2,
-                                     emulation::errs_upwards(a[i]) != emulation::errs_upwards(b[i]));
+    result[i] = full ? emulation::ulps_away(static_cast<double>(a[i]) / b[i], 2,
+                                            emulation::errs_upwards(a[i]) != emulation::errs_upwards(b[i]))
+                     : emulation::approximate_quotient(a[i], b[i]);
 }
 
 // Rounded once: 0 to nearest even, 1 down, 2 up, 3 to zero.

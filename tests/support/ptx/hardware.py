@@ -88,12 +88,12 @@ def approximate(function: str, x: Array, ftz: bool) -> Array:
     return result
 
 
-def divide(a: Array, b: Array) -> Array:
-    """`div.full.f32`."""
+def divide(a: Array, b: Array, full: bool) -> Array:
+    """`div.full.f32` or `div.approx.f32`."""
     shape = np.broadcast_shapes(np.shape(a), np.shape(b))
     a, b = _floats(a, shape), _floats(b, shape)
     result = np.empty(shape, np.float32)
-    _library().ptx_divide(ctypes.c_int64(result.size), _pointer(a), _pointer(b), _pointer(result))
+    _library().ptx_divide(int(full), ctypes.c_int64(result.size), _pointer(a), _pointer(b), _pointer(result))
     return result
 
 

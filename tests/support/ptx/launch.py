@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.compilers import launches
 from tests.support.ptx.machine import Finding, Machine, narrowest_global
-from tests.support.ptx.memory import Global
+from tests.support.ptx.memory import Global, address_of
 from tests.support.ptx.syntax import Kernel, parse
 from transformer_kernels.backends import build
 from transformer_kernels.backends import triton as backend
@@ -62,8 +62,9 @@ def execute(
     result: Execution,
     races: bool = True,
     names: Sequence[str] = (),
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Run every CTA of a grid; tensors stand for their addresses.
+    """Run every CTA of a grid; tensors stand for their addresses, and `tensors` are those whose addresses are in bytes.
 
     Raises:
         Fault: what ends a kernel on a device. Refused: an instruction that is not implemented.
@@ -74,6 +75,7 @@ def execute(
             pieces += [(*_span(value), names[i] if names else f"argument {i}")] * bool(value.numel())
             value = value.data_ptr().to_bytes(8, "little")
         values.append(value)
+    pieces += [(*_span(x), name) for name, x in (tensors or {}).items()]
     pieces += [(x.ctypes.data, x.ctypes.data + x.size, name) for name, x in kernel.constants.items()]
     values += [
         bytes(size) for _, size in kernel.parameters[len(values) :]
@@ -83,6 +85,8 @@ def execute(
         if len(data) > size:
             raise ValueError(f"ptx: {name} of {kernel.name} has {size} bytes; got {len(data)}")
         parameters[name] = data.ljust(size, b"\0")
+        if size > 8:  # a structure, whose address a kernel may take
+            pieces.append((address_of(parameters[name]), address_of(parameters[name]) + size, name))
     memory = Global(pieces, narrowest_global(kernel), races)
     x, y, z = (*grid, 1, 1)[:3]
     in_step = any(each.opcode == "wgmma" for each in kernel.code)  # then which registers a CTA writes is known exactly

@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.support.ptx.form import Form, Read, Step, Write
 from tests.support.ptx.instructions import CONTROL, HANDLERS
-from tests.support.ptx.memory import GENERIC_SHARED, POISON, Global, Shared
+from tests.support.ptx.memory import GENERIC_SHARED, POISON, Global, Shared, address_of
 from tests.support.ptx.races import Clock
 from tests.support.ptx.syntax import (
     Address,
@@ -117,6 +117,8 @@ class Machine:
             return type.dtype.type(self.kernel.shared[operand.name] + offset)
         if isinstance(operand, Symbol) and operand.name in self.kernel.constants and type.bits == 64:
             return type.dtype.type(self.kernel.constants[operand.name].ctypes.data)
+        if isinstance(operand, Symbol) and operand.name in self.parameters and type.bits == 64:
+            return type.dtype.type(address_of(self.parameters[operand.name]))
         raise Refused(f"operand {operand} as {type.name}")
 
     def _register_reader(self, name: str, type: Type, low: bool) -> Read:

@@ -128,6 +128,11 @@ class Global:
             note("race", f"{found} to global memory ({piece.name})")
 
 
+def address_of(data: bytes) -> int:
+    """Where a kernel finds a parameter whose address it takes."""
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
 def granules(offsets: Array, size: int, granule: int) -> Array:
     """Each that an access of `size` bytes meets, access by access."""
     if size <= granule:

@@ -156,7 +156,8 @@ def _parameter(text: str) -> tuple[str, int]:
 
 
 def _variables(text: str, kernel: Kernel) -> None:
-    for found in re.finditer(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]", text):
+    declared = re.finditer(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]", text)
+    for found in sorted(declared, key=lambda found: not found[3]):  # what has no size comes after the others
         alignment = int(found[1])
         kernel.static_shared = -(-kernel.static_shared // alignment) * alignment
         kernel.shared[found[2]] = SHARED_BASE + kernel.static_shared

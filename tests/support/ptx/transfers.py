@@ -41,9 +41,10 @@ def _elements(form: Form, index: int) -> tuple[Any, ...]:
 @TABLE.add("ld")
 def _load(form: Form) -> Step:
     type = form.type(*ANY)
-    if form.take("param"):
+    is_parameter, source = bool(form.take("param")), form.operands[1]
+    if is_parameter and isinstance(source, Address) and isinstance(source.base, Symbol):
         return _load_parameter(form, type)
-    is_global, is_shared = bool(form.take("global", "const")), bool(form.take(*SHARED))
+    is_global, is_shared = is_parameter or bool(form.take("global", "const")), bool(form.take(*SHARED))
     form.take("nc", "weak")
     items = _elements(form, 0)
     _take_hints(form, 2)
@@ -83,8 +84,7 @@ def _load_parameter(form: Form, type: Type) -> Step:
     items = _elements(form, 0)
     form.count(2)
     source, width = form.operands[1], type.bits // 8
-    if not (isinstance(source, Address) and isinstance(source.base, Symbol)):
-        raise Refused("a parameter by a computed address")
+    assert isinstance(source, Address) and isinstance(source.base, Symbol)
     data = form.machine.parameters[source.base.name]
     if source.offset + width * len(items) > len(data):
         raise Refused(f"byte {source.offset} of a parameter of {len(data)} bytes")
