@@ -1,6 +1,5 @@
 """In the gates: the PTX that nvcc makes of csrc for sm_80, one shape of each family; the emulation runs the sources.
 
-
 The emulation compiles the sources with g++; here nvcc's front end and optimiser have been at work.
 """
 
