@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,6 +110,7 @@ def quicken() -> None:
         return  # done already, or a Triton whose interpreter patches in another way
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _sum_in_order(builder)
     numpy_type = functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda type: numpy_type(interpreter.tl.uint64 if type.scalar.is_ptr() else type.scalar)
     _share_shapes()
@@ -134,6 +136,23 @@ def quicken() -> None:
     patch_once.quickened = True  # type: ignore[attr-defined]
     interpreter._patch_lang = patch_once
     interpreter.GridExecutor.__call__ = launch_anew
+
+
+def _sum_in_order(builder: Any) -> None:
+    """Products of float32 sum as a GPU's multiply-adds do, one after the other from the accumulator on. numpy's library
+    takes another order for a transposed operand, and on another processor: then the scores that backward recomputes
+    are not forward's."""
+    whole = type(builder).create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if a.data.dtype != np.float32:
+            return whole(self, a, b, d, *options)
+        left, right, total = a.data.astype(np.float64), b.data.astype(np.float64), d.data
+        for i in range(left.shape[-1]):  # of two numbers of 24 bits the product is exact
+            total = (left[..., :, i, None] * right[..., i, None, :] + total).astype(np.float32)
+        return type(d)(total, d.dtype.scalar)
+
+    type(builder).create_dot = create_dot
 
 
 def _share_shapes() -> None:
