@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -306,3 +307,24 @@ def test_a_head_dimension_above_the_maximum_names_who_takes_it(backend: str) -> 
 def test_six_heads_do_not_divide_a_hidden_size_of_256(make: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: tk.attention(x, x, x, is_causal=True), r"attention: .*'is_causal'; write torch's .* as .*causal=True"),
+        (lambda x: tk.attention(x, x, x, attn_mask=x), r"attention: .*'attn_mask'; write torch's .* as .*attn_bias=bias"),
+        (lambda x: tk.softmax(x, -1), r"softmax: takes 1 positional .* as softmax\(x\), over the last axis"),
+        (lambda x: tk.softmax(x, dim=1), r"softmax: .*'dim'"),
+        (lambda x: tk.gelu(x, "tanh"), r"gelu: .* as gelu\(x, approximate='tanh'\)"),
+        (lambda x: tk.layer_norm(x, (8,), x[0, 0, 0], x[0, 0, 0]), r"layer_norm: .* as layer_norm\(x, weight, bias, eps=eps\)"),
+        (lambda x: tk.rms_norm(x, (8,), x[0, 0, 0]), r"rms_norm: .* as rms_norm\(x, weight, eps=eps\)"),
+        (lambda x: tk.cross_entropy(x, x, x), r"cross_entropy: .* as cross_entropy\(logits, targets, weight=weight\)"),
+        (lambda x: tk.embedding(x, x, padding_idx=0), r"embedding: .*'padding_idx'"),
+        (lambda x: tk.attention(x, x, x, attn_bias=x > 0), r"attn_bias .* bool mask: .* key_padding_mask .*, .*masked_fill"),
+    ],
+    ids=["is_causal", "attn_mask", "axis", "dim", "approximate", "layer_norm", "rms_norm", "weight", "padding_idx", "bool"],
+)  # fmt: skip
+def test_pytorchs_spelling_is_answered_by_ours(call: Callable[[torch.Tensor], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(torch.randn(1, 2, 4, 8))

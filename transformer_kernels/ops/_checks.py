@@ -5,9 +5,11 @@ Each helper returns quietly or raises; a message names the operation, the argume
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,28 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 PLAIN = (Tensor, torch.nn.Parameter)
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 APPROXIMATIONS = ("none", "tanh")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def spelled_unlike_torch(torchs: str, ours: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: arguments that the function does not have raise a TypeError that shows PyTorch's call and ours."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # from within the function
+                name = function.__name__
+                reason = str(error).removeprefix(f"{name}() ")
+                raise TypeError(f"{name}: {reason}; write torch's {torchs} as {ours}") from None
+
+        return call
+
+    return decorate
 
 
 def _not_made_of_others(op: str, name: str, value: Tensor) -> None:

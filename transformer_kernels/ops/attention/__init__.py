@@ -47,6 +47,10 @@ Into = tuple[Tensor, Tensor, Tensor]
 """Where a backward pass writes the gradients of q, k and v."""
 
 
+@_checks.spelled_unlike_torch(
+    "F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, is_causal=True)",
+    "attention(q, k, v, attn_bias=bias, dropout_p=p, causal=True), with bool masks as key_padding_mask",
+)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -66,6 +70,10 @@ def attention(
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys that a query may see.
+
+    Unlike in `torch.nn.functional.scaled_dot_product_attention`, causality is aligned bottom-right where Lq < Lk (there
+    top-left), `key_padding_mask` is True for the keys that are kept (in torch.nn for those that are ignored), and
+    `window=4` counts the query's own key while `window=(4, 0)` does not.
 
     Args:
         q: (B, Hq, Lq, D), float32, float16, bfloat16 (float64 with backend="torch"). Any strides; with a contiguous

@@ -105,7 +105,10 @@ def _checked_padding(mask: Tensor, k: Tensor) -> Tensor:
 def _checked_bias(bias: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """The bias with four axes, its last one contiguous or broadcast."""
     if isinstance(bias, Tensor) and bias.dtype is torch.bool:
-        raise TypeError(f"{OP}: attn_bias is added to the scores, so it must be floating; got a bool mask")
+        raise TypeError(
+            f"{OP}: attn_bias is added to the scores, so it must be floating; got a bool mask: give one of keys as"
+            " key_padding_mask (B, Lk), any other as torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)"
+        )
     _checks.tensor(OP, "attn_bias", bias)
     _checks.broadcasts_to(OP, "attn_bias", bias, shape)
     if bias.dtype is not q.dtype and bias.dtype is not torch.float32:
