@@ -194,6 +194,7 @@ VALUE_ERRORS = [
     (tk.linear_cross_entropy, (x, head, t), {"softcap": 0.0}, "linear_cross_entropy: softcap must be positive; got 0.0"),
     (tk.cross_entropy, (x, x[:2]), {}, "targets that are probabilities must have the shape of logits (3, 6); got (2, 6)"),
     (tk.cross_entropy, (x, x.clone().requires_grad_()), {}, "cross_entropy: targets have no gradient"),
+    (tk.cross_entropy, (x, t), {"ignore_index": 2**70}, "cross_entropy: ignore_index must fit into 64 bits; got"),
     (tk.cross_entropy, (x, x), {"ignore_index": 1}, "ignore_index is of targets that are classes"),
     (tk.cross_entropy, (x, t), {"weight": w[:5]}, "cross_entropy: weight must have shape (6,); got (5,)"),
     (tk.cross_entropy, (x, t), {"z_loss": -0.1}, "cross_entropy: z_loss must not be negative; got -0.1"),

@@ -100,6 +100,13 @@ def test_large_float16_logits_stay_finite(backend: str, device: torch.device) ->
     torch.testing.assert_close(y, torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float16, device=device))
 
 
+def test_a_mask_of_five_axes_and_no_columns(backend: str, device: torch.device) -> None:
+    x = torch.empty(2, 3, 2, 4, 0, device=device, requires_grad=True)
+    mask = torch.ones(2, 1, 2, 4, 0, dtype=torch.bool, device=device)
+    tk.softmax(x, mask=mask, backend=backend).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
 def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> None:
     tensors = make(dtype, device, *shape)

@@ -188,6 +188,11 @@ def flag(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be True or False; got {type(value).__name__}")
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """x (..., N) as (M, N); N may be 0, where a -1 in a shape is ambiguous."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def integer(op: str, name: str, value: Any) -> None:
     """A whole number that is no bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

@@ -248,7 +248,7 @@ def _second_order(
 def _second_order_of_relu(y: Tensor, bias: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, None]:
     """The gradients are linear in the incoming one and piecewise constant in x."""
     dx = dy.masked_fill(y <= 0, 0.0)
-    rows = dx.reshape(-1, dx.shape[-1]).sum(dim=0, dtype=torch.promote_types(dx.dtype, torch.float32))
+    rows = _checks.as_rows(dx).sum(dim=0, dtype=torch.promote_types(dx.dtype, torch.float32))
     return dx, rows.to(bias.dtype), None
 
 

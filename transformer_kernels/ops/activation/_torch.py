@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels.ops import _checks
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.activation import APPROXIMATIONS, ActivationCall, activated, halves
 
@@ -40,8 +41,7 @@ def backward(call: ActivationCall, result: Tensor | None, grads: Grads, wanted: 
         dx = aten.gelu_backward.default(dy, x, approximate=APPROXIMATIONS[call.kind])
     if bias is None:
         return dx, None, None
-    rows = dx.view(-1, bias.shape[0])
-    return dx, rows.sum(dim=0, dtype=torch.promote_types(dx.dtype, torch.float32)).to(bias.dtype), None
+    return dx, _checks.as_rows(dx).sum(dim=0, dtype=torch.promote_types(dx.dtype, torch.float32)).to(bias.dtype), None
 
 
 def _gated_gradients(call: ActivationCall, dy: Tensor) -> Gradients:

@@ -238,6 +238,8 @@ def check_options(
 ) -> None:
     """The options that are no tensors."""
     _checks.integer(op, "ignore_index", ignore_index)
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"{op}: ignore_index must fit into 64 bits; got {ignore_index}")
     _checks.probability(op, "label_smoothing", label_smoothing)
     _checks.finite(op, "z_loss", z_loss)
     if z_loss < 0.0:

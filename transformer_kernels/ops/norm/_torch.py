@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_kernels.ops import _checks
 from transformer_kernels.ops._dropout import drop, keep_scale
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.norm import Gradients, NormCall, NormResult, rows_of
@@ -118,10 +119,10 @@ def _backward_low_precision(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx from the native kernel; the parameters' gradients summed in float32, where its own sums are in x's dtype."""
     dx, _, _ = _native_backward(dy, x, weight.to(mean.dtype), mean, rstd, has_bias, False)
-    rows = (-1, x.shape[-1])
-    normed = torch.sub(x.reshape(rows), mean.view(-1, 1)).mul_(rstd.view(-1, 1))
-    dweight = normed.mul_(dy.reshape(rows)).sum(dim=0)
-    dbias = dy.reshape(rows).sum(dim=0, dtype=mean.dtype).to(weight.dtype) if has_bias else None
+    rows = _checks.as_rows(dy)
+    normed = torch.sub(_checks.as_rows(x), mean.view(-1, 1)).mul_(rstd.view(-1, 1))
+    dweight = normed.mul_(rows).sum(dim=0)
+    dbias = rows.sum(dim=0, dtype=mean.dtype).to(weight.dtype) if has_bias else None
     return dx, dweight.to(weight.dtype), dbias
 
 
@@ -131,7 +132,7 @@ def _rms_gradients(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple
     normed = x.to(rstd.dtype) * rstd
     gradient = dy.to(rstd.dtype)
     products = gradient * normed
-    dweight = products.view(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
+    dweight = _checks.as_rows(products).sum(dim=0).to(weight.dtype)
     mean_product = products.mul_(weight).mean(dim=-1, keepdim=True)
     dx = (gradient * weight).sub_(normed.mul_(mean_product)).mul_(rstd)
     return dx.to(x.dtype), dweight

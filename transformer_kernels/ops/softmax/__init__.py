@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def _over_rows(mask: Tensor, x: Tensor) -> Tensor:
     """The mask expanded to x and seen as (d0, d1, d2, N); it is copied only where x has more than four axes."""
     mask = mask.expand(x.shape)
     if x.dim() > 4:
-        return mask.reshape(-1, *x.shape[-3:])
+        return mask.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
     return mask[(None,) * (4 - x.dim())]
 
 
