@@ -448,3 +448,9 @@ def test_an_option_of_another_recipe_is_refused_by_evaluate(folder, capsys):
     assert "--baseline is not an option of char-gpt" in told
     assert run("evaluate", "--checkpoint", folder / "gpt", "--data", folder / "train.csv") == 1
     assert "outside the model's vocabulary" in capsys.readouterr().err
+
+
+def test_escape_sequences_of_a_path_are_shown_not_sent(capsys):
+    assert cli.main(["generate", "--checkpoint", "runs/\x1b[31mred"]) == 1
+    errors = capsys.readouterr().err
+    assert "\x1b" not in errors and "\\x1b[31mred" in errors

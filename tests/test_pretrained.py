@@ -167,6 +167,7 @@ def configure(folder, **fields):
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
 
+FINAL_NORM = "transformer.ln_f.weight"
 BREAKAGES = {
     "no config": (lambda f: (f / "config.json").unlink(), FileNotFoundError, "config.json: no such file"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), ValueError, "not JSON"),
@@ -209,6 +210,34 @@ BREAKAGES = {
         "a is unknown; b is unknown",
     ),
     "another shape": (lambda f: configure(f, n_positions=32), ValueError, r"wpe.weight has shape \(64, 32\); expected"),
+    "a billion layers": (
+        lambda f: configure(f, n_layer=10**9),
+        ValueError,
+        "1000000000 layers are configured; there",
+    ),
+    "layers are a word": (lambda f: configure(f, n_layer="two"), ValueError, "values that no model has"),
+    "no heads": (lambda f: configure(f, n_head=0), ValueError, "head"),
+    "nested": (lambda f: (f / "config.json").write_text("[" * 100_000), ValueError, "config.json: not JSON"),
+    "index is a list": (
+        lambda f: (f / "model.safetensors.index.json").write_text("[]"),
+        ValueError,
+        "index.json: no weight_map from tensors to files",
+    ),
+    "index without a map": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        ValueError,
+        "index.json: no weight_map from tensors to files",
+    ),
+    "integers": (
+        lambda f: rewrite(f, lambda w: w.update({FINAL_NORM: w[FINAL_NORM].to(torch.int8)})),
+        ValueError,
+        "transformer.ln_f.weight is torch.int8, which is not dequantised",
+    ),
+    "NaN": (
+        lambda f: rewrite(f, lambda w: w[FINAL_NORM].fill_(float("nan"))),
+        ValueError,
+        "transformer.ln_f.weight has values that are not finite",
+    ),
     "no model": (lambda f: configure(f, n_head=5), ValueError, "divisible by the number of heads"),
 }
 
@@ -382,6 +411,20 @@ def test_broken_gguf_files(tmp_path):
     with pytest.raises(ValueError, match="x has format 12; supported are F32, F16, Q4_0"):
         GGUF(path).tensor("x")
     llama_as_gguf(path, save("llama", tmp_path))
+    whole = path.read_bytes()
+    sizes = {
+        "block_count": (2**31 - 1, "2147483647 layers are configured"),
+        "attention.head_count": (0, "0 heads cannot share 32 rows"),
+    }
+    for name, (value, message) in sizes.items():
+        at = whole.index(f"llama.{name}".encode()) + len(f"llama.{name}") + 4
+        path.write_bytes(whole[:at] + value.to_bytes(4, "little") + whole[at + 4 :])
+        with pytest.raises(ValueError, match=message):
+            tk.load_pretrained(path)
+    path.write_bytes(whole[:24] + (2**62).to_bytes(8, "little") + whole[32:])  # the length of the first string
+    with pytest.raises(ValueError, match="truncated within its header"):
+        tk.load_pretrained(path)
+    path.write_bytes(whole)
     os.truncate(path, path.stat().st_size - 64)
     with pytest.raises(ValueError, match="truncated within"):
         tk.load_pretrained(path)

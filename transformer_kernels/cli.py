@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = type(error).__name__
         remedy = "; try a smaller --batch-size" if name == "OutOfMemoryError" else ""
         if os.environ.get("RANK", "0") == "0" or name not in SHARED_ERRORS:
-            print(f"transformer-kernels: {'' if name == 'Interrupted' else 'error: '}{error}{remedy}", file=sys.stderr)
+            text = f"{'' if name == 'Interrupted' else 'error: '}{error}{remedy}"
+            shown = "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+            print(f"transformer-kernels: {shown}", file=sys.stderr)  # a path may have a terminal's escape sequences
         return 128 + error.signum if hasattr(error, "signum") else 1
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["export_pretrained", "load_pretrained", "load_tokenizer", "load_tutorial"]
 
+UNUSABLE = (TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+"""What Python raises for numbers and nestings in a file that no model has."""
 PICKLED = (".pt", ".pth", ".bin")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 
@@ -44,26 +46,23 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
         must follow the text. Parameters are float32; the model is in evaluation mode.
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: an unknown architecture or option, truncated files, tensors that are missing, unknown or of another
-            shape (all are listed), or pickled weights, which are never loaded.
+        ValueError: an unknown architecture or option, truncated files, tensors that are missing, unknown, of another
+            shape, of integers or not finite (all are listed), or pickled weights, which are never loaded.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder or file; {download_remedy(path)}")
     if path.suffix in PICKLED:
         raise ValueError(f"{path}: a state dict saved by torch.save; use load_tutorial for a handwritten model")
-    if path.is_file():
-        config, weights, architecture = _read_gguf(path)
-    else:
-        theirs = _read_config(path)
-        architecture = _architecture(str(theirs.get("model_type")), path / "config.json")
-        weights = _read_safetensors(path)
-        try:
-            config = architecture.configure(theirs, {*weights, *(architecture.prefix + name for name in weights)})
-        except KeyError as error:
-            raise ValueError(f"{path / 'config.json'}: {error} is missing") from None
-    with torch.device("meta"):
-        model = architecture.make(config, bind(backend))
+    operations = bind(backend)
+    try:
+        config, weights, architecture = _read_gguf(path) if path.is_file() else _read_folder(path)
+        if config.layers > len(weights):
+            raise ValueError(f"{path}: {config.layers} layers are configured; there are {len(weights)} tensors")
+        with torch.device("meta"):
+            model = architecture.make(config, operations)
+    except UNUSABLE as error:
+        raise ValueError(f"{path}: it holds values that no model has: {error}") from error
     model.load_state_dict(_ours(path, architecture, config, weights, model.state_dict()), assign=True)
     return model.eval()
 
@@ -125,13 +124,24 @@ def _architecture(name: str, where: Path) -> Architecture:
     return ARCHITECTURES[name]
 
 
+def _read_folder(folder: Path) -> tuple[Any, dict[str, Tensor], Architecture]:
+    theirs = _read_config(folder)
+    architecture = _architecture(str(theirs.get("model_type")), folder / "config.json")
+    weights = _read_safetensors(folder)
+    try:
+        config = architecture.configure(theirs, {*weights, *(architecture.prefix + name for name in weights)})
+    except KeyError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error} is missing") from None
+    return config, weights, architecture
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; a Hugging Face folder contains one")
     try:
         theirs = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(theirs, dict):
         raise ValueError(f"{path}: must contain an object; got {type(theirs).__name__}")
@@ -143,7 +153,12 @@ def _read_safetensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
+    names: list[str] = []
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, *UNUSABLE) as error:
+            raise ValueError(f"{index}: no weight_map from tensors to files: {error!r}") from error
     files = [folder / name for name in names or ["model.safetensors"]]
     weights: dict[str, Tensor] = {}
     for file in files:
@@ -170,11 +185,15 @@ def _ours(
             unused.discard(found)
             if found not in weights:
                 wrong.append(f"{name} is missing")
+            elif not weights[found].is_floating_point():
+                wrong.append(f"{name} is {weights[found].dtype}, which is not dequantised")
             else:
                 part = weights[found][entry.skipped :]
                 parts.append(part.t() if entry.transposed else part)
         if len(parts) == len(entry.theirs):
             whole = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.float32).contiguous()
+            if not torch.isfinite(whole).all():
+                wrong.append(f"{' + '.join(entry.theirs)} has values that are not finite")
             if entry.shape == tuple(whole.shape):
                 whole = whole.view(expected[entry.ours].shape)
             state[entry.ours] = whole
@@ -253,4 +272,6 @@ def _gguf_config(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _halves_together(weight: Tensor, heads: int) -> Tensor:
     """Convert rows of queries or keys from interleaved rotation pairs (GGUF) to rotated halves."""
+    if heads < 1 or weight.shape[0] % (2 * heads):
+        raise ValueError(f"{heads} heads cannot share {weight.shape[0]} rows of queries or keys in pairs")
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,6 +13,7 @@ from torch import Tensor
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+MOST_DIMENSIONS = 4
 BLOCK = 32  # weights that share a scale
 STORED = {  # format number: name, weights per block, bytes per block
     0: ("F32", 1, 4),
@@ -31,6 +33,7 @@ class GGUF:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._size = path.stat().st_size
         with path.open("rb") as file:
             magic, version, tensors, entries = self._read(file, "4sIQQ")
             if magic != b"GGUF" or version not in (2, 3):
@@ -38,6 +41,8 @@ class GGUF:
             self.metadata = {self._string(file): self._value(file, *self._read(file, "I")) for _ in range(entries)}
             self.index = {self._string(file): self._tensor_entry(file) for _ in range(tensors)}
             alignment = self.metadata.get("general.alignment", 32)
+            if not (isinstance(alignment, int) and alignment > 0):
+                raise ValueError(f"{path}: general.alignment must be a positive integer; got {alignment!r}")
             self.start = -(-file.tell() // alignment) * alignment
 
     def tensor(self, name: str) -> Tensor:
@@ -52,23 +57,25 @@ class GGUF:
             known = ", ".join(name for name, _, _ in STORED.values())
             raise ValueError(f"{self.path}: {name} has format {form}; supported are {known}")
         kind, weights, size = STORED[form]
-        length = int(np.prod(shape)) // weights * size
+        length = math.prod(shape) // weights * size
+        if self.start + offset + length > self._size:
+            raise ValueError(f"{self.path}: truncated within {name}")
         with self.path.open("rb") as file:
             file.seek(self.start + offset)
             content = file.read(length)
-        if len(content) != length:
-            raise ValueError(f"{self.path}: truncated within {name}")
         return torch.from_numpy(_dequantised(np.frombuffer(content, np.uint8), kind).reshape(shape))
 
     def _read(self, file: BinaryIO, form: str) -> tuple[Any, ...]:
-        size = struct.calcsize("<" + form)
-        if len(content := file.read(size)) != size:
+        return struct.unpack("<" + form, self._bytes(file, struct.calcsize("<" + form)))
+
+    def _bytes(self, file: BinaryIO, size: int) -> bytes:
+        if file.tell() + size > self._size:
             raise ValueError(f"{self.path}: truncated within its header")
-        return struct.unpack("<" + form, content)
+        return file.read(size)
 
     def _string(self, file: BinaryIO) -> str:
         (length,) = self._read(file, "Q")
-        return file.read(length).decode("utf-8", "replace")
+        return self._bytes(file, length).decode("utf-8", "replace")
 
     def _value(self, file: BinaryIO, kind: int) -> Any:
         if kind == STRING:
@@ -82,6 +89,8 @@ class GGUF:
 
     def _tensor_entry(self, file: BinaryIO) -> tuple[tuple[int, ...], int, int]:
         (dimensions,) = self._read(file, "I")
+        if dimensions > MOST_DIMENSIONS:
+            raise ValueError(f"{self.path}: a tensor of {dimensions} axes")
         shape = self._read(file, f"{dimensions}Q")
         form, offset = self._read(file, "IQ")
         return shape[::-1], form, offset

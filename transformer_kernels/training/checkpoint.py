@@ -308,7 +308,7 @@ def _config(folder: Path, data: bytes) -> TrainingConfig:
     config = _json(folder / "config.json", data)
     try:
         return make_config(config.pop("recipe"), config, "config.json")
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: config.json does not describe a run: {error}") from error
 
 
@@ -322,7 +322,7 @@ def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
 def _json(path: Path, data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected an object, found a {type(value).__name__}")

@@ -176,7 +176,10 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
             tomllib = require("tomli")
         values = tomllib.loads(text)
     elif path.suffix == ".json":
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: not JSON: {error}") from error
     elif path.suffix in (".yaml", ".yml"):
         yaml = require("yaml")
         try:
