@@ -129,3 +129,13 @@ def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device)
         return [out.detach(), *(tensors[name].grad for name in "qkv")]
 
     assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
+
+
+def test_starts_that_numpy_changes_before_backward(backend: str) -> None:
+    q, k, v = (torch.randn(1, 2, 8, 16).requires_grad_() for _ in range(3))
+    cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+    expected = tk.attention(q, k, v, cu_seqlens=cu_seqlens, backend=backend)
+    wanted = torch.autograd.grad(expected.sum(), (q, k, v))
+    out = tk.attention(q, k, v, cu_seqlens=cu_seqlens, backend=backend)
+    cu_seqlens.numpy()[:] = [-5, 2**30, 3]
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), (q, k, v)), wanted))

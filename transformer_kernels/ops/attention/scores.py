@@ -164,6 +164,8 @@ def _checked_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(f"{OP}: {name} must have shape (sequences + 1,); got {tuple(cu_seqlens.shape)}")
     if not _operation.is_traced(cu_seqlens):
+        if cu_seqlens.device.type == "cpu":  # numpy may write to it before backward, which no version counter sees
+            cu_seqlens = cu_seqlens.clone()
         check_starts(name, cu_seqlens, tokens)
     return cu_seqlens.contiguous()
 
