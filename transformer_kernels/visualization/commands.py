@@ -25,8 +25,10 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     """
     attend = command(commands, "attend", "plot the attention maps of a text, for every layer and head", _attend)
     model_options(attend, "runs/char-gpt", pretrained=True)
-    attend.add_argument("text", metavar="TEXT", help="input text, at most 128 tokens")
+    attend.add_argument("text", metavar="TEXT", help="input text, at most 256 tokens")
     attend.add_argument("--out", default="attention.png", metavar="FILE", help="output figure (default: %(default)s)")
+    attend.add_argument("--layer", type=int, metavar="N", help="draw this layer only, from 0 (default: all)")
+    attend.add_argument("--head", metavar="N", help='draw this head only, from 0, or "mean" (default: all)')
     help_text = "output HTML page, interactive and self-contained (default: beside the figure)"
     attend.add_argument("--html", default="", metavar="FILE", help=help_text)
     help_text = "plot position codes, words in context, training curves, or sweeps"
@@ -87,13 +89,33 @@ def _load(chosen: argparse.Namespace) -> Any:
 
 
 def _attend(chosen: argparse.Namespace) -> None:
+    from python_ref import GPT
     from transformer_kernels.visualization.attention import attention_maps, draw_maps, write_page
 
+    loaded = _load(chosen)
+    maps, tokens = attention_maps(loaded, chosen.text)
+    layers, heads = maps.shape[:2]
+    rows, columns = _selected("layer", chosen.layer, layers), _selected("head", chosen.head, heads)
+    drawn = maps[rows].mean(1, keepdim=True) if chosen.head == "mean" else maps[rows][:, columns]
+    names = [f"layer {row}" for row in rows]
+    names += ["mean over heads"] if chosen.head == "mean" else [f"head {column}" for column in columns]
+    source = Path(chosen.checkpoint if chosen.model is None else chosen.model)
+    title = f"Attention of {source.resolve().name}"
     page = chosen.html or Path(chosen.out).with_suffix(".html")
-    maps, names = attention_maps(_load(chosen), chosen.text)
-    draw_maps(maps, names, names, chosen.out)
-    write_page(maps, names, names, page)
-    print(f"{len(maps)} layers of {maps.shape[1]} heads on {len(names)} tokens: {chosen.out}, {page}")
+    text = chosen.text if len(chosen.text) <= 80 else chosen.text[:79] + "…"
+    draw_maps(drawn, tokens, tokens, chosen.out, title=f"{title}\n{text}", names=names)
+    causal = isinstance(loaded.model, GPT)
+    write_page(maps, tokens, tokens, page, title=title, text=chosen.text, causal=causal)
+    print(f"{layers} layers of {heads} heads on {len(tokens)} tokens: {chosen.out}, {page}")
+
+
+def _selected(what: str, number: int | str | None, count: int) -> list[int]:
+    """The numbers of the selected layers or heads: all of `count`, or one."""
+    if number is None or number == "mean":
+        return list(range(count))
+    if not str(number).isdecimal() or int(number) >= count:
+        raise ValueError(f"attend: --{what} must be from 0 to {count - 1}; got {number}")
+    return [int(number)]
 
 
 def _positions(chosen: argparse.Namespace) -> None:
