@@ -93,6 +93,8 @@ def test_the_time_axis_of_a_run_has_the_times_of_its_log():
     times = [line("train", step, loss=1.0, seconds=seconds) for step, seconds in ((0, 0), (10, 60), (20, 240))]
     there, back = curves._minutes(times)
     assert there([0, 5, 10, 20]).tolist() == [0, 0.5, 1, 4] and back([1, 4]).tolist() == [10, 20]
+    there, _ = curves._minutes([*times, line("start", 20), line("train", 30, loss=1.0, seconds=60)])
+    assert there([20, 30]).tolist() == [4, 5]
     assert curves._minutes(LINES) is None
 
 

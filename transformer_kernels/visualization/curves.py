@@ -143,9 +143,13 @@ def _minutes(lines: list[dict[str, Any]]) -> tuple[Any, Any] | None:
     """Functions from steps to minutes of training and back; None if the log has no times.
 
     Between the entries they are interpolated, and past the ends continued with the mean speed."""
-    points = [
-        (line["step"], line["seconds"] / 60.0) for line in lines if line["event"] == "train" and "seconds" in line
-    ]
+    points: list[tuple[int, float]] = []
+    before = latest = 0.0
+    for line in lines:
+        if line["event"] == "train" and "seconds" in line:
+            before += latest if line["seconds"] < latest else 0.0  # a resumed run counts from zero
+            latest = line["seconds"]
+            points.append((line["step"], (before + latest) / 60.0))
     if len(points) < 2:
         return None
     numpy = require("numpy")
