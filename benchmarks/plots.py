@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from benchmarks.measure import Row
 from benchmarks.results import against_headline, growth, timed
@@ -39,6 +39,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "liger": {"color": "#a0508f", "linestyle": ":", "marker": "<"},
     "quack": {"color": "#6b6b00", "linestyle": ":", "marker": ">"},
 }
+MOST_COLUMNS = 4  # of panels: more are illegible at the width of a page
 DIRECTION_NAMES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 plt.rcParams.update(
@@ -122,6 +123,25 @@ def _from_zero(panels: Iterable[Axes]) -> None:
         axes.set_ylim(bottom=0)
 
 
+def _panels(keys: Sequence[tuple[str, str]]) -> tuple[Figure, dict[tuple[str, str], Axes], float]:
+    """A figure with one panel per key, at most four in a row; the panels by key; its height in inches."""
+    columns = min(MOST_COLUMNS, len(keys))
+    height = 2.3 * math.ceil(len(keys) / columns) + 1.0
+    figure, grid = plt.subplots(
+        math.ceil(len(keys) / columns), columns, figsize=(max(7.5, 2.5 * columns), height), squeeze=False
+    )
+    for axes in grid.flat[len(keys) :]:
+        axes.set_axis_off()
+    return figure, dict(zip(keys, grid.flat, strict=False)), height
+
+
+def _log_axis(axis: Any) -> None:
+    """Powers of two as ticks, written as numbers."""
+    axis.set_major_locator(LogLocator(2, numticks=10))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}" if value < 1024 else _short(round(value))))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _spaced(ticks: Sequence[int]) -> list[int]:
     """The values far enough from their predecessor to be labelled."""
     kept = list(ticks[:1])
@@ -161,25 +181,20 @@ def throughput(rows: Sequence[Row]) -> Figure | None:
         return None
     cases = _present(attention, "case", ("causal D64", "full D64", "causal D128", "full D128", "padded D64"))
     directions = _present(attention, "direction", tuple(DIRECTION_NAMES))
-    height = 2.5 * len(directions) + 1.0
-    figure, grid = plt.subplots(
-        len(directions), len(cases), figsize=(max(6.5, 3.3 * len(cases)), height), squeeze=False
-    )
+    measured = {(row["case"], row["direction"]) for row in attention}
+    keys = [key for key in itertools.product(cases, directions) if key in measured]
+    figure, panels, height = _panels(keys)
     scale, unit = (1.0, "TFLOP/s") if max(row["tflops"] for row in attention) >= 2.0 else (1e3, "GFLOP/s")
-    for (i, direction), (j, case) in itertools.product(enumerate(directions), enumerate(cases)):
-        axes = grid[i][j]
+    for (case, direction), axes in panels.items():
         shown = [row for row in attention if row["direction"] == direction and row["case"] == case]
-        if not shown:
-            axes.set_axis_off()
-            continue
         _curves(axes, shown, "L", lambda row: row["tflops"] * scale)
-        axes.set_title(f"{case}, {DIRECTION_NAMES[direction]}")
-        axes.set_ylabel(unit if j == 0 else "")
-        axes.set_xlabel("sequence length" if i == len(directions) - 1 else "")
-    _from_zero(grid.flat)
+        axes.set(title=f"{case}\n{DIRECTION_NAMES[direction]}", ylabel=unit, xlabel="sequence length")
+    _from_zero(panels.values())
     tokens = Counter(row["shape"]["B"] * row["shape"]["L"] for row in attention).most_common(1)[0][0]
-    figure.suptitle(f"Attention, {dtype}: throughput against sequence length ({_short(tokens)} tokens in each batch)")
-    _legend(figure, grid.flat, height)
+    figure.suptitle(
+        f"Attention, {dtype}: throughput against sequence length ({_short(tokens)} tokens per batch)", fontsize=10
+    )
+    _legend(figure, panels.values(), height)
     return figure
 
 
@@ -202,24 +217,19 @@ def bandwidth(rows: Sequence[Row]) -> Figure | None:
         return None
     operations = _present(shown, "op", ROW_OPERATIONS)
     directions = _present(shown, "direction", ("forward", "backward"))
-    height = 2.4 * len(directions) + 1.0
-    figure, grid = plt.subplots(
-        len(directions), len(operations), figsize=(2.6 * len(operations), height), squeeze=False, sharey="row"
-    )
-    for (i, direction), (j, op) in itertools.product(enumerate(directions), enumerate(operations)):
-        axes = grid[i][j]
+    measured = {(row["op"], row["direction"]) for row in shown}
+    keys = [key for key in itertools.product(operations, directions) if key in measured]
+    figure, panels, height = _panels(keys)
+    for (op, direction), axes in panels.items():
         panel = [row for row in shown if row["direction"] == direction and row["op"] == op]
-        if not panel:
-            axes.set_axis_off()
-            continue
         _curves(axes, panel, panel[0]["axis"], lambda row: 100.0 * row["fraction"])
         axes.axhline(100.0, color="#000000", linewidth=0.8, linestyle=(0, (1, 2)))
-        axes.set_title(f"{op}, {direction}")
-        axes.set_ylabel("% of the measured copy" if j == 0 else "")
-        axes.set_xlabel("columns" if i == len(directions) - 1 else "")
-    _from_zero(grid.flat)
-    figure.suptitle(f"Row operations, {dtype}: fraction of the bandwidth that a large copy reached in the same run")
-    _legend(figure, grid.flat, height)
+        axes.set(title=f"{op}, {direction}", ylabel="% of the copy", xlabel="columns")
+    _from_zero(panels.values())
+    figure.suptitle(
+        f"Row operations, {dtype}: fraction of the bandwidth that a large copy reached in the same run", fontsize=10
+    )
+    _legend(figure, panels.values(), height)
     return figure
 
 
@@ -274,23 +284,23 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
     points = [row for row in timed(rows, "operation") if row["dtype"] == dtype]
     if not points or not limits or dtype not in limits[-1]["compute"]:
         return None
-    memory, compute = limits[-1]["memory"] / 1e12, limits[-1]["compute"][dtype] / 1e12
-    figure, axes = plt.subplots(figsize=(7.2, 4.8))
+    memory, compute = limits[-1]["memory"] / 1e9, limits[-1]["compute"][dtype] / 1e9
+    figure, axes = plt.subplots(figsize=(9.5, 5.2))
     intensities = [row["flops"] / row["bytes"] for row in points]
     left, right = min(intensities) / 2, max(*intensities, 4 * compute / memory)
     axes.plot([left, compute / memory, right], [left * memory, compute, compute], color="#000000", linewidth=1.4)
     middle = math.sqrt(left * compute / memory)
     place: dict[str, Any] = {"textcoords": "offset points", "ha": "right"}
-    axes.annotate(f"copy: {memory * 1e3:,.0f} GB/s", (middle, middle * memory), (-8, 4), **place)
+    axes.annotate(f"copy: {memory:,.0f} GB/s", (middle, middle * memory), (-8, 4), **place)
     axes.annotate(
-        f"matrix product: {compute:,.3g} TFLOP/s", (right, compute), (0, 5), textcoords="offset points", ha="right"
+        f"matrix product: {compute:,.0f} GFLOP/s", (right, compute), (0, 5), textcoords="offset points", ha="right"
     )
     for op, ours in itertools.product(MARKERS, (False, True)):
         shown = [row for row in points if row["op"] == op and row["candidate"].startswith("ours") == ours]
         if shown:
             axes.scatter(
                 [row["flops"] / row["bytes"] for row in shown],
-                [row["tflops"] for row in shown],
+                [1e3 * row["tflops"] for row in shown],
                 marker=MARKERS[op],
                 s=26 if ours else 16,
                 facecolor="#222222" if ours else "none",
@@ -299,12 +309,13 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
                 zorder=3 if ours else 2,
                 label=f"{op}, {'ours' if ours else 'others'}",
             )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    for axis, name in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+        axes.set(**{f"{name}scale": "log"})
+        _log_axis(axis)
     axes.set_xlabel("FLOPs per byte (minimum traffic)")
-    axes.set_ylabel("TFLOP/s")
+    axes.set_ylabel("GFLOP/s")
     axes.set_title(f"Roofline, {dtype}")
-    axes.legend(loc="lower right", ncol=2)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     return figure
 
@@ -317,7 +328,7 @@ def growth_curves(rows: Sequence[Row]) -> Figure | None:
         return None
     case = Counter(fit.case for fit in fits).most_common(1)[0][0]
     fits = sorted((fit for fit in fits if fit.case == case), key=lambda fit: _order(fit.candidate))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4.0))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4.6))
     for fit in fits:
         style = STYLES.get(fit.candidate, {"marker": "."})
         time = [1e3 * each for each in fit.seconds]
@@ -330,11 +341,10 @@ def growth_curves(rows: Sequence[Row]) -> Figure | None:
         axes.set_yscale("log")
         lengths = sorted({length for fit in fits for length in fit.lengths})
         axes.set_xticks(lengths, [_short(length) for length in lengths])
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        _log_axis(axes.yaxis)
         axes.set_xlabel("sequence length")
         axes.set_title(title)
-        axes.legend()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2, fontsize=7.5)
     figure.suptitle(f"Growth of attention, {case}, {dtype}, forward + backward (fitted over the longer half)")
     figure.tight_layout(rect=(0, 0.05, 1, 0.98))
     return figure

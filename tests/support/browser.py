@@ -55,12 +55,13 @@ class Page:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def mouse(self, selector: str, *, click: bool = True) -> None:
-        """Move the mouse to the middle of an element, and click there."""
+    def mouse(self, selector: str, *, click: bool = True, shift: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Move the mouse to the middle of an element, shifted by pixels, and click there."""
         middle = self.value(
             f"(() => {{ const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
             " return {x: box.x + box.width / 2, y: box.y + box.height / 2}; })()"
         )
+        middle = {"x": middle["x"] + shift[0], "y": middle["y"] + shift[1]}
         kinds = ("mouseMoved", "mousePressed", "mouseReleased") if click else ("mouseMoved",)
         for kind in kinds:
             button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}

@@ -13,6 +13,7 @@ import torch
 
 from transformer_kernels import cli
 from transformer_kernels.training.trainer import Trainer
+from transformer_kernels.visualization import networks
 
 torch.set_num_threads(1)
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "happy", "dog", "##s", "sad", "."]
@@ -94,11 +95,39 @@ def test_a_word_in_two_sentences(encoder, tmp_path, capsys):
     assert lines[-1] == f"'dog' in 2 sentences: {out}" and is_picture(out)
 
 
-@pytest.mark.parametrize("kind", ["sinusoidal", "rotary"])
+@pytest.mark.parametrize("kind", ["word", "integer", "binary", "sinusoidal", "rotary"])
 def test_positions(kind, tmp_path, capsys):
     out = tmp_path / "positions.png"
     told = run(capsys, "plot", "positions", "--kind", kind, "--length", 20, "--width", 8, "--out", out)
     assert told == f"{kind} positions: {out}\n" and is_picture(out)
+
+
+def test_activations_gradients_and_a_landscape(tmp_path, capsys):
+    out = tmp_path / "plot.png"
+    assert run(capsys, "plot", "activations", "--out", out) == f"ReLU and GELU: {out}\n" and is_picture(out)
+    lines = run(capsys, "plot", "gradients", "--layers", 12, "--out", out).splitlines()
+    first, last = (float(line.split("first layer ")[1].split(",")[0]) for line in lines[:2])
+    assert "with shortcut" in lines[0] and first > 1e3 * last > 0 and is_picture(out)
+    assert "layers must be at least 1; got 0" in refused(capsys, "plot", "gradients", "--layers", 0)
+    told = run(capsys, "plot", "landscape", "--layers", 2, "--out", out).splitlines()
+    assert told[0].startswith("loss with shortcut connections: 0.") and is_picture(out)
+
+
+def test_the_trained_weights_are_the_middle_of_their_landscape():
+    weights = networks.trained(3, True, 20)
+    grid = networks.landscape(weights, True, 5)
+    assert grid.shape == (5, 5) and abs(grid[2, 2] - networks.loss(weights, True)) < 1e-5
+    assert networks.loss(weights, True) < networks.loss(networks.network(3), True)
+    assert (grid[[0, 0, 4, 4], [0, 4, 0, 4]] > grid[2, 2]).all()
+
+
+def test_one_layer_and_head(encoder, tmp_path, capsys):
+    out = tmp_path / "map.png"
+    for head in ("1", "mean"):
+        run(capsys, "attend", "--model", encoder, "a happy dog .", "--layer", 0, "--head", head, "--out", out)
+        assert is_picture(out)
+    assert "--head must be from 0 to 1; got 2" in refused(capsys, "attend", "--model", encoder, "a", "--head", "2")
+    assert "--layer must be from 0 to 0; got -1" in refused(capsys, "attend", "--model", encoder, "a", "--layer", -1)
 
 
 def test_a_sweep_records_its_points_and_the_law_through_them(sweep):

@@ -54,10 +54,23 @@ def test_the_picture_names_each_token(loaded, tmp_path, monkeypatch):
     found = [word_in_context(loaded, "ox", sentence) for sentence in ("an ox", "ox, $fox$")]
     draw_words(found, tmp_path / "words.png")
     texts = kept[0].axes[0].texts
-    assert [text.get_text() for text in texts] == [*"an␣ox", *"ox,␣", r"\$", *"fox", r"\$"]
-    assert [text.get_text() for text in kept[0].legends[0].get_texts()] == ["an ox", r"ox, \$fox\$"]
+    texts = [text for text in texts if text.get_text()]  # not the arrows
+    assert [text.get_text() for text in texts] == ["static", *"an␣ox", *"ox,␣", r"\$", *"fox", r"\$"]
+    assert [text.get_text() for text in kept[0].legends[0].get_texts()] == ["1: an ox", r"2: ox, \$fox\$"]
     bold = [index for index, text in enumerate(texts) if text.get_fontweight() == "bold"]
-    assert bold == [3, 4, 5, 6]
+    assert bold == [0, 4, 5, 6, 7]
+    arrows = [text for text in kept[0].axes[0].texts if not text.get_text() and text.arrow_patch is not None]
+    assert len({arrow.xyann for arrow in arrows[:2]}) == 1 and len({arrow.xy for arrow in arrows[:2]}) == 2
+
+
+def test_names_do_not_overlap(loaded, tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(words, "write_figure", lambda figure, path: kept.append(figure))
+    draw_words([word_in_context(loaded, "ox", text) for text in ("an ox, foxes", "ox, $Fox$; an")], tmp_path / "a.png")
+    boxes = [text.get_window_extent() for text in kept[0].axes[0].texts if text.get_text()]
+    assert len(boxes) == 26
+    for number, box in enumerate(boxes):
+        assert not [other for other in boxes[:number] if box.overlaps(other)]
 
 
 @pytest.fixture(scope="module")

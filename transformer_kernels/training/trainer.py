@@ -315,6 +315,7 @@ class Trainer:
         self._train_loss = total / self.processes.count
         rate, self._pending = self._pending[-1].learning_rate, []
         values = {"loss": self._train_loss, "learning_rate": rate, "tokens_per_second": speed}
+        values["seconds"] = round(self.stopwatch.total_seconds, 3)
         values["padding_fraction"] = self.padding.since_last_read()
         self._write_log("train", **values, epoch=self.sampler.epoch)
         shown = {"loss": f"{self._train_loss:.4f}", "tokens/s": f"{speed:,.0f}"}

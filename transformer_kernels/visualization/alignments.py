@@ -31,13 +31,15 @@ def draw_alignment(alignment: Alignment, path: str | Path) -> str:
     target, source, font, warning = shown(alignment.target, alignment.source)
     layers, _, rows, columns = alignment.weights.shape
     figure, panels = new_figure(layers * (CELL_INCHES * columns + 1.2) + 1, CELL_INCHES * rows + 1.5, layers)
+    means = alignment.weights.float().mean(1)
     for layer, axes in enumerate(panels):
-        image = axes.imshow(alignment.weights[layer].mean(0).numpy(), cmap="viridis", vmin=0.0, vmax=1.0)
+        image = axes.imshow(means[layer].numpy(), cmap="Blues", vmin=0.0, vmax=float(means.max()))
         axes.set_xticks(range(columns), source, rotation=90, fontfamily=font)
         axes.set_yticks(range(rows), target, fontfamily=font)
         axes.tick_params(length=0)
+        axes.set(xlabel="source", ylabel="translation" if layer == 0 else "")
         axes.set_title(f"layer {layer}, mean over heads", fontsize=9)
-    figure.colorbar(image, ax=panels, fraction=0.05, label="weight")
+    figure.colorbar(image, ax=panels, fraction=0.05, label="attention weight")
     write_figure(figure, path)
     return warning
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from transformer_kernels.training._optional import require
 from transformer_kernels.visualization.figures import literal, new_figure, write_figure
 from transformer_kernels.visualization.tokens import read
 
-LONGEST = 128  # maximum number of tokens; more cannot be labelled legibly
-CELL_INCHES, WIDEST_INCHES = 0.12, 30.0
-LEGIBLE_POINTS = 3.5
+LONGEST = 256  # maximum number of tokens: the page of 12 x 12 heads then has 25 MB
+LARGEST_CELL, NUMBERED_CELL, WIDEST_INCHES = 0.5, 0.33, 8.5
+LEGIBLE_POINTS = 6.0
 
 
 @torch.inference_mode()
@@ -24,7 +26,7 @@ def attention_maps(loaded: Any, text: str) -> tuple[Tensor, list[str]]:
 
     Args:
         loaded: a pretrained or trained model with its tokenizer, as for `tokens.read`.
-        text: at most 128 tokens.
+        text: at most 256 tokens.
     Returns:
         (layers, H, L, L) float32 on the CPU, whose rows sum to 1, and L names.
     Raises:
@@ -38,21 +40,33 @@ def attention_maps(loaded: Any, text: str) -> tuple[Tensor, list[str]]:
     return torch.cat(maps).float().cpu(), reading.names
 
 
-def draw_maps(maps: Tensor, queries: list[str], keys: list[str], path: str | Path) -> None:
-    """Write all maps as one figure: one row of heatmaps per layer, one column per head.
+def draw_maps(
+    maps: Tensor, queries: list[str], keys: list[str], path: str | Path, *, title: str = "", names: Sequence[str] = ()
+) -> None:
+    """Write maps as one figure: one row of heatmaps per layer, one column per head.
+
+    The figure is at most 10 inches wide. Tokens are named where the names are legible, and weights are printed into
+    the cells of one map of few tokens. Cells that no head of the layer can see are grey.
 
     Args:
         maps: (layers, H, Lq, Lk), weights from 0 to 1.
         queries: Lq names, of the query tokens. keys: Lk names, of the key tokens.
         path: of the figure.
+        title: above the maps.
+        names: of the `layers` rows and `H` columns, as in "layer 3", "head 0"; counted from 0 by default.
     """
     layers, heads, rows, columns = maps.shape
-    gaps = torch.nn.functional.pad(maps, (0, 1, 0, 1), value=torch.nan)  # a white line between two maps
+    names = names or [*(f"layer {layer}" for layer in range(layers)), *(f"head {head}" for head in range(heads))]
+    one = layers * heads == 1
+    shown = torch.where((maps == 0).all(1, keepdim=True), -1.0, maps)
+    gaps = torch.nn.functional.pad(shown, (0, 1, 0, 1), value=torch.nan)  # a white line between two maps
     mosaic = gaps.transpose(1, 2).reshape(layers * (rows + 1), heads * (columns + 1))
-    cell = min(CELL_INCHES, WIDEST_INCHES / max(mosaic.shape))
-    figure, (axes,) = new_figure(cell * mosaic.shape[1] + 1.5, cell * mosaic.shape[0] + 1.5)
-    image = axes.imshow(mosaic.numpy(), cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest")
-    size = min(6.0, 72 * cell * 0.9)
+    cell = min(LARGEST_CELL, WIDEST_INCHES / mosaic.shape[1])
+    figure, (axes,) = new_figure(max(cell * mosaic.shape[1], 2.0) + 1.5, max(cell * mosaic.shape[0], 1.5) + 1.5)
+    colours = require("matplotlib").colormaps["viridis"].with_extremes(under="#c8c8c8")
+    low, high = (float(maps[maps > 0].min()) if one else 0.0), float(maps.max())
+    image = axes.imshow(mosaic.numpy(), cmap=colours, vmin=low, vmax=high, interpolation="nearest")
+    size = min(8.0, 72 * cell * 0.85)
     x = [head * (columns + 1) + key for head in range(heads) for key in range(columns)]
     y = [layer * (rows + 1) + query for layer in range(layers) for query in range(rows)]
     if size >= LEGIBLE_POINTS:
@@ -60,27 +74,53 @@ def draw_maps(maps: Tensor, queries: list[str], keys: list[str], path: str | Pat
         axes.set_yticks(y, [literal(name) for name in queries * layers], fontsize=size)
     else:
         axes.set(xticks=[], yticks=[])
+    axes.set(xlabel="key", ylabel="query", xlim=(-0.5, mosaic.shape[1] - 1.5), ylim=(mosaic.shape[0] - 1.5, -0.5))
+    heading = [title] * bool(title) + [", ".join(names)] * one
+    axes.set_title(literal("\n".join(heading)), fontsize=10, pad=6 if one else 18)
     axes.tick_params(length=0)
+    axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    for head in range(heads):
-        axes.text(head * (columns + 1) + (columns - 1) / 2, -1, f"head {head}", ha="center", va="bottom", fontsize=7)
-    for layer in range(layers):
+    beside: dict[str, Any] = {"textcoords": "offset points", "annotation_clip": False, "fontsize": 8}
+    for head in range(heads if not one else 0):
+        middle = head * (columns + 1) + (columns - 1) / 2
+        axes.annotate(names[layers + head], (middle, -0.5), (0, 4), ha="center", va="bottom", **beside)
+    for layer in range(layers if not one else 0):
         middle = layer * (rows + 1) + (rows - 1) / 2
-        axes.text(mosaic.shape[1] - 0.5, middle, f"layer {layer}", rotation=270, ha="left", va="center", fontsize=7)
-    figure.colorbar(image, ax=axes, fraction=0.02, pad=0.02, label="weight")
+        end = (mosaic.shape[1] - 1.5, middle)
+        axes.annotate(names[layer], end, (4, 0), rotation=270, ha="left", va="center", **beside)
+    if one and cell >= NUMBERED_CELL:
+        for query, key in torch.argwhere(maps[0, 0] > 0).tolist():
+            weight = float(maps[0, 0, query, key])
+            ink = "black" if weight > (low + high) / 2 else "white"
+            axes.text(key, query, f"{weight:.2f}", ha="center", va="center", fontsize=7, color=ink)
+    label = "attention weight" + " (grey: cannot be seen)" * bool((shown < 0).any())
+    figure.colorbar(image, ax=axes, fraction=0.03, pad=0.04, label=label)
     write_figure(figure, path)
 
 
-def write_page(maps: Tensor, queries: list[str], keys: list[str], path: str | Path) -> None:
-    """Write a self-contained HTML page that shows the map of the selected layer and head.
+def write_page(
+    maps: Tensor,
+    queries: list[str],
+    keys: list[str],
+    path: str | Path,
+    *,
+    title: str = "Attention maps",
+    text: str = "",
+    causal: bool = False,
+) -> None:
+    """Write a self-contained HTML page: all maps as thumbnails, and the selected one as a matrix or as arcs.
 
     Args:
-        maps, queries, keys: as in `draw_maps`. Weights are stored as bytes, with an error of 0.2 %.
+        maps, queries, keys: as in `draw_maps`. Weights are stored with an error of 8e-6. A key that has weight 0 in all
+            heads of a layer counts as masked.
         path: of the .html file.
+        title, text: shown above the maps: the model, and what it has read.
+        causal: keys after the query are shown as impossible rather than masked.
     """
-    levels = (maps * 255).round().to(torch.uint8).contiguous()
-    data = {"queries": queries, "keys": keys, "layers": maps.shape[0], "heads": maps.shape[1]}
-    data["weights"] = base64.b64encode(levels.numpy().tobytes()).decode()
+    levels = torch.where((maps == 0).all(1, keepdim=True), 65535, (maps * 65534).round().int())
+    data = {"title": title, "text": text, "causal": causal, "queries": queries, "keys": keys}
+    data |= {"layers": maps.shape[0], "heads": maps.shape[1]}
+    data["weights"] = base64.b64encode(levels.numpy().astype("<u2").tobytes()).decode()
     written = json.dumps(data).replace("<", "\\u003c")  # token text must not end the script
     template = (Path(__file__).parent / "attention.html").read_text("utf-8")
     Path(path).write_text(template.replace("{{data}}", written), "utf-8")

@@ -25,11 +25,13 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     """
     attend = command(commands, "attend", "plot the attention maps of a text, for every layer and head", _attend)
     model_options(attend, "runs/char-gpt", pretrained=True)
-    attend.add_argument("text", metavar="TEXT", help="input text, at most 128 tokens")
+    attend.add_argument("text", metavar="TEXT", help="input text, at most 256 tokens")
     attend.add_argument("--out", default="attention.png", metavar="FILE", help="output figure (default: %(default)s)")
+    attend.add_argument("--layer", type=int, metavar="N", help="draw this layer only, from 0 (default: all)")
+    attend.add_argument("--head", metavar="N", help='draw this head only, from 0, or "mean" (default: all)')
     help_text = "output HTML page, interactive and self-contained (default: beside the figure)"
     attend.add_argument("--html", default="", metavar="FILE", help=help_text)
-    help_text = "plot position codes, words in context, training curves, or sweeps"
+    help_text = "plot position codes, activations, gradients, words in context, training curves, or sweeps"
     plot = commands.add_parser("plot", help=help_text, description=f"{help_text.capitalize()}.")
     _add_plots(plot.add_subparsers(metavar="WHAT", required=True), command, model_options)
     _add_sweep(commands, command)
@@ -38,7 +40,10 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
 def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> None:
     positions = command(plots, "positions", "plot position codes and the similarity of positions", _positions)
     positions.add_argument(
-        "--kind", choices=("sinusoidal", "rotary"), default="sinusoidal", help="(default: sinusoidal)"
+        "--kind",
+        choices=("word", "integer", "binary", "sinusoidal", "rotary"),
+        default="sinusoidal",
+        help="(default: sinusoidal)",
     )
     positions.add_argument("--length", type=int, default=100, metavar="N", help="positions (default: %(default)s)")
     positions.add_argument("--width", type=int, default=64, metavar="N", help="columns (default: %(default)s)")
@@ -50,7 +55,16 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
     run.add_argument("folders", nargs="+", metavar="FOLDER", help="run folder, such as runs/char-gpt")
     sweep = command(plots, "sweep", "plot the points and the scaling law of a sweep", _plot_sweep)
     sweep.add_argument("folder", metavar="FOLDER", help="sweep folder, such as runs/sweep")
-    for name, parser in (("positions", positions), ("words", words), ("run", run), ("sweep", sweep)):
+    activations = command(plots, "activations", "plot ReLU and GELU and their derivatives", _activations)
+    help_text = "plot the gradients of each layer, with and without shortcut connections"
+    gradients = command(plots, "gradients", help_text, _gradients)
+    help_text = "plot the loss around trained weights, with and without shortcut connections"
+    landscape = command(plots, "landscape", help_text, _landscape)
+    for parser, layers in ((gradients, 20), (landscape, 8)):
+        parser.add_argument("--layers", type=int, default=layers, metavar="N", help="layers (default: %(default)s)")
+    parsers = {"positions": positions, "words": words, "run": run, "sweep": sweep}
+    parsers |= {"activations": activations, "gradients": gradients, "landscape": landscape}
+    for name, parser in parsers.items():
         parser.add_argument("--out", default=f"{name}.png", metavar="FILE", help="output figure (default: %(default)s)")
 
 
@@ -87,13 +101,33 @@ def _load(chosen: argparse.Namespace) -> Any:
 
 
 def _attend(chosen: argparse.Namespace) -> None:
+    from python_ref import GPT
     from transformer_kernels.visualization.attention import attention_maps, draw_maps, write_page
 
+    loaded = _load(chosen)
+    maps, tokens = attention_maps(loaded, chosen.text)
+    layers, heads = maps.shape[:2]
+    rows, columns = _selected("layer", chosen.layer, layers), _selected("head", chosen.head, heads)
+    drawn = maps[rows].mean(1, keepdim=True) if chosen.head == "mean" else maps[rows][:, columns]
+    names = [f"layer {row}" for row in rows]
+    names += ["mean over heads"] if chosen.head == "mean" else [f"head {column}" for column in columns]
+    source = Path(chosen.checkpoint if chosen.model is None else chosen.model)
+    title = f"Attention of {source.resolve().name}"
     page = chosen.html or Path(chosen.out).with_suffix(".html")
-    maps, names = attention_maps(_load(chosen), chosen.text)
-    draw_maps(maps, names, names, chosen.out)
-    write_page(maps, names, names, page)
-    print(f"{len(maps)} layers of {maps.shape[1]} heads on {len(names)} tokens: {chosen.out}, {page}")
+    text = chosen.text if len(chosen.text) <= 80 else chosen.text[:79] + "…"
+    draw_maps(drawn, tokens, tokens, chosen.out, title=f"{title}\n{text}", names=names)
+    causal = isinstance(loaded.model, GPT)
+    write_page(maps, tokens, tokens, page, title=title, text=chosen.text, causal=causal)
+    print(f"{layers} layers of {heads} heads on {len(tokens)} tokens: {chosen.out}, {page}")
+
+
+def _selected(what: str, number: int | str | None, count: int) -> list[int]:
+    """The numbers of the selected layers or heads: all of `count`, or one."""
+    if number is None or number == "mean":
+        return list(range(count))
+    if not str(number).isdecimal() or int(number) >= count:
+        raise ValueError(f"attend: --{what} must be from 0 to {count - 1}; got {number}")
+    return [int(number)]
 
 
 def _positions(chosen: argparse.Namespace) -> None:
@@ -101,6 +135,29 @@ def _positions(chosen: argparse.Namespace) -> None:
 
     draw_positions(chosen.kind, chosen.length, chosen.width, chosen.out)
     print(f"{chosen.kind} positions: {chosen.out}")
+
+
+def _activations(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.visualization.networks import draw_activations
+
+    draw_activations(chosen.out)
+    print(f"ReLU and GELU: {chosen.out}")
+
+
+def _gradients(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.visualization.networks import KINDS, draw_gradients
+
+    for shortcuts, sizes in draw_gradients(chosen.layers, chosen.out).items():
+        print(f"mean |gradient| {KINDS[shortcuts]}: first layer {sizes[0]:.2e}, last layer {sizes[-1]:.2e}")
+    print(f"{chosen.layers} layers: {chosen.out}")
+
+
+def _landscape(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.visualization.networks import KINDS, draw_landscape
+
+    for shortcuts, loss in draw_landscape(chosen.layers, chosen.out).items():
+        print(f"loss {KINDS[shortcuts]}: {loss:.4f}")
+    print(f"{chosen.layers} layers: {chosen.out}")
 
 
 def _words(chosen: argparse.Namespace) -> None:
@@ -114,9 +171,10 @@ def _words(chosen: argparse.Namespace) -> None:
         raise ValueError("plot words: at least two sentences are compared; got one")
     loaded = _load(chosen)
     found = [word_in_context(loaded, chosen.word, sentence) for sentence in chosen.sentences]
+    numbered = [f"{number}: {sentence}" for number, sentence in enumerate(chosen.sentences, 1)]
     for kind in ("contextual", "static"):
         vectors = F.normalize(torch.stack([getattr(each, kind) for each in found]), dim=-1)
-        print(f"cosine, {kind}\n{cosine_table(chosen.sentences, vectors)}")
+        print(f"cosine, {kind}\n{cosine_table(numbered, vectors)}")
     draw_words(found, chosen.out)
     print(f"{chosen.word!r} in {len(found)} sentences: {chosen.out}")
 

@@ -10,13 +10,25 @@ import torch
 from torch import Tensor
 
 from python_ref.positions import rotary, rotary_table, sinusoidal_positions
+from transformer_kernels.training._optional import require
 from transformer_kernels.visualization.figures import new_figure, write_figure
 
-KINDS = ("sinusoidal", "rotary")
+KINDS = ("word", "integer", "binary", "sinusoidal", "rotary")
+FAR = 1e6  # steps beyond the ends of a run
+WAVES = 4  # columns that are drawn as curves
 
 
 def position_codes(kind: str, length: int, width: int) -> Tensor:
-    """Position codes (length, width): sinusoidal, or a vector of ones rotated to each position.
+    """Position codes, one row per position.
+
+    "word" has one column per position (one-hot, the position as a word of a vocabulary), "integer" one column with the
+    number, "binary" one column per bit, the lowest first, "sinusoidal" `width` columns, and "rotary" a vector of
+    `width` ones that is rotated to each position.
+
+    Args:
+        length: number of positions. width: number of columns of "sinusoidal" and "rotary".
+    Returns:
+        (length, columns) float32.
 
     Raises:
         ValueError: unknown kind, size below 1, or odd width for rotary.
@@ -25,23 +37,59 @@ def position_codes(kind: str, length: int, width: int) -> Tensor:
         raise ValueError(f"positions: kind must be one of {', '.join(KINDS)}; got {kind!r}")
     if min(length, width) < 1:
         raise ValueError(f"positions: length and width must be at least 1; got {length} and {width}")
+    if kind == "word":
+        return torch.eye(length)
+    if kind == "integer":
+        return torch.arange(length).float().unsqueeze(1)
+    if kind == "binary":
+        bits = torch.arange(max(1, (length - 1).bit_length()))
+        return (torch.arange(length).unsqueeze(1) >> bits & 1).float()
     if kind == "sinusoidal":
         return sinusoidal_positions(length, width)
     ones = torch.ones(1, 1, length, width)
     return rotary(ones, ones, *rotary_table(torch.arange(length), width))[0][0, 0]
 
 
+TITLES = {"word": "one-hot", "integer": "integers", "binary": "bits", "sinusoidal": "sines and cosines"}
+
+
 def draw_positions(kind: str, length: int, width: int, path: str | Path) -> None:
-    """Write a figure of the codes and of the dot products of all pairs, divided by the width."""
+    """Write a figure of the codes, of single columns as waves, and of the cosine of each pair of positions."""
     codes = position_codes(kind, length, width)
-    figure, (left, right) = new_figure(12.0, 5.0, columns=2)
-    title = "rotated vector of ones" if kind == "rotary" else "sinusoidal codes"
-    products = codes @ codes.T / width
-    panels = ((left, codes, "column", title, "RdBu"), (right, products, "position", "product of two", "viridis"))
-    for axes, values, across, title, colours in panels:
-        image = axes.imshow(values.numpy(), aspect="auto", cmap=colours, interpolation="nearest")
+    figure, (left, middle, right) = new_figure(13.0, 4.2, columns=3)
+    steps = kind in ("word", "binary")
+    waves = sorted({index * codes.shape[1] // WAVES for index in range(WAVES)})
+    for number, column in enumerate(waves):
+        style = {"drawstyle": "steps-mid" if steps else "default", "color": f"C{number}"}
+        wave = 0.8 * codes[:, column] + number if steps else codes[:, column]
+        middle.plot(wave.tolist(), label=f"column {column}", **style)
+    middle.set(xlabel="position", ylabel="value", title="single columns")
+    if steps:
+        middle.set(yticks=[], ylabel="0 or 1, one above the other")
+    middle.grid(alpha=0.3)
+    middle.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2, fontsize=8)
+    unit = torch.nn.functional.normalize(codes, dim=1)
+    signed = bool((codes < 0).any())
+    colours = "RdBu" if signed else "Blues"
+    most = float(codes.abs().max()) or 1.0
+    panels = (
+        (
+            left,
+            codes,
+            "column",
+            TITLES.get(kind, "a vector of ones, rotated"),
+            colours,
+            (-most * signed, most),
+            "value",
+        ),
+        (right, unit @ unit.T, "position", "cosine of two positions", "viridis", (None, 1.0), "cosine"),
+    )
+    for axes, values, across, title, colours, (low, high), label in panels:
+        image = axes.imshow(values.numpy(), aspect="auto", cmap=colours, vmin=low, vmax=high, interpolation="nearest")
         axes.set(xlabel=across, ylabel="position", title=title)
-        figure.colorbar(image, ax=axes)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        figure.colorbar(image, ax=axes, label=label)
+    figure.suptitle(f"{kind} positions, {length} x {codes.shape[1]}")
     write_figure(figure, path)
 
 
@@ -73,19 +121,39 @@ def draw_runs(folders: list[str], path: str | Path) -> None:
     """Write the curves of runs as one figure: training and validation loss, and validation accuracy if recorded."""
     logs = {folder: read_log(folder) for folder in folders}
     measured = any("accuracy" in line for lines in logs.values() for line in lines)
-    figure, (left, *right) = new_figure(12.0 if measured else 6.0, 5.0, columns=1 + measured)
+    figure, (left, *right) = new_figure(12.0 if measured else 6.5, 4.6, columns=1 + measured)
     curves = [(left, "train", "loss", "--", 0.6), (left, "validation", "loss", "o-", 1.0)]
-    for axes in right:
-        curves.append((axes, "validation", "accuracy", "o-", 1.0))
-        axes.set(xlabel="step", ylabel="validation accuracy")
+    curves += [(axes, "validation", "accuracy", "o-", 1.0) for axes in right]
     for number, (folder, lines) in enumerate(logs.items()):
         for axes, event, quantity, style, opacity in curves:
             points = [(line["step"], line[quantity]) for line in lines if line["event"] == event and quantity in line]
-            name = f"{folder}: {event}"
+            line_style = {"color": f"C{number}", "alpha": opacity, "markersize": 4}
             if points:
-                axes.plot(
-                    *zip(*points, strict=True), style, color=f"C{number}", alpha=opacity, label=name, markersize=4
-                )
-    left.set(xlabel="step", ylabel="loss")
-    left.legend()
+                axes.plot(*zip(*points, strict=True), style, label=f"{folder}: {event}", **line_style)
+    for axes, quantity in zip((left, *right), ("loss", "accuracy"), strict=False):
+        axes.set(xlabel="step", ylabel=quantity, title="loss" if quantity == "loss" else "validation accuracy")
+        axes.grid(alpha=0.3)
+        if len(logs) == 1 and (clock := _minutes(*logs.values())):
+            axes.secondary_xaxis("top", functions=clock).set_xlabel("minutes", fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncol=2, fontsize=8)
     write_figure(figure, path)
+
+
+def _minutes(lines: list[dict[str, Any]]) -> tuple[Any, Any] | None:
+    """Functions from steps to minutes of training and back; None if the log has no times.
+
+    Between the entries they are interpolated, and past the ends continued with the mean speed."""
+    points: list[tuple[int, float]] = []
+    before = latest = 0.0
+    for line in lines:
+        if line["event"] == "train" and "seconds" in line:
+            before += latest if line["seconds"] < latest else 0.0  # a resumed run counts from zero
+            latest = line["seconds"]
+            points.append((line["step"], (before + latest) / 60.0))
+    if len(points) < 2:
+        return None
+    numpy = require("numpy")
+    (first, start), (last, end) = points[0], points[-1]
+    slope = (end - start) / (last - first) or 1e-9
+    x, y = zip((first - FAR, start - FAR * slope), *points, (last + FAR, end + FAR * slope), strict=True)
+    return lambda step: numpy.interp(step, x, y), lambda minute: numpy.interp(minute, y, x)

@@ -203,6 +203,7 @@ def draw_sweep(points: list[Point], law: PowerLaw, path: str | Path) -> None:
             axes.plot(x, [p.loss for p in chosen], "o", color=f"C{number}", label=f"{kept:,} {unit}")
             axes.plot(x, [law.loss(p.parameters, p.tokens) for p in chosen], "-", color=f"C{number}", alpha=0.6)
         axes.set(xlabel=across, ylabel="validation loss", xscale="log", yscale="log")
-        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3)
     figure.suptitle(str(law))
     write_figure(figure, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,22 +59,62 @@ def principal_components(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_words(found: list[WordInContext], path: str | Path) -> None:
-    """Write a figure of all tokens of the sentences in two dimensions, with the word in bold.
+    """Write a figure of all tokens of the sentences in two dimensions.
+
+    The static embedding of the word is a star; arrows lead from it to the word's hidden state in each sentence. All
+    vectors are scaled to unit length before the projection, because embeddings and hidden states differ in size.
 
     Pearson, "On lines and planes of closest fit to systems of points in space", 1901.
     """
-    points, shares = principal_components(torch.cat([each.hidden for each in found]))
+    rows = torch.cat([*(torch.cat((each.hidden, each.contextual[None])) for each in found), found[0].static[None]])
+    points, shares = principal_components(torch.nn.functional.normalize(rows, dim=1))
     figure, (axes,) = new_figure(9.0, 6.5)
-    parts = points.split([len(each.names) for each in found])
+    *parts, (star,) = points.split([*(len(each.names) + 1 for each in found), 1])
+    names = [(star.tolist(), "static", "black", "bold")]
     for number, (each, part) in enumerate(zip(found, parts, strict=True)):
-        colour = f"C{number}"
-        axes.scatter(*part.T.tolist(), s=14, color=colour, label=literal(each.sentence))
+        colour, word = f"C{number}", part[-1].tolist()
+        sentence = f"{number + 1}: {each.sentence}"
+        axes.scatter(*part[:-1].T.tolist(), s=14, color=colour, label=literal(sentence))
         axes.scatter(*part[each.places].T.tolist(), s=90, facecolors="none", edgecolors=colour, linewidths=2)
-        for index, (name, point) in enumerate(zip(each.names, part.tolist(), strict=True)):
-            weight = "bold" if index in each.places else "normal"
-            shift = {"xytext": (4, 4), "textcoords": "offset points"}
-            axes.annotate(literal(name), point, color=colour, fontsize=9, fontweight=weight, **shift)
+        axes.annotate("", word, star.tolist(), arrowprops={"arrowstyle": "->", "color": colour, "shrinkB": 6})
+        for index, (name, point) in enumerate(zip(each.names, part.tolist(), strict=False)):
+            names.append((point, literal(name), colour, "bold" if index in each.places else "normal"))
+    axes.scatter(*star.tolist(), s=140, marker="*", color="black", zorder=3)
     axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
     axes.set_ylabel(f"second component ({shares[1]:.0%})")
+    axes.set_title("a word in context: static embedding (star) and hidden states (circles)")
+    axes.grid(alpha=0.3)
+    axes.margins(0.12)
     figure.legend(loc="outside lower center")
+    _name_points(figure, axes, names)
     write_figure(figure, path)
+
+
+def _name_points(figure: Any, axes: Any, names: list[tuple[list[float], str, str, str]]) -> None:
+    """Write each (point, name, colour, weight) beside its point, where it overlaps no point and no earlier name."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # a later layout would move the points under their names
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in axes.transData.transform([point for point, *_ in names])]
+    per_point = figure.dpi / 72
+    for (point, name, colour, weight), box in zip(names, tuple(taken), strict=True):
+        style = {"color": colour, "fontsize": 9, "fontweight": weight, "textcoords": "offset points"}
+        text = axes.annotate(name, point, (0, 0), va="center", ha="center", **style)
+        size = text.get_window_extent()
+        middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+        options = []
+        for radius, angle in itertools.product((7, 16, 28, 42, 60, 80), (turn * math.pi / 6 for turn in range(12))):
+            right, up = math.cos(angle) * (radius + size.width / 2), math.sin(angle) * (radius + size.height / 2)
+            x, y = middle[0] + right - size.width / 2, middle[1] + up - size.height / 2
+            options.append(((x, y, x + size.width, y + size.height), right, up))
+        best, right, up = min(options, key=lambda option: sum(_overlap(option[0], other) for other in taken))
+        taken.append(best)
+        text.set_position((right / per_point, up / per_point))
+        if math.hypot(right, up) > 0.75 * size.width + 24:  # far from its point: a thin line leads to it
+            line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6}
+            axes.annotate("", point, (right / per_point, up / per_point), textcoords="offset points", arrowprops=line)
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """The common area of two boxes (left, bottom, right, top)."""
+    width, height = min(one[2], other[2]) - max(one[0], other[0]), min(one[3], other[3]) - max(one[1], other[1])
+    return width * height if width > 0 and height > 0 else 0.0

@@ -5,7 +5,7 @@ import torch
 
 from transformer_kernels import cli
 from transformer_kernels.training import Trainer
-from transformer_kernels.training.recipes.vit import DigitsViT, VitConfig
+from transformer_kernels.training.recipes.vit import DigitsViT, VitConfig, read_image
 
 
 @pytest.fixture
@@ -52,3 +52,13 @@ def test_it_learns_and_the_commands_know_it(config, tmp_path, capsys):
 def test_40_epochs_read_94_percent_of_what_was_held_out(tmp_path):
     config = VitConfig(out=str(tmp_path / "run"), progress=False)
     assert Trainer(DigitsViT(config)).fit().validation["accuracy"] >= 0.94
+
+
+def test_ink_on_paper_is_inverted(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    bright = torch.zeros(16, 16, dtype=torch.uint8)
+    bright[4:12, 6:10] = 255
+    for name, pixels in (("bright", bright), ("ink", 255 - bright)):
+        pillow.fromarray(pixels.numpy()).save(tmp_path / f"{name}.png")
+    images = [read_image(str(tmp_path / f"{name}.png")) for name in ("bright", "ink")]
+    assert torch.equal(*images) and images[0][0, 0, 0] == -1 and images[0][0, 4, 4] == 1

@@ -70,7 +70,7 @@ class DigitsViT(Recipe):
 
     @classmethod
     def classify(cls, trained: Trained, texts: list[str]) -> Classified:
-        """The digits in image files, bright on dark; images are resized to 8 x 8 pixels."""
+        """The digits in image files, bright on dark or dark on bright; images are resized to 8 x 8 pixels."""
         images = torch.stack([read_image(path) for path in texts]).to(trained.device)
         with torch.no_grad():
             return Classified(CLASSES, trained.model(images).float().softmax(-1).cpu())
@@ -87,10 +87,11 @@ def normalised(brightness: Tensor) -> Tensor:
 
 
 def read_image(path: str) -> Tensor:
-    """An image file as model input, (1, 8, 8)."""
-
+    """An image file as model input, (1, 8, 8); one whose border is bright, as ink on paper, is inverted."""
     pillow: Any = require("PIL.Image")
     numpy: Any = require("numpy")
     with pillow.open(path) as picture:
         grey = picture.convert("L").resize((SIDE, SIDE), pillow.Resampling.BOX)
-    return normalised(torch.from_numpy(numpy.asarray(grey, dtype="float32")) / 255.0)
+    brightness = torch.from_numpy(numpy.asarray(grey, dtype="float32")) / 255.0
+    border = torch.cat((brightness[[0, -1]].flatten(), brightness[:, [0, -1]].flatten()))
+    return normalised(1.0 - brightness if border.median() > 0.5 else brightness)
