@@ -41,8 +41,9 @@ class KVCache:
     """Keys and values of the tokens read so far, so that a new token costs one row instead of the whole sequence.
 
     All memory is allocated at construction: per layer (B, kv_heads, slots, D) and (B, kv_heads, slots, Dv), or another
-    `config.cache_shape`, with one slot per token up to `length`. A layer with a window has at most `window` slots and overwrites the oldest, as a ring
-    buffer. If all layers have a window and positions are rotary, the number of tokens is unlimited.
+    `config.cache_shape`, with one slot per token up to `length`. A layer with a window has at most `window` slots and
+    overwrites the oldest, as a ring buffer. If all layers have a window and positions are rotary, the number of tokens
+    is unlimited.
 
     Attributes:
         batch, length, dtype, device: constructor arguments.

@@ -277,10 +277,27 @@ def test_bias_balances_the_experts_without_a_loss():
 def test_of_deepseek_v3_these_sizes_have_671_billion_parameters():
     with torch.device("meta"):
         model = python_ref.build(
-            "deepseek", vocab_size=129_280, context=4096, width=7168, layers=61, heads=128, latent=512, query_latent=1536,
-            content_width=128, rotary_width=64, value_dim=128, ffn_width=18_432, dense_layers=3, experts=256,
-            experts_per_token=8, expert_width=2048, expert_groups=8, groups_per_token=4, expert_scale=2.5, predictions=0,
-        )  # fmt: skip
+            "deepseek",
+            vocab_size=129_280,
+            context=4096,
+            width=7168,
+            layers=61,
+            heads=128,
+            latent=512,
+            query_latent=1536,
+            content_width=128,
+            rotary_width=64,
+            value_dim=128,
+            ffn_width=18_432,
+            dense_layers=3,
+            experts=256,
+            experts_per_token=8,
+            expert_width=2048,
+            expert_groups=8,
+            groups_per_token=4,
+            expert_scale=2.5,
+            predictions=0,
+        )
     assert model.num_parameters() == 671_026_404_352
     active = (model.flops_per_token(1, training=False) - 61 * 2 * 128 * (192 + 128)) / 2
     assert 36e9 < active < 38e9  # the report's 37 billion, here without the embedding
