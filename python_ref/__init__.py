@@ -8,6 +8,7 @@ from python_ref import ops
 from python_ref.bert import IMDB_BERT, BERTClassifier, BERTConfig
 from python_ref.cache import KVCache
 from python_ref.config import TransformerConfig
+from python_ref.deepseek import DEEPSEEK, Deepseek, DeepseekConfig
 from python_ref.encoder import IMDB_MLM, EncoderConfig, MaskedLM
 from python_ref.gpt import CHAR_GPT, GPT, GPT2, LLAMA, GPTConfig
 from python_ref.layers import Transformer
@@ -19,6 +20,8 @@ __all__ = [
     "PRESETS",
     "BERTClassifier",
     "BERTConfig",
+    "Deepseek",
+    "DeepseekConfig",
     "EncoderConfig",
     "GPTConfig",
     "KVCache",
@@ -34,6 +37,7 @@ __all__ = [
 
 MODELS: dict[type, Any] = {
     BERTConfig: BERTClassifier,
+    DeepseekConfig: Deepseek,
     EncoderConfig: MaskedLM,
     GPTConfig: GPT,
     TranslatorConfig: Translator,
@@ -41,6 +45,7 @@ MODELS: dict[type, Any] = {
 }
 PRESETS: dict[str, TransformerConfig] = {
     "char_gpt": CHAR_GPT,
+    "deepseek": DEEPSEEK,
     "gpt2": GPT2,
     "imdb_bert": IMDB_BERT,
     "imdb_mlm": IMDB_MLM,

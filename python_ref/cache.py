@@ -40,9 +40,10 @@ class SourceMemory(NamedTuple):
 class KVCache:
     """Keys and values of the tokens read so far, so that a new token costs one row instead of the whole sequence.
 
-    All memory is allocated at construction: per layer (B, kv_heads, slots, D) and (B, kv_heads, slots, Dv), with one
-    slot per token up to `length`. A layer with a window has at most `window` slots and overwrites the oldest, as a ring
-    buffer. If all layers have a window and positions are rotary, the number of tokens is unlimited.
+    All memory is allocated at construction: per layer (B, kv_heads, slots, D) and (B, kv_heads, slots, Dv), or another
+    `config.cache_shape`, with one slot per token up to `length`. A layer with a window has at most `window` slots and
+    overwrites the oldest, as a ring buffer. If all layers have a window and positions are rotary, the number of tokens
+    is unlimited.
 
     Attributes:
         batch, length, dtype, device: constructor arguments.
@@ -65,11 +66,8 @@ class KVCache:
         self.dtype, self.device = dtype or activation_dtype(model), model.embedding.tokens.weight.device
         self.padding: Tensor | None = None  # (B,), padding tokens at the beginning of each sequence
         self._masks: dict[tuple[int, int], Tensor] = {}  # of this step, shared by layers with the same window
-        head_dim = config.width // config.heads
-        self.keys, self.values = (
-            [self._empty(config.kv_heads or config.heads, window, width) for window in windows]
-            for width in (head_dim, config.value_dim or head_dim)
-        )
+        heads, *widths = config.cache_shape
+        self.keys, self.values = ([self._empty(heads, window, width) for window in windows] for width in widths)
 
     def _empty(self, heads: int, window: int | None, width: int) -> Tensor:
         slots = self.length if window is None else min(window, self.length)

@@ -126,6 +126,12 @@ class TransformerConfig:
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "L" else None
 
     @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Heads, key width and value width of what a cache stores per token."""
+        head_dim = self.width // self.heads
+        return self.kv_heads or self.heads, head_dim, self.value_dim or head_dim
+
+    @property
     def _name(self) -> str:
         return type(self).__name__
 

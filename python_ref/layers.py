@@ -219,9 +219,9 @@ class FeedForward(Layer):
     With "swiglu" and "geglu" W_up has twice as many columns: the gate's, then the linear part's (Shazeer 2020).
     """
 
-    def __init__(self, config: TransformerConfig, ops: Any) -> None:
+    def __init__(self, config: TransformerConfig, ops: Any, inner: int | None = None) -> None:
         super().__init__(ops, config.ffn_dropout)
-        inner = config.ffn_width or 4 * config.width
+        inner = inner or config.ffn_width or 4 * config.width
         self.activation = config.activation
         self.up = Linear(ops, config.width, 2 * inner if self.gated else inner, config.ffn_bias)
         self.down = Linear(ops, inner, config.width, config.ffn_bias)
@@ -418,9 +418,13 @@ class Transformer(Layer):
         super().__init__(ops, config.dropout_on("residual"))
         self.config = config
         self.embedding = Embedding(config, ops, segments)
-        block = PostNormBlock if config.norm == "post" else PreNormBlock
-        self.blocks = nn.ModuleList(block(config, ops, layer, across=self.across) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(map(self.make_block, range(config.layers)))
         self.final_norm = make_norm(config, ops) if config.final_norm else None
+
+    def make_block(self, layer: int) -> Block:
+        """The block of layer `layer`, from 0."""
+        block = PostNormBlock if self.config.norm == "post" else PreNormBlock
+        return block(self.config, self.ops, layer, across=self.across)
 
     def hidden_states(
         self,

@@ -469,9 +469,15 @@ def linear_attention(
     Katharopoulos et al., "Transformers are RNNs: fast autoregressive transformers with linear attention", 2020,
     equations 5, 7 and 9.
     """
+    return _linear_attention(F.elu(q) + 1.0, F.elu(k) + 1.0, v, causal, key_padding_mask, chunk)
+
+
+def _linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, key_padding_mask: Tensor | None, chunk: int
+) -> Tensor:
+    """`linear_attention` of the features phi(q) and phi(k)."""
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"linear_attention: causal needs as many queries as keys; got {q.shape[2]} and {k.shape[2]}")
-    q, k = F.elu(q) + 1.0, F.elu(k) + 1.0
     if key_padding_mask is not None:
         padding = ~key_padding_mask[:, None, :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
@@ -485,6 +491,58 @@ def linear_attention(
         outputs.append(q_chunk @ state + within @ v_chunk)
         state = state + k_chunk.transpose(-2, -1) @ v_chunk
     return _normalised(torch.cat(outputs, dim=2))
+
+
+def positive_random_features(x: Tensor, projection: Tensor) -> Tensor:
+    """phi(x) = exp(w_m . x - |x|^2 / 2) / sqrt(features), whose products estimate exp(x . y) without bias.
+
+    Args:
+        x: floating (..., D), queries or keys, each already multiplied with D^(-1/4) for scaled dot products.
+        projection: (features, D), rows w_m drawn from N(0, 1); see `orthogonal_projection`.
+    Returns:
+        (..., features), positive.
+
+    Choromanski et al., "Rethinking attention with Performers", 2021, lemma 1.
+    """
+    exponent = x @ projection.T - 0.5 * x.square().sum(dim=-1, keepdim=True)
+    return torch.exp(exponent) / math.sqrt(len(projection))
+
+
+def orthogonal_projection(features: int, width: int, *, generator: torch.Generator | None = None) -> Tensor:
+    """Random rows (features, width), float64: orthogonal within each block of `width`, with norms of normal vectors.
+
+    Choromanski et al., "Rethinking attention with Performers", 2021, section 2.4.
+    """
+    blocks = -(-features // width)
+    normal = torch.randn(2, blocks, width, width, dtype=torch.float64, generator=generator)
+    columns, upper = torch.linalg.qr(normal[0])
+    signs = upper.diagonal(dim1=-2, dim2=-1).sign()  # without LAPACK's choice of signs the rows are uniform
+    directions = (columns * signs.unsqueeze(-2)).transpose(-2, -1)
+    return (directions * normal[1].norm(dim=-1, keepdim=True)).flatten(0, 1)[:features]
+
+
+def performer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    projection: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    chunk: int = 64,
+) -> Tensor:
+    """Softmax attention estimated by random features: its cost is linear in the length, its error falls with features.
+
+    Args:
+        q, k, v, causal, key_padding_mask, chunk: as in `linear_attention`.
+        projection: (features, D), from `orthogonal_projection`.
+    Returns:
+        (B, H, Lq, Dv); a query that sees no key gives 0.
+
+    Choromanski et al., "Rethinking attention with Performers", 2021, equations 4 and 5.
+    """
+    q, k = (positive_random_features(x * x.shape[-1] ** -0.25, projection.to(x.dtype)) for x in (q, k))
+    return _linear_attention(q, k, v, causal, key_padding_mask, chunk)
 
 
 def _normalised(sums: Tensor) -> Tensor:

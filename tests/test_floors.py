@@ -22,7 +22,7 @@ MOST_ARROWS = 38
 
 REFERENCE_FLOORS = (
     ("__init__",),
-    ("encoder", "swin", "translator"),
+    ("deepseek", "encoder", "swin", "translator"),
     ("bahdanau", "bert", "gpt", "vit"),
     ("layers",),
     ("cache", "ops", "windows"),

@@ -303,3 +303,48 @@ def test_linear_attention_is_its_formula(causal: bool, chunk: int) -> None:
         assert not out[1, :, :2].any()
         with pytest.raises(ValueError, match="causal needs as many queries as keys; got 3 and 7"):
             ops.linear_attention(q[:, :, :3], k, v, causal=True)
+
+
+def performer_error(features: int, causal: bool) -> float:
+    """RMS error of `performer_attention` against `attention`, over the RMS of the latter, over 8 projections."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 128, 16, generator=generator, dtype=torch.float64).unbind()
+    q, k = 0.25 * q, 0.25 * k  # the variance of the estimate grows with exp(|q|^2 + |k|^2)
+    exact = ops.attention(q, k, v, causal=causal)
+    errors = []
+    for _ in range(8):
+        projection = ops.orthogonal_projection(features, 16, generator=generator)
+        errors.append(ops.performer_attention(q, k, v, projection, causal=causal) - exact)
+    return (torch.stack(errors).square().mean() / exact.square().mean()).sqrt().item()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_performer_error_falls_with_the_square_root_of_its_features(causal: bool) -> None:
+    errors = [performer_error(features, causal) for features in (64, 1024)]
+    assert errors[1] < 0.02
+    assert 3.0 < errors[0] / errors[1] < 5.0  # sqrt(1024 / 64) = 4
+
+
+def test_random_features_estimate_the_exponential_without_bias() -> None:
+    x, y = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 0.25
+    projection = ops.orthogonal_projection(400_000, 8, generator=torch.Generator().manual_seed(0))
+    products = ops.positive_random_features(x, projection) @ ops.positive_random_features(y, projection).T
+    torch.testing.assert_close(products, torch.exp(x @ y.T), rtol=0.03, atol=0)
+
+
+def test_orthogonal_projection_has_orthogonal_rows_of_normal_length() -> None:
+    rows = ops.orthogonal_projection(4000, 16, generator=torch.Generator().manual_seed(0))
+    block = torch.nn.functional.normalize(rows[:16], dim=-1)
+    torch.testing.assert_close(block @ block.T, torch.eye(16, dtype=torch.float64))
+    assert rows.square().sum(-1).mean().item() == pytest.approx(16.0, rel=0.02)
+
+
+def test_performer_attention_takes_masks() -> None:
+    q, k, v = torch.randn(3, 2, 2, 6, 8, dtype=torch.float64).unbind()
+    projection = ops.orthogonal_projection(32, 8)
+    mask = torch.arange(6) < torch.tensor([[6], [4]])
+    out = ops.performer_attention(q, k, v, projection, key_padding_mask=mask)
+    part = ops.performer_attention(q[1:], k[1:, :, :4], v[1:, :, :4], projection)
+    torch.testing.assert_close(out[1:], part)
+    chunked = ops.performer_attention(q, k, v, projection, causal=True, chunk=2)
+    torch.testing.assert_close(chunked, ops.performer_attention(q, k, v, projection, causal=True))

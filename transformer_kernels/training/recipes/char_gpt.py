@@ -44,6 +44,9 @@ class CharGPTConfig(TrainingConfig):
         choices=("90/10", "none"),
         fixed=True,
     )
+    preset: str = option(
+        "char_gpt", "model definition that --model changes", choices=("char_gpt", "deepseek"), fixed=True
+    )
     context: int = option(64, "context length in characters", fixed=True)
     sample: bool = option(True, "print a generated sample at the end")
 
@@ -83,7 +86,7 @@ class CharGPT(Recipe):
 
     @classmethod
     def build(cls, config: Any, tokenizer: Any) -> nn.Module:
-        return build_preset("char_gpt", config, vocab_size=tokenizer.vocabulary_size, context=config.context)
+        return build_preset(config.preset, config, vocab_size=tokenizer.vocabulary_size, context=config.context)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """The windows that start at `indices`: characters (B, L), and the next characters (B, L)."""

@@ -27,6 +27,7 @@ class GPTRecipeConfig(CharGPTConfig):
         "folder with GPT-2's vocab.bpe, for offline use",
         later={"evaluate": "vocab_dir", "generate": "vocab_dir"},
     )
+    preset: str = option("gpt2", "model definition that --model changes", choices=("gpt2", "deepseek"), fixed=True)
     context: int = option(64, "context length in tokens", fixed=True)
 
 
@@ -43,6 +44,8 @@ class GPTRecipe(CharGPT):
 
     @classmethod
     def build(cls, config: GPTRecipeConfig, tokenizer: ReviewTokenizer) -> nn.Module:
-        sized = dataclasses.replace(config, model={**SMALL, **config.model})
+        sized = dataclasses.replace(
+            config, model={**SMALL, **config.model} if config.preset == "gpt2" else config.model
+        )
         ordinary = tokenizer.pad  # the special tokens follow the ordinary ones
-        return build_preset("gpt2", sized, vocab_size=ordinary, context=config.context)
+        return build_preset(config.preset, sized, vocab_size=ordinary, context=config.context)
