@@ -128,7 +128,7 @@ def test_a_module_names_its_backend():
         huggingface.attention_forward(SimpleNamespace(is_causal=False, backend="nonsense"), q, k, v)
 
 
-@pytest.mark.parametrize("option", ["s_aux", "sinks", "indices", "block_indices", "cache", "head_mask"])
+@pytest.mark.parametrize("option", ["sinks", "indices", "block_indices", "cache", "head_mask"])
 def test_what_would_change_the_result_is_refused(option):
     with pytest.raises(ValueError, match=option):
         huggingface.attention_forward(SimpleNamespace(), *qkv(), **{option: 1.0})
