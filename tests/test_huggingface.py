@@ -312,6 +312,8 @@ WINDOWED = {
     "gemma3": ("Gemma3ForCausalLM", {"sliding_window": 5, "num_key_value_heads": 2, "head_dim": 8}),
     "qwen2": ("Qwen2ForCausalLM", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1,
                                    "num_key_value_heads": 2}),
+    "gpt_oss": ("GptOssForCausalLM", {"sliding_window": 5, "num_key_value_heads": 2, "head_dim": 8,
+                                      "num_local_experts": 4, "num_experts_per_tok": 2}),
     "modernbert": ("ModernBertForMaskedLM", {"local_attention": 6}),
 }  # fmt: skip
 

@@ -79,7 +79,8 @@ def attention_weights(
 
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
     """The validated call; errors name `attention`."""
-    _operation.refuse_transforms(OP, *(each for each in (q, k, options.get("attn_bias"), options.get("sinks")) if isinstance(each, Tensor)))
+    given = (q, k, options.get("attn_bias"), options.get("sinks"))
+    _operation.refuse_transforms(OP, *(each for each in given if isinstance(each, Tensor)))
     call = checked_attention(q, k, k, **options)
     return AttentionWeightsCall(call.q, call.k, call.scores)
 
@@ -113,10 +114,10 @@ class _OnSoftmax:
             mask = seen if mask is None else mask & seen
         mask = None if mask is None else mask.expand(scores.shape)
         if sinks is not None:
-            seen_any = None if mask is None else mask.any(dim=-1, keepdim=True)
             logits = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat((scores, logits), dim=-1)
-            mask = None if mask is None else torch.cat((mask, seen_any & (logits != -math.inf)), dim=-1)
+            if mask is not None:
+                mask = torch.cat((mask, mask.any(dim=-1, keepdim=True) & (logits != -math.inf)), dim=-1)
         return self.kernels.forward(SoftmaxCall(scores, mask, False, 1.0))
 
     def backward(
