@@ -85,14 +85,22 @@ def _dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
 # Softmax
 
 
-def _masked_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and log-sum-exp over the visible entries of the last axis; 0 and -inf for a fully masked row."""
+def _masked_softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Probabilities and log-sum-exp over the visible entries of the last axis; 0 and -inf for a fully masked row.
+
+    The exponential of a sink (H,) joins the sum of each row of scores (B, H, Lq, Lk) that is not fully masked.
+    """
     scores = scores.masked_fill(~visible, -math.inf)
     highest = scores.detach().amax(dim=-1, keepdim=True)
-    highest = highest.masked_fill(highest == -math.inf, 0.0)
+    empty = highest == -math.inf
+    if sinks is not None:
+        logits = sinks.to(scores.dtype).view(-1, 1, 1)
+        highest = torch.maximum(highest, logits.detach())
+    highest = highest.masked_fill(empty, 0.0)
     exponentials = torch.exp(scores - highest)
     total = exponentials.sum(dim=-1, keepdim=True)
-    empty = total == 0.0
+    if sinks is not None:
+        total = total + torch.exp((logits - highest).masked_fill(empty, -math.inf))
     total = total.masked_fill(empty, 1.0)
     lse = (highest + total.log()).masked_fill(empty, -math.inf)
     return exponentials / total, lse.squeeze(-1)
@@ -248,6 +256,7 @@ def attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: dropout(softmax(scale * q k^T + bias)) v over the keys that a query may see.
@@ -265,7 +274,8 @@ def attention(
         dropout_p: probability of dropping a weight.
         scale: multiplies q k^T; default 1 / sqrt(D).
         softcap: replaces the scores by softcap * tanh(scores / softcap), before bias and masks.
-        return_lse: also return log(sum(exp(scores))) over the visible keys, (B, Hq, Lq).
+        sinks: (Hq,), a logit of each head that joins the denominator of the softmax and has no value.
+        return_lse: also return log(sum(exp(scores))) over the visible keys and the sink, (B, Hq, Lq).
     Returns:
         (B, Hq, Lq, Dv); a query that sees no key gives 0, and -inf as its lse.
 
@@ -297,7 +307,7 @@ def attention(
     if alibi_slopes is not None:
         packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
         scores = scores + alibi_bias(alibi_slopes, queries, k.shape[2], **packing)
-    weights, lse = _masked_softmax(scores, visible.expand_as(scores))  # (B, Hq, Lq, Lk), (B, Hq, Lq)
+    weights, lse = _masked_softmax(scores, visible.expand_as(scores), sinks)  # (B, Hq, Lq, Lk), (B, Hq, Lq)
     if dropout_p > 0.0:
         keep = dropout_keep(draw_seed(q.device), batch * heads, queries, k.shape[2], dropout_p)
         weights = _dropout(weights, keep.view_as(weights), dropout_p)
@@ -321,14 +331,15 @@ def packed_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Self-attention from one packed projection to the input of the next.
 
     Args:
         qkv: floating (B, L, heads + 2 * kv_heads, D): query heads, then key heads, then value heads.
         heads: number of query heads.
-        causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, window, dropout_p, scale, softcap: as in
-            `attention`.
+        causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, window, dropout_p, scale, softcap, sinks: as
+            in `attention`.
         cos, sin, interleaved: as in `rotary`; None: queries and keys are not rotated.
     Returns:
         (B, L, heads * D).
@@ -350,6 +361,7 @@ def packed_attention(
         dropout_p=dropout_p,
         scale=scale,
         softcap=softcap,
+        sinks=sinks,
     )
     assert isinstance(out, Tensor)  # no return_lse
     return out.transpose(1, 2).flatten(2)  # (B, H, L, D) -> (B, L, H * D)
@@ -368,14 +380,15 @@ def attention_weights(
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The weights of the values in `attention`, before dropout, for visualisation.
 
     Args:
-        q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale, softcap: as
-            in `attention`.
+        q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale, softcap,
+            sinks: as in `attention`.
     Returns:
-        (B, Hq, Lq, Lk); a row sums to 1, or is 0 where the query sees no key.
+        (B, Hq, Lq, Lk); a row sums to 1 (with its sink), or is 0 where the query sees no key.
     """
     k = _repeat_heads(k, q.shape[1])
     if key_padding_mask is not None:
@@ -396,7 +409,7 @@ def attention_weights(
     if alibi_slopes is not None:
         packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
         scores = scores + alibi_bias(alibi_slopes, q.shape[2], k.shape[2], **packing)
-    return _masked_softmax(scores, visible.expand_as(scores))[0]
+    return _masked_softmax(scores, visible.expand_as(scores), sinks)[0]
 
 
 def additive_attention(

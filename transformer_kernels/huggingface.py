@@ -38,7 +38,6 @@ __all__ = ["NAME", "MaskPattern", "attention_forward", "attention_mask"]
 
 NAME = "transformer_kernels"
 REFUSED = {
-    "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "indices": "keys chosen for each query",
     "block_indices": "blocks of keys chosen for each query",
@@ -59,6 +58,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers' models call it, by `transformer_kernels.attention`.
@@ -76,22 +76,26 @@ def attention_forward(
         position_bias: added to the scores; broadcasts to (B, H, Lq, Lk). It may require grad.
         sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window.
         softcap: the scores become softcap * tanh(scores / softcap) before anything is added (Gemma 2).
+        s_aux: (H,), a logit of each head that joins the denominator of the softmax (gpt-oss).
         kwargs: with `output_attentions` or `return_attention` true, the weights are returned beside the result.
     Returns:
         (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
     Raises:
-        ValueError: attention sinks, keys chosen for each query, a paged cache, a head mask, or GPT-2's
+        ValueError: keys chosen for each query, a paged cache, a head mask, or GPT-2's
             `reorder_and_upcast_attn`, which are not supported.
     """
     _refuse(module, kwargs)
     wanted = kwargs.get("output_attentions") or kwargs.get("return_attention")
     backend = getattr(module, "backend", None)
+    sinks = None if s_aux is None else s_aux.flatten()
+    shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks, "backend": backend}
     mixed = None
     if isinstance(attention_mask, MaskPattern):
         same = (query.shape[0], query.shape[2], key.shape[2]) == tuple(attention_mask.shape[i] for i in (0, 2, 3))
         if same and (position_bias is None or attention_mask.cu_seqlens is None):
-            shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "softcap": softcap, "backend": backend}
-            mixed = _attention_by_pattern(query, key, value, attention_mask, position_bias, shared)
+            mixed = _attention_by_pattern(
+                query, key, value, attention_mask, position_bias, {"dropout_p": dropout, **shared}
+            )
             if not wanted:
                 return mixed, None
         attention_mask = attention_mask.dense()
@@ -110,9 +114,7 @@ def attention_forward(
         "key_padding_mask": padding,
         "attn_bias": bias,
         "window": sliding_window,
-        "scale": scaling,
-        "softcap": softcap,
-        "backend": backend,
+        **shared,
     }
     if mixed is None:
         out = ops.attention(query, key, value, dropout_p=dropout, **options)
@@ -153,13 +155,15 @@ def leaves_causality(path: str) -> bool:
     """Whether the models of a module are written for SDPA, whose masks leave causality to the layers.
 
     Other models add a mask to the scores, as eager attention does, and their layers need not say whether they are
-    causal. A model that SDPA lacks the soft cap for counts as written for it.
+    causal. A model that SDPA lacks the soft cap for counts as written for it; one that it lacks the sinks for does so
+    if FlashAttention, which takes no mask, supports it: others compute with their masks.
     """
     found = vars(sys.modules[path]).values() if path in sys.modules else ()
     kinds = [each for each in found if isinstance(each, type) and each.__module__ == path]
     models = [kind for kind in kinds if issubclass(kind, PreTrainedModel)]
-    capped = (kind for kind in kinds if issubclass(kind, torch.nn.Module) and "softcap" in set(constants(kind)))
-    return not models or any(model._supports_sdpa for model in models) or any(capped)
+    given = {constant for kind in kinds if issubclass(kind, torch.nn.Module) for constant in constants(kind)}
+    supported = "softcap" in given or any(model._supports_sdpa for model in models)
+    return not models or supported or ("s_aux" in given and any(model._supports_flash_attn for model in models))
 
 
 def constants(layer: Any) -> Iterator[Any]:

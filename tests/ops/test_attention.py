@@ -447,3 +447,50 @@ def test_weights_sum_to_one(backend: str, dtype: torch.dtype, device: torch.devi
 def test_output_is_laid_out_for_the_next_projection(backend: str, device: torch.device) -> None:
     out = tk.attention(**make(torch.float32, device), backend=backend)
     assert out.transpose(1, 2).is_contiguous()
+
+
+SINKS = {
+    "alone": {},
+    "causal, with dropout": {"causal": True, "dropout_p": 0.2},
+    "window and softcap": {"window": (9, 3), "softcap": 2.0},
+    "padding and a bias": {"padded": True, "biased": True},
+    "packed": {"packed": True, "causal": True},
+    "padding, windowed": {"padded": True, "causal": True, "window": 5, "dropout_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", SINKS.values(), ids=SINKS)
+def test_sinks(backend: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> None:
+    """Each head's own sink, in fewer key heads than query heads; the second sink is none."""
+    batch = 1 if "packed" in options else 2
+    tensors = make(dtype, device, (40, 40), batch=batch, heads=(4, 2))
+    tensors["sinks"] = torch.tensor([0.5, -torch.inf, 3.0, -2.0], dtype=dtype, device=device).requires_grad_()
+    options = {"return_lse": True} | options
+    if options.pop("padded", False):
+        tensors["key_padding_mask"] = padding(batch, 40, device)
+    if options.pop("biased", False):
+        tensors["attn_bias"] = torch.randn(1, 4, 40, 40).to(dtype).to(device).requires_grad_()
+    if options.pop("packed", False):
+        tensors["cu_seqlens"] = torch.tensor([0, 7, 7, 31], dtype=torch.int32, device=device)
+    check_parity("attention", backend, tensors, options)
+
+
+@pytest.mark.parametrize("lengths", [(1, 70), (3, 140), (33, 33)], ids=str)
+@pytest.mark.parametrize("sink", [1e4, -1e4])
+def test_large_sinks(
+    backend: str, dtype: torch.dtype, device: torch.device, sink: float, lengths: tuple[int, int]
+) -> None:
+    tensors = make(dtype, device, lengths)
+    tensors["sinks"] = torch.tensor([sink, 0.0], dtype=torch.float32, device=device).requires_grad_()
+    check_parity("attention", backend, tensors, {"causal": True})
+
+
+def test_a_query_that_sees_only_its_sink_gives_zeros(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, (5, 7))
+    q, k, v = (tensors[name].requires_grad_() for name in "qkv")
+    sinks = torch.tensor([1e4, 0.0], device=device, requires_grad=True)
+    hidden = torch.zeros(2, 7, dtype=torch.bool, device=device)
+    out, lse = tk.attention(q, k, v, key_padding_mask=hidden, sinks=sinks, return_lse=True, backend=backend)
+    (out.sum() + lse.exp().sum()).backward()
+    assert not out.any() and bool((lse == -torch.inf).all())
+    assert not any(x.grad.any() for x in (q, k, v, sinks))

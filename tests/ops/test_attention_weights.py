@@ -101,3 +101,13 @@ def test_scores_are_float32_also_under_autocast(device: torch.device) -> None:
 def test_wrong_arguments_are_told_as_of_attention() -> None:
     with pytest.raises(ValueError, match="k must have the head dimension of q"):
         tk.attention_weights(torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 4))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_sinks(backend: str, dtype: torch.dtype, device: torch.device, masked: bool) -> None:
+    """A row of weights sums to 1 less that of the sink; a padded row without keys keeps no weight."""
+    tensors = make(dtype, device)
+    tensors["sinks"] = torch.tensor([0.5, -torch.inf, 1e4, -2.0], dtype=torch.float32, device=device).requires_grad_()
+    if masked:
+        tensors["key_padding_mask"] = PADDED.to(device)
+    check_parity(OP, backend, tensors, {"causal": True, "window": 2} if masked else {"softcap": 0.8})

@@ -106,3 +106,12 @@ def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tu
     assert out.shape == (*shape[:2], 64)
     out.sum().backward()
     assert qkv.grad is not None and qkv.grad.shape == shape
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["in place", "rotated"])
+def test_sinks(backend: str, dtype: torch.dtype, device: torch.device, rotated: bool) -> None:
+    tensors = make(dtype, device, heads=8)
+    tensors["sinks"] = torch.tensor([0.5, -torch.inf, 3.0, -2.0], device=device).requires_grad_()
+    if rotated:
+        tensors["cos"], tensors["sin"] = (table.to(device) for table in rotary_table(torch.arange(33), 24))
+    check_parity("packed_attention", backend, tensors, {"heads": 4, "causal": True, "window": 9, "dropout_p": 0.1})

@@ -116,12 +116,10 @@ def _why_not(model: Any, layers: list[Any]) -> str | None:
         return "reorder_and_upcast_attn"
     if getattr(model.config, "output_attentions", False):
         return "config.output_attentions wants the weights"
-    if any(getattr(layer, "sinks", None) is not None for layer in layers):
-        return "attention sinks"
     from transformer_kernels.huggingface import REFUSED, constants
 
     kinds = dict.fromkeys(original_class(layer) for layer in layers)
-    for name in {name for kind in kinds for name in constants(kind)} & (REFUSED.keys() - {"s_aux"}):  # may be None
+    for name in {name for kind in kinds for name in constants(kind)} & REFUSED.keys():
         return REFUSED[name]
     return None if model._can_set_attn_implementation() else "the model does not let its attention be chosen"
 

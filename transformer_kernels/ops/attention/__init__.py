@@ -9,6 +9,7 @@ from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._dropout import draw_seed
+from transformer_kernels.ops.attention._sinks import WithSinks
 from transformer_kernels.ops.attention.scores import (
     OP,
     Scores,
@@ -66,6 +67,7 @@ def attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -100,7 +102,11 @@ def attention(
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
         softcap: softcap * tanh(scale * q k^T / softcap) takes the place of scale * q k^T; attn_bias and alibi_slopes
             are added to that.
-        return_lse: also return the natural log of the sum of exponentials of the scores, before dropout.
+        sinks: floating (Hq,), of any dtype; may require grad. A logit of each head that joins the denominator of the
+            softmax and has no value: out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink)). Dropout does not drop it;
+            -inf is no sink. A query that sees no key still gives 0.
+        return_lse: also return the natural log of the sum of exponentials of the scores, and of the sink,
+           , before dropout.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (B, Hq, Lq, Dv) in the dtype of q, laid out in memory as (B, Lq, Hq, max(D, Dv)); accumulated in float32. With
@@ -112,7 +118,7 @@ def attention(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2;
     Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3 (alibi_slopes); Gemma
-    Team, "Gemma 2", 2024, section 2 (softcap).
+    Team, "Gemma 2", 2024, section 2 (softcap); OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (sinks).
     """
     call = prepare(
         q,
@@ -128,6 +134,7 @@ def attention(
         dropout_p=dropout_p,
         scale=scale,
         softcap=softcap,
+        sinks=sinks,
         return_lse=return_lse,
     )
     out, lse = OPERATION(call, backend)
@@ -150,6 +157,7 @@ def prepare(
     dropout_p: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> AttentionCall:
     """The validated call."""
@@ -164,10 +172,10 @@ def prepare(
     _checks.probability(OP, "dropout_p", dropout_p)
     scores = checked_scores(
         q, k, q.shape[1], causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale,
-        softcap,
+        softcap, sinks,
     )  # fmt: skip
     check_devices(q, scores, k=k, v=v)
-    _operation.refuse_transforms(OP, q, k, v, attn_bias)
+    _operation.refuse_transforms(OP, q, k, v, attn_bias, sinks)
     seed = draw_seed(q.device) if dropout_p > 0.0 else None
     wide = max(q.shape[3], v.shape[3])
     q, k, v = (last_axis_contiguous(_widened(x, wide)) for x in (q, k, v))
@@ -177,12 +185,13 @@ def prepare(
 def check_devices(q: Tensor, scores: Scores, **others: Tensor) -> None:
     """All tensors of a call are on the device of q."""
     masks = (
-        scores.key_padding_mask, scores.bias, scores.alibi_slopes, scores.cu_seqlens, scores.cu_seqlens_k,
+        scores.key_padding_mask, scores.bias, scores.alibi_slopes, scores.sinks, scores.cu_seqlens,
+        scores.cu_seqlens_k,
     )  # fmt: skip
     device = q.device
     for tensor in (*others.values(), *masks):
         if tensor is not None and tensor.device != device:
-            names = ("key_padding_mask", "attn_bias", "alibi_slopes", "cu_seqlens", "cu_seqlens_k")
+            names = ("key_padding_mask", "attn_bias", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_k")
             _checks.same_device(OP, q, **others, **dict(zip(names, masks, strict=True)))
 
 
@@ -225,7 +234,9 @@ def _fake(call: AttentionCall) -> AttentionResult:
 def _empty_gradients(call: AttentionCall) -> tuple[Tensor | None, ...]:
     bias = call.scores.bias
     dbias = None if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-    return like_output(call.q), like_output(call.k), like_output(call.v), dbias
+    sinks = call.scores.sinks
+    dsinks = None if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
+    return like_output(call.q), like_output(call.k), like_output(call.v), dbias, dsinks
 
 
 OPERATION = _operation.Operation(
@@ -235,9 +246,10 @@ OPERATION = _operation.Operation(
     result=AttentionResult,
     public=2,
     fake=_fake,
-    differentiable=("q", "k", "v", "scores.bias"),
+    differentiable=("q", "k", "v", "scores.bias", "scores.sinks"),
     kept=("out", "lse", "statistics"),
     sizes=("q", "k"),
+    adapt=WithSinks,
     layout=last_axis_contiguous,
     empty_gradients=_empty_gradients,
     check_when_run=lambda call: check_when_run(call.scores, call.q.shape[2], call.k.shape[2]),

@@ -76,7 +76,7 @@ def backward_in_chunks(
         scores = cap(torch.matmul(query, key.transpose(-2, -1)).to(wide), softcap)
         slope = cap_slope(scores, softcap) if softcap > 0.0 else None
         blind = _add_masks(scores, seen, _bias(call, chunk), clean)
-        weights = used = _weights(scores, blind)  # P
+        weights = used = _weights(scores, blind, call.scores.sinks)  # P
         dweights = (gradient @ value.transpose(-2, -1)).to(wide)
         if seed is not None:
             place = {"first_head": chunk.start * heads, "first": first[0], "first_column": first[1]}
@@ -157,9 +157,13 @@ def _add_masks(scores: Tensor, visible: Tensor | None, attn_bias: Tensor | None,
     return blind.expand(*(1,) * (4 - blind.dim()), *blind.shape)
 
 
-def _weights(scores: Tensor, blind: Tensor | None) -> Tensor:
-    """softmax over the last axis, 0 in a blind row."""
+def _weights(scores: Tensor, blind: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """softmax over the last axis and the sinks, 0 in a blind row."""
+    if sinks is not None:
+        logits = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, logits), dim=-1)
     weights = torch.softmax(scores, dim=-1)
+    weights = weights if sinks is None else weights[..., :-1].contiguous()
     return weights if blind is None else weights.masked_fill_(blind, 0.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from typing import Any
 
@@ -36,6 +37,11 @@ def unsupported(call: AttentionCall) -> str | None:
     if call.q.shape[3] > tiles.MAXIMUM_HEAD_DIM:
         return f"supports head dimensions up to {tiles.MAXIMUM_HEAD_DIM}, not {call.q.shape[3]}; use backend='torch'"
     return None
+
+
+def score_unit(dtype: torch.dtype) -> float:
+    """What one unit of a natural logarithm counts in the statistics."""
+    return 1.0 if dtype.itemsize == tiles.SINGLE else math.log2(math.e)
 
 
 def turns(call: AttentionCall) -> bool:

@@ -12,6 +12,7 @@ from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, check_devices
+from transformer_kernels.ops.attention._sinks import WithSinks
 from transformer_kernels.ops.attention.scores import (
     Scores,
     Window,
@@ -53,6 +54,7 @@ def packed_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Scaled dot-product attention on a packed projection: nothing is transposed or copied on the way in or out.
@@ -66,8 +68,8 @@ def packed_attention(
         qkv: (B, L, heads + 2 * kv_heads, D): query heads, key heads, value heads; float32, float16, bfloat16 (float64
             with backend="torch"), any strides with a contiguous last axis.
         heads: how many of its heads are queries; kv_heads, half of the others, divides it.
-        causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, window, dropout_p, scale, softcap: as in
-            `attention`. The bias is added after the rotation, and may require grad.
+        causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, window, dropout_p, scale, softcap, sinks: as
+            in `attention`. The bias is added after the rotation, and may require grad.
         cos, sin, interleaved: as in `rotary`, which turns queries and keys by them; None leaves these as they are.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
@@ -93,6 +95,7 @@ def packed_attention(
         dropout_p=dropout_p,
         scale=scale,
         softcap=softcap,
+        sinks=sinks,
     )
     return OPERATION(call, backend)
 
@@ -113,16 +116,17 @@ def prepare(
     dropout_p: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> PackedAttentionCall:
     """The validated call."""
     qkv = _checked(qkv, heads)
     x = qkv.detach().transpose(1, 2)  # of the lengths and the width of q and k
     _checks.probability("attention", "dropout_p", dropout_p)
     scores = checked_scores(
-        x, x, heads, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, None, window, scale, softcap
+        x, x, heads, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, None, window, scale, softcap, sinks
     )
     check_devices(x, scores)
-    _operation.refuse_transforms(OP, qkv, attn_bias)
+    _operation.refuse_transforms(OP, qkv, attn_bias, sinks)
     seed = draw_seed(qkv.device) if dropout_p > 0.0 else None
     _checks.flag(OP, "interleaved", interleaved)
     if cos is not None and sin is not None:
@@ -179,7 +183,7 @@ class _Packed:
     """The operation on a backend's attention kernels, and on its rotary where those do not turn rows themselves."""
 
     def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
+        self.kernels = WithSinks(kernels)
         self.backend = kernels.__name__.rpartition(".")[2]
         self.turning = getattr(kernels, "Angles", None)  # what its kernels are told of the angles
         self.turns = getattr(kernels, "turns", lambda call: True)  # and which calls they turn themselves
@@ -195,21 +199,21 @@ class _Packed:
 
     def backward(
         self, call: PackedAttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted
-    ) -> tuple[Tensor, Tensor | None]:
-        """dqkv, into which the three gradients are written and in which those of q and k are rotated, and dbias."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """dqkv, into which the three gradients are written and in which those of q and k are rotated, dbias, dsinks."""
         dout, out = (x.unflatten(2, (call.heads, -1)).transpose(1, 2) for x in (grads[0], result.out))
         dqkv = torch.empty(call.qkv.shape, dtype=call.qkv.dtype, device=call.qkv.device)
         inner, options = self._inner(call)
         given = (
             AttentionResult(out, result.lse, result.statistics),
             (last_axis_contiguous(dout), None),
-            (True, True, True, wanted[1]),
+            (True, True, True, *wanted[1:]),
         )
-        *_, dbias = self.kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
+        *_, dbias, dsinks = self.kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
         if call.cos is not None and not options:
             turned = _turning(dqkv, call.heads)
             self._rotate(call, turned, turned, back=True)
-        return dqkv, dbias
+        return dqkv, dbias, dsinks
 
     def _inner(self, call: PackedAttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
         """Attention's call, with the angles for kernels that turn rows as they read them, else on rotated copies."""
@@ -242,7 +246,7 @@ OPERATION = _operation.Operation(
     prepare=prepare,
     result=AttentionResult,
     fake=_fake,
-    differentiable=("qkv", "scores.bias"),
+    differentiable=("qkv", "scores.bias", "scores.sinks"),
     kept=("out", "lse", "statistics"),
     kernels="attention",
     adapt=_Packed,

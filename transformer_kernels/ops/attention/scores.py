@@ -29,6 +29,7 @@ class Scores(NamedTuple):
     softcap: float  # 0.0: none
     bias: Tensor | None  # four axes that broadcast to (B, Hq, Lq, Lk), the last one contiguous or broadcast
     alibi_slopes: Tensor | None  # (1 or B, Hq, 1, 1)
+    sinks: Tensor | None  # (Hq,), logits that join the denominator of softmax
     key_padding_mask: Tensor | None  # (B, Lk)
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -57,6 +58,7 @@ def checked_scores(
     window: Window,
     scale: float | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Scores:
     """The validated record of a call with queries (B, ..., Lq, D), of so many heads, and keys (B, ..., Lk, D)."""
     _checks.flag(OP, "causal", causal)
@@ -74,12 +76,16 @@ def checked_scores(
         attn_bias = _checked_bias(attn_bias, q, (q.shape[0], heads, q.shape[2], k.shape[2]))
     if alibi_slopes is not None:
         alibi_slopes = _checked_slopes(alibi_slopes, q.shape[0], heads)
+    if sinks is not None:
+        _checks.tensor(OP, "sinks", sinks)
+        if sinks.shape != (heads,):
+            raise ValueError(f"{OP}: sinks must have shape (Hq,) ({heads},); got {tuple(sinks.shape)}")
     if cu_seqlens is not None or cu_seqlens_k is not None:
         cu_seqlens, cu_seqlens_k = _checked_packing(cu_seqlens, cu_seqlens_k, q, k)
     left, right = reach(causal, window)
     return Scores(
         float(scale), left, right, 0.0 if softcap is None else float(softcap),
-        attn_bias, alibi_slopes, key_padding_mask, cu_seqlens, cu_seqlens_k,
+        attn_bias, alibi_slopes, sinks, key_padding_mask, cu_seqlens, cu_seqlens_k,
     )  # fmt: skip
 
 

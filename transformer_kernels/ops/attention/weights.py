@@ -40,6 +40,7 @@ def attention_weights(
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + bias) over the keys that a query may see: what `attention` multiplies the values by.
@@ -47,12 +48,12 @@ def attention_weights(
     Memory grows with Lq * Lk: it is for looking, not for training.
 
     Args:
-        q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale, softcap: as
-            in `attention`.
+        q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale, softcap,
+            sinks: as in `attention`.
         backend: "torch", "cpu", "triton", "cuda" or "auto", whose `softmax` runs; the products are PyTorch's.
     Returns:
-        (B, Hq, Lq, Lk) in the dtype of q, scores and sums in float32 (float64 for float64). A row sums to 1, or is 0
-        where the query sees no key.
+        (B, Hq, Lq, Lk) in the dtype of q, scores and sums in float32 (float64 for float64). A row sums to 1, less
+        the weight of its sink, or is 0 where the query sees no key.
     Raises:
         TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
@@ -71,13 +72,15 @@ def attention_weights(
         window=window,
         scale=scale,
         softcap=softcap,
+        sinks=sinks,
     )
     return OPERATION(call, backend)
 
 
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
     """The validated call; errors name `attention`."""
-    _operation.refuse_transforms(OP, *(each for each in (q, k, options.get("attn_bias")) if isinstance(each, Tensor)))
+    given = (q, k, options.get("attn_bias"), options.get("sinks"))
+    _operation.refuse_transforms(OP, *(each for each in given if isinstance(each, Tensor)))
     call = checked_attention(q, k, k, **options)
     return AttentionWeightsCall(call.q, call.k, call.scores)
 
@@ -93,6 +96,12 @@ class _OnSoftmax:
         return None if refusal is None else refusal(SoftmaxCall(call.q, None, False, 1.0))
 
     def forward(self, call: AttentionWeightsCall) -> Tensor:
+        weights = self._softmax(call).to(call.q.dtype)
+        return weights if call.scores.sinks is None else weights[..., :-1].contiguous()
+
+    def _softmax(self, call: AttentionWeightsCall) -> Tensor:
+        """The weights of the keys, and in a last column that of the sink, if there is one."""
+        sinks = call.scores.sinks
         q, k = _operands(call)
         with torch.autocast(q.device.type, enabled=False):
             scores = _scores(call, q, k)
@@ -104,15 +113,25 @@ class _OnSoftmax:
             seen = added != -math.inf  # a row of -inf would be NaN
             mask = seen if mask is None else mask & seen
         mask = None if mask is None else mask.expand(scores.shape)
-        return self.kernels.forward(SoftmaxCall(scores, mask, False, 1.0)).to(call.q.dtype)
+        if sinks is not None:
+            logits = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, logits), dim=-1)
+            if mask is not None:
+                mask = torch.cat((mask, mask.any(dim=-1, keepdim=True) & (logits != -math.inf)), dim=-1)
+        return self.kernels.forward(SoftmaxCall(scores, mask, False, 1.0))
 
     def backward(
         self, call: AttentionWeightsCall, weights: Tensor, grads: Grads, wanted: Wanted
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         q, k = _operands(call)
         hidden = SoftmaxCall(None, None, False, 1.0)  # type: ignore[arg-type]
-        dy = grads[0].to(q.dtype)
+        dy, sinks, dsinks = grads[0].to(q.dtype), call.scores.sinks, None
+        if sinks is not None:
+            weights, dy = self._softmax(call), torch.nn.functional.pad(dy, (0, 1))
         (dscores,) = self.kernels.backward(hidden, weights.to(q.dtype), (dy,), (True,))
+        if sinks is not None:
+            dsinks = dscores[..., -1].sum(dim=(0, 2)).to(sinks.dtype)
+            dscores = dscores[..., :-1]
         bias, softcap = call.scores.bias, call.scores.softcap
         dbias = None if bias is None else dscores.sum_to_size(bias.shape).to(bias.dtype)
         with torch.autocast(q.device.type, enabled=False):
@@ -121,7 +140,7 @@ class _OnSoftmax:
             dscores = dscores.unflatten(1, q.shape[1:3]).mul(call.scores.scale)  # (B, Hk, group, Lq, Lk)
             dq = (dscores @ k).flatten(1, 2)
             dk = (dscores.transpose(-2, -1) @ q).sum(dim=2)
-        return dq.to(call.q.dtype), dk.to(call.k.dtype), dbias
+        return dq.to(call.q.dtype), dk.to(call.k.dtype), dbias, dsinks
 
 
 def _operands(call: AttentionWeightsCall) -> tuple[Tensor, Tensor]:
@@ -144,7 +163,7 @@ OPERATION = _operation.Operation(
     AttentionWeightsCall,
     prepare=prepare,
     fake=lambda call: call.q.new_empty(*call.q.shape[:3], call.k.shape[2]),
-    differentiable=("q", "k", "scores.bias"),
+    differentiable=("q", "k", "scores.bias", "scores.sinks"),
     kept=("",),
     sizes=("q", "k"),
     kernels="softmax",
