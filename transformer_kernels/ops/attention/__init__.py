@@ -105,7 +105,8 @@ def attention(
         sinks: floating (Hq,), of any dtype; may require grad. A logit of each head that joins the denominator of the
             softmax and has no value: out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink)). Dropout does not drop it;
             -inf is no sink. A query that sees no key still gives 0.
-        return_lse: also return the natural log of the sum of exponentials of the scores and of the sink, before dropout.
+        return_lse: also return the natural log of the sum of exponentials of the scores and of the sink, before
+            dropout.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (B, Hq, Lq, Dv) in the dtype of q, laid out in memory as (B, Lq, Hq, max(D, Dv)); accumulated in float32. With
