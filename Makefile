@@ -12,7 +12,7 @@ endif
 # Tests run two at a time, each with as many threads as there are cores: one that waits must not keep a core busy.
 test gates: export OMP_WAIT_POLICY ?= passive
 # The tests run the CPU kernels at every level that the processor has; a user's installation compiles the best one.
-$(VENV)/.test: export TRANSFORMER_KERNELS_CPU_LEVELS ?= present
+$(VENV)/.test $(VENV)/.lint: export TRANSFORMER_KERNELS_CPU_LEVELS ?= present
 SOURCES := pyproject.toml setup.py constraints.txt
 
 .PHONY: help demo test gates mutants lint gpu bench wheel clean
@@ -39,7 +39,7 @@ $(VENV)/.test: $(BIN)/python $(SOURCES)
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(PIP) ".[lint]"
+	$(PIP) --editable ".[lint]"
 	@touch $@
 
 demo: $(VENV)/.demo

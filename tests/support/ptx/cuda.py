@@ -6,6 +6,7 @@ emulated launch are those of the compiled kernel, byte for byte.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -130,11 +131,11 @@ def by_ptx(*sources: str, races: bool = True, edit: Edit | None = None) -> Itera
 
 def _tensors_at(values: list[bytes]) -> Mapping[str, Tensor]:
     """The storages of all tensors of this process that one of the addresses in the parameters lies in."""
-    storages = {
-        each.untyped_storage().data_ptr(): each.untyped_storage()
-        for each in gc.get_objects()
-        if isinstance(each, Tensor) and each.device.type == "cpu" and each.layout is torch.strided
-    }
+    storages = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, torch.nn.Parameter) and each.device.type == "cpu" and each.layout is torch.strided:
+            with contextlib.suppress(RuntimeError):  # a wrapper of another test has no memory
+                storages[each.untyped_storage().data_ptr()] = each.untyped_storage()
     words = {word for data in values for word in struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])}
     return {
         f"storage {start:#x} of {storage.nbytes()} bytes": torch.tensor([], dtype=torch.uint8).set_(storage)
