@@ -1,7 +1,7 @@
 """What a raw call of attention in Triton costs the host beside the launch itself; no GPU is needed.
 
-Run as a program, without TRITON_INTERPRET: `python -m tests.support.host_time`. It prints microseconds of this thread's
-CPU time, the least of many batches, which other load of the machine hardly changes.
+Run as a program, without TRITON_INTERPRET: `python -m tests.support.host_time`. It prints how many Python and C
+functions a call calls, which no processor and no other load changes, and the microseconds of this thread's CPU time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LENGTHS = {"any length": 256, "short": 128}
 """So short that an allocation stays far below what malloc maps anew: on a GPU it comes from a cache."""
 
 
-def host_times() -> dict[str, float]:
-    """By path and pass, in a process without the interpreter."""
+def host_costs() -> dict[str, dict[str, float]]:
+    """Calls and microseconds by path and pass, measured in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
@@ -45,6 +45,18 @@ class _Compiled:
     run = staticmethod(lambda *arguments: None)
 
 
+def called(call: Callable[[], object]) -> int:
+    """Python and C functions that a call calls once its caches are filled."""
+    call()
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return events.count("call") + events.count("c_call")
+
+
 def least(call: Callable[[], object], seconds: float) -> float:
     """CPU time of a call in microseconds, the least of all batches of some seconds."""
     call()
@@ -57,7 +69,7 @@ def least(call: Callable[[], object], seconds: float) -> float:
     return min(found)
 
 
-def _measured(seconds: float = 3.0) -> dict[str, float]:
+def _measured(seconds: float) -> dict[str, dict[str, float]]:
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -74,10 +86,14 @@ def _measured(seconds: float = 3.0) -> dict[str, float]:
             call = prepare(q, k, v, causal=True, scale=0.125)
             result = attention.forward(call)
             given = call, result, (torch.empty_like(result.out), None), (True, True, True, False)
-            found[f"{path} forward"] = round(least(lambda call=call: attention.forward(call), seconds), 1)
-            found[f"{path} backward"] = round(least(lambda given=given: attention.backward(*given), seconds), 1)
+            passes = {
+                "forward": lambda call=call: attention.forward(call),
+                "backward": lambda given=given: attention.backward(*given),
+            }
+            for name, each in passes.items():
+                found[f"{path} {name}"] = {"calls": called(each), "microseconds": round(least(each, seconds), 1)}
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measured()))
+    print(json.dumps(_measured(seconds=0.5)))
