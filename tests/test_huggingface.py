@@ -157,7 +157,10 @@ def test_a_mask_of_three_axes_is_refused():
         ({"mask_function": masking.causal_mask_function, "attention_mask": KEYS[:, :5]}, (B, 1, LQ, LK)),
         ({"mask_function": masking.bidirectional_mask_function, "allow_is_bidirectional_skip": True}, None),
         ({"mask_function": masking.bidirectional_mask_function}, (B, 1, LQ, LK)),
-        ({"mask_function": masking.sliding_window_causal_mask_function(3)}, (B, 1, LQ, LK)),
+        ({"mask_function": masking.sliding_window_causal_mask_function(LK - 1)}, (B, 1, LQ, LK)),
+        ({"mask_function": masking.sliding_window_causal_mask_function(LK)}, None),
+        ({"mask_function": masking.sliding_window_causal_mask_function(LK), "q_offset": 0}, (B, 1, LQ, LK)),
+        ({"mask_function": masking.sliding_window_causal_mask_function(LK), "attention_mask": KEYS}, (B, 1, LQ, LK)),
     ],
 )
 def test_masks_stay_short_where_that_is_exact(arguments, shape):

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from transformer_kernels import ops
+from transformer_kernels.ops._crossovers import small_attention
 from transformer_kernels.ops._operation import is_traced
 
 try:
@@ -90,6 +91,15 @@ def attention_forward(
     sinks = None if s_aux is None else s_aux.flatten()
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks, "backend": backend}
     mixed = None
+    whole = attention_mask is None and (sliding_window is None or sliding_window >= key.shape[2])
+    if whole and softcap is None and s_aux is None and not dropout:
+        small = small_attention(
+            query, key, value, _typed(position_bias, query),
+            causal=_is_causal(module, is_causal), scale=scaling, backend=backend,
+        )  # fmt: skip
+        mixed = None if small is None else small.transpose(1, 2)
+        if mixed is not None and not wanted:
+            return mixed, None
     if isinstance(attention_mask, MaskPattern):
         same = (query.shape[0], query.shape[2], key.shape[2]) == tuple(attention_mask.shape[i] for i in (0, 2, 3))
         if same and (position_bias is None or attention_mask.cu_seqlens is None):
@@ -101,16 +111,14 @@ def attention_forward(
         attention_mask = attention_mask.dense()
     padding, bias, visible = _parted(attention_mask, query.dtype)
     if visible:
-        causal = sliding_window = None
+        causal, sliding_window = False, None
     else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = causal and getattr(getattr(module, "config", None), "is_causal", True) is not False
-        causal = causal and leaves_causality(type(module).__module__)
+        causal = _is_causal(module, is_causal)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     bias = _typed(bias, query)
     options: dict[str, Any] = {
-        "causal": bool(causal),
+        "causal": causal,
         "key_padding_mask": padding,
         "attn_bias": bias,
         "window": sliding_window,
@@ -173,11 +181,17 @@ def constants(layer: Any) -> Iterator[Any]:
         yield from constant if isinstance(constant, tuple) else (constant,)
 
 
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and getattr(getattr(module, "config", None), "is_causal", True) is not False
+    return bool(causal and leaves_causality(type(module).__module__))
+
+
 def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:
     """Raise where leaving an option out would change the result."""
-    for name, told in REFUSED.items():
-        if options.get(name) is not None:
-            raise ValueError(f"attention: {told} ({name}=) are not supported; use attn_implementation='eager'")
+    for name in options.keys() & REFUSED.keys():
+        if options[name] is not None:
+            raise ValueError(f"attention: {REFUSED[name]} ({name}=) are not supported; use attn_implementation='eager'")
     if getattr(module, "reorder_and_upcast_attn", False):
         raise ValueError("attention: reorder_and_upcast_attn is not supported; use attn_implementation='eager'")
 
@@ -229,6 +243,12 @@ class MaskPattern(Tensor):
     def dense(self) -> Tensor:
         """The mask as a plain tensor."""
         return self._make()
+
+    def hides_the_future_at_most(self) -> bool:
+        """Whether it hides what causality does, or nothing at all."""
+        last = self.keys - 1
+        whole = self.keys == self.shape[3] and self.padding is None and self.cu_seqlens is None
+        return whole and (self.left is None or self.left >= last) and (self.right in (0, None) or self.right >= last)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         packed = 0 if self.cu_seqlens is None else len(self.cu_seqlens) - 1
@@ -362,7 +382,8 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask that `attention_forward` takes: None, (B, Lk) bool, or (B, 1, Lq, Lk) bool with True = visible.
 
-    The last one is a `MaskPattern` where the mask function is a known one and the host can read the offsets.
+    The last one is a `MaskPattern` where the mask function is a known one and the host can read the offsets; None if it
+    hides nothing but what causality does, as a window does that is not full yet.
 
     For models that add a mask to the scores (`leaves_causality` is false) it is eager attention's, floating.
 
@@ -399,7 +420,10 @@ def attention_mask(
         sdpa_mask, **pattern, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs
     )
     known = _pattern(pattern, make, kwargs.get("device", "cpu"))
-    return make() if known is None else known
+    if known is None:
+        return make()
+    skipped = known.right == 0 if allow_is_causal_skip else allow_is_bidirectional_skip
+    return None if skipped and isinstance(q_offset, int) and known.hides_the_future_at_most() else known
 
 
 AttentionInterface.register(NAME, attention_forward)

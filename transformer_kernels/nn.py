@@ -19,6 +19,7 @@ from torch import Tensor
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops import _checks
+from transformer_kernels.ops._crossovers import small_attention
 
 __all__ = [
     "GELU",
@@ -287,23 +288,21 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
         self._check_masks(key_padding_mask, attn_mask, q.shape[0], q.shape[2], k.shape[2])
         real, bias = self._masks(key_padding_mask, attn_mask, q)
         causal = is_causal and (attn_mask is None or q.shape[2] == k.shape[2])
-        mixed = ops.attention(
-            q,
-            k,
-            v,
-            causal=causal,
-            key_padding_mask=real,
-            attn_bias=bias,
-            dropout_p=self.dropout if self.training else 0.0,
-            backend=self.backend,
-        )
-        assert isinstance(mixed, Tensor)  # a pair only with return_lse
-        out = self.out_proj(self._join_heads(mixed, batched))
+        dropout_p = self.dropout if self.training else 0.0
+        mixed = None
+        if real is None and bias is None and not dropout_p:
+            mixed = small_attention(q, k, v, None, causal=causal, scale=None, backend=self.backend)
+        if mixed is None:
+            options: dict[str, Any] = {"causal": causal, "key_padding_mask": real, "attn_bias": bias}
+            out = ops.attention(q, k, v, dropout_p=dropout_p, backend=self.backend, **options)
+            assert isinstance(out, Tensor)  # a pair only with return_lse
+            mixed = out
+        joined = self.out_proj(self._join_heads(mixed, batched))
         weights = self._weights(q, k, real, bias, causal) if need_weights else None
         if weights is not None:
             weights = weights.mean(dim=1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
-        return out, weights
+        return joined, weights
 
     def _check_widths(self, **inputs: Tensor) -> None:
         for name, x in inputs.items():

@@ -30,6 +30,8 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     model of transformers whose attention goes through its `AttentionInterface`: the attention, and the loss over
     tokens. On a CPU, float32 products of linear layers in a model of transformers too, where this package's are the
     faster ones.
+    With "auto" on a CPU, the original modules compute inference (evaluation mode, no gradients) that is too small for
+    these kernels to be faster.
     Parameters, state dict, class names and hooks stay.
     Only this instance changes, and it can be patched again with another backend.
 

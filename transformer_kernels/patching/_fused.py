@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from transformer_kernels import ops
 from transformer_kernels.nn import without_gradient
+from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.patching._products import by_columns
 from transformer_kernels.patching._swap import MovedDropout, class_path, is_plain, original_class
 
@@ -31,7 +32,8 @@ def dropped(branch: Tensor, dropout: Any) -> Tensor:
 
 def add_norm(branch: Tensor, stream: Tensor, dropout: Any, norm: Any, backend: str | None) -> tuple[Tensor, Tensor]:
     """(norm(s), s) with s = dropout(branch) + stream."""
-    fused = is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.weight.dim() == 1
+    fused = not is_small("add_layer_norm", branch, branch.numel(), backend) and is_plain(norm, nn.LayerNorm)
+    fused = fused and norm.weight is not None and norm.weight.dim() == 1
     if not fused or not (dropout is None or is_plain(dropout, nn.Dropout)):
         summed = dropped(branch, dropout) + stream
         return norm(summed), summed
@@ -52,6 +54,8 @@ def gelu_kind(activation: Any) -> str | None:
 
 def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> Tensor:
     """activation(linear(x)) in one operation, or where that is not possible with the bias in the activation's pass."""
+    if isinstance(linear, nn.Linear) and is_small("linear", x, x.numel(), backend):
+        return activation(linear(x))
     approximate = gelu_kind(activation)
     relu = activation is F.relu or is_plain(activation, nn.ReLU) if approximate is None else False
     transposed = class_path(linear) == CONV1D

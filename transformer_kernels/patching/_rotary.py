@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels import ops
+from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.patching._fused import class_path, gelu_kind
 from transformer_kernels.patching._swap import Mixin, is_plain, original_class
 
@@ -71,8 +72,9 @@ class DecoderLayer(Mixin):
             **kwargs,
         )
         norm = self.post_attention_layernorm
-        plain = class_path(norm) in RMS_NORMS and is_plain(norm, original_class(norm))
-        if plain and attended.dtype is hidden_states.dtype is norm.weight.dtype:
+        fused = not is_small("add_rms_norm", attended, attended.numel(), self.backend) and class_path(norm) in RMS_NORMS
+        fused = fused and is_plain(norm, original_class(norm))
+        if fused and attended.dtype is hidden_states.dtype is norm.weight.dtype:
             eps = norm.variance_epsilon
             x, stream = ops.add_rms_norm(attended, hidden_states, norm.weight, eps=eps, backend=self.backend)
         else:

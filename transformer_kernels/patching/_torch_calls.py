@@ -18,38 +18,13 @@ from torch.autograd import forward_ad
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import unavailable
 from transformer_kernels.nn import without_gradient
+from transformer_kernels.ops._crossovers import CROSSOVERS
 from transformer_kernels.patching._products import are_ours
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 PLAIN = (Tensor, torch.nn.Parameter)
 REDUCTIONS = ("none", "mean", "sum")
 """By the number that torch's functions pass on."""
-
-NEVER = 1 << 62
-CROSSOVERS: dict[tuple[str, int], tuple[int, int]] = {
-    ("attention", 4): (1 << 16, 1 << 17),
-    ("attention", 2): (1 << 16, 1 << 10),
-    ("cross_entropy", 4): (1 << 17, 1 << 16),
-    ("cross_entropy", 2): (1 << 17, 1 << 16),
-    ("embedding", 4): (NEVER, NEVER),
-    ("embedding", 2): (NEVER, NEVER),
-    ("gelu", 4): (NEVER, NEVER),
-    ("gelu", 2): (NEVER, NEVER),
-    ("gelu_tanh", 4): (1 << 15, 1 << 15),
-    ("gelu_tanh", 2): (1 << 15, 1 << 15),
-    ("layer_norm", 4): (1 << 19, 1 << 19),
-    ("layer_norm", 2): (1 << 19, 1 << 18),
-    ("rms_norm", 4): (1 << 15, 1 << 15),
-    ("rms_norm", 2): (1 << 15, 1 << 14),
-    ("softmax", 4): (1 << 16, 1 << 19),
-    ("softmax", 2): (1 << 18, NEVER),
-}
-"""For "auto" on a CPU: elements from which our kernel is no slower than PyTorch's, (forward alone, with gradients).
-
-By the bytes of an element. Counted are the elements of the first tensor, of the result in an embedding, and the scores
-in attention; `linear` has a rule of its own (`are_ours`). CPU time of interleaved calls on two cores of a Xeon with
-AMX, in float32 and bfloat16.
-"""
 
 AUTOCAST = "autocast chooses the dtype of its result"
 SMALL = "below the size from which our kernel is the faster one"
