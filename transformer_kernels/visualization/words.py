@@ -1,16 +1,18 @@
-"""A word in several sentences: its hidden states in each, beside its static embedding."""
+"""Words in two dimensions: a word's hidden states in several sentences, and the nearest words in a table."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_kernels.training.vectors import Term, WordVectors
 from transformer_kernels.visualization.figures import literal, new_figure, write_figure
 from transformer_kernels.visualization.tokens import read
 
@@ -87,6 +89,38 @@ def draw_words(found: list[WordInContext], path: str | Path) -> None:
     axes.margins(0.12)
     figure.legend(loc="outside lower center")
     _name_points(figure, axes, names)
+    write_figure(figure, path)
+
+
+def draw_nearest(table: WordVectors, terms: Sequence[Term], found: Sequence[str], path: str | Path) -> None:
+    """Write a figure of the words of an expression, bold, and of the words found, in two dimensions.
+
+    In an analogy of the form a - b + c, one arrow leads from b to a, and one from c to the best word.
+
+    Raises:
+        ValueError: there are fewer than two words, or the vectors have one element.
+    """
+    asked = [table.index_of(term.word) for term in terms]
+    rows = table.vectors[[*asked, *map(table.words.index, found)]]
+    if min(rows.shape) < 2:
+        raise ValueError("nearest: a plot needs two words and vectors of two elements")
+    points, shares = principal_components(rows)
+    figure, (axes,) = new_figure(8.0, 6.5)
+    colours = ["C0"] * len(asked) + ["C1"] * len(found)
+    axes.scatter(*points.T.tolist(), s=[60] * len(asked) + [20] * len(found), color=colours)
+    if found and [term.sign for term in terms] == [1, -1, 1]:
+        for start, end in ((1, 0), (2, 3)):
+            style = {"arrowstyle": "->", "color": "grey", "shrinkA": 6, "shrinkB": 6}
+            axes.annotate("", points[end].tolist(), points[start].tolist(), arrowprops=style)
+    names = [*(table.words[index] for index in asked), *found]
+    weights = ["bold"] * len(asked) + ["normal"] * len(found)
+    axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
+    axes.set_ylabel(f"second component ({shares[1]:.0%})")
+    signed = "".join(f" {'+' if term.sign > 0 else '-'} {term.word}" for term in terms).removeprefix(" + ")
+    axes.set_title(literal(f"nearest words: {signed}"))
+    axes.grid(alpha=0.3)
+    axes.margins(0.12)
+    _name_points(figure, axes, list(zip(points.tolist(), map(literal, names), colours, weights, strict=True)))
     write_figure(figure, path)
 
 
