@@ -158,6 +158,10 @@ def test_the_plot_names_the_words_and_draws_an_analogy(file, tmp_path, monkeypat
     assert [(arrow.xyann, arrow.xy) for arrow in arrows] == [(points[1], points[0]), (points[2], points[3])]
     assert axes.get_title() == "nearest words: king - man + woman"
     boxes = [text.get_window_extent() for text in texts]
+    for start, end in ((1, 0), (2, 3)):  # no name is written over an arrow
+        for share in torch.linspace(0, 1, 30).tolist():
+            on_arrow = [a + share * (b - a) for a, b in zip(points[start], points[end], strict=True)]
+            assert not [1 for box in boxes if box.contains(*axes.transData.transform(on_arrow))]
     assert not [1 for number, box in enumerate(boxes) for other in boxes[:number] if box.overlaps(other)]
 
 

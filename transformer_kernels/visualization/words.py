@@ -108,10 +108,12 @@ def draw_nearest(table: WordVectors, terms: Sequence[Term], found: Sequence[str]
     figure, (axes,) = new_figure(8.0, 6.5)
     colours = ["C0"] * len(asked) + ["C1"] * len(found)
     axes.scatter(*points.T.tolist(), s=[60] * len(asked) + [20] * len(found), color=colours)
+    along = []  # points of the arrows
     if found and [term.sign for term in terms] == [1, -1, 1]:
         for start, end in ((1, 0), (2, 3)):
             style = {"arrowstyle": "->", "color": "grey", "shrinkA": 6, "shrinkB": 6}
             axes.annotate("", points[end].tolist(), points[start].tolist(), arrowprops=style)
+            along += torch.lerp(points[start], points[end], torch.linspace(0, 1, 60)[:, None]).tolist()
     names = [*(table.words[index] for index in asked), *found]
     weights = ["bold"] * len(asked) + ["normal"] * len(found)
     axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
@@ -120,17 +122,21 @@ def draw_nearest(table: WordVectors, terms: Sequence[Term], found: Sequence[str]
     axes.set_title(literal(f"nearest words: {signed}"))
     axes.grid(alpha=0.3)
     axes.margins(0.12)
-    _name_points(figure, axes, list(zip(points.tolist(), map(literal, names), colours, weights, strict=True)))
+    _name_points(figure, axes, list(zip(points.tolist(), map(literal, names), colours, weights, strict=True)), along)
     write_figure(figure, path)
 
 
-def _name_points(figure: Any, axes: Any, names: list[tuple[list[float], str, str, str]]) -> None:
-    """Write each (point, name, colour, weight) beside its point, where it overlaps no point and no earlier name."""
+def _name_points(
+    figure: Any, axes: Any, names: list[tuple[list[float], str, str, str]], others: Sequence[list[float]] = ()
+) -> None:
+    """Write each (point, name, colour, weight) beside its point, over no point, no other point and no earlier name."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # a later layout would move the points under their names
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in axes.transData.transform([point for point, *_ in names])]
+    taken = [
+        (x - 4, y - 4, x + 4, y + 4) for x, y in axes.transData.transform([*(point for point, *_ in names), *others])
+    ]
     per_point = figure.dpi / 72
-    for (point, name, colour, weight), box in zip(names, tuple(taken), strict=True):
+    for (point, name, colour, weight), box in zip(names, tuple(taken), strict=False):
         style = {"color": colour, "fontsize": 9, "fontweight": weight, "textcoords": "offset points"}
         text = axes.annotate(name, point, (0, 0), va="center", ha="center", **style)
         size = text.get_window_extent()
