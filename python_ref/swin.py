@@ -223,18 +223,15 @@ class Swin(Transformer):
 
     def flops_per_token(self, length: int | None = None, *, training: bool = True) -> float:
         """As in `Transformer`, per token of the first stage; those of stage i are 4^-i as many."""
-        config, blocks = self.config, iter(self.blocks)
-        forward = 2.0 * self.embedding.projection.weight.numel()
+        config, first = self.config, 0
+        forward = 2.0 * config.channels * config.patch**2 * config.width
         for stage, depth in enumerate(config.depths):
-            width, seen = config.width << stage, min(config.side, config.grid(stage)) ** 2
-            weights = sum(
-                layer.weight.numel()
-                for block in (next(blocks) for _ in range(depth))
-                for layer in block.modules()
-                if isinstance(layer, nn.Linear)
-            )
-            merged = self.merges[stage - 1].projection.weight.numel() if stage else 0
-            forward += (2 * (weights + merged) + 4 * width * seen * depth) / 4**stage
+            layers = [*self.blocks[first : first + depth], *self.merges[stage - 1 : stage]]
+            first += depth
+            modules = (module for layer in layers for module in layer.modules())
+            weights = sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
+            seen = min(config.side, config.grid(stage)) ** 2  # keys of a query
+            forward += (2 * weights + 4 * (config.width << stage) * seen * depth) / 4**stage
         return (3.0 if training else 1.0) * (forward + 2 * self.classifier.weight.numel() / config.context)
 
 
