@@ -93,15 +93,15 @@ def joined(x: Tensor, side: int, height: int, width: int) -> Tensor:
 
 def relative_index(side: int) -> Tensor:
     """The row of the bias table for each query and key of a window, int64 (N, N): one per offset in y and x."""
-    places = torch.cartesian_prod(torch.arange(side), torch.arange(side))  # (N, 2)
-    offsets = places[:, None] - places + side - 1  # (N, N, 2), from 0 to 2 * side - 2
+    positions = torch.cartesian_prod(torch.arange(side), torch.arange(side))  # (N, 2)
+    offsets = positions[:, None] - positions + side - 1  # (N, N, 2), from 0 to 2 * side - 2
     return offsets[..., 0] * (2 * side - 1) + offsets[..., 1]
 
 
 def shifted_mask(grid: int, side: int, shift: int) -> Tensor:
     """0, or -inf for a query and a key in one window that are no neighbours in the image, (W, 1, N, N).
 
-    A cyclic shift by `shift` places the first rows and columns of the grid behind the last ones (section 3.2).
+    A cyclic shift by `shift` moves the first rows and columns of the grid behind the last ones (section 3.2).
     """
     region = (torch.arange(grid) >= grid - shift).long()
     regions = 2 * region[:, None] + region  # (grid, grid)

@@ -140,7 +140,7 @@ def test_the_plot_names_the_words_and_draws_an_analogy(file, tmp_path, monkeypat
 
     kept = []
     monkeypatch.setattr(words, "write_figure", lambda figure, path: kept.append(figure))
-    path = file("king 1 1\nman 1 0\nwoman 0.5 -0.5\nqueen 0.4 0.6\n$a 1 .2\n")
+    path = file("king 1 0\nman -1 0\nwoman -.9 .4\nqueen .9 .4\n$a 0 1\n")
     expression = ["king - man + woman", "--top", "2", "--plot", str(tmp_path / "near.png")]
     assert cli.main(["nearest", "--vectors", str(path), *expression]) == 0
     found = [line.split()[1] for line in capsys.readouterr().out.splitlines()[:2]]
