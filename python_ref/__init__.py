@@ -12,6 +12,7 @@ from python_ref.deepseek import DEEPSEEK, Deepseek, DeepseekConfig
 from python_ref.encoder import IMDB_MLM, EncoderConfig, MaskedLM
 from python_ref.gpt import CHAR_GPT, GPT, GPT2, LLAMA, GPTConfig
 from python_ref.layers import Transformer
+from python_ref.swin import SWIN_DIGITS, SWIN_TINY, Swin, SwinConfig
 from python_ref.translator import TRANSLATOR, Translator, TranslatorConfig
 from python_ref.vit import VIT_BASE, VIT_DIGITS, ViT, ViTConfig
 
@@ -26,6 +27,8 @@ __all__ = [
     "GPTConfig",
     "KVCache",
     "MaskedLM",
+    "Swin",
+    "SwinConfig",
     "Translator",
     "TranslatorConfig",
     "ViT",
@@ -40,6 +43,7 @@ MODELS: dict[type, Any] = {
     DeepseekConfig: Deepseek,
     EncoderConfig: MaskedLM,
     GPTConfig: GPT,
+    SwinConfig: Swin,
     TranslatorConfig: Translator,
     ViTConfig: ViT,
 }
@@ -50,6 +54,8 @@ PRESETS: dict[str, TransformerConfig] = {
     "imdb_bert": IMDB_BERT,
     "imdb_mlm": IMDB_MLM,
     "llama": LLAMA,
+    "swin_digits": SWIN_DIGITS,
+    "swin_tiny": SWIN_TINY,
     "translator": TRANSLATOR,
     "vit_base": VIT_BASE,
     "vit_digits": VIT_DIGITS,

@@ -43,6 +43,12 @@ class ViTConfig(TransformerConfig):
         super().__post_init__()
 
 
+def image_patches(images: Tensor, patch: int) -> Tensor:
+    """The pixels of each patch, row by row, (B, C, H, W) -> (B, patches, C * P * P)."""
+    x = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, P, w, P)
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
 class PatchEmbedding(Layer):
     """The class token and a projection of each patch, plus position embeddings, then dropout."""
 
@@ -58,14 +64,9 @@ class PatchEmbedding(Layer):
         """Embed images (B, C, H, W) -> (B, 1 + patches, E); the other arguments are those of `Embedding`."""
         if images.shape[1:] != self.shape:
             raise ValueError(f"ViT: images must have shape (batch, {str(self.shape)[1:]}; got {tuple(images.shape)}")
-        patches = self.projection(self.patches(images))
+        patches = self.projection(image_patches(images, self.patch))
         x = torch.cat((self.class_token.expand(len(images), 1, -1), patches), dim=1) + self.positions
         return F.dropout(x, self.dropout_p)
-
-    def patches(self, images: Tensor) -> Tensor:
-        """The pixels of each patch, row by row, (B, C, H, W) -> (B, patches, C * P * P)."""
-        x = images.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # (B, C, h, P, w, P)
-        return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 class ViT(Transformer):

@@ -1,43 +1,11 @@
-"""Local attention: shifted windows of an image, and sliding windows of a text with global tokens."""
+"""Local attention: sliding windows of a text with global tokens."""
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-def shifted_windows(
-    height: int, width: int, size: int, shift: int = 0, *, device: torch.device | str | None = None
-) -> tuple[Tensor, Tensor]:
-    """The tokens of a grid ordered by window, and the window offsets as `cu_seqlens` for `attention`.
-
-    Window boundaries are at shift, shift + size, ... and at the edges of the grid, so border windows may be smaller.
-    The result equals cyclically shifted windows with a mask, without the mask and the shift.
-
-    Args:
-        height, width: of the grid; token (y, x) has index y * width + x.
-        size: height and width of a window.
-        shift: in [0, size); Swin alternates 0 and size // 2.
-    Returns:
-        order, int64 (height * width,): token indices, grouped by window; and cu_seqlens,
-        int32 (windows + 1,).
-
-    Liu et al., "Swin transformer: hierarchical vision transformer using shifted windows", 2021, section 3.2.
-    """
-    if size < 1 or not 0 <= shift < size:
-        raise ValueError(f"shifted_windows: shift must be in [0, size); got shift={shift} with size={size}")
-    numbers = torch.arange(height * width, device=device).view(height, width)
-    bands = [[0, *(edge for edge in range(shift, length, size) if edge), length] for length in (height, width)]
-    windows = [
-        numbers[top:bottom, left:right].flatten()
-        for top, bottom in pairwise(bands[0])
-        for left, right in pairwise(bands[1])
-    ]
-    lengths = torch.tensor([0, *map(len, windows)], device=device)
-    return torch.cat(windows), lengths.cumsum(0).int()
 
 
 def global_window_bias(length: int, window: int, global_tokens: int, device: torch.device | None = None) -> Tensor:

@@ -125,11 +125,14 @@ ADDED = {  # to a command of docs/, so that it takes a moment; the first that it
     "train imdb": f"{REVIEWED} {SIZES} --epochs 1 --tokenizer bytes",
     "train mlm": f"{REVIEWED} {SIZES} --steps 2 --tokenizer bytes",
     "train translate": f"--steps 2 --max-length 64 {FEW} {SIZES}",
+    "train vit --preset": f"--epochs 1 --held-out 1600 {FEW} --model width=16 --model heads=2",
     "train vit": f"--epochs 1 --held-out 1600 {FEW} {SIZES}",
+    "train word2vec": f"--epochs 1 {FEW}",
     "evaluate --checkpoint runs/imdb": "--data reviews",
     "sweep": "--corpus text.txt --context 8 --batch-size 4 --sizes 16x1 32x1 32x2 --tokens 64",
 }
 TEXT = "ROMEO: what light through yonder window breaks? def bank\n"
+KINGS = "a king and a man with a queen and a woman in a horror film\n"
 REVIEWS = 'review,sentiment\n"a great film",positive\n"a dull film",negative\n'
 
 
@@ -142,6 +145,8 @@ def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "reviews").mkdir()
     (tmp_path / "text.txt").write_text(TEXT * 40)
+    (tmp_path / "reviews.txt").write_text(KINGS * 40)
+    (tmp_path / "glove.6B.100d.txt").write_text("".join(f"{word} {len(word)} 1\n" for word in KINGS.split()))
     (tmp_path / "hin.txt").write_text("".join(f"How are you {n}?\tआप {n} कैसे हैं\n" for n in range(40)), "utf-8")
     (tmp_path / "reviews" / "train.csv").write_text(REVIEWS + REVIEWS.partition("\n")[2] * 19)
     (tmp_path / "reviews" / "test.csv").write_text(REVIEWS)

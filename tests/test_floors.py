@@ -23,7 +23,7 @@ MOST_ARROWS = 38
 REFERENCE_FLOORS = (
     ("__init__",),
     ("deepseek", "encoder", "swin", "translator"),
-    ("bahdanau", "bert", "gpt", "vit"),
+    ("bahdanau", "bert", "gpt", "skip_gram", "vit"),
     ("layers",),
     ("cache", "ops", "windows"),
     ("bpe", "config", "positions"),

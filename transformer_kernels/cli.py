@@ -169,13 +169,17 @@ def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: 
     parser.add_argument(flag, type=base, choices=choices, metavar=metavar, default=argparse.SUPPRESS, help=help_text)
 
 
-def _add_model_options(parser: argparse.ArgumentParser, example: str = "", *, pretrained: bool = False) -> None:
+def _add_model_options(
+    parser: argparse.ArgumentParser, example: str = "", *, pretrained: bool = False, vectors: bool = False
+) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     if example:
         source.add_argument("--checkpoint", metavar="FOLDER", help=f"run or checkpoint folder, such as {example}")
     if pretrained:
         help_text = "pretrained model: a Hugging Face folder with a tokenizer, or a GGUF file"
         source.add_argument("--model", metavar="FOLDER", help=help_text)
+    if vectors:
+        source.add_argument("--vectors", metavar="FILE", help="word vectors as text, such as glove.6B.100d.txt")
     parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="kernel backend (default: auto)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
 

@@ -51,8 +51,8 @@ def test_unknown_override_names_the_fields():
 def test_unknown_preset_names_the_presets():
     with pytest.raises(
         ValueError,
-        match="one of 'char_gpt', 'deepseek', 'gpt2', 'imdb_bert', 'imdb_mlm', 'llama', 'translator', "
-        "'vit_base', 'vit_digits'; got 'gpt3'",
+        match="one of 'char_gpt', 'deepseek', 'gpt2', 'imdb_bert', 'imdb_mlm', 'llama', 'swin_digits', "
+        "'swin_tiny', 'translator', 'vit_base', 'vit_digits'; got 'gpt3'",
     ):
         python_ref.build("gpt3")
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import python_ref
 from python_ref import ViTConfig
+from python_ref.vit import image_patches
 
 
 def test_patches_are_those_of_a_strided_convolution() -> None:
@@ -13,7 +14,7 @@ def test_patches_are_those_of_a_strided_convolution() -> None:
     images = torch.randn(2, 3, 12, 12)
     projection = model.embedding.projection
     wanted = F.conv2d(images, projection.weight.view(8, 3, 4, 4), projection.bias, stride=4).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(projection(model.embedding.patches(images)), wanted)
+    torch.testing.assert_close(projection(image_patches(images, 4)), wanted)
     assert model.embedding(images).shape == (2, 10, 8)
     assert model.config.context == 10
 

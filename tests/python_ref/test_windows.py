@@ -1,54 +1,12 @@
-"""Windows of pictures and of texts, against a dense computation in which a mask hides the rest."""
-
-import math
+"""Windows of texts, against a dense computation in which a mask hides the rest."""
 
 import pytest
 import torch
 
 import python_ref
 from python_ref import ops
-from python_ref.config import TransformerConfig
-from python_ref.swin import WindowAttention
-from python_ref.windows import global_window_attention, global_window_bias, shifted_windows
+from python_ref.windows import global_window_attention, global_window_bias
 from transformer_kernels import bind
-
-CONFIG = TransformerConfig(vocab_size=1, context=1, width=12, layers=1, heads=3, dropout=0.0)
-
-
-def region(length: int, size: int, shift: int) -> torch.Tensor:
-    """Which shifted window a row is in, by Swin's own rule: roll, number the windows, tell apart what was rolled in."""
-    window = (torch.arange(length) - shift) % length // size
-    rolled_in = torch.arange(length) < shift
-    return window * 2 + rolled_in
-
-
-@pytest.mark.parametrize(("height", "width", "size", "shift"), [(8, 8, 4, 0), (8, 8, 4, 2), (6, 9, 3, 1), (4, 4, 4, 3)])
-def test_shifted_windows_are_a_masked_dense_attention(height: int, width: int, size: int, shift: int) -> None:
-    torch.manual_seed(0)
-    layer = WindowAttention(CONFIG, size=size, shift=shift).double()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    x = torch.randn(2, height, width, 12, dtype=torch.float64, requires_grad=True)
-    rows = region(height, size, shift)[:, None].expand(height, width).flatten()
-    columns = region(width, size, shift).expand(height, width).flatten()
-    together = (rows[:, None] == rows) & (columns[:, None] == columns)
-    bias = torch.zeros(together.shape, dtype=torch.float64).masked_fill(~together, -math.inf)
-    q, k, v = layer.attention._heads(layer.attention.qkv(x.flatten(1, 2)))
-    dense = ops.attention(q, k, v, attn_bias=bias[None, None])
-    wanted = layer.attention.out(dense.transpose(1, 2).flatten(2)).view_as(x)
-    got = layer(x)
-    torch.testing.assert_close(got, wanted)
-    for one, other in zip(*(torch.autograd.grad(y.sin().sum(), x) for y in (got, wanted)), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_unshifted_windows_are_a_batch_of_their_own_and_shifted_ones_are_smaller_at_the_border() -> None:
-    order, cu_seqlens = shifted_windows(4, 6, 2)
-    assert order[:8].tolist() == [0, 1, 6, 7, 2, 3, 8, 9]
-    assert cu_seqlens.tolist() == [0, 4, 8, 12, 16, 20, 24]
-    assert shifted_windows(4, 4, 2, 1)[1].diff().tolist() == [1, 2, 1, 2, 4, 2, 1, 2, 1]
-    with pytest.raises(ValueError, match=r"shift must be in \[0, size\); got shift=4 with size=4"):
-        shifted_windows(8, 8, 4, 4)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

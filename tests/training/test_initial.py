@@ -70,6 +70,8 @@ def test_what_is_no_encoder_is_refused(pretrained, imdb_config, tmp_path):
     (pretrained / "vocab.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json, vocab\.txt"):
         read_encoder(pretrained)
+    with pytest.raises(FileNotFoundError, match=r"gone: no such folder; pass a run of train mlm; .*`hf download"):
+        read_encoder(tmp_path / "gone")
 
 
 def test_special_tokens_are_those_of_the_tokenizer(pretrained):

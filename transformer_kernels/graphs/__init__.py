@@ -343,7 +343,7 @@ def _capturing(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     On a GPU the optimizer is marked as capturable: a fused one always is, but PyTorch checks the flag.
     """
     groups = [] if optimizer is None else optimizer.param_groups
-    groups = [group for group in groups if "capturable" in group and group["params"][0].is_cuda]
+    groups = [group for group in groups if "capturable" in group and any(each.is_cuda for each in group["params"])]
     before = [group["capturable"] for group in groups]
     with _capture_lock:
         for group in groups:

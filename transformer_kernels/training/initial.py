@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from python_ref.config import TransformerConfig
 from python_ref.encoder import Encoder
+from transformer_kernels.pretrained.tokenizers import download_remedy
 from transformer_kernels.training.checkpoint import MANIFEST, checkpoint_folder, load_checkpoint, load_weights
 from transformer_kernels.training.tokenizers import PretrainedTokenizer
 
@@ -44,6 +45,10 @@ def read_encoder(folder: str | Path) -> Initial:
         FileNotFoundError, ValueError: see `load_pretrained` and `load_tokenizer`; or the model is not an encoder.
     """
     folder = Path(folder)
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"{folder}: no such folder; pass a run of train mlm; pretrained {download_remedy(folder)}"
+        )
     if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
         return _read_pretrained(folder)
     folder = checkpoint_folder(folder)

@@ -1,7 +1,9 @@
-"""Tokenizers: characters, GPT-2 byte pairs, byte pairs learned from the training text, plain bytes."""
+"""Tokenizers: characters, words, GPT-2 byte pairs, byte pairs learned from the training text, plain bytes."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +18,7 @@ VOCAB_BPE_BYTES = 456318
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 GPT2_END_OF_TEXT = 50256
 NO_UTF8_BYTE = 0xFF
+WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*")  # letters, with apostrophes inside
 
 
 class Tokenizer(Protocol):
@@ -52,6 +55,30 @@ class CharacterTokenizer:
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "characters", "characters": self.characters}
+
+
+class WordTokenizer:
+    """One id per lower-case word, most frequent first; other words of a text are left out."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self.vocabulary_size = len(self.words)
+        self._ids = {word: index for index, word in enumerate(self.words)}
+
+    @classmethod
+    def learn(cls, text: str, minimum: int) -> WordTokenizer:
+        """The words that occur at least `minimum` times in the text."""
+        counts = Counter(WORD.findall(text.lower()))
+        return cls(sorted((word for word in counts if counts[word] >= minimum), key=lambda word: (-counts[word], word)))
+
+    def encode(self, text: str) -> list[int]:
+        return [self._ids[word] for word in WORD.findall(text.lower()) if word in self._ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(self.words[index] for index in ids)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "words", "words": self.words}
 
 
 class ReviewTokenizer:
@@ -190,6 +217,8 @@ def from_description(description: dict[str, Any], vocab_dir: str = "") -> Any:
     kind = description.get("kind")
     if kind == "characters" and isinstance(description.get("characters"), str):
         return CharacterTokenizer(description["characters"])
+    if kind == "words" and isinstance(description.get("words"), list):
+        return WordTokenizer([str(word) for word in description["words"]])
     if kind == "learned" and isinstance(description.get("tokenizer"), str):
         return LearnedTokenizer(description["tokenizer"])
     if kind == "pretrained" and isinstance(description.get("tokenizer"), str):

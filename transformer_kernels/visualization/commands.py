@@ -1,4 +1,4 @@
-"""`transformer-kernels attend`, `plot` and `sweep`."""
+"""`transformer-kernels attend`, `nearest`, `plot` and `sweep`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     attend.add_argument("--head", metavar="N", help='draw this head only, from 0, or "mean" (default: all)')
     help_text = "output HTML page, interactive and self-contained (default: beside the figure)"
     attend.add_argument("--html", default="", metavar="FILE", help=help_text)
+    parser = command(
+        commands, "nearest", "list the nearest words of a word or an analogy in a table of vectors", _nearest
+    )
+    model_options(parser, "runs/word2vec", pretrained=True, vectors=True)
+    help_text = "a word, or sums and differences of words: king - man + woman"
+    parser.add_argument("expression", nargs="+", metavar="WORD", help=help_text)
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="number of words (default: %(default)s)")
+    parser.add_argument("--plot", metavar="FILE", help="also plot the words in two dimensions (.png, .svg, .pdf)")
     help_text = "plot position codes, activations, gradients, words in context, training curves, or sweeps"
     plot = commands.add_parser("plot", help=help_text, description=f"{help_text.capitalize()}.")
     _add_plots(plot.add_subparsers(metavar="WHAT", required=True), command, model_options)
@@ -119,6 +127,21 @@ def _attend(chosen: argparse.Namespace) -> None:
     causal = isinstance(loaded.model, GPT)
     write_page(maps, tokens, tokens, page, title=title, text=chosen.text, causal=causal)
     print(f"{layers} layers of {heads} heads on {len(tokens)} tokens: {chosen.out}, {page}")
+
+
+def _nearest(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.training.vectors import nearest, parse_expression, read_vectors, table_of_model
+    from transformer_kernels.visualization.words import draw_nearest
+
+    expression = " ".join(chosen.expression)
+    terms = parse_expression(expression)
+    table = read_vectors(chosen.vectors) if chosen.vectors is not None else table_of_model(_load(chosen))
+    found = nearest(table, terms, chosen.top)
+    for word, cosine in found:
+        print(f"{cosine:7.4f}  {word}")
+    if chosen.plot:
+        draw_nearest(table, terms, [word for word, _ in found], chosen.plot)
+        print(f"{expression}: {chosen.plot}")
 
 
 def _selected(what: str, number: int | str | None, count: int) -> list[int]:

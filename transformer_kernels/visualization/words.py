@@ -1,16 +1,18 @@
-"""A word in several sentences: its hidden states in each, beside its static embedding."""
+"""Words in two dimensions: a word's hidden states in several sentences, and the nearest words in a table."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_kernels.training.vectors import Term, WordVectors
 from transformer_kernels.visualization.figures import literal, new_figure, write_figure
 from transformer_kernels.visualization.tokens import read
 
@@ -90,13 +92,51 @@ def draw_words(found: list[WordInContext], path: str | Path) -> None:
     write_figure(figure, path)
 
 
-def _name_points(figure: Any, axes: Any, names: list[tuple[list[float], str, str, str]]) -> None:
-    """Write each (point, name, colour, weight) beside its point, where it overlaps no point and no earlier name."""
+def draw_nearest(table: WordVectors, terms: Sequence[Term], found: Sequence[str], path: str | Path) -> None:
+    """Write a figure of the words of an expression, bold, and of the words found, in two dimensions.
+
+    In an analogy of the form a - b + c, one arrow leads from b to a, and one from c to the best word.
+
+    Raises:
+        ValueError: there are fewer than two words, or the vectors have one element.
+    """
+    asked = [table.index_of(term.word) for term in terms]
+    rows = table.vectors[[*asked, *map(table.words.index, found)]]
+    if min(rows.shape) < 2:
+        raise ValueError("nearest: a plot needs two words and vectors of two elements")
+    points, shares = principal_components(rows)
+    figure, (axes,) = new_figure(8.0, 6.5)
+    colours = ["C0"] * len(asked) + ["C1"] * len(found)
+    axes.scatter(*points.T.tolist(), s=[60] * len(asked) + [20] * len(found), color=colours)
+    along = []  # points of the arrows
+    if found and [term.sign for term in terms] == [1, -1, 1]:
+        for start, end in ((1, 0), (2, 3)):
+            style = {"arrowstyle": "->", "color": "grey", "shrinkA": 6, "shrinkB": 6}
+            axes.annotate("", points[end].tolist(), points[start].tolist(), arrowprops=style)
+            along += torch.lerp(points[start], points[end], torch.linspace(0, 1, 60)[:, None]).tolist()
+    names = [*(table.words[index] for index in asked), *found]
+    weights = ["bold"] * len(asked) + ["normal"] * len(found)
+    axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
+    axes.set_ylabel(f"second component ({shares[1]:.0%})")
+    signed = "".join(f" {'+' if term.sign > 0 else '-'} {term.word}" for term in terms).removeprefix(" + ")
+    axes.set_title(literal(f"nearest words: {signed}"))
+    axes.grid(alpha=0.3)
+    axes.margins(0.12)
+    _name_points(figure, axes, list(zip(points.tolist(), map(literal, names), colours, weights, strict=True)), along)
+    write_figure(figure, path)
+
+
+def _name_points(
+    figure: Any, axes: Any, names: list[tuple[list[float], str, str, str]], others: Sequence[list[float]] = ()
+) -> None:
+    """Write each (point, name, colour, weight) beside its point, over no point, no other point and no earlier name."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # a later layout would move the points under their names
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in axes.transData.transform([point for point, *_ in names])]
+    taken = [
+        (x - 4, y - 4, x + 4, y + 4) for x, y in axes.transData.transform([*(point for point, *_ in names), *others])
+    ]
     per_point = figure.dpi / 72
-    for (point, name, colour, weight), box in zip(names, tuple(taken), strict=True):
+    for (point, name, colour, weight), box in zip(names, tuple(taken), strict=False):
         style = {"color": colour, "fontsize": 9, "fontweight": weight, "textcoords": "offset points"}
         text = axes.annotate(name, point, (0, 0), va="center", ha="center", **style)
         size = text.get_window_extent()

@@ -278,7 +278,7 @@ def test_the_command_draws_where_the_model_looked(run_folder, capsys, tmp_path):
     ("arguments", "message"),
     [
         ([" "], "text 1 of 1 must not be empty; got ' '"),
-        (["one " * 30], "the model reads at most 24 tokens"),
+        (["one " * 30], "has 31; shorten it"),
         (["--beam", "0", "one"], "beam must be at least 1; got 0"),
         (["--sample", "--temperature", "-1", "one"], "temperature must be finite and not negative"),
         (["--alignments", "a.png", "one", "two"], "--alignments draws one sentence; got 2"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from python_ref import Swin
 from transformer_kernels import cli
 from transformer_kernels.training import Trainer
 from transformer_kernels.training.recipes.vit import DigitsViT, VitConfig, read_image
@@ -46,6 +47,16 @@ def test_it_learns_and_the_commands_know_it(config, tmp_path, capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()].count("0") >= 7
     assert cli.main(["classify", "--checkpoint", trained.out, "nothing.png"]) == 1
     assert "nothing.png" in capsys.readouterr().err
+
+
+def test_swin_is_a_choice_of_the_model(config, capsys):
+    trained = config(preset="swin_digits", steps=150, lr=5e-3, model={"width": 24})
+    recipe = DigitsViT(trained)
+    assert recipe.batch(torch.arange(5), torch.device("cpu")).tokens == 5 * 16  # there is no class token
+    trainer = Trainer(recipe)
+    assert isinstance(trainer.model, Swin) and trainer.fit().validation["accuracy"] > 0.7
+    assert cli.main(["evaluate", "--checkpoint", trained.out]) == 0
+    assert "on 360 targets" in capsys.readouterr().out
 
 
 @pytest.mark.slow

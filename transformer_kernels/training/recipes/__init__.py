@@ -28,6 +28,7 @@ ENTRIES = {
     "mlm": "transformer_kernels.training.recipes.mlm:Mlm",
     "translate": "transformer_kernels.training.recipes.translate:Translate",
     "vit": "transformer_kernels.training.recipes.vit:DigitsViT",
+    "word2vec": "transformer_kernels.training.recipes.word2vec:Word2Vec",
 }
 GROUP = "transformer_kernels.recipes"  # entry-point group of recipes in other packages
 

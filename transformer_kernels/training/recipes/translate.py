@@ -283,7 +283,9 @@ class Translate(Recipe):
             if not text.strip():
                 raise ValueError(f"translate: the text must not be empty; got {text!r}")
             if len(source) > longest:
-                raise ValueError(f"the model reads at most {longest} tokens; {text!r:.60} has {len(source)}")
+                raise ValueError(
+                    f"the model reads at most {longest} tokens; {text!r:.60} has {len(source)}; shorten it"
+                )
         targets: dict[int, list[int]] = {}
         order = sorted(range(len(texts)), key=lambda index: len(sources[index]))  # batch similar lengths
         for start in range(0, len(order), trained.config.batch_size):

@@ -1,4 +1,4 @@
-"""A vision transformer that classifies scikit-learn's handwritten digits."""
+"""A vision transformer (ViT or Swin) that classifies scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ WHITE = 16.0  # maximum pixel value of the digits
 
 @dataclass(kw_only=True)
 class VitConfig(TrainingConfig):
-    """A vision transformer on handwritten digits (bundled with scikit-learn)."""
+    """A vision transformer (ViT or Swin) on handwritten digits (bundled with scikit-learn)."""
 
     recipe: ClassVar[str] = "vit"
     default_length: ClassVar[tuple[str, int]] = ("epochs", 40)
 
+    preset: str = option(
+        "vit_digits", "model definition that --model changes", choices=("vit_digits", "swin_digits"), fixed=True
+    )
     patch: int = option(2, "patch height and width in pixels; images are 8 x 8", fixed=True)
     held_out: int = option(360, "validation images, of 1,797", fixed=True)
     lr: float = option(2e-3, "peak learning rate")
@@ -56,7 +59,7 @@ class DigitsViT(Recipe):
 
     @classmethod
     def build(cls, config: VitConfig, tokenizer: None) -> nn.Module:
-        return build_preset("vit_digits", config, patch=config.patch)
+        return build_preset(config.preset, config, patch=config.patch)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         """Training images at `indices` (B, 1, 8, 8), and their digits (B,)."""
@@ -77,7 +80,8 @@ class DigitsViT(Recipe):
 
     def _batch(self, numbers: Tensor, device: torch.device) -> Batch:
         images, labels = (to_device(each[numbers], device) for each in (self.images, self.labels))
-        tokens = len(numbers) * (1 + (SIDE // self.config.patch) ** 2)
+        class_token = self.config.preset == "vit_digits"
+        tokens = len(numbers) * (class_token + (SIDE // self.config.patch) ** 2)
         return Batch((images,), labels, tokens, tokens)
 
 
