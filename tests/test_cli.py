@@ -191,12 +191,17 @@ def test_training_on_reviews_reports_on_those_held_out(folder, capsys, tmp_path)
         assert part in told
 
 
-def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path):
+def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path, capsys):
     lines = [f"corpus: {folder / 'text.txt'}", "context: 8", "steps: 9", f"out: {tmp_path / 'run'}", "lr: 1e-2"]
     (tmp_path / "run.yaml").write_text("\n".join(lines))
     assert run("train", "char-gpt", "--config", tmp_path / "run.yaml", "--steps", 2, *TINY) == 0
     saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
     assert (saved["steps"], saved["lr"], saved["model"]) == (2, 0.01, {"layers": 1, "width": 16, "heads": 2})
+    lasting = ["--time-limit", "1h", "--patience", 1, "--eval-every", 1, "--lr", 1e-30, "--overwrite"]
+    assert run("train", "char-gpt", "--config", tmp_path / "run.yaml", *lasting, *TINY) == 0
+    saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert (saved["steps"], saved["time_limit"]) == (None, 3600.0)
+    assert "time_limit must be a duration" in refused(capsys, "train", "char-gpt", "--time-limit", "5 minutes")
 
 
 def test_a_config_comes_by_its_name_and_its_model_is_changed_by_fields(folder, tmp_path):

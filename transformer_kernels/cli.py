@@ -164,8 +164,9 @@ def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: 
         parser.add_argument(flag, action="append", metavar="NAME=VALUE", default=argparse.SUPPRESS, help=help_text)
         return
     base = (typing.get_args(kind) or (kind,))[0]
-    metavar = None if spec.metadata["choices"] else {int: "N", float: "X", str: "TEXT"}[base]
+    metavar = None if spec.metadata["choices"] else {int: "N", float: "X", str: "TEXT", options.Duration: "TIME"}[base]
     choices = spec.metadata["choices"]
+    base = str if base is options.Duration else base  # the config converts it, with its own message
     parser.add_argument(flag, type=base, choices=choices, metavar=metavar, default=argparse.SUPPRESS, help=help_text)
 
 
@@ -313,6 +314,7 @@ def _train_config(chosen: argparse.Namespace) -> tuple[Any, Path | None]:
     from_file = options.read_config_file(chosen.config) if chosen.config else {}
     if from_file:
         make_config(chosen.recipe, from_file, chosen.config)
+    given = options.replaced_length(given)
     if "model" in given:
         given["model"] = {**dict(from_file.get("model", {})), **dict(_named_value(text) for text in given["model"])}
     if not chosen.resume:
