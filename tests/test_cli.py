@@ -212,6 +212,23 @@ def test_a_config_comes_by_its_name_and_its_model_is_changed_by_fields(folder, t
     assert saved["model"].items() > {"layers": 1, "width": 16, "heads": 2, "norm": "pre", "tied": True}.items()
 
 
+def test_training_without_a_config_uses_the_default_of_the_command(folder, tmp_path, capsys):
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, "--out", tmp_path / "run", *TINY]
+    assert run("train", "char-gpt", *options) == 0
+    saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert (saved["time_limit"], saved["lr"], saved["beta2"], saved["steps"]) == (0.0, 6e-3, 0.99, 1)
+    assert saved["model"].items() > {"width": 16, "norm": "rms", "positions": "rotary"}.items()
+    assert run("train", "char-gpt", *options, "--config", "notebook", "--overwrite") == 0
+    saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert (saved["lr"], saved["model"]) == (3e-3, {"layers": 1, "width": 16, "heads": 2})
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run("train", "char-gpt", "--help")
+    told = " ".join(capsys.readouterr().out.split())
+    for part in ("(default: five_minutes)", "(default: 5m)", "(default: auto)", "peak learning rate (default: 6e-3)"):
+        assert part in told
+
+
 def test_an_unknown_key_in_a_config_file_is_an_error(tmp_path, capsys):
     (tmp_path / "run.toml").write_text("stepz = 3")
     told = refused(capsys, "train", "char-gpt", "--config", tmp_path / "run.toml")

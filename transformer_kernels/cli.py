@@ -27,8 +27,8 @@ Train small transformers on fused kernels and run the trained models.
 
 examples:
   transformer-kernels demo                              train for two minutes, then compare the speed of the backends
-  transformer-kernels train char-gpt --steps 500        train a character GPT on the standard library's source
-  transformer-kernels generate --checkpoint runs/char-gpt --prompt "def "
+  transformer-kernels train char-gpt                    train a character GPT on Tiny Shakespeare for five minutes
+  transformer-kernels generate --checkpoint runs/char-gpt --prompt "ROMEO:"
   transformer-kernels train imdb --data aclImdb         train a sentiment classifier on film reviews
   transformer-kernels classify --checkpoint runs/imdb "What a waste of two hours."
   transformer-kernels train translate --data hin.txt    train a translator on tab-separated sentence pairs
@@ -140,12 +140,17 @@ def _add_train(commands: Any) -> None:
         parser.set_defaults(run=_train)
         bundled = ", ".join(options.bundled_configs(name)) or "none"
         help_text = f"YAML, TOML or JSON file with options, or the name of a bundled config ({bundled})"
+        defaults = dict([recipe.Config.default_length])
+        if default := recipe.Config.default_config:
+            help_text += f" (default: {default})"
+            with contextlib.suppress(ImportError):  # without PyYAML there is no training
+                defaults = options.read_config_file(options.bundled_configs()[default])
         parser.add_argument("--config", metavar="FILE", help=help_text)
         parser.add_argument("--resume", metavar="FOLDER", help="resume training from this run or checkpoint")
         parser.add_argument("--overwrite", action="store_true", help="delete an existing run in --out")
         parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes (default: 1)")
         for spec, kind in options.typed_fields(recipe.Config):
-            _add_option(parser, spec, kind, dict([recipe.Config.default_length]).get(spec.name))
+            _add_option(parser, spec, kind, defaults.get(spec.name))
 
 
 def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: Any) -> None:
@@ -311,9 +316,12 @@ def _train_config(chosen: argparse.Namespace) -> tuple[Any, Path | None]:
     from transformer_kernels.training.checkpoint import checkpoint_config, checkpoint_folder
 
     given = {key: value for key, value in vars(chosen).items() if key not in NOT_IN_CONFIG}
-    from_file = options.read_config_file(chosen.config) if chosen.config else {}
+    source = chosen.config
+    if not source and not chosen.resume:
+        source = options.bundled_configs().get(find_recipe(chosen.recipe).Config.default_config)
+    from_file = options.read_config_file(source) if source else {}
     if from_file:
-        make_config(chosen.recipe, from_file, chosen.config)
+        make_config(chosen.recipe, from_file, str(source))
     given = options.replaced_length(given)
     if "model" in given:
         given["model"] = {**dict(from_file.get("model", {})), **dict(_named_value(text) for text in given["model"])}

@@ -87,6 +87,17 @@ def test_every_bundled_config_names_its_recipe_and_makes_a_model(name):
     assert find_recipe(values["recipe"]).build(config, LETTERS).num_parameters() > 0
 
 
+def test_notebook_is_what_the_python_defaults_are():
+    """`sweep` and `demo` use the defaults of `CharGPTConfig`."""
+    assert make_config("char-gpt", read_config_file("notebook")) == CharGPTConfig()
+
+
+def test_the_default_of_the_command_has_the_size_that_it_promises():
+    config = make_config("char-gpt", read_config_file(CharGPTConfig.default_config))
+    assert CharGPT.build(config, LETTERS).num_parameters() == 602_112
+    assert (config.time_limit, config.steps, config.context, config.batch_size) == (300.0, None, 256, 8)
+
+
 def test_a_config_of_another_recipe_is_refused():
     with pytest.raises(ValueError, match="imdb_small: written for the recipe 'imdb', not for 'char-gpt'"):
         make_config("char-gpt", read_config_file("imdb_small"), "imdb_small")
@@ -105,7 +116,9 @@ def test_a_file_is_preferred_to_a_config_of_its_name(tmp_path, monkeypatch):
 
 
 def test_an_unknown_config_lists_the_bundled_ones():
-    with pytest.raises(ValueError, match=r"imdb_large: no such config file; .* char_gpt_10m, char_gpt_cpu, imdb_small"):
+    with pytest.raises(
+        ValueError, match=r"imdb_large: no such config file; .* char_gpt_10m, char_gpt_cpu, five_minutes, imdb_small"
+    ):
         read_config_file("imdb_large")
 
 

@@ -103,6 +103,7 @@ class TrainingConfig:
     model: dict = option({}, "set a model field, NAME=VALUE as in python_ref (repeatable)", fixed=True)  # noqa: RUF009
 
     recipe: typing.ClassVar[str] = ""
+    default_config: typing.ClassVar[str] = ""  # the bundled config that `train` uses without --config
     default_length: typing.ClassVar[tuple[str, int]] = ("epochs", 1)  # used if no length is given
 
     def __post_init__(self) -> None:
