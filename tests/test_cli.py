@@ -74,6 +74,7 @@ def refused(capsys, *arguments):
         ["plot", "words"],
         ["sweep"],
         ["demo"],
+        ["speedrun"],
         ["info"],
     ],
 )
@@ -395,6 +396,38 @@ def test_demo_trains_writes_and_compares(capsys, monkeypatch, tmp_path):
     told = capsys.readouterr().out
     for part in ("training loss", "ended by time limit", "It writes:\n\n", "reference ", "1.00x", "torch "):
         assert part in told
+
+
+def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):
+    lines = [f"corpus: {folder / 'text.txt'}", "context: 8", "batch_size: 4", "steps: 9", "progress: false"]
+    (tmp_path / "recipe.yaml").write_text("\n".join([*lines, "model: {layers: 1, width: 16, heads: 2}"]))
+    board = tmp_path / "boards" / "speedrun.md"
+    threads = torch.get_num_threads()
+    for seed in (0, 1):
+        options = ["--budget", "0.5s", "--threads", threads, "--seed", seed, "--out", tmp_path / f"run{seed}"]
+        assert run("speedrun", *options, "--config", tmp_path / "recipe.yaml", "--board", board) == 0
+    assert f"added to            {board}" in capsys.readouterr().out
+    header, rule, *rows = [line.strip("| ").split(" | ") for line in board.read_text().splitlines()]
+    assert len(rows) == 2 and set(rule) == {"---"}
+    for seed, cells in enumerate(rows):
+        row = dict(zip(header, cells, strict=True))
+        step = json.loads((tmp_path / f"run{seed}" / "last" / "trainer.json").read_text())["step"]
+        assert row["characters seen"] == f"{step * 32:,}" and step > 0
+        assert float(row["bits per character"]) == pytest.approx(float(row["loss"]) / 0.693147, abs=2e-4)
+        assert (row["budget, s"], row["threads"], row["seed"]) == ("0.5", str(threads), str(seed))
+        assert row["evaluated on"] == f"168 of {folder / 'text.txt'}"  # 21 windows of 8 of the last 176 characters
+        assert float(row["CPU seconds"]) > 0 and row["processor"] and row["commit"] and row["recipe"] == "recipe"
+    capsys.readouterr()
+    assert run("evaluate", "--checkpoint", tmp_path / "run1" / "last") == 0
+    assert f"loss {row['loss']}, " in capsys.readouterr().out
+
+
+def test_a_speedrun_refuses_other_lengths_and_texts(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("TRANSFORMER_KERNELS_DATA", raising=False)
+    out = ["--out", tmp_path / "run"]
+    assert "expected a budget and a held-out part; got 0, 90/10" in refused(capsys, "speedrun", "--budget", 0, *out)
+    assert run("speedrun", *out) == 1
+    assert "speedrun: the corpus is Tiny Shakespeare; give the folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["bench", "kernels"])

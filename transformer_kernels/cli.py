@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seconds", type=float, default=120.0, help="training time in seconds (default: %(default)g)")
     demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="training backend (default: auto)")
     demo.add_argument("--out", default="", help="output folder for checkpoints and the log (default: a new runs/demo)")
+    _add_speedrun(commands)
     info = _command(
         commands, "info", "print versions, devices, available backends and the verification state of the kernels", _info
     )
@@ -151,6 +152,21 @@ def _add_train(commands: Any) -> None:
         parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes (default: 1)")
         for spec, kind in options.typed_fields(recipe.Config):
             _add_option(parser, spec, kind, defaults.get(spec.name))
+
+
+def _add_speedrun(commands: Any) -> None:
+    help_text = "train for a fixed time, evaluate on all held-out text, and add a line to a board"
+    parser = _command(commands, "speedrun", help_text, _speedrun)
+    parser.add_argument("--budget", default="5m", metavar="TIME", help="wall time of the training (default: 5m)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="number of threads (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+    help_text = "recipe: a config file or bundled config of char-gpt (default: five_minutes)"
+    parser.add_argument("--config", default="five_minutes", metavar="FILE", help=help_text)
+    parser.add_argument("--data-dir", default="", help="folder with tinyshakespeare's input.txt")
+    parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="kernel backend (default: auto)")
+    parser.add_argument("--out", default="", metavar="FOLDER", help="run folder (default: a new runs/char-gpt)")
+    help_text = "Markdown table to which the line is added (default: %(default)s)"
+    parser.add_argument("--board", default="runs/speedrun.md", metavar="FILE", help=help_text)
 
 
 def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: Any) -> None:
@@ -485,6 +501,21 @@ def _demo(chosen: argparse.Namespace) -> None:
     from transformer_kernels.training.report import demo
 
     demo(seconds=chosen.seconds, backend=chosen.backend, out=chosen.out)
+
+
+def _speedrun(chosen: argparse.Namespace) -> None:
+    import torch
+
+    from transformer_kernels.training.speedrun import add_line, speedrun
+
+    environment = _of_the_checkout("benchmarks.environment", "speedrun")  # names the processor and the commit
+    given = {name: getattr(chosen, name) for name in ("threads", "seed", "data_dir", "backend", "out")}
+    given |= options.replaced_length({"time_limit": chosen.budget}) | {"device": "cpu"}
+    row = speedrun(make_config("char-gpt", {**options.read_config_file(chosen.config), **given}, chosen.config))
+    processor = environment.device_name(torch.device("cpu")).rpartition(",")[0]
+    row |= {"processor": processor, "commit": environment.commit() or __version__, "recipe": Path(chosen.config).stem}
+    add_line(Path(chosen.board), row)
+    print("\n".join(f"{name:<19} {value}" for name, value in row.items()) + f"\nadded to            {chosen.board}")
 
 
 def _info(chosen: argparse.Namespace) -> None:
