@@ -115,6 +115,27 @@ def test_resuming_after_early_stopping_names_patience(folder, capsys, tmp_path):
     assert "with a larger --patience, or --patience 0" in capsys.readouterr().out.splitlines()[0]
 
 
+def test_resuming_after_the_time_is_over_names_the_time_limit(folder, capsys, tmp_path):
+    options = [
+        "--corpus",
+        folder / "text.txt",
+        "--context",
+        8,
+        "--time-limit",
+        "0.3s",
+        "--out",
+        tmp_path / "run",
+        *TINY,
+    ]
+    assert run("train", "char-gpt", *options, "--no-sample") == 0
+    step = json.loads((tmp_path / "run" / "last" / "trainer.json").read_text())["step"]
+    assert capsys.readouterr().out.startswith(f"ended by time limit after step {step}\n")
+    assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
+    told = capsys.readouterr().out.splitlines()[0]
+    assert f"the run has ended (time limit) after step {step}, so nothing was trained" in told
+    assert told.endswith("with a larger --time-limit")
+
+
 def test_a_misspelt_model_field_gets_a_suggestion(folder, capsys, tmp_path):
     options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, "--out", tmp_path / "run"]
     told = refused(capsys, "train", "char-gpt", *options, "--model", "widht=64")
