@@ -74,6 +74,7 @@ def refused(capsys, *arguments):
         ["plot", "words"],
         ["sweep"],
         ["demo"],
+        ["speedrun"],
         ["info"],
     ],
 )
@@ -112,6 +113,27 @@ def test_resuming_after_early_stopping_names_patience(folder, capsys, tmp_path):
     capsys.readouterr()
     assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
     assert "with a larger --patience, or --patience 0" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_resuming_after_the_time_is_over_names_the_time_limit(folder, capsys, tmp_path):
+    options = [
+        "--corpus",
+        folder / "text.txt",
+        "--context",
+        8,
+        "--time-limit",
+        "0.3s",
+        "--out",
+        tmp_path / "run",
+        *TINY,
+    ]
+    assert run("train", "char-gpt", *options, "--no-sample") == 0
+    step = json.loads((tmp_path / "run" / "last" / "trainer.json").read_text())["step"]
+    assert capsys.readouterr().out.startswith(f"ended by time limit after step {step}\n")
+    assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
+    told = capsys.readouterr().out.splitlines()[0]
+    assert f"the run has ended (time limit) after step {step}, so nothing was trained" in told
+    assert told.endswith("with a larger --time-limit")
 
 
 def test_a_misspelt_model_field_gets_a_suggestion(folder, capsys, tmp_path):
@@ -191,12 +213,17 @@ def test_training_on_reviews_reports_on_those_held_out(folder, capsys, tmp_path)
         assert part in told
 
 
-def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path):
+def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path, capsys):
     lines = [f"corpus: {folder / 'text.txt'}", "context: 8", "steps: 9", f"out: {tmp_path / 'run'}", "lr: 1e-2"]
     (tmp_path / "run.yaml").write_text("\n".join(lines))
     assert run("train", "char-gpt", "--config", tmp_path / "run.yaml", "--steps", 2, *TINY) == 0
     saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
     assert (saved["steps"], saved["lr"], saved["model"]) == (2, 0.01, {"layers": 1, "width": 16, "heads": 2})
+    lasting = ["--time-limit", "1h", "--patience", 1, "--eval-every", 1, "--lr", 1e-30, "--overwrite"]
+    assert run("train", "char-gpt", "--config", tmp_path / "run.yaml", *lasting, *TINY) == 0
+    saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert (saved["steps"], saved["time_limit"]) == (None, 3600.0)
+    assert "time_limit must be a duration" in refused(capsys, "train", "char-gpt", "--time-limit", "5 minutes")
 
 
 def test_a_config_comes_by_its_name_and_its_model_is_changed_by_fields(folder, tmp_path):
@@ -205,6 +232,23 @@ def test_a_config_comes_by_its_name_and_its_model_is_changed_by_fields(folder, t
     saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
     assert (saved["beta2"], saved["context"]) == (0.99, 8)
     assert saved["model"].items() > {"layers": 1, "width": 16, "heads": 2, "norm": "pre", "tied": True}.items()
+
+
+def test_training_without_a_config_uses_the_default_of_the_command(folder, tmp_path, capsys):
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, "--out", tmp_path / "run", *TINY]
+    assert run("train", "char-gpt", *options) == 0
+    saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert (saved["time_limit"], saved["lr"], saved["beta2"], saved["steps"]) == (0.0, 6e-3, 0.99, 1)
+    assert saved["model"].items() > {"width": 16, "norm": "rms", "positions": "rotary"}.items()
+    assert run("train", "char-gpt", *options, "--config", "notebook", "--overwrite") == 0
+    saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert (saved["lr"], saved["model"]) == (3e-3, {"layers": 1, "width": 16, "heads": 2})
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run("train", "char-gpt", "--help")
+    told = " ".join(capsys.readouterr().out.split())
+    for part in ("(default: five_minutes)", "(default: 5m)", "(default: auto)", "peak learning rate (default: 6e-3)"):
+        assert part in told
 
 
 def test_an_unknown_key_in_a_config_file_is_an_error(tmp_path, capsys):
@@ -373,6 +417,38 @@ def test_demo_trains_writes_and_compares(capsys, monkeypatch, tmp_path):
     told = capsys.readouterr().out
     for part in ("training loss", "ended by time limit", "It writes:\n\n", "reference ", "1.00x", "torch "):
         assert part in told
+
+
+def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):
+    lines = [f"corpus: {folder / 'text.txt'}", "context: 8", "batch_size: 4", "steps: 9", "progress: false"]
+    (tmp_path / "recipe.yaml").write_text("\n".join([*lines, "model: {layers: 1, width: 16, heads: 2}"]))
+    board = tmp_path / "boards" / "speedrun.md"
+    threads = torch.get_num_threads()
+    for seed in (0, 1):
+        options = ["--budget", "0.5s", "--threads", threads, "--seed", seed, "--out", tmp_path / f"run{seed}"]
+        assert run("speedrun", *options, "--config", tmp_path / "recipe.yaml", "--board", board) == 0
+    assert f"added to            {board}" in capsys.readouterr().out
+    header, rule, *rows = [line.strip("| ").split(" | ") for line in board.read_text().splitlines()]
+    assert len(rows) == 2 and set(rule) == {"---"}
+    for seed, cells in enumerate(rows):
+        row = dict(zip(header, cells, strict=True))
+        step = json.loads((tmp_path / f"run{seed}" / "last" / "trainer.json").read_text())["step"]
+        assert row["characters seen"] == f"{step * 32:,}" and step > 0
+        assert float(row["bits per character"]) == pytest.approx(float(row["loss"]) / 0.693147, abs=2e-4)
+        assert (row["budget, s"], row["threads"], row["seed"]) == ("0.5", str(threads), str(seed))
+        assert row["evaluated on"] == f"168 of {folder / 'text.txt'}"  # 21 windows of 8 of the last 176 characters
+        assert float(row["CPU seconds"]) > 0 and row["processor"] and row["commit"] and row["recipe"] == "recipe"
+    capsys.readouterr()
+    assert run("evaluate", "--checkpoint", tmp_path / "run1" / "last") == 0
+    assert f"loss {row['loss']}, " in capsys.readouterr().out
+
+
+def test_a_speedrun_refuses_other_lengths_and_texts(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("TRANSFORMER_KERNELS_DATA", raising=False)
+    out = ["--out", tmp_path / "run"]
+    assert "expected a budget and a held-out part; got 0, 90/10" in refused(capsys, "speedrun", "--budget", 0, *out)
+    assert run("speedrun", *out) == 1
+    assert "speedrun: the corpus is Tiny Shakespeare; give the folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["bench", "kernels"])

@@ -27,8 +27,8 @@ Train small transformers on fused kernels and run the trained models.
 
 examples:
   transformer-kernels demo                              train for two minutes, then compare the speed of the backends
-  transformer-kernels train char-gpt --steps 500        train a character GPT on the standard library's source
-  transformer-kernels generate --checkpoint runs/char-gpt --prompt "def "
+  transformer-kernels train char-gpt                    train a character GPT on Tiny Shakespeare for five minutes
+  transformer-kernels generate --checkpoint runs/char-gpt --prompt "ROMEO:"
   transformer-kernels train imdb --data aclImdb         train a sentiment classifier on film reviews
   transformer-kernels classify --checkpoint runs/imdb "What a waste of two hours."
   transformer-kernels train translate --data hin.txt    train a translator on tab-separated sentence pairs
@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seconds", type=float, default=120.0, help="training time in seconds (default: %(default)g)")
     demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="training backend (default: auto)")
     demo.add_argument("--out", default="", help="output folder for checkpoints and the log (default: a new runs/demo)")
+    _add_speedrun(commands)
     info = _command(
         commands, "info", "print versions, devices, available backends and the verification state of the kernels", _info
     )
@@ -140,12 +141,32 @@ def _add_train(commands: Any) -> None:
         parser.set_defaults(run=_train)
         bundled = ", ".join(options.bundled_configs(name)) or "none"
         help_text = f"YAML, TOML or JSON file with options, or the name of a bundled config ({bundled})"
+        defaults = dict([recipe.Config.default_length])
+        if default := recipe.Config.default_config:
+            help_text += f" (default: {default})"
+            with contextlib.suppress(ImportError):  # without PyYAML there is no training
+                defaults = options.read_config_file(options.bundled_configs()[default])
         parser.add_argument("--config", metavar="FILE", help=help_text)
         parser.add_argument("--resume", metavar="FOLDER", help="resume training from this run or checkpoint")
         parser.add_argument("--overwrite", action="store_true", help="delete an existing run in --out")
         parser.add_argument("--processes", type=int, default=1, metavar="N", help="number of processes (default: 1)")
         for spec, kind in options.typed_fields(recipe.Config):
-            _add_option(parser, spec, kind, dict([recipe.Config.default_length]).get(spec.name))
+            _add_option(parser, spec, kind, defaults.get(spec.name))
+
+
+def _add_speedrun(commands: Any) -> None:
+    help_text = "train for a fixed time, evaluate on all held-out text, and add a line to a board"
+    parser = _command(commands, "speedrun", help_text, _speedrun)
+    parser.add_argument("--budget", default="5m", metavar="TIME", help="wall time of the training (default: 5m)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="number of threads (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+    help_text = "recipe: a config file or bundled config of char-gpt (default: five_minutes)"
+    parser.add_argument("--config", default="five_minutes", metavar="FILE", help=help_text)
+    parser.add_argument("--data-dir", default="", help="folder with tinyshakespeare's input.txt")
+    parser.add_argument("--backend", choices=options.BACKENDS, default="auto", help="kernel backend (default: auto)")
+    parser.add_argument("--out", default="", metavar="FOLDER", help="run folder (default: a new runs/char-gpt)")
+    help_text = "Markdown table to which the line is added (default: %(default)s)"
+    parser.add_argument("--board", default="runs/speedrun.md", metavar="FILE", help=help_text)
 
 
 def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: Any) -> None:
@@ -164,8 +185,9 @@ def _add_option(parser: argparse.ArgumentParser, spec: Any, kind: Any, default: 
         parser.add_argument(flag, action="append", metavar="NAME=VALUE", default=argparse.SUPPRESS, help=help_text)
         return
     base = (typing.get_args(kind) or (kind,))[0]
-    metavar = None if spec.metadata["choices"] else {int: "N", float: "X", str: "TEXT"}[base]
+    metavar = None if spec.metadata["choices"] else {int: "N", float: "X", str: "TEXT", options.Duration: "TIME"}[base]
     choices = spec.metadata["choices"]
+    base = str if base is options.Duration else base  # the config converts it, with its own message
     parser.add_argument(flag, type=base, choices=choices, metavar=metavar, default=argparse.SUPPRESS, help=help_text)
 
 
@@ -314,9 +336,13 @@ def _train_config(chosen: argparse.Namespace) -> tuple[Any, Path | None]:
     from transformer_kernels.training.checkpoint import checkpoint_config, checkpoint_folder
 
     given = {key: value for key, value in vars(chosen).items() if key not in NOT_IN_CONFIG}
-    from_file = options.read_config_file(chosen.config) if chosen.config else {}
+    source = chosen.config
+    if not source and not chosen.resume:
+        source = options.bundled_configs().get(find_recipe(chosen.recipe).Config.default_config)
+    from_file = options.read_config_file(source) if source else {}
     if from_file:
-        make_config(chosen.recipe, from_file, chosen.config)
+        make_config(chosen.recipe, from_file, str(source))
+    given = options.replaced_length(given)
     if "model" in given:
         given["model"] = {**dict(from_file.get("model", {})), **dict(_named_value(text) for text in given["model"])}
     if not chosen.resume:
@@ -479,6 +505,21 @@ def _demo(chosen: argparse.Namespace) -> None:
     from transformer_kernels.training.report import demo
 
     demo(seconds=chosen.seconds, backend=chosen.backend, out=chosen.out)
+
+
+def _speedrun(chosen: argparse.Namespace) -> None:
+    import torch
+
+    from transformer_kernels.training.speedrun import add_line, speedrun
+
+    environment = _of_the_checkout("benchmarks.environment", "speedrun")  # names the processor and the commit
+    given = {name: getattr(chosen, name) for name in ("threads", "seed", "data_dir", "backend", "out")}
+    given |= options.replaced_length({"time_limit": chosen.budget}) | {"device": "cpu"}
+    row = speedrun(make_config("char-gpt", {**options.read_config_file(chosen.config), **given}, chosen.config))
+    processor = environment.device_name(torch.device("cpu")).rpartition(",")[0]
+    row |= {"processor": processor, "commit": environment.commit() or __version__, "recipe": Path(chosen.config).stem}
+    add_line(Path(chosen.board), row)
+    print("\n".join(f"{name:<19} {value}" for name, value in row.items()) + f"\nadded to            {chosen.board}")
 
 
 def _info(chosen: argparse.Namespace) -> None:

@@ -53,6 +53,18 @@ def test_bad_values_are_told(values, message):
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("value", [300, 300.0, "300", "300s", "5m", "0.5h"])
+def test_a_time_limit_has_units(value):
+    seconds = 1800 if value == "0.5h" else 300
+    assert CharGPTConfig(time_limit=value).time_limit == seconds
+
+
+@pytest.mark.parametrize("value", ["5 minutes", "m", "", "5d", None])
+def test_a_time_limit_that_is_none_is_told(value):
+    with pytest.raises(ValueError, match=rf"^time_limit must be a duration such as 90, 5m or 1h; got {value!r}$"):
+        CharGPTConfig(time_limit=value)
+
+
 def test_review_options_are_checked():
     with pytest.raises(ValueError, match=r"validation must be in \[0, 1\); got 1.0"):
         ImdbConfig(validation=1)
@@ -75,6 +87,17 @@ def test_every_bundled_config_names_its_recipe_and_makes_a_model(name):
     assert find_recipe(values["recipe"]).build(config, LETTERS).num_parameters() > 0
 
 
+def test_notebook_is_what_the_python_defaults_are():
+    """`sweep` and `demo` use the defaults of `CharGPTConfig`."""
+    assert make_config("char-gpt", read_config_file("notebook")) == CharGPTConfig()
+
+
+def test_the_default_of_the_command_has_the_size_that_it_promises():
+    config = make_config("char-gpt", read_config_file(CharGPTConfig.default_config))
+    assert CharGPT.build(config, LETTERS).num_parameters() == 602_112
+    assert (config.time_limit, config.steps, config.context, config.batch_size) == (300.0, None, 256, 8)
+
+
 def test_a_config_of_another_recipe_is_refused():
     with pytest.raises(ValueError, match="imdb_small: written for the recipe 'imdb', not for 'char-gpt'"):
         make_config("char-gpt", read_config_file("imdb_small"), "imdb_small")
@@ -93,7 +116,9 @@ def test_a_file_is_preferred_to_a_config_of_its_name(tmp_path, monkeypatch):
 
 
 def test_an_unknown_config_lists_the_bundled_ones():
-    with pytest.raises(ValueError, match=r"imdb_large: no such config file; .* char_gpt_10m, char_gpt_cpu, imdb_small"):
+    with pytest.raises(
+        ValueError, match=r"imdb_large: no such config file; .* char_gpt_10m, char_gpt_cpu, five_minutes, imdb_small"
+    ):
         read_config_file("imdb_large")
 
 
@@ -105,11 +130,15 @@ def test_an_empty_file_changes_nothing(tmp_path):
 def test_a_run_has_a_length_of_its_own():
     assert (CharGPTConfig().steps, CharGPTConfig().epochs) == (2000, None)
     assert (ImdbConfig().steps, ImdbConfig().epochs) == (None, 3)
+    assert (CharGPTConfig(time_limit=9).steps, ImdbConfig(time_limit=9).epochs) == (None, None)
     assert (CharGPTConfig(epochs=1).steps, ImdbConfig(steps=9).epochs) == (None, None)
 
 
 def test_resuming_may_change_the_length_but_not_what_exactness_needs():
     saved = CharGPTConfig(epochs=2)
     assert resumed_config(saved, {"steps": 9}).steps == 9
+    timed = resumed_config(saved, {"time_limit": "5m"})
+    assert (timed.epochs, timed.time_limit, timed.steps) == (None, 300.0, None)
+    assert resumed_config(timed, {"steps": 9}).time_limit == 0.0
     with pytest.raises(ValueError, match="--resume: batch_size cannot change: 64 in the checkpoint, 32 asked for"):
         resumed_config(saved, {"batch_size": 32})

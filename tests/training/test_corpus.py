@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from transformer_kernels.training import CharGPT, CharGPTConfig, DataFileError
-from transformer_kernels.training.corpus import Windows, read_corpus
+from transformer_kernels.training.corpus import Windows, found_corpus, read_corpus
 
 
 def test_the_standard_library_is_the_same_text_every_time():
@@ -23,6 +23,24 @@ def test_a_wrong_tinyshakespeare_tells_both_hashes(tmp_path):
     (tmp_path / "input.txt").write_text("To be")
     with pytest.raises(DataFileError, match=r"input\.txt: expected SHA-256 86c4e6aa\w+, got \w{64} \(5 bytes\)"):
         read_corpus("tinyshakespeare", str(tmp_path))
+
+
+def test_auto_is_tinyshakespeare_where_it_is_and_else_says_where_to_get_it(tmp_path, monkeypatch, capsys, cache):
+    def put(folder):
+        (folder / "tinyshakespeare").mkdir(parents=True)
+        (folder / "tinyshakespeare" / "input.txt").write_text("To be")
+        return str(folder)
+
+    monkeypatch.delenv("TRANSFORMER_KERNELS_DATA", raising=False)
+    recipe = CharGPT(CharGPTConfig(corpus="auto"))
+    assert (recipe.config.corpus, recipe.config.data_dir) == ("stdlib", "")  # what a checkpoint holds
+    assert "--corpus tinyshakespeare (1.1 MB from https://" in capsys.readouterr().err
+    cached = put(cache)
+    assert found_corpus() == ("tinyshakespeare", cached)
+    monkeypatch.setenv("TRANSFORMER_KERNELS_DATA", put(tmp_path / "data"))
+    assert found_corpus() == ("tinyshakespeare", str(tmp_path / "data"))
+    assert found_corpus(str(tmp_path)) == ("tinyshakespeare", str(tmp_path))  # whose absence is an error
+    assert capsys.readouterr().err == ""
 
 
 def test_a_folder_without_tinyshakespeare_is_told(tmp_path):

@@ -25,6 +25,21 @@ def log_of(config, event):
     return [line for line in lines if line["event"] == event]
 
 
+class StepClock:
+    """A second for each step and each validation of its trainer."""
+
+    trainer = None
+
+    def __call__(self):
+        return float(self.trainer.step_number + self.trainer.evaluated_at) if self.trainer else 0.0
+
+
+def timed(recipe):
+    clock = StepClock()
+    clock.trainer = Trainer(recipe, clock=clock)
+    return clock.trainer
+
+
 def weights_of(folder):
     return load_checkpoint(folder).weights
 
@@ -48,6 +63,15 @@ def test_training_learns(char_config):
     assert result.tokens_per_second > 0
     assert result.peak_memory_bytes > 2**20
     assert result.model_flop_utilisation is None
+
+
+def test_progress_of_a_timed_run_has_the_time_left_the_loss_and_the_speed(char_config, monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", stream)
+    timed(CharGPT(char_config(steps=None, time_limit=70, log_every=5, eval_every=100, progress=True))).fit()
+    assert "left=01:05, loss=3." in stream.getvalue() and "tokens/s=" in stream.getvalue()
+    assert "left=00:00" in stream.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -141,10 +165,51 @@ def test_an_equal_loss_is_no_better_one(char_config):
 
 
 def test_a_time_limit_ends_a_run(char_config):
-    result = Trainer(CharGPT(char_config(steps=100_000, time_limit=0.2, eval_every=100_000))).fit()
-    assert result.ended_by == "time limit"
-    assert 0 < result.step < 100_000
+    config = char_config(steps=100_000, time_limit=7, eval_every=100_000)
+    result = timed(CharGPT(config)).fit()
+    assert (result.ended_by, result.step) == ("time limit", 7)
     assert result.validation
+    assert load_checkpoint(Path(config.out, "last")).trainer["seconds"] == 14.0  # the validation included
+
+
+def test_a_time_limit_is_the_only_length_where_it_is_the_only_one_given(char_config):
+    config = char_config(steps=None, time_limit="1m", eval_every=100)
+    trainer = timed(CharGPT(config))
+    assert (config.time_limit, config.steps, config.epochs, trainer.total_steps) == (60.0, None, None, math.inf)
+    assert trainer.fit().step == 60
+
+
+def test_validation_counts_against_the_time_limit(char_config):
+    """The clock reads 3 after step 3, 6 after its validation, and 12 after that of step 6."""
+    assert timed(CharGPT(char_config(steps=None, time_limit=10, eval_every=3))).fit().step == 6
+
+
+def test_the_learning_rate_anneals_over_the_time(char_config):
+    config = char_config(steps=None, time_limit=40, lr=1.0, log_every=1, eval_every=100, schedule="cosine")
+    timed(CharGPT(config)).fit()
+    rates = [line["learning_rate"] for line in log_of(config, "train")]
+    expected = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 40)) for step in range(40)]
+    assert rates == pytest.approx([expected[0] / 2, *expected[1:]])  # two steps of warmup
+
+
+def test_an_interrupted_run_resumes_at_its_time(char_config, tmp_path):
+    straight, parted = (
+        char_config(out=str(tmp_path / name), steps=None, time_limit=9, save_every=5, schedule="cosine")
+        for name in "ab"
+    )
+    timed(CharGPT(straight)).fit()
+    with pytest.raises(KeyboardInterrupt):
+        timed(InterruptedCharGPT(parted, 5)).fit()
+    resumed = timed(CharGPT(parted))
+    resumed.restore(tmp_path / "b" / "last")
+    assert resumed.seconds == 8.0  # five steps, and a validation after the third
+    resumed.fit()
+    first, second = load_checkpoint(tmp_path / "a" / "last"), load_checkpoint(tmp_path / "b" / "last")
+    assert_same(second.weights, first.weights)
+    assert second.trainer == first.trainer
+    assert (
+        by_step(log_of(parted, "train"))[6]["learning_rate"] == by_step(log_of(straight, "train"))[6]["learning_rate"]
+    )
 
 
 def test_without_a_split_there_is_no_validation(char_config):
@@ -157,11 +222,11 @@ def test_without_a_split_there_is_no_validation(char_config):
 @pytest.mark.parametrize("stop_at", [2, 3, 5])
 def test_resuming_is_bit_exact(char_config, tmp_path, stop_at):
     straight, parted = char_config(out=str(tmp_path / "a")), char_config(out=str(tmp_path / "b"), save_every=stop_at)
-    Trainer(CharGPT(straight)).fit()
+    timed(CharGPT(straight)).fit()
     with pytest.raises(KeyboardInterrupt):
-        Trainer(InterruptedCharGPT(parted, stop_at)).fit()
+        timed(InterruptedCharGPT(parted, stop_at)).fit()
     torch.manual_seed(999)
-    resumed = Trainer(CharGPT(parted))
+    resumed = timed(CharGPT(parted))
     resumed.restore(tmp_path / "b" / "last")
     assert resumed.step_number == stop_at
     resumed.fit()
@@ -254,7 +319,14 @@ def test_resuming_with_other_data_is_refused(char_config, text_file):
 
 @pytest.mark.parametrize(
     "change",
-    [{"step": "many"}, {"random": [{}]}, {"random": None}, {"sampler": []}, {"best_loss": 1, "stale_evaluations": {}}],
+    [
+        {"step": "many"},
+        {"seconds": None},
+        {"random": [{}]},
+        {"random": None},
+        {"sampler": []},
+        {"best_loss": 1, "stale_evaluations": {}},
+    ],
 )
 def test_a_hostile_trainer_state_is_refused(char_config, change):
     config = char_config()
@@ -385,6 +457,15 @@ def test_the_learning_rate_rises_and_falls(char_config):
     assert rates[44] == rates[45] == pytest.approx(0.1)
     constant = char_config(lr=1.0, warmup_steps=4, schedule="constant")
     assert [learning_rate(step, 44, constant) for step in (3, 4, 43)] == [1.0, 1.0, 1.0]
+
+
+def test_the_share_of_the_time_drives_the_learning_rate_where_it_is_ahead(char_config):
+    config = char_config(lr=1.0, warmup_steps=4, schedule="cosine")
+    assert learning_rate(10**6, math.inf, config, 0.5) == learning_rate(4, 44, config, 0.5) == pytest.approx(0.55)
+    assert learning_rate(24, 44, config, 0.25) == pytest.approx(0.55)
+    slow = char_config(lr=1.0, warmup_steps=100, schedule="constant")
+    assert learning_rate(2, math.inf, slow, 0.05) == 0.5  # at most a tenth of the time is warmup
+    assert learning_rate(2, math.inf, slow, 0.1) == 1.0
 
 
 def test_the_warm_up_is_at_most_a_tenth_of_the_run(char_config):

@@ -23,6 +23,8 @@ from transformer_kernels.training._optional import require
 
 BACKENDS = ("auto", *NAMED_BACKENDS, "reference")
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
+UNITS = {"s": 1, "m": 60, "h": 3600}
+LENGTHS = {"steps": None, "epochs": None, "time_limit": 0.0}  # options that end a run, with the values that do not
 
 
 def option(
@@ -46,6 +48,15 @@ def option(
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+class Duration(float):
+    """Seconds, from a number or a text such as `90`, `90s`, `5m` or `1h`."""
+
+    def __new__(cls, value: Any) -> Duration:
+        if isinstance(value, str) and value[-1:] in UNITS:
+            return super().__new__(cls, float(value[:-1]) * UNITS[value[-1]])
+        return super().__new__(cls, value)
 
 
 @dataclass(kw_only=True)
@@ -73,7 +84,9 @@ class TrainingConfig:
     deterministic: bool = option(False, "use only deterministic PyTorch operators")
     steps: int | None = option(None, "total number of optimizer steps")
     epochs: int | None = option(None, "number of epochs, instead of --steps")
-    time_limit: float = option(0.0, "stop after this many seconds of training; 0: no limit")
+    time_limit: Duration | float = option(  # noqa: RUF009
+        Duration(0), "length of the run as time (300, 5m, 1h), over which the schedule anneals; 0: no limit"
+    )
     batch_size: int = option(64, "batch size per process", fixed=True)
     lr: float = option(3e-3, "peak learning rate")
     warmup_steps: int = option(100, "linear learning-rate warmup steps, at most a tenth of all steps")
@@ -90,7 +103,8 @@ class TrainingConfig:
     model: dict = option({}, "set a model field, NAME=VALUE as in python_ref (repeatable)", fixed=True)  # noqa: RUF009
 
     recipe: typing.ClassVar[str] = ""
-    default_length: typing.ClassVar[tuple[str, int]] = ("epochs", 1)  # used if neither steps nor epochs are given
+    default_config: typing.ClassVar[str] = ""  # the bundled config that `train` uses without --config
+    default_length: typing.ClassVar[tuple[str, int]] = ("epochs", 1)  # used if no length is given
 
     def __post_init__(self) -> None:
         for spec, kind in typed_fields(type(self)):
@@ -101,7 +115,7 @@ class TrainingConfig:
             setattr(self, spec.name, value)
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps and epochs exclude each other; got steps {self.steps} and epochs {self.epochs}")
-        if self.steps is None and self.epochs is None:
+        if self.steps is None and self.epochs is None and not self.time_limit:
             setattr(self, *self.default_length)
         for name in ("steps", "epochs", "batch_size", "log_every", "eval_every", "save_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
@@ -151,7 +165,8 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         converted = None
     lost = converted is None or (kind in (int, str, bool) and not isinstance(value, str) and converted != value)
     if lost or (kind is bool and not isinstance(value, bool)):
-        raise ValueError(f"{name} must be of type {kind.__name__}; got {value!r}")
+        wanted = "a duration such as 90, 5m or 1h" if kind is Duration else f"of type {kind.__name__}"
+        raise ValueError(f"{name} must be {wanted}; got {value!r}")
     return converted
 
 
@@ -197,7 +212,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
     """The config of a checkpoint with `changes`; ValueError if one of them would prevent exact resumption."""
-    merged = saved.from_values({**dataclasses.asdict(saved), **_one_length(changes)}, "--resume")
+    merged = saved.from_values({**dataclasses.asdict(saved), **replaced_length(changes)}, "--resume")
     for spec in dataclasses.fields(saved):
         before, after = getattr(saved, spec.name), getattr(merged, spec.name)
         if spec.metadata["fixed"] and before != after:
@@ -205,10 +220,9 @@ def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
     return merged
 
 
-def _one_length(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A new --steps replaces a saved --epochs, and vice versa."""
-    other = {"steps": "epochs", "epochs": "steps"}
-    return {**{other[name]: None for name in changes if name in other}, **changes}
+def replaced_length(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` with the other lengths unset if there is one among them: --steps replaces --epochs and --time-limit."""
+    return {**(LENGTHS if LENGTHS.keys() & changes.keys() else {}), **changes}
 
 
 def build_preset(name: str, config: TrainingConfig, **decided: int) -> nn.Module:

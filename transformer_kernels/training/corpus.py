@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -35,6 +37,26 @@ def read_corpus(name: str, data_dir: str = "") -> str:
         raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
+def found_corpus(data_dir: str = "") -> tuple[str, str]:
+    """The corpus that "auto" selects, and its folder; nothing is downloaded.
+
+    Tiny Shakespeare in `data_dir`, in the folder TRANSFORMER_KERNELS_DATA or in the cache, else the standard library.
+    """
+    for folder in filter(None, (data_dir, os.environ.get("TRANSFORMER_KERNELS_DATA"), str(cache_folder()))):
+        if folder == data_dir or any(path.is_file() for path in _candidates(folder)):
+            return "tinyshakespeare", folder
+    print(
+        "Tiny Shakespeare is not on this machine, so the model learns the standard library's sources. To get it, pass "
+        f"--corpus tinyshakespeare (1.1 MB from {TINYSHAKESPEARE_URL}) or the folder of its input.txt as --data-dir.",
+        file=sys.stderr,
+    )
+    return "stdlib", ""
+
+
+def _candidates(folder: str) -> list[Path]:
+    return [Path(folder, "input.txt"), Path(folder, "tinyshakespeare", "input.txt")]
+
+
 def _stdlib_text(limit: int = STDLIB_CHARACTERS) -> str:
     """The standard library's top-level modules, sorted by name, in printable ASCII, up to `limit` characters."""
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -56,7 +78,7 @@ def _tinyshakespeare_text(data_dir: str) -> str:
         path = cache_folder() / "tinyshakespeare" / "input.txt"
         data = fetch(TINYSHAKESPEARE_URL, path, TINYSHAKESPEARE_SHA256, max_bytes=TINYSHAKESPEARE_BYTES, remedy=remedy)
         return data.decode()
-    candidates = [Path(data_dir, "input.txt"), Path(data_dir, "tinyshakespeare", "input.txt")]
+    candidates = _candidates(data_dir)
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         raise DataFileError(f"no tinyshakespeare in {data_dir}: looked for {candidates[0]} and {candidates[1]}")

@@ -98,12 +98,6 @@ class Stopwatch:
         return tokens / seconds if seconds > 0 else 0.0
 
     @property
-    def total_seconds(self) -> float:
-        """Time of all steps so far."""
-        running = time.perf_counter() - self._running_since if self._unread_steps or not self.steps else 0.0
-        return (self.first_step_seconds or 0.0) + self.seconds + running
-
-    @property
     def tokens_per_second(self) -> float:
         """Throughput of all steps after the first."""
         return self.tokens / self.seconds if self.seconds else 0.0

@@ -14,15 +14,22 @@ from transformer_kernels.training.distributed import Processes
 FINAL_FRACTION = 0.1
 
 
-def learning_rate(step: int, total_steps: int, config: TrainingConfig) -> float:
-    """The rate of step `step` (from 0): linear warmup, then constant, or a cosine that decays to a tenth."""
-    warmup_steps = min(config.warmup_steps, total_steps // 10)
-    if step < warmup_steps:
-        return config.lr * (step + 1) / warmup_steps
+def learning_rate(step: int, total_steps: float, config: TrainingConfig, time_share: float = 0.0) -> float:
+    """The rate of step `step` (from 0): linear warmup, then constant, or a cosine that decays to a tenth.
+
+    Args:
+        step: number of completed steps.
+        total_steps: length of the run in steps; infinite if only its time is limited.
+        config: `lr`, `warmup_steps` (at most a tenth of the run) and `schedule`.
+        time_share: share of the time limit that is used; the schedule follows it where it is ahead of the steps.
+    """
+    warmup_steps = config.warmup_steps if math.isinf(total_steps) else min(config.warmup_steps, total_steps // 10)
+    warmed = max(step + 1, 10 * time_share * warmup_steps) / warmup_steps if warmup_steps else 1.0
     if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return config.lr * (FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return config.lr * min(1.0, warmed)
+    progress = min(1.0, max(time_share, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+    annealed = FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * max(0.0, progress)))
+    return config.lr * min(1.0, warmed) * annealed
 
 
 def make_optimizer(

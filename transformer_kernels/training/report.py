@@ -26,7 +26,7 @@ MODEL: dict[str, int] = {}
 def describe_result(trainer: Trainer, result: Result) -> str:
     """The summary of a run in a few lines."""
     trained = not math.isnan(result.train_loss)
-    lines = [f"ended by {result.ended_by} after step {result.step} of {trainer.total_steps}"]
+    lines = [f"ended by {result.ended_by} after {_progress(trainer, result)}"]
     if trained:
         lines.append(f"training loss    {result.train_loss:.4f}")
     else:
@@ -49,10 +49,14 @@ def _nothing_left(trainer: Trainer, result: Result) -> str:
     """What resuming a finished run reports."""
     options = {"steps": f"--steps N above {result.step}", "patience": "a larger --patience, or --patience 0"}
     return (
-        f"{trainer.folder}: the run has ended ({result.ended_by}) after step {result.step} of {trainer.total_steps}, "
+        f"{trainer.folder}: the run has ended ({result.ended_by}) after {_progress(trainer, result)}, "
         f"so nothing was trained; to continue it, pass --resume {trainer.folder} with "
         f"{options.get(result.ended_by, 'a larger --time-limit')}"
     )
+
+
+def _progress(trainer: Trainer, result: Result) -> str:
+    return f"step {result.step}" + ("" if math.isinf(trainer.total_steps) else f" of {trainer.total_steps}")
 
 
 def most_likely(choice: Choice, tokenizer: Any, count: int) -> str:
@@ -67,7 +71,7 @@ def demo(*, seconds: float = 120.0, backend: str = "auto", out: str = "") -> Non
     """Train a character GPT on the standard library's source and print a summary."""
     out = out or str(numbered_folder("runs/demo"))
     config = CharGPTConfig(
-        backend=backend, out=out, time_limit=seconds, steps=100_000, schedule="constant", eval_every=100, model=MODEL
+        backend=backend, out=out, time_limit=seconds, schedule="constant", eval_every=100, model=MODEL
     )
     print(f"Training a small GPT on the source code of Python's standard library for {seconds:g} seconds.\n")
     recipe = CharGPT(config)

@@ -8,7 +8,8 @@ import os
 import random
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +94,17 @@ class Trainer:
         recipe: the model and its data.
         processes: the process group.
         graphs: captures steps, instead of the choice of the config's `cuda_graph`.
+        clock: the time in seconds, by which `time_limit` is measured.
     """
 
-    def __init__(self, recipe: Recipe, processes: Processes | None = None, *, graphs: Graphs | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        processes: Processes | None = None,
+        *,
+        graphs: Graphs | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.recipe, self.config = recipe, recipe.config
         self.processes = processes or Processes()
         self.device = choose_device(self.config.device, self.processes)
@@ -110,7 +119,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, self.config, self.device, self.processes)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.dtype == "float16")
         self.sampler = recipe.sampler(self.processes)
-        self.total_steps = self.config.steps or (self.config.epochs or 1) * self.sampler.batches_per_epoch
+        epochs = self.config.epochs or math.inf  # only the time is limited
+        self.total_steps: float = self.config.steps or epochs * self.sampler.batches_per_epoch
         self._log: RunLog | None = None
         self._run = recorded_step(
             TrainingLoss(self.model, recipe.loss),
@@ -130,6 +140,8 @@ class Trainer:
         self.best_loss: float | None = None
         self.stale_evaluations = 0
         self.stopwatch = Stopwatch(self.device)
+        self.seconds = 0.0  # since the start of the run, validation, checkpoints and earlier sessions included
+        self._clock, self._clock_read = clock, clock()
         self._latest: StepTaken
         self._pending: list[StepTaken] = []
         self._train_loss = float("nan")
@@ -194,6 +206,7 @@ class Trainer:
         config = self.config
         self.model.train()
         self.stopwatch.start()
+        self._clock_read = self._clock()
         while True:
             if self._validation_is_due():
                 self._validate(stop, bar)
@@ -227,21 +240,31 @@ class Trainer:
 
     def _reason_to_end(self, stop: StopRequest) -> str | None:
         """Why the run ends now, or None; identical in every process."""
-        late = self.config.time_limit and self.stopwatch.total_seconds >= self.config.time_limit
-        signalled, late = self.processes.sum([float(stop.signum > 0), float(late)])
+        self._read_clock()
+        seconds = self.seconds if self.processes.first else 0.0  # the first process's time is that of all
+        signalled, self.seconds = self.processes.sum([float(stop.signum > 0), seconds])
         if signalled:
             return "signal"
         if self.step_number >= self.total_steps:
             return "steps"
-        if late:
+        if self._time_share >= 1.0:
             return "time limit"
         if self.config.patience and self.stale_evaluations >= self.config.patience:
             return "patience"
         return None
 
+    def _read_clock(self) -> None:
+        before, self._clock_read = self._clock_read, self._clock()
+        self.seconds += self._clock_read - before
+
+    @property
+    def _time_share(self) -> float:
+        """The share of the time limit that is used; 0 without a limit."""
+        return self.seconds / self.config.time_limit if self.config.time_limit else 0.0
+
     def step(self) -> Tensor:
         """One optimizer step. If it fails (out of memory), weights, optimizer and data position are unchanged."""
-        rate = learning_rate(self.step_number, self.total_steps, self.config)
+        rate = learning_rate(self.step_number, self.total_steps, self.config, self._time_share)
         indices = self.sampler.peek()
         self._attempt = (self.step_number + 1, rate, indices)
         batch = self._batches.take(indices)
@@ -315,10 +338,14 @@ class Trainer:
         self._train_loss = total / self.processes.count
         rate, self._pending = self._pending[-1].learning_rate, []
         values = {"loss": self._train_loss, "learning_rate": rate, "tokens_per_second": speed}
-        values["seconds"] = round(self.stopwatch.total_seconds, 3)
+        self._read_clock()
+        values["seconds"] = round(self.seconds, 3)
         values["padding_fraction"] = self.padding.since_last_read()
         self._write_log("train", **values, epoch=self.sampler.epoch)
         shown = {"loss": f"{self._train_loss:.4f}", "tokens/s": f"{speed:,.0f}"}
+        if self.config.time_limit:
+            left = max(0.0, self.config.time_limit - self.seconds)
+            shown = {"left": require("tqdm").tqdm.format_interval(left), **shown}
         if self.validation:
             shown["validation"] = f"{self.validation['loss']:.4f}"
         bar.set_postfix(shown)
@@ -361,9 +388,11 @@ class Trainer:
         if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
             raise TrainingDiverged(f"weights are not finite after step {self.step_number}; try a lower --lr")
         generators = self.processes.gather(random_state(self.device))
+        self._read_clock()
         if self.processes.first:
             trainer = {
                 "step": self.step_number,
+                "seconds": self.seconds,
                 "sampler": self.sampler.state(),
                 "random": generators,
                 "scaler": self.scaler.state_dict(),
@@ -407,6 +436,7 @@ class Trainer:
         self.scaler.load_state_dict(state["scaler"])
         self.sampler.restore(state["sampler"])
         self.step_number, self.evaluated_at = int(state["step"]), int(state["evaluated_at"])
+        self.seconds = float(state["seconds"])
         self.best_loss, self.stale_evaluations = state["best_loss"], int(state["stale_evaluations"])
         self.validation = dict(state["validation"])
         restore_random_state(state["random"][self.processes.rank], self.device)

@@ -147,7 +147,7 @@ def _minutes(lines: list[dict[str, Any]]) -> tuple[Any, Any] | None:
     before = latest = 0.0
     for line in lines:
         if line["event"] == "train" and "seconds" in line:
-            before += latest if line["seconds"] < latest else 0.0  # a resumed run counts from zero
+            before += latest if line["seconds"] < latest else 0.0  # a resumed run of earlier versions
             latest = line["seconds"]
             points.append((line["step"], (before + latest) / 60.0))
     if len(points) < 2:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
-from transformer_kernels.training.corpus import Windows, read_corpus
+from transformer_kernels.training.corpus import Windows, found_corpus, read_corpus
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.generation import Choice, Sampling, generate_many
 from transformer_kernels.training.recipes import Recipe, Trained
@@ -29,11 +29,13 @@ class CharGPTConfig(TrainingConfig):
     """A GPT on characters."""
 
     recipe: ClassVar[str] = "char-gpt"
+    default_config: ClassVar[str] = "five_minutes"
     default_length: ClassVar[tuple[str, int]] = ("steps", 2000)
 
     corpus: str = option(
         "stdlib",
-        "stdlib (source code of Python's standard library), tinyshakespeare (downloaded once), or a text file",
+        "stdlib (source code of Python's standard library), tinyshakespeare (downloaded once), auto (tinyshakespeare "
+        "if it is in --data-dir, TRANSFORMER_KERNELS_DATA or the cache, else stdlib), or a text file",
         fixed=True,
         later={"evaluate": "data"},
     )
@@ -59,6 +61,8 @@ class CharGPT(Recipe):
 
     def __init__(self, config: CharGPTConfig | None = None, tokenizer: Any = None) -> None:
         self.config = config or self.Config()
+        if self.config.corpus == "auto":
+            self.config.corpus, self.config.data_dir = found_corpus(self.config.data_dir)
         text = read_corpus(self.config.corpus, self.config.data_dir)
         if not text:
             raise ValueError(

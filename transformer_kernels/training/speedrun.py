@@ -1,0 +1,55 @@
+"""The speedrun: one training with a fixed time budget, and its line on a board."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
+from transformer_kernels.training.step import evaluation_totals
+from transformer_kernels.training.trainer import Trainer
+
+NEVER = 10**9
+
+
+def speedrun(config: CharGPTConfig) -> dict[str, Any]:
+    """Train for the config's time limit, then measure the last weights on the whole held-out tenth of the corpus.
+
+    Returns:
+        The measured columns of the board. CPU seconds are those of all threads, the last validation included.
+
+    Raises:
+        ValueError: no time limit, no held-out part, or Tiny Shakespeare is not found.
+    """
+    if not config.time_limit or config.split == "none":
+        raise ValueError(f"speedrun: expected a budget and a held-out part; got {config.time_limit:g}, {config.split}")
+    config.eval_every = config.save_every = NEVER  # both would use up the budget
+    recipe = CharGPT(config)
+    if config.corpus == "stdlib":
+        raise ValueError("speedrun: the corpus is Tiny Shakespeare; give the folder of its input.txt as --data-dir")
+    trainer = Trainer(recipe)
+    before = time.process_time()
+    result = trainer.fit()
+    cpu_seconds = time.process_time() - before
+    totals = evaluation_totals(trainer.model, recipe.evaluation_batches(trainer.device), config.dtype)
+    loss = totals.loss / totals.targets
+    return {
+        "bits per character": f"{loss / math.log(2):.4f}",
+        "loss": f"{loss:.4f}",
+        "characters seen": f"{result.step * config.batch_size * config.context:,}",
+        "budget, s": f"{config.time_limit:g}",
+        "CPU seconds": f"{cpu_seconds:.1f}",
+        "threads": config.threads,
+        "seed": config.seed,
+        "evaluated on": f"{totals.targets:,.0f} of {config.corpus}",
+    }
+
+
+def add_line(board: Path, row: dict[str, Any]) -> None:
+    """Append a line to a Markdown table, which is created with its header if there is none."""
+    rows = [row.values()] if board.exists() else [row, ["---"] * len(row), row.values()]
+    board.parent.mkdir(parents=True, exist_ok=True)
+    with board.open("a", encoding="utf-8") as file:
+        file.writelines(f"| {' | '.join(map(str, cells))} |\n" for cells in rows)
