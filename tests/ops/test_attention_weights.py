@@ -79,14 +79,19 @@ def test_attention_mixes_values_with_these_weights(device: torch.device) -> None
     assert not weights[1, :, :, 6:].any()
 
 
-def test_nan_behind_the_mask_never_gets_out(backend: str, device: torch.device) -> None:
-    tensors = make(torch.float32, device)
+@pytest.mark.parametrize("packed", [False, True], ids=["padding", "behind the last sequence"])
+def test_nan_that_is_never_read_does_not_get_out(backend: str, device: torch.device, packed: bool) -> None:
+    tensors = make(torch.float32, device, 9, batch=1 if packed else 2)
     with torch.no_grad():
-        tensors["k"][1, :, 6:] = torch.nan
-    weights = tk.attention_weights(**tensors, key_padding_mask=PADDED.to(device), backend=backend)
+        tensors["k"][-1, :, 7:] = torch.nan
+        if packed:
+            tensors["q"][:, :, 7:] = torch.nan
+    hidden = {"cu_seqlens": SEQUENCES.to(device)} if packed else {"key_padding_mask": PADDED.to(device)}
+    weights = tk.attention_weights(**tensors, **hidden, backend=backend)
     weights.square().sum().backward()
     assert torch.isfinite(weights).all()
-    assert torch.isfinite(tensors["q"].grad).all() and not tensors["k"].grad[1, :, 6:].any()
+    assert torch.isfinite(tensors["q"].grad).all() and torch.isfinite(tensors["k"].grad).all()
+    assert not tensors["k"].grad[-1, :, 7:].any()
 
 
 def test_scores_are_float32_also_under_autocast(device: torch.device) -> None:

@@ -232,6 +232,23 @@ def test_all_rows_ignored(backend: str, device: torch.device, classes: int) -> N
     assert (tk.cross_entropy(**tensors, reduction="none", backend=backend) == 0).all()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3, "softcap": 5.0}], ids=str)
+def test_nan_in_an_ignored_row_does_not_get_out(
+    backend: str, device: torch.device, options: dict[str, float], reduction: str
+) -> None:
+    """Neither of its logits nor of its incoming gradient; the last row is one."""
+    tensors = make(torch.float32, device, 9, 20, ignored=0.0)
+    ignored = torch.arange(9, device=device) % 4 == 0
+    tensors["targets"].masked_fill_(ignored, -100)
+    tensors["logits"].data.masked_fill_(ignored[:, None], math.nan)
+    loss = tk.cross_entropy(**tensors, **options, reduction=reduction, backend=backend)
+    loss.backward(torch.where(ignored, math.nan, 1.0) if reduction == "none" else None)
+    gradient = tensors["logits"].grad
+    assert torch.isfinite(loss).all() and torch.isfinite(gradient).all()
+    assert not gradient[ignored].any() and gradient[~ignored].any(dim=1).all()
+
+
 def test_a_class_can_be_the_one_that_is_ignored(backend: str, device: torch.device) -> None:
     tensors = make(torch.float32, device, 40, 5, ignored=0.0)
     expected, gradient = theirs(tensors, ignore_index=3)

@@ -136,6 +136,16 @@ def test_all_rows_ignored(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("rows_at_once")
+def test_a_nan_gradient_of_an_ignored_row_does_not_get_out(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 37, 30)
+    tensors["targets"][-1] = -100
+    ignored = tensors["targets"] == -100
+    loss = tk.linear_cross_entropy(**tensors, reduction="none", backend=backend)
+    loss.backward(torch.where(ignored, math.nan, 1.0))
+    assert all(torch.isfinite(tensors[name].grad).all() for name in ("x", "weight", "bias"))
+
+
+@pytest.mark.usefixtures("rows_at_once")
 def test_no_rows_not_summed(backend: str, device: torch.device) -> None:
     tensors = make(torch.float32, device, 0, 30)
     loss = tk.linear_cross_entropy(**tensors, reduction="none", backend=backend)

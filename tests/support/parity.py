@@ -88,19 +88,23 @@ def run(
     function: Callable[..., Any],
     tensors: dict[str, Tensor | None],
     options: dict[str, Any],
-    cotangents: list[Tensor] | None = None,
+    cotangents: list[Tensor | None] | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Run:
-    """Call `function(**tensors, **options)` on leaf copies (in `dtype`), and backward from `cotangents`."""
+    """Call `function(**tensors, **options)` on leaf copies (in `dtype`), and backward from its `cotangents`, if any."""
     leaves = {name: _leaf(value, dtype) for name, value in tensors.items()}
     torch.manual_seed(seed)
     result = function(**leaves, **options)
     outputs = list(result) if isinstance(result, tuple) else [result]
     if cotangents is not None:
-        pairs = [(output, cot.to(output.dtype)) for output, cot in zip(outputs, cotangents, strict=True)]
-        pairs = [pair for pair in pairs if pair[0].requires_grad]
-        torch.autograd.backward([output for output, _ in pairs], [cotangent for _, cotangent in pairs])
+        pairs = [
+            (output, cotangent.to(output.dtype))
+            for output, cotangent in zip(outputs, cotangents, strict=True)
+            if output.requires_grad and cotangent is not None
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [cotangent for _, cotangent in pairs])
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
     return Run([output.detach() for output in outputs], gradients)
 
@@ -124,10 +128,14 @@ TILE = 64
 
 
 class RandomRounding(TorchDispatchMode):
-    """What runs in float64 has the rounding errors of float32, in random directions; see the module."""
+    """What runs in float64 has the rounding errors of float32, in random directions; see the module.
 
-    def __init__(self) -> None:
+    Factors and results of matrix products are rounded to `held`, the dtype of a call.
+    """
+
+    def __init__(self, held: torch.dtype = torch.float32, seed: int = 0) -> None:
         super().__init__()
+        self.held, self.seed = held, seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,21 +144,23 @@ class RandomRounding(TorchDispatchMode):
             return result
         if (size := self._size(func.overloadpacket.__name__, result, args, kwargs or {})) is None:
             return result
-        generator = self.generators.setdefault(result.device, torch.Generator(result.device).manual_seed(0))
+        generator = self.generators.setdefault(result.device, torch.Generator(result.device).manual_seed(self.seed))
         noise = torch.rand(result.shape, generator=generator, dtype=result.dtype, device=result.device) * 2.0 - 1.0
         error = (noise * size).nan_to_num(0.0, 0.0, 0.0)
         represented = result.float().double() == result
         return result.copy_(torch.where(represented, result, (result + error).float().double()))
 
-    @staticmethod
-    def _size(name: str, result: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+    def _size(self, name: str, result: Tensor, args: Any, kwargs: Any) -> Tensor | None:
         """How large a rounding error of each element of this step's result may be; None where it has none."""
         u = 2.0**-24
         if (halves := ROUNDINGS.get(name.rstrip("_"))) is not None:
             return torch.ldexp(torch.full_like(result, halves * u / 2.0), torch.frexp(result).exponent)
         if name in PRODUCTS and (length := args[-1].shape[-2]) > 0:
             squares = torch.matmul(args[-2].square(), args[-1].square())
-            return squares.sqrt() * u * math.sqrt(min(length, TILE) / 2 + max(0.0, math.log2(length / TILE)))
+            added = squares.sqrt() * u * math.sqrt(min(length, TILE) / 2 + max(0.0, math.log2(length / TILE)))
+            if self.held is torch.float32:
+                return added
+            return added + torch.finfo(self.held).eps / 2.0 * (2.0 * squares.sqrt() + result.abs())
         if name in ("sum", "mean") and args[0].numel() > result.numel() > 0:
             squares = torch.ops.aten.sum(args[0].square(), *args[1:], **kwargs)
             length = args[0].numel() / result.numel()
@@ -225,7 +235,6 @@ def check_parity(
     seed: int = 0,
     transform: Callable[[Tensor], Tensor] | None = None,
     excess: dict[str, Excess] | None = None,
-    slack: float = 1.0,
 ) -> float:
     """Forward and every gradient of `op` in `backend` against python_ref in float64, within the budget.
 
@@ -239,7 +248,6 @@ def check_parity(
         transform: what is done to each cotangent (an expanded or strided view of the same values).
         excess: the tensors whose gradient is known to exceed its budget, and how many times it stays below; a pair
             where it does so on some hosts: eager's error, from which the budget comes, is that of the host's library.
-        slack: the budget times this, for calls that nobody chose.
     """
     options = options or {}
     textbook = getattr(reference, op)
@@ -260,7 +268,7 @@ def check_parity(
 
     float32 = first.dtype is torch.float32
     eps = torch.finfo(first.dtype).eps
-    unit = slack * (PYTORCH_UNIT.get(first.dtype, eps) if backend == "torch" else eps)
+    unit = PYTORCH_UNIT.get(first.dtype, eps) if backend == "torch" else eps
     ours = run(getattr(tk, op), tensors, {**options, "backend": backend}, cotangents, seed=seed)
     shares = [
         assert_within_budget(
@@ -268,7 +276,7 @@ def check_parity(
             got,
             want,
             plain,
-            slack * OUTPUT_FACTOR,
+            OUTPUT_FACTOR,
             first.dtype,
             unit=unit,
             rounded=(lambda i=i: rounded().outputs[i]) if float32 else None,
@@ -288,7 +296,7 @@ def check_parity(
                 got,
                 want,
                 plain,
-                slack * GRADIENT_FACTOR,
+                GRADIENT_FACTOR,
                 first.dtype,
                 magnitude,
                 unit,

@@ -1,22 +1,54 @@
-"""Random calls of every operation: shapes, strides, dtypes and options drawn from a seed, the same in every backend."""
+"""Random calls of every operation, the same in every backend, against the oracle in float64 of tests/support/oracle.py.
+
+A seed draws shapes, strides, dtypes, options, which tensors require gradients, which outputs have one, and poison: NaN
+and infinities where an operation may not read (padding, masked scores, ignored rows and their incoming gradients,
+dropped elements, unused rows of tables, tokens behind the last packed sequence), or a NaN that must reach the output.
+
+The tolerance does not depend on eager PyTorch. The oracle runs again, each of its steps with a rounding error of random
+sign (`RandomRounding`, three times): float32 in each step, the call's dtype in the factors and results of products. An
+implementation's error is a sum of as many such roundings in another order, so its largest one is of the size of the
+largest of these: at most LARGEST times it, plus a rounding at the largest element.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from python_ref import ops as reference
-from tests.support.arguments import DTYPES, LAYOUTS, strided, transposed
+import transformer_kernels as tk
+from tests.support import oracle
+from tests.support.arguments import DTYPES, LAYOUTS, expanded, strided, transposed
+from tests.support.parity import PYTORCH_UNIT, RandomRounding, Run, run
 
 WIDTHS = (2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 96, 127, 128, 129, 200, 257)
 HEAD_DIMS = (4, 8, 16, 24, 32, 40, 59, 64, 72, 80, 128)
 LENGTHS = (2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 47, 64, 65, 70)
-DROPOUT = (0.0, 0.0, 0.1, 0.5)
+DROPOUT = (0.0, 0.0, 0.1, 0.5, 1.0)
+LEVELS = (-1e4, -1e6, -1e9, -math.inf)
+"""Of biases that hide keys, and at times all keys of a row."""
+LARGEST = 4.0
+PATHS = (
+    ("attention", "attention._torch_chunks", "SCORES_AT_ONCE", 1),
+    ("attention", "attention._torch", "LARGE_LSE", 1.0),
+    ("attention", "attention._tiles", "SHORT_QUERIES", 0),
+    ("attention", "attention._tiles", "SEQUENCES_TOKENS", 16),
+    ("attention", "attention._tiles", "DECODE_MINIMUM_KEYS", 16),
+    ("attention", "attention._tiles", "TURNED_KEYS", 8),
+    ("cross_entropy", "loss._torch", "ELEMENTS_AT_ONCE", 200),
+    ("cross_entropy", "loss._chunked", "FEWEST_ROWS", 16),
+    ("linear", "linear._cpu", "LARGEST_WEIGHT", 0),
+    ("linear", "linear._cpu", "SMALLEST_READ", 0),
+    ("linear", "linear._products", "ROWS_WORTH_TRANSPOSING", 2),
+)
+"""Limits between code paths, and values with which small calls take the path of large ones."""
 
 
 class Draw:
@@ -25,13 +57,30 @@ class Draw:
     def __init__(self, seed: str) -> None:
         self.random = Random(seed)
         self.values = torch.Generator().manual_seed(self.random.getrandbits(48))
+        self.seed = self.random.getrandbits(31)
         self.dtype = self.random.choice(DTYPES)
+        self.unread: Tensor | None = None  # where the first output's incoming gradient may be no number
 
     def one_of(self, *choices: Any) -> Any:
         return self.random.choice(choices)
 
     def maybe(self, make: Callable[[], Any]) -> Any:
         return make() if self.random.random() < 0.5 else None
+
+    def often(self, share: float) -> bool:
+        return self.random.random() < share
+
+    def spoil(self, x: Tensor, where: Tensor) -> None:
+        """Fill in, half of the time, what is no number at some of the positions that nobody may read."""
+        if self.often(0.5) and 0 not in x.stride():
+            some = where & (torch.rand(where.shape, generator=self.values) < self.one_of(0.3, 1.0))
+            x.data.masked_fill_(some, self.one_of(math.nan, math.inf, -math.inf))
+
+    def kept(self, p: float, *shape: int) -> Tensor:
+        """Which elements of rows dropout keeps in this call."""
+        torch.manual_seed(self.seed)
+        keep = oracle.kept_rows(torch.empty(shape), p)
+        return torch.ones(shape, dtype=torch.bool) if keep is None else keep
 
     def leading(self) -> tuple[int, ...]:
         """Up to three axes, 40 rows at most."""
@@ -43,7 +92,7 @@ class Draw:
     ) -> Tensor:
         """Normal values times `scale`, contiguous or in one of the layouts."""
         x = (scale * torch.randn(shape, generator=self.values)).to(dtype or self.dtype)
-        return self.one_of(*layouts, torch.clone)(x).requires_grad_()
+        return self.one_of(*layouts, torch.clone)(x).requires_grad_(self.often(0.8))
 
     def factor(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Of a matrix product: in bfloat16 oneDNN's reads elements behind a row, and a NaN there spoils the row."""
@@ -55,7 +104,7 @@ class Draw:
         return self.tensor(*shape, dtype=self.one_of(self.dtype, torch.float32))
 
     def mask(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.values) < self.one_of(0.9, 0.5)
+        return torch.rand(shape, generator=self.values) < self.one_of(0.9, 0.5, 0.1)
 
     def integers(self, below: int, *shape: int) -> Tensor:
         return torch.randint(below, shape, generator=self.values).to(self.one_of(torch.int64, torch.int32))
@@ -87,7 +136,13 @@ def _softmax(draw: Draw) -> Call:
     shape = (*draw.leading(), draw.one_of(*LENGTHS), draw.one_of(*WIDTHS))
     broadcast = [draw.one_of(1, size) for size in shape[draw.one_of(0, 1) :]]
     tensors = {"x": draw.tensor(*shape), "mask": draw.maybe(lambda: draw.mask(*broadcast))}
-    return tensors, {"causal": draw.one_of(False, True), "scale": draw.one_of(1.0, 0.125, -0.5, 2.0)}
+    causal, hidden = draw.one_of(False, True), torch.zeros(shape, dtype=torch.bool)
+    if tensors["mask"] is not None:
+        hidden = hidden | ~tensors["mask"]
+    if causal:
+        hidden = hidden | ~oracle.visible_pairs(*shape[-2:], causal=True)[0][0, 0]
+    draw.spoil(tensors["x"], hidden)
+    return tensors, {"causal": causal, "scale": draw.one_of(1.0, 0.125, -0.5, 0.0, 2.0)}
 
 
 def _layer_norm(draw: Draw) -> Call:
@@ -104,8 +159,10 @@ def _rms_norm(draw: Draw) -> Call:
 def _added(norm: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
     def make(draw: Draw) -> Call:
         tensors, options = norm(draw)
-        tensors["residual"] = draw.tensor(*tensors["x"].shape)
-        return tensors, {**options, "dropout_p": draw.one_of(*DROPOUT)}
+        shape, p = tensors["x"].shape, draw.one_of(*DROPOUT)
+        tensors["residual"] = draw.tensor(*shape)
+        draw.spoil(tensors["x"], ~draw.kept(p, *shape))
+        return tensors, {**options, "dropout_p": p}
 
     return make
 
@@ -139,6 +196,8 @@ def _cross_entropy(draw: Draw) -> Call:
         tensors["targets"] = (shares / shares.sum(-1, keepdim=True)).to(draw.dtype)
     else:
         tensors["targets"] = draw.targets(classes, *leading)
+        draw.unread = tensors["targets"] == -100
+        draw.spoil(tensors["logits"], draw.unread[..., None])
     if draw.random.random() < 0.3:
         tensors["weight"] = _class_weights(draw, classes)
     return tensors, _loss_options(draw)
@@ -159,6 +218,7 @@ def _linear_cross_entropy(draw: Draw) -> Call:
     weight = draw.factor(classes, width, scale=width**-0.5)  # else p - 1 of a sure row is a rounding
     tensors = {"x": draw.factor(*leading, width), "weight": weight}
     tensors |= {"targets": draw.targets(classes, *leading), "bias": draw.maybe(lambda: draw.tensor(classes))}
+    draw.unread = tensors["targets"] == -100
     if draw.random.random() < 0.3:
         tensors["class_weight"] = _class_weights(draw, classes)
     return tensors, _loss_options(draw)
@@ -171,11 +231,15 @@ def _embedding(draw: Draw) -> Call:
     if draw.one_of(False, True):
         tensors["positions"] = draw.tensor(places, width)
         tensors["position_ids"] = draw.maybe(lambda: draw.integers(places, *shape))
+        positions = torch.arange(shape[1]) if tensors["position_ids"] is None else tensors["position_ids"].long()
+        draw.spoil(tensors["positions"], ~torch.isin(torch.arange(places), positions)[:, None])
     if draw.one_of(False, True):
         tensors["norm_weight"] = draw.parameter(width)
         tensors["norm_bias"] = draw.maybe(lambda: draw.parameter(width))
-    options = {"scale": draw.one_of(1.0, -1.5), "eps": draw.one_of(1e-5, 1e-3)}
-    return tensors, {**options, "dropout_p": draw.one_of(*DROPOUT)}
+    options = {"scale": draw.one_of(1.0, 0.0, -1.5), "eps": draw.one_of(1e-5, 1e-3), "dropout_p": draw.one_of(*DROPOUT)}
+    draw.spoil(tensors["weight"], ~torch.isin(torch.arange(rows), tensors["tokens"])[:, None])
+    draw.unread = ~draw.kept(options["dropout_p"], *shape, width)
+    return tensors, options
 
 
 def _heads(draw: Draw) -> tuple[int, int, int, int, int, int]:
@@ -195,8 +259,9 @@ def _angles(draw: Draw, batch: int, length: int, width: int) -> dict[str, Tensor
     """cos and sin of as many pairs of columns as fit or fewer."""
     places = draw.integers(50, *draw.one_of((length,), (batch, length)))
     turned = draw.random.randrange(2, width + 1, 2)
-    cos, sin = reference.rotary_table(places, turned, dtype=draw.one_of(draw.dtype, torch.float32))
-    return {"cos": cos, "sin": sin}
+    angles = places[..., None] * 100.0 ** -torch.linspace(0.0, 1.0, turned // 2)
+    dtype = draw.one_of(draw.dtype, torch.float32)
+    return {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
 
 
 def _starts(draw: Draw, tokens: int) -> Tensor:
@@ -204,45 +269,73 @@ def _starts(draw: Draw, tokens: int) -> Tensor:
     return torch.tensor([0, *sorted(draw.random.randint(0, tokens) for _ in range(draw.one_of(1, 2, 4)))]).int()
 
 
-def _seen(draw: Draw, batch: int, queries: int, keys: int) -> Call:
-    """Padding, packed sequences and the options that hide keys. The first key is real."""
+def _seen(draw: Draw, batch: int, queries: int, keys: int, heads: int, columns: int) -> Call:
+    """What hides keys or is added to scores, for so many query heads with keys of so many columns."""
     tensors: dict[str, Tensor | None] = {}
-    if queries == keys and batch == 1 and draw.one_of(False, True):
+    if batch == 1 and draw.often(0.4):
         tensors["cu_seqlens"] = _starts(draw, queries)
-    elif draw.random.random() < 0.4:
+        if queries != keys:
+            count = len(tensors["cu_seqlens"]) - 1
+            tensors["cu_seqlens_k"] = torch.tensor([0, *sorted(draw.random.choices(range(keys + 1), k=count))]).int()
+    if draw.often(0.4):
         tensors["key_padding_mask"] = draw.mask(batch, keys)
-        tensors["key_padding_mask"][:, 0] = True
+    if draw.often(0.4):
+        tensors["attn_bias"] = _bias(draw, batch, heads, queries, keys)
+    if draw.often(0.2):
+        tensors["alibi_slopes"] = torch.rand(draw.one_of((heads,), (batch, heads)), generator=draw.values)
+    if draw.often(0.2):
+        tensors["sinks"] = draw.parameter(heads)
     window = draw.one_of(None, None, draw.random.randint(1, 20), (draw.random.randint(0, 9), draw.one_of(None, 0, 4)))
-    return tensors, {"causal": draw.one_of(False, True), "window": window, "scale": draw.one_of(None, None, 0.3, -0.2)}
+    options = {"causal": draw.one_of(False, True), "window": window, "softcap": draw.one_of(None, None, None, 3.0)}
+    return tensors, {**options, "scale": draw.one_of(None, None, 0.3, 0.0, -0.2)}
+
+
+def _unread(tensors: dict[str, Tensor | None], queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Keys (B or 1, Lk) and queries (1, Lq)."""
+    padding, starts, starts_k = (tensors.get(name) for name in ("key_padding_mask", "cu_seqlens", "cu_seqlens_k"))
+    of_keys = oracle.unread_tokens(keys, padding, starts if starts_k is None else starts_k)
+    return of_keys, oracle.unread_tokens(queries, None, starts)
 
 
 def _bias(draw: Draw, *shape: int) -> Tensor:
-    """Broadcasts to the scores."""
+    """Broadcasts to the scores; at times large in some columns, some rows or everywhere."""
     kept = draw.random.randint(0, 2)
-    return draw.parameter(*[draw.one_of(1, size) for size in shape[kept:2]], *shape[2:])
+    bias = draw.parameter(*[draw.one_of(1, size) for size in shape[kept:2]], *shape[2:])
+    if draw.often(0.5):
+        where = torch.rand(draw.one_of((1, 1), (shape[2], 1), (1, shape[3])), generator=draw.values) < 0.5
+        bias.data.masked_fill_(where, torch.tensor(draw.one_of(*LEVELS)).to(bias.dtype))
+    return bias
 
 
 def _attention(draw: Draw) -> Call:
     batch, heads, kv_heads, queries, keys, width = _heads(draw)
     keys = draw.one_of(keys, queries) if queries > 1 else keys
     shapes = {"q": (heads, queries), "k": (kv_heads, keys), "v": (kv_heads, keys)}
-    tensors, options = _seen(draw, batch, queries, keys)
+    others, options = _seen(draw, batch, queries, keys, heads, width)
     widths = {"q": width, "k": width, "v": draw.one_of(width, width, *HEAD_DIMS[:4])}
-    tensors = {name: draw.tensor(batch, *shape, widths[name]) for name, shape in shapes.items()} | tensors
-    options |= {"softcap": draw.one_of(None, None, None, 3.0), "return_lse": draw.one_of(False, True)}
-    if draw.random.random() < 0.3:
-        tensors["attn_bias"] = _bias(draw, batch, heads, queries, keys)
-    elif draw.random.random() < 0.2:
-        tensors["alibi_slopes"] = torch.rand(draw.one_of((heads,), (batch, heads)), generator=draw.values)
-    return tensors, {**options, "dropout_p": draw.one_of(*DROPOUT)}
+    tensors = {name: draw.tensor(batch, *shape, widths[name]) for name, shape in shapes.items()}
+    unread, unread_queries = _unread(others, queries, keys)
+    for name, where in (("q", unread_queries), ("k", unread), ("v", unread)):
+        draw.spoil(tensors[name], where[:, None, :, None])
+    options |= {"return_lse": draw.one_of(False, True), "dropout_p": draw.one_of(*DROPOUT)}
+    if not options["causal"] and options["window"] is None and options["dropout_p"] == 0.0 and draw.often(0.1):
+        name = draw.one_of(*"qkv")  # one token is NaN: those that see it are, and no others
+        token = draw.one_of(-1, draw.random.randrange(tensors[name].shape[2]))
+        tensors[name].data[:, :, token, draw.random.randrange(tensors[name].shape[3])] = math.nan
+        for x in (*tensors.values(), *others.values()):
+            x.requires_grad_(False)
+    return tensors | others, options
 
 
 def _packed_attention(draw: Draw) -> Call:
     batch, heads, kv_heads, _, length, width = _heads(draw)
-    tensors, options = _seen(draw, batch, length, length)
+    tensors, options = _seen(draw, batch, length, length, heads, width)
     qkv = draw.tensor(batch, length, heads + 2 * kv_heads, width)
+    unread, unread_queries = _unread(tensors, length, length)
+    of_heads = torch.arange(heads + 2 * kv_heads) >= heads
+    draw.spoil(qkv, (of_heads & unread[..., None] | unread_queries[..., None])[..., None])
     options |= {"heads": heads, "dropout_p": draw.one_of(*DROPOUT)}
-    if width > 1 and draw.random.random() < 0.3:
+    if draw.often(0.3):
         tensors |= _angles(draw, batch, length, width)
         options["interleaved"] = draw.one_of(False, True)
     return {"qkv": qkv, **tensors}, options
@@ -250,8 +343,10 @@ def _packed_attention(draw: Draw) -> Call:
 
 def _attention_weights(draw: Draw) -> Call:
     batch, heads, kv_heads, queries, keys, width = _heads(draw)
-    tensors, options = _seen(draw, batch, queries, keys)
+    tensors, options = _seen(draw, batch, queries, keys, heads, width)
     q, k = draw.tensor(batch, heads, queries, width), draw.tensor(batch, kv_heads, keys, width)
+    for x, unread in zip((k, q), _unread(tensors, queries, keys), strict=True):
+        draw.spoil(x, unread[:, None, :, None])
     return {"q": q, "k": k, **tensors}, options
 
 
@@ -275,3 +370,91 @@ DRAWN: dict[str, Callable[[Draw], Call]] = {
     "embedding": _embedding,
     "rotary": _rotary,
 }
+
+
+def check(op: str, backend: str, draw: Draw) -> float:
+    """The largest share of a tolerance that one call uses, backward included; 0 if the backend does not support it.
+
+    Raises:
+        AssertionError: with the call.
+    """
+    tensors, options = DRAWN[op](draw)
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    paths = [path for path in PATHS if path[0] in op and draw.often(0.3)]
+    try:
+        with ExitStack() as stack:
+            for _, module, name, value in paths:
+                loaded = importlib.import_module(f"transformer_kernels.ops.{module}")
+                stack.enter_context(mock.patch.object(loaded, name, value))
+            return _check(op, backend, draw, tensors, options)
+    except tk.UnsupportedByBackend:
+        return 0.0
+    except Exception as error:
+        shapes = {name: (str(x.dtype), tuple(x.shape), x.stride(), x.requires_grad) for name, x in tensors.items()}
+        raise AssertionError(f"{type(error).__name__}: {error}\n{shapes} {options} {paths}") from error
+
+
+def _check(op: str, backend: str, draw: Draw, tensors: dict[str, Tensor], options: dict[str, Any]) -> float:
+    exact_function = getattr(oracle, op)
+    shapes = [x.shape for x in run(exact_function, tensors, options, dtype=torch.float64, seed=draw.seed).outputs]
+    cotangents = [_cotangent(draw, shape) for shape in shapes]
+    if len(cotangents) > 1 and draw.often(0.3):
+        cotangents[draw.one_of(0, 1)] = None
+
+    def once(function: Any, dtype: torch.dtype | None = None, **more: Any) -> Run:
+        return run(function, tensors, {**options, **more}, cotangents, dtype, draw.seed)
+
+    exact = once(exact_function, torch.float64)
+    draws = []
+    for number in range(3):
+        with RandomRounding(draw.dtype, number):
+            draws.append(once(exact_function, torch.float64))
+    if draw.unread is not None and cotangents[0] is not None and draw.unread.dim() == cotangents[0].dim():
+        draw.spoil(cotangents[0], draw.unread)
+    ours = once(getattr(tk, op), backend=backend)
+    eps = torch.finfo(draw.dtype).eps
+    unit = PYTORCH_UNIT.get(draw.dtype, eps) if backend == "torch" else eps
+    shares = [
+        assert_near(f"{op} output {i}", got, want, [each.outputs[i] for each in draws], unit, _largest(want))
+        for i, (got, want) in enumerate(zip(ours.outputs, exact.outputs, strict=True))
+    ]
+    largest = max((_largest(x) for x in exact.gradients.values() if x is not None), default=0.0)
+    for name, got in ours.gradients.items():
+        like = tensors[name].double()
+        found = (each.gradients[name] for each in (exact, *draws))
+        want, *near = (torch.zeros_like(like) if x is None else x for x in found)
+        assert got is None or got.dtype is tensors[name].dtype, f"the gradient of {name} has dtype {got.dtype}"
+        got = torch.zeros_like(tensors[name]) if got is None else got
+        shares.append(assert_near(f"gradient of {name}", got, want, near, unit, largest))
+    return max(shares)
+
+
+def _cotangent(draw: Draw, shape: torch.Size) -> Tensor:
+    x = torch.randn(shape, generator=draw.values).to(draw.dtype)
+    layouts = (torch.clone, transposed, strided, expanded) if x.dim() > 1 else (torch.clone,)
+    return draw.one_of(*layouts)(x)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.masked_fill(~x.isfinite(), 0.0).abs().amax()) if x.numel() else 0.0
+
+
+def assert_near(name: str, got: Tensor, exact: Tensor, draws: list[Tensor], unit: float, magnitude: float) -> float:
+    """The share used of the tolerance: LARGEST times the largest error of the draws, and `unit` of the magnitude.
+
+    Raises:
+        AssertionError: more than all of it, or a result that is not finite where the exact one is, or the reverse.
+    """
+    assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)} instead of {tuple(exact.shape)}"
+    held = torch.finfo(got.dtype)
+    got = got.double()
+    finite = exact.isfinite()
+    torch.testing.assert_close(got[~finite], exact[~finite], equal_nan=True, msg=lambda m: f"{name}: {m}")
+    if magnitude > held.max:
+        return 0.0
+    assert got[finite].isfinite().all(), f"{name}: not finite where the exact result is"
+    error = _largest((got - exact)[finite])
+    deviation = max(_largest((each - exact)[finite]) for each in draws)
+    limit = LARGEST * deviation + unit * max(magnitude, unit)  # inputs are near 1; tails of GELU cancel
+    assert error <= limit, f"{name}: largest error {error:.3e} exceeds {limit:.3e} ({deviation:.1e}, {magnitude:.1e})"
+    return error / limit

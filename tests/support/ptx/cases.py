@@ -20,6 +20,7 @@ from benchmarks.compilers.launches import Launch
 from benchmarks.compilers.triton import launches
 from python_ref import ops as reference
 from tests.support import parity as budget
+from tests.support import random_calls
 from tests.support.arguments import normal
 from tests.support.operations import CPU, EXAMPLES
 from tests.support.parity import check_parity
@@ -28,14 +29,10 @@ from tests.support.ptx.machine import Machine
 from tests.support.ptx.memory import Global
 from tests.support.ptx.syntax import parse
 from tests.support.ptx.tensor_cores import NO_FENCE
-from tests.support.random_calls import DRAWN, Draw
-from transformer_kernels import UnsupportedByBackend
+from tests.support.random_calls import Draw
 
 CP_ASYNC_PROXY = NO_FENCE[True]
 """Triton 3.6 emits no fence.proxy.async between the cp.async that fills a tile and the wgmma that reads it."""
-
-RANDOM_SLACK = 8.0
-"""That of tests/ops/test_random_calls.py, for its reason."""
 
 
 @dataclass
@@ -87,13 +84,12 @@ def parity(
     *,
     races: bool = True,
     edit: Edit | None = None,
-    slack: float = 1.0,
 ) -> Outcome:
     """One call and its backward pass, held to the budget of tests/support/parity.py."""
     started = time.process_time()
     torch.manual_seed(0)
     with package_launches(target, races, edit) as executions, poisoned():
-        share = check_parity(op, "triton", tensors, options, seed=7, slack=slack)
+        share = check_parity(op, "triton", tensors, options, seed=7)
     return outcome(share, executions, started)
 
 
@@ -134,20 +130,18 @@ def lengths(target: str, dtype: torch.dtype, queries: int, keys: int) -> Outcome
 
 
 def random_call(day: str, op: str, number: int, target: str) -> Outcome:
-    """A call of tests/support/random_calls.py, with the slack that calls have which nobody chose.
+    """A call of tests/support/random_calls.py.
 
     Raises:
         AssertionError: with the call, so that it can be repeated.
     """
-    tensors, options = DRAWN[op](Draw(f"{day}:{op}:{number}"))
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    started = time.process_time()
     try:
-        return parity(op, target, tensors, options, slack=RANDOM_SLACK)
-    except UnsupportedByBackend:
-        return Outcome(0.0, [], {}, seconds=0.1)
+        with package_launches(target, True, None) as executions, poisoned():
+            share = random_calls.check(op, "triton", Draw(f"{day}:{op}:{number}"))
     except Exception as error:
-        shapes = {name: (str(x.dtype), tuple(x.shape), x.stride()) for name, x in tensors.items()}
-        raise AssertionError(f"{day}:{op}:{number} on {target}: {error}\n{shapes} {options}") from error
+        raise AssertionError(f"{day}:{op}:{number} on {target}: {error}") from error
+    return outcome(share, executions, started)
 
 
 @functools.cache

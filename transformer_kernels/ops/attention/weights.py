@@ -144,13 +144,20 @@ class _OnSoftmax:
 
 
 def _operands(call: AttentionWeightsCall) -> tuple[Tensor, Tensor]:
-    """q (B, Hk, group, Lq, D) and k (B, Hk, 1, Lk, D), at least float32; what a mask hides of k is 0, were it NaN."""
+    """q (B, Hk, group, Lq, D) and k (B, Hk, 1, Lk, D), at least float32; what is never read is 0, were it NaN."""
     wide = torch.promote_types(call.q.dtype, torch.float32)
-    k = call.k.to(wide)
-    padding = call.scores.key_padding_mask
-    if padding is not None:
-        k = k.masked_fill(~padding[:, None, :, None], 0.0)
-    return call.q.to(wide).unflatten(1, (k.shape[1], -1)), k.unsqueeze(2)
+    q, k, scores = call.q.to(wide), call.k.to(wide), call.scores
+    if scores.key_padding_mask is not None:
+        k = k.masked_fill(~scores.key_padding_mask[:, None, :, None], 0.0)
+    if scores.cu_seqlens is not None:
+        q = _without_filler(q, scores.cu_seqlens)
+        k = _without_filler(k, scores.cu_seqlens if scores.cu_seqlens_k is None else scores.cu_seqlens_k)
+    return q.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2)
+
+
+def _without_filler(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """x (1, H, L, D) with zeros behind the last sequence."""
+    return x.masked_fill((torch.arange(x.shape[2], device=x.device) >= cu_seqlens[-1])[:, None], 0.0)
 
 
 def _scores(call: AttentionWeightsCall, q: Tensor, k: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class ChunkedCrossEntropy:
         if call.reduction == "none":
             with torch.autocast(dloss.device.type, enabled=False):
                 head = _Head(self.kernels, call, list(wanted))
-                head.all_losses(call.targets.view(-1), dloss.reshape(-1, 1))
+                scale = dloss.masked_fill(call.targets == call.ignore_index, 0.0)
+                head.all_losses(call.targets.view(-1), scale.reshape(-1, 1))
                 return head.gradients(call)
         in_mean = counted if call.reduction == "mean" else None
         scale = dloss if in_mean is None else dloss / in_mean.masked_fill(in_mean == 0.0, 1.0)

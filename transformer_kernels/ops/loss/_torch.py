@@ -39,6 +39,8 @@ def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, w
     classes = logits.shape[-1]
     scales = dloss if count is None or call.reduction != "mean" else dloss / count
     scales = scales.expand(logits.shape[:-1]).reshape(-1)
+    if not call.targets.is_floating_point():
+        scales = scales.masked_fill(call.targets.view(-1) == call.ignore_index, 0.0)
     every = (logits.view(-1, classes), _rows_of(call.targets, classes), scales, dlogits.view(-1, classes))
     for chunk, target, scale, out in _chunks(*every):
         if _is_plain(options, target):
@@ -174,11 +176,12 @@ def _write_gradient(
     p: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, label_smoothing: float, out: Tensor
 ) -> None:
     """out = scale * (p - the smoothed target), rows that are ignored 0; p (R, V) is used up, scale (R,)."""
-    scale = scale.masked_fill(targets == ignore_index, 0.0)
+    ignored = targets == ignore_index
     if p.device.type != "cpu":
-        scale.masked_fill_(_outside(targets, p.shape[1], ignore_index), torch.nan)
+        scale = scale.masked_fill(_outside(targets, p.shape[1], ignore_index), torch.nan)
     if label_smoothing > 0.0:
         p.sub_(label_smoothing / p.shape[1])
     column = targets.clamp(0, p.shape[1] - 1).unsqueeze(1)  # (R, 1)
     p.scatter_(1, column, p.gather(1, column).sub_(1.0 - label_smoothing))
     torch.mul(p, scale.unsqueeze(1), out=out)
+    out.masked_fill_(ignored.unsqueeze(1), 0.0)  # 0 * NaN is NaN
