@@ -436,7 +436,7 @@ class Trainer:
         self.scaler.load_state_dict(state["scaler"])
         self.sampler.restore(state["sampler"])
         self.step_number, self.evaluated_at = int(state["step"]), int(state["evaluated_at"])
-        self.seconds = float(state["seconds"])
+        self.seconds = float(state.get("seconds", 0.0))
         self.best_loss, self.stale_evaluations = state["best_loss"], int(state["stale_evaluations"])
         self.validation = dict(state["validation"])
         restore_random_state(state["random"][self.processes.rank], self.device)
