@@ -318,7 +318,9 @@ def _attention(draw: Draw) -> Call:
     for name, where in (("q", unread_queries), ("k", unread), ("v", unread)):
         draw.spoil(tensors[name], where[:, None, :, None])
     options |= {"return_lse": draw.one_of(False, True), "dropout_p": draw.one_of(*DROPOUT)}
-    if not options["causal"] and options["window"] is None and options["dropout_p"] == 0.0 and draw.often(0.1):
+    bias = others.get("attn_bias")
+    hides = options["causal"] or options["window"] is not None or (bias is not None and bool(bias.isneginf().any()))
+    if not hides and options["dropout_p"] == 0.0 and draw.often(0.1):
         name = draw.one_of(*"qkv")  # one token is NaN: those that see it are, and no others
         token = draw.one_of(-1, draw.random.randrange(tensors[name].shape[2]))
         tensors[name].data[:, :, token, draw.random.randrange(tensors[name].shape[3])] = math.nan
