@@ -286,6 +286,7 @@ MORE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("attention", (leaf(2, 4, 5, 8), leaf(2, 2, 7, 8), leaf(2, 2, 7, 8)), {"key_padding_mask": PADDING, "window": 3}),
     ("attention", (leaf(2, 4, 5, 8), leaf(2, 2, 7, 8), leaf(2, 2, 7, 8)), {"attn_bias": leaf(1, 4, 5, 7)}),
     ("attention", (NINE, NINE, NINE), {"cu_seqlens": STARTS, "dropout_p": 0.3}),
+    ("attention", (NINE, NINE, NINE), {"sinks": leaf(2), "causal": True}),
 ]
 
 

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import transformer_kernels as tk
 from tests.support import transformers_models as models
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
+from transformer_kernels.backends.dispatch import unavailable
 
 huggingface = pytest.importorskip("transformer_kernels.huggingface", reason="transformers is not installed")
 masking = pytest.importorskip("transformers.masking_utils")
@@ -347,6 +349,26 @@ def test_windowed_models_match_eager_without_dense_masks(name, padding, monkeypa
         return
     for key, value in results[0].items():  # SDPA has neither soft cap nor sinks, and eager none in float64
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu", None])
+def test_patched_gpt_oss_trains_its_sinks_like_eager(backend):
+    if backend == "cpu" and (reason := unavailable("cpu", torch.device("cpu"))) is not None:
+        pytest.skip(reason)
+    kind, sizes = WINDOWED["gpt_oss"]
+    model = getattr(models.transformers, kind)
+    torch.manual_seed(0)
+    eager = model._from_config(
+        model.config_class(**models.ENCODER | sizes, **models.TOKENS), attn_implementation="eager"
+    ).train()
+    ours = copy.deepcopy(eager)
+    report = tk.patch(ours, backend=backend)
+    assert {"attention", "cross_entropy"} <= {row.answered for row in report.patched}
+    batch = models.inputs("llama", "right")
+    results = [models.run("llama", each, batch) for each in (eager, ours)]
+    assert any("sinks" in key for key in results[0])
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

@@ -305,3 +305,25 @@ def test_accumulated_gradients_and_random_numbers_of_a_generator():
         results.append(losses)
     assert results[0] == results[1]
     assert graphs(run)
+
+
+def test_attention_sinks_are_trained_in_a_recorded_step():
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    found = []
+    for recorded in (False, True):
+        sinks = nn.Parameter(torch.tensor([0.5, -1.0]))
+        optimizer = torch.optim.SGD([sinks], lr=0.5)
+
+        def step(q, k, v, sinks=sinks, optimizer=optimizer):
+            optimizer.zero_grad()
+            out = tk.attention(q, k, v, sinks=sinks, causal=True)
+            loss = out.square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        called = tk.graphed(step, optimizer, warm_up_calls=1) if recorded else step
+        losses = [called(q, k, v).item() for _ in range(5)]
+        assert len(set(losses)) == 5
+        found.append((losses, sinks.detach().clone()))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
