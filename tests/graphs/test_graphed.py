@@ -312,7 +312,7 @@ def test_attention_sinks_are_trained_in_a_recorded_step():
     found = []
     for recorded in (False, True):
         sinks = nn.Parameter(torch.tensor([0.5, -1.0]))
-        optimizer = torch.optim.SGD([sinks], lr=0.5)
+        optimizer = torch.optim.SGD([sinks], lr=0.5, fused=True)
 
         def step(q, k, v, sinks=sinks, optimizer=optimizer):
             optimizer.zero_grad()
