@@ -14,7 +14,7 @@ import torch
 from benchmarks.compilers.triton import OPERATIONS
 from tests.ptx.test_operations import DTYPES, PER_DTYPE, PER_TARGET, TARGETS
 from tests.support.operations import EXAMPLES
-from tests.support.ptx.cases import CP_ASYNC_PROXY, Outcome, decoded, example, lengths, random_call
+from tests.support.ptx.cases import KNOWN, Outcome, decoded, example, lengths, random_call
 from tests.support.ptx.worker import in_worker
 from tests.support.random_calls import DRAWN
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def check(outcome: Outcome) -> None:
-    assert outcome.findings.keys() <= {CP_ASYNC_PROXY}, "\n".join(outcome.lines[:20])
+    assert outcome.findings.keys() <= KNOWN, "\n".join(outcome.lines[:20])
 
 
 @PER_TARGET

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.arguments import normal
 from tests.support.operations import CPU
-from tests.support.ptx.cases import CP_ASYNC_PROXY, Outcome, forward
+from tests.support.ptx.cases import KNOWN, Outcome, forward
 from tests.support.ptx.launch import Edit
 from tests.support.ptx.types import Fault
 
@@ -138,7 +138,7 @@ def verdict(call: str, kind: Kind, index: int) -> str:
         return f"fault: {fault}"
     except AssertionError as error:
         return f"result: {error}"
-    reported = outcome.findings.keys() - {CP_ASYNC_PROXY}
+    reported = outcome.findings.keys() - KNOWN
     return f"report: {min(reported)}" if reported else ""
 
 
