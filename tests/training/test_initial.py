@@ -70,7 +70,9 @@ def test_what_is_no_encoder_is_refused(pretrained, imdb_config, tmp_path):
     (pretrained / "vocab.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json, vocab\.txt"):
         read_encoder(pretrained)
-    with pytest.raises(FileNotFoundError, match=r"gone: no such folder; pass a run of train mlm; .*`hf download"):
+    with pytest.raises(CheckpointError, match=r"gone/on: no such checkpoint; .*mlm; .*`hf download gone/on "):
+        read_encoder("gone/on")
+    with pytest.raises(CheckpointError, match=r"gone: no such checkpoint; pass a run of train mlm$"):
         read_encoder(tmp_path / "gone")
 
 

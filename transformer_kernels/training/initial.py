@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from python_ref.config import TransformerConfig
 from python_ref.encoder import Encoder
 from transformer_kernels.pretrained.tokenizers import download_remedy
-from transformer_kernels.training.checkpoint import MANIFEST, checkpoint_folder, load_checkpoint, load_weights
+from transformer_kernels.training.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    checkpoint_folder,
+    load_checkpoint,
+    load_weights,
+)
 from transformer_kernels.training.tokenizers import PretrainedTokenizer
 
 ENCODER = ("embedding.", "blocks.", "final_norm.")  # parameters shared by a pretrained model and a classifier
@@ -41,14 +47,13 @@ def read_encoder(folder: str | Path) -> Initial:
     """Read a run or checkpoint of this package, or a Hugging Face folder.
 
     Raises:
-        CheckpointError: the run is corrupt.
+        CheckpointError: there is no such folder, or the run is corrupt.
         FileNotFoundError, ValueError: see `load_pretrained` and `load_tokenizer`; or the model is not an encoder.
     """
     folder = Path(folder)
     if not folder.exists():
-        raise FileNotFoundError(
-            f"{folder}: no such folder; pass a run of train mlm; pretrained {download_remedy(folder)}"
-        )
+        remedy = "" if folder.is_absolute() else f"; pretrained {download_remedy(folder)}"
+        raise CheckpointError(f"{folder}: no such checkpoint; pass a run of train mlm{remedy}")
     if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file():
         return _read_pretrained(folder)
     folder = checkpoint_folder(folder)
