@@ -321,6 +321,7 @@ def test_resuming_with_other_data_is_refused(char_config, text_file):
     "change",
     [
         {"step": "many"},
+        {"step": 1e999},
         {"seconds": None},
         {"random": [{}]},
         {"random": None},

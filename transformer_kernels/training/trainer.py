@@ -420,7 +420,7 @@ class Trainer:
         load_weights(self.model, checkpoint.weights, folder)
         try:
             self._restore_state(folder, checkpoint.optimizer, state)
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder}: the trainer state cannot be restored: {error!r}") from error
