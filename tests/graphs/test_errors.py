@@ -190,3 +190,10 @@ def test_a_number_that_changes_before_each_call_is_followed_ever_more_eagerly():
     assert "Dropout.p was 0.02 and is 0.03" in str(caught[0].message)
     assert "graphs are dropped before they are replayed" in str(caught[0].message)
     assert ask._unused.total() < 8
+
+
+def test_a_training_step_needs_its_optimizer():
+    weight = torch.nn.Parameter(torch.ones(2))
+    step = tk.graphed(lambda x: (weight * x).sum().backward())
+    with pytest.raises(RuntimeError, match=r"runs without gradients: pass graphed\(step, optimizer\)"):
+        step(torch.ones(2))

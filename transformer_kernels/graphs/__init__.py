@@ -167,8 +167,14 @@ class Graphed:
 
     def _work(self, *args: Any, **kwargs: Any) -> Any:
         if self._optimizer is None:
-            with torch.no_grad():
-                return _checked(self._function(*args, **kwargs))
+            try:
+                with torch.no_grad():
+                    return _checked(self._function(*args, **kwargs))
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                remedy = "without an optimizer the function runs without gradients: pass graphed(step, optimizer)"
+                raise RuntimeError(f"graphed: {remedy}") from error
         try:
             with torch.enable_grad():
                 return _checked(self._function(*args, **kwargs))
