@@ -130,9 +130,9 @@ def test_gradients_do_not_cross_a_border(count: Count, device: torch.device, poi
     clean = _forward_and_backward(tensors, cu_seqlens=cu_seqlens)
     with torch.no_grad():
         tensors[poisoned][:, :, 37:77] = float("nan")
-    spoiled = _forward_and_backward(tensors, cu_seqlens=cu_seqlens)
-    assert torch.isnan(spoiled["out"][:, :, 37:77]).all()
-    for name, gradient in spoiled.items():
+    poisoned = _forward_and_backward(tensors, cu_seqlens=cu_seqlens)
+    assert torch.isnan(poisoned["out"][:, :, 37:77]).all()
+    for name, gradient in poisoned.items():
         torch.testing.assert_close(gradient[:, :, :37], clean[name][:, :, :37], atol=0, rtol=0, msg=name)
         assert (gradient[:, :, 77:] == 0).all(), name
 

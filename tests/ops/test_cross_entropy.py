@@ -197,7 +197,7 @@ def test_second_derivatives_with_options(device: torch.device) -> None:
         assert torch.autograd.gradgradcheck(function, (tensors["logits"],))
 
 
-def test_a_hidden_class_of_probability_0_spoils_nothing(device: torch.device) -> None:
+def test_a_hidden_class_of_probability_0_changes_nothing(device: torch.device) -> None:
     logits = torch.tensor([[1.0, -math.inf, 2.0]], device=device, requires_grad=True)
     loss = tk.cross_entropy(logits, torch.tensor([[0.5, 0.0, 0.5]], device=device), backend="torch")
     loss.backward()

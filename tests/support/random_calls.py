@@ -59,7 +59,7 @@ class Draw:
         self.values = torch.Generator().manual_seed(self.random.getrandbits(48))
         self.seed = self.random.getrandbits(31)
         self.dtype = self.random.choice(DTYPES)
-        self.unread: Tensor | None = None  # where the first output's incoming gradient may be no number
+        self.unread: Tensor | None = None  # where the first output's incoming gradient may be NaN or infinite
 
     def one_of(self, *choices: Any) -> Any:
         return self.random.choice(choices)
@@ -70,8 +70,8 @@ class Draw:
     def often(self, share: float) -> bool:
         return self.random.random() < share
 
-    def spoil(self, x: Tensor, where: Tensor) -> None:
-        """Fill in, half of the time, what is no number at some of the positions that nobody may read."""
+    def poison(self, x: Tensor, where: Tensor) -> None:
+        """Write NaN or infinities, half of the time, to some of the positions that an operation may not read."""
         if self.often(0.5) and 0 not in x.stride():
             some = where & (torch.rand(where.shape, generator=self.values) < self.one_of(0.3, 1.0))
             x.data.masked_fill_(some, self.one_of(math.nan, math.inf, -math.inf))
@@ -95,7 +95,7 @@ class Draw:
         return self.one_of(*layouts, torch.clone)(x).requires_grad_(self.often(0.8))
 
     def factor(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Of a matrix product: in bfloat16 oneDNN's reads elements behind a row, and a NaN there spoils the row."""
+        """Of a matrix product: in bfloat16 oneDNN's reads elements behind a row, and a NaN there reaches the row."""
         layouts = (transposed, strided) if self.dtype is torch.bfloat16 else LAYOUTS
         return self.tensor(*shape, scale=scale, layouts=layouts)
 
@@ -141,7 +141,7 @@ def _softmax(draw: Draw) -> Call:
         hidden = hidden | ~tensors["mask"]
     if causal:
         hidden = hidden | ~oracle.visible_pairs(*shape[-2:], causal=True)[0][0, 0]
-    draw.spoil(tensors["x"], hidden)
+    draw.poison(tensors["x"], hidden)
     return tensors, {"causal": causal, "scale": draw.one_of(1.0, 0.125, -0.5, 0.0, 2.0)}
 
 
@@ -161,7 +161,7 @@ def _added(norm: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
         tensors, options = norm(draw)
         shape, p = tensors["x"].shape, draw.one_of(*DROPOUT)
         tensors["residual"] = draw.tensor(*shape)
-        draw.spoil(tensors["x"], ~draw.kept(p, *shape))
+        draw.poison(tensors["x"], ~draw.kept(p, *shape))
         return tensors, {**options, "dropout_p": p}
 
     return make
@@ -197,7 +197,7 @@ def _cross_entropy(draw: Draw) -> Call:
     else:
         tensors["targets"] = draw.targets(classes, *leading)
         draw.unread = tensors["targets"] == -100
-        draw.spoil(tensors["logits"], draw.unread[..., None])
+        draw.poison(tensors["logits"], draw.unread[..., None])
     if draw.random.random() < 0.3:
         tensors["weight"] = _class_weights(draw, classes)
     return tensors, _loss_options(draw)
@@ -232,12 +232,12 @@ def _embedding(draw: Draw) -> Call:
         tensors["positions"] = draw.tensor(places, width)
         tensors["position_ids"] = draw.maybe(lambda: draw.integers(places, *shape))
         positions = torch.arange(shape[1]) if tensors["position_ids"] is None else tensors["position_ids"].long()
-        draw.spoil(tensors["positions"], ~torch.isin(torch.arange(places), positions)[:, None])
+        draw.poison(tensors["positions"], ~torch.isin(torch.arange(places), positions)[:, None])
     if draw.one_of(False, True):
         tensors["norm_weight"] = draw.parameter(width)
         tensors["norm_bias"] = draw.maybe(lambda: draw.parameter(width))
     options = {"scale": draw.one_of(1.0, 0.0, -1.5), "eps": draw.one_of(1e-5, 1e-3), "dropout_p": draw.one_of(*DROPOUT)}
-    draw.spoil(tensors["weight"], ~torch.isin(torch.arange(rows), tensors["tokens"])[:, None])
+    draw.poison(tensors["weight"], ~torch.isin(torch.arange(rows), tensors["tokens"])[:, None])
     draw.unread = ~draw.kept(options["dropout_p"], *shape, width)
     return tensors, options
 
@@ -316,7 +316,7 @@ def _attention(draw: Draw) -> Call:
     tensors = {name: draw.tensor(batch, *shape, widths[name]) for name, shape in shapes.items()}
     unread, unread_queries = _unread(others, queries, keys)
     for name, where in (("q", unread_queries), ("k", unread), ("v", unread)):
-        draw.spoil(tensors[name], where[:, None, :, None])
+        draw.poison(tensors[name], where[:, None, :, None])
     options |= {"return_lse": draw.one_of(False, True), "dropout_p": draw.one_of(*DROPOUT)}
     bias = others.get("attn_bias")
     hides = options["causal"] or options["window"] is not None or (bias is not None and bool(bias.isneginf().any()))
@@ -335,7 +335,7 @@ def _packed_attention(draw: Draw) -> Call:
     qkv = draw.tensor(batch, length, heads + 2 * kv_heads, width)
     unread, unread_queries = _unread(tensors, length, length)
     of_heads = torch.arange(heads + 2 * kv_heads) >= heads
-    draw.spoil(qkv, (of_heads & unread[..., None] | unread_queries[..., None])[..., None])
+    draw.poison(qkv, (of_heads & unread[..., None] | unread_queries[..., None])[..., None])
     options |= {"heads": heads, "dropout_p": draw.one_of(*DROPOUT)}
     if draw.often(0.3):
         tensors |= _angles(draw, batch, length, width)
@@ -348,7 +348,7 @@ def _attention_weights(draw: Draw) -> Call:
     tensors, options = _seen(draw, batch, queries, keys, heads, width)
     q, k = draw.tensor(batch, heads, queries, width), draw.tensor(batch, kv_heads, keys, width)
     for x, unread in zip((k, q), _unread(tensors, queries, keys), strict=True):
-        draw.spoil(x, unread[:, None, :, None])
+        draw.poison(x, unread[:, None, :, None])
     return {"q": q, "k": k, **tensors}, options
 
 
@@ -412,7 +412,7 @@ def _check(op: str, backend: str, draw: Draw, tensors: dict[str, Tensor], option
         with RandomRounding(draw.dtype, number):
             draws.append(once(exact_function, torch.float64))
     if draw.unread is not None and cotangents[0] is not None and draw.unread.dim() == cotangents[0].dim():
-        draw.spoil(cotangents[0], draw.unread)
+        draw.poison(cotangents[0], draw.unread)
     ours = once(getattr(tk, op), backend=backend)
     eps = torch.finfo(draw.dtype).eps
     unit = PYTORCH_UNIT.get(draw.dtype, eps) if backend == "torch" else eps

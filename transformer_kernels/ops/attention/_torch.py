@@ -184,7 +184,7 @@ def _is_large(lse: Tensor, q: Tensor) -> bool:
 
 
 def _contained(call: AttentionCall, result: Tensor) -> bool:
-    """Whether out or dq shows that nothing behind the padding mask spoiled it: 0 times what is not finite is NaN."""
+    """Whether out or dq shows that nothing behind the padding mask reached it: 0 times NaN or infinity is NaN."""
     return call.scores.key_padding_mask is None or result.device.type != "cpu" or math.isfinite(float(result.sum()))
 
 

@@ -178,7 +178,7 @@ def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -
 
 
 def _clean(call: AttentionCall) -> bool:
-    """Whether padding and other sequences hold nothing that could spoil a row: seen on the CPU only."""
+    """Whether padding and other sequences hold finite numbers only; looked at on the CPU alone."""
     if call.scores.key_padding_mask is None and call.scores.cu_seqlens is None:
         return True
     return call.k.device.type == "cpu" and math.isfinite(float(call.k.sum() + call.v.sum()))
