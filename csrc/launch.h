@@ -21,6 +21,11 @@ struct Stream {
   uintptr_t handle;
 };
 
+// Of a call's structure (csrc/calls).
+template <class Call> Stream stream_of(const Call& call) {
+  return {static_cast<int>(call.device), static_cast<uintptr_t>(call.stream)};
+}
+
 #if defined(__CUDACC__)
 
 // Whether the runtime's context of a device exists. It takes hundreds of megabytes of the device's memory.

@@ -1,11 +1,9 @@
 // What Python hands to the activation kernels of a CPU and of a GPU: transformer_kernels/ops/activation/_compiled.py names
 // each field. Rows are (rows, columns) and contiguous, the bias is (columns,); address 0 is an absent tensor.
 #pragma once
-#include <cstdint>
+#include "types.h"
 
 namespace transformer_kernels {
-
-using Address = uint64_t;
 
 enum ActivationKind : int64_t { RELU, GELU, GELU_TANH, SILU };  // KINDS in _compiled.py
 

@@ -1,11 +1,9 @@
 // What Python hands to the norm kernels of a CPU and of a GPU: transformer_kernels/ops/norm/_compiled.py names each field.
 // Rows are (rows, columns) and contiguous, parameters (columns,); address 0 is an absent tensor.
 #pragma once
-#include <cstdint>
+#include "types.h"
 
 namespace transformer_kernels {
-
-using Address = uint64_t;
 
 // s = dropout(x) + residual, or x without a residual; y = LayerNorm(s), or without a mean RMSNorm(s).
 struct NormForward {

@@ -1,4 +1,4 @@
-// Turning the pairs of columns of a row by angles: rotary positions, alone and where attention reads and writes rows.
+// Rotating the pairs of columns of a row by angles: rotary positions, alone and where attention reads and writes rows.
 #pragma once
 #include "kernel.h"
 
@@ -22,7 +22,7 @@ inline Factors spread(const float* cos, const float* sin, int64_t half, float* m
 }
 
 // One row, or back where sign is -1; `out` may be x.
-template <class T> TK_INLINE void turn(const T* x, T* out, const Factors& factors, float sign, int64_t width) {
+template <class T> TK_INLINE void rotate(const T* x, T* out, const Factors& factors, float sign, int64_t width) {
   const float *c = factors.own, *s = factors.other;
   const int64_t half = factors.half;
   const Floats direction = splat(sign);

@@ -159,7 +159,7 @@ bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
 
 void attention_forward(AttentionLaunch call) {
   const Arguments arguments = complete(call);
-  const Stream place{call.device, static_cast<uintptr_t>(call.stream)};
+  const Stream place = stream_of(call);
   dispatch_dtype(call.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
@@ -173,7 +173,7 @@ TK_EXPORT(attention_forward);
 
 void attention_backward(AttentionLaunch call) {
   const Arguments arguments = complete(call);
-  const Stream place{call.device, static_cast<uintptr_t>(call.stream)};
+  const Stream place = stream_of(call);
   dispatch_dtype(call.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {

@@ -48,9 +48,9 @@ struct BiasGradient {
   }
 };
 
-// Rotary positions, by which queries and keys are turned in shared memory after they were read.
+// Rotary positions, by which queries and keys are rotated in shared memory after they were read.
 struct Angles {
-  const float* cos = nullptr;  // (length, half), a row for each token; null: none are turned
+  const float* cos = nullptr;  // (length, half), a row for each token; null: none are rotated
   const float* sin = nullptr;
   int64_t batch = 0;  // stride in elements, 0 where all sequences share a table
   int half = 0;       // how many pairs of columns a row has

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   copy_async_commit();
   if (arguments.angles.cos) {
     copy_async_wait<1>();
-    turn_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
+    rotate_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
                                 threadIdx.x);
   }
 
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     copy_async_commit();
     copy_async_wait<1>();
     if (arguments.angles.cos)
-      turn_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f, threadIdx.x);
+      rotate_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f, threadIdx.x);
     __syncthreads();
 
     const bool edge = !is_inside<KEYS>(first_key, common);
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   copy_async_commit();
   if (arguments.angles.cos) {
     copy_async_wait<1>();
-    turn_tile<KEYS, THREADS>(keys, block_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f,
+    rotate_tile<KEYS, THREADS>(keys, block_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f,
                              threadIdx.x);
   }
 
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     copy_async_commit();
     copy_async_wait<1>();
     if (arguments.angles.cos)
-      turn_tile<QUERIES, THREADS>(q, first_query, visited.last + 1, ~0ull, angles_of(arguments, batch), 1.f,
+      rotate_tile<QUERIES, THREADS>(q, first_query, visited.last + 1, ~0ull, angles_of(arguments, batch), 1.f,
                                   threadIdx.x);
     __syncthreads();
 

@@ -25,7 +25,7 @@ struct OnlineSoftmax {
   float maximum[2] = {-INFINITY, -INFINITY};
   float total[2] = {0.f, 0.f};  // of this lane's columns only, until the end
 
-  // Turns scores into exponentials and returns by how much earlier results shrink. With SCALED the scores are final and
+  // Rotates scores into exponentials and returns by how much earlier results shrink. With SCALED the scores are final and
   // the difference to the maximum is taken first, so that a bias near -FLT_MAX stays finite; else `factor` holds the
   // scale and one FMA does all.
   template <class T, bool SCALED, int TILES> TK_DEVICE float update(float (&scores)[TILES][4], int half, float factor) {
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
   copy_async_commit();
   if (arguments.angles.cos) {
     copy_async_wait<1>();
-    turn_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
+    rotate_tile<QUERIES, THREADS>(queries, block_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
                                 threadIdx.x);
   }
 
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
     copy_async_commit();
     copy_async_wait<1>();
     if (arguments.angles.cos)
-      turn_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f, threadIdx.x);
+      rotate_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f, threadIdx.x);
     __syncthreads();
     const bool edge = !is_inside<KEYS>(first_key, common);
     if (edge && arguments.cu_seqlens) {

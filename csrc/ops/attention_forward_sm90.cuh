@@ -85,15 +85,15 @@ template <class T, int ROWS> struct Panels {
   }
 };
 
-// Turns the rows of a tile whose bits are set by the angles of tokens before `end`. All consumers take part.
+// Rotates the rows of a tile whose bits are set by the angles of tokens before `end`. All consumers take part.
 template <int HEAD_DIM, int THREADS, class T, int ROWS>
-TK_DEVICE void turn_panels(Panels<T, ROWS> tile, int first_row, int end, uint64_t low, uint64_t high,
+TK_DEVICE void rotate_panels(Panels<T, ROWS> tile, int first_row, int end, uint64_t low, uint64_t high,
                            const Angles& angles, int thread) {
-  constexpr int LANES = HEAD_DIM / 16;  // each turns 16 bytes of the first columns of pairs and 16 of the second
+  constexpr int LANES = HEAD_DIM / 16;  // each rotates 16 bytes of the first columns of pairs and 16 of the second
 #pragma unroll 1
   for (int row = thread / LANES; row < ROWS; row += THREADS / LANES)
     if (first_row + row < end && ((row < 64 ? low : high) >> row % 64 & 1))
-      turn_row<LANES, T>(tile, row, angles, first_row + row, 1.f, thread % LANES);
+      rotate_row<LANES, T>(tile, row, angles, first_row + row, 1.f, thread % LANES);
   fence_for_async();
   named_barrier_sync(1, THREADS);
 }
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     const uint64_t stage_at = descriptor_after(keys_at, stage * Shape::TILE_BYTES);
     barrier_wait(keys_full + stage, at.step / STAGES % 2);
     if (arguments.angles.cos)
-      turn_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, KEYS>{key_stages + stage * KEYS * HEAD_DIM}, at.tile * KEYS,
+      rotate_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, KEYS>{key_stages + stage * KEYS * HEAD_DIM}, at.tile * KEYS,
                                               arguments.key_length, at.low, at.high, angles_of(arguments, batch), thread);
     wgmma_pin(scores);
     wgmma_fence();
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
 
   barrier_wait(queries_full, 0);
   if (arguments.angles.cos)
-    turn_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, QUERIES>{queries}, block_query, arguments.query_length, ~0ull, ~0ull,
+    rotate_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, QUERIES>{queries}, block_query, arguments.query_length, ~0ull, ~0ull,
                                             angles_of(arguments, batch), thread);
   walk.find(tiles.first);
   if (walk.tile < walk.tiles) {

@@ -44,10 +44,10 @@ template <class T, int HEAD_DIM, int KEYS> struct ResidentKeys {
   }
 
   // Once this thread's copies have arrived; a barrier follows.
-  template <int THREADS> TK_DEVICE void turn(const Arguments& arguments, int batch) {
+  template <int THREADS> TK_DEVICE void rotate(const Arguments& arguments, int batch) {
 #pragma unroll 1
     for (int first_key = 0; first_key < KEYS; first_key += 64)
-      turn_tile<64, THREADS>(from(k, first_key), first_key, arguments.key_length,
+      rotate_tile<64, THREADS>(from(k, first_key), first_key, arguments.key_length,
                              real_from(arguments, batch, first_key), angles_of(arguments, batch), 1.f, threadIdx.x);
   }
 
@@ -88,13 +88,13 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
   keys.template load<THREADS>(arguments, batch, head / (arguments.query_heads / arguments.key_heads));
   copy_async_commit();
   copy_async_wait<0>();
-  if (arguments.angles.cos) keys.template turn<THREADS>(arguments, batch);
+  if (arguments.angles.cos) keys.template rotate<THREADS>(arguments, batch);
   __syncthreads();
 
   for (int query = warp_row; query < arguments.query_length; query += 16 * Shape::WARPS) {
     copy_async_wait<0>();
     if (arguments.angles.cos)
-      turn_tile<16, WARP_SIZE>(slab, query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
+      rotate_tile<16, WARP_SIZE>(slab, query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
                                threadIdx.x % WARP_SIZE);
     __syncwarp();
     AttendedRows<T, HEAD_DIM, true> rows(arguments, batch, head, query, seen_by_rows + warp_row);
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
   load_step(0);
   if (arguments.angles.cos) {
     copy_async_wait<1>();
-    keys.template turn<THREADS>(arguments, batch);
+    keys.template rotate<THREADS>(arguments, batch);
   }
 
   const float key_factors[2] = {arguments.scale, arguments.scale};
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     const Tile<T, HEAD_DIM> dout{dout_stages + step % 2 * QUERIES * HEAD_DIM};
     copy_async_wait<0>();
     if (arguments.angles.cos)
-      turn_tile<QUERIES, THREADS>(q, first_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
+      rotate_tile<QUERIES, THREADS>(q, first_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
                                   threadIdx.x);
     __syncthreads();  // also: the last step has been read, so its stage, P and dS may be overwritten
     if (step + 1 < tiles * group) load_step(step + 1);
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     stage_fragment<COLUMNS>(dq, key_factors, q, row, column);
     __syncthreads();
     if (warp >= QUERIES / 16) continue;
-    turn_slab(q, row, first_query + row, arguments.query_length, angles_of(arguments, batch));
+    rotate_slab(q, row, first_query + row, arguments.query_length, angles_of(arguments, batch));
     __syncwarp();
     store_rows(q, row, dq_rows, arguments.dq.row, first_query + row, arguments.query_length, 0, arguments);
   }

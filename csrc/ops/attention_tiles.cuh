@@ -223,9 +223,9 @@ TK_DEVICE Angles angles_of(const Arguments& arguments, int batch) {
   return angles;
 }
 
-// Turns V pairs of a row at a time, by the cosines and sines of its token.
+// Rotates V pairs of a row at a time, by the cosines and sines of its token.
 template <int V, int LANES, class T, class Rows>
-TK_DEVICE void turn_row_by(Rows tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
+TK_DEVICE void rotate_row_by(Rows tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
   const int half = angles.half;
 #pragma unroll 1
   for (int pair = lane * V; pair < half; pair += LANES * V) {
@@ -235,33 +235,33 @@ TK_DEVICE void turn_row_by(Rows tile, int row, const Angles& angles, int64_t tok
     const Vector<float, V> sin = load_vector<V>(angles.sin + token * half + pair);
     Vector<T, V> x[2] = {load_vector<V>(first), load_vector<V>(second)};
     if (angles.interleaved) {
-      turn_pairs<true>(x, cos, sin, sign);
+      rotate_pairs<true>(x, cos, sin, sign);
     } else {
-      turn_pairs<false>(x, cos, sin, sign);
+      rotate_pairs<false>(x, cos, sin, sign);
     }
     store_vector(first, x[0]);
     store_vector(second, x[1]);
   }
 }
 
-// Turns a row of a tile; one of LANES threads that share it.
+// Rotates a row of a tile; one of LANES threads that share it.
 template <int LANES, class T, class Rows>
-TK_DEVICE void turn_row(Rows tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
+TK_DEVICE void rotate_row(Rows tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
   if (angles.vectorized) {
-    turn_row_by<ELEMENTS_PER_16_BYTES<T>, LANES, T>(tile, row, angles, token, sign, lane);
+    rotate_row_by<ELEMENTS_PER_16_BYTES<T>, LANES, T>(tile, row, angles, token, sign, lane);
   } else {
-    turn_row_by<1, LANES, T>(tile, row, angles, token, sign, lane);
+    rotate_row_by<1, LANES, T>(tile, row, angles, token, sign, lane);
   }
 }
 
-// Turns rows in place, rounded as `rotary` rounds them, after load_tile was told the same and this thread's copies have
-// arrived; or back where sign is -1. A warp turns what its own lanes copied, so that the barrier which shows the copies
+// Rotates rows in place, rounded as `rotary` rounds them, after load_tile was told the same and this thread's copies have
+// arrived; or back where sign is -1. A warp rotates what its own lanes copied, so that the barrier which shows the copies
 // to other warps shows this too; only rows of more than 32 chunks need one before.
 template <int ROWS, int THREADS, class T, int COLUMNS>
-TK_DEVICE void turn_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, uint64_t bits, const Angles& angles,
+TK_DEVICE void rotate_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, uint64_t bits, const Angles& angles,
                          float sign, int thread) {
   using Shape = Tile<T, COLUMNS>;
-  constexpr int LANES = Shape::CHUNKS / 2;  // each turns a chunk of the first columns of pairs and one of the second
+  constexpr int LANES = Shape::CHUNKS / 2;  // each rotates a chunk of the first columns of pairs and one of the second
   constexpr int PLACES = Shape::CHUNKS < THREADS ? Shape::CHUNKS : THREADS, STEP = THREADS / PLACES;
   if constexpr (PLACES > WARP_SIZE) {
     __syncthreads();
@@ -273,7 +273,7 @@ TK_DEVICE void turn_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, uint
 #pragma unroll 1
   for (int row = thread / PLACES + thread % PLACES / LANES * STEP; row < ROWS; row += PLACES / LANES * STEP) {
     if (first_row + row >= row_end || !(bits >> row & 1)) continue;
-    turn_row<LANES, T>(tile, row, angles, first_row + row, sign, lane);
+    rotate_row<LANES, T>(tile, row, angles, first_row + row, sign, lane);
   }
 }
 
@@ -297,10 +297,10 @@ TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t 
   }
 }
 
-// Turns a warp's 16 rows of a gradient (from tile_row on) back.
+// Rotates a warp's 16 rows of a gradient (from tile_row on) back.
 template <class T, int COLUMNS>
-TK_DEVICE void turn_slab(Tile<T, COLUMNS> tile, int tile_row, int first_row, int row_end, const Angles& angles) {
-  turn_tile<16, WARP_SIZE>(Tile<T, COLUMNS>{tile.data + tile_row * COLUMNS}, first_row, row_end, ~0ull, angles, -1.f,
+TK_DEVICE void rotate_slab(Tile<T, COLUMNS> tile, int tile_row, int first_row, int row_end, const Angles& angles) {
+  rotate_tile<16, WARP_SIZE>(Tile<T, COLUMNS>{tile.data + tile_row * COLUMNS}, first_row, row_end, ~0ull, angles, -1.f,
                            threadIdx.x % WARP_SIZE);
 }
 
@@ -318,15 +318,15 @@ TK_DEVICE void stage_fragment(const float (&fragment)[COLUMNS / 8][4], const flo
 }
 
 // Puts a warp's fragment, row r times factor[r / 8 of the pair], into its 16 rows of a tile and from there into global
-// memory in 16-byte pieces, turned back where there are angles. No other warp may use those rows of the tile.
+// memory in 16-byte pieces, rotated back where there are angles. No other warp may use those rows of the tile.
 template <int COLUMNS, class T, int TILE_COLUMNS>
 TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const float (&factor)[2],
                               Tile<T, TILE_COLUMNS> tile, int tile_row, T* rows, int64_t stride, int first_row,
                               int row_end, int first_column, const Arguments& arguments,
-                              const Angles& turned_by = {}) {
+                              const Angles& rotated_by = {}) {
   const Tile<T, COLUMNS> staged{tile.data};
   stage_fragment<COLUMNS>(fragment, factor, staged, tile_row, 0);
-  if (turned_by.cos) turn_slab(staged, tile_row, first_row, row_end, turned_by);
+  if (rotated_by.cos) rotate_slab(staged, tile_row, first_row, row_end, rotated_by);
   __syncwarp();
   store_rows(staged, tile_row, rows, stride, first_row, row_end, first_column, arguments);
 }

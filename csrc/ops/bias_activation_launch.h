@@ -13,7 +13,7 @@ namespace transformer_kernels {
 template <class Activation> void launch_bias_forward(const char* name, const ActivationForward& call) {
   constexpr int64_t ROWS_PER_THREAD = 4;  // loads in flight at once
   const int n = row_length(call.columns);
-  const Stream stream{static_cast<int>(call.device), call.stream};
+  const Stream stream = stream_of(call);
   const int64_t row_blocks = std::min(ceil_div(call.rows, ColumnTile::ROW_LANES * ROWS_PER_THREAD), int64_t{65535});
   dispatch_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -37,7 +37,7 @@ template <class Activation> void launch_bias_forward(const char* name, const Act
 template <class Activation>
 void launch_bias_backward(const char* name, const char* sums_name, const ActivationBackward& call) {
   const int n = row_length(call.columns);
-  const Stream stream{static_cast<int>(call.device), call.stream};
+  const Stream stream = stream_of(call);
   dispatch_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const RowParameter offset{pointer<const void>(call.bias), call.bias_is_float32};

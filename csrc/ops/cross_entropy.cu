@@ -1,4 +1,5 @@
 // Launchers of cross-entropy. Shapes and dtypes were checked in Python.
+#include "../calls/loss.h"
 #include "../dtype.h"
 #include "../registry.h"
 #include "cross_entropy_backward.cuh"
@@ -29,59 +30,53 @@ template <class T, class F> void dispatch_loss(const WeightedLoss& options, int 
   return f(RowLayout<T, 1, 0, 512>{}, options);
 }
 
-// logits (rows, classes), rows `stride` elements apart; targets, losses (rows). statistics (2, rows), or 0: then the
-// gradient of the sum of losses is written over the logits. weights (classes + 1), behind them their mean, or 0.
-void cross_entropy_forward(Address logits, Address targets, Address losses, Address statistics, int64_t rows,
-                           int64_t classes, int64_t stride, int64_t ignore_index, double smoothing, Address weights,
-                           double z_loss, double cap, int dtype, int device, Address stream) {
-  const int apart = row_length(stride);
-  const WeightedLoss options{pointer<const float>(weights), static_cast<float>(z_loss), static_cast<float>(cap)};
-  dispatch_dtype(dtype, [&](auto type) {
+template <class Call> WeightedLoss options_of(const Call& call) {
+  return {pointer<const float>(call.weights), static_cast<float>(call.z_loss), static_cast<float>(call.softcap)};
+}
+
+void cross_entropy_forward(const CrossEntropyForward& call) {
+  if (call.count || (call.dlogits && call.dlogits != call.logits))
+    throw std::invalid_argument("cross_entropy_forward: on a GPU dlogits must be the logits, and count absent");
+  const int stride = row_length(call.stride);
+  dispatch_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    T* values = pointer<T>(logits);
-    dispatch_loss<T>(options, apart, all_aligned<T>(apart, values), [&](auto layout, auto kind) {
+    T* logits = pointer<T>(call.logits);
+    dispatch_loss<T>(options_of(call), stride, all_aligned<T>(stride, logits), [&](auto layout, auto kind) {
       using Layout = decltype(layout);
       const auto start = [&](auto gradient) {
         launch_rows<Layout, decltype(gradient)::value>(
-            rows, Stream{device, stream}, kind, values, pointer<const int64_t>(targets), pointer<float>(losses),
-            pointer<float>(statistics), rows, static_cast<int>(classes), apart, ignore_index,
-            static_cast<float>(smoothing));
+            call.rows, stream_of(call), kind, logits, pointer<const int64_t>(call.targets), pointer<float>(call.losses),
+            pointer<float>(call.statistics), call.rows, static_cast<int>(call.classes), stride, call.ignore_index,
+            static_cast<float>(call.smoothing));
       };
-      statistics ? start(std::false_type{}) : start(std::true_type{});
+      call.dlogits ? start(std::true_type{}) : start(std::false_type{});
     });
   });
 }
 TK_EXPORT(cross_entropy_forward);
 
-// losses, targets (rows); loss and count are single numbers, count 0 for the sum.
-void cross_entropy_sum(Address losses, Address targets, Address loss, Address count, int64_t rows,
-                       int64_t ignore_index, int device, Address stream) {
+void cross_entropy_sum(const CrossEntropySum& call) {
   launch<sum_losses_kernel<SUM_THREADS>>("cross_entropy_sum", dim3(1), dim3(SUM_THREADS),
-                                         shared_bytes_after<float>(2 * SUM_THREADS / WARP_SIZE),
-                                         Stream{device, stream}, pointer<const float>(losses),
-                                         pointer<const int64_t>(targets), pointer<float>(loss), pointer<float>(count),
-                                         rows, ignore_index);
+                                         shared_bytes_after<float>(2 * SUM_THREADS / WARP_SIZE), stream_of(call),
+                                         pointer<const float>(call.losses), pointer<const int64_t>(call.targets),
+                                         pointer<float>(call.loss), pointer<float>(call.count), call.rows,
+                                         call.ignore_index);
 }
 TK_EXPORT(cross_entropy_sum);
 
-// logits, dlogits (rows, classes) contiguous; dloss (rows) or one number; count 0 unless it divides dloss.
-void cross_entropy_backward(Address dloss, bool dloss_of_each_row, Address logits, Address targets, Address statistics,
-                            Address count, Address dlogits, int64_t rows, int64_t classes, int64_t ignore_index,
-                            double smoothing, Address weights, double z_loss, double cap, int dtype, int device,
-                            Address stream) {
-  const int n = row_length(classes);
-  const WeightedLoss options{pointer<const float>(weights), static_cast<float>(z_loss), static_cast<float>(cap)};
-  dispatch_dtype(dtype, [&](auto type) {
+void cross_entropy_backward(const CrossEntropyBackward& call) {
+  const int n = row_length(call.classes);
+  dispatch_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const T* values = pointer<const T>(logits);
-    T* result = pointer<T>(dlogits);
-    dispatch_loss<T>(options, n, all_aligned<T>(n, values, result), [&](auto layout, auto kind) {
+    const T* values = pointer<const T>(call.logits);
+    T* result = pointer<T>(call.dlogits);
+    dispatch_loss<T>(options_of(call), n, all_aligned<T>(n, values, result), [&](auto layout, auto kind) {
       using Layout = decltype(layout);
       launch<cross_entropy_backward_kernel<Layout, decltype(kind)>>(
-          "cross_entropy_backward", grid_of(Layout::blocks(rows)), dim3(Layout::BLOCK_THREADS), 0,
-          Stream{device, stream}, pointer<const float>(dloss), dloss_of_each_row, values,
-          pointer<const int64_t>(targets), pointer<const float>(statistics), pointer<const float>(count), result, rows,
-          n, ignore_index, static_cast<float>(smoothing), kind);
+          "cross_entropy_backward", grid_of(Layout::blocks(call.rows)), dim3(Layout::BLOCK_THREADS), 0, stream_of(call),
+          pointer<const float>(call.dloss), call.dloss_of_each_row, values, pointer<const int64_t>(call.targets),
+          pointer<const float>(call.statistics), pointer<const float>(call.count), result, call.rows, n,
+          call.ignore_index, static_cast<float>(call.smoothing), kind);
     });
   });
 }

@@ -25,7 +25,7 @@ inline dim3 gated_grid(int64_t count, int vector) {
 
 template <class Function> void launch_gated_forward(const char* name, const ActivationForward& call) {
   const int64_t columns = call.columns, count = call.rows * columns;
-  const Stream stream{static_cast<int>(call.device), call.stream};
+  const Stream stream = stream_of(call);
   dispatch_gated(call.dtype, call.up, columns, call.x | call.up | call.y, [&](auto type, auto vector, int64_t packed) {
     using T = typename decltype(type)::type;
     constexpr int V = decltype(vector)::value;
@@ -37,7 +37,7 @@ template <class Function> void launch_gated_forward(const char* name, const Acti
 
 template <class Function> void launch_gated_backward(const char* name, const ActivationBackward& call) {
   const int64_t columns = call.columns, count = call.rows * columns;
-  const Stream stream{static_cast<int>(call.device), call.stream};
+  const Stream stream = stream_of(call);
   dispatch_gated(call.dtype, call.up, columns, call.dy | call.x | call.up | call.dx | call.dup, [&](auto type, auto vector, int64_t packed) {
     using T = typename decltype(type)::type;
     constexpr int V = decltype(vector)::value;

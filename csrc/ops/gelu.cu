@@ -30,7 +30,7 @@ void gelu_forward(const ActivationForward& call) {
     using Function = typename decltype(function)::type;
     constexpr int V = decltype(aligned)::value ? ELEMENTS_PER_16_BYTES<T> : 1;
     launch<gelu_forward_kernel<Function, T, V>>("gelu_forward", gelu_grid(count, V), dim3(GELU_THREADS), 0,
-                                                Stream{static_cast<int>(call.device), call.stream},
+                                                stream_of(call),
                                                 pointer<const T>(call.x), pointer<T>(call.y), count);
   });
 }
@@ -42,7 +42,7 @@ void gelu_backward(const ActivationBackward& call) {
     using Function = typename decltype(function)::type;
     constexpr int V = decltype(aligned)::value ? ELEMENTS_PER_16_BYTES<T> : 1;
     launch<gelu_backward_kernel<Function, T, V>>("gelu_backward", gelu_grid(count, V), dim3(GELU_THREADS), 0,
-                                                 Stream{static_cast<int>(call.device), call.stream},
+                                                 stream_of(call),
                                                  pointer<const T>(call.dy), pointer<const T>(call.x),
                                                  pointer<T>(call.dx), count);
   });

@@ -36,7 +36,6 @@ inline ParameterGradients gradients_of(const NormBackward& call) {
   return {call.dweight, call.dbias, call.weight_is_float32, pointer<float>(call.partials), call.partial_rows};
 }
 
-template <class Call> Stream stream_of(const Call& call) { return {static_cast<int>(call.device), call.stream}; }
 
 // The kernel over rows whose gradient `gradient` reads, and then the sums.
 template <bool CENTRED, class T, class Gradient, class Input, class Output>

@@ -1,4 +1,5 @@
 // Launcher of rotary positions. Shapes, strides and dtypes were checked in Python.
+#include "../calls/rotary.h"
 #include "../dtype.h"
 #include "../registry.h"
 #include "rotary.cuh"
@@ -14,32 +15,30 @@ template <class T, class F> void dispatch_rotary(bool interleaved, bool aligned,
   return aligned ? f(std::false_type{}, wide) : f(std::false_type{}, single);
 }
 
-// q, k and their results (batch, heads or kv_heads, length, width): any strides but of the last axis; results may be q and k.
-// cos, sin fp32 (length, half), `table_stride` apart for each sequence. sign -1 turns the other way. kv_heads may be 0.
-void rotary(int dtype, int device, Address stream, Address q, Address k, Address cos, Address sin, Address q_out,
-            Address k_out, int64_t batch, int64_t heads, int64_t kv_heads, int64_t length, int64_t width, int64_t half,
-            int64_t q_batch, int64_t q_head, int64_t q_row, int64_t k_batch, int64_t k_head, int64_t k_row,
-            int64_t q_out_batch, int64_t q_out_head, int64_t q_out_row, int64_t k_out_batch, int64_t k_out_head,
-            int64_t k_out_row, int64_t table_stride, bool interleaved, double sign) {
-  dispatch_dtype(dtype, [&](auto type) {
+void rotary(const Rotary& call) {
+  const int64_t length = call.length, half = call.half, heads = call.heads + call.kv_heads;
+  dispatch_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const RotaryHeads<T> queries{pointer<const T>(q), pointer<T>(q_out), static_cast<int>(heads), q_batch, q_head, q_row,
-                                 q_out_batch, q_out_head, q_out_row};
-    const RotaryHeads<T> keys{pointer<const T>(k), pointer<T>(k_out), static_cast<int>(kv_heads), k_batch, k_head, k_row,
-                              k_out_batch, k_out_head, k_out_row};
-    const Address addresses = q | k | cos | sin | q_out | k_out;
-    const int64_t distances = width | half | q_batch | q_head | q_row | k_batch | k_head | k_row | q_out_batch |
-                              q_out_head | q_out_row | k_out_batch | k_out_head | k_out_row;
+    Address addresses = call.cos | call.sin;
+    int64_t distances = call.width | half;
+    const auto heads_of = [&](Address x, Address out, int64_t count, const Extents<3>& from, const Extents<3>& to) {
+      addresses |= x | out;
+      for (int axis = 0; axis < 3; ++axis) distances |= from.at[axis] | to.at[axis];
+      return RotaryHeads<T>{pointer<const T>(x), pointer<T>(out), static_cast<int>(count), from.at[0], from.at[1],
+                            from.at[2], to.at[0], to.at[1], to.at[2]};
+    };
+    const RotaryHeads<T> queries = heads_of(call.q, call.q_out, call.heads, call.q_strides, call.q_out_strides);
+    const RotaryHeads<T> keys = heads_of(call.k, call.k_out, call.kv_heads, call.k_strides, call.k_out_strides);
     const bool aligned = addresses % 16 == 0 && distances % ELEMENTS_PER_16_BYTES<T> == 0;
-    dispatch_rotary<T>(interleaved, aligned, [&](auto alternate, auto vector) {
+    dispatch_rotary<T>(call.interleaved, aligned, [&](auto alternate, auto vector) {
       constexpr int V = decltype(vector)::value;
       int lanes = 1;
       while (lanes < ROTARY_THREADS && lanes * V < half) lanes *= 2;
       const int64_t tiles = ceil_div(length, static_cast<int64_t>(ROTARY_THREADS / lanes));
       launch<rotary_kernel<decltype(alternate)::value, T, V>>(
-          "rotary", grid_of(tiles * (heads + kv_heads) * batch), dim3(ROTARY_THREADS), 0,
-          Stream{device, stream}, queries, keys, pointer<const float>(cos), pointer<const float>(sin), length,
-          static_cast<int>(width), static_cast<int>(half), table_stride, lanes, tiles, static_cast<float>(sign));
+          "rotary", grid_of(tiles * heads * call.batch), dim3(ROTARY_THREADS), 0, stream_of(call), queries, keys,
+          pointer<const float>(call.cos), pointer<const float>(call.sin), length, static_cast<int>(call.width),
+          static_cast<int>(half), call.table_stride, lanes, tiles, static_cast<float>(call.sign));
     });
   });
 }

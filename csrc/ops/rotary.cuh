@@ -8,7 +8,7 @@ namespace transformer_kernels {
 
 inline constexpr int ROTARY_THREADS = 256;
 
-// The heads of q or k, x (batch, count, length, width), and where they are written, which may be the same place; both with
+// The heads of q or k, x (batch, count, length, width), and where they are written, which may be the same memory; both with
 // contiguous last axes.
 template <class T> struct RotaryHeads {
   const T* x;
@@ -17,21 +17,21 @@ template <class T> struct RotaryHeads {
   int64_t batch_stride, head_stride, row_stride, out_batch_stride, out_head_stride, out_row_stride;
 };
 
-// Turns V pairs, which are the 2 V neighbours x[0], x[1] or, where not interleaved, x[0] with x[1]; sign -1 turns back.
+// Rotates V pairs, which are the 2 V neighbours x[0], x[1] or, where not interleaved, x[0] with x[1]; sign -1 is the inverse rotation.
 template <bool INTERLEAVED, class T, int V>
-TK_DEVICE void turn_pairs(Vector<T, V> (&x)[2], const Vector<float, V>& cos, const Vector<float, V>& sin, float sign) {
+TK_DEVICE void rotate_pairs(Vector<T, V> (&x)[2], const Vector<float, V>& cos, const Vector<float, V>& sin, float sign) {
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     const int at_a = INTERLEAVED ? 2 * i : i, at_b = INTERLEAVED ? 2 * i + 1 : V + i;  // of the 2 V elements
-    const float a = to_float(x[at_a / V][at_a % V]), b = to_float(x[at_b / V][at_b % V]), turn = sin[i] * sign;
-    x[at_a / V][at_a % V] = from_float<T>(a * cos[i] - b * turn);
-    x[at_b / V][at_b % V] = from_float<T>(b * cos[i] + a * turn);
+    const float a = to_float(x[at_a / V][at_a % V]), b = to_float(x[at_b / V][at_b % V]), signed_sin = sin[i] * sign;
+    x[at_a / V][at_a % V] = from_float<T>(a * cos[i] - b * signed_sin);
+    x[at_b / V][at_b % V] = from_float<T>(b * cos[i] + a * signed_sin);
   }
 }
 
 // One block owns ROTARY_THREADS / lanes tokens of one head of q or, behind those, of k; `lanes` threads share a token and
 // own V pairs at a time, then V of the columns that follow the pairs. Blocks count the tiles of a head, the heads, and the
-// sequences. cos, sin (length, half), `table_stride` apart for each sequence; sign -1 turns the other way.
+// sequences. cos, sin (length, half), `table_stride` apart for each sequence; sign -1 is the inverse.
 template <bool INTERLEAVED, class T, int V>
 __global__ void __launch_bounds__(ROTARY_THREADS)
     rotary_kernel(RotaryHeads<T> q, RotaryHeads<T> k, const float* __restrict__ cos, const float* __restrict__ sin,
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(ROTARY_THREADS)
   for (int pair = lane * V; pair < half; pair += lanes * V) {
     const int first = INTERLEAVED ? 2 * pair : pair, second = INTERLEAVED ? first + V : half + pair;
     Vector<T, V> x[2] = {load_vector<V>(from + first), load_vector<V>(from + second)};
-    turn_pairs<INTERLEAVED>(x, load_vector<V>(cos + angles + pair), load_vector<V>(sin + angles + pair), sign);
+    rotate_pairs<INTERLEAVED>(x, load_vector<V>(cos + angles + pair), load_vector<V>(sin + angles + pair), sign);
     store_vector(to + first, x[0]);
     store_vector(to + second, x[1]);
   }

@@ -6,7 +6,6 @@ Numbers are compared loosely with the torch backend: the sanitizer judges here, 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support.operations import EXAMPLES, row_operations
 from transformer_kernels.backends import cuda as _extension
+from transformer_kernels.backends import dispatch
 
 # (rows, columns): a row per warp, per block and in a loop, with vectors and without
 SHAPES = [(9, 40), (6, 37), (5, 264), (3, 1000), (3, 131), (2, 1032), (2, 1027), (1, 4104), (1, 8200)]
@@ -62,7 +62,7 @@ def check_logits_in_place(backend: str, rows: int, columns: int, dtype: torch.dt
     from transformer_kernels.ops.loss import _torch
     from transformer_kernels.ops.loss._calls import RowLoss
 
-    kernels = import_module(f"transformer_kernels.ops.loss._{backend}")
+    kernels = dispatch.family("transformer_kernels.ops.loss", backend)
 
     logits = EXAMPLES["cross_entropy"].make(rows, columns, dtype)["logits"].detach()
     gapped, copy = logits.clone()[:, : columns - 1], logits[:, : columns - 1].clone()

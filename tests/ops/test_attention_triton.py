@@ -45,7 +45,7 @@ ROTATED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("masks", ["padding", "sequences"])
 @pytest.mark.parametrize(("options", "interleaved"), [("full", False), ("causal", True), ("window, dropout", False)])
 def test_rotated_in_every_loop(backend: str, device: torch.device, options: str, interleaved: bool, masks: str) -> None:
-    """16 of 40 columns of grouped heads are turned, each sequence by places of its own."""
+    """16 of 40 columns of grouped heads are rotated, each sequence by places of its own."""
     sequences = 2 if masks == "padding" else 1
     length = 70 if masks == "padding" else 110
     qkv = torch.randn(sequences, length, 8, 40).to(device, torch.float16).requires_grad_()

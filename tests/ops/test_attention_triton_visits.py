@@ -156,7 +156,7 @@ def test_padding_between_real_keys_is_not_visited(
     forward = count(_triton_forward, "attend_block")
     queries = count(_triton_backward, "query_gradient_block")
     walks = count(_triton_backward_key, "walk_queries")
-    loads = [count(_triton_backward_key, name) for name in ("load_turned", "load_rows")]
+    loads = [count(_triton_backward_key, name) for name in ("load_rotated", "load_rows")]
     check_parity("attention", backend, tensors, {"causal": causal})
     for blocks in (forward, queries):
         visited = {block["start"] for block in blocks}

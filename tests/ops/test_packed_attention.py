@@ -45,7 +45,7 @@ def test_grouped_heads_with_padding(backend: str, dtype: torch.dtype, device: to
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("each_its_own", [False, True], ids=["places", "places_each"])
 def test_rotated(backend: str, dtype: torch.dtype, device: torch.device, interleaved: bool, each_its_own: bool) -> None:
-    """24 of 32 columns are turned; `each_its_own`: places of the second sequence are farther apart."""
+    """24 of 32 columns are rotated; `each_its_own`: places of the second sequence are farther apart."""
     tensors = make(dtype, device, heads=8)
     places = torch.stack((torch.arange(33), torch.arange(40, 106, 2))) if each_its_own else torch.arange(33)
     tensors["cos"], tensors["sin"] = (table.to(device) for table in rotary_table(places, 24))

@@ -16,10 +16,10 @@ OP = "rotary"
 
 
 def make(
-    dtype: torch.dtype, device: torch.device, places: torch.Tensor, width: int, turned: int, kv_heads: int = 2
+    dtype: torch.dtype, device: torch.device, places: torch.Tensor, width: int, rotated: int, kv_heads: int = 2
 ) -> dict[str, Any]:
     batch, length = (2, len(places)) if places.dim() == 1 else places.shape
-    cos, sin = reference.rotary_table(places.to(device), turned)
+    cos, sin = reference.rotary_table(places.to(device), rotated)
     return {
         "q": normal(batch, 4, length, width, dtype=dtype, device=device, seed=1),
         "k": normal(batch, kv_heads, length, width, dtype=dtype, device=device, seed=2),
@@ -29,11 +29,11 @@ def make(
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-@pytest.mark.parametrize(("width", "turned"), [(64, 64), (64, 32), (2, 2), (7, 6), (24, 2), (128, 128), (80, 20)])
+@pytest.mark.parametrize(("width", "rotated"), [(64, 64), (64, 32), (2, 2), (7, 6), (24, 2), (128, 128), (80, 20)])
 def test_matches_reference(
-    backend: str, dtype: torch.dtype, device: torch.device, width: int, turned: int, interleaved: bool
+    backend: str, dtype: torch.dtype, device: torch.device, width: int, rotated: int, interleaved: bool
 ) -> None:
-    check_parity(OP, backend, make(dtype, device, torch.arange(9), width, turned), {"interleaved": interleaved})
+    check_parity(OP, backend, make(dtype, device, torch.arange(9), width, rotated), {"interleaved": interleaved})
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])

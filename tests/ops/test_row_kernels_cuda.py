@@ -14,14 +14,13 @@ from tests.support.arguments import DTYPES, dtype_id, normal
 from tests.support.operations import EXAMPLES, backward, function, prepared, row_operations
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.backends import dispatch
-from transformer_kernels.ops.embedding import _cuda as embedding
-from transformer_kernels.ops.loss import _cuda as cross_entropy
 from transformer_kernels.ops.loss._calls import RowLoss
 from transformer_kernels.ops.rotary import Rotation
-from transformer_kernels.ops.rotary import _cuda as rotary
-from transformer_kernels.ops.softmax import _cuda as softmax
 
-ACTIVATION, NORM = (dispatch.family(f"transformer_kernels.ops.{family}", "cuda") for family in ("activation", "norm"))
+ACTIVATION, EMBEDDING, LOSS, NORM, ROTARY, SOFTMAX = (
+    dispatch.family(f"transformer_kernels.ops.{family}", "cuda")
+    for family in ("activation", "embedding", "loss", "norm", "rotary", "softmax")
+)
 CPU = torch.device("cpu")
 SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("random", 2), ("random", 3)]
 
@@ -56,8 +55,8 @@ def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) ->
     weight = torch.ones(columns)
     row_bytes = rows * columns * x.element_size()
     call = prepared("softmax", x)
-    assert counted(emulation, softmax.forward, call)["global_load_bytes"] == row_bytes
-    assert counted(emulation, backward, softmax, call, x, dy)["global_load_bytes"] == 2 * row_bytes
+    assert counted(emulation, SOFTMAX.forward, call)["global_load_bytes"] == row_bytes
+    assert counted(emulation, backward, SOFTMAX, call, x, dy)["global_load_bytes"] == 2 * row_bytes
     parameters = 2 * rows * columns * 4  # weight and bias, which stay in the L2 cache
     forward = counted(emulation, NORM.forward, prepared("layer_norm", x, weight, weight))
     assert forward["global_load_bytes"] == row_bytes + parameters
@@ -76,10 +75,10 @@ def test_logits_are_read_once_and_their_gradient_is_written_once(
     logits, targets = random(rows, columns, dtype=dtype), torch.arange(rows)
     row_bytes = rows * columns * logits.element_size()
     each_reads_its_target = 8 * rows * threads
-    counters = counted(emulation, cross_entropy.row_losses, logits, targets, RowLoss(-100, 0.1))
+    counters = counted(emulation, LOSS.row_losses, logits, targets, RowLoss(-100, 0.1))
     assert counters["global_load_bytes"] == row_bytes + each_reads_its_target
     assert counters["global_store_bytes"] == 3 * 4 * rows  # loss, maximum, 1 / sum
-    counters = counted(emulation, cross_entropy.row_losses_and_gradient, logits, targets, RowLoss(-100, 0.1))
+    counters = counted(emulation, LOSS.row_losses_and_gradient, logits, targets, RowLoss(-100, 0.1))
     assert counters["global_load_bytes"] == row_bytes + each_reads_its_target
     assert counters["global_store_bytes"] == row_bytes + 4 * rows
 
@@ -93,7 +92,7 @@ def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(
     logits = buffer[:, :columns].copy_(random(5, columns, dtype=torch.bfloat16))
     expected = logits.clone()
     targets = torch.arange(5)
-    losses = cross_entropy.row_losses_and_gradient(logits, targets, RowLoss(-100, smoothing))[0]
+    losses = LOSS.row_losses_and_gradient(logits, targets, RowLoss(-100, smoothing))[0]
     wide = torch.nn.functional.cross_entropy(expected.float(), targets, reduction="none", label_smoothing=smoothing)
     torch.testing.assert_close(losses, wide)
     assert torch.isfinite(logits).all() and (buffer[:, columns:] == 0).all()
@@ -109,7 +108,7 @@ def test_an_embedding_reads_each_token_and_each_place_once(emulation: Any, dtype
     row_bytes, ids = rows * columns * weight.element_size(), rows * columns // (16 // weight.element_size()) * 8
     for factor, parameters, statistics in ((None, 0, 0), (norm, 2 * rows * columns * 4, 8 * rows)):
         call = prepared("embedding", tokens, weight, positions, factor, factor)
-        counters = counted(emulation, embedding.forward, call)
+        counters = counted(emulation, EMBEDDING.forward, call)
         assert counters["global_load_bytes"] == 2 * row_bytes + ids + parameters
         assert counters["global_store_bytes"] == row_bytes + statistics
 
@@ -118,7 +117,7 @@ def test_an_embedding_reads_each_token_and_each_place_once(emulation: Any, dtype
 def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
     x = random(4, 768, dtype=dtype)
     for module, call in (
-        (softmax, prepared("softmax", x)),
+        (SOFTMAX, prepared("softmax", x)),
         (ACTIVATION, prepared("gelu", x)),
         (ACTIVATION, prepared("swiglu", x)),
     ):
@@ -135,7 +134,7 @@ def test_rotated_heads_are_read_once_and_written_by_16_bytes(
     """Each head reads the angles of its tokens again, which stay in the first cache."""
     heads, angles = random(1, 4, 3, 96, dtype=dtype), torch.ones(3, 32)
     call = prepared("rotary", heads, heads, angles, angles, interleaved=interleaved)
-    counters = counted(emulation, Rotation(rotary).forward, call)
+    counters = counted(emulation, Rotation(ROTARY).forward, call)
     size = 2 * heads.numel() * heads.element_size()
     assert counters["global_load_bytes"] == size + 8 * 2 * angles.numel() * 4
     assert counters["global_store_bytes"] == size == 16 * counters["global_stores"]
@@ -176,7 +175,7 @@ def all_results(rows: int, columns: int) -> list[Tensor]:
         torch.autograd.backward(outputs, [torch.full_like(output, 0.37) for output in outputs])
         results += [*outputs, *(x.grad for x in tensors.values() if x.grad is not None)]
     logits = random(rows, columns, dtype=torch.bfloat16)
-    return [*results, *cross_entropy.row_losses_and_gradient(logits, torch.arange(rows), RowLoss(3, 0.1))]
+    return [*results, *LOSS.row_losses_and_gradient(logits, torch.arange(rows), RowLoss(3, 0.1))]
 
 
 @pytest.mark.parametrize("columns", [40, 45, 1000, 1100, 4100, 8300, 8301])
@@ -195,7 +194,7 @@ def test_a_mask_of_any_strides_equals_its_copy(emulation: Any, columns: int) -> 
     views = [wide[..., ::2], wide[..., 1 : columns + 1], wide[:, :, :1, :columns], wide[..., :1]]
     for view in views:
         mask = view.expand(2, 3, 4, columns)
-        ours, expected = (softmax.forward(prepared("softmax", x, mask=each)) for each in (mask, mask.contiguous()))
+        ours, expected = (SOFTMAX.forward(prepared("softmax", x, mask=each)) for each in (mask, mask.contiguous()))
         assert torch.equal(ours, expected), mask.stride()
 
 
@@ -224,10 +223,10 @@ def test_what_no_launch_can_count_is_refused(emulation: Any) -> None:
     """Not cut down to 32 bits, which would leave most of a result unwritten. No address is looked at."""
     wide = (1 << 31) + 8
     with pytest.raises(ValueError, match="rows of up to 2147479551 elements; got 2147483656"):
-        emulation.softmax_backward(0, 0, 0, 1, wide, 1.0, 0, 0, 0)
+        emulation.softmax_backward(0, 0, 0, 0, 1, wide, 1.0, 0, 0)
     for rows in (1 << 33, 1 << 34):  # four rows a block
         with pytest.raises(ValueError, match=f"2147483647 blocks; this call needs {rows // 4}"):
-            emulation.softmax_backward(0, 0, 0, rows, 1, 1.0, 0, 0, 0)
+            emulation.softmax_backward(0, 0, 0, 0, rows, 1, 1.0, 0, 0)
     with pytest.raises(ValueError, match=f"this call needs {1 << 32}"):
         emulation.activation_forward(0, 1, False, 0, 0, 0, 0, 1 << 42, 1, False, 0, 0)
 

@@ -112,7 +112,7 @@ def _queries_and_keys(rows: int, columns: int, dtype: torch.dtype, device: torch
     return {"q": heads["q"], "k": heads["k"]}
 
 
-def _turned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _rotated(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
     """All pairs of columns but the last are rotated."""
     places = torch.arange(2 * rows, device=device).view(2, rows)
     wide = torch.promote_types(dtype, torch.float32)
@@ -137,7 +137,7 @@ EXAMPLES: dict[str, Example] = {
     "add_rms_norm": Example(_rows("weight", like_x=("residual",)), {"dropout_p": 0.3}),
     "swiglu": Example(_gate_and_up, view="gate"),
     "geglu": Example(_gate_and_up, {"approximate": "tanh"}, view="gate"),
-    "rotary": Example(_turned, view="q"),
+    "rotary": Example(_rotated, view="q"),
     "attention_weights": Example(_queries_and_keys, {"causal": True, "window": 5}, view="q"),
 }
 

@@ -258,8 +258,8 @@ def _rotary(draw: Draw) -> Call:
 def _angles(draw: Draw, batch: int, length: int, width: int) -> dict[str, Tensor | None]:
     """cos and sin of as many pairs of columns as fit or fewer."""
     places = draw.integers(50, *draw.one_of((length,), (batch, length)))
-    turned = draw.random.randrange(2, width + 1, 2)
-    angles = places[..., None] * 100.0 ** -torch.linspace(0.0, 1.0, turned // 2)
+    rotated = draw.random.randrange(2, width + 1, 2)
+    angles = places[..., None] * 100.0 ** -torch.linspace(0.0, 1.0, rotated // 2)
     dtype = draw.one_of(draw.dtype, torch.float32)
     return {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
 

@@ -19,6 +19,9 @@ class Machine(Protocol):
     def parameter(self, parameter: Any) -> Any:
         """A parameter (N,) or None in a dtype that row kernels read; it must outlive the launch."""
 
+    def index(self, ids: Any) -> Any:
+        """Indices or None in a dtype that row kernels read; they must outlive the launch."""
+
     def stream_of(self, tensor: Tensor) -> tuple[int, int]:
         """The device index and stream handle on which a kernel over this tensor runs."""
 

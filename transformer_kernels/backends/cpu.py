@@ -120,6 +120,11 @@ def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter if parameter is None or parameter.dtype is torch.float32 else parameter.float()
 
 
+def index(ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Indices in int64."""
+    return None if ids is None else ids.long()
+
+
 def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
     """No device and no stream: kernels have finished when they return."""
     return 0, 0

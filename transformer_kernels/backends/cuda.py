@@ -117,6 +117,11 @@ def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter
 
 
+def index(ids: torch.Tensor | None) -> torch.Tensor | None:
+    """The indices themselves, int32 or int64."""
+    return ids
+
+
 def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:
     """Memory for a parameter's gradient, which is computed wanted or not."""
     return torch.empty_like(parameter)

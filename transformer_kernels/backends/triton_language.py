@@ -66,8 +66,8 @@ def dot_operand(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def turned(a, b, cos, sin):
-    """Pairs turned by their angles, (a cos - b sin, b cos + a sin), in fp32. Which product is rounded is said here and
+def rotated(a, b, cos, sin):
+    """Pairs rotated by their angles, (a cos - b sin, b cos + a sin), in fp32. Which product is rounded is said here and
     not left to the compiler, so that all kernels turn alike."""
     return tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)
 

@@ -8,11 +8,11 @@
 
 namespace transformer_kernels {
 
-// A (B, H, L, D) tensor: its address and strides in elements; the last axis is contiguous. `turned`: its rows are turned by
+// A (B, H, L, D) tensor: its address and strides in elements; the last axis is contiguous. `rotated`: its rows are rotated by
 // the call's angles as they are read, or, of a gradient, back where they were written.
 struct Heads {
   Address data;
-  int64_t batch, head, row, turned = 0;
+  int64_t batch, head, row, rotated = 0;
 };
 
 // Rotary positions: f32 (length, half), `stride` apart for each batch.
@@ -166,39 +166,39 @@ template <class T> TK_INLINE T* row_of(const Heads& tensor, int64_t batch, int64
   return at<T>(tensor.data) + batch * tensor.batch + head * tensor.head + row * tensor.row;
 }
 
-constexpr int TURNED_SLOT = 14, ANGLES_SLOT = 15;
+constexpr int ROTATED_SLOT = 14, ANGLES_SLOT = 15;
 
-// A row turned by its angles, or back where sign is -1; `out` may be x.
+// A row rotated by its angles, or back where sign is -1; `out` may be x.
 template <class T>
-TK_INLINE void turn_row(const AttentionCall& call, const T* x, T* out, int64_t batch, int64_t row, float sign) {
+TK_INLINE void rotate_row(const AttentionCall& call, const T* x, T* out, int64_t batch, int64_t row, float sign) {
   const Angles& angles = call.angles;
   const int64_t at_row = batch * angles.stride + row * angles.half;
   const float *cos = at<const float>(angles.cos) + at_row, *sin = at<const float>(angles.sin) + at_row;
   const Factors factors = angles.interleaved ? spread(cos, sin, angles.half, scratch<float>(ANGLES_SLOT, 4 * angles.half))
                                              : Factors{cos, sin, angles.half, false};
-  turn(x, out, factors, sign, call.width);
+  rotate(x, out, factors, sign, call.width);
 }
 
-// Memory for one turned row; none where rows are read as they lie.
+// Memory for one rotated row; none where rows are read as they lie.
 template <class T> TK_INLINE T* memory_of_row(const AttentionCall& call, const Heads& tensor) {
-  return tensor.turned ? scratch<T>(TURNED_SLOT, call.width) : nullptr;
+  return tensor.rotated ? scratch<T>(ROTATED_SLOT, call.width) : nullptr;
 }
 
-// A row as it is to be read: where it lies, or turned in `memory`.
+// A row as it is to be read: where it lies, or rotated in `memory`.
 template <class T>
 TK_INLINE const T* source_row(const AttentionCall& call, const Heads& tensor, int64_t batch, int64_t head, int64_t row, T* memory) {
   const T* from = row_of<const T>(tensor, batch, head, row);
   if (!memory) return from;
-  turn_row(call, from, memory, batch, row, 1.f);
+  rotate_row(call, from, memory, batch, row, 1.f);
   return memory;
 }
 
-// Turns back a row of a gradient that was written.
+// Rotates back a row of a gradient that was written.
 template <class T>
 TK_INLINE void finish_row(const AttentionCall& call, const Heads& gradient, int64_t batch, int64_t head, int64_t row) {
-  if (!gradient.turned) return;
+  if (!gradient.rotated) return;
   T* written = row_of<T>(gradient, batch, head, row);
-  turn_row(call, written, written, batch, row, -1.f);
+  rotate_row(call, written, written, batch, row, -1.f);
 }
 
 // One row as float32, zeros behind it up to whole registers.
@@ -262,7 +262,7 @@ struct Matrix {
 // Whether products can read the rows of a head where they lie. Multiples of 2 KiB apart they would share few lines of the caches.
 TK_INLINE bool has_readable_rows(const AttentionCall& call, const Heads& tensor, int64_t pitch) {
   constexpr int64_t CONFLICT = 512;  // floats
-  return call.dtype == FLOAT32 && !tensor.turned && call.width == pitch && (tensor.row == pitch || tensor.row % CONFLICT);
+  return call.dtype == FLOAT32 && !tensor.rotated && call.width == pitch && (tensor.row == pitch || tensor.row % CONFLICT);
 }
 
 // The packed keys of a tensor where they can be read in place, up to a whole group of rows, else none.

@@ -131,7 +131,7 @@ template <int M, class T> struct FewQueries {
 
 // Whether the heads that share keys have one query each, and nothing is done to scores or weights.
 inline bool has_few_queries(const AttentionCall& call, const Options& options) {
-  return call.queries == 1 && call.heads <= FEW_HEADS * call.kv_heads && !call.starts && !call.seed && !call.k.turned &&
+  return call.queries == 1 && call.heads <= FEW_HEADS * call.kv_heads && !call.starts && !call.seed && !call.k.rotated &&
          !adjusts_scores(call, options);
 }
 

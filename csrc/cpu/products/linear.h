@@ -115,15 +115,15 @@ template <class F> TK_INLINE void over_tiles(int64_t rows, const F& f) {
 
 // Weight (N, K) -> panels (ceil(N / PANEL), K, PANEL) of its transpose: the right operand of y = x W^T. Panels [from, to).
 template <class W> void pack_transposed(float, const W* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
-  alignas(64) float square[WIDTH * WIDTH], turned[WIDTH * WIDTH];
+  alignas(64) float square[WIDTH * WIDTH], transposed[WIDTH * WIDTH];
   for (int64_t n = from * PANEL; n < to * PANEL; n += WIDTH)
     for (int64_t k = 0; k < K; k += WIDTH) {
       const int64_t some = smaller(WIDTH, K - k);
       for (int64_t i = 0; i < WIDTH; ++i)
         if (n + i < N) store(square + i * WIDTH, load(weight + (n + i) * K + k, Part{static_cast<int>(some)}));
         else store(square + i * WIDTH, splat(0.f));
-      transpose_square(square, WIDTH, 1.f, turned, WIDTH);
-      for (int64_t i = 0; i < some; ++i) store(panels + (n / PANEL * K + k + i) * PANEL + n % PANEL, load(turned + i * WIDTH));
+      transpose_square(square, WIDTH, 1.f, transposed, WIDTH);
+      for (int64_t i = 0; i < some; ++i) store(panels + (n / PANEL * K + k + i) * PANEL + n % PANEL, load(transposed + i * WIDTH));
     }
 }
 
@@ -164,9 +164,9 @@ template <class W> void pack_transposed(Bfloat16, const W* weight, int64_t N, in
         transpose_registers(words, step, PANEL);
         continue;
       }
-      alignas(64) float turned[16 * WIDTH];
-      transpose_registers(words, turned, WIDTH);
-      for (int64_t i = 0; i < steps - k / 2; ++i) store(step + i * PANEL, load(turned + i * WIDTH));
+      alignas(64) float transposed[16 * WIDTH];
+      transpose_registers(words, transposed, WIDTH);
+      for (int64_t i = 0; i < steps - k / 2; ++i) store(step + i * PANEL, load(transposed + i * WIDTH));
     }
 }
 template <class W> void pack_panel(Bfloat16, const W* rows, int64_t count, int64_t columns, int64_t p, float* panel) {

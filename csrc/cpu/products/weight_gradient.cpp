@@ -112,17 +112,17 @@ template <bool ADD> void multiply(const Left* left, const float* panel, int64_t 
   pair_strip<2, ADD>(left, LEFT_ROW, panel, PANEL, total, PANEL, height, aligned(depth, PAIR_DEPTH));
 }
 
-// total (height, PANEL) -> dweight (N, K), of which it is columns from `first` on, or, turned, rows.
-template <class T> void write(const float* total, int64_t height, int64_t first, bool turned, T* dweight, int64_t N, int64_t K) {
+// total (height, PANEL) -> dweight (N, K), of which it is columns from `first` on, or, transposed, rows.
+template <class T> void write(const float* total, int64_t height, int64_t first, bool transposed, T* dweight, int64_t N, int64_t K) {
   alignas(64) float square[WIDTH * WIDTH];
-  const int64_t rows = turned ? smaller(PANEL, N - first) : height, columns = turned ? height : smaller(PANEL, K - first);
-  T* to = dweight + (turned ? first * K : first);
+  const int64_t rows = transposed ? smaller(PANEL, N - first) : height, columns = transposed ? height : smaller(PANEL, K - first);
+  T* to = dweight + (transposed ? first * K : first);
   for (int64_t i = 0; i < rows; i += WIDTH)
     for (int64_t j = 0; j < columns; j += WIDTH) {
       const Part some{static_cast<int>(smaller(WIDTH, columns - j))};
-      if (turned) transpose_square(total + j * PANEL + i, PANEL, 1.f, square, WIDTH);
+      if (transposed) transpose_square(total + j * PANEL + i, PANEL, 1.f, square, WIDTH);
       for (int64_t r = 0; r < smaller(WIDTH, rows - i); ++r)
-        store(to + (i + r) * K + j, load(turned ? square + r * WIDTH : total + (i + r) * PANEL + j), some);
+        store(to + (i + r) * K + j, load(transposed ? square + r * WIDTH : total + (i + r) * PANEL + j), some);
     }
 }
 
@@ -131,15 +131,15 @@ template <class T> void write(const float* total, int64_t height, int64_t first,
 // dz (M, N), x (M, K) bf16 -> dweight (N, K), f32 where `wide`, else bf16; dbias (N) f32, the sums of dz, or address 0. A task
 // owns a panel of the right operand.
 void weight_gradient_by_tiles(Address dz, Address x, Address dweight, int64_t wide, Address dbias, int64_t M, int64_t N, int64_t K) {
-  const bool turned = N > K;
+  const bool transposed = N > K;
   const Operand rows{at<const Bfloat16>(dz), N}, inputs{at<const Bfloat16>(x), K};
-  const Operand &left = turned ? inputs : rows, &right = turned ? rows : inputs;
+  const Operand &left = transposed ? inputs : rows, &right = transposed ? rows : inputs;
   const int64_t height = aligned(left.columns, PANEL), panels = aligned(right.columns, PANEL) / PANEL;
   parallel_for(panels, left.columns * PANEL * M / 64, [&](int64_t begin, int64_t end) {
     Left* packed = scratch<Left>(LEFT, left_size(height));
     float* near = scratch<float>(RIGHT, smaller(NEAR_PANELS, end - begin) * PANEL_SIZE);
     float* totals = scratch<float>(TOTAL, (end - begin) * height * PANEL);
-    const bool sums_left = dbias && !turned && begin == 0, sums_right = dbias && turned;
+    const bool sums_left = dbias && !transposed && begin == 0, sums_right = dbias && transposed;
     float* sums = scratch<float>(SUMS, larger(height, (end - begin) * PANEL));
     memset(sums, 0, sizeof(float) * static_cast<size_t>(larger(height, (end - begin) * PANEL)));
     const TileRegisters registers;
@@ -158,8 +158,8 @@ void weight_gradient_by_tiles(Address dz, Address x, Address dweight, int64_t wi
     }
     for (int64_t p = begin; p < end; ++p) {
       const float* total = totals + (p - begin) * height * PANEL;
-      if (wide) write(total, left.columns, p * PANEL, turned, at<float>(dweight), N, K);
-      else write(total, left.columns, p * PANEL, turned, at<Bfloat16>(dweight), N, K);
+      if (wide) write(total, left.columns, p * PANEL, transposed, at<float>(dweight), N, K);
+      else write(total, left.columns, p * PANEL, transposed, at<Bfloat16>(dweight), N, K);
     }
     if (sums_left) memcpy(at<float>(dbias), sums, sizeof(float) * static_cast<size_t>(N));
     if (sums_right) memcpy(at<float>(dbias) + begin * PANEL, sums, sizeof(float) * static_cast<size_t>(smaller(end * PANEL, N) - begin * PANEL));

@@ -2,6 +2,7 @@
 //
 // Options beyond smoothing (class weights, z-loss, a soft cap) take a way of their own: a row's scores are made in scratch
 // memory, in fp32, and what is done to them asks for each option outside of its loops.
+#include "../../calls/loss.h"
 #include "../rows.h"
 #include "../vector_math.h"
 
@@ -57,14 +58,19 @@ TK_INLINE float row_loss(const Softmax& s, const Distances& d, float log_total, 
   return smoothing == 0.f ? loss : (1.f - smoothing) * loss + smoothing * (d.mean + log_total);
 }
 
+// `weights`: (classes + 1), behind them their mean, or null.
 struct Options {
-  const float* weights;  // (classes + 1), behind them their mean; or null
-  float z_loss, cap;     // 0: none
+  const float* weights;
+  float z_loss, cap;
 
   bool any() const { return weights || z_loss != 0.f || cap != 0.f; }
   template <class L> TK_INLINE Floats weight(int64_t j, L lanes) const { return weights ? load(weights + j, lanes) : splat(1.f); }
   TK_INLINE float weight(int64_t j) const { return weights ? weights[j] : 1.f; }
 };
+
+template <class Call> TK_INLINE Options options_of(const Call& call) {
+  return {at<const float>(call.weights), static_cast<float>(call.z_loss), static_cast<float>(call.softcap)};
+}
 
 // What the options make of a row: its scores, of the class and of every class the share of the target, and their sum.
 struct Terms {
@@ -126,20 +132,18 @@ inline float counted(const int64_t* targets, int64_t rows, int64_t ignored) {
 
 }  // namespace
 
-// logits (rows, classes) at `stride`; targets i64 (rows); losses f32 (rows). With `statistics` f32 (2, rows) the largest score
-// and 1 / sum of each row go there. With `dlogits`, contiguous or the logits' own place, the gradient of the sum of losses
-// goes there, or, where `count` is given, that of their mean over the rows that are not ignored, whose number goes to *count.
-// weights: f32 (classes + 1), behind them their mean, or address 0; z_loss, cap: 0 for none.
-void cross_entropy_forward(int64_t dtype, Address logits, int64_t stride, Address targets, Address losses,
-                           Address statistics, Address dlogits, Address count, int64_t rows, int64_t classes, int64_t ignored,
-                           float smoothing, Address weights, float z_loss, float cap) {
-  const Options options{at<const float>(weights), z_loss, cap};
-  const int64_t* classes_of = at<const int64_t>(targets);
-  const float factor = count ? 1.f / (*at<float>(count) = counted(classes_of, rows, ignored)) : 1.f;
-  by_dtype(dtype, [&](auto type) {
+void cross_entropy_forward(const CrossEntropyForward& call) {
+  const int64_t rows = call.rows, classes = call.classes, stride = call.stride, ignored = call.ignore_index;
+  const float smoothing = static_cast<float>(call.smoothing);
+  const Options options = options_of(call);
+  const int64_t* classes_of = at<const int64_t>(call.targets);
+  float *losses = at<float>(call.losses), *statistics = at<float>(call.statistics);
+  const float factor = call.count ? 1.f / (*at<float>(call.count) = counted(classes_of, rows, ignored)) : 1.f;
+  by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const bool in_place = dlogits == logits;
-    T* gradients = in_place ? at<T>(logits) : result_at<T>(dlogits, rows * classes);
+    const T* logits = at<const T>(call.logits);
+    const bool in_place = call.dlogits == call.logits;
+    T* dlogits = in_place ? at<T>(call.dlogits) : result_at<T>(call.dlogits, rows * classes);
     const int64_t apart = in_place ? stride : classes;
     // one(row of the batch, logits, class, where the gradient goes), and then finish(row, class, softmax, log of its sum, where).
     const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& one, const auto& finish) TK_LAMBDA {
@@ -149,14 +153,14 @@ void cross_entropy_forward(int64_t dtype, Address logits, int64_t stride, Addres
         const int64_t size = first + batch < end ? batch : end - first;
         for (int64_t k = 0; k < size; ++k) {
           const int64_t i = first + k, target = classes_of[i];
-          softmax[k] = target == ignored ? Softmax{0.f, 1.f} : one(k, at<const T>(logits) + i * stride, target, gradients + i * apart);
+          softmax[k] = target == ignored ? Softmax{0.f, 1.f} : one(k, logits + i * stride, target, dlogits + i * apart);
         }
         for (int64_t k = 0; k < size; ++k) log_totals[k] = __builtin_logf(softmax[k].total);
         for (int64_t k = 0; k < size; ++k) {
           const int64_t i = first + k, target = classes_of[i];
-          T* out = gradients + i * apart;
-          if (statistics) at<float>(statistics)[i] = softmax[k].top, at<float>(statistics)[rows + i] = 1.f / softmax[k].total;
-          at<float>(losses)[i] = target == ignored ? 0.f : finish(k, target, softmax[k], log_totals[k], out);
+          T* out = dlogits + i * apart;
+          if (statistics) statistics[i] = softmax[k].top, statistics[rows + i] = 1.f / softmax[k].total;
+          losses[i] = target == ignored ? 0.f : finish(k, target, softmax[k], log_totals[k], out);
           if (target == ignored && dlogits) memset(out, 0, static_cast<size_t>(classes) * sizeof(T));
         }
       }
@@ -194,24 +198,23 @@ void cross_entropy_forward(int64_t dtype, Address logits, int64_t stride, Addres
   });
 }
 
-// dlogits from dloss, f32: of each row, or one for all that is divided by *count where that is given. `afterwards`: the stored
-// gradient is multiplied by dloss, as cross_entropy_scale does, to the same bits.
-void cross_entropy_backward(int64_t dtype, Address dloss, bool of_each_row, bool afterwards, Address count, Address logits, Address targets,
-                            Address statistics, Address dlogits, int64_t rows, int64_t classes, int64_t ignored, float smoothing,
-                            Address weights, float z_loss, float cap) {
-  const Options options{at<const float>(weights), z_loss, cap};
-  by_dtype(dtype, [&](auto type) {
+void cross_entropy_backward(const CrossEntropyBackward& call) {
+  const int64_t rows = call.rows, classes = call.classes, ignored = call.ignore_index;
+  const float smoothing = static_cast<float>(call.smoothing);
+  const bool afterwards = call.scaled_afterwards;
+  const Options options = options_of(call);
+  by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const float divisor = count ? *at<const float>(count) : 1.f;
-    const float *top = at<const float>(statistics), *inverse = top + rows, *factors = at<const float>(dloss);
+    const float divisor = call.count ? *at<const float>(call.count) : 1.f;
+    const float *top = at<const float>(call.statistics), *inverse = top + rows, *factors = at<const float>(call.dloss);
     const float later = afterwards ? *factors : 1.f;
-    T* result = result_at<T>(dlogits, rows * classes);
+    T* result = result_at<T>(call.dlogits, rows * classes);
     const auto over_rows = [&](int64_t begin, int64_t end, const auto& one) TK_LAMBDA {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t target = at<const int64_t>(targets)[i];
+        const int64_t target = at<const int64_t>(call.targets)[i];
         T* out = result + i * classes;
         if (target == ignored) memset(out, 0, static_cast<size_t>(classes) * sizeof(T));
-        else one(i, at<const T>(logits) + i * classes, target, (afterwards ? 1.f : factors[of_each_row ? i : 0]) / divisor, out);
+        else one(i, at<const T>(call.logits) + i * classes, target, (afterwards ? 1.f : factors[call.dloss_of_each_row ? i : 0]) / divisor, out);
         if (later != 1.f) scale(out, classes, later);
       }
     };
@@ -245,12 +248,12 @@ void cross_entropy_scale(int64_t dtype, Address dloss, Address dlogits, int64_t 
   });
 }
 
-// loss = the sum of the losses; with a place for it *count = the rows that are not ignored, and the loss is their mean.
-void cross_entropy_sum(Address losses, Address targets, Address loss, Address count, int64_t rows, int64_t ignored) {
+void cross_entropy_sum(const CrossEntropySum& call) {
   double total = 0.0;
-  for (int64_t i = 0; i < rows; ++i) total += static_cast<double>(at<const float>(losses)[i]);
-  if (count) total /= static_cast<double>(*at<float>(count) = counted(at<const int64_t>(targets), rows, ignored));
-  *at<float>(loss) = static_cast<float>(total);
+  for (int64_t i = 0; i < call.rows; ++i) total += static_cast<double>(at<const float>(call.losses)[i]);
+  if (call.count)
+    total /= static_cast<double>(*at<float>(call.count) = counted(at<const int64_t>(call.targets), call.rows, call.ignore_index));
+  *at<float>(call.loss) = static_cast<float>(total);
 }
 
 }  // namespace transformer_kernels::TK_LEVEL

@@ -1,4 +1,5 @@
-// y = dropout(LayerNorm(scale * weight[token] + positions[place])), LayerNorm and positions optional, and the gradients.
+// Rows of tables, their sum, LayerNorm and dropout, and the gradients.
+#include "../../calls/embedding.h"
 #include "../rows.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -8,47 +9,50 @@ TK_INLINE bool is_row(int64_t id, int64_t count) { return static_cast<uint64_t>(
 
 template <class T> struct Tables {
   const T *weight, *positions;  // positions may be null
-  const int64_t *tokens, *places;  // places null: row i of the tokens has place i % length
-  int64_t length, columns, token_count, place_count;
+  const int64_t *tokens, *position_ids;  // position_ids null: row i has position i % length
+  int64_t length, columns, vocabulary, position_count;
   float scale;
 
-  TK_INLINE int64_t place(int64_t i) const { return places ? places[i] : i % length; }
-  TK_INLINE bool knows(int64_t i) const {
-    return is_row(tokens[i], token_count) && (!positions || is_row(place(i), place_count));
+  TK_INLINE int64_t position(int64_t i) const { return position_ids ? position_ids[i] : i % length; }
+  TK_INLINE bool contain(int64_t i) const {
+    return is_row(tokens[i], vocabulary) && (!positions || is_row(position(i), position_count));
   }
   TK_INLINE const T* token_row(int64_t i) const { return weight + tokens[i] * columns; }
-  TK_INLINE const T* place_row(int64_t i) const { return positions ? positions + place(i) * columns : nullptr; }
+  TK_INLINE const T* position_row(int64_t i) const { return positions ? positions + position(i) * columns : nullptr; }
 
-  template <class L> TK_INLINE Floats sum(const T* token, const T* place, int64_t j, L lanes) const {
+  template <class L> TK_INLINE Floats sum(const T* token, const T* position, int64_t j, L lanes) const {
     const Floats scaled = load(token + j, lanes) * scale;
-    return place ? scaled + load(place + j, lanes) : scaled;
+    return position ? scaled + load(position + j, lanes) : scaled;
   }
 };
 
+template <class T, class Call> TK_INLINE Tables<T> tables_of(const Call& call) {
+  return {at<const T>(call.weight), at<const T>(call.positions), at<const int64_t>(call.tokens), at<const int64_t>(call.position_ids),
+          call.length, call.columns, call.vocabulary, call.position_count, static_cast<float>(call.scale)};
+}
+
 // The sum of both tables' rows as floats in `out`, NaN where an id is in neither; returns its total.
 template <class T> TK_INLINE float gather_row(const Tables<T>& tables, int64_t i, float* out) {
-  const bool known = tables.knows(i);
-  const T *token = known ? tables.token_row(i) : nullptr, *place = known ? tables.place_row(i) : nullptr;
-  if (!known)
+  const bool in_range = tables.contain(i);
+  const T *token = in_range ? tables.token_row(i) : nullptr, *position = in_range ? tables.position_row(i) : nullptr;
+  if (!in_range)
     for (int64_t j = 0; j < tables.columns; ++j) out[j] = NAN;
-  else over_columns(tables.columns, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(out + j, tables.sum(token, place, j, lanes), lanes); });
+  else over_columns(tables.columns, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(out + j, tables.sum(token, position, j, lanes), lanes); });
   return row_sum<true>(out, tables.columns);
 }
 
 }  // namespace
 
-// tokens, places i64 (rows); y (rows, columns); mean, rstd f32 (rows). Address 0 stands for what is absent.
-void embedding_forward(int64_t dtype, Address weight, Address tokens, Address positions, Address places, Address norm_weight,
-                       Address norm_bias, Address seed, double p, Address y, Address mean, Address rstd, int64_t length,
-                       int64_t rows, int64_t columns, int64_t token_count, int64_t place_count, float scale, float eps) {
-  const Dropout dropout = make_dropout(at<const int64_t>(seed), p);
-  by_dtype(dtype, [&](auto type) {
+void embedding_forward(const EmbeddingForward& call) {
+  const int64_t rows = call.rows, columns = call.columns;
+  const float eps = static_cast<float>(call.eps);
+  const Dropout dropout = make_dropout(at<const int64_t>(call.seed), call.dropout_p);
+  by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const Tables<T> tables{at<const T>(weight), at<const T>(positions), at<const int64_t>(tokens), at<const int64_t>(places),
-                           length, columns, token_count, place_count, scale};
-    const float *w = at<const float>(norm_weight), *b = at<const float>(norm_bias);
-    T* result = result_at<T>(y, rows * columns);
-    parallel_for(rows, (seed ? 8 : 3) * columns, [&](int64_t begin, int64_t end) {
+    const Tables<T> tables = tables_of<T>(call);
+    const float *w = at<const float>(call.norm_weight), *b = at<const float>(call.norm_bias);
+    T* result = result_at<T>(call.y, rows * columns);
+    parallel_for(rows, (call.seed ? 8 : 3) * columns, [&](int64_t begin, int64_t end) {
       float* row = scratch<float>(ROW_SLOT, columns);
       for (int64_t i = begin; i < end; ++i) {
         T* to = result + i * columns;
@@ -60,7 +64,7 @@ void embedding_forward(int64_t dtype, Address weight, Address tokens, Address po
           continue;
         }
         const Moments m = moments<true>(row, total, columns, eps);
-        at<float>(mean)[i] = m.mean, at<float>(rstd)[i] = m.rstd;
+        at<float>(call.mean)[i] = m.mean, at<float>(call.rstd)[i] = m.rstd;
         over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
           store(to + j, drop(normalised(row, m, w, b, j, lanes)), lanes);
         });
@@ -69,32 +73,29 @@ void embedding_forward(int64_t dtype, Address weight, Address tokens, Address po
   });
 }
 
-// ds, the gradient of the sum before LayerNorm, and dnorm_weight and dnorm_bias (address 0: not wanted).
-void embedding_backward(int64_t dtype, Address dy, Address weight, Address tokens, Address positions, Address places,
-                        Address norm_weight, Address mean, Address rstd, Address seed, double p, Address ds,
-                        Address dnorm_weight, Address dnorm_bias, int64_t length, int64_t rows, int64_t columns,
-                        int64_t token_count, int64_t place_count, float scale) {
-  const Dropout dropout = make_dropout(at<const int64_t>(seed), p);
-  by_dtype(dtype, [&](auto type) {
+void embedding_backward(const EmbeddingBackward& call) {
+  const int64_t rows = call.rows, columns = call.columns;
+  const Dropout dropout = make_dropout(at<const int64_t>(call.seed), call.dropout_p);
+  by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const Tables<T> tables{at<const T>(weight), at<const T>(positions), at<const int64_t>(tokens), at<const int64_t>(places),
-                           length, columns, token_count, place_count, scale};
-    const float* w = at<const float>(norm_weight);
-    T* result = result_at<T>(ds, rows * columns);
+    const T* dy = at<const T>(call.dy);
+    const float* w = at<const float>(call.norm_weight);
+    T* result = result_at<T>(call.ds, rows * columns);
     if (!w)
       return parallel_for(rows, 6 * columns, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
           over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
-            store(result + i * columns + j, drop(load(at<const T>(dy) + i * columns + j, lanes)), lanes);
+            store(result + i * columns + j, drop(load(dy + i * columns + j, lanes)), lanes);
           });
       });
-    const float* sums = sums_over_rows(rows, 2 * columns, (seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
+    const Tables<T> tables = tables_of<T>(call);
+    const float* sums = sums_over_rows(rows, 2 * columns, (call.seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
       float *row = scratch<float>(ROW_SLOT, 2 * columns), *came = row + columns;
       for (int64_t i = begin; i < end; ++i) {
         gather_row(tables, i, row);
-        const Moments m{at<const float>(mean)[i], at<const float>(rstd)[i]};
+        const Moments m{at<const float>(call.mean)[i], at<const float>(call.rstd)[i]};
         over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
-          store(came + j, drop(load(at<const T>(dy) + i * columns + j, lanes)), lanes);
+          store(came + j, drop(load(dy + i * columns + j, lanes)), lanes);
         });
         Projections means;
         project<true, 1>(row, came, &m, w, columns, own, own + columns, &means);
@@ -103,8 +104,8 @@ void embedding_backward(int64_t dtype, Address dy, Address weight, Address token
         });
       }
     });
-    add_parts(sums, parts_of(rows), 2 * columns, columns, at<float>(dnorm_weight));
-    add_parts(sums + columns, parts_of(rows), 2 * columns, columns, at<float>(dnorm_bias));
+    add_parts(sums, parts_of(rows), 2 * columns, columns, at<float>(call.dnorm_weight));
+    add_parts(sums + columns, parts_of(rows), 2 * columns, columns, at<float>(call.dnorm_bias));
   });
 }
 

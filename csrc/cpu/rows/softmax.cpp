@@ -1,19 +1,19 @@
 // y = softmax(scale * x) over rows, with a mask and causality in the same pass, and its gradient.
+#include "../../calls/softmax.h"
 #include "../rows.h"
 #include "../vector_math.h"
 
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
-struct Mask {
-  const uint8_t* data;  // null: nothing is masked
-  int64_t sizes[3], strides[4];
-
-  const uint8_t* row(int64_t i) const {
-    const int64_t third = i % sizes[2], second = i / sizes[2] % sizes[1], first = i / sizes[2] / sizes[1];
-    return data + first * strides[0] + second * strides[1] + third * strides[2];
-  }
-};
+// The bytes of row i of the mask; null where there is no mask.
+TK_INLINE const uint8_t* mask_row(const SoftmaxForward& call, int64_t i) {
+  if (!call.mask) return nullptr;
+  const auto& [sizes] = call.mask_sizes;
+  const auto& [strides] = call.mask_strides;
+  const int64_t third = i % sizes[2], second = i / sizes[2] % sizes[1], first = i / sizes[2] / sizes[1];
+  return at<const uint8_t>(call.mask) + first * strides[0] + second * strides[1] + third * strides[2];
+}
 
 // The row's scores from column j on, those that are masked or do not exist -inf. SIMPLE: there is no mask, and scale > 0.
 template <bool SIMPLE, class T, class L> TK_INLINE Floats scores(const T* x, const uint8_t* mask, int64_t step, float scale, int64_t j, L lanes) {
@@ -52,14 +52,13 @@ template <class T> void softmax_backward_row(const T* dy, const T* y, float scal
 
 }  // namespace
 
-// x, y (rows, columns); mask_* describe a bool view (d0, d1, d2, columns) of the rows, or address 0. causal_rows: Lq, or 0.
-void softmax_forward(int64_t dtype, Address x, Address y, Address mask, int64_t d0, int64_t d1, int64_t d2, int64_t s0,
-                     int64_t s1, int64_t s2, int64_t s3, int64_t causal_rows, int64_t rows, int64_t columns, float scale) {
-  const Mask view{at<const uint8_t>(mask), {d0, d1, d2}, {s0, s1, s2, s3}};
-  const bool safe = view.data || causal_rows;
-  by_dtype(dtype, [&](auto type) {
+void softmax_forward(const SoftmaxForward& call) {
+  const int64_t rows = call.rows, columns = call.columns, causal_rows = call.causal_rows;
+  const float scale = static_cast<float>(call.scale);
+  const bool safe = call.mask || causal_rows;
+  by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    T* result = result_at<T>(y, rows * columns);
+    T* result = result_at<T>(call.y, rows * columns);
     parallel_for(rows, 8 * columns, [&](int64_t begin, int64_t end) {
       [[maybe_unused]] float* memory = scratch<float>(ROW_SLOT, sizeof(T) == 4 ? 0 : columns);
       const auto rows_of = [&](auto simple) TK_LAMBDA {
@@ -69,24 +68,25 @@ void softmax_forward(int64_t dtype, Address x, Address y, Address mask, int64_t 
           T* to = result + i * columns;
           float* kept = memory;
           if constexpr (sizeof(T) == 4) kept = to;  // where the exponentials are in the cache when they are normalised
-          softmax_row<decltype(simple)::value>(at<const T>(x) + i * columns, view.data ? view.row(i) : nullptr, s3, safe, scale,
-                                               columns, seen, to, kept);
+          softmax_row<decltype(simple)::value>(at<const T>(call.x) + i * columns, mask_row(call, i), call.mask_strides.at[3],
+                                               safe, scale, columns, seen, to, kept);
         }
       };
-      if (view.data || scale <= 0.f) rows_of(Flag<false>{});
+      if (call.mask || scale <= 0.f) rows_of(Flag<false>{});
       else rows_of(Flag<true>{});
     });
   });
 }
 
-// dx = scale * y * (dy - sum(dy * y)).
-void softmax_backward(int64_t dtype, Address dy, Address y, Address dx, int64_t rows, int64_t columns, float scale) {
-  by_dtype(dtype, [&](auto type) {
+void softmax_backward(const SoftmaxBackward& call) {
+  const int64_t rows = call.rows, columns = call.columns;
+  const float scale = static_cast<float>(call.scale);
+  by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    T* result = result_at<T>(dx, rows * columns);
+    T* result = result_at<T>(call.dx, rows * columns);
     parallel_for(rows, 4 * columns, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        softmax_backward_row(at<const T>(dy) + i * columns, at<const T>(y) + i * columns, scale, columns, result + i * columns);
+        softmax_backward_row(at<const T>(call.dy) + i * columns, at<const T>(call.y) + i * columns, scale, columns, result + i * columns);
     });
   });
 }

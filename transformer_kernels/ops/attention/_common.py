@@ -15,7 +15,7 @@ MAXIMUM_LENGTH = NO_LIMIT // 2
 
 
 class Angles(NamedTuple):
-    """Rotary positions, by which queries and keys are turned as they are read: as in `RotaryCall`, in float32."""
+    """Rotary positions, by which queries and keys are rotated as they are read: as in `RotaryCall`, in float32."""
 
     cos: Tensor
     sin: Tensor

@@ -78,18 +78,18 @@ def _packed(
     q, k, scores = call.q, call.k, call.scores
     bias, slopes, starts = scores.bias, scores.alibi_slopes, scores.cu_seqlens
     key_starts = starts if scores.cu_seqlens_k is None else scores.cu_seqlens_k
-    no_bias, turned = (0, 0, 0, 0, 0, 0), angles is not None
+    no_bias, rotated = (0, 0, 0, 0, 0, 0), angles is not None
     fields = array(
         "q",
         (
             DTYPE_CODES[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
             scores.left, scores.right,
-            *_heads(q, turned), *_heads(k, turned), *_heads(call.v), *_heads(result.out),
+            *_heads(q, rotated), *_heads(k, rotated), *_heads(call.v), *_heads(result.out),
             address(result.lse), address(result.statistics), address(scores.key_padding_mask), address(call.seed),
             *(no_bias if bias is None else (bias.data_ptr(), DTYPE_CODES[bias.dtype], *broadcast_strides(bias))),
             address(slopes), *((0, 0) if slopes is None else broadcast_strides(slopes)[:2]),
             address(starts), address(key_starts), 0 if starts is None else len(starts) - 1,
-            *_heads(gradients[0]), *_heads(gradients[1], turned), *_heads(gradients[2], turned), *_heads(gradients[3]),
+            *_heads(gradients[0]), *_heads(gradients[1], rotated), *_heads(gradients[2], rotated), *_heads(gradients[3]),
             address(dlse), address(dbias), *((0, 0, 0, 0) if bias is None else bias.shape),
             *(NO_ANGLES if angles is None else angles.addresses()),
         ),
@@ -101,6 +101,6 @@ def _numbers(call: AttentionCall) -> tuple[float, float, float]:
     return call.scores.scale, call.dropout_p, call.scores.softcap
 
 
-def _heads(x: Tensor | None, turned: bool = False) -> tuple[int, ...]:
-    """Address, strides of batches, heads and rows, and whether the rows are turned."""
-    return NO_HEADS if x is None else (x.data_ptr(), *x.stride()[:3], turned)
+def _heads(x: Tensor | None, rotated: bool = False) -> tuple[int, ...]:
+    """Address, strides of batches, heads and rows, and whether the rows are rotated."""
+    return NO_HEADS if x is None else (x.data_ptr(), *x.stride()[:3], rotated)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import address
+from transformer_kernels.backends import address, cuda
 from transformer_kernels.backends.cuda import DTYPE_CODES, load, stream_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.rotary import Heads, RotaryCall
-from transformer_kernels.ops.rotary._cuda import rotate
+from transformer_kernels.ops.rotary._compiled import Kernels as RotaryKernels
 
 MAX_HEAD_DIM = 256
 MAX_FLOAT32_HEAD_DIM = 128
@@ -21,7 +21,7 @@ MAX_FLOAT32_HEAD_DIM = 128
 FLOAT32_WIDE_BYTES = 131456
 
 MAX_WHOLE_HEAD_DIM = 128
-"""Above, a block owns half the columns of dK, and rotary's kernel turns these back where they lie."""
+"""Above, a block owns half the columns of dK, and rotary's kernel rotates these back where they lie."""
 
 PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.cu
 
@@ -126,7 +126,7 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def turns(call: AttentionCall) -> bool:
+def rotates(call: AttentionCall) -> bool:
     """Whether the kernels rotate queries and keys as they read them; the one for the bias's gradient does not."""
     return call.scores.bias is None
 
@@ -166,7 +166,7 @@ def backward(
     load().attention_backward(_launch(call, result, angles, **gradients))
     if angles is not None and q.shape[3] > MAX_WHOLE_HEAD_DIM:
         heads = Heads(dk, None)
-        rotate(RotaryCall(dk, dk, *angles), heads, heads, back=True)
+        RotaryKernels(cuda).rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
     return dq, dk, dv, dbias
 
 

@@ -37,7 +37,7 @@ SEQUENCES_TOKENS = 256
 """Tokens whose sequence one program finds."""
 
 TURNED_HEAD_DIM = 64
-"""Of 16 bits. Wider rows, turned as they are loaded, leave no room for a second stage on 8.0; those of fp32 spill."""
+"""Of 16 bits. Wider rows, rotated as they are loaded, leave no room for a second stage on 8.0; those of fp32 spill."""
 
 TURNED_KEYS = 1024
 """How many keys a query may see, on average, where kernels turn rows as they load them.
@@ -84,7 +84,7 @@ class Body(Enum):
     PADDED = "causal and padded"
     HEAVY = "heavy"
     PACKED = "packed"
-    TURNED = "turned"
+    ROTATED = "rotated"
 
 
 Rows = dict[tuple[tuple[int, int], int], tuple[tuple[int, Tile], ...]]
@@ -316,7 +316,7 @@ TABLES: dict[tuple[Kernel, Body], Rows] = {
     (Kernel.KEY_GRADIENT, Body.LIGHT): KEY_GRADIENT,
     (Kernel.KEY_GRADIENT, Body.HEAVY): KEY_GRADIENT_HEAVY,
     (Kernel.KEY_GRADIENT, Body.PACKED): KEY_GRADIENT_PACKED,
-    (Kernel.KEY_GRADIENT, Body.TURNED): KEY_GRADIENT_TURNED,
+    (Kernel.KEY_GRADIENT, Body.ROTATED): KEY_GRADIENT_TURNED,
     (Kernel.BIAS_GRADIENT, Body.LIGHT): BIAS_GRADIENT,
     (Kernel.DECODE, Body.LIGHT): DECODE,
     (Kernel.SHORT_FORWARD, Body.LIGHT): SHORT_FORWARD,
@@ -326,7 +326,7 @@ TABLES: dict[tuple[Kernel, Body], Rows] = {
 }
 
 LIGHTER = {
-    Body.PACKED: Body.HEAVY, Body.HEAVY: Body.LIGHT, Body.TURNED: Body.CAUSAL, Body.PADDED: Body.CAUSAL,
+    Body.PACKED: Body.HEAVY, Body.HEAVY: Body.LIGHT, Body.ROTATED: Body.CAUSAL, Body.PADDED: Body.CAUSAL,
     Body.LONG: Body.CAUSAL, Body.CAUSAL: Body.LIGHT,
 }  # fmt: skip
 """A body without a table of its own takes that of a lighter one."""

@@ -44,7 +44,7 @@ def score_unit(dtype: torch.dtype) -> float:
     return 1.0 if dtype.itemsize == tiles.SINGLE else math.log2(math.e)
 
 
-def turns(call: AttentionCall) -> bool:
+def rotates(call: AttentionCall) -> bool:
     """Whether rotary positions turn queries and keys as they are loaded, or the kernels are given rotated copies."""
     scores, keys = call.scores, call.k.shape[2]  # that a query sees, on average
     keys = keys // 2 if scores.causal else keys
@@ -143,7 +143,7 @@ class _Plan:
         causal, windowed = right == 0, left < tokens or 0 < right < tokens
         heavy = dropped or windowed or bias is not None or softcap > 0.0
         rows = Body.PADDED if padded else Body.LONG if self.keys >= tiles.LONG_KEYS else Body.CAUSAL
-        light = Body.TURNED if rotary[0] else rows if causal else Body.LIGHT
+        light = Body.ROTATED if rotary[0] else rows if causal else Body.LIGHT
         self.body = Body.PACKED if self.packed else Body.HEAVY if heavy else light
         self.sizes = (self.query_heads, self.queries, self.keys)
         self.strides, self.gradient_strides = _without_columns(strides), _without_columns(gradient_strides)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand, to_fp32
 from transformer_kernels.ops.attention._triton_forward import SIZES, STRIDES
-from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_turned, store_turned_back
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
     Dropout,
@@ -70,7 +70,7 @@ def query_gradient_block(
     tile_rows = tl.arange(0, OPTIONS.BLOCK_M)[:, None]
     tile_columns = tl.arange(0, BLOCK_N)[None, :]
     rows, columns = queries.first_row + tile_rows, start + tile_columns
-    k_tile = load_turned(k, angles, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
+    k_tile = load_rotated(k, angles, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
     if MASKED:
         visible = visible_pairs(rows, columns, mask, OPTIONS)
         if mask.padding is not None:
@@ -150,7 +150,7 @@ def attention_backward_query_kernel(
 
     q_rows = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
     angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
-    q = load_turned(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
+    q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     base, log_sum = load_base(statistics_pointer + 2 * row_offset, rows, query_length, True, OPTIONS)
     queries = Queries(dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), base, log_sum, delta, first_row)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -165,4 +165,4 @@ def attention_backward_query_kernel(
         if visited:
             dq = query_gradient_block(dq, queries, key, k, v, mask, bias, dropout, angles, score_scale, True, OPTIONS)
     target = head_rows(dq_pointer, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
-    store_turned_back(target, dq * scale, angles, first_row, OPTIONS)
+    store_unrotated(target, dq * scale, angles, first_row, OPTIONS)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand
 from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
-from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_turned, store_turned_back
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
     Dropout,
@@ -69,7 +69,7 @@ class QuerySource(NamedTuple):
 def load_queries(source, first_row, mask, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
     """The queries [first_row, first_row + ROWS)."""
     rows = first_row + tl.arange(0, ROWS)
-    q = load_turned(source.q, source.angles, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
+    q = load_rotated(source.q, source.angles, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
     dout = load_rows(source.dout, first_row, ROWS, BOUNDED, OPTIONS)  # [M, D]
     base, log_sum = load_base(source.statistics, rows, mask.query_length, BOUNDED, OPTIONS)
     delta = load_statistic(source.delta, rows, mask.query_length, 0.0, BOUNDED)
@@ -205,7 +205,7 @@ def attention_backward_key_kernel(
     k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, read, OPTIONS)
     v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, read, OPTIONS)
     angles = Angles(cos_pointer, sin_pointer, first_token(batch, key_length, OPTIONS))
-    k = load_turned(k_rows, angles, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
+    k = load_rotated(k_rows, angles, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
     keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), None, first_key)
     zeros = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -238,5 +238,5 @@ def attention_backward_key_kernel(
         dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
     for_dk = head_rows(dk_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
     for_dv = head_rows(dv_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
-    store_turned_back(for_dk, dk, angles, first_key, OPTIONS)
+    store_unrotated(for_dk, dk, angles, first_key, OPTIONS)
     store_rows(for_dv, dv, first_key, OPTIONS)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import LN_2, dot_operand
-from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_turned
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
     Dropout,
@@ -116,7 +116,7 @@ def attend_block(
             visible = visible & within_sequence(mask, rows, columns)
             v_tile, trace = finite_rows(v_tile)
             total += tl.sum(tl.where(visible, trace[None, :], 0.0), 1)[:, None]
-    k_tile = load_turned(k, angles, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
+    k_tile = load_rotated(k, angles, start, BLOCK_N, MASKED, OPTIONS)  # [N, D]
     scores = multiply(q, tl.trans(dot_operand(k_tile, k_tile.dtype)), OPTIONS)  # [M, N]
     if OPTIONS.SOFTCAP > 0.0 or bias.pointer is not None:
         scores = capped(scores * scale, OPTIONS)
@@ -168,7 +168,7 @@ def attention_forward_kernel(
     dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
     queries = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
     angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
-    q = load_turned(queries, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
+    q = load_rotated(queries, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     q = dot_operand(q, q.dtype)
     scale = positive(scale * score_unit(OPTIONS.NATURAL))
     if OPTIONS.NEGATE:

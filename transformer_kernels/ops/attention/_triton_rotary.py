@@ -1,8 +1,8 @@
-"""Triton: rows of queries and keys that are turned by rotary positions as they are loaded, and gradients turned back.
+"""Triton: rows of queries and keys that are rotated by rotary positions as they are loaded, and gradients rotated back.
 
 Scores are products over all columns, so their order does not matter where queries and keys share it: here the two
 columns of a pair stand side by side, in both conventions. A thread that holds several columns of a row then holds whole
-pairs, and turns them without a word to others; so does one that holds a part of dq or dk, which come out in that order.
+pairs, and rotates them without a word to others; so does one that holds a part of dq or dk, which come out in that order.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from transformer_kernels.backends.triton_language import from_fp32, round_to, settled, to_fp32, turned
+from transformer_kernels.backends.triton_language import from_fp32, rotated, round_to, settled, to_fp32
 from transformer_kernels.ops.attention._triton_tile import load_columns, load_rows, store_columns, store_rows
 
 
@@ -30,7 +30,7 @@ def first_token(batch, length, OPTIONS: tl.constexpr):
 
 @triton.jit
 def first_columns(OPTIONS: tl.constexpr):
-    """Of pairs in halves, the first columns [1, BLOCK_D / 2]: those that are turned, then of two halves of the rest."""
+    """Of pairs in halves, the first columns [1, BLOCK_D / 2]: those that are rotated, then of two halves of the rest."""
     pair = tl.arange(0, OPTIONS.BLOCK_D // 2)[None, :]
     if OPTIONS.PAIRS < OPTIONS.BLOCK_D // 2:
         pair = in_vectors(tl.where(pair < OPTIONS.PAIRS, pair, pair + OPTIONS.PAIRS), OPTIONS)
@@ -57,7 +57,7 @@ def in_vectors(columns, OPTIONS: tl.constexpr):
 
 @triton.jit
 def load_angles(table, angles, start, length, ROWS: tl.constexpr, BOUNDED: tl.constexpr, other, OPTIONS: tl.constexpr):
-    """cos or sin of the tokens [start, start + ROWS), `other` for pairs that are not turned: [ROWS, BLOCK_D / 2]."""
+    """cos or sin of the tokens [start, start + ROWS), `other` for pairs that are not rotated: [ROWS, BLOCK_D / 2]."""
     rows = tl.arange(0, ROWS)[:, None]
     pairs = tl.arange(0, OPTIONS.BLOCK_D // 2)[None, :]
     pointers = table + (angles.token + start) * OPTIONS.PAIRS + rows * OPTIONS.PAIRS + pairs
@@ -71,8 +71,8 @@ def load_angles(table, angles, start, length, ROWS: tl.constexpr, BOUNDED: tl.co
 
 
 @triton.jit
-def load_turned(source, angles, start, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
-    """Rows of queries or keys as `load_rows` has them; with angles they are turned, and pairs stand side by side."""
+def load_rotated(source, angles, start, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
+    """Rows of queries or keys as `load_rows` has them; with angles they are rotated, and pairs stand side by side."""
     if angles.cos is None:
         tile = load_rows(source, start, ROWS, BOUNDED, OPTIONS)
     else:
@@ -84,7 +84,7 @@ def load_turned(source, angles, start, ROWS: tl.constexpr, BOUNDED: tl.constexpr
             second = load_columns(source, start, second_columns(OPTIONS), ROWS, BOUNDED, OPTIONS)
         cos = load_angles(angles.cos, angles, start, source.length, ROWS, BOUNDED, 1.0, OPTIONS)
         sin = load_angles(angles.sin, angles, start, source.length, ROWS, BOUNDED, 0.0, OPTIONS)
-        first, second = turned(to_fp32(first), to_fp32(second), cos, sin)
+        first, second = rotated(to_fp32(first), to_fp32(second), cos, sin)
         element = source.pointer.dtype.element_ty
         tile = tl.join(from_fp32(first, element), from_fp32(second, element))  # [ROWS, BLOCK_D / 2, 2]
         tile = settled(tl.reshape(tile, (ROWS, OPTIONS.BLOCK_D)))
@@ -92,10 +92,10 @@ def load_turned(source, angles, start, ROWS: tl.constexpr, BOUNDED: tl.constexpr
 
 
 @triton.jit
-def store_turned_back(target, tile, angles, start, OPTIONS: tl.constexpr):
-    """Write the gradient `tile` of rows that `load_turned` turned, in fp32 [ROWS, BLOCK_D], as `store_rows` does.
+def store_unrotated(target, tile, angles, start, OPTIONS: tl.constexpr):
+    """Write the gradient `tile` of rows that `load_rotated` rotated, in fp32 [ROWS, BLOCK_D], as `store_rows` does.
 
-    It is rounded before it is turned too, as by `rotary` on the gradient that attention returns.
+    It is rounded before it is rotated too, as by `rotary` on the gradient that attention returns.
     """
     if angles.cos is None:
         store_rows(target, tile, start, OPTIONS)
@@ -105,7 +105,7 @@ def store_turned_back(target, tile, angles, start, OPTIONS: tl.constexpr):
         first, second = tl.split(tl.reshape(tile, (ROWS, OPTIONS.BLOCK_D // 2, 2)))
         cos = load_angles(angles.cos, angles, start, target.length, ROWS, True, 1.0, OPTIONS)
         sin = load_angles(angles.sin, angles, start, target.length, ROWS, True, 0.0, OPTIONS)
-        first, second = turned(first, second, cos, -sin)
+        first, second = rotated(first, second, cos, -sin)
         if OPTIONS.INTERLEAVED:
             store_rows(target, tl.reshape(tl.join(first, second), (ROWS, OPTIONS.BLOCK_D)), start, OPTIONS)
         else:

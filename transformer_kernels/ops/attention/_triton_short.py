@@ -11,7 +11,7 @@ from transformer_kernels.backends.triton_language import dot_operand
 from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
 from transformer_kernels.ops.attention._triton_backward_key import KeyGradient, Keys, key_gradient_block, operands
 from transformer_kernels.ops.attention._triton_forward import Softmax, finish_rows, store_row_results
-from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_turned, store_turned_back
+from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
     Dropout,
@@ -69,8 +69,8 @@ def attention_short_forward_kernel(
     k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
     angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
-    q = load_turned(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
-    k = load_turned(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
+    q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
+    k = load_rotated(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     mask = Mask(padding_pointer, batch, None, query_length, key_length, left, right)
     visible = visible_pairs(first_row + tile_rows, tile_columns, mask, OPTIONS)
@@ -132,7 +132,7 @@ def attention_short_backward_kernel(
     k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
     v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
     angles = Angles(cos_pointer, sin_pointer, first_token(batch, key_length, OPTIONS))
-    k = load_turned(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
+    k = load_rotated(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     mask = Mask(padding_pointer, batch, None, query_length, key_length, left, right)
     real = None
@@ -151,7 +151,7 @@ def attention_short_backward_kernel(
         row_offset = tl.cast(batch_head, tl.int64) * query_length
         q_rows = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
         dout_rows = head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
-        q = load_turned(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
+        q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
         dout = load_rows(dout_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
         delta = tl.zeros([BLOCK_M], tl.float32)
         if dlse_pointer is not None:
@@ -178,9 +178,9 @@ def attention_short_backward_kernel(
             tl.store(delta_pointer + row_offset + rows, delta, mask=rows < query_length)
         dq = multiply(tl.trans(dot_operand(dscores, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
         target = head_rows(dq_pointer, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
-        store_turned_back(target, dq, angles, first_row, OPTIONS)
+        store_unrotated(target, dq, angles, first_row, OPTIONS)
     dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed_pointer, 0, threshold))
     for_dk = head_rows(dk_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
     for_dv = head_rows(dv_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
-    store_turned_back(for_dk, dk, angles, 0, OPTIONS)
+    store_unrotated(for_dk, dk, angles, 0, OPTIONS)
     store_rows(for_dv, dv, 0, OPTIONS)

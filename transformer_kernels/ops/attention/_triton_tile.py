@@ -43,8 +43,8 @@ class Options(NamedTuple):
     BIAS_ALIGNMENT: int
     ALIGNMENT: int  # elements that every stride is a multiple of; 0 if offsets within a tile overflow 32 bits
     SOFTCAP: float  # what scores approach at most, 0 without a cap
-    PAIRS: int  # of columns that are turned by rotary positions; 0 if none are
-    INTERLEAVED: bool  # a pair is two neighbours, else a column of either half of what is turned
+    PAIRS: int  # of columns that are rotated by rotary positions; 0 if none are
+    INTERLEAVED: bool  # a pair is two neighbours, else a column of either half of what is rotated
     OWN_ANGLES: bool  # each batch has rotary positions of its own
     NEGATE: bool  # the scale is negative
     NATURAL: bool

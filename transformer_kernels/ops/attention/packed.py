@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_kernels.backends import dispatch
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._operation import Grads, Wanted
@@ -62,7 +62,7 @@ def packed_attention(
     Equal to `attention` on views of qkv, after `rotary` on those of the queries and keys where cos and sin are given
     (scores may be summed over the columns in another order).
     The gradient is written straight into one packed tensor, where gradients of three views would have to be put
-    together again. Rotated queries and keys are not kept for the backward pass, which turns them once more.
+    together again. Rotated queries and keys are not kept for the backward pass, which rotates them once more.
 
     Args:
         qkv: (B, L, heads + 2 * kv_heads, D): query heads, key heads, value heads; float32, float16, bfloat16 (float64
@@ -70,7 +70,7 @@ def packed_attention(
         heads: how many of its heads are queries; kv_heads, half of the others, divides it.
         causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, window, dropout_p, scale, softcap, sinks: as
             in `attention`. The bias is added after the rotation, and may require grad.
-        cos, sin, interleaved: as in `rotary`, which turns queries and keys by them; None leaves these as they are.
+        cos, sin, interleaved: as in `rotary`, which rotates queries and keys by them; None leaves these as they are.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
     Returns:
         (B, L, heads * D), contiguous, in the dtype of qkv; accumulated in float32.
@@ -161,8 +161,8 @@ def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
 
 
-def _turning(qkv: Tensor, heads: int) -> Heads:
-    """A view (B, heads + kv_heads, L, D) of all that rotary turns."""
+def _rotated_heads(qkv: Tensor, heads: int) -> Heads:
+    """A view (B, heads + kv_heads, L, D) of all that rotary rotates."""
     return Heads(qkv[:, :, : (qkv.shape[2] + heads) // 2].transpose(1, 2), None)
 
 
@@ -171,22 +171,22 @@ def _joined(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def _on_views(call: PackedAttentionCall, turned: Tensor | None = None) -> AttentionCall:
+def _on_views(call: PackedAttentionCall, rotated: Tensor | None = None) -> AttentionCall:
     """Attention's call on views of qkv, or on rotated queries and keys (B, heads + kv_heads, L, D)."""
     q, k, v = _split(call.qkv, call.heads)
-    if turned is not None:
-        q, k = turned[:, : call.heads], turned[:, call.heads :]
+    if rotated is not None:
+        q, k = rotated[:, : call.heads], rotated[:, call.heads :]
     return AttentionCall(q, k, v, call.scores, call.seed, call.dropout_p)
 
 
 class _Packed:
-    """The operation on a backend's attention kernels, and on its rotary where those do not turn rows themselves."""
+    """The operation on a backend's attention kernels, and on its rotary where those do not rotate rows themselves."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = WithSinks(kernels)
-        self.backend = kernels.__name__.rpartition(".")[2]
-        self.turning = getattr(kernels, "Angles", None)  # what its kernels are told of the angles
-        self.turns = getattr(kernels, "turns", lambda call: True)  # and which calls they turn themselves
+        self.rotary = dispatch.family("transformer_kernels.ops.rotary", kernels.__name__.rpartition("._")[2])
+        self.angles = getattr(kernels, "Angles", None)  # what its kernels take of the angles
+        self.rotates = getattr(kernels, "rotates", lambda call: True)  # and which calls they rotate themselves
 
     def unsupported(self, call: PackedAttentionCall) -> str | None:
         refusal = getattr(self.kernels, "unsupported", None)
@@ -211,25 +211,25 @@ class _Packed:
         )
         *_, dbias, dsinks = self.kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
         if call.cos is not None and not options:
-            turned = _turning(dqkv, call.heads)
-            self._rotate(call, turned, turned, back=True)
+            rotated = _rotated_heads(dqkv, call.heads)
+            self._rotate(call, rotated, rotated, inverse=True)
         return dqkv, dbias, dsinks
 
     def _inner(self, call: PackedAttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
-        """Attention's call, with the angles for kernels that turn rows as they read them, else on rotated copies."""
+        """Attention's call, with the angles for kernels that rotate rows as they read them, else on rotated copies."""
         if call.cos is None or call.sin is None:
             return _on_views(call), {}
-        if self.turning is not None and self.turns(_on_views(call)):
-            return _on_views(call), {"angles": self.turning(call.cos.float(), call.sin.float(), call.interleaved)}
-        heads = _turning(call.qkv, call.heads)
-        turned = heads.empty()
-        self._rotate(call, heads, turned, back=False)
-        return _on_views(call, turned.q), {}
+        if self.angles is not None and self.rotates(_on_views(call)):
+            return _on_views(call), {"angles": self.angles(call.cos.float(), call.sin.float(), call.interleaved)}
+        heads = _rotated_heads(call.qkv, call.heads)
+        rotated = heads.empty()
+        self._rotate(call, heads, rotated, inverse=False)
+        return _on_views(call, rotated.q), {}
 
-    def _rotate(self, call: PackedAttentionCall, heads: Heads, out: Heads, *, back: bool) -> None:
+    def _rotate(self, call: PackedAttentionCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
         assert call.cos is not None and call.sin is not None
         rotation = RotaryCall(heads.q, heads.q, call.cos, call.sin, call.interleaved)
-        import_module(f"transformer_kernels.ops.rotary.{self.backend}").rotate(rotation, heads, out, back=back)
+        self.rotary.rotate(rotation, heads, out, inverse=inverse)
 
 
 def _fake(call: PackedAttentionCall) -> AttentionResult:

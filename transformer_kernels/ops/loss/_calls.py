@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import address
-
 
 class RowLoss(NamedTuple):
     """How the loss of a row with a class is made; `cross_entropy` says what each option means."""
@@ -23,10 +21,6 @@ class RowLoss(NamedTuple):
     def is_plain(self) -> bool:
         """Whether there is nothing but smoothing: what the kernels' fastest paths know."""
         return self.weights is None and self.z_loss == 0.0 and self.softcap is None
-
-    def as_arguments(self) -> tuple[int, float, int, float, float]:
-        """The options as compiled kernels take them, 0 for what is absent; the weights must outlive the launch."""
-        return self.ignore_index, self.label_smoothing, address(self.weights), self.z_loss, self.softcap or 0.0
 
 
 def row_loss(

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys turned by the angles of their tokens."""
+"""Rotary positions: queries and keys rotated by the angles of their tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RotaryResult(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Queries and keys (B, heads, L, D) with contiguous last axes; the keys are None where only queries are turned."""
+    """Queries and keys (B, heads, L, D) with contiguous last axes; the keys are None where only queries are rotated."""
 
     q: Tensor
     k: Tensor | None
@@ -47,9 +47,9 @@ class Heads(NamedTuple):
 
 
 class Rotate(Protocol):
-    """What a backend does: turn heads by the angles of the call, or back, into `out`, which may be the same heads."""
+    """Rotate heads by the angles of the call, or by their negatives, into `out`, which may be the same heads."""
 
-    def __call__(self, call: RotaryCall, heads: Heads, out: Heads, *, back: bool) -> None: ...
+    def __call__(self, call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None: ...
 
 
 class Rotation:
@@ -59,14 +59,14 @@ class Rotation:
         self._rotate: Rotate = kernels.rotate
 
     def forward(self, call: RotaryCall) -> RotaryResult:
-        return RotaryResult(*self._turned(call, Heads(call.q, call.k), back=False))
+        return RotaryResult(*self._rotated(call, Heads(call.q, call.k), inverse=False))
 
     def backward(self, call: RotaryCall, result: RotaryResult, grads: Grads, wanted: Wanted) -> Heads:
-        return self._turned(call, Heads(*grads), back=True)
+        return self._rotated(call, Heads(*grads), inverse=True)
 
-    def _turned(self, call: RotaryCall, heads: Heads, *, back: bool) -> Any:
+    def _rotated(self, call: RotaryCall, heads: Heads, *, inverse: bool) -> Any:
         out = heads.empty()
-        self._rotate(call, heads, out, back=back)
+        self._rotate(call, heads, out, inverse=inverse)
         return out
 
 

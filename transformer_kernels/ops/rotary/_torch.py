@@ -8,15 +8,15 @@ from torch import Tensor
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 
 
-def rotate(call: RotaryCall, heads: Heads, out: Heads, *, back: bool) -> None:
-    cos, sin = call.cos.unsqueeze(1), (-call.sin if back else call.sin).unsqueeze(1)  # one for all heads
-    for x, turned in zip(heads, out, strict=True):
-        if x is not None and turned is not None:
-            _rotate(x, turned, cos, sin, call.interleaved)
+def rotate(call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
+    cos, sin = call.cos.unsqueeze(1), (-call.sin if inverse else call.sin).unsqueeze(1)  # one for all heads
+    for x, rotated in zip(heads, out, strict=True):
+        if x is not None and rotated is not None:
+            _rotate(x, rotated, cos, sin, call.interleaved)
 
 
 def _rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Turn x (B, H, L, D); products and sums in the wider of its and the angles' dtype."""
+    """Rotate x (B, H, L, D); products and sums in the wider of its and the angles' dtype."""
     half = cos.shape[-1]
     (a, b), (a_out, b_out) = _pairs(x, half, interleaved), _pairs(out, half, interleaved)
     if x.dtype is cos.dtype:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends import triton as _triton
-from transformer_kernels.backends.triton_language import from_fp32, to_fp32, turned
+from transformer_kernels.backends.triton_language import from_fp32, rotated, to_fp32
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 
 BYTES = 2048
@@ -13,30 +13,30 @@ BYTES = 2048
 
 
 @triton.jit
-def turn(
+def rotate_rows(
     x, out, cos, sin, row, half, D, stride_row, stride_out, inside, within,
-    BACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head's rows x [ROWS, D], turned by the angles cos and sin [ROWS, BLOCK]; columns behind the pairs are copied.
+    """One head's rows x [ROWS, D], rotated by the angles cos and sin [ROWS, BLOCK]; columns behind the pairs are copied.
 
-    BACK turns the other way; `out` may be x.
+    INVERSE rotates by the negative angles; `out` may be x.
     """
     pair = tl.arange(0, BLOCK)[None, :]
     element = out.dtype.element_ty
-    if BACK:
+    if INVERSE:
         sin = -sin
     if INTERLEAVED:  # both columns of all pairs at once, so that memory is read and written in whole vectors
         column = tl.arange(0, 2 * BLOCK)[None, :]
         both = within & (column < 2 * half)
         loaded = to_fp32(tl.load(x + row * stride_row + column, mask=both, other=0.0))  # [ROWS, 2 * BLOCK]
         a, b = tl.split(tl.reshape(loaded, (ROWS, BLOCK, 2)))
-        a, b = turned(a, b, cos, sin)
-        both_turned = tl.reshape(tl.join(a, b), (ROWS, 2 * BLOCK))
-        tl.store(out + row * stride_out + column, from_fp32(both_turned, element), mask=both)
+        a, b = rotated(a, b, cos, sin)
+        both_rotated = tl.reshape(tl.join(a, b), (ROWS, 2 * BLOCK))
+        tl.store(out + row * stride_out + column, from_fp32(both_rotated, element), mask=both)
     else:
         a = to_fp32(tl.load(x + row * stride_row + pair, mask=inside, other=0.0))  # [ROWS, BLOCK]
         b = to_fp32(tl.load(x + row * stride_row + half + pair, mask=inside, other=0.0))
-        a, b = turned(a, b, cos, sin)
+        a, b = rotated(a, b, cos, sin)
         tl.store(out + row * stride_out + pair, from_fp32(a, element), mask=inside)
         tl.store(out + row * stride_out + half + pair, from_fp32(b, element), mask=inside)
     for start in range(2 * half, D, BLOCK):
@@ -50,7 +50,7 @@ def rotary_kernel(
     q, k, cos, sin, q_out, k_out, Hq, Hk, L, D, half,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl,
     stride_qob, stride_qoh, stride_qol, stride_kob, stride_koh, stride_kol, stride_table,
-    BACK: tl.constexpr, INTERLEAVED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program owns ROWS tokens of one head, of q or, from head Hq on, of k; k may be None.
 
@@ -70,36 +70,42 @@ def rotary_kernel(
     c = to_fp32(tl.load(cos + at, mask=inside, other=0.0))  # [ROWS, BLOCK]
     s = to_fp32(tl.load(sin + at, mask=inside, other=0.0))
     if head < Hq:
-        turn(
+        rotate_rows(
             q + batch * stride_qb + head * stride_qh, q_out + batch * stride_qob + head * stride_qoh,
-            c, s, row, half, D, stride_ql, stride_qol, inside, within, BACK, INTERLEAVED, ROWS, BLOCK,
+            c, s, row, half, D, stride_ql, stride_qol, inside, within, INVERSE, INTERLEAVED, ROWS, BLOCK,
         )  # fmt: skip
     if k is not None:  # noqa: SIM102 -- decided when compiled; the other where it runs
         if head >= Hq:
-            turn(
+            rotate_rows(
                 k + batch * stride_kb + (head - Hq) * stride_kh, k_out + batch * stride_kob + (head - Hq) * stride_koh,
-                c, s, row, half, D, stride_kl, stride_kol, inside, within, BACK, INTERLEAVED, ROWS, BLOCK,
+                c, s, row, half, D, stride_kl, stride_kol, inside, within, INVERSE, INTERLEAVED, ROWS, BLOCK,
             )  # fmt: skip
 
 
-def rotate(call: RotaryCall, heads: Heads, out: Heads, *, back: bool) -> None:
+def rotate(call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None:
     cos, sin = call.cos, call.sin
     q, k = heads
     kv_heads = 0 if k is None else k.shape[1]
     table = 0 if len(cos) == 1 else cos.stride(0)
     strides = (*heads.strides(), *out.strides(), table)
-    launch = _launch(q.shape, kv_heads, cos.shape[-1], q.element_size(), strides, back, call.interleaved)
+    launch = _launch(q.shape, kv_heads, cos.shape[-1], q.element_size(), strides, inverse, call.interleaved)
     launch(q, k, cos, sin, *out)
 
 
 @_triton.planned
 def _launch(
-    shape: torch.Size, kv_heads: int, half: int, itemsize: int, strides: tuple[int, ...], back: bool, interleaved: bool
+    shape: torch.Size,
+    kv_heads: int,
+    half: int,
+    itemsize: int,
+    strides: tuple[int, ...],
+    inverse: bool,
+    interleaved: bool,
 ) -> _triton.Launch:
     batch, count, length, width = shape
     block = max(8, _triton.next_power_of_2(half))
     rows = max(1, BYTES // (block * itemsize))
     grid = (_triton.ceil_div(length, rows) * (count + kv_heads) * batch,)
     numbers = (count, kv_heads, length, width, half, *strides)
-    constants = (back, interleaved, _triton.vector_width(2, half, width), rows, block)
+    constants = (inverse, interleaved, _triton.vector_width(2, half, width), rows, block)
     return _triton.Launch(rotary_kernel, grid, numbers, constants, num_warps=4)

@@ -11,39 +11,40 @@ from torch import Tensor
 from python_ref.ops import rotary_table
 from tests.support.arguments import dtype_id
 from tests.support.parity import require
+from transformer_kernels.backends import cuda
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, _cuda, prepare
 from transformer_kernels.ops.rotary import Heads, RotaryCall
-from transformer_kernels.ops.rotary._cuda import rotate
+from transformer_kernels.ops.rotary._compiled import Kernels
 
 TENSOR_CORES = (torch.float16, torch.bfloat16)
 CASES: dict[str, tuple[str, tuple[torch.dtype, ...], dict[str, Any]]] = {
-    "plain": ("general", TENSOR_CORES, {"width": 64, "turned": 64, "causal": True}),
-    "padded": ("general", TENSOR_CORES, {"width": 128, "turned": 96, "length": 70, "padded": True, "dropout_p": 0.2}),
-    "packed": ("general", TENSOR_CORES, {"width": 40, "turned": 20, "starts": [0, 20, 70, 70, 95], "batch": 1}),
-    "window": ("general", TENSOR_CORES, {"width": 32, "turned": 16, "window": 40, "causal": True, "softcap": 5.0}),
-    "wide": ("general", TENSOR_CORES, {"width": 256, "turned": 256, "length": 40, "batch": 1}),
-    "float32": ("general", (torch.float32,), {"width": 64, "turned": 24, "length": 70, "padded": True}),
-    "float32_wide": ("general", (torch.float32,), {"width": 256, "turned": 256, "length": 20, "batch": 1}),
-    "hopper": ("sm90", TENSOR_CORES, {"width": 64, "turned": 64, "length": 150, "causal": True}),
+    "plain": ("general", TENSOR_CORES, {"width": 64, "rotated": 64, "causal": True}),
+    "padded": ("general", TENSOR_CORES, {"width": 128, "rotated": 96, "length": 70, "padded": True, "dropout_p": 0.2}),
+    "packed": ("general", TENSOR_CORES, {"width": 40, "rotated": 20, "starts": [0, 20, 70, 70, 95], "batch": 1}),
+    "window": ("general", TENSOR_CORES, {"width": 32, "rotated": 16, "window": 40, "causal": True, "softcap": 5.0}),
+    "wide": ("general", TENSOR_CORES, {"width": 256, "rotated": 256, "length": 40, "batch": 1}),
+    "float32": ("general", (torch.float32,), {"width": 64, "rotated": 24, "length": 70, "padded": True}),
+    "float32_wide": ("general", (torch.float32,), {"width": 256, "rotated": 256, "length": 20, "batch": 1}),
+    "hopper": ("sm90", TENSOR_CORES, {"width": 64, "rotated": 64, "length": 150, "causal": True}),
     "hopper_padded": (
         "sm90",
         TENSOR_CORES,
-        {"width": 128, "turned": 100, "length": 140, "padded": True, "softcap": 5.0},
+        {"width": 128, "rotated": 100, "length": 140, "padded": True, "softcap": 5.0},
     ),
     "hopper_packed": (
         "sm90",
         TENSOR_CORES,
-        {"width": 64, "turned": 32, "length": 280, "batch": 1, "starts": [0, 20, 150, 270]},
+        {"width": 64, "rotated": 32, "length": 280, "batch": 1, "starts": [0, 20, 150, 270]},
     ),
-    "hopper_wide": ("sm90", TENSOR_CORES[1:], {"width": 256, "turned": 256, "length": 70, "batch": 1}),
-    "hopper_filled_up": ("sm90", TENSOR_CORES[:1], {"width": 96, "turned": 96, "length": 70, "causal": True}),
-    "short": ("short", TENSOR_CORES, {"width": 64, "turned": 64, "causal": True}),
+    "hopper_wide": ("sm90", TENSOR_CORES[1:], {"width": 256, "rotated": 256, "length": 70, "batch": 1}),
+    "hopper_filled_up": ("sm90", TENSOR_CORES[:1], {"width": 96, "rotated": 96, "length": 70, "causal": True}),
+    "short": ("short", TENSOR_CORES, {"width": 64, "rotated": 64, "causal": True}),
     "short_padded": (
         "short",
         TENSOR_CORES,
-        {"width": 24, "turned": 12, "length": 70, "padded": True, "dropout_p": 0.2},
+        {"width": 24, "rotated": 12, "length": 70, "padded": True, "dropout_p": 0.2},
     ),
-    "short_long": ("short", TENSOR_CORES, {"width": 64, "turned": 32, "length": 150, "batch": 1, "window": 50}),
+    "short_long": ("short", TENSOR_CORES, {"width": 64, "rotated": 32, "length": 150, "batch": 1, "window": 50}),
 }
 
 
@@ -77,9 +78,9 @@ def make(
     return call if call.seed is None else call._replace(seed=torch.tensor([7], device=device))
 
 
-def turned(x: Tensor, angles: _cuda.Angles, back: bool = False) -> Tensor:
+def rotated(x: Tensor, angles: _cuda.Angles, inverse: bool = False) -> Tensor:
     out = Heads(torch.empty_like(x), None)
-    rotate(RotaryCall(x, x, *angles), Heads(x, None), out, back=back)
+    Kernels(cuda).rotate(RotaryCall(x, x, *angles), Heads(x, None), out, inverse=inverse)
     return out.q
 
 
@@ -93,10 +94,10 @@ def forward_and_backward(
 
 def copied(call: AttentionCall, angles: _cuda.Angles) -> tuple[AttentionResult, tuple[Tensor | None, ...]]:
     """The same by rotary's own kernel before and after attention without angles."""
-    on_copies = call._replace(q=turned(call.q, angles), k=turned(call.k, angles))
+    on_copies = call._replace(q=rotated(call.q, angles), k=rotated(call.k, angles))
     result, (dq, dk, dv, _) = forward_and_backward(on_copies, None)
     assert dq is not None and dk is not None
-    return result, (turned(dq, angles, back=True), turned(dk, angles, back=True), dv)
+    return result, (rotated(dq, angles, inverse=True), rotated(dk, angles, inverse=True), dv)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_equals_rotated_copies(
     monkeypatch.setattr(_cuda, "path", path)
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if path == "sm90" else "80")
     given = {"length": 100, "batch": 2, "padded": False, "starts": None, **options}
-    width = given.pop("turned")
+    width = given.pop("rotated")
     call = make(dtype, device, **given)
     batch, _, length, _ = call.q.shape
     places = torch.arange(length) + 30 * torch.arange(batch)[:, None]  # each sequence begins elsewhere

@@ -1,0 +1,18 @@
+// What the structures of csrc/calls are made of, beside numbers and flags.
+#pragma once
+#include <cstdint>
+
+namespace transformer_kernels {
+
+using Address = uint64_t;  // of a tensor's first element; 0: the tensor is absent
+
+// N sizes or strides in elements; Python gives a tuple.
+template <int N> struct Extents {
+  int64_t at[N];
+
+  template <class Visit> void fields(Visit&& visit) {
+    for (int64_t& each : at) visit("", each);
+  }
+};
+
+}  // namespace transformer_kernels
