@@ -1,4 +1,4 @@
-"""Triton: rows of queries and keys that are rotated by rotary positions as they are loaded, and gradients rotated back.
+"""Triton: rows of queries and keys that are rotated as they are loaded, and gradients rotated back.
 
 Scores are products over all columns, so their order does not matter where queries and keys share it: here the two
 columns of a pair stand side by side, in both conventions. A thread that holds several columns of a row then holds whole
@@ -30,7 +30,7 @@ def first_token(batch, length, OPTIONS: tl.constexpr):
 
 @triton.jit
 def first_columns(OPTIONS: tl.constexpr):
-    """Of pairs in halves, the first columns [1, BLOCK_D / 2]: those that are rotated, then of two halves of the rest."""
+    """Of pairs in halves, the first columns [1, BLOCK_D / 2]: those that are rotated, then halves of the others."""
     pair = tl.arange(0, OPTIONS.BLOCK_D // 2)[None, :]
     if OPTIONS.PAIRS < OPTIONS.BLOCK_D // 2:
         pair = in_vectors(tl.where(pair < OPTIONS.PAIRS, pair, pair + OPTIONS.PAIRS), OPTIONS)

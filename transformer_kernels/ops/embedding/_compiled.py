@@ -67,7 +67,7 @@ class Kernels:
         if call.norm_weight is not None or call.seed is not None:
             ds, dnorm_weight, dnorm_bias = self._below_norm(call, result, ds, wanted)
         return (
-            *self._table_gradients(call, ds, wanted),
+            *self.table_gradients(call, ds, wanted),
             in_dtype_of(call.norm_weight, dnorm_weight),
             in_dtype_of(call.norm_bias, dnorm_bias),
         )
@@ -118,7 +118,7 @@ class Kernels:
         )
         return ds, dnorm_weight, dnorm_bias
 
-    def _table_gradients(self, call: EmbeddingCall, ds: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
+    def table_gradients(self, call: EmbeddingCall, ds: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
         """dweight and dpositions, where they are wanted, from the gradient ds (B, L, E) of the gathered sum."""
         scatter_rows = getattr(self._machine.load(), "scatter_rows", None)
         if scatter_rows is None:  # on a GPU PyTorch's deterministic kernels

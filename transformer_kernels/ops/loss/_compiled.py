@@ -34,7 +34,7 @@ class Kernels:
         return CrossEntropyResult(loss, statistics, count)
 
     def forward_with_gradient(self, call: CrossEntropyCall) -> tuple[CrossEntropyResult, Tensor] | None:
-        """`forward`, and the gradient of the loss, made while a row is in the cache; None where backward has to make it."""
+        """`forward` and the gradient of the loss, computed while a row is cached; None where backward computes it."""
         if not self._made_ahead(call):
             return None
         logits, targets, options = call.logits, call.targets, call.row_loss()

@@ -17,7 +17,7 @@ def rotate_rows(
     x, out, cos, sin, row, half, D, stride_row, stride_out, inside, within,
     INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head's rows x [ROWS, D], rotated by the angles cos and sin [ROWS, BLOCK]; columns behind the pairs are copied.
+    """Rotate one head's rows x [ROWS, D] by cos and sin [ROWS, BLOCK]; columns behind the pairs are copied.
 
     INVERSE rotates by the negative angles; `out` may be x.
     """
