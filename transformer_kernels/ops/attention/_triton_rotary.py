@@ -2,7 +2,7 @@
 
 Scores are products over all columns, so their order does not matter where queries and keys share it: here the two
 columns of a pair stand side by side, in both conventions. A thread that holds several columns of a row then holds whole
-pairs, and rotates them without a word to others; so does one that holds a part of dq or dk, which come out in that order.
+pairs, and rotates them without a shuffle; so does one that holds a part of dq or dk, which come out in that order.
 """
 
 from typing import Any, NamedTuple
