@@ -87,6 +87,8 @@ TK_INLINE Floats fma(Floats a, Floats b, Floats c) {
 TK_INLINE Floats maximum(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
   return a > b ? a : b;
 #endif
@@ -94,6 +96,8 @@ TK_INLINE Floats maximum(Floats a, Floats b) {
 TK_INLINE Floats minimum(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
 #else
   return a < b ? a : b;
 #endif
@@ -113,12 +117,18 @@ TK_INLINE Floats reciprocal(Floats x) {
 // ---- Sums over the lanes of a vector, in pairs ----
 
 template <class F> TK_INLINE float folded(Floats x, const F& f) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+  x = f(x, (Floats)_mm256_permute2f128_ps((__m256)x, (__m256)x, 1));
+  x = f(x, (Floats)_mm256_shuffle_ps((__m256)x, (__m256)x, 0x4E));
+  return f(x, (Floats)_mm256_shuffle_ps((__m256)x, (__m256)x, 0xB1))[0];
+#else
   for (int half = WIDTH / 2; half; half /= 2) {
     Floats other = x;
     for (int i = 0; i < half; ++i) other[i] = x[i + half];
     x = f(x, other);
   }
   return x[0];
+#endif
 }
 
 TK_INLINE float sum(Floats x) {
@@ -139,7 +149,13 @@ TK_INLINE float largest(Floats x) {
 
 // ---- Memory ----
 
-TK_INLINE Floats widened(Halves bits, Bfloat16) { return (Floats)(__builtin_convertvector(bits, Words) << 16); }
+TK_INLINE Floats widened(Halves bits, Bfloat16) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);  // GCC 12 widens the halves one by one
+#else
+  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+#endif
+}
 
 TK_INLINE Halves rounded(Floats x, Bfloat16) {
 #if defined(__AVX512BF16__)
@@ -202,12 +218,30 @@ TK_INLINE __mmask16 first_lanes(int count) { return static_cast<__mmask16>((1u <
 template <class T> TK_INLINE Floats load(const T* from, Whole, float = 0.f) { return load(from); }
 template <class T> TK_INLINE void store(T* to, Floats x, Whole) { store(to, x); }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The first `count` of eight 16-bit elements, the others 0, without a store that a wider load would wait for.
+template <class T> TK_INLINE Halves first_halves(const T* from, int count) {
+  uint64_t four = 0, rest = 0;
+  const T* tail = from + (count & 4);
+  if (count & 2) memcpy(&rest, tail, 4), tail += 2;
+  if (count & 1) rest |= static_cast<uint64_t>(tail->bits) << (count & 2 ? 32 : 0);
+  if (count & 4) memcpy(&four, from, 8);
+  return (Halves)(count & 4 ? _mm_set_epi64x(static_cast<int64_t>(rest), static_cast<int64_t>(four)) : _mm_cvtsi64_si128(static_cast<int64_t>(rest)));
+}
+#endif
+
 // The lanes that do not exist are `fill`, and their memory is not touched.
 template <class T> TK_INLINE Floats load(const T* from, Part part, float fill = 0.f) {
 #if defined(__AVX512F__)
   const __mmask16 lanes = first_lanes(part.count);
   if constexpr (sizeof(T) == 4) return (Floats)_mm512_mask_loadu_ps(_mm512_set1_ps(fill), lanes, from);
   else return (Floats)_mm512_mask_mov_ps(_mm512_set1_ps(fill), lanes, (__m512)widened((Halves)_mm256_maskz_loadu_epi16(lanes, from), T{}));
+#elif defined(__AVX2__)
+  const __m256i lanes = _mm256_cmpgt_epi32(_mm256_set1_epi32(part.count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  __m256 x;
+  if constexpr (sizeof(T) == 4) x = _mm256_maskload_ps(from, lanes);
+  else x = (__m256)widened(first_halves(from, part.count), T{});
+  return (Floats)_mm256_blendv_ps(_mm256_set1_ps(fill), x, (__m256)lanes);
 #else
   T edge[WIDTH] = {};
   for (int i = 0; i < part.count; ++i) edge[i] = from[i];
@@ -222,6 +256,20 @@ template <class T> TK_INLINE void store(T* to, Floats x, Part part) {
   const __mmask16 lanes = first_lanes(part.count);
   if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(to, lanes, (__m512)x);
   else _mm256_mask_storeu_epi16(to, lanes, (__m256i)rounded(x, T{}));
+#elif defined(__AVX2__)
+  // In pieces of four, two and one: masked stores take AMD's processors tens of cycles.
+  if constexpr (sizeof(T) == 4) {
+    __m128 piece = _mm256_castps256_ps128((__m256)x);
+    if (part.count & 4) _mm_storeu_ps(to, piece), to += 4, piece = _mm256_extractf128_ps((__m256)x, 1);
+    if (part.count & 2) _mm_storel_pi(reinterpret_cast<__m64*>(to), piece), to += 2, piece = _mm_movehl_ps(piece, piece);
+    if (part.count & 1) _mm_store_ss(to, piece);
+  } else {
+    const __m128i bits = (__m128i)rounded(x, T{});
+    uint64_t piece = static_cast<uint64_t>(_mm_cvtsi128_si64(bits));
+    if (part.count & 4) memcpy(to, &piece, 8), to += 4, piece = static_cast<uint64_t>(_mm_extract_epi64(bits, 1));
+    if (part.count & 2) memcpy(to, &piece, 4), to += 2, piece >>= 32;
+    if (part.count & 1) memcpy(to, &piece, 2);
+  }
 #else
   T edge[WIDTH];
   store(edge, x);
@@ -237,7 +285,8 @@ TK_INLINE Floats swapped_pairs(Floats x) {
 
 // One element as a float.
 TK_INLINE float element(float x) { return x; }
-template <class T> TK_INLINE float element(T x) { return load(&x, Part{1})[0]; }
+TK_INLINE float element(Bfloat16 x) { return bits_of<float>(static_cast<uint32_t>(x.bits) << 16); }
+TK_INLINE float element(Half x) { return load(&x, Part{1})[0]; }
 
 // ---- Masks of one bit a lane ----
 
