@@ -14,10 +14,21 @@ template <class T> TK_INLINE T* result_at(Address address, int64_t count) {
 
 // Fetch what is soon read or written, AHEAD of a vector or a row behind it, into the second-level cache: the processor's own
 // prefetching ends with a page of 4 KiB.
+// `u` is that of over_columns: a line that holds several vectors is fetched once.
 constexpr int64_t AHEAD = 1024;
-template <class T> TK_INLINE void fetch_ahead(const T* place) { __builtin_prefetch(reinterpret_cast<const char*>(place) + AHEAD); }
-template <class T> TK_INLINE void fetch_ahead_to_write(T* place) { __builtin_prefetch(reinterpret_cast<char*>(place) + AHEAD, 1); }
-template <class T> TK_INLINE void fetch_below(const T* place, int64_t columns) { __builtin_prefetch(place + columns, 0, 2); }
+template <class T> TK_INLINE bool begins_line(int u) {
+  constexpr int VECTORS = 64 / (WIDTH * static_cast<int>(sizeof(T)));
+  return u % VECTORS == 0;
+}
+template <class T> TK_INLINE void fetch_ahead(const T* place, int u) {
+  if (begins_line<T>(u)) __builtin_prefetch(reinterpret_cast<const char*>(place) + AHEAD);
+}
+template <class T> TK_INLINE void fetch_ahead_to_write(T* place, int u) {
+  if (begins_line<T>(u)) __builtin_prefetch(reinterpret_cast<char*>(place) + AHEAD, 1);
+}
+template <class T> TK_INLINE void fetch_below(const T* place, int64_t columns, int u) {
+  if (begins_line<T>(u)) __builtin_prefetch(place + columns, 0, 2);
+}
 
 // Whether results are written past the caches, without the read that a line's first store costs: those of so many bytes, which
 // would leave the second-level caches before they are read, in whole aligned vectors of float32.
@@ -32,7 +43,7 @@ template <class T> TK_INLINE bool goes_past_caches(int64_t rows, int64_t columns
 #endif
 }
 
-template <class T, class L> TK_INLINE void store_result(T* place, Floats value, L lanes, [[maybe_unused]] bool past_caches) {
+template <class T, class L> TK_INLINE void store_result(T* place, Floats value, L lanes, int u, [[maybe_unused]] bool past_caches) {
   if constexpr (sizeof(T) == sizeof(float)) {
 #if defined(__AVX512F__)
     if (past_caches && lanes.count == WIDTH) return _mm512_stream_ps(reinterpret_cast<float*>(place), value);
@@ -40,7 +51,7 @@ template <class T, class L> TK_INLINE void store_result(T* place, Floats value, 
     if (past_caches && lanes.count == WIDTH) return _mm256_stream_ps(reinterpret_cast<float*>(place), value);
 #endif
   }
-  fetch_ahead_to_write(place);
+  fetch_ahead_to_write(place, u);
   store(place, value, lanes);
 }
 
@@ -105,7 +116,7 @@ template <class F> TK_INLINE void over_dropped_columns(const Dropout& dropout, u
   }
 }
 
-// The sum of f(column, lanes) over a row, in blocks whose sums are added: in a chain of additions as long as a wide row the
+// The sum of f(column, lanes, u) over a row, in blocks whose sums are added: in a chain of additions as long as a wide row the
 // rounding errors grow with the row.
 template <class F> TK_INLINE float sum_over_columns(int64_t columns, const F& f) {
   constexpr int64_t BLOCK = 256 * WIDTH;
@@ -113,7 +124,7 @@ template <class F> TK_INLINE float sum_over_columns(int64_t columns, const F& f)
   for (int64_t begin = 0; begin < columns; begin += BLOCK) {
     Floats block[4] = {};
     over_columns(columns - begin < BLOCK ? columns - begin : BLOCK,
-                 [&](int64_t j, auto lanes, int u) TK_LAMBDA { block[u] += f(begin + j, lanes); });
+                 [&](int64_t j, auto lanes, int u) TK_LAMBDA { block[u] += f(begin + j, lanes, u); });
     for (int u = 0; u < 4; ++u) total[u] += block[u];
   }
   return sum(total);

@@ -71,7 +71,7 @@ constexpr int64_t BLOCK = 4096, WORK = 8;  // elements of a task without bias; t
 template <class F> void over_blocks(int64_t count, const F& f) {
   parallel_for((count + BLOCK - 1) / BLOCK, WORK * BLOCK, [&](int64_t first, int64_t last) {
     const int64_t begin = first * BLOCK, end = last * BLOCK < count ? last * BLOCK : count;
-    over_columns(end - begin, [&](int64_t j, auto lanes, int) TK_LAMBDA { f(begin + j, lanes); });
+    over_columns(end - begin, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(begin + j, lanes, u); });
   });
 }
 
@@ -80,13 +80,13 @@ template <class T> struct Gated {
   const T *gate, *up;
   int64_t rows, columns;
 
-  // Calls f(place in (rows, columns), the same in gate, lanes).
+  // Calls f(offset in (rows, columns), the same in gate, lanes, u).
   template <class F> void each(const F& f) const {
     const int64_t size = up ? BLOCK : columns, count = rows * columns;
     parallel_for((count + size - 1) / size, WORK * size, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const int64_t begin = i * size, end = begin + size < count ? begin + size : count, place = up ? begin : 2 * begin;
-        over_columns(end - begin, [&](int64_t j, auto lanes, int) TK_LAMBDA { f(begin + j, place + j, lanes); });
+        over_columns(end - begin, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(begin + j, place + j, lanes, u); });
       }
     });
   }
@@ -102,14 +102,14 @@ void plain_forward(const ActivationForward& call) {
       const float* b = at<const float>(call.bias);
       T* to = result_at<T>(call.y, rows * columns);
       if (!b)
-        return over_blocks(rows * columns, [&](int64_t j, auto lanes) TK_LAMBDA {
-          fetch_ahead(from + j), fetch_ahead_to_write(to + j);
+        return over_blocks(rows * columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+          fetch_ahead(from + j, u), fetch_ahead_to_write(to + j, u);
           store(to + j, activation.value(load(from + j, lanes)), lanes);
         });
       parallel_for(rows, WORK * columns, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
-          over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-            fetch_ahead(from + i * columns + j), fetch_ahead_to_write(to + i * columns + j);
+          over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+            fetch_ahead(from + i * columns + j, u), fetch_ahead_to_write(to + i * columns + j, u);
             store(to + i * columns + j, activation.value(load(from + i * columns + j, lanes) + load(b + j, lanes)), lanes);
           });
       });
@@ -126,15 +126,15 @@ void plain_backward(const ActivationBackward& call) {
       const float* b = at<const float>(call.bias);
       T* to = result_at<T>(call.dx, rows * columns);
       if (!b && !call.dbias)
-        return over_blocks(rows * columns, [&](int64_t j, auto lanes) TK_LAMBDA {
-          fetch_ahead(came + j), fetch_ahead(x + j), fetch_ahead_to_write(to + j);
+        return over_blocks(rows * columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+          fetch_ahead(came + j, u), fetch_ahead(x + j, u), fetch_ahead_to_write(to + j, u);
           store(to + j, activation.gradient(load(came + j, lanes), load(x + j, lanes)), lanes);
         });
       const float* sums = sums_over_rows(rows, columns, WORK * columns, [&](float* own, int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
-          over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+          over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
             const int64_t here = i * columns + j;
-            fetch_ahead(x + here), fetch_ahead(came + here), fetch_ahead_to_write(to + here);
+            fetch_ahead(x + here, u), fetch_ahead(came + here, u), fetch_ahead_to_write(to + here, u);
             const Floats at_x = b ? load(x + here, lanes) + load(b + j, lanes) : load(x + here, lanes);
             const Floats gradient = activation.gradient(load(came + here, lanes), at_x);
             store(to + here, gradient, lanes);
@@ -154,8 +154,8 @@ void gated_forward(const ActivationForward& call) {
       const Gated<T> from{at<const T>(call.x), at<const T>(call.up), rows, columns};
       const T* factor = from.second(from.gate, from.up);
       T* to = result_at<T>(call.y, rows * columns);
-      from.each([&](int64_t j, int64_t place, auto lanes) TK_LAMBDA {
-        fetch_ahead(from.gate + place), fetch_ahead(factor + place), fetch_ahead_to_write(to + j);
+      from.each([&](int64_t j, int64_t place, auto lanes, int u) TK_LAMBDA {
+        fetch_ahead(from.gate + place, u), fetch_ahead(factor + place, u), fetch_ahead_to_write(to + j, u);
         store(to + j, activation.value(load(from.gate + place, lanes)) * load(factor + place, lanes), lanes);
       });
     });
@@ -171,9 +171,9 @@ void gated_backward(const ActivationBackward& call) {
       const T *came = at<const T>(call.dy), *factor = from.second(from.gate, from.up);
       T* to = result_at<T>(call.dx, (from.up ? 1 : 2) * rows * columns);
       T* to_factor = from.second(to, result_at<T>(call.dup, rows * columns));
-      from.each([&](int64_t j, int64_t place, auto lanes) TK_LAMBDA {
-        fetch_ahead(came + j), fetch_ahead(from.gate + place), fetch_ahead(factor + place);
-        fetch_ahead_to_write(to + place), fetch_ahead_to_write(to_factor + place);
+      from.each([&](int64_t j, int64_t place, auto lanes, int u) TK_LAMBDA {
+        fetch_ahead(came + j, u), fetch_ahead(from.gate + place, u), fetch_ahead(factor + place, u);
+        fetch_ahead_to_write(to + place, u), fetch_ahead_to_write(to_factor + place, u);
         const Floats gradient = load(came + j, lanes);
         const ValueAndSlope gated = activation.both(load(from.gate + place, lanes));
         store(to + place, gradient * load(factor + place, lanes) * gated.slope, lanes);

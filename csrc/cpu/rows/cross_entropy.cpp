@@ -18,8 +18,8 @@ template <class T, class Keep> TK_INLINE Softmax row_softmax(const T* x, int64_t
   Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
   over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(load(x + j, lanes, -INFINITY), top[u]); });
   const float limit = largest(top);
-  const float total = sum_over_columns(classes, [&](int64_t j, auto lanes) TK_LAMBDA {
-    fetch_below(x + j, below);
+  const float total = sum_over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    fetch_below(x + j, below, u);
     const Floats e = exponential(load(x + j, lanes, -INFINITY) - limit);
     if constexpr (Keep::value) __builtin_prefetch(out + j, 1, 2), store(kept + j, e, lanes);
     return e;
@@ -27,15 +27,15 @@ template <class T, class Keep> TK_INLINE Softmax row_softmax(const T* x, int64_t
   return {limit, total};
 }
 
-// out = factor * (softmax - the smoothed target), of exponentials(column, lanes).
+// out = factor * (softmax - the smoothed target), of exponentials(column, lanes, u).
 template <class T, class F>
 TK_INLINE void row_gradient(float logit, int64_t target, float top, float inverse, float factor, float smoothing, int64_t classes, T* out,
                             const F& exponentials) {
   const float share = factor * inverse, even = -factor * smoothing / static_cast<float>(classes);
   const float p = __builtin_expf(logit - top) * inverse;
   const float hit = factor * (p - smoothing / static_cast<float>(classes) - (1.f - smoothing));
-  over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-    store(out + j, fma(exponentials(j, lanes), splat(share), splat(even)), lanes);
+  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    store(out + j, fma(exponentials(j, lanes, u), splat(share), splat(even)), lanes);
   });
   store(out + target, splat(hit), Part{1});
 }
@@ -49,7 +49,7 @@ template <class T> TK_INLINE Distances row_distances(const T* x, int64_t target,
   // Relative to the largest logit: a constant that is added to all of them costs no digits.
   const float own = element(x[target]);
   if (smoothing == 0.f) return {own, 0.f};
-  const float below = sum_over_columns(classes, [&](int64_t j, auto lanes) TK_LAMBDA { return top - load(x + j, lanes, top); });
+  const float below = sum_over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA { return top - load(x + j, lanes, top); });
   return {own, below / static_cast<float>(classes)};
 }
 
@@ -91,7 +91,7 @@ template <class T> TK_INLINE Terms terms(const T* x, int64_t target, float smoot
 TK_INLINE float loss_with_options(const Terms& row, int64_t target, const Softmax& s, float log_total, const Options& options,
                                   int64_t classes) {
   const float lse = s.top + log_total;
-  const float below = row.even == 0.f ? 0.f : sum_over_columns(classes, [&](int64_t j, auto lanes) TK_LAMBDA {
+  const float below = row.even == 0.f ? 0.f : sum_over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
     return (s.top - load(row.scores + j, lanes, s.top)) * options.weight(j, lanes);
   });
   return row.share * log_total + row.own * (s.top - row.scores[target]) + row.even * below + options.z_loss * lse * lse;
@@ -117,8 +117,8 @@ TK_INLINE void gradient_with_options(const Terms& row, int64_t target, float top
 constexpr int64_t BATCH = 16, NARROW = 1024;
 
 template <class T> TK_INLINE void scale(T* x, int64_t count, float factor) {
-  over_columns(count, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-    fetch_ahead_to_write(x + j);
+  over_columns(count, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    fetch_ahead_to_write(x + j, u);
     store(x + j, load(x + j, lanes) * factor, lanes);
   });
 }
@@ -176,7 +176,7 @@ void cross_entropy_forward(const CrossEntropyForward& call) {
               distances[k] = row_distances(x, target, s.top, smoothing, classes);
               if (dlogits)
                 row_gradient(distances[k].own, target, s.top, 1.f / s.total, factor, smoothing, classes, out,
-                             [&](int64_t j, auto lanes) TK_LAMBDA { return load(scratch_row + j, lanes); });
+                             [&](int64_t j, auto lanes, int) TK_LAMBDA { return load(scratch_row + j, lanes); });
               return s;
             },
             [&](int64_t k, int64_t, const Softmax& s, float log_total, T*) TK_LAMBDA {
@@ -222,8 +222,8 @@ void cross_entropy_backward(const CrossEntropyBackward& call) {
       if (!options.any())
         return over_rows(begin, end, [&](int64_t i, const T* x, int64_t target, float factor, T* out) TK_LAMBDA {
           row_gradient(element(x[target]), target, top[i], inverse[i], factor, smoothing, classes, out,
-                       [&](int64_t j, auto lanes) TK_LAMBDA {
-                         fetch_ahead(x + j), fetch_ahead_to_write(out + j);
+                       [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+                         fetch_ahead(x + j, u), fetch_ahead_to_write(out + j, u);
                          return exponential(load(x + j, lanes) - top[i]);
                        });
         });

@@ -12,7 +12,7 @@ TK_INLINE float add_row(const T* x, const T* residual, const Dropout& dropout, i
   Floats total[4] = {};
   over_dropped_columns(dropout, static_cast<uint32_t>(row), columns, [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
     const Floats each = as_stored<T>(drop(load(x + j, lanes)) + load(residual + j, lanes));
-    fetch_ahead_to_write(summed + j);
+    fetch_ahead_to_write(summed + j, u);
     store(summed + j, each, lanes);
     total[u] = with_term<CENTRED>(total[u], lanes.count == WIDTH ? each : load(summed + j, lanes));
   });
@@ -49,12 +49,12 @@ template <bool CENTRED, int R, class T> TK_INLINE void gradients_of(const Gradie
   project<CENTRED, R>(all.summed + i * columns, all.dy + i * columns, m, all.weight, columns, dweight, dbias, means);
   for (int r = 0; r < R; ++r) {
     const int64_t first = (i + r) * columns;
-    over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
+    over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns, [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
       Floats gradient = norm_gradient(load(all.dy + first + j, lanes), all.summed + first, m[r], all.weight, means[r], j, lanes);
       if (all.dsummed) gradient += load(all.dsummed + first + j, lanes);
-      fetch_below(all.dy + first + j, R * columns), fetch_below(all.summed + first + j, R * columns);
-      store_result(all.dresidual + first + j, gradient, lanes, all.past_caches);
-      if (all.dropout.threshold) store_result(all.dx + first + j, drop(gradient), lanes, all.past_caches);
+      fetch_below(all.dy + first + j, R * columns, u), fetch_below(all.summed + first + j, R * columns, u);
+      store_result(all.dresidual + first + j, gradient, lanes, u, all.past_caches);
+      if (all.dropout.threshold) store_result(all.dx + first + j, drop(gradient), lanes, u, all.past_caches);
     });
   }
 }
@@ -87,10 +87,10 @@ void norm_forward(const NormForward& call) {
         if (CENTRED) at<float>(call.mean)[i] = m.mean;
         at<float>(call.rstd)[i] = m.rstd;
         T* to = result + first;
-        over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-          fetch_below(from + first + j, columns);
-          if (added) fetch_below(added + first + j, columns);
-          store_result(to + j, normalised(row, m, w, b, j, lanes), lanes, past_caches);
+        over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+          fetch_below(from + first + j, columns, u);
+          if (added) fetch_below(added + first + j, columns, u);
+          store_result(to + j, normalised(row, m, w, b, j, lanes), lanes, u, past_caches);
         });
       }
       finish_results(past_caches);

@@ -30,7 +30,7 @@ TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool s
   over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(scores<SIMPLE>(x, mask, step, scale, j, lanes), top[u]); });
   const float limit = largest(top), base = safe && limit == -INFINITY ? 0.f : limit;
   over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
-    fetch_below(x + j, columns), fetch_ahead_to_write(kept + j);
+    fetch_below(x + j, columns, u), fetch_ahead_to_write(kept + j, u);
     const Floats e = exponential(scores<SIMPLE>(x, mask, step, scale, j, lanes) - base);
     store(kept + j, e, lanes);
     total[u] += lanes.count == WIDTH ? e : load(kept + j, lanes);
@@ -44,8 +44,8 @@ template <class T> void softmax_backward_row(const T* dy, const T* y, float scal
   Floats total[4] = {};
   over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { total[u] = fma(load(dy + j, lanes), load(y + j, lanes), total[u]); });
   const float dot = sum(total);
-  over_columns(columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-    fetch_below(dy + j, columns), fetch_below(y + j, columns), fetch_ahead_to_write(dx + j);
+  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    fetch_below(dy + j, columns, u), fetch_below(y + j, columns, u), fetch_ahead_to_write(dx + j, u);
     store(dx + j, load(y + j, lanes) * (load(dy + j, lanes) - dot) * scale, lanes);
   });
 }
