@@ -104,7 +104,7 @@ void norm_backward(const NormBackward& call) {
   by_norm(call.dtype, call.mean, [&](auto type, auto centred) {
     using T = typename decltype(type)::type;
     constexpr bool CENTRED = decltype(centred)::value;
-    constexpr int R = 4;
+    constexpr int R = WIDTH == 16 ? 4 : 2;  // whose sums stay in registers
     const int64_t width = CENTRED ? 2 * columns : columns;
     T *dropped = result_at<T>(call.dx, rows * columns), *result = result_at<T>(call.dresidual, rows * columns);
     const Gradients<T> all{at<const T>(call.dy), at<const T>(call.dsummed), at<const T>(call.x), at<const float>(call.weight),
