@@ -13,7 +13,9 @@ namespace {
 enum Slot { PANELS = 8, RESULT, SUMS, LEFT, PRODUCT };
 
 constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are multiplied with one panel after the other
-constexpr int64_t LONGEST_SUM = FUSES ? 512 : 32;  // products that one register adds up; longer sums are made of such
+// Products that one register adds up; longer sums are made of such. A panel of so many steps stays in the first-level cache, or,
+// where registers are wide enough to read it from there, in the second.
+constexpr int64_t LONGEST_SUM = !FUSES ? 32 : WIDTH == 16 ? 512 : 256;
 constexpr int64_t DEPTH_STEPS = 96;    // steps of x and dz whose products one tile of a weight gradient adds up
 constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
 constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps
@@ -144,13 +146,15 @@ void pack_left(Bfloat16, const Bfloat16* rows, int64_t pitch, int64_t depth, int
 int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 int64_t registers_of(int64_t columns) { return (columns + WIDTH - 1) / WIDTH; }
 
-// Rows as the micro-kernel reads them: where they lie, or widened, or with a zero behind an odd number of elements.
+// Rows as the micro-kernel reads them: in place, or widened, or with a zero behind an odd number of elements. Rows a multiple of
+// half a page apart share few sets of the first-level cache: narrow registers, which read them for many panels, copy them.
 template <class L> struct Rows {
   const L* data;
   int64_t pitch;
 };
 template <class L, class T> Rows<L> readable(const T* rows, int64_t count, int64_t depth) {
-  const int64_t pitch = steps_of<L>(depth) * PER_STEP<L>;
+  const bool crowded = WIDTH < 16 && depth * static_cast<int64_t>(sizeof(L)) % 2048 == 0;
+  const int64_t pitch = steps_of<L>(depth) * PER_STEP<L> + (crowded ? LINE : 0);
   if constexpr (sizeof(L) == sizeof(T))
     if (pitch == depth) return {rows, depth};
   L* copy = scratch<L>(LEFT, ROWS_OF_BLOCK * pitch);
@@ -253,13 +257,13 @@ void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, c
 }
 
 // A task owns some rows of one panel of dweight and adds up the rows of x in steps, whose rows of dz stay in the second-level
-// cache for all tasks of a thread. Rows of 32 bits are read where they lie, others packed: an odd number of lines apart, as whole
+// cache for all tasks of a thread. Rows of 32 bits are read in place by wide registers, others packed: an odd number of lines apart, as whole
 // pages apart they would share few sets of a cache.
 template <class T, class W>
 void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t M, int64_t N, int64_t K) {
   using L = typename Multiplied<T>::type;
   constexpr int64_t DEPTH = DEPTH_STEPS * PER_STEP<L>;
-  constexpr bool PACKED = sizeof(T) == 2;
+  constexpr bool PACKED = sizeof(T) == 2 || WIDTH < 16;  // narrow panels are many, and each reads all of dz
   const int64_t threads = thread_count(), share = aligned((N + threads - 1) / threads, LINEAR_ROWS);
   const int64_t panels = dweight ? panels_of(K) : 1;
   const bool by_panels = K > N && panels % threads == 0;  // then each is packed by one thread, and dz, which all pack, is narrower
