@@ -103,6 +103,24 @@ TK_INLINE void transpose_square(const float* from, int64_t from_row, float facto
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) r[i] = _mm512_mul_ps(_mm512_loadu_ps(from + i * from_row), _mm512_set1_ps(factor));
   transpose_registers(r, to, to_row);
+#elif defined(__AVX__)
+  __m256 r[8], s[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_mul_ps(_mm256_loadu_ps(from + i * from_row), _mm256_set1_ps(factor));
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+#pragma GCC unroll 2
+  for (int g = 0; g < 8; g += 4)  // r[g + c]: column c of each 128-bit lane, from rows g ... g + 3
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      r[g + 2 * half] = _mm256_shuffle_ps(s[g + half], s[g + 2 + half], 0x44);
+      r[g + 2 * half + 1] = _mm256_shuffle_ps(s[g + half], s[g + 2 + half], 0xEE);
+    }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    _mm256_storeu_ps(to + c * to_row, _mm256_permute2f128_ps(r[c], r[4 + c], 0x20));
+    _mm256_storeu_ps(to + (4 + c) * to_row, _mm256_permute2f128_ps(r[c], r[4 + c], 0x31));
+  }
 #else
   for (int r = 0; r < WIDTH; ++r)
     for (int c = 0; c < WIDTH; ++c) to[c * to_row + r] = factor * from[r * from_row + c];
