@@ -231,7 +231,7 @@ def defined_weakly(source: Path, folder: Path) -> list[str]:
 
 def test_attention_fetches_while_it_multiplies() -> None:
     """A compiler may drop calls of functions that only fetch: GCC did, in the whole backward pass."""
-    fetches = prefetches_of_functions(Path(KERNELS.__file__))
+    fetches = instructions_of_functions(Path(KERNELS.__file__), "prefetch")
     for level in KERNELS.instruction_sets:
         products = {name: count for name, count in fetches.items() if f"transformer_kernels::{level}::strip<" in name}
         assert len(products) >= 4, level
@@ -240,8 +240,19 @@ def test_attention_fetches_while_it_multiplies() -> None:
         assert max(count for name, count in fetches.items() if inlined.search(name)) >= 10, level
 
 
-def prefetches_of_functions(module: Path) -> dict[str, int]:
-    """How many prefetch instructions each function of a shared library has; of equal names their least."""
+def test_ends_of_rows_stay_in_registers() -> None:
+    """Where a processor has no masks, GCC copied the last elements of each row by calls of memcpy."""
+    calls = instructions_of_functions(Path(KERNELS.__file__), "memcpy")
+    kernels = re.compile(r"::avx\w+::.*(norm_|softmax_|cross_entropy_|embedding_|::strip<)")
+    found = {name: count for name, count in calls.items() if kernels.search(name)}
+    if KERNELS.instruction_sets == ["plain"]:
+        pytest.skip("no vectors beyond those of every processor")
+    assert len(found) >= 20
+    assert not any(found.values()), [name for name, count in found.items() if count]
+
+
+def instructions_of_functions(module: Path, kind: str) -> dict[str, int]:
+    """In how many places `kind` occurs in the code of each function of a library; of equal names the least count."""
     if platform.machine() not in ("x86_64", "AMD64") or not shutil.which("objdump"):
         pytest.skip("no objdump for this processor")
     command = ["objdump", "--disassemble", "--no-show-raw-insn", "--demangle", str(module)]
@@ -249,7 +260,7 @@ def prefetches_of_functions(module: Path) -> dict[str, int]:
     functions: dict[str, int] = {}
     for text in re.split(r"^[0-9a-f]+ <", listed, flags=re.MULTILINE)[1:]:
         name, _, code = text.partition(">:\n")
-        functions[name] = min(functions.get(name, sys.maxsize), code.count("prefetch"))
+        functions[name] = min(functions.get(name, sys.maxsize), code.count(kind))
     if not any("transformer_kernels::" in name for name in functions):
         pytest.skip("the module was stripped of its symbols")
     return functions
