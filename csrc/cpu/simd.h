@@ -36,7 +36,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef uint64_t Lanes __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
-// How many lanes of a vector exist in memory: all, or the first `count` at the end of a row.
+// How many lanes of a vector exist in memory: all, or the first `count`, 1 to WIDTH, at the end of a row.
 struct Whole {
   static constexpr int count = WIDTH;
 };
@@ -221,6 +221,7 @@ template <class T> TK_INLINE void store(T* to, Floats x, Whole) { store(to, x); 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // The first `count` of eight 16-bit elements, the others 0, without a store that a wider load would wait for.
 template <class T> TK_INLINE Halves first_halves(const T* from, int count) {
+  if (count == WIDTH) return (Halves)_mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   uint64_t four = 0, rest = 0;
   const T* tail = from + (count & 4);
   if (count & 2) memcpy(&rest, tail, 4), tail += 2;
@@ -258,6 +259,7 @@ template <class T> TK_INLINE void store(T* to, Floats x, Part part) {
   else _mm256_mask_storeu_epi16(to, lanes, (__m256i)rounded(x, T{}));
 #elif defined(__AVX2__)
   // In pieces of four, two and one: masked stores take AMD's processors tens of cycles.
+  if (part.count == WIDTH) return store(to, x);
   if constexpr (sizeof(T) == 4) {
     __m128 piece = _mm256_castps256_ps128((__m256)x);
     if (part.count & 4) _mm_storeu_ps(to, piece), to += 4, piece = _mm256_extractf128_ps((__m256)x, 1);
