@@ -29,12 +29,12 @@ DEFAULT_BUDGET = {"cuda": 540.0, "cpu": 720.0}
 BUILD_SHARE, TEST_SHARE, SANITIZE_SHARE = 0.35, 0.45, 0.9
 PARITY = ("tests/ops", "tests/test_autograd.py", "tests/test_models.py")
 SESSIONS = (
-    (1.0, ("tests/emulation/test_conformance.py", "-m", "gpu")),
+    (1.0, ("tests/ptx/test_known_report.py", "tests/emulation/test_conformance.py", "-m", "gpu")),
     (0.75, (*PARITY, "-m", "not slow and not gpu", "-k", "triton or cuda")),
-    (1.0, ("tests", "-m", "gpu", "--ignore=tests/emulation")),
+    (1.0, ("tests", "-m", "gpu", "--ignore=tests/emulation", "--ignore=tests/ptx")),
 )
-"""pytest sessions on a GPU, each with its share of the remaining time: the primitives against the emulation, the parity
-suite of the GPU kernels, and the tests that require a GPU."""
+"""pytest sessions on a GPU, each with its share of the remaining time: what the emulation and the PTX interpreter leave
+open, the parity suite of the GPU kernels, and the tests that require a GPU."""
 LONGEST_TEST = 120
 """Seconds after which a test counts as hung and its worker is replaced, with pytest-xdist and pytest-timeout."""
 TUNED = "triton_tiles.py"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from benchmarks.compilers.machine_code import Code, branches, operation
+import networkx
+
+from benchmarks.compilers.machine_code import Code, Flow, branches, operation
 
 
 class OverlappedLoop(NamedTuple):
@@ -50,3 +52,28 @@ def dropout_instructions(code: Code) -> float:
         for inside in found
         if any("-0x326172a9" in text for text in inside) and not any("GMMA" in text for text in inside)
     )
+
+
+def registers_by_role(code: Code) -> dict[int, int]:
+    """By the number that each `setmaxnreg` asks for, the registers of a thread that the code behind it uses.
+
+    Branches and calls are followed: ptxas puts a part of one role's code behind that of another.
+    """
+    flow, found = Flow(code), dict[int, int]()
+    for block, texts in flow.graph.nodes(data="texts"):
+        for i, text in enumerate(texts):
+            if "USETMAXREG" in text:
+                after = [*texts[i + 1 :], *flow.texts(networkx.descendants(flow.graph, block) - {block})]
+                asked = int(text.rpartition("0x")[2], 16)
+                found[asked] = max([found.get(asked, 0), *map(_registers, after)])
+    return found
+
+
+def _registers(text: str) -> int:
+    """One more than the highest register of an instruction; of a vector or an accumulator the first is named."""
+    name, _, operands = text.partition(" ")
+    product, vector = re.match(r"HGMMA\.\d+x(\d+)", name), re.search(r"\.(64|128)\b", name)
+    width = int(product[1]) // 2 if product else int(vector[1]) // 32 if vector else 1
+    named = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
+    wide = re.search(r"\bR(\d+)", re.sub(r"\[.*?\]", "", operands))
+    return max([*named, int(wide[1]) + width - 1 if wide else -1], default=-1) + 1
