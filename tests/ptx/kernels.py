@@ -81,6 +81,18 @@ def count_kernel(x, counts, n, BLOCK: tl.constexpr):
     tl.atomic_add(counts, tl.sum(positive, 0), sem="relaxed")
 
 
+@triton.jit
+def locked_kernel(x, total, lock, BLOCK: tl.constexpr):
+    """One program adds its block to the one total, which a lock protects."""
+    at = tl.arange(0, BLOCK)
+    own = tl.load(x + tl.program_id(0) * BLOCK + at)
+    while tl.atomic_cas(lock, 0, 1) == 1:
+        pass
+    tl.store(total + at, tl.load(total + at) + own)
+    tl.debug_barrier()
+    tl.atomic_xchg(lock, 0)
+
+
 def add(target: str, kernel: str = "add_kernel", **options: Any) -> tuple[Tensor, Tensor]:
     x, y, out = torch.randn(1000), torch.randn(1000), torch.full((1000,), float("nan"))
     args = {"x": x, "y": y, "out": out, "n": 1000, "BLOCK": 256}
@@ -120,3 +132,10 @@ def count(target: str) -> tuple[Tensor, Tensor]:
     x, counts = torch.randn(1000), torch.zeros(1, dtype=torch.int32)
     run_ptx(count_kernel, (4,), {"x": x, "counts": counts, "n": 1000, "BLOCK": 256}, target)
     return counts, (x > 0).sum(dtype=torch.int32)[None]
+
+
+def locked(target: str, races: bool = False) -> tuple[Tensor, Tensor]:
+    x, total, lock = torch.randn(6, 256), torch.zeros(256), torch.zeros(1, dtype=torch.int32)
+    run_ptx(locked_kernel, (6,), {"x": x, "total": total, "lock": lock, "BLOCK": 256}, target, races=races)
+    assert lock.item() == 0
+    return total, x.sum(0)

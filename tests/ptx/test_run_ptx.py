@@ -29,7 +29,7 @@ def _call(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any
 
 
 @PER_TARGET
-@pytest.mark.parametrize("name", ["add", "softmax", "layer_norm", "count"])
+@pytest.mark.parametrize("name", ["add", "softmax", "layer_norm", "count", "locked"])
 def test_kernels_of_others(name: str, target: str) -> None:
     got, want = call(name, target)
     torch.testing.assert_close(got, want)
@@ -58,6 +58,11 @@ def test_a_missing_mask_is_a_fault_of_one_argument() -> None:
 def test_programs_that_write_the_same_element_race() -> None:
     with pytest.raises(AssertionError, match=r"a write after another CTA's write to global memory \(out\)"):
         call("overlapping", "sm_80")
+
+
+def test_a_lock_orders_nothing_for_the_race_check() -> None:
+    with pytest.raises(AssertionError, match=r"another CTA's write to global memory \(total\)"):
+        call("locked", "sm_80", races=True)
 
 
 def test_an_instruction_that_is_not_known_is_refused() -> None:

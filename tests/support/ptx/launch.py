@@ -89,8 +89,9 @@ def execute(
             pieces.append((address_of(parameters[name]), address_of(parameters[name]) + size, name))
     memory = Global(pieces, narrowest_global(kernel), races)
     x, y, z = (*grid, 1, 1)[:3]
-    in_step = any(each.opcode == "wgmma" for each in kernel.code)  # then which registers a CTA writes is known exactly
-    count, together = x * y * z, 1 if in_step else max(1, LANES // threads)
+    # One CTA after the other where one may wait for a lock, and for wgmma: which registers one writes is known exactly.
+    alone = any(each.opcode == "wgmma" or "cas" in each.modifiers for each in kernel.code)
+    count, together = x * y * z, 1 if alone else max(1, LANES // threads)
     for first in range(0, count, together):
         ctas = list(range(first, min(first + together, count)))
         machine = Machine(kernel, memory, parameters, (x, y, z), ctas, threads, shared, races)
@@ -204,7 +205,7 @@ def run_ptx(
     triton = backend.load()
     hook = mock.patch.object(triton.knobs.runtime, "jit_cache_hook", note)
     with compiler(), launches._standing_in(triton, capability), hook:
-        kernel[grid](**args, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](**{"num_warps": num_warps, "num_stages": num_stages, **args})
     result = run_launch(noted[0], grid, [args.get(name) for name in kernel.arg_names], races, edit)
     result.check(*expected)
     return result

@@ -276,21 +276,27 @@ def _atomic(form: Form) -> Step:
     type = form.type("b32", "b64", "u32", "s32", "u64", "s64", "f32", "f64")
     returns = form.instruction.opcode == "atom"
     form.need("global")
-    form.take("relaxed")
+    form.take("relaxed", "acquire", "release", "acq_rel")  # none of them orders plain accesses for the race check
     form.take("cta", "gpu", "sys")
-    function = ATOMIC[form.need(*ATOMIC)]
-    form.count(2 + returns)
+    compares = bool(form.take("cas"))
+    function = None if compares else ATOMIC[form.need(*ATOMIC)]
+    form.count(2 + returns + compares)
     machine = form.machine
     address, value = machine.address(form.operands[returns], False), form.reader(1 + returns, type)
+    replacement = form.reader(2 + returns, type) if compares else value
     write = form.writer(0, type) if returns else None
 
     def step(mask: Mask) -> None:
         lanes, at, given = machine.lanes_of(mask), address(mask), machine.full(value(mask))
+        new = machine.full(replacement(mask))
         before = np.zeros(machine.N, type.dtype)
         for lane in lanes.tolist():
             words, index = machine.memory.atomic(at[lane : lane + 1], type.bits // 8, machine.clock, machine.note, lane)
-            before[lane] = words[index].view(type.dtype)[0]
-            words[index] = np.array([function(before[lane], given[lane])], type.dtype).view(type.unsigned)
+            old = before[lane] = words[index].view(type.dtype)[0]
+            if function is not None:
+                words[index] = np.array([function(old, given[lane])], type.dtype).view(type.unsigned)
+            elif old == given[lane]:
+                words[index] = np.array([new[lane]], type.dtype).view(type.unsigned)
         if write is not None:
             write(before, mask)
 
