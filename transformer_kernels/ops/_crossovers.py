@@ -14,7 +14,7 @@ NEVER = 1 << 62
 CROSSOVERS: dict[tuple[str, int], tuple[int, int]] = {
     ("attention", 4): (1 << 16, 1 << 17),
     ("attention", 2): (1 << 16, 1 << 10),
-    ("add_layer_norm", 4): (1 << 21, 0),
+    ("add_layer_norm", 4): (1 << 18, 0),
     ("add_rms_norm", 4): (1 << 14, 0),
     ("cross_entropy", 4): (1 << 17, 1 << 16),
     ("cross_entropy", 2): (1 << 17, 1 << 16),

@@ -24,7 +24,7 @@ FEWEST = {
     "GELUActivation": NEVER,
     "GELUTanh": 1 << 15,
     "GatedMLP": 1 << 15,
-    "LayerNorm": 1 << 22,
+    "LayerNorm": 1 << 20,
     "RMSNorm": 1 << 14,
     "RobertaEmbeddings": 1 << 8,
     "RotaryAttention": 1 << 17,
