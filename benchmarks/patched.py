@@ -170,7 +170,8 @@ def main() -> None:
             for label, calls in rows.items():
                 with torch.set_grad_enabled(mode == "train" and not options.modules):
                     before, after = least(calls, options.seconds)
-                print(f"{name:12s} {label:9s} {before:10.2f} {after:10.2f} {before / max(after, 1e-9):6.2f}", flush=True)
+                ratio = before / max(after, 1e-9)
+                print(f"{name:12s} {label:9s} {before:10.2f} {after:10.2f} {ratio:6.2f}", flush=True)
 
 
 if __name__ == "__main__":
