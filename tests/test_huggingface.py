@@ -130,7 +130,7 @@ def test_a_module_names_its_backend():
         huggingface.attention_forward(SimpleNamespace(is_causal=False, backend="nonsense"), q, k, v)
 
 
-@pytest.mark.parametrize("option", ["sinks", "indices", "block_indices", "cache", "head_mask"])
+@pytest.mark.parametrize("option", ["sinks", "indices", "block_indices", "read_index", "head_mask"])
 def test_what_would_change_the_result_is_refused(option):
     with pytest.raises(ValueError, match=option):
         huggingface.attention_forward(SimpleNamespace(), *qkv(), **{option: 1.0})
@@ -175,7 +175,8 @@ SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
 
 
 def packed(function, sequences=SEQUENCES, positions=POSITIONS):
-    return masking.packed_sequence_compatibility_function(function, positions, sequences)
+    remapped = masking.remap_positions_for_packed_sequence(function, positions)
+    return masking.and_masks(remapped, masking.packed_sequence_mask_function(sequences))
 
 
 KNOWN = {

@@ -42,7 +42,7 @@ REFUSED = {
     "sinks": "attention sinks",
     "indices": "keys chosen for each query",
     "block_indices": "blocks of keys chosen for each query",
-    "cache": "paged caches",
+    "read_index": "paged caches",
     "head_mask": "head masks",
 }
 

@@ -520,10 +520,12 @@ def test_a_decoder_with_a_cache_goes_on_counting_positions():
     eager = transformers.BertLMHeadModel._from_config(config, attn_implementation="eager").eval()
     tk.patch(ours := copy.deepcopy(eager))
     tokens = models.inputs("bert", None, labels=False)["input_ids"]
+    name = "cache" if "cache" in inspect.signature(eager.forward).parameters else "past_key_values"
     outcomes = []
     for model in (ours, eager):
-        first = model(tokens[:, :7], use_cache=True)
-        outcomes.append(model(tokens[:, 7:], past_key_values=first.past_key_values, use_cache=True).logits)
+        cache = transformers.DynamicCache(config=model.config)
+        model(tokens[:, :7], use_cache=True, **{name: cache})
+        outcomes.append(model(tokens[:, 7:], use_cache=True, **{name: cache}).logits)
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(outcomes[0], eager(tokens).logits[:, 7:], rtol=1e-4, atol=1e-5)
 
@@ -534,7 +536,7 @@ LEFT = {
     "DebertaModel": (SMALL, {"DisentangledSelfAttention"}),
     "MPNetModel": (SMALL, {"MPNetSelfAttention"}),
     "GPTNeoForCausalLM": (NEO | {"num_heads": 4, "max_position_embeddings": 64}, {"GPTNeoSelfAttention", "GPTNeoMLP"}),
-    "GPTJForCausalLM": ({**models.GPT2, "rotary_dim": 4}, {"GPTJAttention", "GPTJMLP"}),
+    "GPTJForCausalLM": ({**models.GPT2, "rotary_dim": 4}, {"GPTJMLP"}),  # its attention is the interface's since 5.24
     "BloomForCausalLM": ({"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}, {"BloomAttention"}),
 }
 
@@ -576,3 +578,25 @@ def test_hand_written_modules_are_in_the_report():
     }
     assert [row.name for row in report.patched] == ["h.0.attn.norm"]
     assert not tk.patch(torch.nn.TransformerEncoderLayer(16, 2, activation=torch.nn.SiLU())).left
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_layer_takes_its_cache_by_the_name_of_every_release(name):
+    """5.24 renamed `past_key_values` to `cache`."""
+    eager, ours = pair("llama")
+    layers = [model.eval().model.layers[0] for model in (eager, ours)]
+    if name not in inspect.signature(layers[0].forward).parameters and name == "cache":
+        pytest.skip("the name is newer than the installed transformers")
+    x = torch.randn(1, models.LENGTH, 32)
+    angles = eager.model.rotary_emb(x, torch.arange(models.LENGTH)[None])
+    outcomes = []
+    for layer in layers:
+        cache = transformers.DynamicCache()
+        for part in (slice(0, 7), slice(7, None)):
+            tables = tuple(table[:, part] for table in angles)
+            mask = torch.ones(models.LENGTH, models.LENGTH).tril().bool()[None, None, part, : part.stop]
+            bias = torch.zeros(mask.shape).masked_fill(~mask, -1e30)
+            out = layer(x[:, part], position_embeddings=tables, attention_mask=bias, **{name: cache})
+        assert cache.get_seq_length() == models.LENGTH
+        outcomes.append(out)
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)

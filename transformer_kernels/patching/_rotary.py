@@ -52,25 +52,10 @@ class DecoderLayer(Mixin):
 
     answered = "add_rms_norm"
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        attended, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = self.by_name(args, kwargs)
+        hidden_states = given.pop("hidden_states")
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
         norm = self.post_attention_layernorm
         fused = not is_small("add_rms_norm", attended, attended.numel(), self.backend) and class_path(norm) in RMS_NORMS
         fused = fused and is_plain(norm, original_class(norm))
@@ -121,16 +106,18 @@ class RotaryAttention(Mixin):
 
     answered = "rotary, attention"
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        from transformers import Cache
+
         from transformer_kernels.huggingface import attention_forward
 
+        given = self.by_name(args, kwargs)
+        if given.get("read_index") is not None:  # a paged cache, which is updated in another way
+            return super().forward(*args, **kwargs)
+        caches = [name for name, value in given.items() if isinstance(value, Cache)]  # its name depends on the release
+        cache = given.pop(caches[0]) if caches else None
+        hidden_states, position_embeddings = given.pop("hidden_states"), given.pop("position_embeddings")
+        attention_mask = given.pop("attention_mask", None)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
         if hasattr(self, "q_norm"):
@@ -138,8 +125,8 @@ class RotaryAttention(Mixin):
         v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         cos, sin = (_angles(table, shape[0]) for table in position_embeddings)
         q, k = ops.rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, backend=self.backend)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         window = getattr(self if hasattr(self, "sliding_window") else self.config, "sliding_window", None)
         out, weights = attention_forward(
             self,
@@ -150,7 +137,7 @@ class RotaryAttention(Mixin):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=window,
-            **kwargs,
+            **given,
         )
         return self.o_proj(out.flatten(2)), weights
 

@@ -59,6 +59,12 @@ class Mixin(nn.Module):
 
     answered: str
     backend: str | None
+    _arguments: tuple[str, ...]
+    """The names of the parameters of the original forward after `self`, in order."""
+
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by the names of the original forward."""
+        return {**dict(zip(self._arguments, args, strict=False)), **kwargs}
 
     if TYPE_CHECKING:
 
@@ -75,6 +81,7 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
     """The subclass of `original` that behaves as `mixin` says, under the same name."""
     bases = (Patched, mixin) if issubclass(mixin, original) else (Patched, mixin, original)
     content = {"_mixin": mixin, "_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
+    content["_arguments"] = tuple(inspect.signature(original.forward).parameters)[1:]
     if forward := vars(mixin).get("forward"):
         content["forward"] = _with_signature(forward, original.forward)
     if fewest := FEWEST.get(original.__name__, FEWEST.get(mixin.__name__)):

@@ -79,34 +79,25 @@ class _Embeddings(Mixin):
 
 
 class BertEmbeddings(_Embeddings):
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values_length: int = 0,
-    ) -> Tensor:
-        if input_ids is None or inputs_embeds is not None or not self._is_plain():
-            return super().forward(input_ids, token_type_ids, position_ids, inputs_embeds, past_key_values_length)
-        return self._embed_with_segments(input_ids, token_type_ids, position_ids, past_key_values_length)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = self.by_name(args, kwargs)
+        if given.get("input_ids") is None or given.get("inputs_embeds") is not None or not self._is_plain():
+            return super().forward(*args, **kwargs)
+        cached = given.get(self._arguments[-1], 0)
+        return self._embed_given(given["input_ids"], given.get("token_type_ids"), given.get("position_ids"), cached)
+
+    def _embed_given(self, tokens: Tensor, segments: Tensor | None, position_ids: Tensor | None, cached: int) -> Tensor:
+        """The embeddings of tokens behind the cached ones."""
+        return self._embed_with_segments(tokens, segments, position_ids, cached)
 
 
-class RobertaEmbeddings(_Embeddings):
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values_length: int = 0,
-    ) -> Tensor:
-        if input_ids is None or inputs_embeds is not None or not self._is_plain():
-            return super().forward(input_ids, token_type_ids, position_ids, inputs_embeds, past_key_values_length)
+class RobertaEmbeddings(BertEmbeddings):
+    forward = BertEmbeddings.forward
+
+    def _embed_given(self, tokens: Tensor, segments: Tensor | None, position_ids: Tensor | None, cached: int) -> Tensor:
         if position_ids is None:
-            counted = self.create_position_ids_from_input_ids
-            position_ids = counted(input_ids, self.padding_idx, past_key_values_length)
-        return self._embed_with_segments(input_ids, token_type_ids, position_ids, 0)
+            position_ids = self.create_position_ids_from_input_ids(tokens, self.padding_idx, cached)
+        return self._embed_with_segments(tokens, segments, position_ids, 0)
 
 
 class DistilBertEmbeddings(_Embeddings):
@@ -154,25 +145,13 @@ class GPT2Block(Mixin):
     def _adopt(self) -> None:
         move(self.attn, "resid_dropout", self.backend)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        use_cache: bool | None = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        if encoder_hidden_states is not None:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = self.by_name(args, kwargs)
+        hidden_states = given.pop("hidden_states")
+        if given.pop("encoder_hidden_states", None) is not None:
             raise ValueError("GPT2Block: encoder_hidden_states need a model made with config.add_cross_attention=True")
-        attended, _ = self.attn(
-            self.ln_1(hidden_states),
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        given.pop("encoder_attention_mask", None)
+        attended, _ = self.attn(self.ln_1(hidden_states), **given)
         moved = moved_dropout(self.attn.resid_dropout)
         x, stream = add_norm(attended, hidden_states, moved, self.ln_2, self.backend)
         return stream + self.mlp(x)
