@@ -1,7 +1,7 @@
 """Build, test on the device and benchmark in order of value, within a time budget, with all results on disk.
 
 It runs from a checkout, installs nothing and needs no network. The output folder contains environment.json, rows.jsonl,
-tests.jsonl, kernels.json and record.log; `merge` in results.py reads it.
+tests.jsonl, kernels.json, fast_paths.jsonl and record.log; `merge` in results.py reads it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import IO
 
 import torch
 
-from benchmarks import environment, evidence
+from benchmarks import environment, evidence, fast_paths
 from benchmarks.runner import ENVIRONMENT, Budget, read_lines, supervise
 
 LOG = "record.log"
 KERNELS = "kernels.json"
-STEPS = {"cuda": ("build", "test", "bench"), "cpu": ("bench",)}
-ALL_STEPS = ("build", "test", "bench", "sanitize", "tune")
+STEPS = {"cuda": ("build", "test", "bench", "paths"), "cpu": ("bench",)}
+ALL_STEPS = ("build", "test", "bench", "paths", "sanitize", "tune")
 DEFAULT_BUDGET = {"cuda": 540.0, "cpu": 720.0}
-BUILD_SHARE, TEST_SHARE, SANITIZE_SHARE = 0.35, 0.45, 0.9
+BUILD_SHARE, TEST_SHARE, BENCH_SHARE, SANITIZE_SHARE = 0.35, 0.45, 0.8, 0.9
 PARITY = ("tests/ops", "tests/test_autograd.py", "tests/test_models.py")
 SESSIONS = (
     (1.0, ("tests/ptx/test_known_report.py", "tests/emulation/test_conformance.py", "-m", "gpu")),
@@ -64,8 +64,13 @@ def record(device: torch.device, out: Path, seconds: float, steps: Sequence[str]
             elif step == "tune":
                 command = [sys.executable, "-m", "benchmarks.tune_triton", "--out", str((out / TUNED).resolve())]
                 worst |= int(_run(command, log, budget.share(SANITIZE_SHARE), dict(os.environ)) not in (0, None))
+            elif step == "paths":
+                command = [sys.executable, "-m", "benchmarks.fast_paths", "--out", str(out.resolve())]
+                worst |= int(_run(command, log, budget.left(), dict(os.environ)) not in (0, None))
+                print("\n".join(map(fast_paths.line, read_lines(out / fast_paths.RESULTS))))
             else:
-                supervise(device, out, budget.left() - 3.0, options, log)
+                later = "paths" in steps[steps.index(step) :]
+                supervise(device, out, budget.share(BENCH_SHARE if later else 1.0) - 3.0, options, log)
     print(f"recorded in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     return worst
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, evidence
+from benchmarks import environment, evidence, fast_paths
 from benchmarks.measure import Row, identity
 from benchmarks.record import KERNELS
 from benchmarks.runner import ENVIRONMENT, ROWS, read_lines
@@ -84,6 +85,8 @@ def merge(source: Path, results: Path | None = None) -> Path:
         verdicts = [entry | {"commit": entry["commit"] or commit} for entry in _json_list(source / KERNELS)]
         merged = merged_verdicts(_json_list(folder / KERNELS), verdicts)
         (folder / KERNELS).write_text(json.dumps(merged, indent=2) + "\n")
+    if (source / fast_paths.RESULTS).is_file():
+        shutil.copy(source / fast_paths.RESULTS, folder)
     if (source / evidence.TESTS).is_file():
         summary = evidence.summary(read_lines(source / evidence.TESTS))
         (folder / TEST_SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
