@@ -14,11 +14,6 @@ std::vector<Export>& exports() {
   return all;
 }
 
-std::vector<Structure>& exported_structures() {
-  static std::vector<Structure> all;
-  return all;
-}
-
 #if defined(TK_EMULATED)
 namespace {
 
@@ -55,12 +50,8 @@ TK_MODULE(_kernels, "The CUDA kernels.") {
       TK_FUNCTION(device_problem, "Why this build cannot run on the device, or an empty string."),
       method("multiprocessors", Function<&device_multiprocessors>::call),
       method("shared_memory_per_block", Function<&device_shared_memory_per_block>::call)};
-  // The names of the fields of each structure, by its name: what Python's side of it must have.
-  std::map<std::string, std::vector<const char*>> structures;
-  for (const Structure& structure : exported_structures()) structures[structure.name] = structure.fields;
   set(module, "source_hash", source_hash());
   set(module, "architectures", architectures());
-  set(module, "structures", structures);
 #if defined(TK_EMULATED)
   using emulation::launches;
   using emulation::reset_counters;

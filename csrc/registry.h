@@ -30,14 +30,8 @@ struct Export {
 };
 std::vector<Export>& exports();
 
-// A structure crosses the boundary as a tuple of its fields in order. Its C++ type has `fields(visit)`, which calls
-// visit(name, member) for each; the module's `structures` tells Python the names.
-struct Structure {
-  const char* name;
-  std::vector<const char*> fields;
-};
-std::vector<Structure>& exported_structures();
-
+// The C++ type of a structure has `fields(visit)`, which calls visit(name, member) for each field. Inside another structure
+// it is passed as the tuple of its fields in order.
 template <class T> T from_python(PyObject* object) {
   if constexpr (std::is_same_v<T, bool>) {
     return PyObject_IsTrue(object) == 1;
@@ -66,8 +60,7 @@ template <class T> T from_python(PyObject* object) {
   }
 }
 
-// Whether a function takes one structure by reference, whose fields are its arguments. One that takes a structure by value
-// is given a tuple of them.
+// Whether a function takes one structure by reference, whose fields are its arguments.
 template <class... Parameters> constexpr bool takes_fields() {
   return sizeof...(Parameters) == 1 && (std::is_reference_v<Parameters> && ...);
 }
@@ -133,17 +126,6 @@ PyObject* call_checked(void (*function)(Parameters...), const char* name, PyObje
 struct Registration {
   Registration(const char* name, FastCall call) { exports().push_back({name, call}); }
 };
-
-template <class T> struct StructureRegistration {
-  explicit StructureRegistration(const char* name) {
-    Structure structure{name, {}};
-    T{}.fields([&](const char* field, auto&) { structure.fields.push_back(field); });
-    exported_structures().push_back(std::move(structure));
-  }
-};
-
-#define TK_EXPORT_STRUCTURE(type) \
-  static const ::transformer_kernels::StructureRegistration<type> structure_registration_of_##type(#type)
 
 #define TK_EXPORT(function)                                                                                \
   static PyObject* call_##function(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* names) { \

@@ -21,7 +21,7 @@ from benchmarks.compilers import row_calls
 from benchmarks.compilers.cuda import Kernel
 from benchmarks.compilers.machine_code import Flow, Loop, in_flight, loops_of, name_of, programs_of
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops.attention import _cuda as attention
+from transformer_kernels.ops.attention import _compiled as attention
 
 ARCHITECTURES = {"80": (8, 0), "86": (8, 6), "90a": (9, 0), "100": (10, 0), "120": (12, 0)}
 """Those that the record has, as nvcc names them, with their capabilities."""

@@ -1,5 +1,6 @@
 // attention: what Python calls. Tensors were checked there; here come the limits of these kernels.
 #include "../build_info.h"
+#include "../calls/attention.h"
 #include "../dtype.h"
 #include "../primitives/memory.h"
 #include "../registry.h"
@@ -11,56 +12,6 @@ namespace {
 using namespace attention;
 
 constexpr int64_t MAX_LENGTH = 1 << 29;  // so that sums of lengths, tiles and windows stay within int
-
-// What Python hands over, forward and backward: Launch in transformer_kernels/ops/attention/_cuda.py.
-struct AttentionLaunch {
-  int dtype, device, path;
-  Address stream;
-  Arguments arguments;
-  const void* seed;
-  double dropout_p;
-  const float* dlse;
-  int64_t query_length, key_length, left, right;
-
-  template <class Visit> void fields(Visit&& visit) {
-    Arguments& a = arguments;
-    visit("q", a.query);
-    visit("k", a.key);
-    visit("v", a.value);
-    visit("out", a.out);
-    visit("lse", a.lse);
-    visit("statistics", a.statistics);
-    visit("dtype", dtype);
-    visit("batches", a.batches);
-    visit("query_heads", a.query_heads);
-    visit("key_heads", a.key_heads);
-    visit("query_length", query_length);
-    visit("key_length", key_length);
-    visit("head_dim", a.head_dim);
-    visit("key_padding_mask", a.key_padding_mask);
-    visit("cu_seqlens", a.cu_seqlens);
-    visit("sequences", a.sequences);
-    visit("bias", a.bias);
-    visit("angles", a.angles);
-    visit("seed", seed);
-    visit("dropout_p", dropout_p);
-    visit("scale", a.scale);
-    visit("softcap", a.softcap);
-    visit("left", left);
-    visit("right", right);
-    visit("device", device);
-    visit("stream", stream);
-    visit("path", path);
-    visit("dout", a.dout);
-    visit("dlse", dlse);
-    visit("delta", a.delta);
-    visit("dq", a.dq);
-    visit("dk", a.dk);
-    visit("dv", a.dv);
-    visit("dbias", a.dbias);
-  }
-};
-TK_EXPORT_STRUCTURE(AttentionLaunch);
 
 template <class Tensor> bool is_aligned(const Tensor& tensor, int64_t element_bytes) {
   return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 && tensor.batch * element_bytes % 16 == 0 &&
@@ -82,30 +33,56 @@ void replace_unused_strides(Tensor& tensor, int64_t batches, int64_t heads, int6
   if (length == 1) tensor.row = head_dim;
 }
 
-// The arguments of the kernels, completed by what follows from the call.
-Arguments complete(const AttentionLaunch& call) {
-  if (call.query_length > MAX_LENGTH || call.key_length > MAX_LENGTH)
+template <class Pointer> Rows<Pointer> rows_of(const View& view) {
+  return {reinterpret_cast<Pointer>(view.data), view.batch, view.head, view.row};
+}
+
+Bias bias_of(const AttentionCall& call) {
+  if (call.alibi_slopes)
+    return {pointer<const float>(call.alibi_slopes), true, true, call.slope_strides.at[0], call.slope_strides.at[1], 0, 0};
+  const int64_t* strides = call.bias_strides.at;
+  return {pointer<const void>(call.bias), call.bias_is_float32, false, strides[0], strides[1], strides[2], strides[3]};
+}
+
+// The arguments of the kernels, with what follows from the call.
+Arguments arguments_of(const AttentionCall& call) {
+  if (call.queries > MAX_LENGTH || call.keys > MAX_LENGTH)
     throw std::invalid_argument("attention: the cuda backend takes sequences of up to 536870912");
-  Arguments arguments = call.arguments;
-  arguments.query_length = static_cast<int>(call.query_length);
-  arguments.key_length = static_cast<int>(call.key_length);
-  const int64_t tokens = call.query_length + call.key_length;
-  arguments.left = static_cast<int>(std::min(call.left, tokens));
-  arguments.right = static_cast<int>(std::min(call.right, tokens));
+  const auto narrow = [](int64_t value) { return static_cast<int>(value); };
+  const int64_t* sizes = call.bias_sizes.at;
+  const int dtype = narrow(call.dtype);
+  Arguments arguments{};
+  arguments.query = rows_of<const void*>(call.q), arguments.key = rows_of<const void*>(call.k);
+  arguments.value = rows_of<const void*>(call.v), arguments.dout = rows_of<const void*>(call.dout);
+  arguments.out = rows_of<void*>(call.out), arguments.dq = rows_of<void*>(call.dq);
+  arguments.dk = rows_of<void*>(call.dk), arguments.dv = rows_of<void*>(call.dv);
+  arguments.bias = bias_of(call);
+  arguments.dbias = {pointer<void>(call.dbias), narrow(sizes[0]), narrow(sizes[1]), narrow(sizes[2]), narrow(sizes[3])};
+  arguments.lse = pointer<float>(call.lse), arguments.delta = pointer<float>(call.delta);
+  arguments.statistics = pointer<float>(call.statistics);
+  arguments.key_padding_mask = pointer<const uint8_t>(call.key_padding_mask);
+  arguments.cu_seqlens = pointer<const int>(call.cu_seqlens), arguments.sequences = narrow(call.sequences);
+  arguments.dropout = make_dropout(pointer<const void>(call.seed), call.dropout_p);
+  arguments.scale = static_cast<float>(call.scale), arguments.softcap = static_cast<float>(call.softcap);
+  arguments.batches = narrow(call.batch), arguments.query_heads = narrow(call.heads);
+  arguments.key_heads = narrow(call.kv_heads), arguments.head_dim = narrow(call.width);
+  arguments.query_length = narrow(call.queries), arguments.key_length = narrow(call.keys);
+  arguments.left = narrow(std::min(call.left, call.queries + call.keys));
+  arguments.right = narrow(std::min(call.right, call.queries + call.keys));
   const auto replace = [&](int heads, int64_t length, auto&... tensors) {
     (replace_unused_strides(tensors, arguments.batches, heads, length, arguments.head_dim), ...);
   };
-  replace(arguments.query_heads, call.query_length, arguments.query, arguments.out, arguments.dout, arguments.dq);
-  replace(arguments.key_heads, call.key_length, arguments.key, arguments.value, arguments.dk, arguments.dv);
-  arguments.dropout = make_dropout(call.seed, call.dropout_p);
-  arguments.vectorized =
-      can_vectorize(call.dtype, arguments.head_dim, arguments.query, arguments.key, arguments.value) &&
-      (!arguments.dout.data || can_vectorize(call.dtype, arguments.head_dim, arguments.dout));
+  replace(arguments.query_heads, call.queries, arguments.query, arguments.out, arguments.dout, arguments.dq);
+  replace(arguments.key_heads, call.keys, arguments.key, arguments.value, arguments.dk, arguments.dv);
+  arguments.vectorized = can_vectorize(dtype, arguments.head_dim, arguments.query, arguments.key, arguments.value) &&
+                         (!arguments.dout.data || can_vectorize(dtype, arguments.head_dim, arguments.dout));
   arguments.vectorized_output =
-      arguments.dout.data ? can_vectorize(call.dtype, arguments.head_dim, arguments.dq, arguments.dk, arguments.dv)
-                          : can_vectorize(call.dtype, arguments.head_dim, arguments.out);
+      arguments.dout.data ? can_vectorize(dtype, arguments.head_dim, arguments.dq, arguments.dk, arguments.dv)
+                          : can_vectorize(dtype, arguments.head_dim, arguments.out);
+  const AngleTables& tables = call.angles;
   Angles& angles = arguments.angles;
-  angles.vectorized = angles.half % (static_cast<DType>(call.dtype) == DType::FLOAT32 ? 4 : 8) == 0 &&
+  angles = {pointer<const float>(tables.cos), pointer<const float>(tables.sin), tables.stride, narrow(tables.half), tables.interleaved};
+  angles.vectorized = angles.half % (static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 8) == 0 &&
                       rows_are_aligned(angles.cos, angles.half) && rows_are_aligned(angles.sin, angles.half);
   return arguments;
 }
@@ -113,7 +90,7 @@ Arguments complete(const AttentionLaunch& call) {
 // Which kernels: the fastest that take the call, or for tests and benchmarks one family by name.
 enum class Path { AUTOMATIC = 0, GENERAL = 1, SHORT = 2, SM90 = 3 };
 
-template <class T> bool takes_short(const Arguments& arguments, const AttentionLaunch& call) {
+template <class T> bool takes_short(const Arguments& arguments, const AttentionCall& call) {
   const Path path = static_cast<Path>(call.path);
   const bool fits = arguments.head_dim <= 64 && arguments.key_length <= 256 && arguments.query_length <= 256 &&
                     !arguments.dbias.data && !arguments.cu_seqlens;
@@ -139,7 +116,7 @@ bool has_pairs(const Bias& bias, int key_length) {
 }
 
 // The copy engine wants addresses and strides on 16 bytes and, to be safe, no axis that overlaps itself.
-bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
+bool takes_sm90(const Arguments& arguments, const AttentionCall& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
   const bool fits = arguments.vectorized && is_plain(arguments.query) && is_plain(arguments.key) &&
                     is_plain(arguments.value) &&
@@ -157,29 +134,29 @@ bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
   return fits && static_cast<Path>(call.path) == Path::AUTOMATIC && gpu == 90 && built;
 }
 
-void attention_forward(AttentionLaunch call) {
-  const Arguments arguments = complete(call);
-  const Stream place = stream_of(call);
+void attention_forward(const AttentionCall& call) {
+  const Arguments arguments = arguments_of(call);
+  const Stream stream = stream_of(call);
   dispatch_dtype(call.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
-      if (takes_short<T>(arguments, call)) return launch_short_forward<T>(arguments, place);
-      if (takes_sm90(arguments, call)) return launch_forward_sm90<T>(arguments, place);
+      if (takes_short<T>(arguments, call)) return launch_short_forward<T>(arguments, stream);
+      if (takes_sm90(arguments, call)) return launch_forward_sm90<T>(arguments, stream);
     }
-    launch_forward<T>(arguments, place);
+    launch_forward<T>(arguments, stream);
   });
 }
 TK_EXPORT(attention_forward);
 
-void attention_backward(AttentionLaunch call) {
-  const Arguments arguments = complete(call);
-  const Stream place = stream_of(call);
+void attention_backward(const AttentionCall& call) {
+  const Arguments arguments = arguments_of(call);
+  const Stream stream = stream_of(call);
   dispatch_dtype(call.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
-      if (takes_short<T>(arguments, call)) return launch_short_backward<T>(arguments, call.dlse, place);
+      if (takes_short<T>(arguments, call)) return launch_short_backward<T>(arguments, pointer<const float>(call.dlse), stream);
     }
-    launch_backward<T>(arguments, call.dlse, place);
+    launch_backward<T>(arguments, pointer<const float>(call.dlse), stream);
   });
 }
 TK_EXPORT(attention_backward);

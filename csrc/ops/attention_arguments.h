@@ -1,4 +1,4 @@
-// What the attention kernels are told.
+// The arguments of the attention kernels, which csrc/ops/attention.cu derives from a call (csrc/calls/attention.h).
 #pragma once
 #include "../primitives/philox.h"
 
@@ -7,13 +7,6 @@ namespace transformer_kernels::attention {
 template <class Pointer> struct Rows {
   Pointer data;
   int64_t batch, head, row;  // strides in elements; the last axis is contiguous
-
-  template <class Visit> void fields(Visit&& visit) {
-    visit("data", data);
-    visit("batch", batch);
-    visit("head", head);
-    visit("row", row);
-  }
 };
 using Strided = Rows<const void*>;
 using StridedOutput = Rows<void*>;
@@ -23,29 +16,11 @@ struct Bias {
   bool is_float;                     // else of the element type of query
   bool is_slope;                     // a slope, by which the distance between query and key is multiplied
   int64_t batch, head, row, column;  // strides in elements, 0 along a broadcast axis
-
-  template <class Visit> void fields(Visit&& visit) {
-    visit("data", data);
-    visit("is_float", is_float);
-    visit("is_slope", is_slope);
-    visit("batch", batch);
-    visit("head", head);
-    visit("row", row);
-    visit("column", column);
-  }
 };
 
 struct BiasGradient {
   void* data;                         // contiguous, of the bias's own type
   int batches, heads, rows, columns;  // its shape: each that of the scores, or 1
-
-  template <class Visit> void fields(Visit&& visit) {
-    visit("data", data);
-    visit("batches", batches);
-    visit("heads", heads);
-    visit("rows", rows);
-    visit("columns", columns);
-  }
 };
 
 // Rotary positions, by which queries and keys are rotated in shared memory after they were read.
@@ -56,14 +31,6 @@ struct Angles {
   int half = 0;       // how many pairs of columns a row has
   bool interleaved = false;
   bool vectorized = false;  // pairs and tables lie on 16 bytes
-
-  template <class Visit> void fields(Visit&& visit) {
-    visit("cos", cos);
-    visit("sin", sin);
-    visit("batch", batch);
-    visit("half", half);
-    visit("interleaved", interleaved);
-  }
 };
 
 struct Arguments {

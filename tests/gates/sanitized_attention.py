@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops.attention import _cuda, _torch, prepare
+from transformer_kernels.ops.attention import _compiled, _torch, prepare
+
+KERNELS = _compiled.Kernels(_extension)
 
 
 class Case(NamedTuple):
@@ -48,7 +50,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 def use(family: str) -> None:
     """Take the kernels of a family, on the architecture that they are for."""
-    _cuda.path = family
+    _compiled.path = family
     os.environ["TRANSFORMER_KERNELS_EMULATE_ARCH"] = "90" if family == "sm90" else "80"
 
 
@@ -66,14 +68,14 @@ def check_case(case: Case) -> None:
     masks = {"key_padding_mask": mask, "attn_bias": bias, "cu_seqlens": cu_seqlens, "window": window}
     call = prepare(q, k, v, **masks, causal=True, dropout_p=dropout_p)._replace(seed=seed)
     use(case.family)
-    result, want = _cuda.forward(call), _torch.forward(call)
+    result, want = KERNELS.forward(call), _torch.forward(call)
     check(f"{case} forward", result, want)
     if case.family == "sm90":  # a forward kernel; its backward is the general one
         use("general")
     dout = random(*q.shape, dtype=case.dtype, seed=5)
     wanted = (True, True, True, case.everything and case.family != "short")  # that family has no gradient of a bias
     into = views_of_one_buffer(q, k) if case.starts else None
-    gradients = _cuda.backward(call, result, (dout, None), wanted, into)
+    gradients = KERNELS.backward(call, result, (dout, None), wanted, into)
     expected = _torch.backward(call, want, (dout, None), wanted)
     check(f"{case} backward", gradients, expected)
 
@@ -94,9 +96,9 @@ def check_nonsense(starts: list[int]) -> None:
     call = call._replace(scores=call.scores._replace(cu_seqlens=cu_seqlens))
     for family in ("general", "sm90"):
         use(family)
-        result = _cuda.forward(call)
+        result = KERNELS.forward(call)
     use("general")
-    _cuda.backward(call, result, (result.out, None), (True, True, True, False))
+    KERNELS.backward(call, result, (result.out, None), (True, True, True, False))
 
 
 def check(name: str, ours: tuple[Tensor | None, ...], theirs: tuple[Tensor | None, ...]) -> None:

@@ -98,3 +98,21 @@ def test_a_gradient_that_is_read_elsewhere_too_is_made_as_before(parts, names):
     for found, wanted in zip(replay(), expected, strict=True):
         assert torch.equal(found, wanted)
     assert "linear_backward_data_added" not in names
+
+
+def test_a_gradient_that_attention_writes_after_the_product_is_added_after_it(parts, names):
+    """The kernel's arguments name every tensor, those inside of views too."""
+
+    def step():
+        x, norm, up, down = (part.detach().requires_grad_() for part in parts)
+        stream = tk.layer_norm(x, norm, backend="cpu")
+        heads = stream.view(1, 1, ROWS, WIDTH)
+        attended = tk.attention(heads, heads.detach(), heads.detach(), backend="cpu")
+        branch = tk.linear(tk.linear(stream, up, activation="relu", backend="cpu"), down, backend="cpu")
+        return list(torch.autograd.grad(attended.square().sum() + branch.square().sum(), (x, norm, up, down)))
+
+    expected = step()
+    replay = HostGraphs().capture(step)
+    for found, wanted in zip(replay(), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert "linear_backward_data_added" not in names

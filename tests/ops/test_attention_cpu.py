@@ -14,13 +14,15 @@ import transformer_kernels as tk
 from tests.support.parity import check_parity
 from transformer_kernels import BackendUnavailable
 from transformer_kernels.backends import cpu
-from transformer_kernels.ops.attention import _cpu, prepare
+from transformer_kernels.ops.attention import prepare
+from transformer_kernels.ops.attention._compiled import Kernels
 
 try:
     SETS = cpu.load().instruction_sets
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
+KERNELS = Kernels(cpu)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -191,10 +193,10 @@ def test_nothing_beside_the_operands_is_read_or_written(packed: bool) -> None:
     if packed:
         k[:, :, 300:] = v[:, :, 300:] = float("nan")
         call = prepare(q, k, v, **PACKED_APART, window=(29, 2), alibi_slopes=torch.rand(3), scale=0.2)
-    result = _cpu.forward(call)
+    result = KERNELS.forward(call)
     into = tuple(view for view, _ in views[4:])
-    plain = _cpu.backward(call, result, (dout, None), (True, True, True, False))
-    _cpu.backward(call, result, (dout, None), (True, True, True, False), into)
+    plain = KERNELS.backward(call, result, (dout, None), (True, True, True, False))
+    KERNELS.backward(call, result, (dout, None), (True, True, True, False), into)
     for got, want, (_, memory) in zip(into, plain, views[4:], strict=False):
         assert torch.equal(got, want)
         got.fill_(float("nan"))
@@ -204,9 +206,9 @@ def test_nothing_beside_the_operands_is_read_or_written(packed: bool) -> None:
 def test_unwanted_gradients_are_not_computed() -> None:
     tensors = make((20, 30))
     call = prepare(*(tensors[name].detach() for name in "qkv"), scale=0.2)
-    result = _cpu.forward(call)
-    whole = _cpu.backward(call, result, (torch.ones_like(result.out), None), (True, True, True, False))
+    result = KERNELS.forward(call)
+    whole = KERNELS.backward(call, result, (torch.ones_like(result.out), None), (True, True, True, False))
     for i in range(3):
         wanted = tuple(j == i for j in range(4))
-        gradients = _cpu.backward(call, result, (torch.ones_like(result.out), None), wanted)
+        gradients = KERNELS.backward(call, result, (torch.ones_like(result.out), None), wanted)
         assert torch.equal(gradients[i], whole[i]) and sum(each is not None for each in gradients) == 1

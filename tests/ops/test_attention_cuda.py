@@ -17,9 +17,10 @@ from benchmarks.compilers import cuda_launches
 from tests.support.arguments import dtype_id, normal
 from tests.support.parity import check_parity, require
 from transformer_kernels.backends import cuda as _extension
-from transformer_kernels.ops.attention import _cuda, prepare
+from transformer_kernels.ops.attention import _compiled, prepare
 from transformer_kernels.ops.attention.scores import Window
 
+KERNELS = _compiled.Kernels(_extension)
 HALF = (torch.float16, torch.bfloat16)
 SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("one_warp_ahead", 2), ("random", 1), ("random", 2)]
 
@@ -36,7 +37,7 @@ and the general backward pass. Every other launch fits on every GPU, or is refus
 
 @pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(_cuda, "path", "auto" if request.param == SMALL else request.param)
+    monkeypatch.setattr(_compiled, "path", "auto" if request.param == SMALL else request.param)
     if request.param in ("sm90", SMALL):
         monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if request.param == "sm90" else "86")
     return request.param
@@ -580,11 +581,11 @@ def test_what_fits_nowhere_is_refused_before_a_launch(
         tk.UnsupportedByBackend, match="131456 bytes of shared memory and this GPU gives a block 101376"
     ):
         tk.attention(**tensors, backend="cuda")
-    monkeypatch.setattr(_cuda, "FLOAT32_WIDE_BYTES", 0)  # the limit is what the launch needs
+    monkeypatch.setattr(_compiled, "FLOAT32_WIDE_BYTES", 0)  # the limit is what the launch needs
     out = tk.attention(**tensors, backend="cuda")
     with pytest.raises(RuntimeError, match=r"131088 bytes of shared memory: a block of sm_.* at most 101376"):
         out.sum().backward()
-    monkeypatch.setattr(_cuda, "path", "short")
+    monkeypatch.setattr(_compiled, "path", "short")
     tensors = make(torch.float16, device, (8, 256), batch=1, heads=(1, 1), width=64)
     out = tk.attention(**tensors, backend="cuda")
     with pytest.raises(
@@ -599,10 +600,6 @@ def test_the_emulation_knows_its_architectures(device: torch.device, monkeypatch
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "75")
     with pytest.raises(RuntimeError, match="EMULATE_ARCH is 75; the emulation knows 80, 86, 89, 90, 100 and 120"):
         tk.attention(**make(torch.float16, device, (8, 8)), backend="cuda")
-
-
-def test_a_launch_has_the_fields_that_the_kernels_read() -> None:
-    assert _extension.load().structures["AttentionLaunch"] == _cuda.Launch._fields
 
 
 def test_unsupported_says_why(device: torch.device) -> None:
@@ -641,12 +638,12 @@ def test_gradients_are_written_where_they_are_wanted(
     """Into views of any strides, the same bits as into tensors of its own, and nothing beside them."""
     tensors = {name: x.detach() for name, x in make(dtype, device, (70, 70), heads=(4, 2), width=width).items()}
     call = prepare(*tensors.values(), key_padding_mask=padding(2, 70, device), causal=True, scale=0.2)
-    result = _cuda.forward(call)
+    result = KERNELS.forward(call)
     dout = normal(2, 4, 70, width, dtype=dtype, device=device, seed=9).detach()
     saved = (call, result, (dout, None), (True, True, True, False))
-    wanted = _cuda.backward(*saved)[:3]
+    wanted = KERNELS.backward(*saved)[:3]
     buffer, views = gradient_views(case, tensors, device)
-    given = _cuda.backward(*saved, tuple(views))[:3]
+    given = KERNELS.backward(*saved, tuple(views))[:3]
     for want, got, view in zip(wanted, given, views, strict=True):
         assert got is view
         assert torch.equal(want, view)

@@ -12,10 +12,12 @@ from python_ref.ops import rotary_table
 from tests.support.arguments import dtype_id
 from tests.support.parity import require
 from transformer_kernels.backends import cuda
-from transformer_kernels.ops.attention import AttentionCall, AttentionResult, _cuda, prepare
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, _compiled, prepare
+from transformer_kernels.ops.attention._common import Angles
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._compiled import Kernels
 
+KERNELS = _compiled.Kernels(cuda)
 TENSOR_CORES = (torch.float16, torch.bfloat16)
 CASES: dict[str, tuple[str, tuple[torch.dtype, ...], dict[str, Any]]] = {
     "plain": ("general", TENSOR_CORES, {"width": 64, "rotated": 64, "causal": True}),
@@ -78,21 +80,21 @@ def make(
     return call if call.seed is None else call._replace(seed=torch.tensor([7], device=device))
 
 
-def rotated(x: Tensor, angles: _cuda.Angles, inverse: bool = False) -> Tensor:
+def rotated(x: Tensor, angles: Angles, inverse: bool = False) -> Tensor:
     out = Heads(torch.empty_like(x), None)
     Kernels(cuda).rotate(RotaryCall(x, x, *angles), Heads(x, None), out, inverse=inverse)
     return out.q
 
 
 def forward_and_backward(
-    call: AttentionCall, angles: _cuda.Angles | None
+    call: AttentionCall, angles: Angles | None
 ) -> tuple[AttentionResult, tuple[Tensor | None, ...]]:
-    result = _cuda.forward(call, angles)
+    result = KERNELS.forward(call, angles)
     dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(1)).to(result.out)
-    return result, _cuda.backward(call, result, (dout, None), (True, True, True, False), angles=angles)
+    return result, KERNELS.backward(call, result, (dout, None), (True, True, True, False), angles=angles)
 
 
-def copied(call: AttentionCall, angles: _cuda.Angles) -> tuple[AttentionResult, tuple[Tensor | None, ...]]:
+def copied(call: AttentionCall, angles: Angles) -> tuple[AttentionResult, tuple[Tensor | None, ...]]:
     """The same by rotary's own kernel before and after attention without angles."""
     on_copies = call._replace(q=rotated(call.q, angles), k=rotated(call.k, angles))
     result, (dq, dk, dv, _) = forward_and_backward(on_copies, None)
@@ -119,7 +121,7 @@ def test_equals_rotated_copies(
     case: str, dtype: torch.dtype, interleaved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _, options = CASES[case]
-    monkeypatch.setattr(_cuda, "path", path)
+    monkeypatch.setattr(_compiled, "path", path)
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if path == "sm90" else "80")
     given = {"length": 100, "batch": 2, "padded": False, "starts": None, **options}
     width = given.pop("rotated")
@@ -127,8 +129,8 @@ def test_equals_rotated_copies(
     batch, _, length, _ = call.q.shape
     places = torch.arange(length) + 30 * torch.arange(batch)[:, None]  # each sequence begins elsewhere
     cos, sin = (table.to(device) for table in rotary_table(places, width))
-    result, gradients = forward_and_backward(call, _cuda.Angles(cos, sin, interleaved))
-    wanted, wanted_gradients = copied(call, _cuda.Angles(cos, sin, interleaved))
+    result, gradients = forward_and_backward(call, Angles(cos, sin, interleaved))
+    wanted, wanted_gradients = copied(call, Angles(cos, sin, interleaved))
     for name, got, want in zip(("out", "lse", "statistics"), result, wanted, strict=True):
         assert torch.equal(got, want), name
     for name, got, want in zip(("dq", "dk", "dv"), gradients, wanted_gradients, strict=False):

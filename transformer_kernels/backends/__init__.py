@@ -11,6 +11,7 @@ from torch import Tensor
 class Machine(Protocol):
     """What differs between the two compiled modules: `backends.cpu` and `backends.cuda`."""
 
+    __name__: str
     DTYPE_CODES: dict[torch.dtype, int]
 
     def load(self) -> Any:
@@ -26,7 +27,10 @@ class Machine(Protocol):
         """The device index and stream handle on which a kernel over this tensor runs."""
 
     def sum_like(self, parameter: Tensor, wanted: bool) -> Tensor | None:
-        """Memory for a parameter's gradient, a sum over rows; None where it is not computed."""
+        """Contiguous memory for a parameter's gradient, a sum over rows; None where it is not computed."""
+
+    def workspace(self, like: Tensor) -> Tensor | None:
+        """Memory for an intermediate result with the shape and dtype of a tensor; None where kernels have their own."""
 
     def partials(self, x: Tensor, rows: int, columns: int, sums: int) -> tuple[Tensor | None, int]:
         """Memory for the partial sums of `sums` such gradients by a kernel over rows, and how many rows it has."""

@@ -52,17 +52,6 @@ def load() -> Any:
     return _module
 
 
-class Held(int):
-    """An address that keeps the owner of its memory alive."""
-
-    owner: Any
-
-    def __new__(cls, address: int, owner: Any) -> Held:
-        held = super().__new__(cls, address)
-        held.owner = owner
-        return held
-
-
 class _Recorder(threading.local):
     """The kernel calls that a thread makes while it records them; None in every other thread."""
 
@@ -132,7 +121,11 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:
     """Memory for a parameter's gradient, in float32; None where it is not wanted."""
-    return torch.empty_like(parameter, dtype=torch.float32) if wanted else None
+    return torch.empty(parameter.shape, dtype=torch.float32) if wanted else None
+
+
+def workspace(like: torch.Tensor) -> None:
+    """None: threads have memory of their own."""
 
 
 def partials(x: torch.Tensor, rows: int, columns: int, sums: int) -> tuple[None, int]:

@@ -124,7 +124,12 @@ def index(ids: torch.Tensor | None) -> torch.Tensor | None:
 
 def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:
     """Memory for a parameter's gradient, which is computed wanted or not."""
-    return torch.empty_like(parameter)
+    return torch.empty_like(parameter, memory_format=torch.contiguous_format)
+
+
+def workspace(like: torch.Tensor) -> torch.Tensor:
+    """Memory for an intermediate result with the shape and dtype of a tensor."""
+    return torch.empty_like(like)
 
 
 def rows_per_block(columns: int) -> int:

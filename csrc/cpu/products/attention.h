@@ -2,44 +2,10 @@
 // then maxima, sums and masks are lane by lane, a hidden key costs nothing, and K and V are read as they lie, row by row;
 // only the queries have to be transposed.
 #pragma once
+#include "../../calls/attention.h"
 #include "../rotary.h"
 #include "lanes.h"
 #include "product.h"
-
-namespace transformer_kernels {
-
-// A (B, H, L, D) tensor: its address and strides in elements; the last axis is contiguous. `rotated`: its rows are rotated by
-// the call's angles as they are read, or, of a gradient, back where they were written.
-struct Heads {
-  Address data;
-  int64_t batch, head, row, rotated = 0;
-};
-
-// Rotary positions: f32 (length, half), `stride` apart for each batch.
-struct Angles {
-  Address cos, sin;
-  int64_t stride, half, interleaved;
-};
-
-// The arguments of a call in the order in which ops/attention/_cpu.py packs them; an absent tensor has address 0.
-struct AttentionCall {
-  int64_t dtype, batch, heads, kv_heads, queries, keys, width;
-  int64_t left, right;  // how many keys before and after its own position a query sees; NO_LIMIT: all, causal: right = 0
-  Heads q, k, v, out;
-  Address lse, statistics, padding, seed;  // statistics: (B, Hq, 2, Lq), see statistics_of
-  Address bias;
-  int64_t bias_dtype, bias_strides[4];
-  Address slopes;
-  int64_t slope_strides[2];
-  Address starts, key_starts;  // the same where keys are not packed otherwise
-  int64_t sequences;
-  Heads dout, dq, dk, dv;
-  Address dlse, dbias;
-  int64_t bias_sizes[4];
-  Angles angles;
-};
-
-}  // namespace transformer_kernels
 
 namespace transformer_kernels::TK_LEVEL {
 
@@ -53,9 +19,15 @@ struct Options {
   int64_t pitch;  // floats in a packed row
 };
 
-inline Options options_of(const AttentionCall& call, double scale, double dropout_p, double softcap) {
-  return {static_cast<float>(scale), static_cast<float>(softcap), make_dropout(at<const int64_t>(call.seed), dropout_p),
+inline Options options_of(const AttentionCall& call) {
+  return {static_cast<float>(call.scale), static_cast<float>(call.softcap), make_dropout(at<const int64_t>(call.seed), call.dropout_p),
           aligned(call.width, WIDTH)};
+}
+
+// The call with those tensors marked whose rows its angles rotate.
+inline AttentionCall with_rotations(AttentionCall call) {
+  call.q.rotated = call.k.rotated = call.dq.rotated = call.dk.rotated = call.angles.cos != 0;
+  return call;
 }
 
 // Into how many tasks the blocks of one owner are cut, so that threads share the work evenly. No result depends on it.
@@ -70,11 +42,11 @@ struct Span {
   int64_t batch, first_query, queries, first_key, keys;
 };
 
-TK_INLINE int64_t span_count(const AttentionCall& call) { return call.starts ? call.sequences : call.batch; }
+TK_INLINE int64_t span_count(const AttentionCall& call) { return call.cu_seqlens ? call.sequences : call.batch; }
 
 TK_INLINE Span span_at(const AttentionCall& call, int64_t index) {
-  if (!call.starts) return {index, 0, call.queries, 0, call.keys};
-  const int32_t *starts = at<int32_t>(call.starts) + index, *key_starts = at<int32_t>(call.key_starts) + index;
+  if (!call.cu_seqlens) return {index, 0, call.queries, 0, call.keys};
+  const int32_t *starts = at<int32_t>(call.cu_seqlens) + index, *key_starts = at<int32_t>(call.cu_seqlens_k) + index;
   return {0, starts[0], starts[1] - starts[0], key_starts[0], key_starts[1] - key_starts[0]};
 }
 
@@ -89,8 +61,8 @@ struct Keys {
 TK_INLINE int64_t row_of_key(const Keys& keys, int64_t key) { return keys.first + (keys.position ? keys.position[key] : key); }
 
 inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
-  if (!call.padding) return {span.first_key, span.keys, nullptr, nullptr};
-  const uint8_t* present = at<const uint8_t>(call.padding) + span.batch * call.keys + span.first_key;
+  if (!call.key_padding_mask) return {span.first_key, span.keys, nullptr, nullptr};
+  const uint8_t* present = at<const uint8_t>(call.key_padding_mask) + span.batch * call.keys + span.first_key;
   int32_t* position = scratch<int32_t>(slot, 2 * span.keys + 1);
   int32_t* rank = position + span.keys;
   int32_t count = 0;
@@ -162,7 +134,7 @@ TK_INLINE float* statistics_of(const AttentionCall& call, int64_t batch, int64_t
   return at<float>(call.statistics) + (batch * call.heads + head) * 2 * call.queries + query;
 }
 
-template <class T> TK_INLINE T* row_of(const Heads& tensor, int64_t batch, int64_t head, int64_t row) {
+template <class T> TK_INLINE T* row_of(const View& tensor, int64_t batch, int64_t head, int64_t row) {
   return at<T>(tensor.data) + batch * tensor.batch + head * tensor.head + row * tensor.row;
 }
 
@@ -171,7 +143,7 @@ constexpr int ROTATED_SLOT = 14, ANGLES_SLOT = 15;
 // A row rotated by its angles, or back where sign is -1; `out` may be x.
 template <class T>
 TK_INLINE void rotate_row(const AttentionCall& call, const T* x, T* out, int64_t batch, int64_t row, float sign) {
-  const Angles& angles = call.angles;
+  const AngleTables& angles = call.angles;
   const int64_t at_row = batch * angles.stride + row * angles.half;
   const float *cos = at<const float>(angles.cos) + at_row, *sin = at<const float>(angles.sin) + at_row;
   const Factors factors = angles.interleaved ? spread(cos, sin, angles.half, scratch<float>(ANGLES_SLOT, 4 * angles.half))
@@ -180,13 +152,13 @@ TK_INLINE void rotate_row(const AttentionCall& call, const T* x, T* out, int64_t
 }
 
 // Memory for one rotated row; none where rows are read as they lie.
-template <class T> TK_INLINE T* memory_of_row(const AttentionCall& call, const Heads& tensor) {
+template <class T> TK_INLINE T* memory_of_row(const AttentionCall& call, const View& tensor) {
   return tensor.rotated ? scratch<T>(ROTATED_SLOT, call.width) : nullptr;
 }
 
 // A row as it is to be read: where it lies, or rotated in `memory`.
 template <class T>
-TK_INLINE const T* source_row(const AttentionCall& call, const Heads& tensor, int64_t batch, int64_t head, int64_t row, T* memory) {
+TK_INLINE const T* source_row(const AttentionCall& call, const View& tensor, int64_t batch, int64_t head, int64_t row, T* memory) {
   const T* from = row_of<const T>(tensor, batch, head, row);
   if (!memory) return from;
   rotate_row(call, from, memory, batch, row, 1.f);
@@ -195,7 +167,7 @@ TK_INLINE const T* source_row(const AttentionCall& call, const Heads& tensor, in
 
 // Rotates back a row of a gradient that was written.
 template <class T>
-TK_INLINE void finish_row(const AttentionCall& call, const Heads& gradient, int64_t batch, int64_t head, int64_t row) {
+TK_INLINE void finish_row(const AttentionCall& call, const View& gradient, int64_t batch, int64_t head, int64_t row) {
   if (!gradient.rotated) return;
   T* written = row_of<T>(gradient, batch, head, row);
   rotate_row(call, written, written, batch, row, -1.f);
@@ -216,7 +188,7 @@ template <class T> TK_INLINE void narrow_row(const float* from, Floats factor, i
 
 // How far behind an element the same one of the next owner (key head, then batch) lies: it is fetched while this one is
 // computed, since heads of a packed projection are short pieces that the processor's own prefetching does not follow.
-TK_INLINE int64_t next_owner(const Heads& tensor, int64_t owners, int64_t owner, int64_t heads) {
+TK_INLINE int64_t next_owner(const View& tensor, int64_t owners, int64_t owner, int64_t heads) {
   return owner + 1 < owners ? heads * tensor.head : tensor.batch - owner * heads * tensor.head;
 }
 
@@ -228,11 +200,11 @@ TK_INLINE int64_t size_of_element(const AttentionCall& call) { return call.dtype
 
 // Has the rows at place(from) ... place(to - 1), moved by `ahead` elements, fetched.
 template <class F>
-TK_INLINE void fetch(const AttentionCall& call, const Heads& tensor, int64_t batch, int64_t ahead, int64_t from, int64_t to,
+TK_INLINE void fetch(const AttentionCall& call, const View& tensor, int64_t batch, int64_t ahead, int64_t from, int64_t to,
                      Fetches& fetches, const F& place) {
   if (!tensor.data) return;
   const int64_t size = size_of_element(call);
-  const Heads bytes{tensor.data + ahead * size, size * tensor.batch, size * tensor.head, size * tensor.row, 0};
+  const View bytes{tensor.data + ahead * size, size * tensor.batch, size * tensor.head, size * tensor.row};
   for (int64_t i = from; i < to; ++i) {
     const auto [head, row] = place(i);
     fetches.add(row_of<const char>(bytes, batch, head, row));
@@ -260,19 +232,19 @@ struct Matrix {
 };
 
 // Whether products can read the rows of a head where they lie. Multiples of 2 KiB apart they would share few lines of the caches.
-TK_INLINE bool has_readable_rows(const AttentionCall& call, const Heads& tensor, int64_t pitch) {
+TK_INLINE bool has_readable_rows(const AttentionCall& call, const View& tensor, int64_t pitch) {
   constexpr int64_t CONFLICT = 512;  // floats
   return call.dtype == FLOAT32 && !tensor.rotated && call.width == pitch && (tensor.row == pitch || tensor.row % CONFLICT);
 }
 
 // The packed keys of a tensor where they can be read in place, up to a whole group of rows, else none.
-TK_INLINE Matrix keys_in_place(const AttentionCall& call, const Heads& tensor, int64_t batch, const Keys& keys, int64_t kv_head, int64_t pitch) {
+TK_INLINE Matrix keys_in_place(const AttentionCall& call, const View& tensor, int64_t batch, const Keys& keys, int64_t kv_head, int64_t pitch) {
   const bool readable = has_readable_rows(call, tensor, pitch) && !keys.position && keys.first + aligned(keys.count, ROW_GROUP) <= call.keys;
   return readable ? Matrix{row_of<const float>(tensor, batch, kv_head, keys.first), tensor.row} : Matrix{};
 }
 
 // Packed keys [from, to) of a tensor in rows of `pitch` float32.
-inline void widen_keys(const AttentionCall& call, const Heads& tensor, int64_t batch, const Keys& keys, int64_t kv_head,
+inline void widen_keys(const AttentionCall& call, const View& tensor, int64_t batch, const Keys& keys, int64_t kv_head,
                        int64_t from, int64_t to, int64_t pitch, float* packed) {
   by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
@@ -284,7 +256,7 @@ inline void widen_keys(const AttentionCall& call, const Heads& tensor, int64_t b
 
 // The rows of a block's queries; rows without a query are zero.
 template <int REGISTERS>
-inline void widen_queries(const AttentionCall& call, const Heads& tensor, int64_t batch, const Block<REGISTERS>& block,
+inline void widen_queries(const AttentionCall& call, const View& tensor, int64_t batch, const Block<REGISTERS>& block,
                           int64_t pitch, float* packed) {
   by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
@@ -298,7 +270,7 @@ inline void widen_queries(const AttentionCall& call, const Heads& tensor, int64_
 
 // The same in `packed` or, where they can be read, in place.
 template <int REGISTERS>
-inline Matrix rows_of_queries(const AttentionCall& call, const Heads& tensor, int64_t batch, const Block<REGISTERS>& block,
+inline Matrix rows_of_queries(const AttentionCall& call, const View& tensor, int64_t batch, const Block<REGISTERS>& block,
                               int64_t pitch, float* packed) {
   constexpr int64_t LAST = Block<REGISTERS>::SIZE - 1;
   if (has_readable_rows(call, tensor, pitch) && block.count > LAST && block.head[0] == block.head[LAST])
@@ -355,11 +327,11 @@ template <int REGISTERS>
 inline void add_bias(const AttentionCall& call, int64_t batch, const Keys& keys, const Block<REGISTERS>& block,
                      float scale, int64_t from, int64_t to, float* scores) {
   constexpr int SIZE = Block<REGISTERS>::SIZE;
-  const int64_t* stride = call.bias_strides;
+  const int64_t* stride = call.bias_strides.at;
   const bool dense = stride[3] == 1 && !keys.position;
   const Floats factor = splat(scale);
   alignas(64) float rows[WIDTH * WIDTH], columns[WIDTH * WIDTH];
-  by_dtype(call.bias_dtype, [&](auto type) TK_LAMBDA {
+  by_dtype(call.bias_is_float32 ? FLOAT32 : call.dtype, [&](auto type) TK_LAMBDA {
     using T = typename decltype(type)::type;
     for (int n = 0; n < REGISTERS; ++n)
       for (int64_t key = from; key < to; key += WIDTH) {
@@ -385,12 +357,12 @@ inline void add_bias(const AttentionCall& call, int64_t batch, const Keys& keys,
 template <int REGISTERS>
 inline void add_distances(const AttentionCall& call, const Span& span, const Keys& keys, const Block<REGISTERS>& block,
                           float scale, int64_t from, int64_t to, float* scores) {
-  const float* slopes = at<const float>(call.slopes) + span.batch * call.slope_strides[0];
+  const float* slopes = at<const float>(call.alibi_slopes) + span.batch * call.slope_strides.at[0];
   const Ints shift = splat_int(static_cast<int32_t>(span.first_key + span.keys - span.first_query - span.queries));
   const Floats factor = splat(scale);
   for (int n = 0; n < REGISTERS; ++n) {
     Floats slope;
-    for (int lane = 0; lane < WIDTH; ++lane) slope[lane] = -slopes[block.head[n * WIDTH + lane] * call.slope_strides[1]];
+    for (int lane = 0; lane < WIDTH; ++lane) slope[lane] = -slopes[block.head[n * WIDTH + lane] * call.slope_strides.at[1]];
     const Ints place = load_ints(block.query + n * WIDTH) + shift;
     for (int64_t key = from; key < to; ++key) {
       const Ints distance = place - splat_int(static_cast<int32_t>(row_of_key(keys, key)));
@@ -412,7 +384,7 @@ inline void cap_scores(const Options& options, int64_t count, float* scores, flo
 
 // Whether anything but the scale is done to scores before their softmax.
 TK_INLINE bool adjusts_scores(const AttentionCall& call, const Options& options) {
-  return call.bias || call.slopes || options.softcap > 0.f;
+  return call.bias || call.alibi_slopes || options.softcap > 0.f;
 }
 
 // Products of the packed keys [from, to) with a block's queries become scores: scaled, capped, with all that is added.
@@ -422,7 +394,7 @@ inline void adjust_scores(const AttentionCall& call, const Options& options, con
   float scale = __builtin_fabsf(options.scale);
   if (options.softcap > 0.f) cap_scores(options, (to - from) * Block<REGISTERS>::SIZE, scores, cap_slopes), scale = 1.f;
   if (call.bias) add_bias(call, span.batch, keys, block, scale, from, to, scores), scale = 1.f;
-  if (call.slopes) add_distances(call, span, keys, block, scale, from, to, scores);
+  if (call.alibi_slopes) add_distances(call, span, keys, block, scale, from, to, scores);
 }
 
 }  // namespace transformer_kernels::TK_LEVEL

@@ -177,7 +177,7 @@ void write_key_gradients(const AttentionCall& call, const Options& options, cons
 
 // Zeros for the gradients of the rows [from, to) of a head that nothing sees; with ranks, only for those padding hides.
 template <class T>
-void clear(const AttentionCall& call, const Heads& tensor, int64_t batch, int64_t head, int64_t from, int64_t to,
+void clear(const AttentionCall& call, const View& tensor, int64_t batch, int64_t head, int64_t from, int64_t to,
            const int32_t* rank) {
   if (!tensor.data) return;
   for (int64_t i = 0; i < to - from; ++i)
@@ -218,7 +218,7 @@ void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, 
   };
   if (last_block ? step.last_pass : step.first_pass)
     over_part(blocks[last_block ? 0 : step.index + 1].lanes, [&](int64_t from, int64_t to, const auto& place) TK_LAMBDA {
-      const auto read = [&](const Heads& tensor) TK_LAMBDA {
+      const auto read = [&](const View& tensor) TK_LAMBDA {
         fetch(call, tensor, span.batch, last_block ? next_owner(tensor, call.kv_heads, kv_head, group) : 0, from, to, fetches, place);
       };
       read(call.q), read(call.dout);
@@ -304,10 +304,10 @@ template <class Operands> void backward(const AttentionCall& call, const Options
   const int64_t owners = span_count(call) * call.kv_heads, threads = thread_count();
   const int64_t rows = call.heads / call.kv_heads * call.queries, rounds = (owners + threads - 1) / threads;
   const bool queries = call.dq.data, keys = call.dk.data || call.dv.data;
-  const bool apart = queries && keys && !call.starts && 5 * owners < 4 * rounds * threads && owners < 4 * threads;
+  const bool apart = queries && keys && !call.cu_seqlens && 5 * owners < 4 * rounds * threads && owners < 4 * threads;
   const int64_t parts = apart || !(queries && keys) ? parts_of(owners, smaller((rows + SIZE - 1) / SIZE, (call.keys + CHUNK - 1) / CHUNK)) : 1;
   const int64_t kinds = apart ? 2 : 1, tasks = owners * parts * kinds;
-  const int64_t length = call.starts ? call.queries / span_count(call) + 1 : call.keys;
+  const int64_t length = call.cu_seqlens ? call.queries / span_count(call) + 1 : call.keys;
   parallel_for(tasks, rows * length / parts * call.width / 4, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t owner = task / (parts * kinds), kind = task % kinds, part = task / kinds % parts;
@@ -318,7 +318,7 @@ template <class Operands> void backward(const AttentionCall& call, const Options
 }
 
 void clear_filler(const AttentionCall& call) {
-  const int64_t from = at<int32_t>(call.starts)[call.sequences], from_key = at<int32_t>(call.key_starts)[call.sequences];
+  const int64_t from = at<int32_t>(call.cu_seqlens)[call.sequences], from_key = at<int32_t>(call.cu_seqlens_k)[call.sequences];
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     for (int64_t head = 0; head < call.heads; ++head) clear<T>(call, call.dq, 0, head, from, call.queries, nullptr);
@@ -332,7 +332,7 @@ void clear_filler(const AttentionCall& call) {
 // Adds a tile's dS to the bias's gradient, in whose shape a broadcast axis has size 1.
 void add_bias_gradient(const AttentionCall& call, const Keys& keys, const QueryBlock& block,
                        const Tile& tile, int64_t key, int64_t rows, float* dbias) {
-  const int64_t *sizes = call.bias_sizes, columns = sizes[3];
+  const int64_t *sizes = call.bias_sizes.at, columns = sizes[3];
   const bool dense = columns > 1 && sizes[2] > 1 && !keys.position;
   alignas(64) float square[WIDTH * WIDTH];
   for (int64_t lane = 0; lane < block.lanes.count; lane += WIDTH)
@@ -355,8 +355,8 @@ void add_bias_gradient(const AttentionCall& call, const Keys& keys, const QueryB
 // The gradient of the bias recomputes the scores: one task owns a stretch of it and adds up all that was broadcast there,
 // always in the same order.
 void bias_gradient(const AttentionCall& call, const Options& options) {
-  const int64_t* sizes = call.bias_sizes;
-  const int64_t blocks = sizes[2] > 1 && !call.starts ? (call.queries + SIZE - 1) / SIZE : 1;
+  const int64_t* sizes = call.bias_sizes.at;
+  const int64_t blocks = sizes[2] > 1 && !call.cu_seqlens ? (call.queries + SIZE - 1) / SIZE : 1;
   const int64_t tasks = sizes[0] * sizes[1] * blocks, group = call.heads / call.kv_heads;
   parallel_for(tasks, call.batch * call.heads * call.queries * call.keys / tasks * call.width / 8, [&](int64_t begin, int64_t end) {
     Wide operands(options, 1, nullptr);
@@ -366,11 +366,13 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t bias_batch = task / blocks / sizes[1], bias_head = task / blocks % sizes[1];
       float* dbias = at<float>(call.dbias) + (bias_batch * sizes[1] + bias_head) * sizes[2] * sizes[3];
+      const int64_t first = task % blocks * SIZE, own_rows = blocks > 1 ? smaller(SIZE, sizes[2] - first) : sizes[2];
+      memset(dbias + first * sizes[3], 0, sizeof(float) * own_rows * sizes[3]);
       for (int64_t index = 0; index < span_count(call); ++index) {
         const Span span = span_at(call, index);
         if (sizes[0] > 1 && span.batch != bias_batch) continue;
         const Keys keys = keys_of(call, span, POSITIONS);
-        const int64_t first = blocks > 1 ? task % blocks * SIZE : 0, last = blocks > 1 ? smaller(first + SIZE, span.queries) : span.queries;
+        const int64_t last = blocks > 1 ? smaller(first + SIZE, span.queries) : span.queries;
         for (int64_t head = sizes[1] > 1 ? bias_head : 0; head < (sizes[1] > 1 ? bias_head + 1 : call.heads); ++head)
           for (int64_t query = first; query < last; query += SIZE) {
             set_block(block->lanes, call, span, keys, head, query, span.queries);
@@ -390,12 +392,11 @@ void bias_gradient(const AttentionCall& call, const Options& options) {
 
 }  // namespace
 
-// As attention_forward; gradients with address 0 are not wanted, that of the bias starts as zeros.
-void attention_backward(Address packed_call, double scale, double dropout_p, double softcap) {
-  const AttentionCall& call = *at<const AttentionCall>(packed_call);
-  const Options options = options_of(call, scale, dropout_p, softcap);
-  if (call.starts) clear_filler(call);
-  if (call.dq.data || call.dk.data || call.dv.data) {
+void attention_backward(const AttentionCall& arguments) {
+  const AttentionCall call = with_rotations(arguments);
+  const Options options = options_of(call);
+  if (call.cu_seqlens) clear_filler(call);
+  if (span_count(call) && (call.dq.data || call.dk.data || call.dv.data)) {
 #if defined(__AVX512BF16__)
     call.dtype == BFLOAT16 ? backward<Pairs>(call, options) : backward<Wide>(call, options);
 #else

@@ -199,7 +199,7 @@ struct Pairs {
   float* dout(const QueryBlock& block) const { return block.memory + 3 * SIZE * pitch / 2; }
   float* dq(const QueryBlock& block) const { return block.memory + 2 * SIZE * pitch; }
 
-  void load_side(const AttentionCall& call, const Heads& tensor, int64_t batch, const Queries& lanes, uint32_t sign, float* transposed, float* pairs) const {
+  void load_side(const AttentionCall& call, const View& tensor, int64_t batch, const Queries& lanes, uint32_t sign, float* transposed, float* pairs) const {
     Bfloat16* memory = memory_of_row<Bfloat16>(call, tensor);
     for (int64_t i = 0; i < lanes.count; ++i)
       copy_row(source_row(call, tensor, batch, lanes.head[i], lanes.query[i], memory), call.width, pitch, rows_of_queries + i * pitch);

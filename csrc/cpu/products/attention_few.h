@@ -21,11 +21,11 @@ template <int V> struct Number {
 // Rows of K or V from a packed key on, of type T.
 template <class T> struct Rows {
   const AttentionCall& call;
-  const Heads& tensor;
+  const View& tensor;
   const Keys& keys;
   int64_t batch, head, first, ahead;  // ahead: elements from a row to the one that is fetched with it
 
-  Rows(const AttentionCall& all, const Heads& heads, const Keys& some, int64_t of_batch, int64_t of_head, int64_t from)
+  Rows(const AttentionCall& all, const View& heads, const Keys& some, int64_t of_batch, int64_t of_head, int64_t from)
       : call(all), tensor(heads), keys(some), batch(of_batch), head(of_head), first(from) {
     constexpr int64_t BYTES_AHEAD = 2048;
     ahead = (BYTES_AHEAD / static_cast<int64_t>(sizeof(T)) / call.width + 1) * tensor.row;
@@ -131,7 +131,7 @@ template <int M, class T> struct FewQueries {
 
 // Whether the heads that share keys have one query each, and nothing is done to scores or weights.
 inline bool has_few_queries(const AttentionCall& call, const Options& options) {
-  return call.queries == 1 && call.heads <= FEW_HEADS * call.kv_heads && !call.starts && !call.seed && !call.k.rotated &&
+  return call.queries == 1 && call.heads <= FEW_HEADS * call.kv_heads && !call.cu_seqlens && !call.seed && !call.k.rotated &&
          !adjusts_scores(call, options);
 }
 

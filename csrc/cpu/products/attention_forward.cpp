@@ -504,7 +504,7 @@ template <int REGISTERS> struct Split {
 template <class Operands> void forward(const AttentionCall& call, const Options& options) {
   constexpr int64_t SIZE = Operands::SIZE;
   const int64_t rows = call.heads / call.kv_heads * call.queries, owners = span_count(call) * call.kv_heads;
-  const int64_t parts = parts_of(owners, call.starts ? 1 : (rows + SIZE - 1) / SIZE);
+  const int64_t parts = parts_of(owners, call.cu_seqlens ? 1 : (rows + SIZE - 1) / SIZE);
   parallel_for(owners * parts, rows / parts * call.keys * call.width / (8 * span_count(call) / call.batch), [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) forward_task<Operands>(call, options, task, parts);
   });
@@ -526,7 +526,7 @@ void clear_filler(const AttentionCall& call) {
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     for (int64_t head = 0; head < call.heads; ++head)
-      for (int64_t row = at<int32_t>(call.starts)[call.sequences]; row < call.queries; ++row) {
+      for (int64_t row = at<int32_t>(call.cu_seqlens)[call.sequences]; row < call.queries; ++row) {
         memset(row_of<T>(call.out, 0, head, row), 0, sizeof(T) * call.width);
         at<float>(call.lse)[head * call.queries + row] = *statistics_of(call, 0, head, row) = -INFINITY;
         statistics_of(call, 0, head, row)[call.queries] = 0.f;
@@ -536,13 +536,13 @@ void clear_filler(const AttentionCall& call) {
 
 }  // namespace
 
-// The call's tensors as an AttentionCall; scale of q k^T; the probability of dropout; what bounds scores, 0 without.
-void attention_forward(Address packed_call, double scale, double dropout_p, double softcap) {
-  const AttentionCall& call = *at<const AttentionCall>(packed_call);
-  const Options options = options_of(call, scale, dropout_p, softcap);
-  if (call.starts) clear_filler(call);
+void attention_forward(const AttentionCall& arguments) {
+  const AttentionCall call = with_rotations(arguments);
+  const Options options = options_of(call);
+  if (call.cu_seqlens) clear_filler(call);
+  if (!span_count(call)) return;
   const int64_t rows = call.heads / call.kv_heads * call.queries;
-  if (!call.starts && rows <= 2 * WIDTH && (call.keys > SPLIT_KEYS || has_few_queries(call, options)))
+  if (!call.cu_seqlens && rows <= 2 * WIDTH && (call.keys > SPLIT_KEYS || has_few_queries(call, options)))
     return rows <= WIDTH ? split_forward<1>(call, options) : split_forward<2>(call, options);
 #if defined(__AVX512BF16__)
   if (call.dtype == BFLOAT16 && rows > WIDTH) return forward<Pairs<2>>(call, options);

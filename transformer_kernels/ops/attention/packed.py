@@ -12,6 +12,7 @@ from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops._dropout import draw_seed
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, check_devices
+from transformer_kernels.ops.attention._common import Angles
 from transformer_kernels.ops.attention._sinks import WithSinks
 from transformer_kernels.ops.attention.scores import (
     Scores,
@@ -184,9 +185,8 @@ class _Packed:
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = WithSinks(kernels)
-        self.rotary = dispatch.family("transformer_kernels.ops.rotary", kernels.__name__.rpartition("._")[2])
-        self.angles = getattr(kernels, "Angles", None)  # what its kernels take of the angles
-        self.rotates = getattr(kernels, "rotates", lambda call: True)  # and which calls they rotate themselves
+        self.rotary = dispatch.family("transformer_kernels.ops.rotary", kernels.__name__.rpartition(".")[2].lstrip("_"))
+        self.rotates = getattr(kernels, "rotates", lambda call: False)  # which calls its kernels rotate themselves
 
     def unsupported(self, call: PackedAttentionCall) -> str | None:
         refusal = getattr(self.kernels, "unsupported", None)
@@ -219,8 +219,8 @@ class _Packed:
         """Attention's call, with the angles for kernels that rotate rows as they read them, else on rotated copies."""
         if call.cos is None or call.sin is None:
             return _on_views(call), {}
-        if self.angles is not None and self.rotates(_on_views(call)):
-            return _on_views(call), {"angles": self.angles(call.cos.float(), call.sin.float(), call.interleaved)}
+        if self.rotates(_on_views(call)):
+            return _on_views(call), {"angles": Angles(call.cos.float(), call.sin.float(), call.interleaved)}
         heads = _rotated_heads(call.qkv, call.heads)
         rotated = heads.empty()
         self._rotate(call, heads, rotated, inverse=False)

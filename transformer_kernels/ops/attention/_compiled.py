@@ -1,0 +1,174 @@
+"""Attention in C++: csrc/cpu/products/attention*.cpp and csrc/ops/attention*.cu, which take csrc/calls/attention.h."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_kernels.backends import Machine, address, cuda, in_dtype_of
+from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
+from transformer_kernels.ops.rotary import Heads, RotaryCall
+from transformer_kernels.ops.rotary._compiled import Kernels as RotaryKernels
+
+MAX_HEAD_DIM = 256
+MAX_FLOAT32_HEAD_DIM = 128
+"""In fp32 on GPUs that give a block less than FLOAT32_WIDE_BYTES of shared memory, as those with 99 KiB do."""
+FLOAT32_WIDE_BYTES = 131456
+
+MAX_WHOLE_HEAD_DIM = 128
+"""On a GPU, above it a block owns half the columns of dK, which rotary's kernel then rotates back in global memory."""
+
+PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.cu
+
+path = "auto"  # tests and benchmarks name the kernels of a GPU that they mean
+
+View = tuple[int, int, int, int]
+NO_VIEW: View = (0, 0, 0, 0)
+NO_ANGLES = (0, 0, 0, 0, False)
+NO_BIAS = (1, 1, 1, 1), (0, 0, 0, 0)
+
+
+class Kernels:
+    """Forward and backward by the compiled kernels of one machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self.__name__ = machine, machine.__name__
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Why these kernels cannot take this call, or None."""
+        return _unsupported_on_gpu(call) if self._machine is cuda else None
+
+    def rotates(self, call: AttentionCall) -> bool:
+        """Whether the kernels rotate queries and keys as they read them; a GPU's for the bias's gradient does not."""
+        return self._machine is not cuda or call.scores.bias is None
+
+    def forward(self, call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
+        """out (B, Hq, Lq, D), in memory (B, Lq, Hq, D), lse (B, Hq, Lq) and statistics (B, Hq, 2, Lq)."""
+        q = call.q
+        batch, heads, queries, _ = q.shape
+        lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
+        statistics = q.new_empty((batch, heads, 2, queries), dtype=torch.float32)
+        result = AttentionResult(like_output(q), lse, statistics)
+        self._run(self._machine.load().attention_forward, call, result, angles)
+        return result
+
+    def backward(
+        self,
+        call: AttentionCall,
+        result: AttentionResult,
+        grads: Grads,
+        wanted: Wanted,
+        into: Into | None = None,
+        angles: Angles | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """dq, dk, dv, which are `into` where it is given, and dbias, bit for bit the same each time."""
+        machine, bias, (dout, dlse) = self._machine, call.scores.bias, grads
+        dout = torch.zeros_like(result.out) if dout is None else dout
+        dq, dk, dv = into or (
+            like_output(x) if needed or machine is cuda else None
+            for x, needed in zip((call.q, call.k, call.v), wanted, strict=False)
+        )
+        summed = bias is not None and wanted[3] and bias.shape[3] > 1
+        dbias = machine.sum_like(bias, True) if summed else None
+        delta = machine.workspace(result.lse)
+        self._run(
+            machine.load().attention_backward, call, result, angles, _view(dout), _view(dq), _view(dk), _view(dv),
+            address(dlse), address(dbias), address(delta),
+        )  # fmt: skip
+        if angles is not None and machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
+            heads = Heads(dk, None)
+            RotaryKernels(machine).rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
+        if bias is None or not wanted[3]:
+            return dq, dk, dv, None
+        return dq, dk, dv, in_dtype_of(bias, dbias) if summed else shift_gradient(dlse, result.statistics, bias)
+
+    def _run(
+        self,
+        kernel: Any,
+        call: AttentionCall,
+        result: AttentionResult,
+        angles: Angles | None,
+        dout: View = NO_VIEW,
+        dq: View = NO_VIEW,
+        dk: View = NO_VIEW,
+        dv: View = NO_VIEW,
+        dlse: int = 0,
+        dbias: int = 0,
+        delta: int = 0,
+    ) -> None:
+        q, k, scores, machine = call.q, call.k, call.scores, self._machine
+        bias, slopes, starts = scores.bias, scores.alibi_slopes, scores.cu_seqlens
+        batch, heads, queries, width = q.shape
+        sizes, strides = NO_BIAS if bias is None else (bias.shape, broadcast_strides(bias))
+        device, stream = machine.stream_of(q)
+        kernel(
+            dtype=machine.DTYPE_CODES[q.dtype],
+            q=_view(q),
+            k=_view(k),
+            v=_view(call.v),
+            out=_view(result.out),
+            lse=result.lse.data_ptr(),
+            statistics=address(result.statistics),
+            batch=batch,
+            heads=heads,
+            kv_heads=k.shape[1],
+            queries=queries,
+            keys=k.shape[2],
+            width=width,
+            scale=scores.scale,
+            left=scores.left,
+            right=scores.right,
+            softcap=scores.softcap,
+            bias=address(bias),
+            bias_is_float32=bias is not None and bias.dtype is torch.float32,
+            bias_sizes=sizes,
+            bias_strides=strides,
+            alibi_slopes=address(slopes),
+            slope_strides=(0, 0) if slopes is None else broadcast_strides(slopes)[:2],
+            key_padding_mask=address(scores.key_padding_mask),
+            cu_seqlens=address(starts),
+            cu_seqlens_k=address(starts if scores.cu_seqlens_k is None else scores.cu_seqlens_k),
+            sequences=0 if starts is None else len(starts) - 1,
+            angles=NO_ANGLES if angles is None else angles.addresses(),
+            seed=address(call.seed),
+            dropout_p=call.dropout_p,
+            dout=dout,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dlse=dlse,
+            dbias=dbias,
+            delta=delta,
+            path=PATHS[path],
+            device=device,
+            stream=stream,
+        )
+
+
+def _unsupported_on_gpu(call: AttentionCall) -> str | None:
+    if (reason := beyond(call)) is not None:
+        return reason
+    width = call.q.shape[3]
+    if width > MAX_HEAD_DIM:
+        return f"the head dimension is {width}, above {MAX_HEAD_DIM}; backend='torch' takes it"
+    if call.q.dtype is torch.float32 and width > MAX_FLOAT32_HEAD_DIM:
+        given = cuda.load().shared_memory_per_block(call.q.device.index or 0)
+        if given < FLOAT32_WIDE_BYTES:
+            return (
+                f"the head dimension is {width}; in float32 above {MAX_FLOAT32_HEAD_DIM} the backward pass needs "
+                f"{FLOAT32_WIDE_BYTES} bytes of shared memory and this GPU gives a block {given}; use float16 or "
+                "bfloat16, or backend='torch'"
+            )
+    return None
+
+
+def _view(x: Tensor | None) -> View:
+    """Address and strides of batches, heads and rows; zeros for an absent tensor."""
+    if x is None:
+        return NO_VIEW
+    batch, head, row, _ = x.stride()
+    return x.data_ptr(), batch, head, row
