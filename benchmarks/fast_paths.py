@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import timing
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import unavailable
-from transformer_kernels.ops.attention import _cuda, _tiles, _triton
+from transformer_kernels.ops.attention import _compiled, _tiles, _triton
 from transformer_kernels.ops.attention._tiles import Body, Kernel
 
 LEAST_GAIN = 1.1
@@ -160,8 +160,8 @@ def paths(capability: tuple[int, int]) -> list[FastPath]:
         FastPath("rotation at the load", "triton", lambda: replaced(_tiles, "TURNED_HEAD_DIM", 0), rotary),
         FastPath("sections of heads for L2", "triton", lambda: replaced(_tiles, "L2_BYTES", 1 << 60), long),
         *tables,
-        FastPath("short sequences", "cuda", lambda: replaced(_cuda, "path", "general"), short),
-        FastPath("sm_90a: TMA and wgmma", "cuda", lambda: replaced(_cuda, "path", "general"), long),
+        FastPath("short sequences", "cuda", lambda: replaced(_compiled, "path", "general"), short),
+        FastPath("sm_90a: TMA and wgmma", "cuda", lambda: replaced(_compiled, "path", "general"), long),
     ]  # fmt: skip
 
 
