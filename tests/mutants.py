@@ -111,8 +111,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/attention/_torch_chunks.py",
-        "dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide,",
-        "dbias = None if wanted is None else torch.zeros_like(wanted,",
+        "dbias = None if bias is None else torch.zeros_like(bias, dtype=wide,",
+        "dbias = None if bias is None else torch.zeros_like(bias,",
         "tests/ops/test_attention.py -k 'summed_over_chunks and torch'",
     ),
     Mutant(
@@ -141,7 +141,7 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/attention/_torch.py",
-        "return lse.masked_fill(blind, -math.inf)",
+        "return lse.masked_fill(fully_masked, -math.inf)",
         "return lse",
         "tests/ops/test_attention.py -k 'see_nothing and torch-float32'",
     ),

@@ -256,7 +256,7 @@ def test_many_keys_are_read_in_blocks_of_128_where_a_causal_call_reads_64(
     for length in (tiles.LONG_KEYS - 1, tiles.LONG_KEYS):
         q, k = (torch.empty(1, 1, each, width, dtype=torch.float16, device=device) for each in (130, length))
         call = prepare(q, k, k, causal=True, scale=0.125)
-        keys.append(triton_attention._Given(call, None).plan.tile(Kernel.FORWARD).keys)
+        keys.append(triton_attention._Inputs(call, None).plan.tile(Kernel.FORWARD).keys)
     assert keys == [64 if width == 64 else 128, 128]
 
 

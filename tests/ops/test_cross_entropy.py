@@ -210,8 +210,8 @@ def test_a_backend_without_probabilities_refuses_them(monkeypatch: pytest.Monkey
     explanation = tk.explain("cross_entropy", logits, targets, backend="auto")
     assert explanation.chosen == "torch"
     for backend in ("cpu", "triton", "cuda"):
-        assert "it does not know probabilities as targets" in explanation.reasons[backend]
-        with pytest.raises(UnsupportedByBackend, match=r"^cross_entropy: .* it does not know probabilities"):
+        assert "it does not support probabilities as targets" in explanation.reasons[backend]
+        with pytest.raises(UnsupportedByBackend, match=r"^cross_entropy: .* it does not support probabilities"):
             tk.cross_entropy(logits, targets, backend=backend)
 
 

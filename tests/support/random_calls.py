@@ -41,7 +41,7 @@ PATHS = (
     ("attention", "attention._tiles", "SHORT_QUERIES", 0),
     ("attention", "attention._tiles", "SEQUENCES_TOKENS", 16),
     ("attention", "attention._tiles", "DECODE_MINIMUM_KEYS", 16),
-    ("attention", "attention._tiles", "TURNED_KEYS", 8),
+    ("attention", "attention._tiles", "ROTATED_KEYS", 8),
     ("cross_entropy", "loss._torch", "ELEMENTS_AT_ONCE", 200),
     ("cross_entropy", "loss._chunked", "FEWEST_ROWS", 16),
     ("linear", "linear._cpu", "LARGEST_WEIGHT", 0),
