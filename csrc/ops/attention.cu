@@ -1,4 +1,4 @@
-// attention: what Python calls. Tensors were checked there; here come the limits of these kernels.
+// attention's entry points from Python, which has checked the tensors; limits of these kernels are checked here.
 #include "../build_info.h"
 #include "../dtype.h"
 #include "../primitives/memory.h"
@@ -10,9 +10,9 @@ namespace {
 
 using namespace attention;
 
-constexpr int64_t MAX_LENGTH = 1 << 29;  // so that sums of lengths, tiles and windows stay within int
+constexpr int64_t MAX_LENGTH = 1 << 29;  // sums of lengths, tiles and windows fit an int
 
-// What Python hands over, forward and backward: Launch in transformer_kernels/ops/attention/_cuda.py.
+// The arguments from Python, forward and backward: Launch in transformer_kernels/ops/attention/_cuda.py.
 struct AttentionLaunch {
   int dtype, device, path;
   Address stream;
@@ -67,14 +67,14 @@ template <class Tensor> bool is_aligned(const Tensor& tensor, int64_t element_by
          tensor.head * element_bytes % 16 == 0 && tensor.row * element_bytes % 16 == 0;
 }
 
-// Rows on 16 bytes are copied and written in pieces of 16 bytes, others element by element.
+// Rows aligned to 16 bytes are copied and written in 16-byte chunks, others element by element.
 template <class... Tensors> bool can_vectorize(int dtype, int head_dim, const Tensors&... tensors) {
   const int64_t bytes = static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 2;
   return head_dim * bytes % 16 == 0 && (is_aligned(tensors, bytes) && ...);
 }
 
-// The stride of an axis of one element addresses nothing and may be odd: it becomes that of a contiguous tensor, which
-// keeps the rows on 16 bytes.
+// The stride of an axis of size one is irrelevant and may be odd: it is replaced by that of a contiguous tensor, which
+// preserves the alignment of rows.
 template <class Tensor>
 void replace_unused_strides(Tensor& tensor, int64_t batches, int64_t heads, int64_t length, int64_t head_dim) {
   if (batches == 1) tensor.batch = heads * length * head_dim;
@@ -82,7 +82,7 @@ void replace_unused_strides(Tensor& tensor, int64_t batches, int64_t heads, int6
   if (length == 1) tensor.row = head_dim;
 }
 
-// The arguments of the kernels, completed by what follows from the call.
+// The arguments of the kernels, with the fields that are derived from the call.
 Arguments complete(const AttentionLaunch& call) {
   if (call.query_length > MAX_LENGTH || call.key_length > MAX_LENGTH)
     throw std::invalid_argument("attention: the cuda backend takes sequences of up to 536870912");
@@ -110,7 +110,7 @@ Arguments complete(const AttentionLaunch& call) {
   return arguments;
 }
 
-// Which kernels: the fastest that take the call, or for tests and benchmarks one family by name.
+// Selects the kernels: the fastest that support the call, or, in tests and benchmarks, a family by name.
 enum class Path { AUTOMATIC = 0, GENERAL = 1, SHORT = 2, SM90 = 3 };
 
 template <class T> bool takes_short(const Arguments& arguments, const AttentionLaunch& call) {
@@ -131,14 +131,14 @@ template <class T> bool takes_short(const Arguments& arguments, const AttentionL
   return needed <= given;
 }
 
-// Hopper's kernels read a bias in pairs of neighbouring keys; a slope is read alone.
+// The sm90 kernels read a bias in pairs of adjacent keys; a slope is a scalar.
 bool has_pairs(const Bias& bias, int key_length) {
   const int64_t bytes = bias.is_float ? 4 : 2;
   return bias.is_slope || (bias.column == 1 && key_length % 2 == 0 && bias.row % 2 == 0 && bias.head % 2 == 0 &&
                            bias.batch % 2 == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes) == 0);
 }
 
-// The copy engine wants addresses and strides on 16 bytes and, to be safe, no axis that overlaps itself.
+// TMA requires addresses and strides aligned to 16 bytes; tensors with overlapping axes are excluded.
 bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
   const bool fits = arguments.vectorized && is_plain(arguments.query) && is_plain(arguments.key) &&

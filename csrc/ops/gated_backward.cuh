@@ -4,7 +4,7 @@
 
 namespace transformer_kernels {
 
-// One thread owns V neighbouring elements, of one row if they are packed.
+// One thread owns V adjacent elements, of one row if packed.
 template <class Function, class T, int V>
 __global__ void __launch_bounds__(GELU_THREADS)
     gated_backward_kernel(const T* __restrict__ dy, const T* __restrict__ gate, const T* __restrict__ up,

@@ -23,7 +23,7 @@ void softmax_forward(const SoftmaxForward& call) {
       using Layout = decltype(layout);
       const dim3 grid = grid_of(Layout::blocks(call.rows)), block(Layout::BLOCK_THREADS);
       const Stream place = stream_of(call);
-      if constexpr (Layout::HELD) {
+      if constexpr (Layout::IN_REGISTERS) {
         launch<softmax_forward_kernel<Layout>>("softmax_forward", grid, block, Layout::SHARED_BYTES, place, input,
                                                output, call.rows, n, mask, static_cast<float>(call.scale));
       } else {
