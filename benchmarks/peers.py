@@ -1,4 +1,4 @@
-"""Candidates: our backends and alternatives, each pinned by name or skipped with a reason."""
+"""Candidates: this package's backends and alternatives, each selected by name or skipped with a reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Candidate:
 
 
 def candidates(op: str) -> list[Candidate]:
-    """Ours first, then the others."""
+    """This package's backends first, then the others."""
     listed = [Candidate(f"ours {backend}", functools.partial(_ours, backend)) for backend in tk.BACKENDS]
     listed.append(Candidate("eager", _eager))
     if op == "attention":
