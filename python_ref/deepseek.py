@@ -329,7 +329,7 @@ class Deepseek(GPT):
 
         Args:
             hidden: (B, L, E), from `hidden_states`.
-            targets: (B, L) int64, the next tokens; negative ones stand for token 0.
+            targets: (B, L) int64, the next tokens; negative ones are replaced by token 0.
         """
         results: list[Tensor] = []
         for ahead, predictor in zip(range(1, targets.shape[1]), self.predictors, strict=False):

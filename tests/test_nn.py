@@ -74,17 +74,17 @@ class TestEveryModule:
             MODULES[name][0](backend="rocm")
 
     def test_backend_is_passed_on(self, name, monkeypatch):
-        asked = []
+        requested = []
 
         original = dispatch.select
 
         def select(operation, backend, call):
-            asked.append(backend)
+            requested.append(backend)
             return original(operation, "torch", call)
 
         monkeypatch.setattr(dispatch, "select", select)
         apply(MODULES[name][0](backend="triton"), torch.randn(2, 5, 12))
-        assert asked == ["triton"]
+        assert requested == ["triton"]
 
     def test_representation_tells_the_backend(self, name):
         make = MODULES[name][0]

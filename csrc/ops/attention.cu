@@ -121,8 +121,8 @@ template <class T> bool takes_short(const Arguments& arguments, const AttentionL
     throw std::invalid_argument(
         "attention: the short kernels take up to 256 queries and keys that are not packed, and head dimensions up to "
         "64");
-  const bool asked = path == Path::AUTOMATIC || path == Path::SHORT;
-  if (!fits || !asked) return false;
+  const bool selected = path == Path::AUTOMATIC || path == Path::SHORT;
+  if (!fits || !selected) return false;
   const int needed = short_shared_bytes<T>(arguments), given = shared_memory_per_block(call.device);
   if (path == Path::SHORT && needed > given)
     throw std::invalid_argument("attention: the short kernels need " + std::to_string(needed) +
@@ -159,27 +159,27 @@ bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
 
 void attention_forward(AttentionLaunch call) {
   const Arguments arguments = complete(call);
-  const Stream place = stream_of(call);
+  const Stream stream = stream_of(call);
   dispatch_dtype(call.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
-      if (takes_short<T>(arguments, call)) return launch_short_forward<T>(arguments, place);
-      if (takes_sm90(arguments, call)) return launch_forward_sm90<T>(arguments, place);
+      if (takes_short<T>(arguments, call)) return launch_short_forward<T>(arguments, stream);
+      if (takes_sm90(arguments, call)) return launch_forward_sm90<T>(arguments, stream);
     }
-    launch_forward<T>(arguments, place);
+    launch_forward<T>(arguments, stream);
   });
 }
 TK_EXPORT(attention_forward);
 
 void attention_backward(AttentionLaunch call) {
   const Arguments arguments = complete(call);
-  const Stream place = stream_of(call);
+  const Stream stream = stream_of(call);
   dispatch_dtype(call.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
-      if (takes_short<T>(arguments, call)) return launch_short_backward<T>(arguments, call.dlse, place);
+      if (takes_short<T>(arguments, call)) return launch_short_backward<T>(arguments, call.dlse, stream);
     }
-    launch_backward<T>(arguments, call.dlse, place);
+    launch_backward<T>(arguments, call.dlse, stream);
   });
 }
 TK_EXPORT(attention_backward);

@@ -353,10 +353,10 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const bool over_rows = out.rows == 1;
   const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
   const int key_tiles = (arguments.key_length + KEYS - 1) / KEYS;
-  int64_t place = blockIdx.x;
-  const auto own = [&place](int parts) {
-    const int part = static_cast<int>(place % parts);
-    place /= parts;
+  int64_t block = blockIdx.x;
+  const auto own = [&block](int parts) {
+    const int part = static_cast<int>(block % parts);
+    block /= parts;
     return part;
   };
   const int own_key_tile = own(key_tiles), own_query_tile = own(over_rows ? 1 : query_tiles);

@@ -185,9 +185,9 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
     }
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; ++n) {
-      const int place = first_key + 8 * n + 2 * t;
-      store_pair(probabilities.at(row + g + 8 * half, place), scores[n][2 * half], scores[n][2 * half + 1]);
-      store_pair(gradients.at(row + g + 8 * half, place), grad_scores[n][2 * half], grad_scores[n][2 * half + 1]);
+      const int key_column = first_key + 8 * n + 2 * t;
+      store_pair(probabilities.at(row + g + 8 * half, key_column), scores[n][2 * half], scores[n][2 * half + 1]);
+      store_pair(gradients.at(row + g + 8 * half, key_column), grad_scores[n][2 * half], grad_scores[n][2 * half + 1]);
     }
   }
 }

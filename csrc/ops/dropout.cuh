@@ -18,7 +18,7 @@ template <int V> TK_DEVICE Vector<float, V> keep_factors(const Dropout& dropout,
       for (int i = 0; i < 8; ++i) factors[8 * group + i] = dropout.keeps(words, i) ? dropout.keep_scale : 0.0f;
     }
   } else {
-    static_assert(8 % V == 0, "a vector lies within a group of eight columns");
+    static_assert(8 % V == 0, "a vector is within a group of eight columns");
     const uint32_t kept = dropout.kept(dropout.read_seed(), first_group, low, high) >> column % 8;
 #pragma unroll
     for (int i = 0; i < V; ++i) factors[i] = kept >> i & 1 ? dropout.keep_scale : 0.0f;

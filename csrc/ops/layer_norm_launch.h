@@ -12,12 +12,12 @@ namespace transformer_kernels {
 template <bool CENTRED, class T, class Input, class Output>
 void launch_rows_forward(const char* name, const Input& input, RowParameter scale, RowParameter offset,
                          const Output& output, bool aligned, Address mean, Address rstd, int64_t rows, int columns,
-                         double eps, Stream place) {
+                         double eps, Stream stream) {
   dispatch_row_layout<T>(columns, aligned, [&](auto layout) {
     using Layout = decltype(layout);
     launch<layer_norm_forward_kernel<Layout, Input, Output, CENTRED>>(
         name, grid_of(Layout::blocks(rows)), dim3(Layout::BLOCK_THREADS), Layout::SHARED_BYTES,
-        place, input, scale, offset, output, pointer<float>(mean), pointer<float>(rstd), rows, columns,
+        stream, input, scale, offset, output, pointer<float>(mean), pointer<float>(rstd), rows, columns,
         static_cast<float>(eps));
   });
 }
@@ -40,16 +40,16 @@ inline ParameterGradients gradients_of(const NormBackward& call) {
 template <bool CENTRED, class T, class Gradient, class Input, class Output>
 void launch_rows_backward(const char* name, const char* sums_name, const Gradient& gradient, const Input& input,
                           RowParameter scale, const Output& output, bool aligned, Address mean, Address rstd,
-                          ParameterGradients to, int64_t rows, int columns, Stream place) {
+                          ParameterGradients to, int64_t rows, int columns, Stream stream) {
   dispatch_row_layout<T>(columns, aligned, [&](auto layout) {
     using Layout = decltype(layout);
     launch<layer_norm_backward_kernel<Layout, Gradient, Input, Output, CENTRED>>(
         name, dim3(static_cast<unsigned>(to.partial_rows)), dim3(Layout::BLOCK_THREADS),
-        LAYER_NORM_BACKWARD_SHARED_BYTES<Layout>, place, gradient, input, scale, pointer<const float>(mean),
+        LAYER_NORM_BACKWARD_SHARED_BYTES<Layout>, stream, gradient, input, scale, pointer<const float>(mean),
         pointer<const float>(rstd), output, to.partials, rows, columns);
   });
   launch_sum_partials<T>(sums_name, to.partials, {pointer<void>(to.weight), to.are_float32},
-                         {pointer<void>(to.bias), to.are_float32}, to.partial_rows, columns, place);
+                         {pointer<void>(to.bias), to.are_float32}, to.partial_rows, columns, stream);
 }
 
 // A call without a residual.

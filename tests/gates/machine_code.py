@@ -64,8 +64,8 @@ def registers_by_role(code: Code) -> dict[int, int]:
         for i, text in enumerate(texts):
             if "USETMAXREG" in text:
                 after = [*texts[i + 1 :], *flow.texts(networkx.descendants(flow.graph, block) - {block})]
-                asked = int(text.rpartition("0x")[2], 16)
-                found[asked] = max([found.get(asked, 0), *map(_registers, after)])
+                requested = int(text.rpartition("0x")[2], 16)
+                found[requested] = max([found.get(requested, 0), *map(_registers, after)])
     return found
 
 

@@ -83,8 +83,8 @@ def test_gradients_are_those_of_the_rounded_scores(
             for name, x in tensors.items()
         }
         out, lse = tk.attention(**given, **options)
-        asked = [given[name] for name in wanted]
-        gradients = torch.autograd.grad((out, lse), asked, (dout.to(out), dlse.to(lse)))
+        requested = [given[name] for name in wanted]
+        gradients = torch.autograd.grad((out, lse), requested, (dout.to(out), dlse.to(lse)))
         names = ("out", "lse", *(f"d{name}" for name in wanted))
         for name, got, exact in zip(names, (out, lse, *gradients), want, strict=False):
             if name == "lse" and backend == "triton" and case == "least" and dtype is not torch.float32:

@@ -84,7 +84,7 @@ def test_work_is_the_sum_of_the_squares(count: Count, device: torch.device, leng
     passes = {
         "keys of a query tile": count(_triton_forward, "attend_block"),
         "keys of a query tile, backward": count(_triton_backward, "query_gradient_block"),
-        "queries of a key tile": count(_triton_backward_key, "walk_queries"),
+        "queries of a key tile": count(_triton_backward_key, "accumulate_queries"),
     }
     _forward_and_backward(tensors, cu_seqlens=_sequences(lengths, device), causal=causal)
     starts = [0, *itertools.accumulate(lengths)]
@@ -155,13 +155,13 @@ def test_padding_between_real_keys_is_not_visited(
             tensors[name][:, :, 40:140] = float("nan")
     forward = count(_triton_forward, "attend_block")
     queries = count(_triton_backward, "query_gradient_block")
-    walks = count(_triton_backward_key, "walk_queries")
+    visits = count(_triton_backward_key, "accumulate_queries")
     loads = [count(_triton_backward_key, name) for name in ("load_rotated", "load_rows")]
     check_parity("attention", backend, tensors, {"causal": causal})
     for blocks in (forward, queries):
         visited = {block["start"] for block in blocks}
         assert visited == {0, 16, 32, 128, 144}
-    assert {walk["first_key"] for walk in walks} == {0, 32, 128}
+    assert {visit["first_key"] for visit in visits} == {0, 32, 128}
     unread = [load["start"] for load in itertools.chain(*loads) if load["length"] == 0]
     assert sorted(unread) == [64, 64, 96, 96]  # k and v of the two tiles that are all padding
 

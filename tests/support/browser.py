@@ -33,10 +33,10 @@ class Page:
         message = {"id": number, "method": method, "params": parameters}
         os.write(self._writing, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode())
         os.write(self._writing, b"\0")
-        while (answer := self._next()).get("id") != number:
+        while (response := self._next()).get("id") != number:
             pass
-        assert "error" not in answer, answer
-        return answer["result"]
+        assert "error" not in response, response
+        return response["result"]
 
     def open(self, url: str) -> None:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -51,9 +51,9 @@ class Page:
 
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression on the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
+        response = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in response, response
+        return response["result"].get("value")
 
     def mouse(self, selector: str, *, click: bool = True, shift: tuple[float, float] = (0.0, 0.0)) -> None:
         """Move the mouse to the middle of an element, shifted by pixels, and click there."""

@@ -114,9 +114,9 @@ def _queries_and_keys(rows: int, columns: int, dtype: torch.dtype, device: torch
 
 def _rotated(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
     """All pairs of columns but the last are rotated."""
-    places = torch.arange(2 * rows, device=device).view(2, rows)
+    positions = torch.arange(2 * rows, device=device).view(2, rows)
     wide = torch.promote_types(dtype, torch.float32)
-    cos, sin = reference.rotary_table(places, max(2, columns // 2 * 2 - 2), dtype=wide)
+    cos, sin = reference.rotary_table(positions, max(2, columns // 2 * 2 - 2), dtype=wide)
     return {**_queries_and_keys(rows, columns, dtype, device), "cos": cos, "sin": sin}
 
 

@@ -225,14 +225,14 @@ def _linear_cross_entropy(draw: Draw) -> Call:
 
 
 def _embedding(draw: Draw) -> Call:
-    width, rows, places = draw.one_of(*WIDTHS[1:]), draw.one_of(3, 20), 12
+    width, rows, table_rows = draw.one_of(*WIDTHS[1:]), draw.one_of(3, 20), 12
     shape = draw.one_of(1, 3), draw.one_of(1, 7, 12)
     tensors = {"tokens": draw.integers(rows, *shape), "weight": draw.tensor(rows, width)}
     if draw.one_of(False, True):
-        tensors["positions"] = draw.tensor(places, width)
-        tensors["position_ids"] = draw.maybe(lambda: draw.integers(places, *shape))
+        tensors["positions"] = draw.tensor(table_rows, width)
+        tensors["position_ids"] = draw.maybe(lambda: draw.integers(table_rows, *shape))
         positions = torch.arange(shape[1]) if tensors["position_ids"] is None else tensors["position_ids"].long()
-        draw.poison(tensors["positions"], ~torch.isin(torch.arange(places), positions)[:, None])
+        draw.poison(tensors["positions"], ~torch.isin(torch.arange(table_rows), positions)[:, None])
     if draw.one_of(False, True):
         tensors["norm_weight"] = draw.parameter(width)
         tensors["norm_bias"] = draw.maybe(lambda: draw.parameter(width))
@@ -257,9 +257,9 @@ def _rotary(draw: Draw) -> Call:
 
 def _angles(draw: Draw, batch: int, length: int, width: int) -> dict[str, Tensor | None]:
     """cos and sin for at most as many pairs of columns as fit."""
-    places = draw.integers(50, *draw.one_of((length,), (batch, length)))
+    positions = draw.integers(50, *draw.one_of((length,), (batch, length)))
     rotated = draw.random.randrange(2, width + 1, 2)
-    angles = places[..., None] * 100.0 ** -torch.linspace(0.0, 1.0, rotated // 2)
+    angles = positions[..., None] * 100.0 ** -torch.linspace(0.0, 1.0, rotated // 2)
     dtype = draw.one_of(draw.dtype, torch.float32)
     return {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
 

@@ -143,7 +143,7 @@ def key_gradient_block(
 
 
 @triton.jit
-def walk_queries(
+def accumulate_queries(
     gradient, keys, source, first_row, mask, bias, dropout, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """Load the query block at `first_row` and accumulate its contribution to dk and dv."""
@@ -229,10 +229,10 @@ def attention_backward_key_kernel(
         bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
         dropout = Dropout(seed, query_batch_head, threshold)
         for row in range(span.full_start, full_end, OPTIONS.BLOCK_M):
-            gradient = walk_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, False, OPTIONS)
+            gradient = accumulate_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, False, OPTIONS)
         for offset in tl.range(0, masked_rows, OPTIONS.MASKED, num_stages=1):
             row = masked_position(span, offset)
-            gradient = walk_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, True, OPTIONS)
+            gradient = accumulate_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, True, OPTIONS)
     dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed, 0, threshold))
     if padding_pointer is not None:
         dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
