@@ -414,9 +414,9 @@ def test_demo_trains_writes_and_compares(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "TIMED_SECONDS", 0.0)
     monkeypatch.setattr(report, "MODEL", {"layers": 1, "width": 16, "heads": 2})
     assert run("demo", "--seconds", "0.5", "--out", tmp_path / "demo") == 0
-    message = capsys.readouterr().out
+    told = capsys.readouterr().out
     for part in ("training loss", "ended by time limit", "It writes:\n\n", "reference ", "1.00x", "torch "):
-        assert part in message
+        assert part in told
 
 
 def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):

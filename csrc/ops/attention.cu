@@ -12,7 +12,7 @@ using namespace attention;
 
 constexpr int64_t MAX_LENGTH = 1 << 29;  // sums of lengths, tiles and windows fit an int
 
-// The arguments from Python, forward and backward: Launch in transformer_kernels/ops/attention/_cuda.py.
+// What Python hands over, forward and backward: Launch in transformer_kernels/ops/attention/_cuda.py.
 struct AttentionLaunch {
   int dtype, device, path;
   Address stream;
@@ -82,7 +82,7 @@ void replace_unused_strides(Tensor& tensor, int64_t batches, int64_t heads, int6
   if (length == 1) tensor.row = head_dim;
 }
 
-// The arguments of the kernels, with the fields that are derived from the call.
+// The arguments of the kernels, completed by what follows from the call.
 Arguments complete(const AttentionLaunch& call) {
   if (call.query_length > MAX_LENGTH || call.key_length > MAX_LENGTH)
     throw std::invalid_argument("attention: the cuda backend takes sequences of up to 536870912");
@@ -138,7 +138,7 @@ bool has_pairs(const Bias& bias, int key_length) {
                            bias.batch % 2 == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes) == 0);
 }
 
-// TMA requires addresses and strides aligned to 16 bytes; tensors with overlapping axes are excluded.
+// The copy engine wants addresses and strides on 16 bytes and, to be safe, no axis that overlaps itself.
 bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
   const bool fits = arguments.vectorized && is_plain(arguments.query) && is_plain(arguments.key) &&
@@ -159,27 +159,27 @@ bool takes_sm90(const Arguments& arguments, const AttentionLaunch& call) {
 
 void attention_forward(AttentionLaunch call) {
   const Arguments arguments = complete(call);
-  const Stream stream = stream_of(call);
+  const Stream place = stream_of(call);
   dispatch_dtype(call.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
-      if (takes_short<T>(arguments, call)) return launch_short_forward<T>(arguments, stream);
-      if (takes_sm90(arguments, call)) return launch_forward_sm90<T>(arguments, stream);
+      if (takes_short<T>(arguments, call)) return launch_short_forward<T>(arguments, place);
+      if (takes_sm90(arguments, call)) return launch_forward_sm90<T>(arguments, place);
     }
-    launch_forward<T>(arguments, stream);
+    launch_forward<T>(arguments, place);
   });
 }
 TK_EXPORT(attention_forward);
 
 void attention_backward(AttentionLaunch call) {
   const Arguments arguments = complete(call);
-  const Stream stream = stream_of(call);
+  const Stream place = stream_of(call);
   dispatch_dtype(call.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
-      if (takes_short<T>(arguments, call)) return launch_short_backward<T>(arguments, call.dlse, stream);
+      if (takes_short<T>(arguments, call)) return launch_short_backward<T>(arguments, call.dlse, place);
     }
-    launch_backward<T>(arguments, call.dlse, stream);
+    launch_backward<T>(arguments, call.dlse, place);
   });
 }
 TK_EXPORT(attention_backward);

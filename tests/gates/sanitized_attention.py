@@ -47,7 +47,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def use(family: str) -> None:
-    """Select the kernels of a family, on their architecture."""
+    """Take the kernels of a family, on the architecture that they are for."""
     _cuda.path = family
     os.environ["TRANSFORMER_KERNELS_EMULATE_ARCH"] = "90" if family == "sm90" else "80"
 

@@ -93,7 +93,7 @@ def forward_and_backward(
 
 
 def copied(call: AttentionCall, angles: _cuda.Angles) -> tuple[AttentionResult, tuple[Tensor | None, ...]]:
-    """The same with the kernel of `rotary` before and after attention without angles."""
+    """The same by rotary's own kernel before and after attention without angles."""
     on_copies = call._replace(q=rotated(call.q, angles), k=rotated(call.k, angles))
     result, (dq, dk, dv, _) = forward_and_backward(on_copies, None)
     assert dq is not None and dk is not None
@@ -125,8 +125,8 @@ def test_equals_rotated_copies(
     width = given.pop("rotated")
     call = make(dtype, device, **given)
     batch, _, length, _ = call.q.shape
-    positions = torch.arange(length) + 30 * torch.arange(batch)[:, None]  # each sequence has another first position
-    cos, sin = (table.to(device) for table in rotary_table(positions, width))
+    places = torch.arange(length) + 30 * torch.arange(batch)[:, None]  # each sequence begins elsewhere
+    cos, sin = (table.to(device) for table in rotary_table(places, width))
     result, gradients = forward_and_backward(call, _cuda.Angles(cos, sin, interleaved))
     wanted, wanted_gradients = copied(call, _cuda.Angles(cos, sin, interleaved))
     for name, got, want in zip(("out", "lse", "statistics"), result, wanted, strict=True):

@@ -59,9 +59,9 @@ class Held(int):
     owner: Any
 
     def __new__(cls, address: int, owner: Any) -> Held:
-        address_with_owner = super().__new__(cls, address)
-        address_with_owner.owner = owner
-        return address_with_owner
+        held = super().__new__(cls, address)
+        held.owner = owner
+        return held
 
 
 class _Recorder(threading.local):
@@ -131,9 +131,9 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
     return 0, 0
 
 
-def sum_like(parameter: torch.Tensor, needs_grad: bool) -> torch.Tensor | None:
-    """Memory for a parameter's gradient, in float32; None if not required."""
-    return torch.empty_like(parameter, dtype=torch.float32) if needs_grad else None
+def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+    """Memory for a parameter's gradient, in float32; None where it is not wanted."""
+    return torch.empty_like(parameter, dtype=torch.float32) if wanted else None
 
 
 def partials(x: torch.Tensor, rows: int, columns: int, sums: int) -> tuple[None, int]:

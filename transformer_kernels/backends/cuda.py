@@ -122,8 +122,8 @@ def index(ids: torch.Tensor | None) -> torch.Tensor | None:
     return ids
 
 
-def sum_like(parameter: torch.Tensor, needs_grad: bool) -> torch.Tensor | None:
-    """Memory for a parameter's gradient, which is always computed."""
+def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+    """Memory for a parameter's gradient, which is computed wanted or not."""
     return torch.empty_like(parameter)
 
 

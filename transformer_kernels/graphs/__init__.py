@@ -383,9 +383,9 @@ def graphed(
 ) -> Callable[..., Any]:
     """The function, captured for each shape of its arguments and then replayed without running its Python code.
 
-    On a GPU a call is one CUDA graph, on a CPU a list of kernels and operators on their own memory. The first
-    `warm_up_calls` calls with arguments of a shape run eagerly. A CPU recording is validated: it is replayed once from
-    the initial state and must reproduce weights and outputs.
+    On a GPU a call is one CUDA graph, on a CPU a list of the kernels and operators that it called, on memory of its
+    own. The first `warm_up_calls` calls with arguments of a shape run eagerly. A CPU recording is validated: it is
+    replayed once from the initial state and must reproduce weights and outputs.
 
     With an optimizer the function is a training step: forward, one or more backward passes, clipping,
     `optimizer.step()`. Gradients are None before and after each call. Learning rates become tensors; each call uses
@@ -426,12 +426,12 @@ def graphed(
         ValueError: an argument requires gradients, arguments are on several devices, or a parameter has a gradient
             before the step.
         TypeError: part of the result is neither a tensor nor None.
-        RuntimeError: the function cannot be captured; the message has the reason and the line of Python. Its writes to
-            tensors are undone.
+        RuntimeError: the function cannot be captured; the message has the reason and the line of Python. What it wrote
+            to tensors is undone.
 
     Example:
-        >>> forward = tk.graphed(model.eval())
-        >>> logits = forward(tokens)
+        >>> ask = tk.graphed(model.eval())
+        >>> logits = ask(tokens)
     """
     return Graphed(function, optimizer, warm_up_calls=warm_up_calls, limit=limit)
 
