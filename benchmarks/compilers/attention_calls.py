@@ -39,7 +39,7 @@ ROTARY: dict[str, dict[str, Any]] = {
     "causal padded dropout rotary": CAUSAL | PADDED | DROPPED,
     "sequences causal rotary": PACKED | CAUSAL,
 }
-TURNED_LENGTHS = ("any length", "64 keys", "128 keys")
+ROTATED_LENGTHS = ("any length", "64 keys", "128 keys")
 """Calls of packed_attention with rotary positions, after all others."""
 
 
@@ -64,7 +64,7 @@ def calls(operation: str = "attention") -> Iterator[tuple[str, Callable[[], obje
     for head_dim in CAPPED_HEAD_DIMS:
         call = functools.partial(_run, torch.bfloat16, "highest", (1024, 1024), head_dim, "any length", CAPPED)
         yield f"attention any length causal biased softcap bfloat16 D {head_dim}", call
-    for where, (variant, arguments) in itertools.product(TURNED_LENGTHS, ROTARY.items()):
+    for where, (variant, arguments) in itertools.product(ROTATED_LENGTHS, ROTARY.items()):
         if "any" in where or "sequences" not in variant:
             interleaved = "interleaved" in variant
             call = functools.partial(_run, torch.bfloat16, "highest", LENGTHS[where], 64, where, arguments, interleaved)

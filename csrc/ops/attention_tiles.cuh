@@ -263,8 +263,8 @@ TK_DEVICE void rotate_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, ui
                          float sign, int thread) {
   using Shape = Tile<T, COLUMNS>;
   constexpr int LANES = Shape::CHUNKS / 2;  // each rotates a chunk of first columns of pairs and one of second columns
-  constexpr int PLACES = Shape::CHUNKS < THREADS ? Shape::CHUNKS : THREADS, STEP = THREADS / PLACES;
-  if constexpr (PLACES > WARP_SIZE) {
+  constexpr int THREADS_PER_ROW = Shape::CHUNKS < THREADS ? Shape::CHUNKS : THREADS, STEP = THREADS / THREADS_PER_ROW;
+  if constexpr (THREADS_PER_ROW > WARP_SIZE) {
     __syncthreads();
   } else {
     __syncwarp();
@@ -272,7 +272,8 @@ TK_DEVICE void rotate_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, ui
   thread = computed_late(thread);
   const int lane = thread % LANES;
 #pragma unroll 1
-  for (int row = thread / PLACES + thread % PLACES / LANES * STEP; row < ROWS; row += PLACES / LANES * STEP) {
+  for (int row = thread / THREADS_PER_ROW + thread % THREADS_PER_ROW / LANES * STEP; row < ROWS;
+       row += THREADS_PER_ROW / LANES * STEP) {
     if (first_row + row >= row_end || !(bits >> row & 1)) continue;
     rotate_row<LANES, T>(tile, row, angles, first_row + row, sign, lane);
   }
