@@ -76,5 +76,5 @@ def measure_call(op: str, candidate: Candidate, route: str, bench: Bench) -> Row
 
 
 def call_candidates(op: str) -> list[Candidate]:
-    """Ours, and PyTorch's operator where one call computes the whole operation."""
+    """This package's backends, and PyTorch's operator if one call computes the whole operation."""
     return [candidate for candidate in candidates(op) if candidate.ours or candidate.name in ("eager", "sdpa flash")]

@@ -1,10 +1,10 @@
-"""Patched models of transformers and torch.nn against themselves unpatched, as a table of ratios.
+"""Speedup of patched models of transformers and torch.nn over the same models unpatched.
 
     python -m benchmarks.patched [--models gpt2,llama] [--modes train,eval,short,generate] [--modules]
 
-CPU seconds of interleaved calls, the least of many, so that other load of the machine hardly counts; a ratio above 1 is
-a faster patched model. `--modules` shows each kind of module of a forward pass instead: where it is below 1, patched
-modules are left to PyTorch below a size (`patching/_swap.py`, `ops/_crossovers.py`).
+Minimum CPU time of many interleaved calls, which is robust to other load. `--modules` shows each kind of module of a
+forward pass instead: where the ratio is below 1, small inputs run PyTorch's module (`patching/_swap.py`,
+`ops/_crossovers.py`).
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def built(name: str) -> nn.Module:
 
     kind, options = MODELS[name]
     made: Any = getattr(transformers, kind)
-    attention = "eager" if name == "gemma2" else "sdpa"  # which lacks its soft cap
+    attention = "eager" if name == "gemma2" else "sdpa"  # SDPA lacks its soft cap
     return made._from_config(made.config_class(**options), attn_implementation=attention)
 
 
 def inputs(name: str, mode: str) -> dict[str, Any]:
-    """What a model is called with in a mode."""
+    """The keyword arguments of a model in a mode."""
     batch, length = SHAPES[mode]
     if name == "torch.nn":
         return {"src": torch.randn(batch, length, WIDTH)}
@@ -103,7 +103,7 @@ def call(model: Any, given: dict[str, Any], mode: str) -> Any:
 
 
 def least(calls: list[Call], seconds: float) -> list[float]:
-    """The least CPU milliseconds of each call, in turns for some seconds."""
+    """The minimum CPU milliseconds of each call, interleaved for some seconds."""
     best = [float("inf")] * len(calls)
     for each in calls:
         each()
@@ -117,7 +117,7 @@ def least(calls: list[Call], seconds: float) -> list[float]:
 
 
 def modules(plain: nn.Module, patched: nn.Module, given: dict[str, Any]) -> Iterator[tuple[str, list[Call]]]:
-    """Each kind of patched module by name, and calls of one in both models with what it is given there."""
+    """Each kind of patched module by name, and calls of one module in both models with its recorded inputs."""
     seen: list[dict[str, Call]] = []
     for model in (plain, patched):
         found: dict[str, Call] = {}

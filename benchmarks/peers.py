@@ -1,4 +1,4 @@
-"""Candidates: our backends and alternatives, each pinned by name or skipped with a reason."""
+"""Candidates: this package's backends and alternatives, each selected by name or skipped with a reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Candidate:
 
 
 def candidates(op: str) -> list[Candidate]:
-    """Ours first, then the others."""
+    """This package's backends first, then the others."""
     listed = [Candidate(f"ours {backend}", functools.partial(_ours, backend)) for backend in tk.BACKENDS]
     listed.append(Candidate("eager", _eager))
     if op == "attention":
@@ -67,7 +67,7 @@ def _ours(backend: str, workload: Workload, device: torch.device) -> Function:
     return functools.partial(getattr(tk, workload.op), **workload.options, backend=backend)
 
 
-def textbook_attention(
+def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v with the scores in memory."""
@@ -85,7 +85,7 @@ def textbook_attention(
 def _eager(workload: Workload, device: torch.device) -> Function:
     if workload.op == "attention" and not workload.options.keys() <= {"causal"}:
         raise Skipped("the reference attention has neither dropout nor a window here")
-    function = textbook_attention if workload.op == "attention" else getattr(pytorch, workload.op)
+    function = reference_attention if workload.op == "attention" else getattr(pytorch, workload.op)
     return functools.partial(function, **workload.options)
 
 

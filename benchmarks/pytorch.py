@@ -14,8 +14,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if mask is not None:
         mask = mask[:, None, None, :]
     if window is not None:
-        places = torch.arange(q.shape[2], device=q.device)
-        near = (places[:, None] - places).abs() < window
+        positions = torch.arange(q.shape[2], device=q.device)
+        near = (positions[:, None] - positions).abs() < window
         mask = near if mask is None else mask & near
     return F.scaled_dot_product_attention(
         q,

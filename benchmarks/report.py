@@ -12,7 +12,7 @@ from benchmarks.results import Growth, against_headline, against_peers, growth, 
 from benchmarks.steps import HEADLINE
 
 LINEAR = 1.15
-"""Largest memory exponent that counts as linear: small tensors beside the large ones affect the fit."""
+"""Maximum memory exponent considered linear: small tensors affect the fit."""
 
 
 def report(rows: Sequence[Row], pictures: Iterable[Path] = (), tests: dict[str, Any] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The timing harness: time per call, peak memory beside the inputs, and the device's limits.
+"""The timing harness: time per call, peak memory without the inputs, and the device's limits.
 
 On a GPU the calls are captured in a CUDA graph and its replays are timed by events, so that launch gaps are excluded. A
 call that cannot be captured is timed by events alone, and its row records that. On a CPU the clock is `perf_counter`.
@@ -77,7 +77,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def input_sets(device: torch.device, bytes_per_call: int) -> int:
-    """The number of input sets such that two cache sizes of data lie between two uses of one."""
+    """The number of input sets such that two cache sizes of data are read between two uses of one."""
     return max(1, min(MOST_INPUT_SETS, math.ceil(2 * cache_bytes(device) / max(bytes_per_call, 1))))
 
 

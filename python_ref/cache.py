@@ -11,7 +11,7 @@ from python_ref.config import TransformerConfig
 
 
 class CachedModel(Protocol):
-    """What a cache reads of a model: its configuration, and the device and dtype of its embedding."""
+    """The attributes of a model that a cache reads: configuration, and device and dtype of the embedding."""
 
     @property
     def config(self) -> TransformerConfig: ...
@@ -32,7 +32,7 @@ class SourceMemory(NamedTuple):
     padding_mask: Tensor | None
 
     def take(self, rows: Tensor) -> SourceMemory:
-        """The memory of the sequences `rows`, int64 (any,), repeated as often as they occur there."""
+        """The memory of the sequences `rows`, int64 (N,), which may contain repetitions."""
         layers = [[each.index_select(0, rows) for each in layer] for layer in self.layers]
         return SourceMemory(layers, None if self.padding_mask is None else self.padding_mask.index_select(0, rows))
 
@@ -79,7 +79,7 @@ class KVCache:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def reset(self) -> None:
-        """Discard all tokens; the memory stays allocated."""
+        """Discard all tokens; the memory remains allocated."""
         self.tokens, self.padding = 0, None
 
     def take(self, rows: Tensor) -> None:
@@ -93,11 +93,11 @@ class KVCache:
         """Raise if the cache has no room for tokens (B, L), before anything is computed."""
         self._masks.clear()
         if model is not self.model:
-            raise ValueError("cache: it was made by another model; make one with this model's new_cache")
+            raise ValueError("cache: it belongs to another model; create one with this model's new_cache")
         if tokens.dim() != 2 or tokens.shape[0] != self.batch:
             raise ValueError(f"cache: tokens must have shape ({self.batch}, length); got {tuple(tokens.shape)}")
         if self.dtype != activation_dtype(model):
-            raise TypeError(f"cache: it holds {self.dtype}; the model computes in {activation_dtype(model)}")
+            raise TypeError(f"cache: its dtype is {self.dtype}; the model computes in {activation_dtype(model)}")
         if self.device != tokens.device:
             raise ValueError(f"cache: tokens must be on {self.device}; got {tokens.device}")
         if self.tokens + tokens.shape[1] > self.length and not self.endless:
@@ -158,25 +158,25 @@ class KVCache:
 
 
 class SteadyCache(KVCache):
-    """A cache whose one-token steps all run the same operations on the same memory, so that one CUDA graph serves them.
+    """A cache whose one-token steps run the same operations on the same memory, so that one CUDA graph replays them.
 
-    The varying state is in tensors: a token is stored at index `place` and attends to all slots, masked to the occupied
-    ones. Reading several tokens at once works as in `KVCache`.
+    The varying state is in tensors: a token is stored at index `position` and attends to all slots, with
+    empty slots masked. Several tokens are processed as in `KVCache`.
 
     Attributes:
-        place: int64 (1,), the number of tokens read by each sequence; `tokens` is its copy on the host.
+        position: int64 (1,), the number of tokens read by each sequence; `tokens` is its copy on the host.
     """
 
     def __init__(self, model: CachedModel, batch: int, length: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(model, batch, length, dtype)
-        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=self.device)
 
     def reset(self) -> None:
         super().reset()
-        self.place.zero_()
+        self.position.zero_()
 
     def _indices(self, length: int) -> Tensor:
-        return self.place if length == 1 else super()._indices(length)
+        return self.position if length == 1 else super()._indices(length)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """As `KVCache.extend` for several tokens; a single token attends to the slots of a ring in storage order."""
@@ -184,7 +184,7 @@ class SteadyCache(KVCache):
             return super().extend(layer, k, v)
         keys, values = self.keys[layer], self.values[layer]
         slots = keys.shape[2]
-        slot = self.place % slots
+        slot = self.position % slots
         keys.index_copy_(2, slot, k)
         values.index_copy_(2, slot, v)
         return keys, values, self._taken(slots)
@@ -192,14 +192,14 @@ class SteadyCache(KVCache):
     def _taken(self, slots: int) -> Tensor:
         """Which slots contain a real token, including the new one, bool (B, slots)."""
         if (0, slots) not in self._masks:
-            token = self.place - (self.place - torch.arange(slots, device=self.device)) % slots  # < 0: empty
+            token = self.position - (self.position - torch.arange(slots, device=self.device)) % slots  # < 0: empty
             real = token >= (0 if self.padding is None else self.padding.unsqueeze(1))
             self._masks[0, slots] = real.expand(self.batch, slots)
         return self._masks[0, slots]
 
     def advance(self, length: int) -> None:
         super().advance(length)
-        self.place.add_(length)
+        self.position.add_(length)
 
 
 def activation_dtype(model: CachedModel) -> torch.dtype:

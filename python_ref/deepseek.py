@@ -34,7 +34,7 @@ class DeepseekConfig(GPTConfig):
     """`GPTConfig`, the latents, the experts and the further predictions.
 
     Args:
-        latent: width of the vector from which all keys and values of a token are computed; the cache holds it.
+        latent: width of the vector from which all keys and values of a token are computed, and which is cached.
         query_latent: width of that vector for queries. None means that queries are projections of the input.
         content_width: C, columns of a query or key head that carry no position.
         rotary_width: R, columns of a query head that are rotated; all heads share one rotated key.
@@ -329,7 +329,7 @@ class Deepseek(GPT):
 
         Args:
             hidden: (B, L, E), from `hidden_states`.
-            targets: (B, L) int64, the next tokens; negative ones stand for token 0.
+            targets: (B, L) int64, the next tokens; negative ones are replaced by token 0.
         """
         results: list[Tensor] = []
         for ahead, predictor in zip(range(1, targets.shape[1]), self.predictors, strict=False):

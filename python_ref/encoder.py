@@ -115,26 +115,26 @@ class MaskedLM(Encoder):
     """
 
     def forward(  # type: ignore[override]
-        self, tokens: Tensor, padding_mask: Tensor | None, places: Tensor, segments: Tensor | None = None
+        self, tokens: Tensor, padding_mask: Tensor | None, indices: Tensor, segments: Tensor | None = None
     ) -> Tensor:
         """The logits at the given indices.
 
         Args:
             tokens: (B, L) int64.
             padding_mask: (B, L) bool, True at real tokens; None when all are real.
-            places: (N,) int64, flattened indices: token l of sequence b is at b * L + l.
+            indices: (N,) int64, flattened indices: token l of sequence b is at b * L + l.
             segments: (B, L) int64; None when all tokens are in segment 0.
         Returns:
             (N, V).
         """
-        return self.token_logits(self._hidden_at(tokens, padding_mask, places, segments))
+        return self.token_logits(self._hidden_at(tokens, padding_mask, indices, segments))
 
     def loss(
         self,
         targets: Tensor,
         tokens: Tensor,
         padding_mask: Tensor | None,
-        places: Tensor,
+        indices: Tensor,
         segments: Tensor | None = None,
     ) -> Tensor:
         """The mean cross-entropy of `forward`, without materialising all logits.
@@ -143,16 +143,16 @@ class MaskedLM(Encoder):
             targets: (N,) int64, the original tokens; -100 excludes an index.
         """
         assert self.masked_lm is not None
-        hidden = self.masked_lm.hidden(self._hidden_at(tokens, padding_mask, places, segments))
+        hidden = self.masked_lm.hidden(self._hidden_at(tokens, padding_mask, indices, segments))
         return self.ops.linear_cross_entropy(hidden, self.embedding.tokens.weight, targets, self.masked_lm.bias)
 
     def head_weights_per_token(self, length: int) -> float:
         return MASKED_SHARE * super().head_weights_per_token(length)
 
     def _hidden_at(
-        self, tokens: Tensor, padding_mask: Tensor | None, places: Tensor, segments: Tensor | None
+        self, tokens: Tensor, padding_mask: Tensor | None, indices: Tensor, segments: Tensor | None
     ) -> Tensor:
-        return self.hidden_states(tokens, padding_mask, segments).flatten(0, 1).index_select(0, places)  # (N, E)
+        return self.hidden_states(tokens, padding_mask, segments).flatten(0, 1).index_select(0, indices)  # (N, E)
 
 
 # The pretraining configuration of the film review classifier: the same tokens, sizes and blocks.

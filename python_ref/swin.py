@@ -99,9 +99,9 @@ def relative_index(side: int) -> Tensor:
 
 
 def shifted_mask(grid: int, side: int, shift: int) -> Tensor:
-    """0, or -inf for a query and a key in one window that are no neighbours in the image, (W, 1, N, N).
+    """0, or -inf for a query and a key of one window that are not adjacent in the image, (W, 1, N, N).
 
-    A cyclic shift by `shift` moves the first rows and columns of the grid behind the last ones (section 3.2).
+    A cyclic shift by `shift` moves the first rows and columns of the grid after the last ones (section 3.2).
     """
     region = (torch.arange(grid) >= grid - shift).long()
     regions = 2 * region[:, None] + region  # (grid, grid)

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     reason = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if item.get_closest_marker("gpu"):  # of keywords, a checkout in a folder of that name has it too
+        if item.get_closest_marker("gpu"):  # not a keyword, which would match a folder of that name
             item.add_marker(reason)
 
 
@@ -34,7 +34,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def data_folder() -> Path:
-    """The folder with tinyshakespeare, imdb and gpt2_bpe."""
+    """The folder containing tinyshakespeare, imdb and gpt2_bpe."""
     folder = Path(os.environ.get("TRANSFORMER_KERNELS_DATA") or CHECKOUT.parent / "shared" / "data")
     if not folder.is_dir():
         pytest.skip("no real data: set TRANSFORMER_KERNELS_DATA to a folder with tinyshakespeare, imdb and gpt2_bpe")

@@ -1,10 +1,10 @@
 """Planted bugs: edits applied one at a time to a copy of the sources, each of which must make a named test fail.
 
-    python -m tests.mutants                    every one
-    python -m tests.mutants --sample 4         some of them, others each day (`--seed` repeats a choice), none that
-                                               needs two minutes of compilation
+    python -m tests.mutants                    all
+    python -m tests.mutants --sample 4         a sample that changes each day (`--seed` repeats it), without those that
+                                               need two minutes of compilation
 
-A line for each: caught, or MISSED with what was planted. Exits 1 when one was missed or an edit no longer applies.
+Prints one line each: caught, or MISSED with the edit. Exits 1 if one was missed or an edit no longer applies.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/attention/_torch_chunks.py",
-        "dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide,",
-        "dbias = None if wanted is None else torch.zeros_like(wanted,",
+        "dbias = None if bias is None else torch.zeros_like(bias, dtype=wide,",
+        "dbias = None if bias is None else torch.zeros_like(bias,",
         "tests/ops/test_attention.py -k 'summed_over_chunks and torch'",
     ),
     Mutant(
@@ -141,7 +141,7 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/attention/_torch.py",
-        "return lse.masked_fill(blind, -math.inf)",
+        "return lse.masked_fill(fully_masked, -math.inf)",
         "return lse",
         "tests/ops/test_attention.py -k 'see_nothing and torch-float32'",
     ),
@@ -297,9 +297,9 @@ MUTANTS = [
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sample", type=int, help="how many, instead of all")
+    parser.add_argument("--sample", type=int, help="number of mutants (default: all)")
     parser.add_argument("--seed", default=datetime.date.today().isoformat())
-    parser.add_argument("--matching", default="", help="only mutants of files with this in their name")
+    parser.add_argument("--matching", default="", help="only mutants of files whose name contains this")
     arguments = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if arguments.matching in mutant.file]
     if arguments.sample is not None:
@@ -325,7 +325,7 @@ def _copy_sources(copy: Path) -> None:
 
 
 def _verdict(mutant: Mutant, copy: Path) -> str:
-    """Plant, test, take out."""
+    """Apply the edit, run its tests, restore the file."""
     path = copy / mutant.file
     original = path.read_text()
     if mutant.old not in original:
@@ -338,7 +338,7 @@ def _verdict(mutant: Mutant, copy: Path) -> str:
             command, shell=True, cwd=copy, capture_output=True, text=True, env={**os.environ, **own_cache}
         )
         path.write_text(original)
-        # 1: a test failed. 0: none did; 5: none was there to fail; others: pytest itself did.
+        # 1: a test failed; 0: none failed; 5: no test found; others: errors of pytest
         verdict = "caught" if result.returncode == 1 else f"MISSED (pytest exit {result.returncode})"
     print(f"{verdict}: {mutant.file}: {mutant.old!r} -> {mutant.new!r}", flush=True)
     return verdict

@@ -1,4 +1,4 @@
-"""The picture of an alignment: what it shows, and what it says where no font shows a script."""
+"""Figures of alignments: contents, and the message for a script without a font."""
 
 import matplotlib.image
 import pytest
@@ -34,10 +34,10 @@ def test_devanagari_is_written_in_latin_letters(text, latin):
 
 def test_without_a_font_the_pieces_are_latin_and_it_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(alignments, "font_for", lambda characters: None)
-    target, source, font, told = shown(TARGET, SOURCE)
+    target, source, font, message = shown(TARGET, SOURCE)
     assert (target, source, font) == (["nama", "ste", "|", "<end>"], SOURCE, ["DejaVu Sans"])
-    assert told.startswith("no installed font has Devanagari")
-    assert draw_alignment(Alignment(WEIGHTS, TARGET, SOURCE), tmp_path / "a.png") == told
+    assert message.startswith("no installed font has Devanagari")
+    assert draw_alignment(Alignment(WEIGHTS, TARGET, SOURCE), tmp_path / "a.png") == message
 
 
 def test_with_a_font_the_pieces_stay(monkeypatch):
@@ -55,9 +55,9 @@ def test_the_font_of_boxes_is_never_chosen():
 
 def test_no_character_is_missing_in_the_picture(tmp_path, recwarn):
     path = tmp_path / "alignment.png"
-    told = draw_alignment(Alignment(WEIGHTS, TARGET, SOURCE), path)
+    message = draw_alignment(Alignment(WEIGHTS, TARGET, SOURCE), path)
     assert not [each for each in recwarn if "missing from font" in str(each.message)]
-    assert bool(told) == (font_for(HINDI) is None)
+    assert bool(message) == (font_for(HINDI) is None)
     height, width, _ = matplotlib.image.imread(path).shape
     assert height > 200 and width > 300
 

@@ -1,4 +1,4 @@
-"""The routes of a call: raw, autograd.Function, registered operator; and the transforms that are refused."""
+"""The routes of a call: raw, autograd.Function, registered operator; and unsupported transforms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECOND_ORDER = [
     "swiglu",
     "geglu",
 ]
-"""The operations whose gradients can be differentiated again."""
+"""The operations that support second derivatives."""
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,7 +60,7 @@ def call_of(
 
 @pytest.fixture
 def fresh_compiler() -> None:
-    """One function stands for every operation here, and each compilation of it counts towards the same limit."""
+    """All operations share one function, so their compilations count towards the same limit."""
     torch._dynamo.reset()
 
 
@@ -69,7 +69,7 @@ REFUSING = pytest.mark.parametrize("op", [op for op in EXAMPLES if op not in (*S
 
 
 def gradients(op: str) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """The inputs, and the gradients of a scalar in them, made to be differentiated again."""
+    """The inputs, and the gradients of a scalar, computed with create_graph."""
     function, inputs = call_of(op)
     return inputs, torch.autograd.grad(total(function(*inputs)), inputs, create_graph=True)
 
@@ -106,7 +106,7 @@ def test_the_functional_transforms_by_double_backward_are_refused_too(op: str) -
 
 @pytest.mark.parametrize("op", SECOND_ORDER)
 def test_second_derivatives_are_right(op: str) -> None:
-    """gradgradcheck in float64; bias_relu's example stays off its kink."""
+    """gradgradcheck in float64; the example of bias_relu avoids its kink."""
     function, inputs = call_of(op, 3, 5, torch.float64)
     assert torch.autograd.gradgradcheck(function, tuple(inputs))
 
@@ -117,7 +117,7 @@ def test_hessian_and_its_products_are_those_of_the_reference(op: str) -> None:
     tensors = EXAMPLES[op].make(2, 3, torch.float64)
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
 
-    def textbook(*leaves: Tensor) -> Tensor:
+    def definition(*leaves: Tensor) -> Tensor:
         arguments = {**tensors, **dict(zip(names, leaves, strict=True))}
         return total(getattr(reference, op)(**arguments, **EXAMPLES[op].options))
 
@@ -127,13 +127,13 @@ def test_hessian_and_its_products_are_those_of_the_reference(op: str) -> None:
     fixed = tuple(x.detach() for x in inputs)
     directions = tuple(torch.ones_like(x) for x in fixed)
     for transform in (torch.autograd.functional.hvp, torch.autograd.functional.vhp, torch.autograd.functional.jvp):
-        torch.testing.assert_close(transform(ours, fixed, directions), transform(textbook, fixed, directions))
+        torch.testing.assert_close(transform(ours, fixed, directions), transform(definition, fixed, directions))
     hessian = torch.autograd.functional.hessian
-    torch.testing.assert_close(hessian(ours, fixed), hessian(textbook, fixed))
+    torch.testing.assert_close(hessian(ours, fixed), hessian(definition, fixed))
 
 
 def test_an_outer_gradient_through_an_inner_step_is_right() -> None:
-    """One step of MAML through layer_norm and gelu, against PyTorch's own."""
+    """One step of MAML through layer_norm and gelu, against PyTorch."""
     results = []
     for layer_norm, gelu in ((tk.layer_norm, tk.gelu), (python_ref.ops.layer_norm, python_ref.ops.gelu)):
         weight, x = leaf(6, dtype=torch.float64), leaf(4, 6, dtype=torch.float64).detach()
@@ -222,7 +222,7 @@ def test_compiled_without_gradients_and_for_any_length(op: str) -> None:
 @OPERATIONS
 @torch.no_grad()
 def test_a_trace_of_jit_computes_anew(op: str) -> None:
-    function, inputs = call_of(op, backend="auto")  # on a CPU kernels that a trace cannot see
+    function, inputs = call_of(op, backend="auto")  # on a CPU kernels that are opaque to a trace
     traced = torch.jit.trace(lambda *given: total(function(*given)), inputs, check_trace=False)
     given = [2 * each for each in inputs]
     results = []
@@ -237,7 +237,7 @@ def test_a_trace_of_jit_computes_anew(op: str) -> None:
 def test_what_pytorch_makes_by_default_is_not_what_is_computed_in(op: str, backend: str) -> None:
     function, inputs = call_of(op, backend=backend)
     if op == "attention":
-        inputs = [*inputs, leaf(1, 4, 4, 4)]  # a bias, whose gradient is summed in memory of its own
+        inputs = [*inputs, leaf(1, 4, 4, 4)]  # a bias, whose gradient is summed in separate memory
 
         def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
             return tk.attention(q, k, v, attn_bias=bias, causal=True, return_lse=True, backend=backend)
@@ -304,7 +304,7 @@ def test_opcheck_of_other_calls(index: int) -> None:
 
 
 def check_operators(op: str, call: Any, backend: str | None) -> None:
-    """opcheck of the operator, and of its backward operator with the arguments that autograd hands it."""
+    """opcheck of the operator, and of its backward operator with the arguments of autograd."""
     operation = dispatch.OPERATIONS[op]
     values = operation.flat(call)
     torch.library.opcheck(getattr(torch.ops.transformer_kernels, op).default, (*values, backend))
@@ -361,7 +361,7 @@ def test_the_dropout_mask_is_forgotten_with_its_seed(monkeypatch: pytest.MonkeyP
 
 
 class WithoutGradient(torch.autograd.Function):
-    """The sum of its inputs, of which the first gets no gradient."""
+    """The sum of its inputs, without a gradient for the first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The build and the installation: what is compiled, and the sentence that each fault gets."""
+"""The build and the installation: what is compiled, and the message of each fault."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_only_what_changed_is_compiled_again(tmp_path: Path) -> None:
     assert compiled() == {"a.o"}
     assert compiled("-O2") == {"a.o", "b.o"}
     (tmp_path / "b.cpp").write_text("int b() { return undeclared; }\n")
-    for _ in range(2):  # what failed is not taken for done
+    for _ in range(2):  # a failure is not cached as done
         with pytest.raises(build.BuildError, match=r"(?s)failed:.*undeclared"):
             compiled("-O2")
 
@@ -99,7 +99,7 @@ def test_a_level_that_the_compiler_lacks_is_refused(monkeypatch: pytest.MonkeyPa
 
 @needs_compiler
 def test_a_processor_without_the_level_runs_the_portable_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an environment that was copied from another machine: here one without a kernel, built for plain alone."""
+    """An environment copied from another machine: a module without a kernel, built for plain only."""
     csrc = tmp_path / "csrc"
     shutil.copytree(build.CSRC / "cpu", csrc / "cpu", ignore=shutil.ignore_patterns("rows", "products"))
     for name in ("module.h", "registry.h"):
@@ -181,9 +181,9 @@ def path_without_nvcc() -> str:
 
 
 def run_setup(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`setup.py build_ext` into a folder of its own, with these environment variables.
+    """`setup.py build_ext` into a new folder, with these environment variables.
 
-    The C++ compiler is one that fails: the CPU's kernels, which an installation builds too, take minutes.
+    The C++ compiler fails, because the CPU kernels, which an installation also builds, take minutes.
     """
     variables.setdefault("CXX", "false")
     for name in (

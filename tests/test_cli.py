@@ -1,4 +1,4 @@
-"""Every command, as a user types it."""
+"""Every command, as typed by a user."""
 
 import io
 import json
@@ -30,7 +30,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds the data, and a run of each recipe."""
+    """Contains the data, and a run of each recipe."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     (folder / "train.csv").write_text(REVIEWS + REVIEWS.partition("\n")[2] * 9)
@@ -51,12 +51,12 @@ def run(*arguments):
 
 
 def refused(capsys, *arguments):
-    """What the command says when it fails with status 1."""
+    """The error message of a command that fails with status 1."""
     assert run(*arguments) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("transformer-kernels: error: ")
-    assert "Traceback" not in told
-    return told
+    message = capsys.readouterr().err
+    assert message.startswith("transformer-kernels: error: ")
+    assert "Traceback" not in message
+    return message
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_help_is_worth_reading(capsys, command):
 def test_help_of_training_names_every_option_and_its_default(capsys):
     with pytest.raises(SystemExit):
         run("train", "imdb", "--help")
-    told = " ".join(capsys.readouterr().out.split())
+    message = " ".join(capsys.readouterr().out.split())
     for part in ("--warmup-steps", "--vocab-dir", "peak learning rate (default: 0.0003)", "(default: 16)"):
-        assert part in told
+        assert part in message
 
 
 def test_resuming_a_finished_run_says_that_nothing_is_left(folder, capsys, tmp_path):
@@ -131,15 +131,15 @@ def test_resuming_after_the_time_is_over_names_the_time_limit(folder, capsys, tm
     step = json.loads((tmp_path / "run" / "last" / "trainer.json").read_text())["step"]
     assert capsys.readouterr().out.startswith(f"ended by time limit after step {step}\n")
     assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
-    told = capsys.readouterr().out.splitlines()[0]
-    assert f"the run has ended (time limit) after step {step}, so nothing was trained" in told
-    assert told.endswith("with a larger --time-limit")
+    message = capsys.readouterr().out.splitlines()[0]
+    assert f"the run has ended (time limit) after step {step}, so nothing was trained" in message
+    assert message.endswith("with a larger --time-limit")
 
 
 def test_a_misspelt_model_field_gets_a_suggestion(folder, capsys, tmp_path):
     options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, "--out", tmp_path / "run"]
-    told = refused(capsys, "train", "char-gpt", *options, "--model", "widht=64")
-    assert told == ("transformer-kernels: error: model: build: char_gpt has no field widht; did you mean width?\n")
+    message = refused(capsys, "train", "char-gpt", *options, "--model", "widht=64")
+    assert message == ("transformer-kernels: error: model: build: char_gpt has no field widht; did you mean width?\n")
 
 
 def test_a_broken_dependency_is_not_reported_as_missing(monkeypatch, tmp_path):
@@ -155,33 +155,33 @@ def test_a_broken_dependency_is_not_reported_as_missing(monkeypatch, tmp_path):
 
 def test_an_empty_text_is_refused(folder, capsys):
     for text in ("", " \t"):
-        told = refused(capsys, "classify", "--checkpoint", folder / "imdb", "good", text)
-        assert told == f"transformer-kernels: error: classify: text 2 of 2 must not be empty; got {text!r}\n"
+        message = refused(capsys, "classify", "--checkpoint", folder / "imdb", "good", text)
+        assert message == f"transformer-kernels: error: classify: text 2 of 2 must not be empty; got {text!r}\n"
 
 
 def test_a_wrong_checkpoint_names_the_remedy(folder, capsys, tmp_path):
-    told = refused(capsys, "generate", "--checkpoint", folder / "nothing")
-    assert told == (
+    message = refused(capsys, "generate", "--checkpoint", folder / "nothing")
+    assert message == (
         f"transformer-kernels: error: {folder / 'nothing'}: no such checkpoint; pass a folder that "
         "`transformer-kernels train` wrote, such as runs/char-gpt\n"
     )
     (tmp_path / "config.json").write_text("{}")
-    told = refused(capsys, "generate", "--checkpoint", tmp_path)
-    assert told == (
+    message = refused(capsys, "generate", "--checkpoint", tmp_path)
+    assert message == (
         f"transformer-kernels: error: {tmp_path}: expected a checkpoint folder, found no manifest.json in it; a "
         "pretrained model is passed as --model\n"
     )
     (tmp_path / "config.json").unlink()
     (tmp_path / "log.jsonl").write_text("")
-    told = refused(capsys, "generate", "--checkpoint", tmp_path)
-    assert told.endswith(
+    message = refused(capsys, "generate", "--checkpoint", tmp_path)
+    assert message.endswith(
         ": expected a checkpoint folder, found no manifest.json in it; the run has no checkpoint yet\n"
     )
 
 
 def test_a_model_name_names_the_download(capsys):
-    told = refused(capsys, "generate", "--model", "openai-community/gpt2")
-    assert told == (
+    message = refused(capsys, "generate", "--model", "openai-community/gpt2")
+    assert message == (
         "transformer-kernels: error: openai-community/gpt2: no such folder or file; models are read from local "
         "folders: download it first, with `hf download openai-community/gpt2 --local-dir gpt2`\n"
     )
@@ -194,23 +194,23 @@ def test_no_command_is_a_usage_error(capsys):
 
 
 def test_training_tells_how_it_ended(folder, capsys):
-    out = folder / "told"
+    out = folder / "message"
     assert (
         run("train", "char-gpt", "--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", out, *TINY)
         == 0
     )
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for part in ("ended by steps after step 2 of 2", "validation", "tokens/s", "peak memory", str(out)):
-        assert part in told
+        assert part in message
     assert {"best", "last", "log.jsonl"} <= set(os.listdir(out))
 
 
 def test_training_on_reviews_reports_on_those_held_out(folder, capsys, tmp_path):
     options = ["--data", folder, "--tokenizer", "bytes", "--max-length", 32, "--steps", 1, "--out", tmp_path / "run"]
     assert run("train", "imdb", *options, "--validation", 0.5, "--baseline", *TINY) == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for part in ("precision", "on the 10 reviews held out", "TF-IDF with logistic regression: 100.00%"):
-        assert part in told
+        assert part in message
 
 
 def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path, capsys):
@@ -246,15 +246,15 @@ def test_training_without_a_config_uses_the_default_of_the_command(folder, tmp_p
     capsys.readouterr()
     with pytest.raises(SystemExit):
         run("train", "char-gpt", "--help")
-    told = " ".join(capsys.readouterr().out.split())
+    message = " ".join(capsys.readouterr().out.split())
     for part in ("(default: five_minutes)", "(default: 5m)", "(default: auto)", "peak learning rate (default: 6e-3)"):
-        assert part in told
+        assert part in message
 
 
 def test_an_unknown_key_in_a_config_file_is_an_error(tmp_path, capsys):
     (tmp_path / "run.toml").write_text("stepz = 3")
-    told = refused(capsys, "train", "char-gpt", "--config", tmp_path / "run.toml")
-    assert "run.toml: unknown key 'stepz' for char-gpt; did you mean 'steps'?" in told
+    message = refused(capsys, "train", "char-gpt", "--config", tmp_path / "run.toml")
+    assert "run.toml: unknown key 'stepz' for char-gpt; did you mean 'steps'?" in message
 
 
 def test_resuming_goes_on_from_the_last_checkpoint(folder, tmp_path, capsys):
@@ -272,9 +272,9 @@ def test_resuming_goes_on_from_the_last_checkpoint(folder, tmp_path, capsys):
 def test_generate_streams_the_prompt_and_as_many_characters_as_asked(folder, capsys):
     for extra in (["--greedy"], ["--temperature", "1.2", "--top-k", "5", "--top-p", "0.9", "--seed", "3"]):
         assert run("generate", "--checkpoint", folder / "gpt", "--prompt", "the ", "--length", 20, *extra) == 0
-        told = capsys.readouterr().out
-        assert told.startswith("the ")
-        assert len(told) == 4 + 20 + 1
+        message = capsys.readouterr().out
+        assert message.startswith("the ")
+        assert len(message) == 4 + 20 + 1
 
 
 def test_generate_continues_several_prompts(folder, capsys):
@@ -286,8 +286,8 @@ def test_generate_continues_several_prompts(folder, capsys):
         alone.append(capsys.readouterr().out)
     assert run(*generate, *(word for prompt in prompts for word in ("--prompt", prompt))) == 0
     assert capsys.readouterr().out == "".join(alone)
-    told = refused(capsys, *generate, "--prompt", "a", "--prompt", "b", "--top", 3)
-    assert "--top lists the tokens after one --prompt; got 2" in told
+    message = refused(capsys, *generate, "--prompt", "a", "--prompt", "b", "--top", 3)
+    assert "--top lists the tokens after one --prompt; got 2" in message
 
 
 def test_generate_stops_before_the_stop_text(folder, capsys):
@@ -326,8 +326,8 @@ def test_generate_refuses_what_it_cannot_read(folder, capsys):
     )
     assert "the prompt must have" in refused(capsys, "generate", "--checkpoint", folder / "gpt", "--prompt", "")
     assert "no such checkpoint" in refused(capsys, "generate", "--checkpoint", folder / "nothing")
-    told = refused(capsys, "generate", "--checkpoint", folder / "imdb")
-    assert "expected a model of char-gpt or gpt, found one of imdb" in told
+    message = refused(capsys, "generate", "--checkpoint", folder / "imdb")
+    assert "expected a model of char-gpt or gpt, found one of imdb" in message
 
 
 def test_classify_takes_arguments_or_lines(folder, capsys, monkeypatch):
@@ -344,15 +344,15 @@ def test_classify_takes_arguments_or_lines(folder, capsys, monkeypatch):
 
 def test_evaluate_reports_on_the_test_reviews(folder, capsys):
     assert run("evaluate", "--checkpoint", folder / "imdb", "--baseline") == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for part in ("precision", "negative", "accuracy", "on 2 test reviews", "TF-IDF with logistic regression: 100.00%"):
-        assert part in told
+        assert part in message
 
 
 def test_evaluate_reports_on_the_validation_text(folder, capsys):
     assert run("evaluate", "--checkpoint", folder / "gpt") == 0
-    told = capsys.readouterr().out
-    assert "bits per character" in told and "on 168 characters" in told
+    message = capsys.readouterr().out
+    assert "bits per character" in message and "on 168 characters" in message
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -364,9 +364,9 @@ def test_a_model_runs_with_another_backend(folder, capsys, backend):
 def test_info_tells_versions_backends_and_reasons(capsys, monkeypatch):
     monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)
     assert run("info") == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for part in ("transformer_kernels 0", "torch ", "supported: 3.4 or newer", "backends on", "triton", "cuda", "auto"):
-        assert part in told
+        assert part in message
 
 
 def test_info_tells_the_state_of_each_kernel(capsys, monkeypatch):
@@ -387,8 +387,8 @@ def test_info_says_once_what_kernels_share(capsys, monkeypatch):
         status, "verification", lambda *_: [f"{kernel:<22} {state}" for kernel, state in states.items()]
     )
     assert run("info") == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[told.index("kernels") + 1 :] == [
+    message = capsys.readouterr().out.splitlines()
+    assert message[message.index("kernels") + 1 :] == [
         f"  {'softmax/cuda':<22} verified on a GPU",
         f"  {'the other 2':<22} on no GPU yet (each: info --kernels)",
     ]
@@ -402,9 +402,9 @@ def test_info_of_a_machine_without_a_gpu_says_so_once():
     switches = ("TRITON_INTERPRET", "TRANSFORMER_KERNELS_EMULATE")
     environment = {name: value for name, value in os.environ.items() if name not in switches}
     command = [sys.executable, "-m", "transformer_kernels", "info"]
-    told = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=True).stdout
-    assert told.count("backend='auto' runs on the CPU") == 1
-    assert "triton     needs a CUDA device" in told
+    message = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert message.count("backend='auto' runs on the CPU") == 1
+    assert "triton     needs a CUDA device" in message
 
 
 def test_demo_trains_writes_and_compares(capsys, monkeypatch, tmp_path):
@@ -464,7 +464,7 @@ def test_commands_of_other_modules_are_forwarded_or_told(command, capsys, monkey
 
 
 @pytest.mark.parametrize(
-    "raised, status, told",
+    "raised, status, message",
     [
         (KeyboardInterrupt(), 130, "interrupted"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), 1, "--batch-size"),
@@ -472,19 +472,19 @@ def test_commands_of_other_modules_are_forwarded_or_told(command, capsys, monkey
         (ImportError("tqdm is needed"), 1, "error: tqdm is needed"),
     ],
 )
-def test_failures_set_the_status_and_print_no_traceback(raised, status, told, capsys, monkeypatch):
+def test_failures_set_the_status_and_print_no_traceback(raised, status, message, capsys, monkeypatch):
     def fail():
         raise raised
 
     monkeypatch.setattr("transformer_kernels.info.describe_installation", fail)
     assert run("info") == status
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "arguments, status, told", [(["--help"], 0, "--budget"), (["--plot"], 2, "pip install matplotlib")]
+    "arguments, status, message", [(["--help"], 0, "--budget"), (["--plot"], 2, "pip install matplotlib")]
 )
-def test_bench_without_matplotlib_helps_and_tells(arguments, status, told, capsys, monkeypatch):
+def test_bench_without_matplotlib_helps_and_tells(arguments, status, message, capsys, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] in ("benchmarks", "matplotlib")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -494,7 +494,7 @@ def test_bench_without_matplotlib_helps_and_tells(arguments, status, told, capsy
         ended = end.code
     assert ended == status
     printed = "".join(capsys.readouterr())
-    assert told in printed
+    assert message in printed
     assert "Traceback" not in printed
 
 
@@ -503,8 +503,8 @@ def test_a_gpt_on_bytes_is_trained_and_writes(folder, capsys, tmp_path):
     assert run("train", "gpt", *options, "--out", tmp_path / "gpt", "--no-sample") == 0
     capsys.readouterr()
     assert run("evaluate", "--checkpoint", tmp_path / "gpt") == 0
-    told = capsys.readouterr().out
-    assert told.endswith("on 168 tokens\n") and "bits per token" in told
+    message = capsys.readouterr().out
+    assert message.endswith("on 168 tokens\n") and "bits per token" in message
     assert run("generate", "--checkpoint", tmp_path / "gpt", "--prompt", "fü", "--length", 5) == 0
     assert capsys.readouterr().out.startswith("fü")
     config = json.loads((tmp_path / "gpt" / "last" / "config.json").read_text())
@@ -520,8 +520,8 @@ def test_the_sample_after_training_can_be_turned_off(folder, capsys, tmp_path):
 
 
 def test_an_option_of_another_recipe_is_refused_by_evaluate(folder, capsys):
-    told = refused(capsys, "evaluate", "--checkpoint", folder / "gpt", "--baseline")
-    assert "--baseline is not an option of char-gpt" in told
+    message = refused(capsys, "evaluate", "--checkpoint", folder / "gpt", "--baseline")
+    assert "--baseline is not an option of char-gpt" in message
     assert run("evaluate", "--checkpoint", folder / "gpt", "--data", folder / "train.csv") == 1
     assert "outside the model's vocabulary" in capsys.readouterr().err
 

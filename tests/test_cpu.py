@@ -1,4 +1,4 @@
-"""The CPU kernels: their vector functions, instruction sets, threads and processes, and how the module is found."""
+"""The CPU kernels: vector functions, instruction sets, threads and processes, and loading of the module."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 # Vector functions
 
 FUNCTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor], float, float, float, int, int]] = {
-    # number, the exact one, error: absolute, relative, in the last place; the exponents' range that a full check covers
+    # index, exact function, error bounds: absolute, relative, in ulp; the range of exponents of a full check
     "exp": (0, torch.exp, 0.0, 0.0, 1.0, 0x32800000, 0x42D80000),
     "normal cumulative": (1, lambda x: 0.5 * torch.special.erfc(-x * 0.5**0.5), 0.0, 5e-6, 2.0, 0x32800000, 0x41700000),
     "normal density": (
@@ -61,15 +61,15 @@ EXCEEDED = {
     **{("normal cumulative", name): (0x41400000, 4e-48) for name in ("plain", "avx2", "avx512")},  # subnormal results
     **{("normal density", name): (0x41400000, 3e-46) for name in ("plain", "avx2", "avx512")},
 }
-"""Where a check of every float, which that of every 4,099th does not, finds a bound exceeded, and by how much."""
+"""Floats that exceed a bound, found by the check of every float but not of every 4,099th, and their excess."""
 
 BLOCK = 1 << 22
 EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
-"""Every n-th block of floats is checked, and those that are known to exceed; all unless CI asks for fewer."""
+"""Every n-th block of floats is checked, and the known excesses; all by default."""
 
 
 def largest_excess(name: str, bits: Tensor) -> float:
-    """How far beyond its bound a function goes, over the floats with these bits; 0 within."""
+    """By how much a function exceeds its bound, over the floats with these bits; 0 within."""
     number, exact, _, relative, places, _, _ = FUNCTIONS[name]
     x = bits.view(torch.float32)
     y = torch.empty_like(x)
@@ -93,9 +93,9 @@ def test_vector_functions_keep_their_bounds(name: str, instruction_set: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_vector_functions_keep_their_bounds_everywhere(name: str, instruction_set: str) -> None:
-    """Every float whose function value is neither that at 0 nor that at infinity; both ends are in the test above."""
+    """Every float whose value differs from those at 0 and infinity, which the test above covers."""
     if instruction_set not in ("plain", "avx2", "avx512"):
-        pytest.skip("the row kernels are those of avx512")
+        pytest.skip("uses the row kernels of avx512")
     *_, first, last = FUNCTIONS[name]
     known, excess = EXCEEDED.get((name, instruction_set), (first, 0.0))
     for start in {*range(first, last, BLOCK)[::-EVERY], known}:
@@ -190,7 +190,7 @@ def test_the_environment_names_the_instruction_set() -> None:
 
 
 def test_a_forked_process_computes_the_same() -> None:
-    """GNU's OpenMP has no threads in the child; a parallel region there would wait for them for ever."""
+    """GNU's OpenMP has no threads in the child; a parallel region would deadlock."""
     code = """
 import os, torch, transformer_kernels as tk
 torch.set_num_threads(2)
@@ -209,10 +209,10 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_kernels_leave_nothing_that_the_linker_could_share(tmp_path: Path) -> None:
-    """An inline function of several objects is kept once: compiled for AVX-512 it would stop other processors."""
+    """The linker keeps one copy of an inline function: one compiled for AVX-512 would crash other processors."""
     source = build.CSRC / "cpu" / "rows" / "norm.cpp"
     if not source.is_file():
-        pytest.skip("there are no sources")
+        pytest.skip("no sources")
     weak = defined_weakly(source, tmp_path)
     shared = [symbol for symbol in weak if "transformer_kernels::avx512::" not in symbol]
     assert not [symbol for symbol in shared if not symbol.startswith("DW.ref.")]  # those are addresses, not code
@@ -230,7 +230,7 @@ def defined_weakly(source: Path, folder: Path) -> list[str]:
 
 
 def test_attention_fetches_while_it_multiplies() -> None:
-    """A compiler may drop calls of functions that only fetch: GCC did, in the whole backward pass."""
+    """A compiler may remove calls of functions that only prefetch: GCC did, in the whole backward pass."""
     fetches = instructions_of_functions(Path(KERNELS.__file__), "prefetch")
     for level in KERNELS.instruction_sets:
         products = {name: count for name, count in fetches.items() if f"transformer_kernels::{level}::strip<" in name}
@@ -241,7 +241,7 @@ def test_attention_fetches_while_it_multiplies() -> None:
 
 
 def test_ends_of_rows_stay_in_registers() -> None:
-    """Where a processor has no masks, GCC copied the last elements of each row by calls of memcpy."""
+    """Without mask registers, GCC copied the tail of each row with calls of memcpy."""
     calls = instructions_of_functions(Path(KERNELS.__file__), "memcpy")
     kernels = re.compile(r"::avx\w+::.*(norm_|softmax_|cross_entropy_|embedding_|::strip<)")
     found = {name: count for name, count in calls.items() if kernels.search(name)}
@@ -252,7 +252,7 @@ def test_ends_of_rows_stay_in_registers() -> None:
 
 
 def instructions_of_functions(module: Path, kind: str) -> dict[str, int]:
-    """In how many places `kind` occurs in the code of each function of a library; of equal names the least count."""
+    """The number of occurrences of `kind` in the code of each function of a library; the minimum for equal names."""
     if platform.machine() not in ("x86_64", "AMD64") or not shutil.which("objdump"):
         pytest.skip("no objdump for this processor")
     command = ["objdump", "--disassemble", "--no-show-raw-insn", "--demangle", str(module)]

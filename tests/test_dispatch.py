@@ -1,4 +1,4 @@
-"""Which backend answers: strength of the ways to ask, refusals that never fall back, and explain."""
+"""Selection of the backend: precedence of settings, errors without fallback, and explain."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def test_float64_is_for_torch_only(device: torch.device) -> None:
 def test_explain_tells_who_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "unavailable", lambda name, device: "no such device" if name == "cuda" else None)
     x = torch.ones(4, 8, dtype=torch.float64)
-    told = tk.explain("layer_norm", x, x[0])
-    assert (told.operation, told.requested, told.chosen) == ("layer_norm", "auto", "torch")
-    assert told.reasons["cuda"] == "no such device" and "float64" in told.reasons["triton"]
+    explanation = tk.explain("layer_norm", x, x[0])
+    assert (explanation.operation, explanation.requested, explanation.chosen) == ("layer_norm", "auto", "torch")
+    assert explanation.reasons["cuda"] == "no such device" and "float64" in explanation.reasons["triton"]
     assert tk.explain(tk.layer_norm, x, x[0], backend="cuda").chosen is None
     assert "answered by none" in str(tk.explain("layer_norm", x, x[0], backend="cuda"))
 
@@ -130,10 +130,10 @@ def test_auto_takes_the_first_that_supports_the_call(monkeypatch: pytest.MonkeyP
 def test_bound_operations_have_the_signatures_of_the_reference() -> None:
     bound = tk.bind("torch")
     for name in dispatch.OPERATIONS:
-        ours, textbook = (inspect.signature(getattr(each, name)).parameters for each in (bound, reference))
-        assert list(ours) == list(textbook)
-        for mine, theirs in zip(ours.values(), textbook.values(), strict=True):
-            assert (mine.kind, mine.default) == (theirs.kind, theirs.default), name
+        ours, theirs = (inspect.signature(getattr(each, name)).parameters for each in (bound, reference))
+        assert list(ours) == list(theirs)
+        for own, other in zip(ours.values(), theirs.values(), strict=True):
+            assert (own.kind, own.default) == (other.kind, other.default), name
         public = inspect.signature(getattr(tk, name))
         assert [*ours, "backend"] == list(public.parameters)
 
@@ -154,7 +154,7 @@ def test_bound_operations_use_their_backend(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_named_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not another one that gives the same numbers."""
+    """Not another backend with the same results."""
     kernels = SimpleNamespace(forward=lambda call: torch.full_like(call.x, 7.0))
     monkeypatch.setattr(dispatch, "unavailable", lambda *_: None)
     monkeypatch.setitem(dispatch._modules, ("gelu", "cuda"), kernels)
@@ -162,7 +162,7 @@ def test_the_named_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_that_do_not_build_are_no_reason_to_skip_their_tests() -> None:
-    """Parity tests skip a backend that cannot run here; where a compiler is, the sources must build."""
+    """Parity tests skip a backend that cannot run here; with a compiler, the sources must build."""
     try:
         build.find_host_compiler()
     except build.CompilerMissing as error:

@@ -1,4 +1,4 @@
-"""Dropout of the torch backend: compiled and in tensor algebra, both the mask of the reference."""
+"""Dropout of the torch backend: compiled and in tensor algebra, both with the reference's mask."""
 
 from __future__ import annotations
 

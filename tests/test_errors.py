@@ -1,4 +1,4 @@
-"""Bad arguments get the same exception and text in every backend, before anything is launched."""
+"""Invalid arguments raise the same exception with the same text in every backend, before any launch."""
 
 from __future__ import annotations
 
@@ -290,14 +290,14 @@ def test_a_target_outside_the_classes(stray: int, backend: str) -> None:
 def test_a_head_dimension_above_the_maximum_names_who_takes_it(backend: str) -> None:
     require("attention", backend, q.device, q.dtype)
     wide = torch.randn(1, 1, 2, 257)
-    told = rf"^attention: backend '{backend}' does not support .*257.*backend='torch'"
-    with pytest.raises(tk.UnsupportedByBackend, match=told):
+    message = rf"^attention: backend '{backend}' does not support .*257.*backend='torch'"
+    with pytest.raises(tk.UnsupportedByBackend, match=message):
         tk.attention(wide, wide, wide, backend=backend)
     assert tk.attention(wide, wide, wide, backend="torch").shape == wide.shape
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (
             lambda: GPTConfig(vocab_size=8, context=4, layers=1, width=256, heads=6),
@@ -307,8 +307,8 @@ def test_a_head_dimension_above_the_maximum_names_who_takes_it(backend: str) -> 
     ],
     ids=["model", "module"],
 )
-def test_six_heads_do_not_divide_a_hidden_size_of_256(make: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_six_heads_do_not_divide_a_hidden_size_of_256(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()
 
 

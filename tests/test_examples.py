@@ -1,4 +1,4 @@
-"""The examples, and what README and docs show, run as they stand; commands at small sizes on small data."""
+"""The examples and the code of README and docs run unchanged; commands at small sizes on small data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_example(path: Path) -> None:
 
 
 def test_each_example_is_linked() -> None:
-    """From README, or from the page whose document it belongs to."""
+    """From README, or from the corresponding page."""
     text = "".join(page.read_text("utf-8") for page in (ROOT / "README.md", *PAGES))
     assert EXAMPLES and [path.name for path in EXAMPLES if f"examples/{path.name})" not in text] == []
 
@@ -61,7 +61,7 @@ def test_the_readme_has_python() -> None:
 
 @pytest.mark.parametrize("index", range(len(blocks(ROOT / "README.md", "python"))))
 def test_python_of_the_readme(index: int) -> None:
-    """Each block stands for itself, and prints something."""
+    """Each block runs by itself, and prints something."""
     code = blocks(ROOT / "README.md", "python")[index]
     if "transformers" in code.replace("transformer_kernels", ""):
         pytest.importorskip("transformers", reason="transformers is not installed")
@@ -90,7 +90,7 @@ def test_python_of_docs(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each block runs by itself without warnings, and prints what is written behind each print."""
+    """Each block runs by itself without warnings, and prints the comment after each print."""
     assert blocks(page, "python")
     for code in blocks(page, "python"):
         if "from transformers" in code:
@@ -118,7 +118,7 @@ def test_commands_of_docs_are_understood(page: Path) -> None:
 
 FEW, SIZES = "--no-progress --batch-size 4", "--model layers=1 --model width=16 --model heads=2"
 REVIEWED = f"--data reviews --max-length 32 --validation 0.2 {FEW}"
-ADDED = {  # to a command of docs/, so that it takes a moment; the first that its beginning matches
+ADDED = {  # options that shorten a command of docs/; the first key that is a prefix applies
     "train char-gpt": f"--corpus text.txt --context 32 --steps 2 --no-sample {FEW} {SIZES}",
     "train imdb --init": f"{REVIEWED} --epochs 1",
     "train imdb --config imdb_small --init": f"{REVIEWED} {SIZES} --epochs 1",
@@ -138,7 +138,7 @@ REVIEWS = 'review,sentiment\n"a great film",positive\n"a dull film",negative\n'
 
 @pytest.fixture
 def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the commands name: a corpus, reviews, and random models of transformers with tokenizers."""
+    """A folder with inputs of the commands: a corpus, reviews, and random models of transformers with tokenizers."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     tokenizers = pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The faults around the compiled extension: each leaves the package importable and names its cause and remedy."""
+"""Faults of the compiled extension: the package remains importable, and the error has cause and remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The extension as before its first use, and not emulated."""
+    """The extension before its first use, not emulated."""
     monkeypatch.setattr(_extension, "_module", None)
     monkeypatch.setattr(_extension, "_failure", None)
     monkeypatch.setattr(_extension, "_device_reasons", {})
@@ -38,7 +38,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_not_built(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setattr(_extension, "_built_file", lambda: None)
-    fresh.setattr(_extension, "PACKAGE", tmp_path)  # which holds no note of what an install left out
+    fresh.setattr(_extension, "PACKAGE", tmp_path)  # without a note of the installation
     reason = _extension.unavailable(CUDA)
     assert reason is not None and "not built" in reason and "pip install" in reason
     with pytest.raises(BackendUnavailable, match="not built"):
@@ -68,7 +68,7 @@ def test_a_broken_file(fresh: pytest.MonkeyPatch, tmp_path: Path, content: bytes
     with pytest.raises(BackendUnavailable, match="does not load") as caught:
         _extension.load()
     assert isinstance(caught.value.__cause__, ImportError)
-    with pytest.raises(BackendUnavailable) as again:  # remembered, with its cause
+    with pytest.raises(BackendUnavailable) as again:  # cached, with its cause
         _extension.load()
     assert again.value.__cause__ is caught.value.__cause__
     assert _extension.cause() is caught.value.__cause__
@@ -112,13 +112,13 @@ def test_an_installed_file_is_compared_with_the_recorded_hash(fresh: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("problem", "told"),
+    ("problem", "message"),
     [
         ("no kernel image for sm_75", ("sm_75", "sm_80 sm_90a compute_80", "TRANSFORMER_KERNELS_CUDA_ARCHS")),
         ("the driver supports CUDA up to 11.4; update the driver", ("up to 11.4; update the driver",)),
     ],
 )
-def test_a_gpu_that_cannot_run_it(fresh: pytest.MonkeyPatch, problem: str, told: tuple[str, ...]) -> None:
+def test_a_gpu_that_cannot_run_it(fresh: pytest.MonkeyPatch, problem: str, message: tuple[str, ...]) -> None:
     class Module:
         architectures = "sm_80 sm_90a compute_80"
 
@@ -128,7 +128,7 @@ def test_a_gpu_that_cannot_run_it(fresh: pytest.MonkeyPatch, problem: str, told:
 
     fresh.setattr(_extension, "_module", Module)
     reason = _extension.unavailable(CUDA)
-    assert reason is not None and all(part in reason for part in told)
+    assert reason is not None and all(part in reason for part in message)
     assert ("ARCHS" in reason) == ("image" in problem)
 
 
@@ -208,7 +208,7 @@ def test_the_code_for_sm_120_does_not_depend_on_whose_ptx_it_is_made_of(tmp_path
 
 @pytest.fixture
 def nvidia_smi(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Puts a program of that name first on PATH, and an nvcc into CUDA_HOME."""
+    """Puts a program of that name first on PATH, and nvcc into CUDA_HOME."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     fresh.setenv("CUDA_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""A module imports only from floors below its own: the list of floors, and the imports that exist."""
+"""A module imports only from floors below its own: the list of floors, checked against the imports."""
 
 import ast
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def imported_names(path: Path, package: str) -> Iterator[str]:
 
 
 def arrows(package: str) -> set[tuple[str, str]]:
-    """Each pair of modules (top-level files and folders) of which the first imports the second."""
+    """Pairs (importing, imported) of modules (top-level files and folders)."""
     root = CHECKOUT / package
     modules = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     found = set()

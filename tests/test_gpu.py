@@ -1,4 +1,4 @@
-"""What only a device can show: graphs, streams, compiled execution, and tensors of more than 2^31 elements."""
+"""Tests that require a GPU: graphs, streams, compiled execution, and tensors of more than 2^31 elements."""
 
 from __future__ import annotations
 

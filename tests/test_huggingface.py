@@ -1,4 +1,4 @@
-"""`attn_implementation="transformer_kernels"`: the models of transformers give what they give with eager attention."""
+"""`attn_implementation="transformer_kernels"`: models of transformers have the results of eager attention."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def attended(mask, queries, keys, position_bias=None):
 
 
 def assert_like_dense(mask, queries, keys, position_bias=None):
-    """A pattern's mask is transformers' own, and attention by the pattern that by the mask."""
+    """The mask of a pattern equals transformers', and attention by pattern equals attention by mask."""
     assert type(mask) is huggingface.MaskPattern and mask.shape == (B, 1, queries, keys) and mask.dtype is torch.bool
     found, expected = (attended(each, queries, keys, position_bias) for each in (mask, mask.dense()))
     for mine, theirs in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Users of the package `kernels` get the layers of this installation: kernelized models give what they gave."""
+"""The package `kernels` with layers of this installation: kernelized models have the same results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ kernels = pytest.importorskip("kernels", reason="the package kernels is not inst
 
 @pytest.fixture(autouse=True)
 def named(monkeypatch):
-    """Classes lose the names that a test gave them."""
+    """Removes the names that a test registered for classes."""
     given, name = [], kernels.replace_kernel_forward_from_hub
     monkeypatch.setattr(kernels, name.__name__, lambda kind, *rest: given.append(kind) or name(kind, *rest))
     kernel_layers.name_layers()

@@ -1,7 +1,7 @@
-"""Each level of the CPU kernels that this processor has, below its own, passes the tests with PyTorch held to it too.
+"""The lower levels of the CPU kernels pass the tests, with PyTorch restricted to the same level.
 
-A process selects its level once, so every level is a pytest of its own. The kernels of PyTorch, oneDNN and MKL change
-with it: a machine with AVX-512 computes what one without it does.
+A process selects its level once, so every level runs in a separate pytest. The kernels of PyTorch, oneDNN and MKL are
+restricted with it, so that a machine with AVX-512 computes the results of one without.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEVELS = {
     },
     "amx": {},
 }
-"""What holds PyTorch, oneDNN and MKL to the level of the package's own switch."""
+"""Environment variables that restrict PyTorch, oneDNN and MKL to a level of this package."""
 EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 SAMPLE = (
     "tests/ops/test_cross_entropy.py::test_matches_reference_over_wide_rows",
@@ -47,12 +47,12 @@ pytestmark = pytest.mark.skipif(cpu.unavailable(CPU) is not None, reason="needs 
 
 
 def run_at(level: str, *arguments: str) -> str:
-    """The last lines of a pytest in which the kernels and PyTorch use this level; skips one the processor lacks."""
+    """The last lines of a pytest in which the kernels and PyTorch use this level; skips unsupported levels."""
     own = cpu.load().instruction_set()
     if list(LEVELS).index(level) > list(LEVELS).index(own):
         pytest.skip(f"this processor's level is {own}")
     if level == own:
-        pytest.skip(f"the suite runs at {level} as it is")
+        pytest.skip(f"the suite already runs at {level}")
     environment = {**os.environ, **LEVELS[level], "TRANSFORMER_KERNELS_CPU_ISA": level, "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *arguments]
@@ -70,7 +70,7 @@ def test_a_sample_passes_at_each_level(level: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_test_of_the_cpu_kernels_passes_at_each_level(level: str) -> None:
-    """Those of the CPU and of PyTorch; with TRANSFORMER_KERNELS_GATES_EVERY one in so many of their files."""
+    """The tests of the CPU and of PyTorch; with TRANSFORMER_KERNELS_GATES_EVERY every n-th of their files."""
     files = sorted(path.as_posix() for path in (ROOT / "tests" / "ops").glob("test_*.py"))
     chosen = [str(ROOT / "tests" / "test_cpu.py"), *files][list(LEVELS).index(level) % EVERY :: EVERY]
     last = run_at(level, *chosen, "-m", "not slow", "-k", "cpu or torch")

@@ -1,4 +1,4 @@
-"""The preset models compute the same with every set of operations, and move between them."""
+"""The preset models have the same results with every set of operations, and can change it."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ SIZES = {
     "translator": {"source_vocab_size": 19, "layers": 1, "ffn_width": 24, "dropout": 0.1},
 }
 SLOWLY = [pytest.param(backend, marks=pytest.mark.slow) for backend in ("triton", "cuda")]
-"""Interpreted and emulated without a GPU: the graph holds the same operators for every backend."""
+"""Interpreted and emulated without a GPU: the graph has the same operators for every backend."""
 TOKENS = torch.arange(24).view(2, 12) % 23
 REAL = torch.arange(12) < torch.tensor([[12], [7]])
 INPUTS = {"imdb_bert": (TOKENS, REAL), "translator": (TOKENS % 19, TOKENS, REAL)}
@@ -141,7 +141,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(name, backend, smoothing, rows,
 
 
 def packed(lengths, room):
-    """TOKENS' rows cut to those lengths, one after the other, and filler that is not the padding of any row."""
+    """The rows of TOKENS truncated to these lengths and concatenated, then tokens that are no padding of a row."""
     tokens = torch.cat([TOKENS[row, :length] for row, length in enumerate(lengths)])
     filler = torch.arange(room - len(tokens)) + 3
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()

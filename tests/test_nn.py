@@ -1,4 +1,4 @@
-"""The modules give what torch.nn gives, load its state_dicts, and can be put in its place."""
+"""The modules have the results and state dicts of torch.nn, and can replace its modules."""
 
 import copy
 import pickle
@@ -32,7 +32,7 @@ def randomise(module):
 
 
 def assert_same_with_gradients(ours, theirs, *inputs):
-    """Both give the same output and the same gradients of all inputs and parameters; in fp64, so that it is exact."""
+    """Both have equal outputs and gradients of all inputs and parameters, in fp64."""
     results = []
     for module in (ours.double(), theirs.double()):
         module.zero_grad()
@@ -74,17 +74,17 @@ class TestEveryModule:
             MODULES[name][0](backend="rocm")
 
     def test_backend_is_passed_on(self, name, monkeypatch):
-        asked = []
+        requested = []
 
         original = dispatch.select
 
         def select(operation, backend, call):
-            asked.append(backend)
+            requested.append(backend)
             return original(operation, "torch", call)
 
         monkeypatch.setattr(dispatch, "select", select)
         apply(MODULES[name][0](backend="triton"), torch.randn(2, 5, 12))
-        assert asked == ["triton"]
+        assert requested == ["triton"]
 
     def test_representation_tells_the_backend(self, name):
         make = MODULES[name][0]
@@ -149,7 +149,7 @@ def attention_pair(bias=True, batch_first=True, dropout=0.0):
 
 
 class Sharing(torch.nn.Module):
-    """Calls an attention module with one, two or three different inputs."""
+    """Calls of an attention module with one, two or three different inputs."""
 
     def __init__(self, attention, **options):
         super().__init__()
@@ -322,8 +322,8 @@ def test_bad_inputs_are_refused():
     with pytest.raises(TypeError, match="attn_mask must be bool, True = ignore, or floating"):
         ours(x, x, x, attn_mask=CAUSAL.long())
     for padding in (PADDING[:, 1:], PADDING[:1], PADDING[0]):
-        told = rf"key_padding_mask must have shape \(B, S\) \(2, 5\); got \({', '.join(map(str, padding.shape))}"
-        with pytest.raises(ValueError, match=told):
+        message = rf"key_padding_mask must have shape \(B, S\) \(2, 5\); got \({', '.join(map(str, padding.shape))}"
+        with pytest.raises(ValueError, match=message):
             ours(x, x, x, key_padding_mask=padding)
     for mask in (CAUSAL.expand(4, 5, 5), CAUSAL[:, 1:], CAUSAL[0]):
         with pytest.raises(ValueError, match=r"attn_mask must have shape \(L, S\) \(5, 5\) or .* \(6, 5, 5\); got"):

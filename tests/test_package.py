@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def imports(path: Path) -> set[str]:
-    """The absolute names of the modules that a file imports."""
+    """Absolute names of the modules that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

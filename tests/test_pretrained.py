@@ -1,4 +1,4 @@
-"""Pretrained folders and files give what transformers gives, go back to it, and break with a clear error."""
+"""Pretrained folders and files: results of transformers, export, and errors of invalid files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tokens_and_mask():
 
 
 def results(model):
-    """The hidden states, and all that the heads make of them, at real tokens."""
+    """The hidden states and the outputs of the heads at real tokens."""
     tokens, mask = tokens_and_mask()
     if isinstance(model, ViT) or getattr(model.config, "model_type", "") == "vit":
         out = model(torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(3)))
@@ -331,7 +331,7 @@ def entry(name, value):
 
 
 def write_gguf(path, metadata, tensors):
-    """A file of version 3; tensors are (shape, number of the form, bytes)."""
+    """A file of version 3; tensors are (shape, format number, bytes)."""
     header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))
     header += b"".join(entry(name, value) for name, value in metadata.items())
     content = b""
@@ -378,7 +378,7 @@ def llama_as_gguf(path, theirs):
     for name, value in theirs.state_dict().items():
         part = next((part for part in GGUF_LAYERS if part in name), None)
         stored = GGUF_WHOLE.get(name) or f"blk.{name.split('.')[2]}.{GGUF_LAYERS[part]}.weight"
-        if part in ("self_attn.q_proj", "self_attn.k_proj"):  # the two rows of a rotated pair, side by side
+        if part in ("self_attn.q_proj", "self_attn.k_proj"):  # the two rows of a rotated pair are adjacent
             value = value.unflatten(0, (-1, 2, 4)).transpose(1, 2).flatten(0, 2)
         tensors[stored] = (tuple(value.shape), 0, value.contiguous().numpy().tobytes())
     sizes = {"block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 48}
@@ -476,7 +476,7 @@ def test_smollm2():
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_an_old_scaling_of_rotary_positions_is_refused(key, tmp_path):
-    """Under its old name too: `rope_scaling` beside `rope_theta`, as folders before transformers 5 have it."""
+    """Also under its name before transformers 5: `rope_scaling` with `rope_theta`."""
     save("llama", tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""`generate --model`, `embed` and `fill-mask`, as a user types them, on models that transformers wrote."""
+"""`generate --model`, `embed` and `fill-mask` on models saved by transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_generate(writer, capsys):
 
 
 def test_generate_stops_where_a_text_ends(writer, tmp_path, capsys):
-    """Where transformers stops too; the text before the end is printed, without what ends it."""
+    """Stops where transformers stops; prints the text without the end token."""
     shutil.copytree(writer, tmp_path, dirs_exist_ok=True)
     arguments = ["--length", "9", "--greedy", "--backend", "torch"]
     whole = []

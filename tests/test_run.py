@@ -109,7 +109,7 @@ def test_ends_are_plain_pythons(tmp_path: Path, program: str) -> None:
 
 
 def test_an_error_of_torch(tmp_path: Path) -> None:
-    """It comes out of the call that raised it; the frames of the exchanged function stand behind that line."""
+    """The error is raised by the same call, with the frames of the replaced function after that line."""
     program = "import torch\ntorch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))"
     (tmp_path / "program.py").write_text(program)
     found = run(tmp_path, "program.py")

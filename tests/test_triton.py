@@ -1,4 +1,4 @@
-"""The Triton foundation: lazy import with a reason, tables, conversions, dropout words."""
+"""Triton's common code: lazy import with a reason, tables, conversions, dropout."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch:
 
 
 def test_a_compilation_is_launched_again_only_where_triton_would() -> None:
-    """What decides is in the key: one wrong word there, and a kernel compiled for something else would be launched."""
+    """The key contains everything that affects compilation; otherwise a wrong kernel would be launched."""
     found = json.loads(run_python(LAUNCHES, TRITON_INTERPRET=None, PYTHONPATH=os.pathsep.join(sys.path)))
     assert found == {case: "asked" if case in ASKED else "again" for case in found} and set(found) > ASKED
 
@@ -217,7 +217,7 @@ def test_dropout_keeps_what_the_reference_keeps() -> None:
 
 @requires_interpreter
 def test_philox_matches_random123() -> None:
-    """Random123's known answer for the zero counter and key, and the reference beyond it."""
+    """Random123's known result for the zero counter and key, and the reference for others."""
     from tests.support.triton_kernels import philox_kernel
 
     for seed, counter in ((0, (0, 0, 0)), (2**63 - 1, (2**32 - 1, 7, 2**31)), (1, (5, 2**32 - 1, 3))):

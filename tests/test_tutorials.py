@@ -1,4 +1,4 @@
-"""Weights of models written by hand, under the names that such classes have, give what our own definitions give."""
+"""Weights of handwritten models under their usual names give the results of our definitions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(preset, **fields):
 
 
 def renamed(model, names, parts=lambda q, k, v, kind: {}):
-    """The state dict with each pattern of ours under another name, and q, k and v apart."""
+    """The state dict with each of our patterns under another name, and q, k and v separate."""
     given = {}
     for name, tensor in model.state_dict().items():
         if packed := re.fullmatch(r"blocks\.(\d+)\.attention\.qkv\.(weight|bias)", name):

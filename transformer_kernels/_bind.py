@@ -83,7 +83,6 @@ def build(name: str, backend: str | None = None, **overrides: Any) -> Transforme
         the model: `python_ref.GPT`, `python_ref.BERTClassifier` or another class; see its `forward`.
     Raises:
         ValueError: no such preset or backend, or the value of a field is invalid.
-        ValueError: no such preset or backend, or a field's value makes no model.
         TypeError: no such field.
     """
     from python_ref import build

@@ -1,1 +1,1 @@
-"""What compilers, sanitizers and GPUs said of each kernel, and what is installed here."""
+"""Static reports of compilers on each kernel, and the record of verified kernels."""

@@ -1,6 +1,6 @@
-"""The calls whose launches the ahead-of-time report compiles: each row of the tables, in the variants that differ most.
+"""The attention calls whose launches the report compiles: each row of the tile tables, in the main variants.
 
-bf16 in all of them, fp16 and fp32 in the last one of each body.
+bf16 for all variants, fp16 and fp32 for the last variant of each body.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BODIES: dict[str, dict[str, dict[str, Any]]] = {
 LENGTHS = {"any length": (1024, 1024), "64 keys": (64, 64), "128 keys": (128, 128), "decode": (4, 1024)}
 HEAD_DIMS = (32, 64, 128, 256)
 CAPPED, CAPPED_HEAD_DIMS = CAUSAL | BIASED | {"softcap": 50.0}, (128, 256)
-"""Gemma 2's, with a bias, so that each kernel for any length has a cap; they stand last."""
+"""Gemma 2's softcap, with a bias: covers each kernel for any length; last in order."""
 
 ROTARY: dict[str, dict[str, Any]] = {
     "causal rotary": CAUSAL,
@@ -39,8 +39,8 @@ ROTARY: dict[str, dict[str, Any]] = {
     "causal padded dropout rotary": CAUSAL | PADDED | DROPPED,
     "sequences causal rotary": PACKED | CAUSAL,
 }
-TURNED_LENGTHS = ("any length", "64 keys", "128 keys")
-"""Calls of packed_attention with rotary positions, behind all others."""
+ROTATED_LENGTHS = ("any length", "64 keys", "128 keys")
+"""Calls of packed_attention with rotary positions, after all others."""
 
 
 def calls(operation: str = "attention") -> Iterator[tuple[str, Callable[[], object]]]:
@@ -64,7 +64,7 @@ def calls(operation: str = "attention") -> Iterator[tuple[str, Callable[[], obje
     for head_dim in CAPPED_HEAD_DIMS:
         call = functools.partial(_run, torch.bfloat16, "highest", (1024, 1024), head_dim, "any length", CAPPED)
         yield f"attention any length causal biased softcap bfloat16 D {head_dim}", call
-    for where, (variant, arguments) in itertools.product(TURNED_LENGTHS, ROTARY.items()):
+    for where, (variant, arguments) in itertools.product(ROTATED_LENGTHS, ROTARY.items()):
         if "any" in where or "sequences" not in variant:
             interleaved = "interleaved" in variant
             call = functools.partial(_run, torch.bfloat16, "highest", LENGTHS[where], 64, where, arguments, interleaved)
@@ -72,7 +72,7 @@ def calls(operation: str = "attention") -> Iterator[tuple[str, Callable[[], obje
 
 
 def gates(launch: Any) -> frozenset[str]:
-    """What the machine code of one launch must show."""
+    """The gates of a launch."""
     if launch.kernel_name in ("attention_sequences_kernel", "attention_combine_kernel"):
         return frozenset({"no_spills"})
     options = launch.constant("OPTIONS")
@@ -80,7 +80,7 @@ def gates(launch: Any) -> frozenset[str]:
     if "backward" in launch.kernel_name and "bias" not in launch.kernel_name:
         found.add("wide_stores")
     if not options.NATURAL or options.BLOCK_D <= 64:
-        found.add("no_spills")  # products of fp32 hold whole rows in registers
+        found.add("no_spills")  # fp32 products need whole rows in registers
     return frozenset(found)
 
 
@@ -93,7 +93,7 @@ def _run(
     arguments: dict[str, Any],
     interleaved: bool | None = None,
 ) -> None:
-    """Forward and, but for a decode step, backward of one call, with the gradient of a bias that takes all keys."""
+    """Forward and, except for decoding, backward of one call, with the gradient of a full bias."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

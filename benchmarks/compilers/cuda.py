@@ -1,4 +1,4 @@
-"""What nvcc makes of each CUDA kernel: registers, spills, shared memory and the instructions that matter.
+"""nvcc's report on each CUDA kernel: registers, spills, shared memory and instruction counts.
 
     python -m benchmarks.compilers.cuda [--arch 80 90a] [operation ...]
 
@@ -44,18 +44,18 @@ class Kernel:
     loads_16_bytes: int
     register_moves: int  # setmaxnreg
     serialised: bool  # ptxas warned (C75xx) that it serialises wgmma
-    code: Code = field(default=(), repr=False)  # where it was asked for
+    code: Code = field(default=(), repr=False)  # if requested
 
 
 def compile_reports(
     operation: str, architecture: str, toolkit: _build.Toolkit | None = None, disassemble: bool = False
 ) -> list[Kernel]:
-    """Compiles csrc/ops/<operation>.cu for one architecture, such as "80" or "90a", and reads what ptxas says.
+    """Compile csrc/ops/<operation>.cu for one architecture, such as "80" or "90a", and parse the output of ptxas.
 
-    With `disassemble` each kernel has its machine code too, where there is a cuobjdump.
+    With `disassemble` each kernel also has its machine code, if cuobjdump is installed.
 
     Raises:
-        BuildError: there is no nvcc, or it fails.
+        BuildError: nvcc is missing, or fails.
     """
     toolkit = toolkit or _build.find_toolkit()
     if toolkit is None:
@@ -111,7 +111,7 @@ def _parse(operation: str, architecture: str, log: str, ptx: str, code: dict[str
 
 
 def instance(name: str) -> tuple[str, str]:
-    """Name and arguments of the template that a demangled name is an instance of."""
+    """Template name and arguments of a demangled name."""
     short, _, arguments = name.partition("<")
     arguments = arguments.replace(NAMESPACE, "").replace("(anonymous namespace)::", "")
     return short.split("::")[-1].split(" ")[-1].split("(")[0], re.sub(r"\(.*", "", arguments)[:-1]
@@ -126,7 +126,7 @@ def demangled(names: list[str]) -> list[str]:
 
 
 def table(kernels: Iterable[Kernel]) -> str:
-    """One line for each kernel and architecture, with the worst of its instances."""
+    """One line per kernel and architecture, with the worst of its instances."""
     groups: dict[tuple[str, str], list[Kernel]] = {}
     for kernel in kernels:
         groups.setdefault((kernel.name, kernel.architecture), []).append(kernel)
@@ -164,7 +164,7 @@ def table(kernels: Iterable[Kernel]) -> str:
 
 
 def operations() -> list[str]:
-    """The operations that have CUDA sources."""
+    """The operations with CUDA sources."""
     return sorted(path.stem for path in (_build.CSRC / "ops").glob("*.cu"))
 
 

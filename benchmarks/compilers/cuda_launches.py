@@ -1,6 +1,6 @@
-"""What calls of CUDA kernels launch, recorded on a machine without a GPU: in the emulation, on small tensors.
+"""The launches of CUDA calls, recorded without a GPU in the emulation on small tensors.
 
-It knows the threads and the shared memory of each launch, which nvcc, that knows the rest, does not.
+They supply threads and shared memory per launch, which nvcc's report does not contain.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.attention import _compiled as attention
 
 ARCHITECTURES = {"80": (8, 0), "86": (8, 6), "90a": (9, 0), "100": (10, 0), "120": (12, 0)}
-"""Those that the record has, as nvcc names them, with their capabilities."""
+"""The architectures of the record, by nvcc's names, with their capabilities."""
 
 RUN_AS = {"86": "80"}
-"""GPUs for which a release has no code of their own, with that which they run."""
+"""GPUs without code of their own in a release, with the architecture whose code they run."""
 
 WHOLE = ("80", "90a")
 ELSEWHERE = r"attention_(short_)?bfloat16 plain D|(softmax|layer_norm) bf16 1024"
-"""What is recorded of other architectures than WHOLE: their kernels have the same sources, and it takes minutes."""
+"""Launches recorded for architectures other than WHOLE, which have the same sources; all would take minutes."""
 
 ROWS = (
     ("softmax", "", 1024),
@@ -49,14 +49,14 @@ ROWS = (
     ("swiglu", " packed", 1024),
     ("rotary", "", 64),
 )
-"""Operation, variant and width of the row kernels that are recorded."""
+"""Operation, variant and width of the recorded row kernels."""
 
 FAMILIES = {
     "general": ("attention_bfloat16", 128, (64, 128), tuple(ARCHITECTURES)),
     "short": ("attention_short_bfloat16", 128, (64,), tuple(ARCHITECTURES)),
     "sm90": ("attention_sm90", 256, (64, 128, 256), ("90a",)),
 }
-"""Families of attention kernels: source, length and head dimensions of the calls that are recorded, architectures."""
+"""Families of attention kernels: source, length and head dimensions of the recorded calls, architectures."""
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "general": {
@@ -68,15 +68,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "short": {"plain": {}},
     "sm90": {"plain": {}, "with options": {"softcap": 30.0}, "biased": {"attn_bias": True}},
 }
-"""Calls of each family that meet all of its kernels."""
+"""Calls that cover all kernels of each family."""
 
 MINOR = ("attention_delta_kernel", "sum_partials_kernel", "sum_losses_kernel")
-"""Kernels that read little beside those that they serve."""
+"""Auxiliary kernels with little memory traffic."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel that a call launched: its template's name and arguments, warps and shared memory of a block."""
+    """One kernel launch of a call: template name and arguments, warps and shared memory per block."""
 
     label: str
     kernel: str
@@ -87,7 +87,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Report:
-    """What nvcc made of a launch; the fields are those of `triton.KernelReport`."""
+    """nvcc's report on a launch; the fields are those of `triton.KernelReport`."""
 
     name: str
     capability: tuple[int, int]
@@ -100,17 +100,17 @@ class Report:
 
 
 def run_by(compiled: str) -> list[str]:
-    """The architectures of the record that run what is compiled for one."""
+    """The architectures of the record that run code compiled for `compiled`."""
     return [architecture for architecture in ARCHITECTURES if RUN_AS.get(architecture, architecture) == compiled]
 
 
 def sources(architecture: str) -> list[str]:
-    """The files of csrc/ops that launches are recorded of."""
+    """The files of csrc/ops with recorded launches."""
     return list(dict.fromkeys(source for source, _, _ in _calls(architecture)))
 
 
 def launches(source: str, architecture: str) -> list[Launch]:
-    """What the calls that csrc/ops/<source>.cu serves launch; none where it has no place in the record."""
+    """The launches of the kernels in csrc/ops/<source>.cu; empty if none is recorded."""
     found: dict[tuple[str, str], Launch] = {}
     emulated = {"TRANSFORMER_KERNELS_EMULATE": "1", "TRANSFORMER_KERNELS_EMULATE_ARCH": architecture.rstrip("a")}
     with mock.patch.dict(os.environ, emulated):
@@ -127,7 +127,7 @@ def launches(source: str, architecture: str) -> list[Launch]:
 
 
 def reports(source: str, architecture: str, kernels: Iterable[Kernel]) -> list[Report]:
-    """What `kernels`, compiled from a source with their machine code, are in the launches that are recorded of it."""
+    """Reports of the recorded launches of a source, from its compiled `kernels` and their machine code."""
     compiled = {(kernel.name, plain(kernel.arguments)): kernel for kernel in kernels}
     capability, launched = ARCHITECTURES[architecture], launches(source, architecture)
     instances = Counter((launch.label, launch.kernel) for launch in launched)
@@ -156,14 +156,14 @@ def _report(launch: Launch, one_of_several: bool, capability: tuple[int, int], k
 
 
 def _calls(architecture: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Those calls that are recorded of an architecture."""
+    """The recorded calls of an architecture."""
     for source, label, call in _all_calls(architecture):
         if architecture in WHOLE or re.match(ELSEWHERE, label):
             yield source, label, call
 
 
 def _all_calls(architecture: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """The source that serves a call, its label, and the call, forward and backward."""
+    """For each call its source, label, and the call itself, forward and backward."""
     for family, (source, length, head_dims, served) in FAMILIES.items():
         for variant, options in VARIANTS[family].items():
             for head_dim in head_dims if architecture in served else ():
@@ -179,7 +179,7 @@ def _all_calls(architecture: str) -> Iterator[tuple[str, str, Callable[[], objec
 def _attention(
     family: str, head_dim: int, *, length: int, attn_bias: bool = False, heads: int = 1, **options: Any
 ) -> None:
-    """Forward and, where the family has one and heads are no reason to call it, backward."""
+    """Forward and, if the family has one, backward."""
     backward = family != "sm90" and heads == 1
     q, k, v = (torch.zeros(1, heads, length, head_dim, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3))
     bias = torch.zeros(1, 1, length, length, requires_grad=backward) if attn_bias else None
@@ -191,7 +191,7 @@ def _attention(
 
 
 def template(function: str) -> tuple[str, str]:
-    """Name and arguments of the kernel that a host compiler's name of `launch_typed` has."""
+    """Kernel name and arguments, from a host compiler's name of `launch_typed`."""
     found = re.search(r"KERNEL = (?:&)?(.*?);", function)
     assert found, function
     name, _, arguments = plain(found[1]).partition("<")
@@ -199,7 +199,7 @@ def template(function: str) -> tuple[str, str]:
 
 
 def plain(text: str) -> str:
-    """A type as both compilers would write it."""
+    """A type name normalised between both compilers."""
     text = (
         re.sub(r"(\w+|\(anonymous namespace\)|\{anonymous\})::", "", text)
         .replace("__nv_bfloat16", "bfloat16")

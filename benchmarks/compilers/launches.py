@@ -1,8 +1,7 @@
-"""What real launches of Triton kernels ask the compiler for, recorded on a machine without a GPU.
+"""The compilations requested by launches of Triton kernels, recorded without a GPU.
 
-Calls go through Triton's own `JITFunction.run`, with a stand-in for the driver that only answers which device is
-current, up to the point where it would compile: a hook there notes signature, constants and options, and stops it.
-Nothing runs, so the results of the calls are memory as it was found.
+Calls run Triton's `JITFunction.run` with a mock driver up to compilation, where a hook records signature, constants and
+options and returns. No kernel runs, so results of the calls are uninitialised.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from transformer_kernels.backends.triton import Capability
 
 @dataclass(frozen=True)
 class Launch:
-    """One compilation that a launch asked for.
+    """One compilation that a launch requests.
 
-    `signature`, `constants` and `attributes` are what Triton compiles the kernel with, `options` its num_warps,
-    num_stages and the like; `key` is Triton's own, which says whether two launches share a compilation.
+    `signature`, `constants` and `attributes` are the inputs of Triton's compiler, `options` num_warps, num_stages etc.;
+    launches with the same `key` share a compilation.
     """
 
     label: str
@@ -42,11 +41,11 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The call it was recorded from, and its kernel."""
+        """Label of the call, and kernel."""
         return f"{self.label}: {self.kernel_name.removesuffix('_kernel')}"
 
     def constant(self, name: str) -> Any:
-        """The value of a compile-time argument; None where the kernel has none of that name."""
+        """The value of a compile-time argument; None if the kernel has no such argument."""
         names = self.kernel.arg_names
         return self.constants.get((names.index(name),)) if name in names else None
 
@@ -56,14 +55,14 @@ class Launch:
 
     @property
     def source(self) -> Any:
-        """What `triton.compile` takes."""
+        """The source argument of `triton.compile`."""
         from triton.compiler import ASTSource
 
         return ASTSource(self.kernel, dict(self.signature), dict(self.constants), dict(self.attributes))
 
 
 class _Driver:
-    """Answers what a launch asks before it compiles; each capability is a device of its own."""
+    """A mock driver for the queries of a launch before compilation; each capability is a separate device."""
 
     def __init__(self, capability: Capability) -> None:
         self.capability = capability
@@ -79,14 +78,14 @@ class _Driver:
 
 
 def record(calls: Iterable[tuple[str, Callable[[], object]]], capability: Capability) -> list[Launch]:
-    """The compilations that labelled calls on CPU tensors ask for, each under the first label that needs it.
+    """The compilations requested by labelled calls on CPU tensors, each under its first label.
 
     Raises:
-        BackendUnavailable: there is no Triton, or one that is too old. RuntimeError: its interpreter is on.
+        BackendUnavailable: Triton is missing or unsupported. RuntimeError: its interpreter is enabled.
     """
     triton = _triton.load()
     if _triton.interpreting():
-        raise RuntimeError("launches: TRITON_INTERPRET is set, and the interpreter has nothing to compile")
+        raise RuntimeError("launches: TRITON_INTERPRET is set, and the interpreter compiles nothing")
     found: dict[tuple[str, str], Launch] = {}
     label = ""
 
@@ -103,7 +102,7 @@ def record(calls: Iterable[tuple[str, Callable[[], object]]], capability: Capabi
 
 @contextmanager
 def _standing_in(triton: Any, capability: Capability) -> Iterator[None]:
-    """CPU tensors count as a device of `capability`, and the "triton" backend takes them."""
+    """Within this context the "triton" backend accepts CPU tensors as a device of `capability`."""
     patched: dict[str, Any] = {
         "INTERPRETED_CAPABILITY": _triton.tiles_of(capability),
         "multiprocessors": lambda device: DEVICES[capability].multiprocessors,

@@ -1,9 +1,8 @@
-"""The loops of a kernel's machine code, and the share of the tensor or memory rate that they cannot exceed.
+"""The loops of a kernel's machine code, and an upper bound on their fraction of the tensor or memory peak rate.
 
-A quarter of a multiprocessor issues one instruction a clock; its lanes for integers, comparisons and selections take
-one or two clocks for a warp, those for special functions (exp2, reciprocals) eight. What a loop needs of these is set
-against what its matrix products, or its bytes, take at the peak rate of the device, as if all else overlapped perfectly
-and each instruction were issued once: a bound, never a speed.
+A quarter of a multiprocessor issues one instruction per clock; per warp, integers, comparisons and selections take one
+or two clocks, special functions (exp2, reciprocals) eight. The bound is the time of a loop's matrix products, or bytes,
+at the device's peak rate, divided by its issue time, assuming perfect overlap and one issue per instruction.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import networkx
 from transformer_kernels.backends.triton import Capability, ceil_div
 
 Code = Sequence[tuple[int, str]]
-"""The instructions of a kernel, each with its address."""
+"""The instructions of a kernel with their addresses."""
 
 CLASSES = {
     "matrix": r"HGMMA|HMMA|UTC.MMA",
@@ -39,38 +38,38 @@ CLASSES = {
     "spill": r"LDL|STL",
     "branch": r"BRA|EXIT|CALL|RET|BSSY|BSYNC",
 }
-"""Instructions by how their names begin, the first that fits; "other" are IMAD, moves, and uniform registers."""
+"""Instruction classes by name prefix, first match; "other" are IMAD, moves, and uniform registers."""
 
 _INSTRUCTION = re.compile(r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?);")
 _BRANCH = re.compile(r"\b(?:BRA(?!\.DIV)|CALL)\S*\s+(?:[!~]?U?[PR]\w+,?\s*)*(0x[0-9a-f]+)")
-"""BRA.DIV leads to what warps do whose lanes have parted, which those of these kernels seldom have."""
+"""BRA.DIV is taken by diverged warps only, which are rare in these kernels."""
 _LEAVES = re.compile(r"BRA\S*\s+0x|EXIT|RET|BRX")
-"""What the instruction after it does not follow, unless it has a predicate."""
+"""Instructions without fall-through, unless predicated."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the data sheet says of a GPU, and the programming guide of one of its multiprocessors."""
+    """Figures of a GPU's data sheet, and of a multiprocessor in the programming guide."""
 
     name: str
     multiprocessors: int
     clock: float  # GHz
     memory: float  # GB/s
-    matrix_flops: int  # of a multiprocessor on 16-bit operands, a clock
-    shared: int  # KiB that all programs of a multiprocessor may use together
-    warps: int = 64  # that a multiprocessor holds
+    matrix_flops: int  # per multiprocessor and clock on 16-bit operands
+    shared: int  # KiB per multiprocessor
+    warps: int = 64  # per multiprocessor
     programs: int = 32
-    integer_clocks: int = 2  # that a warp takes the lanes of a quarter
+    integer_clocks: int = 2  # per warp
     float_clocks: int = 1
 
     @property
     def bytes_of_a_multiprocessor(self) -> float:
-        """Bytes of memory for each multiprocessor, a nanosecond."""
+        """Bytes of memory per multiprocessor and nanosecond."""
         return self.memory / self.multiprocessors
 
     @property
     def bytes(self) -> float:
-        """Bytes of memory for each quarter of a multiprocessor, a clock."""
+        """Bytes of memory per quarter of a multiprocessor and clock."""
         return self.bytes_of_a_multiprocessor / (4 * self.clock)
 
 
@@ -81,12 +80,12 @@ DEVICES = {
     (10, 0): Device("B200", 148, 1.856, 8000, 8192, 228),
     (12, 0): Device("RTX PRO 6000", 188, 2.617, 1792, 1024, 100, warps=48, programs=24, integer_clocks=1),
 }
-"""One GPU for each capability. GeForce cards of 8.6 and 12.0 add products up in fp32 at half of that tensor rate."""
+"""One GPU per capability. GeForce cards of 8.6 and 12.0 have half of that tensor rate with fp32 accumulation."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop, or the whole of a kernel without one: instructions of a warp in a round, by class, and the bound."""
+    """One loop, or a whole kernel without loops: instructions per warp and iteration, by class, and the bound."""
 
     instructions: int
     classes: Mapping[str, int]
@@ -94,14 +93,14 @@ class Loop:
 
 
 def disassembler() -> str | None:
-    """cuobjdump of a CUDA toolkit, else the one that Triton brings."""
+    """cuobjdump of a CUDA toolkit, else the one bundled with Triton."""
     spec = importlib.util.find_spec("triton")
     bundled = Path((spec and spec.origin) or ".").parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return shutil.which("cuobjdump") or (str(bundled) if bundled.is_file() else None)
 
 
 def disassembled(cubin: Path) -> dict[str, Code]:
-    """The machine code of each kernel in a cubin by its mangled name; nothing without cuobjdump."""
+    """The machine code of each kernel in a cubin by mangled name; empty without cuobjdump."""
     tool = disassembler()
     if tool is None:
         return {}
@@ -117,7 +116,7 @@ def disassembled(cubin: Path) -> dict[str, Code]:
 
 
 def shaped(code: Code) -> Code:
-    """The code with the shape of each tcgen05 product, which stands in its descriptor, in its name, as HGMMA's do."""
+    """The code with the shape of each tcgen05 product, read from its descriptor, in its name, as for HGMMA."""
     found, uniform = [], dict[str, int]()
     for address, text in code:
         if moved := re.match(r"UMOV (UR\d+), (0x\w+)", operation(text)):
@@ -137,13 +136,13 @@ def operation(instruction: str) -> str:
 
 
 def branches(code: Code) -> list[tuple[int, int]]:
-    """(from, to) of each branch, by address; of each call too, which ptxas also uses as a branch within a kernel."""
+    """(from, to) addresses of each branch, including calls, which ptxas also uses as branches within a kernel."""
     found = ((address, _BRANCH.search(text)) for address, text in code)
     return [(address, int(match[1], 16)) for address, match in found if match]
 
 
 def programs_of(registers: int, shared: int, num_warps: int, capability: Capability) -> int:
-    """How many programs of a launch fit on a multiprocessor: by registers, shared memory and warps."""
+    """Programs per multiprocessor, limited by registers, shared memory and warps."""
     warps_of_a_quarter = 16384 // (8 * ceil_div(registers, 8) * 32)
     by_registers = 4 * warps_of_a_quarter // num_warps
     device = DEVICES[capability]
@@ -153,14 +152,14 @@ def programs_of(registers: int, shared: int, num_warps: int, capability: Capabil
 
 @dataclass(frozen=True)
 class NaturalLoop:
-    """A natural loop: the blocks that jump back to its first one, and all of its blocks."""
+    """A natural loop: its header, the blocks with a back edge, and all of its blocks."""
 
     latches: frozenset[int]
     blocks: frozenset[int]
 
 
 class Flow:
-    """The blocks of straight code that control can reach, each by the index of its first instruction."""
+    """The control flow graph: reachable basic blocks by the index of their first instruction."""
 
     def __init__(self, code: Code) -> None:
         index = {address: number for number, (address, _) in enumerate(code)}
@@ -197,7 +196,7 @@ class Flow:
         return [name_of(text) for text in self.texts(blocks)]
 
     def loops(self) -> list[NaturalLoop]:
-        """Those that share a head are one."""
+        """Natural loops; loops with a common header are merged."""
         found = []
         for head in sorted({head for _, head in self.back}):
             latches = frozenset(latch for latch, to in self.back if to == head)
@@ -210,12 +209,12 @@ class Flow:
         return found
 
     def whole(self) -> list[str]:
-        """The instructions of one way through the kernel with all of its work, each loop passed once."""
+        """The instructions of one path through the kernel with all of its work, each loop traversed once."""
         ends = [block for block, texts in self.graph.nodes(data="texts") if texts[-1].startswith("EXIT")]
         return self.way(ends, self.graph)
 
     def way(self, ends: Collection[int], blocks: Collection[int]) -> list[str]:
-        """The shortest of those with most matrix products, then most work in memory, then most special functions."""
+        """The shortest path among those with most matrix products, then memory work, then special functions."""
         forward = self.graph.subgraph(blocks).copy()
         forward.remove_edges_from(self.back)
         best: dict[int, tuple[list[int], list[int]]] = {}
@@ -227,9 +226,9 @@ class Flow:
         return self.texts(way)
 
     def _value(self, block: int) -> list[int]:
-        """What a way is chosen by. Work in memory: the widest accesses, or asynchronous copies where there are any.
+        """The weight of a block in the choice of a path. Memory work: the widest accesses, or asynchronous copies.
 
-        Other loads beside these, and special functions beside matrix products, may be an option's.
+        Other loads, and special functions next to matrix products, may belong to options.
         """
         names = self.names([block])
         classes = Counter(map(_class, names))
@@ -238,10 +237,10 @@ class Flow:
 
 
 def loops_of(flow: Flow, capability: Capability, num_warps: int) -> list[Loop]:
-    """The innermost loops with matrix products; without any, those that work in memory; without those, the whole.
+    """The innermost loops with matrix products; else those with memory work; else the whole kernel.
 
-    What a round may skip is left out: its bound holds for the shortest way through that does all of the work. A loop
-    with none but narrow accesses, over what is left of a row, is no work.
+    Instructions that an iteration may skip are excluded: the bound is that of the shortest path with all of the work. A
+    loop with narrow accesses only, over the tail of a row, is ignored.
     """
     loops = flow.loops()
     for worked in (flow.products, flow.work):
@@ -253,10 +252,10 @@ def loops_of(flow: Flow, capability: Capability, num_warps: int) -> list[Loop]:
 
 
 def bytes_in_flight(flow: Flow) -> int:
-    """The most bytes that a lane asks global memory for before it waits for any of them.
+    """The maximum number of bytes that a lane requests from global memory before it waits for any of them.
 
-    Read off one way through the kernel with all of its work, each loop passed once. What subroutines and the TMA unit
-    copy does not show.
+    From one path through the kernel with all of its work, each loop traversed once. Copies by subroutines and TMA are
+    not included.
     """
     most, registers, pending, groups = 0, set[int](), 0, [0]
     for text in flow.whole():
@@ -279,18 +278,18 @@ def bytes_in_flight(flow: Flow) -> int:
 
 
 def in_flight(flow: Flow, shared: int, num_warps: int, programs: int) -> int:
-    """At most how many bytes the programs of a multiprocessor wait for at a time: TMA fills their shared memory."""
+    """An upper bound on the bytes in flight per multiprocessor; with TMA the shared memory of its programs."""
     by_tma = any(name.startswith("UTMALDG") for name in flow.names(flow.graph))
     return programs * (shared if by_tma else 32 * num_warps * bytes_in_flight(flow))
 
 
 def name_of(instruction: str) -> str:
-    """The operation alone, such as LDG.E.128."""
+    """The opcode with modifiers, such as LDG.E.128."""
     return operation(instruction).partition(" ")[0]
 
 
 def bytes_of(name: str) -> int:
-    """What one lane of a load from or a store to global memory moves."""
+    """Bytes per lane of a load from or a store to global memory."""
     if not re.match(r"LDG\b|LDGSTS|STG", name):
         return 0
     width = re.search(r"\.(8|16|64|128)\b|\.[US](8|16)\b", name)
@@ -302,7 +301,7 @@ def _class(name: str) -> str:
 
 
 def _judged(texts: list[str], capability: Capability, num_warps: int) -> Loop:
-    """What one warp of a quarter needs, set against what its products or bytes take."""
+    """A loop with its bound: the time of its products or bytes over its issue time."""
     names = list(map(name_of, texts))
     classes = Counter(map(_class, names))
     device = DEVICES[capability]
@@ -315,7 +314,7 @@ def _judged(texts: list[str], capability: Capability, num_warps: int) -> Loop:
 
 
 def _flops(name: str, num_warps: int) -> float:
-    """A warp's share of those of one matrix instruction, TF32 twice, as it takes twice the time."""
+    """FLOPs per warp of one matrix instruction; doubled for TF32, which has half the rate."""
     m: float
     if wide := re.match(r"(HG|UTC.)MMA\.(\d+)x(\d+)x(\d+)", name):
         m, n, k = map(int, wide.groups()[1:])

@@ -1,7 +1,7 @@
-"""The calls whose launches stand for all launches of the row kernels: every tile, and the variants that differ.
+"""The calls whose launches represent all launches of the row kernels: every tile and variant.
 
-The calls are those of users, on CPU tensors, forward and backward. A tile serves widths between two powers of two, so
-powers of two meet each of them; what several calls ask for is compiled once.
+Public calls on CPU tensors, forward and backward. A tile covers the widths between two powers of two, so powers of two
+cover all tiles; launches common to several calls are compiled once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = tuple(2**power for power in range(4, 17))
 WIDTHS_OF_VARIANTS = (128, 1024, 8192, 65536)
 WIDTHS_OF_OPTIONS = (1024, 65536)
-"""For options that change little of a kernel: a row in registers, and one that is walked."""
+"""For options with little effect on a kernel: a row in registers, and a row in two passes."""
 ROWS = 2
 
 Arguments = dict[str, Any]
 Make = Callable[[torch.dtype, int, int], dict[str, Arguments]]
-"""From dtype, rows and width the arguments of each variant."""
+"""(dtype, rows, width) -> arguments of each variant."""
 
 
 def _like(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -133,7 +133,7 @@ CALLS: dict[str, tuple[Make, ...]] = {
     "geglu": (_geglu,),
     "rotary": (_rotary,),
 }
-"""For each operation with kernels of its own what it is called with, by variant."""
+"""The arguments of each operation with its own kernels, by variant."""
 
 EVERYWHERE = {"", " none", " tanh", " dropout", " norm", " in place", " in place padded"}
 """The variants that every width is compiled for; the others are compiled at `WIDTHS_OF_VARIANTS`."""
@@ -151,7 +151,7 @@ def calls(operation: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def run(operation: str, make: Make, arguments: Arguments, backend: str = "triton") -> None:
-    """There and back through the public function; what linear_cross_entropy asks of cross_entropy directly."""
+    """Forward and backward through the public function; the in-place kernels of cross_entropy directly."""
     if make is _in_place:
         module = importlib.import_module("transformer_kernels.ops.loss._triton")
         module.row_losses_and_gradient(**{"options": RowLoss(-100, 0.0), **arguments})
@@ -163,14 +163,14 @@ def run(operation: str, make: Make, arguments: Arguments, backend: str = "triton
 
 
 REDUCTIONS = ("sum_partials_kernel", "sum_losses_kernel")
-"""Kernels that read so little that the width of an access does not matter."""
+"""Kernels with negligible traffic, for which the access width is irrelevant."""
 
 
 def gates(launch: Launch) -> frozenset[str]:
-    """What the machine code of one launch must show: all rows above are aligned."""
+    """The gates of a launch; all rows above are aligned."""
     found = {"no_spills"}
     if launch.kernel_name not in REDUCTIONS:
         found.add("wide_loads")
-        if launch.constant("GRADIENT") is not False:  # cross-entropy's forward pass alone writes a few numbers a row
+        if launch.constant("GRADIENT") is not False:  # cross-entropy without a gradient writes a few numbers per row
             found.add("wide_stores")
     return frozenset(found)

@@ -1,7 +1,7 @@
-"""The record of what compilers make of each kernel: what `transformer-kernels info --static` prints.
+"""The record of static reports of each kernel, printed by `transformer-kernels info --static`.
 
-One launch stands for each kernel and path on each architecture, compiled without a GPU. The record holds bounds, never
-a speed. `python -m benchmarks.compilers.static [triton] [cuda]` compiles what has changed since it was recorded.
+One launch represents each kernel and path on each architecture, compiled without a GPU. The record contains bounds, no
+timings. `python -m benchmarks.compilers.static [triton] [cuda]` compiles kernels that have changed since.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DERIVATION = {
     "triton": ("launches.py", "machine_code.py", "row_calls.py", "triton.py"),
     "cuda": ("cuda.py", "cuda_launches.py", "machine_code.py", "row_calls.py"),
 }
-"""The files of this folder that decide what is recorded of a kernel, beside its sources."""
+"""The files of this folder that affect the record of a kernel, besides its sources."""
 
 CHOSEN = "|".join(
     (
@@ -47,7 +47,7 @@ CHOSEN = "|".join(
         r"^(bias_gelu none bf16 256|gelu none bf16|swiglu packed bf16 1024|rotary bf16 64)",
     )
 )
-"""Which launches of Triton kernels are recorded; those of CUDA kernels are in cuda_launches.py."""
+"""The recorded launches of Triton kernels; those of CUDA kernels are in cuda_launches.py."""
 
 SERVED = "|".join(
     (
@@ -58,40 +58,40 @@ SERVED = "|".join(
         r"^(?!attention)",
     )
 )
-"""Which of these for GPUs that have no tiles of their own."""
+"""The recorded launches for GPUs without their own tiles."""
 
 GROWTH = 1.03
-"""How much larger than recorded a figure may be."""
+"""Maximum ratio of a figure to the recorded one."""
 
-HEADING = """# What the machine code of the {backend} kernels allows
+HEADING = """# Static bounds of the {backend} kernels
 
 Compiled for {devices}
 by {compiler}, without a GPU; nothing here is timed.
 
-**bound**: the share of the data sheet's tensor rate (or, without matrix products, memory rate) that a loop cannot
-exceed if all that can overlap does and each instruction is issued once. A quarter of a multiprocessor issues one
-instruction a clock; a warp takes its integer lanes for two clocks (sm_120: one), its special functions (exp2) for
-eight, and its fp32 lanes for two on sm_80. Latency, conflicts and the memory system only take from it; 100 % means that
-something else decides. A decode step waits for memory long before its tensor bound.
+**bound**: upper bound on the fraction of the data sheet's tensor rate (memory rate without matrix products) of a loop,
+assuming perfect overlap and one issue per instruction. A quarter of a multiprocessor issues one instruction per clock;
+a warp occupies the integer lanes for two clocks (sm_120: one), special functions (exp2) for eight, and the fp32 lanes
+for two on sm_80. Latency, bank conflicts and the memory system are ignored; at 100 % one of these is the limit.
+Decoding is bound by memory.
 
-**instr** and the classes: of a warp, in the shortest round of a loop that does all of its work, or in the shortest way
-through a kernel without a loop. What a branch may skip, such as options that are off, is left out. Each innermost loop
-has a line, such as those for tiles with and without masks; of the code around it the line says nothing.
+**instr** and the classes: instructions per warp on the shortest path through an iteration with all of its work, or
+through a kernel without a loop. Code that a branch may skip, such as disabled options, is excluded. Each innermost loop
+has a line, such as those for tiles with and without masks; code outside of loops is excluded.
 
-**programs**: blocks that registers, shared memory and warps let a multiprocessor hold. **in flight**: at most so many
-bytes all of them ask global memory for before they wait (with TMA: the shared memory that it fills); the memory rate
-takes {rates}
-for each nanosecond that a byte is under way. A dash: the loads are in a subroutine.
+**programs**: blocks per multiprocessor, limited by registers, shared memory and warps. **in flight**: upper bound on
+the bytes that they request from global memory before waiting (with TMA: the shared memory); the memory rate requires
+{rates}
+per nanosecond of latency. A dash: the loads are in a subroutine.
 
-`transformer-kernels info --static` prints this page. `python -m benchmarks.compilers.static {name}` brings it up
-to date, and a gate fails where a figure grows, or programs, bytes in flight or a bound fall, by more than 3 %.
+`transformer-kernels info --static` prints this page. `python -m benchmarks.compilers.static {name}` updates it. A gate
+fails if a figure grows, or programs, bytes in flight or a bound decrease, by more than 3 %.
 """
 
 
 def parts(backend: str) -> dict[str, str]:
-    """The parts of a record, each with the hash of all that decides its figures but the compiler.
+    """The parts of a record, each with the hash of everything that affects its figures except the compiler.
 
-    A part is an operation's Triton kernels, or the kernels of csrc/ops/<part>.cu; it begins the names of its launches.
+    A part, an operation's Triton kernels or the kernels of csrc/ops/<part>.cu, is the prefix of its launches' names.
     """
     here = Path(__file__).parent
     derivation = [here / name for name in DERIVATION[backend]]
@@ -110,10 +110,10 @@ def parts(backend: str) -> dict[str, str]:
 
 
 def reports(backend: str, wanted: Iterable[str]) -> list[Any]:
-    """What the compiler makes of the launches of some parts.
+    """The compiler's reports on the launches of some parts.
 
     Raises:
-        BuildError: there is no nvcc, or it fails. BackendUnavailable: there is no Triton.
+        BuildError: nvcc is missing, or fails. BackendUnavailable: Triton is missing.
     """
     if backend == "triton":
         from benchmarks.compilers import triton
@@ -139,7 +139,7 @@ def reports(backend: str, wanted: Iterable[str]) -> list[Any]:
 
 
 def release(backend: str) -> str:
-    """Such as "Triton 3.6.0" and "nvcc 13.0"; the ptxas of each decides what instructions there are."""
+    """The compiler's release, such as "Triton 3.6.0" or "nvcc 13.0"."""
     if backend == "triton":
         from transformer_kernels.backends.triton import load
 
@@ -152,7 +152,7 @@ def release(backend: str) -> str:
 
 
 def figures(report: Any) -> tuple[str, dict[str, Any]]:
-    """What is recorded of a report, under its name and architecture."""
+    """The name with architecture, and the recorded figures, of a report."""
     major, minor = report.capability
     names = ("registers", "spills", "shared", "programs", "in_flight")
     found: dict[str, Any] = {name: getattr(report, name) for name in names}
@@ -163,7 +163,7 @@ def recorded(backend: str) -> dict[str, Any]:
     """The record: the compiler, the hash of each part, and the figures of each launch.
 
     Raises:
-        FileNotFoundError: this is no source checkout.
+        FileNotFoundError: not a source checkout.
     """
     path = FOLDER / f"{backend}.json"
     if not path.is_file():
@@ -172,12 +172,12 @@ def recorded(backend: str) -> dict[str, Any]:
 
 
 def changed(backend: str, record: Mapping[str, Any]) -> list[str]:
-    """The parts whose sources are not those that were recorded."""
+    """The parts whose sources differ from the recorded ones."""
     return [part for part, digest in parts(backend).items() if record["parts"].get(part) != digest]
 
 
 def grown(reports: Iterable[Any], record: Mapping[str, Any]) -> list[str]:
-    """Which figures of recorded launches grew, and which programs, bytes and bounds fell, by more than 3 %."""
+    """The figures of recorded launches that grew, and programs, bytes and bounds that decreased, by more than 3 %."""
     found = []
     for name, now in map(figures, reports):
         if (before := record["launches"].get(name)) is not None:
@@ -191,7 +191,7 @@ def grown(reports: Iterable[Any], record: Mapping[str, Any]) -> list[str]:
 
 
 def _costs(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """What must not grow: of programs, bytes in flight and bounds the inverse."""
+    """Figures that must not grow; inverses of programs, bytes in flight and bounds."""
     yield from ((name, figures[name]) for name in ("registers", "spills", "shared"))
     yield "1 / programs", 1 / figures["programs"]
     yield "1 / bytes in flight", 1 / max(1, figures["in_flight"])
@@ -201,7 +201,7 @@ def _costs(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def page(backend: str) -> str:
-    """The page beside the record of a backend, with a table for each part."""
+    """The page of a backend's record, with a table per part."""
     record = recorded(backend)
     architectures = {name.rpartition(" ")[2] for name in record["launches"]}
     found = {f"sm_{major}{minor}": device for (major, minor), device in DEVICES.items()}
@@ -228,7 +228,7 @@ def _part(name: str) -> str:
 
 
 def _table(launches: Mapping[str, Any]) -> str:
-    """A line in Markdown for each loop of each launch."""
+    """A Markdown table with a line per loop and launch."""
     loops = [loop for figures in launches.values() for loop in figures["loops"]]
     labels = [label for label in (*CLASSES, "other") if any(loop["classes"].get(label) for loop in loops)]
     rows = [["launch", "GPU", "registers", "spills", "shared", "programs", "in flight", "instr", *labels, "bound"]]
@@ -246,7 +246,7 @@ def _table(launches: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Compile the kernels that changed since they were recorded, and write the records and their pages."""
+    """Compile the kernels that have changed since they were recorded; write the records and their pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compilers.static", description=main.__doc__)
     parser.add_argument("backend", nargs="*", help=f"{' or '.join(BACKENDS)}; both by default")
     wanted = parser.parse_args().backend or BACKENDS
@@ -258,7 +258,7 @@ def main() -> None:
 
 
 def update(backend: str) -> tuple[Path, list[str]]:
-    """Bring a record and its page up to date; return the record's path and the parts that were compiled."""
+    """Update a record and its page; return the record's path and the compiled parts."""
     path, hashes = FOLDER / f"{backend}.json", parts(backend)
     record = recorded(backend) if path.is_file() else {}
     if record.get("compiler") != release(backend):

@@ -1,7 +1,7 @@
-"""For each kernel: on which GPU its present sources were verified, or that they changed since.
+"""For each kernel: the GPUs on which its current sources were verified, or that they have changed since.
 
-The record is `benchmarks/results/<gpu>/kernels.json`, written from the tests that ran on that GPU. A kernel is known by
-the hash of the sources it is made of: its own files and all of this repository that they include or import.
+The record is `benchmarks/results/<gpu>/kernels.json`, written by tests on that GPU. A kernel is identified by the hash
+of its sources: its own files and the files of this repository that they include or import.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ BACKENDS = ("triton", "cuda")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 HOST_ONLY = ("launch.h", "registry.h")
-"""Files of csrc without a line that a GPU runs."""
+"""Files of csrc without device code."""
 INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def kernel_sources(op: str, backend: str, checkout: Path = CHECKOUT) -> list[Path]:
-    """The files that decide what a kernel computes; none where the backend has no such kernel."""
+    """The sources of a kernel; empty if the backend has no such kernel."""
     family = dispatch.OPERATIONS[op].folder.rpartition(".")[2]
     folder = checkout / "transformer_kernels" / "ops" / family
     if backend == "triton":
@@ -42,7 +42,7 @@ def kernel_sources(op: str, backend: str, checkout: Path = CHECKOUT) -> list[Pat
 
 
 def machine_code_sources(source: str, checkout: Path = CHECKOUT) -> list[Path]:
-    """The files that decide what nvcc makes of the kernels of csrc/ops/<source>.cu."""
+    """The sources that affect the machine code of csrc/ops/<source>.cu."""
     csrc = checkout / "csrc"
     closure = _closure([csrc / "ops" / f"{source}.cu"], lambda path: _included(path, csrc))
     return sorted(path for path in closure if path.name not in HOST_ONLY)
@@ -86,7 +86,7 @@ def _imported(path: Path, checkout: Path, prefix: str = "_triton") -> Iterator[P
 
 
 def kernel_hash(op: str, backend: str, checkout: Path = CHECKOUT) -> str | None:
-    """SHA-256 over the names and contents of a kernel's sources; None where there is no such kernel."""
+    """SHA-256 over the names and contents of a kernel's sources; None if there is no such kernel."""
     sources = kernel_sources(op, backend, checkout)
     return digest_of(sources, checkout) if sources else None
 
@@ -101,13 +101,13 @@ def digest_of(paths: Iterable[Path], checkout: Path = CHECKOUT) -> str:
 
 
 def recorded(checkout: Path = CHECKOUT) -> list[dict[str, Any]]:
-    """Every verification on record: kernel, hash, device, date, tests passed and failed, whether all of them ran."""
+    """All recorded verifications: kernel, hash, device, date, passed and failed tests, completeness."""
     files = sorted((checkout / "benchmarks" / "results").glob("*/kernels.json"))
     return [entry for file in files for entry in json.loads(file.read_text())]
 
 
 def verification(checkout: Path = CHECKOUT) -> list[str]:
-    """One line for each kernel: where and when its present sources were verified, or that they were not."""
+    """One line per kernel: where and when its current sources were verified, if they were."""
     if not (checkout / "benchmarks").is_dir():
         return ["the record of verified kernels is in the source checkout, in benchmarks/results"]
     records = recorded(checkout)
@@ -122,7 +122,7 @@ def verification(checkout: Path = CHECKOUT) -> list[str]:
 
 
 def summary(checkout: Path = CHECKOUT) -> list[str]:
-    """The lines of `verification`, with the state that most kernels share in one last line."""
+    """The lines of `verification`, with the most common state in one last line."""
     kernels_by_state: dict[str, list[str]] = {}
     for line in (lines := verification(checkout)):
         kernels_by_state.setdefault(line.partition(" ")[2].strip(), []).append(line)

@@ -1,7 +1,7 @@
-"""What the compiler made of every Triton kernel, read from the machine code; no GPU is needed.
+"""Static reports of the Triton kernels from their machine code, without a GPU.
 
-What real launches ask for is compiled ahead of time, and its SASS is disassembled with the tools that ship inside
-Triton. The gates (see `failures`) are what `make gates` and the tests assert.
+The compilations of launches run ahead of time, and their SASS is disassembled with the tools bundled with Triton.
+`make gates` and the tests assert the gates (see `failures`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ MODULE = "benchmarks.compilers.triton"
 OPERATIONS = ("attention", *row_calls.CALLS)
 
 SHARED_MEMORY_LIMIT = {(8, 0): 99 << 10, (8, 6): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}
-"""Bytes that one block may use, by capability: the tiles of 8.0 serve 8.6, 8.9 and 12.0 too, which have 99 KiB."""
+"""Maximum bytes per block, by capability: 8.6, 8.9 and 12.0, with 99 KiB, use the tiles of 8.0."""
 
 TILED = ((8, 0), (9, 0))
-"""Capabilities with tiles of their own, for which every launch is compiled."""
+"""Capabilities with their own tiles, for which every launch is compiled."""
 
 SERVED = tuple(capability for capability in SHARED_MEMORY_LIMIT if capability not in TILED)
-"""Capabilities that these tiles serve too."""
+"""Other capabilities that use these tiles."""
 
 MATRIX_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA")
 WIDE_LOADS = r"(LDG\.[\w.]*128|LDGSTS\.[\w.]*128|UTMALDG)"
@@ -58,7 +58,7 @@ ANY_LOAD = r"(LDG\b|LDGSTS\b|UTMALDG)"
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What one compiled launch uses, and which gates it fails."""
+    """The resources of a compiled launch, and the gates that it fails."""
 
     name: str
     capability: tuple[int, int]
@@ -79,7 +79,7 @@ class KernelReport:
 
 
 def launches(operations: Iterable[str] = OPERATIONS, capabilities: Iterable[Capability] = TILED) -> list[Launch]:
-    """What the calls of the named operations ask the compiler for, on each capability."""
+    """The compilations requested by the calls of the named operations, for each capability."""
     return [
         launch
         for operation in operations
@@ -89,10 +89,10 @@ def launches(operations: Iterable[str] = OPERATIONS, capabilities: Iterable[Capa
 
 
 def calls_of(operation: str) -> Any:
-    """The module with the calls and the gates of an operation: its own, or that of the row kernels.
+    """The module with the calls and gates of an operation.
 
     Raises:
-        KeyError: the operation has Triton kernels, but no calls to record their launches from.
+        KeyError: no calls are defined for the operation's Triton kernels.
     """
     if operation == "attention":
         return attention_calls
@@ -102,7 +102,7 @@ def calls_of(operation: str) -> Any:
 
 
 def compile_launch(launch: Launch) -> tuple[bytes, int, str]:
-    """Compile ahead of time; return the cubin, the bytes of shared memory that a block needs, and the PTX."""
+    """Compile ahead of time; return the cubin, the bytes of shared memory per block, and the PTX."""
     kernel = load().compile(launch.source, target=launch.target, options=dict(launch.options))
     return kernel.asm["cubin"], kernel.metadata.shared, kernel.asm["ptx"]
 
@@ -118,7 +118,7 @@ def disassemble(cubin: bytes) -> tuple[dict[str, int], Code]:
 
 
 def serialised(ptx: str) -> tuple[str, ...]:
-    """What ptxas says (C7510 to C7519) of wgmma instructions that it does not let overlap; Triton does not print it."""
+    """The warnings of ptxas about serialised wgmma instructions (C7510 to C7519), which Triton does not print."""
     if "wgmma" not in ptx:
         return ()
     ptxas = Path(str(load().__file__)).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -131,7 +131,7 @@ def serialised(ptx: str) -> tuple[str, ...]:
 
 
 def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
-    """Compile one launch, read its machine code and judge it by its gates."""
+    """Compile one launch, parse its machine code and check its gates."""
     cubin, shared, ptx = compile_launch(launch)
     usage, code = disassemble(cubin)
     flow, counts = Flow(code), Counter(name_of(text) for _, text in code)
@@ -163,7 +163,7 @@ def examine(launch: Launch, gates: Iterable[str]) -> KernelReport:
 
 
 def failures(report: KernelReport, gates: Iterable[str]) -> tuple[str, ...]:
-    """Which gates a report does not pass: shared memory always, the others where they are named."""
+    """The failed gates of a report; shared memory is always checked."""
     found = []
     if report.shared > SHARED_MEMORY_LIMIT[report.capability]:
         found.append(f"{report.shared} bytes of shared memory")
@@ -184,7 +184,7 @@ def failures(report: KernelReport, gates: Iterable[str]) -> tuple[str, ...]:
 def examine_all(
     operations: Sequence[str], matching: str, jobs: int, every: int = 1, capabilities: tuple[Capability, ...] = TILED
 ) -> list[KernelReport]:
-    """Reports of every n-th launch of `operations` whose name `matching` is found in, in the order of the calls."""
+    """Reports of every n-th launch of `operations` whose name matches `matching`, in the order of the calls."""
     work = [
         (operation, capabilities, index)
         for operation in operations
@@ -193,7 +193,7 @@ def examine_all(
     ]
     if jobs == 1:
         return [_examine_listed(item) for item in work]
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:  # which inherits what was recorded
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:  # inherits the recorded launches
         return list(pool.map(_examine_listed, work, chunksize=4))
 
 
@@ -204,7 +204,7 @@ def report(
     every: int = 1,
     capabilities: Sequence[Capability] = TILED,
 ) -> list[KernelReport]:
-    """The reports, made in a fresh process without TRITON_INTERPRET: the interpreter has nothing to compile."""
+    """The reports, from a new process without TRITON_INTERPRET, since the interpreter compiles nothing."""
     command = [sys.executable, "-m", MODULE, "--json", "--jobs", str(jobs or _default_jobs()), "--matching", matching]
     command += ["--every", str(every), "--arch", *(f"{major}.{minor}" for major, minor in capabilities), "--"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -245,14 +245,14 @@ def table(reports: Sequence[KernelReport]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; return 1 when a gate fails."""
+    """Print the table; return 1 if a gate fails."""
     parser = argparse.ArgumentParser(prog="transformer-kernels kernels", description=__doc__)
     parser.add_argument(
         "operations", nargs="*", metavar="operation", help=f"some of {', '.join(OPERATIONS)}; all by default"
     )
-    parser.add_argument("--matching", default="", help="only launches in whose name this regular expression is found")
+    parser.add_argument("--matching", default="", help="only launches whose name matches this regular expression")
     parser.add_argument("--every", type=int, default=1, help="only every n-th launch of an operation")
-    parser.add_argument("--jobs", type=int, default=_default_jobs(), help="processes that compile side by side")
+    parser.add_argument("--jobs", type=int, default=_default_jobs(), help="number of parallel processes")
     parser.add_argument(
         "--arch", nargs="+", type=_capability, default=TILED, metavar="x.y",
         help="compute capabilities to compile for, such as 8.0",
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _capability(text: str) -> Capability:
-    """One that there are figures for, of a text such as "8.6"."""
+    """Parse a supported capability such as "8.6"."""
     major, minor = map(int, text.split("."))
     if (major, minor) not in SHARED_MEMORY_LIMIT:
         raise ValueError(text)

@@ -1,4 +1,4 @@
-// The activations: what Python calls. Each of the five has a file of its own, so that they are compiled side by side.
+// The activations' entry points from Python. Each of the five has its own file, compiled in parallel.
 #include "../calls/activation.h"
 #include "../registry.h"
 

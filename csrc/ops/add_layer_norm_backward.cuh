@@ -9,7 +9,7 @@ template <class T_> struct ResidualGradient {
   using T = T_;
   const T* dsummed;  // or null
   T* dresidual;
-  T* dx;             // or null where nothing is dropped: it equals dresidual
+  T* dx;             // null without dropout: equal to dresidual
   int columns;
   Dropout dropout;
 

@@ -5,7 +5,7 @@
 
 namespace transformer_kernels {
 
-// The rows dropout(x) + residual, stored to `summed` when they are first asked for.
+// Rows of dropout(x) + residual, stored to `summed` on first access.
 template <class T_> struct ResidualRows {
   using T = T_;
   using Value = T_;

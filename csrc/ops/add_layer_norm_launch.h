@@ -1,5 +1,5 @@
-// Launchers of dropout, addition and LayerNorm in one pass, or, not CENTRED, RMSNorm: norm.cu chooses among them. Shapes
-// and dtypes were checked in Python.
+// Launchers of dropout, addition and LayerNorm (RMSNorm if not CENTRED) in one pass, selected in norm.cu. Shapes and
+// dtypes were checked in Python.
 #pragma once
 #include "../dtype.h"
 #include "../registry.h"

@@ -1,4 +1,4 @@
-// attention: what Python calls. Tensors were checked there; here come the limits of these kernels.
+// attention's entry points from Python, which has checked the tensors; limits of these kernels are checked here.
 #include "../build_info.h"
 #include "../calls/attention.h"
 #include "../dtype.h"
@@ -11,21 +11,21 @@ namespace {
 
 using namespace attention;
 
-constexpr int64_t MAX_LENGTH = 1 << 29;  // so that sums of lengths, tiles and windows stay within int
+constexpr int64_t MAX_LENGTH = 1 << 29;  // sums of lengths, tiles and windows fit an int
 
 template <class Tensor> bool is_aligned(const Tensor& tensor, int64_t element_bytes) {
   return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 && tensor.batch * element_bytes % 16 == 0 &&
          tensor.head * element_bytes % 16 == 0 && tensor.row * element_bytes % 16 == 0;
 }
 
-// Rows on 16 bytes are copied and written in pieces of 16 bytes, others element by element.
+// Rows aligned to 16 bytes are copied and written in 16-byte chunks, others element by element.
 template <class... Tensors> bool can_vectorize(int dtype, int head_dim, const Tensors&... tensors) {
   const int64_t bytes = static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 2;
   return head_dim * bytes % 16 == 0 && (is_aligned(tensors, bytes) && ...);
 }
 
-// The stride of an axis of one element addresses nothing and may be odd: it becomes that of a contiguous tensor, which
-// keeps the rows on 16 bytes.
+// The stride of an axis of size one is irrelevant and may be odd: it is replaced by that of a contiguous tensor, which
+// preserves the alignment of rows.
 template <class Tensor>
 void replace_unused_strides(Tensor& tensor, int64_t batches, int64_t heads, int64_t length, int64_t head_dim) {
   if (batches == 1) tensor.batch = heads * length * head_dim;
@@ -87,7 +87,7 @@ Arguments arguments_of(const AttentionCall& call) {
   return arguments;
 }
 
-// Which kernels: the fastest that take the call, or for tests and benchmarks one family by name.
+// Selects the kernels: the fastest that support the call, or, in tests and benchmarks, a family by name.
 enum class Path { AUTOMATIC = 0, GENERAL = 1, SHORT = 2, SM90 = 3 };
 
 template <class T> bool takes_short(const Arguments& arguments, const AttentionCall& call) {
@@ -98,8 +98,8 @@ template <class T> bool takes_short(const Arguments& arguments, const AttentionC
     throw std::invalid_argument(
         "attention: the short kernels take up to 256 queries and keys that are not packed, and head dimensions up to "
         "64");
-  const bool asked = path == Path::AUTOMATIC || path == Path::SHORT;
-  if (!fits || !asked) return false;
+  const bool selected = path == Path::AUTOMATIC || path == Path::SHORT;
+  if (!fits || !selected) return false;
   const int needed = short_shared_bytes<T>(arguments), given = shared_memory_per_block(call.device);
   if (path == Path::SHORT && needed > given)
     throw std::invalid_argument("attention: the short kernels need " + std::to_string(needed) +
@@ -108,7 +108,7 @@ template <class T> bool takes_short(const Arguments& arguments, const AttentionC
   return needed <= given;
 }
 
-// Hopper's kernels read a bias in pairs of neighbouring keys; a slope is read alone.
+// The sm90 kernels read a bias in pairs of adjacent keys; a slope is a scalar.
 bool has_pairs(const Bias& bias, int key_length) {
   const int64_t bytes = bias.is_float ? 4 : 2;
   return bias.is_slope || (bias.column == 1 && key_length % 2 == 0 && bias.row % 2 == 0 && bias.head % 2 == 0 &&

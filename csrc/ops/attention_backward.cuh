@@ -1,7 +1,7 @@
-// Flash attention, backward, deterministic and without atomics: each gradient has one owner. Probabilities are computed
-// again from the statistics of forward; with delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dP = dO V^T. One kernel
-// computes delta, one walks the keys for dQ, one walks the queries for dK and dV, and one more the heads and batches for
-// the bias's gradient.
+// Flash attention, backward, deterministic and without atomics: each gradient has one owner. Probabilities are
+// recomputed from the statistics of forward; with delta = rowsum(dO * O) - dlse, dS = P * (dP - delta), dP = dO V^T.
+// One kernel computes delta, one loops over keys for dQ, one over queries for dK and dV, and one over heads and batches
+// for the gradient of the bias.
 #pragma once
 #include "attention_launch.h"
 #include "attention_tiles.cuh"
@@ -12,13 +12,13 @@ template <class T, int HEAD_DIM> struct BackwardShape {
   static constexpr bool WIDE = HEAD_DIM > 128;
   static constexpr bool FLOAT = sizeof(T) == 4;
   static constexpr int OWNED = FLOAT && WIDE ? 32 : 64;  // rows that a block owns
-  // Rows per step. What is streamed and owned fits the 99 KiB of the smaller GPUs, fp32 above head dimension 128 excepted.
+  // Rows per step. Shared memory fits the 99 KiB of smaller GPUs, except fp32 above head dimension 128.
   static constexpr int STREAMED = FLOAT ? (HEAD_DIM > 64 ? 16 : 32) : WIDE ? 16 : HEAD_DIM > 64 ? 32 : 64;
-  static constexpr int COLUMNS = WIDE ? HEAD_DIM / 2 : HEAD_DIM;  // of dK and dV per block: more do not fit registers
+  static constexpr int COLUMNS = WIDE ? HEAD_DIM / 2 : HEAD_DIM;  // of dK and dV per block, limited by registers
   static constexpr int THREADS = OWNED / 16 * WARP_SIZE;
-  static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; asking for more makes the compiler spill
+  static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; more would spill
   static constexpr int ROW_BYTES = HEAD_DIM * static_cast<int>(sizeof(T)), TILE_BYTES = (2 * OWNED + 4 * STREAMED) * ROW_BYTES;
-  // Of 16 bits at head dimension 64 exactly 49 KiB for keys and values without EXTRAS: two blocks fit the smaller GPUs too.
+  // 16 bits at head dimension 64 without EXTRAS: exactly 49 KiB, so that two blocks fit the smaller GPUs.
   static constexpr int QUERY_BYTES = shared_bytes_after<uint8_t>(STREAMED, TILE_BYTES);
   static constexpr int key_value_bytes(bool extras) {
     return shared_bytes_after<float>((extras ? 6 : 4) * STREAMED, TILE_BYTES);
@@ -44,15 +44,15 @@ __global__ void __launch_bounds__(128) attention_delta_kernel(const Arguments ar
   arguments.delta[row] = dlse ? sum - dlse[row] : sum;
 }
 
-// exp(score - largest - log_sum). `score` is q k, or with SCALED already scale * q k + bias: then a bias of -inf may have
-// hidden every key of a row (`largest` is -inf). Without a bias only masks hide keys, and those select zeros.
+// exp(score - largest - log_sum). `score` is q k, or with SCALED scale * q k + bias; then a bias of -inf may have
+// masked every key of a row (`largest` is -inf). Without a bias only masks hide keys, by selection.
 template <class T, bool SCALED> TK_DEVICE float probability(float score, float largest, float log_sum, float factor) {
   if (!SCALED) return exponential<T>(fmaf(score, factor, -(largest + log_sum) * UNIT<T>));
   const float base = largest == -INFINITY ? INFINITY : largest;  // exp(-inf) is 0
   return exponential<T>(fmaf(score - base, factor, -log_sum * factor));
 }
 
-// One block owns OWNED queries of one head and walks the keys, as the forward pass does, for dQ = scale * dS K.
+// One block owns OWNED queries of one head and loops over the keys, as forward does, for dQ = scale * dS K.
 template <class T, int HEAD_DIM, bool EXTRAS>
 __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
     attention_backward_query_kernel(const Arguments arguments) {
@@ -176,9 +176,9 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
                            angles_of(arguments, batch));
 }
 
-// One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and walks the queries of every
-// query head of its group: dV = P^T dO, dK = scale * dS^T Q. Scores are computed transposed, keys along the rows, so
-// that P^T and dS^T are in registers what the products need.
+// One block owns OWNED keys of one key head (and COLUMNS columns of their gradients) and loops over the queries of
+// every query head of its group: dV = P^T dO, dK = scale * dS^T Q. Scores are transposed, keys along the rows, so that
+// P^T and dS^T are operands in registers.
 template <class T, int HEAD_DIM, bool EXTRAS>
 __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
     attention_backward_key_value_kernel(const Arguments arguments) {
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const Tile<T, HEAD_DIM> values{shared.take<T, 1024>(KEYS * HEAD_DIM)};
   T* const query_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
   T* const dout_stages = shared.take<T, 1024>(2 * QUERIES * HEAD_DIM);
-  float* const largest_stages = shared.take<float>(2 * QUERIES);  // without EXTRAS: lse, all that they need
+  float* const largest_stages = shared.take<float>(2 * QUERIES);  // without EXTRAS: lse
   float* const delta_stages = shared.take<float>(2 * QUERIES);
   float* const log_sum_stages = EXTRAS ? shared.take<float>(2 * QUERIES) : nullptr;
 
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   Interval queries[2];  // that see this lane's keys
 #pragma unroll
   for (int half = 0; half < 2; ++half) queries[half] = queries_seeing(arguments, warp_key + g + 8 * half);
-  const Interval common = seen_by_warp(queries);  // these queries see all the warp's keys
+  const Interval common = seen_by_warp(queries);  // queries that see all keys of the warp
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if (!(bits >> (warp_row + g + 8 * half) & 1)) queries[half] = {1, 0};
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
 
     if (arguments.cu_seqlens && !is_inside<QUERIES>(first_query, block_common)) {
       const auto note = [=](int row, bool found) {
-        if (found) largest[row] = NAN;  // as the weights of a query that is not finite would be
+        if (found) largest[row] = NAN;  // as the weights of a non-finite query
       };
       quarantine<QUERIES, THREADS>(q, note);
       quarantine<QUERIES, THREADS>(dout, note);
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
         gradients[n][e] *= p;
       }
     }
-    if (edge) {  // in a pass of its own: else each exponential gets a branch around it
+    if (edge) {  // a separate pass: otherwise each exponential gets a branch
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint64_t visible = bits_of(queries[half], first_query);
@@ -332,13 +332,12 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
                           arguments.key_length, first_column, arguments);
   store_fragment<COLUMNS>(dk, key_factors, keys, warp_row, rows_of<T>(arguments.dk, batch, key_head),
                           arguments.dk.row, warp_key, arguments.key_length, first_column, arguments,
-                          PARTS == 1 ? angles_of(arguments, batch) : Angles{});  // parts do not hold both of a pair
+                          PARTS == 1 ? angles_of(arguments, batch) : Angles{});  // a part has one column of a pair
 }
 
-// One block owns up to OWNED queries x STREAMED keys of the bias's gradient, which is dS summed over every axis along
-// which the bias is broadcast: it walks batches, heads and, where the bias has one row for all queries, their tiles,
-// always in the same order. dS is recomputed: two products more, and no other kernel has to know about the bias's
-// shape. A bias broadcast along the keys does not come here: it shifts whole rows, so that only lse depends on it.
+// One block owns up to OWNED queries x STREAMED keys of the gradient of the bias, dS summed over broadcast axes. It
+// loops over batches, heads and, for a bias with one row for all queries, query tiles, in a fixed order. dS is
+// recomputed with two products. A bias broadcast along the keys is handled in Python: only lse depends on it.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardShape<T, HEAD_DIM>::BLOCKS)
     attention_backward_bias_kernel(const Arguments arguments) {
@@ -354,10 +353,10 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
   const bool over_rows = out.rows == 1;
   const int query_tiles = (arguments.query_length + QUERIES - 1) / QUERIES;
   const int key_tiles = (arguments.key_length + KEYS - 1) / KEYS;
-  int64_t place = blockIdx.x;
-  const auto own = [&place](int parts) {
-    const int part = static_cast<int>(place % parts);
-    place /= parts;
+  int64_t block = blockIdx.x;
+  const auto own = [&block](int parts) {
+    const int part = static_cast<int>(block % parts);
+    block /= parts;
     return part;
   };
   const int own_key_tile = own(key_tiles), own_query_tile = own(over_rows ? 1 : query_tiles);
@@ -425,7 +424,7 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[n][e] += gradients[n][e];
-    __syncthreads();  // the next step overwrites the tiles
+    __syncthreads();  // before the next step overwrites the tiles
   }
 
   const int64_t plane = (static_cast<int64_t>(own_batch) * out.heads + own_head) * out.rows * out.columns;

@@ -1,5 +1,5 @@
-// Flash attention, forward: Q stays in shared memory while K and V stream past in tiles (Dao, "FlashAttention-2", 2023,
-// algorithm 1). Matrix products by mma.sync for fp16 and bf16, by FMA for fp32; statistics in fp32.
+// Flash attention, forward: Q in shared memory, loop over tiles of K and V (Dao, "FlashAttention-2", 2023, algorithm
+// 1). Matrix products by mma.sync for fp16 and bf16, by FMA for fp32; statistics in fp32.
 #pragma once
 #include "attention_launch.h"
 #include "attention_tiles.cuh"
@@ -16,18 +16,18 @@ template <class T, int HEAD_DIM, int SLABS> struct ForwardShape {
       KEYS, shared_bytes_after<Interval>(QUERIES, (QUERIES + 4 * KEYS) * HEAD_DIM * static_cast<int>(sizeof(T))));
 };
 
-// Blocks per multiprocessor that the registers allow: more would spill, and without a demand the compiler takes fewer.
+// Blocks per multiprocessor that fit the registers: more would spill, and without a bound the compiler permits fewer.
 template <int HEAD_DIM, int SLABS>
 constexpr int FORWARD_BLOCKS = HEAD_DIM > 128 ? 1 : HEAD_DIM * SLABS > 64 ? 2 : 3;
 
 // A fragment's running maximum and sum of exponentials per row; this lane's rows are g and g + 8.
 struct OnlineSoftmax {
   float maximum[2] = {-INFINITY, -INFINITY};
-  float total[2] = {0.f, 0.f};  // of this lane's columns only, until the end
+  float total[2] = {0.f, 0.f};  // of this lane's columns until the final reduction
 
-  // Rotates scores into exponentials and returns by how much earlier results shrink. With SCALED the scores are final and
-  // the difference to the maximum is taken first, so that a bias near -FLT_MAX stays finite; else `factor` holds the
-  // scale and one FMA does all.
+  // Replaces scores by exponentials and returns the factor for earlier results. With SCALED the scores are final and
+  // the maximum is subtracted first, so that a bias near -FLT_MAX remains finite; else one FMA applies `factor`, the
+  // scale.
   template <class T, bool SCALED, int TILES> TK_DEVICE float update(float (&scores)[TILES][4], int half, float factor) {
     float highest = maximum[half];
 #pragma unroll
@@ -49,11 +49,11 @@ struct OnlineSoftmax {
   }
 };
 
-// What a warp computes for its SLABS times 16 queries of one head.
+// The state of a warp for its SLABS times 16 queries of one head.
 template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows {
   const Arguments& arguments;
   int batch, head, first_query;
-  Interval* keys;  // that the warp's rows see, in shared memory: few tiles need them
+  Interval* keys;  // visible keys of the warp's rows; in shared memory because few tiles need them
   float out[SLABS][HEAD_DIM / 8][4] = {};
   OnlineSoftmax softmax[SLABS];
 
@@ -64,8 +64,7 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     __syncwarp();
   }
 
-  // Takes in KEYS keys. `queries` holds the rows from tile_row on; without `edge` every row may see all keys that are
-  // real.
+  // Processes KEYS keys. `queries` contains the rows starting at tile_row; without `edge` every row sees all real keys.
   template <int KEYS>
   TK_DEVICE void add(Tile<T, HEAD_DIM> queries, int tile_row, Tile<T, HEAD_DIM> k, Tile<T, HEAD_DIM> v, int first_key,
                      uint64_t bits, bool edge) {
@@ -99,7 +98,7 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     if (arguments.softcap > 0.f) cap_scores<T>(scores, arguments.softcap);
   }
 
-  // Zeroes what dropout hides of the KEYS keys from first_key on. `round_keys` gives the PhiloxKeys of the seed.
+  // Applies dropout to the weights of KEYS keys starting at first_key. `round_keys` returns the PhiloxKeys of the seed.
   template <int KEYS, class F>
   TK_DEVICE void drop(float (&scores)[KEYS / 8][4], int first_key, int slab, F round_keys) {
     if (!arguments.dropout.seed) return;
@@ -120,7 +119,7 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     }
   }
 
-  // Hides what this lane's rows may not see of the KEYS keys that begin at a fragment's first_tile-th 8 columns.
+  // Masks KEYS keys, starting at a fragment's first_tile-th 8 columns, for this lane's rows.
   template <int KEYS, int TILES>
   TK_DEVICE void hide_keys(float (&scores)[TILES][4], int first_tile, int first_key, uint64_t bits, int slab = 0) {
 #pragma unroll
@@ -132,7 +131,7 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     return keys[16 * slab + threadIdx.x % WARP_SIZE / 4 + 8 * half];
   }
 
-  // Adds to a row what poison_seen() found for it. No product with the values is under way.
+  // Adds the result of poison_seen() to a row. No product with the values may be in progress.
   TK_DEVICE void add_poison(int slab, int half, float seen) {
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; ++n) {
@@ -141,7 +140,7 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     }
   }
 
-  // Divides by the sums and writes out and lse. The warp's rows of `staging` are overwritten.
+  // Divides by the sums and writes out and lse. Overwrites the warp's rows of `staging`.
   TK_DEVICE void finish(Tile<T, HEAD_DIM> staging, int tile_row) {
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) finish_slab(staging, tile_row + 16 * slab, slab);
@@ -158,7 +157,7 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
     }
     store_fragment<HEAD_DIM>(out[slab], normaliser, staging, tile_row, rows_of<T>(arguments.out, batch, head),
                              arguments.out.row, first_query + 16 * slab, arguments.query_length, 0, arguments);
-    // After that, and three lanes of a quad store one statistic each, with one address: registers are scarce.
+    // After the output, to save registers; three lanes of a quad store one statistic each.
     const int64_t rows = (static_cast<int64_t>(batch) * arguments.query_heads + head) * arguments.query_length;
     float* const target =
         t == 0 ? arguments.lse + rows : arguments.statistics + 2 * rows + (t == 1 ? 0 : arguments.query_length);
@@ -174,8 +173,9 @@ template <class T, int HEAD_DIM, bool SCALED, int SLABS = 1> struct AttendedRows
   }
 };
 
-// One block owns QUERIES queries of one head; each warp owns SLABS times 16 of them. EXTRAS: a bias, dropout, a softcap, a scale that
-// is not positive, or fp32. Packing, causality, window, padding and odd lengths touch only the tiles on their edge.
+// One block owns QUERIES queries of one head; each warp owns SLABS times 16 of them. EXTRAS: a bias, dropout, a
+// softcap, a scale that is not positive, or fp32. Packing, causality, window, padding and partial tiles affect only
+// boundary tiles.
 template <class T, int HEAD_DIM, bool EXTRAS, int SLABS>
 __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FORWARD_BLOCKS<HEAD_DIM, SLABS>)
     attention_forward_kernel(const Arguments arguments) {
@@ -241,17 +241,17 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
                                                         [=](int row) { return tainted[row] != 0; }));
     }
     rows.template add<KEYS>(queries, warp_row, k, v, first_key, bits, edge);
-    __syncthreads();  // the next round copies into the stage read in this one
+    __syncthreads();  // before the next step overwrites the stage read in this one
     tile = following;
     bits = next_bits;
   }
   copy_async_wait<0>();
-  __syncthreads();  // without any tile, other threads' copies of Q may only have landed now
+  __syncthreads();  // without tiles, copies of Q by other threads may complete only here
   rows.finish(queries, warp_row);
 }
 
-// Whether warps take 32 queries each: a fragment of keys or values read from shared memory then serves two products. The
-// blocks are half as many and must still fill the GPU. At head dimension 128 such warps have no registers left.
+// Whether warps process 32 queries each: each fragment of keys or values loaded from shared memory is then used in two
+// products. There are half as many blocks, which must fill the GPU. At head dimension 128 such warps would spill.
 inline bool takes_two_slabs(const Arguments& arguments, int device) {
   const int64_t blocks = ceil_div(arguments.query_length, 128) * arguments.query_heads * arguments.batches;
   return arguments.query_length > 64 && blocks >= 2 * multiprocessor_count(device);

@@ -1,4 +1,4 @@
-// From a call's arguments to one compiled kernel. Each type is compiled in files of its own (attention_float16.cu,
+// Selection of a compiled kernel by a call's arguments. Each type is compiled in its own files (attention_float16.cu,
 // ...).
 #pragma once
 #include <type_traits>
@@ -11,14 +11,14 @@ namespace transformer_kernels::attention {
 template <class T> void launch_forward(const Arguments& arguments, Stream stream);
 template <class T> void launch_backward(const Arguments& arguments, const float* dlse, Stream stream);
 template <class T> void launch_forward_sm90(const Arguments& arguments, Stream stream);
-// The bytes of shared memory that the short kernels need for a call; with a dout it is a backward pass.
+// Bytes of shared memory of the short kernels for a call, which is a backward pass if it has a dout.
 template <class T> int short_shared_bytes(const Arguments& arguments);
 template <class T> void launch_short_forward(const Arguments& arguments, Stream stream);
 template <class T> void launch_short_backward(const Arguments& arguments, const float* dlse, Stream stream);
 
 template <int VALUE> using Constant = std::integral_constant<int, VALUE>;
 
-// Whether a call has what the variant without extras leaves out.
+// Whether a call requires the variant with extras.
 inline bool has_extras(const Arguments& arguments) {
   return arguments.bias.data || arguments.dropout.seed || arguments.scale <= 0.f || arguments.softcap > 0.f;
 }
@@ -27,9 +27,9 @@ template <class F> void dispatch_extras(const Arguments& arguments, F&& f) {
   has_extras(arguments) ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// Calls f(head dimension, extras) with the smallest compiled head dimension that holds the call's. The variant without
-// extras folds the scale into the exponential, which costs fp32 its last digits; it exists for 16-bit types and the
-// head dimensions of small models. Elsewhere the general one serves every call.
+// Calls f(head dimension, extras) with the smallest compiled head dimension that is large enough. The variant without
+// extras folds the scale into the exponential, too inaccurate for fp32; it exists for 16-bit types and the head
+// dimensions of small models.
 template <class T, class F> void dispatch_head_dim(const Arguments& arguments, F&& f) {
   const int head_dim = arguments.head_dim;
   const auto with_extras = [&](auto padded) {

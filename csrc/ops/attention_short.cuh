@@ -1,7 +1,6 @@
-// Short sequences (up to 256 keys and queries, head dimensions up to 64, 16-bit types): one block holds all keys and
-// values of a head in shared memory. The forward pass then needs no barrier between tiles; the backward pass computes
-// the scores once for all three gradients (five products instead of seven) and delta on the way: one launch instead of
-// three.
+// Short sequences (up to 256 keys and queries, head dimensions up to 64, 16-bit types): one block has all keys and
+// values of a head in shared memory. Forward needs no barrier between tiles; backward computes the scores once for all
+// three gradients (five products instead of seven) and delta, in one launch instead of three.
 #pragma once
 #include "attention_backward.cuh"
 #include "attention_forward.cuh"
@@ -12,7 +11,7 @@ template <class T, int HEAD_DIM, int KEYS_> struct ShortShape {
   static constexpr int KEYS = KEYS_;  // all of them; padded
   static constexpr int QUERIES = 64;  // per step of the backward pass
   static constexpr int SCORE_KEYS =
-      KEYS * HEAD_DIM > 128 * 64 ? 32 : 64;  // per block of scores there: registers decide
+      KEYS * HEAD_DIM > 128 * 64 ? 32 : 64;  // per block of scores in backward, limited by registers
   static constexpr int WARPS = KEYS < 128 ? 4 : 8;
   static constexpr int THREADS = WARPS * WARP_SIZE;
   static constexpr int ELEMENT = sizeof(T);
@@ -23,7 +22,7 @@ template <class T, int HEAD_DIM, int KEYS_> struct ShortShape {
       QUERIES, shared_bytes_after<T, 1024>(4 * QUERIES * HEAD_DIM + 2 * QUERIES * KEYS, KEY_BYTES));
 };
 
-// The keys of one head, and what is known about them.
+// The keys of one head, their values and padding.
 template <class T, int HEAD_DIM, int KEYS> struct ResidentKeys {
   Tile<T, HEAD_DIM> k, v;
   uint64_t* bits;  // in shared memory; bit i of word w: key 64 * w + i is real
@@ -43,7 +42,7 @@ template <class T, int HEAD_DIM, int KEYS> struct ResidentKeys {
     }
   }
 
-  // Once this thread's copies have arrived; a barrier follows.
+  // Called after this thread's copies have completed; a barrier must follow.
   template <int THREADS> TK_DEVICE void rotate(const Arguments& arguments, int batch) {
 #pragma unroll 1
     for (int first_key = 0; first_key < KEYS; first_key += 64)
@@ -62,7 +61,7 @@ template <class T, int HEAD_DIM, int KEYS> struct ResidentKeys {
   TK_DEVICE uint64_t bits_from(int first_key) const { return bits[first_key / 64] >> first_key % 64; }
 };
 
-// One block owns one query head; each warp takes every WARPS-th slab of 16 queries.
+// One block owns one query head; each warp owns every WARPS-th slab of 16 queries.
 template <class T, int HEAD_DIM, int KEYS>
 __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     attention_short_forward_kernel(const Arguments arguments) {
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     }
     __syncwarp();
     rows.finish(slab, 0);
-    __syncwarp();  // the next slab is copied over this one
+    __syncwarp();  // before the next slab overwrites this one
     if (query + 16 * Shape::WARPS < arguments.query_length) load_slab(query + 16 * Shape::WARPS);
   }
 }
@@ -131,7 +130,7 @@ TK_DEVICE void row_deltas(const Arguments& arguments, const float* dlse, int bat
   if (threadIdx.x % LANES == 0) delta[row] = sum;
 }
 
-// P (as dropped, without 1 / (1 - p)) and dS of 16 queries (tile rows from `row` on) and WIDTH keys.
+// P (after dropout, without 1 / (1 - p)) and dS of 16 queries (tile rows starting at `row`) and WIDTH keys.
 template <int WIDTH, class T, int HEAD_DIM, int KEYS>
 TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int head, int tile_query, int row,
                                      int first_key, const ResidentKeys<T, HEAD_DIM, KEYS>& keys, Tile<T, HEAD_DIM> q,
@@ -186,16 +185,16 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
     }
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; ++n) {
-      const int place = first_key + 8 * n + 2 * t;
-      store_pair(probabilities.at(row + g + 8 * half, place), scores[n][2 * half], scores[n][2 * half + 1]);
-      store_pair(gradients.at(row + g + 8 * half, place), grad_scores[n][2 * half], grad_scores[n][2 * half + 1]);
+      const int key_column = first_key + 8 * n + 2 * t;
+      store_pair(probabilities.at(row + g + 8 * half, key_column), scores[n][2 * half], scores[n][2 * half + 1]);
+      store_pair(gradients.at(row + g + 8 * half, key_column), grad_scores[n][2 * half], grad_scores[n][2 * half + 1]);
     }
   }
 }
 
-// One block owns one key head: its dK and dV, and dQ of every query head of its group. Per 64 queries, first each warp
-// computes blocks of 16 queries x SCORE_KEYS keys of P and dS into shared memory; then each warp adds to dK and dV of
-// the keys that it owns, and finishes a part of dQ.
+// One block owns one key head: its dK and dV, and dQ of every query head of its group. Per 64 queries, each warp first
+// computes blocks of 16 queries x SCORE_KEYS keys of P and dS in shared memory, then accumulates dK and dV of its keys
+// and computes a part of dQ.
 template <class T, int HEAD_DIM, int KEYS>
 __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     attention_short_backward_kernel(const Arguments arguments, const float* dlse) {
@@ -247,7 +246,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     if (arguments.angles.cos)
       rotate_tile<QUERIES, THREADS>(q, first_query, arguments.query_length, ~0ull, angles_of(arguments, batch), 1.f,
                                   threadIdx.x);
-    __syncthreads();  // also: the last step has been read, so its stage, P and dS may be overwritten
+    __syncthreads();  // also: the stage, P and dS of the last step may be overwritten
     if (step + 1 < tiles * group) load_step(step + 1);
     row_deltas<QUERIES, THREADS>(arguments, dlse, batch, head, first_query, dout, delta);
     __syncthreads();
@@ -278,7 +277,7 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
                                arguments.query_length, column, arguments);
       continue;
     }
-    __syncthreads();  // Q has been read: columns that other warps hold meet there
+    __syncthreads();  // Q has been read and is overwritten with dQ
     stage_fragment<COLUMNS>(dq, key_factors, q, row, column);
     __syncthreads();
     if (warp >= QUERIES / 16) continue;

@@ -1,4 +1,4 @@
-// What the attention kernels share: arguments, swizzled tiles, matrix products on tiles, and who may see whom.
+// Shared by the attention kernels: visibility, swizzled tiles, matrix products on tiles, bias and dropout.
 //
 // Fragment convention. A warp computes 16 rows at a time. With g = lane / 4 and t = lane % 4, element [n][e] of a
 // result `float c[N / 8][4]` is row g + 8 * (e / 2), column 8 * n + 2 * t + e % 2: the accumulator layout of
@@ -31,23 +31,23 @@ TK_DEVICE const uint8_t* padding_of(const Arguments& arguments, int batch) {
   return mask ? mask + static_cast<int64_t>(batch) * arguments.key_length : nullptr;
 }
 
-// Of a head, for each query: the largest of its scores, -inf where it sees no key, and query_length floats behind that the log
-// of the sum of exp(score - largest). Backward keeps them apart: lse, their sum, loses the log where scores are large.
+// Statistics of a head: per query the maximum of its scores (-inf if fully masked), then, query_length floats later,
+// the log of the sum of exp(score - maximum). Their sum, lse, loses the log for large scores.
 TK_DEVICE float* statistics_of(const Arguments& arguments, int batch, int head) {
   return arguments.statistics + (static_cast<int64_t>(batch) * arguments.query_heads + head) * 2 * arguments.query_length;
 }
 
-// ---- who may see whom
+// ---- visibility
 
 struct Interval {
-  int first, last;  // both included; empty when first > last
+  int first, last;  // inclusive; empty if first > last
 };
 
-// The packed sequence that holds a token, by bisection; behind the last sequence an empty interval at its end. Whatever
-// cu_seqlens holds, the interval stays within the tokens. Both ends grow with the token.
+// The packed sequence of a token, by bisection; after the last sequence an empty interval at its end. The interval is
+// within the tokens for any cu_seqlens. Both ends are monotonic in the token.
 TK_DEVICE Interval sequence_of(const Arguments& arguments, int token) {
   const int* starts = arguments.cu_seqlens;
-  int low = 0, high = arguments.sequences + 1;  // the first start beyond the token is in [low, high]
+  int low = 0, high = arguments.sequences + 1;  // the first start after the token is in [low, high]
   while (low < high) {
     const int middle = (low + high) / 2;
     if (load(starts + middle) <= token) {
@@ -60,30 +60,30 @@ TK_DEVICE Interval sequence_of(const Arguments& arguments, int token) {
   return {start(max(low - 1, 0)), start(min(low, arguments.sequences)) - 1};
 }
 
-// The keys that packing, causality and the window let a query see. Both ends grow with the query.
+// The keys visible to a query by packing, causality and window. Both ends are monotonic in the query.
 TK_DEVICE Interval keys_seen_by(const Arguments& arguments, int query) {
   const int aligned = query + arguments.key_length - arguments.query_length;
   const Interval keys = arguments.cu_seqlens ? sequence_of(arguments, query) : Interval{0, arguments.key_length - 1};
   return {max(keys.first, aligned - arguments.left), min(keys.last, aligned + arguments.right)};
 }
 
-// The same relation seen from a key. Both ends grow with the key.
+// The queries that see a key, the inverse relation. Both ends are monotonic in the key.
 TK_DEVICE Interval queries_seeing(const Arguments& arguments, int key) {
   const int aligned = key + arguments.query_length - arguments.key_length;
   const Interval queries = arguments.cu_seqlens ? sequence_of(arguments, key) : Interval{0, arguments.query_length - 1};
   return {max(queries.first, aligned - arguments.right), min(queries.last, aligned + arguments.left)};
 }
 
-// What neighbouring rows see, from what the first and the last of them see.
+// The intersection and the union of the intervals of a range of rows, from those of its first and last row.
 TK_DEVICE Interval seen_by_all(const Interval& first, const Interval& last) { return {last.first, first.last}; }
 TK_DEVICE Interval seen_by_any(const Interval& first, const Interval& last) { return {first.first, last.last}; }
 
-// The same for a warp's 16 rows, of which each lane holds rows g and g + 8.
+// The intersection for a warp's 16 rows, of which each lane owns rows g and g + 8.
 TK_DEVICE Interval seen_by_warp(const Interval (&rows)[2]) {
   return {__shfl_sync(ALL_LANES, rows[1].first, WARP_SIZE - 1), __shfl_sync(ALL_LANES, rows[0].last, 0)};
 }
 
-// The tiles of ROWS rows that an interval touches.
+// The tiles of ROWS rows that intersect an interval.
 struct TileRange {
   int first, end;
 };
@@ -92,24 +92,25 @@ template <int ROWS> TK_DEVICE TileRange tiles_touching(const Interval& interval)
   return {interval.first / ROWS, interval.last / ROWS + 1};
 }
 
-// The tiles of ROWS rows that lie in an interval.
+// The tiles of ROWS rows that are contained in an interval.
 template <int ROWS> TK_DEVICE Interval tiles_inside(const Interval& interval) {
   return {(interval.first + ROWS - 1) / ROWS, (interval.last + 1) / ROWS - 1};
 }
 
-// Does every one of COUNT rows from `first` on lie in the interval?
+// Whether COUNT rows starting at `first` are all in the interval.
 template <int COUNT> TK_DEVICE bool is_inside(int first, const Interval& interval) {
   return first >= interval.first && first + COUNT - 1 <= interval.last;
 }
 
-// Bit i says whether row first + i lies in the interval.
+// Bit i: row first + i is in the interval.
 TK_DEVICE uint64_t bits_of(const Interval& interval, int first) {
   const int low = max(interval.first - first, 0), high = min(interval.last - first, 63);
   return low > high ? 0 : ~0ull << low & ~0ull >> (63 - high);
 }
 
-// Replaces what a lane holds of `half` its rows of a fragment, from the first_tile-th 8 columns on, in columns whose bit is
-// not set. Bits at fixed places go to predicates several at a time, which comparing columns with limits would not.
+// Replaces a lane's elements of row `half` of a fragment, starting at the first_tile-th 8 columns, in columns whose bit
+// is not set. Bits at fixed positions are moved to predicates several at a time, unlike comparisons of columns with
+// limits.
 template <int COLUMNS, int TILES>
 TK_DEVICE void hide(float (&fragment)[TILES][4], int half, uint64_t visible, float value, int first_tile = 0) {
   const uint64_t mine = visible >> threadIdx.x % 4 * 2;
@@ -122,7 +123,7 @@ TK_DEVICE void hide(float (&fragment)[TILES][4], int half, uint64_t visible, flo
 
 template <int KEYS> constexpr uint64_t ALL_KEYS = KEYS == 64 ? ~0ull : (1ull << KEYS % 64) - 1;
 
-// Bit k says whether key first + k exists and is not padding. Every lane gets all bits; `mask` is a row of the mask.
+// Bit k: key first + k exists and is not padding. Every lane returns all bits; `mask` is a row of the mask.
 template <int KEYS> TK_DEVICE uint64_t real_keys(const uint8_t* mask, int first, int key_length) {
   static_assert(KEYS <= 64, "one bit per key");
   if (!mask) return first + KEYS <= key_length ? ALL_KEYS<KEYS> : (1ull << (key_length - first)) - 1;
@@ -137,7 +138,7 @@ template <int KEYS> TK_DEVICE uint64_t real_keys(const uint8_t* mask, int first,
   return bits;
 }
 
-// The first tile of KEYS keys in [tile, tiles) that holds a real key, or `tiles`; `bits` becomes its real keys.
+// The first tile of KEYS keys in [tile, tiles) with a real key, or `tiles`; `bits` is set to its real keys.
 template <int KEYS> TK_DEVICE int next_tile(const uint8_t* mask, int tile, int tiles, int key_length, uint64_t& bits) {
   for (; tile < tiles; ++tile) {
     bits = real_keys<KEYS>(mask, tile * KEYS, key_length);
@@ -148,8 +149,8 @@ template <int KEYS> TK_DEVICE int next_tile(const uint8_t* mask, int tile, int t
 
 // ---- tiles in shared memory
 
-// ROWS x COLUMNS elements in 16-byte chunks. Chunks are permuted within their row so that the same chunk of eight
-// consecutive rows (one ldmatrix phase) falls into eight different groups of banks.
+// ROWS x COLUMNS elements in 16-byte chunks. Chunks are permuted within their row so that a chunk of eight consecutive
+// rows (one ldmatrix phase) is in eight different groups of banks.
 template <class T, int COLUMNS_> struct Tile {
   static constexpr int COLUMNS = COLUMNS_;
   static constexpr int CHUNK = 16 / sizeof(T);
@@ -158,15 +159,15 @@ template <class T, int COLUMNS_> struct Tile {
   T* data;
 
   TK_DEVICE T* chunk(int row, int index) const {
-    const int twist = CHUNKS % 8 == 0 ? row % 8 : row / 2 % 4;  // rows of 64 bytes share a line of banks by twos
+    const int twist = CHUNKS % 8 == 0 ? row % 8 : row / 2 % 4;  // two rows of 64 bytes share a line of banks
     return data + (row * CHUNKS + (index ^ twist)) * CHUNK;
   }
   TK_DEVICE T* at(int row, int column) const { return chunk(row, column / CHUNK) + column % CHUNK; }
 };
 
-// Starts copying ROWS rows from first_row on; rows from `row_end` on, rows whose bit is 0 and columns from head_dim on
-// become zeros. Rows that are not on 16 bytes are copied at once, element by element. `thread` counts the threads that
-// take part.
+// Starts an asynchronous copy of ROWS rows starting at first_row; rows from `row_end` on, rows whose bit is 0 and
+// columns from head_dim on are set to zero. Rows that are not aligned to 16 bytes are copied synchronously, element by
+// element. `thread` is the index among the participating threads.
 template <int ROWS, int THREADS, class T, int COLUMNS>
 TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, int first_row, int row_end,
                          uint64_t bits, const Arguments& arguments, int thread) {
@@ -223,7 +224,7 @@ TK_DEVICE Angles angles_of(const Arguments& arguments, int batch) {
   return angles;
 }
 
-// Rotates V pairs of a row at a time, by the cosines and sines of its token.
+// Rotates V pairs of a row by the angles of its token.
 template <int V, int LANES, class T, class Rows>
 TK_DEVICE void rotate_row_by(Rows tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
   const int half = angles.half;
@@ -244,7 +245,7 @@ TK_DEVICE void rotate_row_by(Rows tile, int row, const Angles& angles, int64_t t
   }
 }
 
-// Rotates a row of a tile; one of LANES threads that share it.
+// Rotates a row of a tile, shared by LANES threads.
 template <int LANES, class T, class Rows>
 TK_DEVICE void rotate_row(Rows tile, int row, const Angles& angles, int64_t token, float sign, int lane) {
   if (angles.vectorized) {
@@ -254,16 +255,16 @@ TK_DEVICE void rotate_row(Rows tile, int row, const Angles& angles, int64_t toke
   }
 }
 
-// Rotates rows in place, rounded as `rotary` rounds them, after load_tile was told the same and this thread's copies have
-// arrived; or back where sign is -1. A warp rotates what its own lanes copied, so that the barrier which shows the copies
-// to other warps shows this too; only rows of more than 32 chunks need one before.
+// Rotates rows in place (inverse if sign is -1), rounded as by `rotary`, after load_tile with the same arguments and
+// after this thread's copies have completed. A warp rotates what its own lanes copied, so no barrier is needed before
+// the one that publishes the copies, except for rows of more than 32 chunks.
 template <int ROWS, int THREADS, class T, int COLUMNS>
 TK_DEVICE void rotate_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, uint64_t bits, const Angles& angles,
                          float sign, int thread) {
   using Shape = Tile<T, COLUMNS>;
-  constexpr int LANES = Shape::CHUNKS / 2;  // each rotates a chunk of the first columns of pairs and one of the second
-  constexpr int PLACES = Shape::CHUNKS < THREADS ? Shape::CHUNKS : THREADS, STEP = THREADS / PLACES;
-  if constexpr (PLACES > WARP_SIZE) {
+  constexpr int LANES = Shape::CHUNKS / 2;  // each rotates a chunk of first columns of pairs and one of second columns
+  constexpr int THREADS_PER_ROW = Shape::CHUNKS < THREADS ? Shape::CHUNKS : THREADS, STEP = THREADS / THREADS_PER_ROW;
+  if constexpr (THREADS_PER_ROW > WARP_SIZE) {
     __syncthreads();
   } else {
     __syncwarp();
@@ -271,13 +272,14 @@ TK_DEVICE void rotate_tile(Tile<T, COLUMNS> tile, int first_row, int row_end, ui
   thread = computed_late(thread);
   const int lane = thread % LANES;
 #pragma unroll 1
-  for (int row = thread / PLACES + thread % PLACES / LANES * STEP; row < ROWS; row += PLACES / LANES * STEP) {
+  for (int row = thread / THREADS_PER_ROW + thread % THREADS_PER_ROW / LANES * STEP; row < ROWS;
+       row += THREADS_PER_ROW / LANES * STEP) {
     if (first_row + row >= row_end || !(bits >> row & 1)) continue;
     rotate_row<LANES, T>(tile, row, angles, first_row + row, sign, lane);
   }
 }
 
-// Writes a warp's 16 rows (first_row of the tile on) to global memory.
+// Writes a warp's 16 rows (tile rows starting at first_row) to global memory.
 template <class T, int COLUMNS>
 TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t stride, int first_row, int row_end,
                           int first_column, const Arguments& arguments) {
@@ -297,14 +299,14 @@ TK_DEVICE void store_rows(Tile<T, COLUMNS> tile, int tile_row, T* rows, int64_t 
   }
 }
 
-// Rotates a warp's 16 rows of a gradient (from tile_row on) back.
+// Applies the inverse rotation to a warp's 16 rows of a gradient (tile rows starting at tile_row).
 template <class T, int COLUMNS>
 TK_DEVICE void rotate_slab(Tile<T, COLUMNS> tile, int tile_row, int first_row, int row_end, const Angles& angles) {
   rotate_tile<16, WARP_SIZE>(Tile<T, COLUMNS>{tile.data + tile_row * COLUMNS}, first_row, row_end, ~0ull, angles, -1.f,
                            threadIdx.x % WARP_SIZE);
 }
 
-// Puts a warp's fragment, row r times factor[r / 8 of the pair], into 16 rows of a tile from first_column on.
+// Stores a warp's fragment, row r times factor[r / 8], to 16 rows of a tile starting at first_column.
 template <int COLUMNS, class T, int TILE_COLUMNS>
 TK_DEVICE void stage_fragment(const float (&fragment)[COLUMNS / 8][4], const float (&factor)[2],
                               Tile<T, TILE_COLUMNS> tile, int tile_row, int first_column) {
@@ -317,8 +319,8 @@ TK_DEVICE void stage_fragment(const float (&fragment)[COLUMNS / 8][4], const flo
                  fragment[n][2 * half + 1] * factor[half]);
 }
 
-// Puts a warp's fragment, row r times factor[r / 8 of the pair], into its 16 rows of a tile and from there into global
-// memory in 16-byte pieces, rotated back where there are angles. No other warp may use those rows of the tile.
+// Stores a warp's fragment, row r times factor[r / 8], to its 16 rows of a tile and from there to global memory in
+// 16-byte chunks, with the inverse rotation if there are angles. No other warp may use those rows of the tile.
 template <int COLUMNS, class T, int TILE_COLUMNS>
 TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const float (&factor)[2],
                               Tile<T, TILE_COLUMNS> tile, int tile_row, T* rows, int64_t stride, int first_row,
@@ -331,7 +333,7 @@ TK_DEVICE void store_fragment(const float (&fragment)[COLUMNS / 8][4], const flo
   store_rows(staged, tile_row, rows, stride, first_row, row_end, first_column, arguments);
 }
 
-// Writes a warp's fragment times `factor` straight to global memory, for parts too narrow to gather in shared memory.
+// Writes a warp's fragment times `factor` directly to global memory, for parts too narrow to stage in shared memory.
 template <class T, int COLUMNS>
 TK_DEVICE void store_scaled(const float (&fragment)[COLUMNS / 8][4], float factor, T* rows, int64_t stride,
                             int first_row, int row_end, int first_column, const Arguments& arguments) {
@@ -355,8 +357,8 @@ TK_DEVICE void store_scaled(const float (&fragment)[COLUMNS / 8][4], float facto
   }
 }
 
-// Replaces inf and NaN in a tile by zeros and calls note(row, whether it held one). Where packed sequences share a tile, a
-// product would carry them from one sequence into the other, since 0 * NaN is NaN. All threads of the block take part;
+// Replaces inf and NaN in a tile by zeros and calls note(row, whether the row had any). If packed sequences share a
+// tile, a product would propagate them between sequences, since 0 * NaN is NaN. Called by all threads of the block;
 // ends with a barrier.
 template <int ROWS, int THREADS, class T, int COLUMNS, class Note>
 TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, Note note) {
@@ -377,7 +379,7 @@ TK_DEVICE void quarantine(Tile<T, COLUMNS> tile, Note note) {
   __syncthreads();
 }
 
-// NaN where `seen` has a row that was noted, else 0. The lanes of a quad look at different rows; all have the sum.
+// NaN if `seen` has a non-finite row, else 0. The lanes of a quad check different rows; all return the result.
 template <class IsNoted> TK_DEVICE float poison_seen(const Interval& seen, int first, int count, IsNoted is_noted) {
   float found = 0.f;
 #pragma unroll 1
@@ -386,7 +388,7 @@ template <class IsNoted> TK_DEVICE float poison_seen(const Interval& seen, int f
   return quad_sum(found);
 }
 
-// The same, gathered for this lane's two rows of a fragment.
+// The same for this lane's two rows of a fragment.
 struct Poison {
   float found[2] = {0.f, 0.f};
 
@@ -398,7 +400,8 @@ struct Poison {
 
 // ---- products; a warp computes 16 rows
 
-// Of SLABS times 16 rows: c[16, N] += a[16 rows from a_row, COLUMNS] @ b[N, COLUMNS]^T. What is loaded of b serves all.
+// For SLABS times 16 rows: c[16, N] += a[16 rows from a_row, COLUMNS] @ b[N, COLUMNS]^T. Fragments of b are loaded
+// once.
 template <int N, int SLABS, class T, int COLUMNS, class = std::enable_if_t<sizeof(T) == 2>>
 TK_DEVICE void multiply_transposed(float (&c)[SLABS][N / 8][4], Tile<T, COLUMNS> a, int a_row, Tile<T, COLUMNS> b) {
   const int lane = threadIdx.x % WARP_SIZE;
@@ -510,8 +513,9 @@ TK_DEVICE void multiply_transposed(float (&slabs)[1][N / 8][4], Tile<float, COLU
   }
 }
 
-// fp32: the elements of p travel within their quad of lanes. The tile is summed apart, SUMMED columns at a time, and then
-// added to c: of a thousand rows in one chain the rounding errors would be several times those of a blocked product.
+// fp32: the elements of p are exchanged within their quad of lanes. The tile is summed from 0, SUMMED columns at a
+// time, and then accumulated in c: one chain of a thousand rows would have several times the rounding error of a
+// blocked product.
 template <int N, int COLUMNS, int TILE_COLUMNS>
 TK_DEVICE void multiply(float (&slabs)[1][COLUMNS / 8][4], const float (&weights)[1][N / 8][4],
                         Tile<float, TILE_COLUMNS> b, int first_column) {
@@ -547,7 +551,7 @@ TK_DEVICE void multiply(float (&slabs)[1][COLUMNS / 8][4], const float (&weights
   }
 }
 
-// One slab of rows, in a plain array.
+// One slab of rows.
 template <int N, class T, int COLUMNS>
 TK_DEVICE void multiply_transposed(float (&c)[N / 8][4], Tile<T, COLUMNS> a, int a_row, Tile<T, COLUMNS> b) {
   multiply_transposed<N>(reinterpret_cast<float(&)[1][N / 8][4]>(c), a, a_row, b);
@@ -579,7 +583,7 @@ template <int TILES> TK_DEVICE void scale_scores(float (&scores)[TILES][4], floa
     for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
 }
 
-// tanh of a score of T's products: tanhf keeps small results to the last digit, which only fp32 needs, and takes more
+// tanh of a score computed from operands of type T: tanhf, accurate for small results, only for fp32; it needs more
 // registers.
 template <class T> TK_DEVICE float tanh_of(float x) {
   if constexpr (sizeof(T) == 4) return tanhf(x);
@@ -587,7 +591,7 @@ template <class T> TK_DEVICE float tanh_of(float x) {
   return x < 0.f ? -size : size;
 }
 
-// softcap * tanh(score / softcap), of scores to which nothing is added yet.
+// softcap * tanh(score / softcap), before the bias.
 template <class T, int TILES> TK_DEVICE void cap_scores(float (&scores)[TILES][4], float softcap) {
   const float inverse = 1.f / softcap;
 #pragma unroll
@@ -596,7 +600,7 @@ template <class T, int TILES> TK_DEVICE void cap_scores(float (&scores)[TILES][4
     for (int e = 0; e < 4; ++e) scores[n][e] = softcap * tanh_of<T>(scores[n][e] * inverse);
 }
 
-// The same, and multiplies what becomes dS by the derivative, 1 - tanh^2: here, where that is no element more to hold.
+// The same, and multiplies `gradients`, which become dS, by the derivative 1 - tanh^2.
 template <class T, int TILES>
 TK_DEVICE void cap_scores(float (&scores)[TILES][4], float softcap, float (&gradients)[TILES][4]) {
   const float inverse = 1.f / softcap;
@@ -636,17 +640,17 @@ TK_DEVICE void add_bias_transposed(float (&scores)[TILES][4], const Arguments& a
           bias_at<T>(arguments, batch, head, first_query + 8 * n + 2 * t + e % 2, first_key + g + 8 * (e / 2));
 }
 
-// One step of transposing bits over lanes: with the lane `distance` away, whose bit of that weight differs, bits at `upper`
-// of the lower lane change places with bits `shift` below them of the upper lane.
+// One step of a bit transpose over lanes: exchanges bits at `upper` of the lower lane with the bits `shift` below them
+// of the upper lane, `distance` lanes away.
 TK_DEVICE uint32_t exchange_bits(uint32_t bits, uint32_t upper, int shift, int distance) {
   const uint32_t other = __shfl_xor_sync(ALL_LANES, bits, distance);
   return threadIdx.x & distance ? (bits & upper) | (other & upper) >> shift
                                 : (bits & ~upper) | (other & ~upper) << shift;
 }
 
-// Which elements of a fragment of queries (rows) and keys (columns from first_key on) survive: bit 4 * n + e. One
-// philox draw serves eight neighbouring keys of a query, which lie two by two in the four lanes of a quad. So each of
-// them draws for one of the four rows of eight keys that make 16 keys of the fragment, and they transpose pairs of bits.
+// The dropout mask of a fragment of queries (rows) and keys (columns starting at first_key): bit 4 * n + e, 1 if kept.
+// One philox call covers eight adjacent keys of a query, two in each lane of a quad. Each lane therefore computes one
+// of the four rows of eight keys in 16 keys of the fragment, and the lanes transpose pairs of bits.
 template <int KEYS>
 TK_DEVICE uint32_t kept_query_rows(const Dropout& dropout, const PhiloxKeys& round_keys, int head, int first_query,
                                    int first_key) {
@@ -665,8 +669,8 @@ TK_DEVICE uint32_t kept_query_rows(const Arguments& arguments, int head, int fir
   return kept_query_rows<KEYS>(arguments.dropout, arguments.dropout.keys(), head, first_query, first_key);
 }
 
-// The same for a fragment of keys (rows) and queries (columns). The eight keys of a draw lie in the eight lanes of equal t,
-// which hold eight draws' elements in 16 queries.
+// The same for a fragment of keys (rows) and queries (columns). The eight keys of a philox call are in the eight lanes
+// of equal t, which own the elements of eight calls in 16 queries.
 template <int QUERIES>
 TK_DEVICE uint32_t kept_key_rows(const Arguments& arguments, int head, int first_query, int first_key) {
   static_assert(QUERIES % 16 == 0 && QUERIES <= 64, "one bit per element, eight by each draw");

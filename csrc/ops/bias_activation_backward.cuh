@@ -7,8 +7,8 @@ namespace transformer_kernels {
 
 template <int V> inline constexpr int BIAS_ACTIVATION_SHARED_BYTES = shared_bytes_after<float>(ColumnTile::THREADS * V);
 
-// One thread owns V columns of the rows of its tile; one block owns a stretch of one partial row of dbias.
-// `saved` is y where Activation::FROM_OUTPUT (the bias is not read then), else x. partials: (gridDim.y, columns).
+// One thread owns V columns of the rows of its tile; one block owns a range of one partial row of dbias. `saved` is y
+// if Activation::FROM_OUTPUT (the bias is then not read), else x. partials: (gridDim.y, columns).
 template <class Activation, class T, int V>
 __global__ void __launch_bounds__(ColumnTile::THREADS)
     bias_activation_backward_kernel(const T* __restrict__ dy, const T* __restrict__ saved, RowParameter bias,

@@ -1,10 +1,10 @@
-// y = f(x + bias) for an activation f, with the sum in fp32 and unrounded. bias_gelu and bias_relu are made of it.
+// y = f(x + bias) for an activation f, with the sum in fp32 and not rounded: bias_gelu and bias_relu.
 #pragma once
 #include "row.cuh"
 
 namespace transformer_kernels {
 
-// A block is a tile of ROW_LANES x COLUMN_LANES threads; each thread owns V neighbouring columns and every
+// A block is a tile of ROW_LANES x COLUMN_LANES threads; each thread owns V adjacent columns of every
 // (gridDim.y * ROW_LANES)-th row, so that it reads its part of the bias once.
 struct ColumnTile {
   static constexpr int COLUMN_LANES = 32, ROW_LANES = 8, THREADS = COLUMN_LANES * ROW_LANES;

@@ -33,7 +33,7 @@ template <class Activation> void launch_bias_forward(const char* name, const Act
   });
 }
 
-// call.x is y where Activation::FROM_OUTPUT; call.partial_rows is from 1 to 65535.
+// call.x is y if Activation::FROM_OUTPUT; call.partial_rows is 1 to 65535.
 template <class Activation>
 void launch_bias_backward(const char* name, const char* sums_name, const ActivationBackward& call) {
   const int n = row_length(call.columns);

@@ -1,26 +1,26 @@
-// Sums over rows, deterministic and without atomics: each block adds up its rows into one fp32 partial row, and a
-// second kernel adds the partial rows in order.
+// Deterministic sums over rows without atomics: each block reduces its rows to one fp32 partial row, and a second
+// kernel reduces the partial rows in order.
 #pragma once
 #include "row.cuh"
 
 namespace transformer_kernels {
 
-// `COUNT` sums per column over the rows that a block visits, for one RowLayout. In a layout that holds rows, each thread
-// keeps the sums of its columns in registers; for any width they live in the block's partial row in global memory.
-// partials: (COUNT, gridDim.x, columns).
+// `COUNT` sums per column over the rows of a block, for one RowLayout. Each thread accumulates its columns in
+// registers, or, in the layout for any width, in the block's partial row in global memory. partials: (COUNT, gridDim.x,
+// columns).
 template <class Layout, int COUNT> class ColumnSums {
  public:
   static constexpr int V = Layout::VECTOR;
   static constexpr int SHARED_BYTES = Layout::ROWS_PER_BLOCK > 1 ? Layout::CAPACITY * static_cast<int>(sizeof(float)) : 0;
 
   TK_DEVICE ColumnSums(float* partials, int columns) : partials_(partials), columns_(columns) {
-    if constexpr (Layout::HELD) {
+    if constexpr (Layout::IN_REGISTERS) {
 #pragma unroll
       for (int k = 0; k < COUNT; ++k)
 #pragma unroll
         for (int v = 0; v < Layout::VECTORS; ++v)
 #pragma unroll
-          for (int i = 0; i < V; ++i) held_[k][v][i] = 0.0f;
+          for (int i = 0; i < V; ++i) totals_[k][v][i] = 0.0f;
     } else {
       for (int k = 0; k < COUNT; ++k)
         Layout::for_each_vector(columns, [&](int, int column) { store_vector(partial(k) + column, Vector<float, V>{}); });
@@ -28,9 +28,9 @@ template <class Layout, int COUNT> class ColumnSums {
   }
 
   TK_DEVICE void add(int k, int v, int column, const Vector<float, V>& terms) {
-    if constexpr (Layout::HELD) {
+    if constexpr (Layout::IN_REGISTERS) {
 #pragma unroll
-      for (int i = 0; i < V; ++i) held_[k][v][i] += terms[i];
+      for (int i = 0; i < V; ++i) totals_[k][v][i] += terms[i];
     } else {
       Vector<float, V> sums = load_vector<V>(partial(k) + column);
 #pragma unroll
@@ -39,14 +39,14 @@ template <class Layout, int COUNT> class ColumnSums {
     }
   }
 
-  // Every thread of the block calls this, once. `shared` has SHARED_BYTES.
+  // Called once by every thread of the block. `shared` has SHARED_BYTES.
   TK_DEVICE void finish(float* shared) {
-    if constexpr (Layout::HELD) {
+    if constexpr (Layout::IN_REGISTERS) {
 #pragma unroll
       for (int k = 0; k < COUNT; ++k) {
         if constexpr (Layout::ROWS_PER_BLOCK > 1) add_up_warps(k, shared);
         if (static_cast<int>(threadIdx.x) < Layout::THREADS)
-          Layout::for_each_vector(columns_, [&](int v, int column) { store_vector(partial(k) + column, held_[k][v]); });
+          Layout::for_each_vector(columns_, [&](int v, int column) { store_vector(partial(k) + column, totals_[k][v]); });
       }
     }
   }
@@ -56,27 +56,27 @@ template <class Layout, int COUNT> class ColumnSums {
     return partials_ + (static_cast<int64_t>(k) * gridDim.x + blockIdx.x) * columns_;
   }
 
-  // The first warp receives the sums of the others, in their order.
+  // The first warp accumulates the sums of the others in order.
   TK_DEVICE void add_up_warps(int k, float* shared) {
     const int warp = static_cast<int>(threadIdx.x) / WARP_SIZE;
 #pragma unroll
     for (int from = 1; from < Layout::ROWS_PER_BLOCK; ++from) {
-      __syncthreads();  // the sums before these have been read
+      __syncthreads();  // the previous sums have been read
       if (warp == from)
-        Layout::for_each_vector(columns_, [&](int v, int column) { store_vector(shared + column, held_[k][v]); });
+        Layout::for_each_vector(columns_, [&](int v, int column) { store_vector(shared + column, totals_[k][v]); });
       __syncthreads();
       if (warp == 0)
         Layout::for_each_vector(columns_, [&](int v, int column) {
           const Vector<float, V> sums = load_vector<V>(shared + column);
 #pragma unroll
-          for (int i = 0; i < V; ++i) held_[k][v][i] += sums[i];
+          for (int i = 0; i < V; ++i) totals_[k][v][i] += sums[i];
         });
     }
   }
 
   float* partials_;
   int columns_;
-  Vector<float, V> held_[COUNT][Layout::VECTORS];
+  Vector<float, V> totals_[COUNT][Layout::VECTORS];
 };
 
 inline constexpr int SUM_COLUMNS = 32, SUM_GROUPS = 8;
@@ -86,8 +86,8 @@ struct ColumnSumOutput {
   bool is_float32;
 };
 
-// One block owns SUM_COLUMNS columns of one of the two outputs (blockIdx.y); group g of its threads adds the partial
-// rows g, g + SUM_GROUPS, ..., then the groups are added in order. partials: (outputs, count, columns).
+// One block owns SUM_COLUMNS columns of one of the two outputs (blockIdx.y); thread group g sums the partial rows g,
+// g + SUM_GROUPS, ..., then the groups are reduced in order. partials: (outputs, count, columns).
 template <class T>
 __global__ void __launch_bounds__(SUM_COLUMNS* SUM_GROUPS)
     sum_partials_kernel(const float* __restrict__ partials, ColumnSumOutput first, ColumnSumOutput second, int count,

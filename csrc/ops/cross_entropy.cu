@@ -11,18 +11,18 @@ namespace {
 constexpr int SUM_THREADS = 512;
 
 template <class Layout, bool GRADIENT, class Loss, class... Arguments>
-void launch_rows(int64_t rows, Stream place, Loss kind, Arguments... arguments) {
+void launch_rows(int64_t rows, Stream stream, Loss kind, Arguments... arguments) {
   const dim3 grid = grid_of(Layout::blocks(rows)), block(Layout::BLOCK_THREADS);
-  if constexpr (Layout::HELD) {
+  if constexpr (Layout::IN_REGISTERS) {
     launch<cross_entropy_forward_kernel<Layout, GRADIENT>>("cross_entropy_forward", grid, block, Layout::SHARED_BYTES,
-                                                           place, arguments...);
+                                                           stream, arguments...);
   } else {
     launch<cross_entropy_forward_any_width_kernel<Layout, GRADIENT, Loss>>(
-        "cross_entropy_forward_any_width", grid, block, Layout::SHARED_BYTES, place, arguments..., kind);
+        "cross_entropy_forward_any_width", grid, block, Layout::SHARED_BYTES, stream, arguments..., kind);
   }
 }
 
-// Calls f(layout, loss): with options beyond smoothing in the layout for any width, whatever the width is.
+// Calls f(layout, loss); options other than smoothing always use the layout for any width.
 template <class T, class F> void dispatch_loss(const WeightedLoss& options, int columns, bool aligned, F&& f) {
   if (!options.weights && options.z_loss == 0.0f && options.cap == 0.0f)
     return dispatch_row_layout<T>(columns, aligned, [&](auto layout) { f(layout, SmoothedLoss{}); });

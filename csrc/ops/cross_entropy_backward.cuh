@@ -1,11 +1,11 @@
-// dlogits = dloss (softmax - the smoothed target), from the maximum and 1 / sum that the forward pass kept.
+// dlogits = dloss (softmax - smoothed target), from the maximum and 1 / sum stored by forward.
 #pragma once
 #include "cross_entropy_forward.cuh"
 
 namespace transformer_kernels {
 
-// One group of Layout::THREADS threads owns one row. `dloss` is one number for each row, or one for all; `count`, where
-// it is given, divides it.
+// One group of Layout::THREADS threads owns one row. `dloss` is one number per row or a scalar, divided by `count`
+// unless null.
 template <class Layout, class Loss>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     cross_entropy_backward_kernel(const float* __restrict__ dloss, bool dloss_of_each_row,
@@ -26,13 +26,13 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   logits += row * classes;
   dlogits += row * classes;
 
-  Vector<T, V> held[Layout::VECTORS];
-  const auto read = [&](int v, int column) { held[v] = load_vector<V>(logits + column); };
+  Vector<T, V> loaded[Layout::VECTORS];
+  const auto read = [&](int v, int column) { loaded[v] = load_vector<V>(logits + column); };
   Layout::load_and_use(classes, read, [&](int v, int column) {
     Vector<float, V> gradient;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const float score = kind.score(to_float(held[v][i])), p = fast_exp2((score - maximum) * LOG2_E) * inverse;
+      const float score = kind.score(to_float(loaded[v][i])), p = fast_exp2((score - maximum) * LOG2_E) * inverse;
       gradient[i] = kind.gradient(p, score, column + i, target, factor, scale, smoothing, uniform);
     }
     store_vector(dlogits + column, rounded<T, V>(gradient));

@@ -1,10 +1,10 @@
-// loss = log(sum exp(x - max)) - (x_target - max) of each row, in fp32; optionally its gradient in place of the row.
+// loss = log(sum exp(x - max)) - (x_target - max) of each row, in fp32; optionally the gradient overwrites the row.
 #pragma once
 #include "row.cuh"
 
 namespace transformer_kernels {
 
-// The target of a row: a class, or -1 where it is ignored or no class at all (stray).
+// The target of a row: a class, or -1 if ignored or out of range (stray).
 struct RowTarget {
   int column;
   bool ignored, stray;
@@ -14,11 +14,11 @@ struct RowTarget {
     stray = stray && !ignored;
     if (ignored || stray) column = -1;
   }
-  // What multiplies the row's gradient: nothing gets out of an ignored row, and everything of a stray one is NaN.
+  // The factor of the row's gradient: 0 for an ignored row, NaN for a stray one.
   TK_DEVICE float scale(float scale) const { return ignored ? 0.0f : stray ? NAN : scale; }
 };
 
-// The sums over a row that its loss is made of: all relative to the row's maximum, so that large logits do not cancel.
+// The terms of a row's loss, relative to the row's maximum to avoid cancellation of large logits.
 struct RowTerms {
   float log_total;  // log(sum exp(x - max))
   float picked;     // x_target - max
@@ -31,15 +31,15 @@ struct RowTerms {
   }
 };
 
-// scale (p - the smoothed target) at a column; 0 where scale is 0, whatever p holds.
+// scale (p - smoothed target) at a column; 0 if scale is 0, also for non-finite p.
 TK_DEVICE float cross_entropy_gradient(float p, int column, const RowTarget& target, float scale, float smoothing,
                                        float uniform) {
   const float wanted = (column == target.column ? 1.0f - smoothing : 0.0f) + uniform;
   return scale == 0.0f ? 0.0f : scale * (p - wanted);
 }
 
-// What any-width kernels compute of a row: here a loss with nothing but smoothing. One number for the row, its `factor`,
-// multiplies p in the gradient.
+// The loss of a row in any-width kernels, with smoothing only. `factor`, one number per row, multiplies p in the
+// gradient.
 struct SmoothedLoss {
   TK_DEVICE float score(float logit) const { return logit; }
   TK_DEVICE float weight(int) const { return 1.0f; }
@@ -53,8 +53,8 @@ struct SmoothedLoss {
   }
 };
 
-// And here one with class weights (classes + 1), behind them their mean, or null, with a z-loss and with a soft cap, each
-// 0 for none. Only kernels for any width are compiled with it.
+// The loss of a row with class weights (classes + 1, the last one their mean) or null, a z-loss and a soft cap, 0 for
+// none. Compiled into the kernels for any width only.
 struct WeightedLoss {
   const float* weights;
   float z_loss, cap;
@@ -81,7 +81,7 @@ struct WeightedLoss {
   }
 };
 
-// Logits in fp32, -inf behind the last class.
+// Logits in fp32, -inf after the last class.
 template <class T, int VECTOR>
 TK_DEVICE Vector<float, VECTOR> scores_of(const Vector<T, VECTOR>& logits, int column, int classes) {
   Vector<float, VECTOR> scores;
@@ -90,8 +90,8 @@ TK_DEVICE Vector<float, VECTOR> scores_of(const Vector<T, VECTOR>& logits, int c
   return scores;
 }
 
-// One group of Layout::THREADS threads owns one row and holds it in registers: the logits are read once. Rows are
-// `stride` elements apart; what lies beyond the classes is ignored, and becomes 0 where the gradient is written.
+// One group of Layout::THREADS threads owns one row in registers: the logits are read once. Rows have stride `stride`;
+// columns beyond the classes are ignored, and set to 0 in the gradient.
 template <class Layout, bool GRADIENT>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     cross_entropy_forward_kernel(typename Layout::T* logits, const int64_t* __restrict__ targets,
@@ -106,12 +106,12 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const RowTarget target(load(targets + row), classes, ignore_index);
   logits += row * stride;
 
-  Vector<T, V> held[Layout::VECTORS];
+  Vector<T, V> loaded[Layout::VECTORS];
   Vector<float, V> values[Layout::VECTORS];  // logits, then exponentials
   float maximum = -INFINITY;
-  const auto read = [&](int v, int column) { held[v] = load_vector<V>(logits + column); };
+  const auto read = [&](int v, int column) { loaded[v] = load_vector<V>(logits + column); };
   Layout::load_and_use(stride, read, [&](int v, int column) {
-    values[v] = scores_of(held[v], column, classes);
+    values[v] = scores_of(loaded[v], column, classes);
 #pragma unroll
     for (int i = 0; i < V; ++i) maximum = fmaxf(maximum, values[v][i]);
   });
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const RowTarget target(load(targets + row), classes, ignore_index);
   logits += row * stride;
   const float chosen = target.column < 0 ? 0.0f : kind.score(to_float(load(logits + target.column)));
-  float anchor = smoothing > 0.0f ? kind.score(to_float(load(logits))) : 0.0f;  // distances to it do not cancel in large logits
+  float anchor = smoothing > 0.0f ? kind.score(to_float(load(logits))) : 0.0f;  // avoids cancellation
   if (!(fabsf(anchor) < INFINITY)) anchor = 0.0f;
 
   float maximum = -INFINITY, total = 0.0f, distance = 0.0f;  // total is 0 while maximum is -inf
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   }
 }
 
-// One block owns all losses: their sum, or where `count` is asked for the sum over the number of rows that count.
+// One block owns all losses: their sum, or, unless `count` is null, their mean over the rows that are not ignored.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS, 1)
     sum_losses_kernel(const float* __restrict__ losses, const int64_t* __restrict__ targets, float* __restrict__ loss,

@@ -1,11 +1,11 @@
-// Dropout of vectors of a row in fp32, and what reads or writes rows through it.
+// Dropout of vectors of a row in fp32, and rows with dropout applied on read or write.
 #pragma once
 #include "../primitives/philox.h"
 #include "row.cuh"
 
 namespace transformer_kernels {
 
-// Which elements of a vector at (row, column) are kept, as factors: 0 or keep_scale.
+// The dropout factors of a vector at (row, column): 0 or keep_scale.
 template <int V> TK_DEVICE Vector<float, V> keep_factors(const Dropout& dropout, int64_t row, int column) {
   Vector<float, V> factors;
   const uint32_t low = static_cast<uint32_t>(row), high = static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32);
@@ -18,7 +18,7 @@ template <int V> TK_DEVICE Vector<float, V> keep_factors(const Dropout& dropout,
       for (int i = 0; i < 8; ++i) factors[8 * group + i] = dropout.keeps(words, i) ? dropout.keep_scale : 0.0f;
     }
   } else {
-    static_assert(8 % V == 0, "a vector lies within a group of eight columns");
+    static_assert(8 % V == 0, "a vector is within a group of eight columns");
     const uint32_t kept = dropout.kept(dropout.read_seed(), first_group, low, high) >> column % 8;
 #pragma unroll
     for (int i = 0; i < V; ++i) factors[i] = kept >> i & 1 ? dropout.keep_scale : 0.0f;
@@ -26,8 +26,8 @@ template <int V> TK_DEVICE Vector<float, V> keep_factors(const Dropout& dropout,
   return factors;
 }
 
-// dropout(values) of a vector at (row, column); the values themselves where nothing is dropped. Selected, not multiplied:
-// an infinity that is dropped leaves no trace.
+// dropout(values) of a vector at (row, column); unchanged without dropout. Selected, not multiplied: a dropped infinity
+// gives 0.
 template <int V>
 TK_DEVICE Vector<float, V> dropped(const Dropout& dropout, int64_t row, int column, Vector<float, V> values) {
   if (!dropout.seed) return values;

@@ -6,8 +6,8 @@
 
 namespace transformer_kernels {
 
-// Calls f(Type<T>, how many elements a thread owns as a constant, packed) for operands at these addresses. Without `up`
-// the rows of gate hold both and `packed` is the width of either, else 0.
+// Calls f(Type<T>, elements per thread as a constant, packed) for operands at these addresses. If `up` is null, the
+// rows of gate contain both, and `packed` is the width of each; else it is 0.
 template <class F>
 void dispatch_gated(int dtype, Address up, int64_t columns, Address all_addresses, F&& f) {
   const int64_t packed = up ? 0 : columns;

@@ -4,7 +4,7 @@
 
 namespace transformer_kernels {
 
-// One thread owns V neighbouring elements.
+// One thread owns V adjacent elements.
 template <class Function, class T, int V>
 __global__ void __launch_bounds__(GELU_THREADS)
     gelu_backward_kernel(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, int64_t count) {

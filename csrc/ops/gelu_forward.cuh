@@ -9,8 +9,8 @@ namespace transformer_kernels {
 
 inline constexpr int GELU_THREADS = 256;
 
-// Calls f(index, Type<Vector<float, WIDTH>>) for the elements of one thread: once with WIDTH = V, or, in the ragged end
-// of the tensor, with WIDTH = 1 for each.
+// Calls f(index, Type<Vector<float, WIDTH>>) for the elements of one thread: once with WIDTH = V, or, in the tail of
+// the tensor, with WIDTH = 1 for each.
 template <int V, class F> TK_DEVICE void for_vector_of_thread(int64_t count, F f) {
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * GELU_THREADS + threadIdx.x) * V;
   if (first + V <= count) {
@@ -20,7 +20,7 @@ template <int V, class F> TK_DEVICE void for_vector_of_thread(int64_t count, F f
   }
 }
 
-// One thread owns V neighbouring elements.
+// One thread owns V adjacent elements.
 template <class Function, class T, int V>
 __global__ void __launch_bounds__(GELU_THREADS)
     gelu_forward_kernel(const T* __restrict__ x, T* __restrict__ y, int64_t count) {

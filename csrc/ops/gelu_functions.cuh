@@ -16,7 +16,7 @@ struct GeluErf {
   static TK_DEVICE float phi(float x) { return 0.5f * (1.0f + erff(x * SQRT_1_OVER_2)); }
   static TK_DEVICE float value(float x) { return x * phi(x); }
   static TK_DEVICE float slope(float x) {
-    return phi(x) + x * SQRT_1_OVER_2_PI * expf(-0.5f * x * x);  // eager's error: fast_exp2 rounds the exponent too
+    return phi(x) + x * SQRT_1_OVER_2_PI * expf(-0.5f * x * x);  // as eager: fast_exp2 also rounds the exponent
   }
   static TK_DEVICE float backward(float dy, float x) { return dy * slope(x); }
 };

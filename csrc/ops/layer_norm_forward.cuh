@@ -1,5 +1,5 @@
-// y = (x - mean) rstd weight + bias over the last axis, with a centred variance in fp32; or, not CENTRED, RMSNorm: the mean
-// counts as 0 and is not stored.
+// y = (x - mean) rstd weight + bias over the last axis, with a centred variance in fp32. RMSNorm if not CENTRED: the
+// mean is 0 and is not stored.
 #pragma once
 #include "row.cuh"
 
@@ -19,25 +19,25 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   if (row >= rows) return;
   const float inverse_columns = 1.0f / static_cast<float>(columns);
 
-  Vector<typename Rows::Value, V> held[Layout::VECTORS];
+  Vector<typename Rows::Value, V> loaded[Layout::VECTORS];
   float sum = 0.0f;
-  const auto read = [&](int v, int column) { held[v] = input.template load_first<V>(row, column); };
+  const auto read = [&](int v, int column) { loaded[v] = input.template load_first<V>(row, column); };
   Layout::load_and_use(columns, read, [&](int v, int) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) sum += CENTRED ? to_float(held[v][i]) : to_float(held[v][i]) * to_float(held[v][i]);
+    for (int i = 0; i < V; ++i) sum += CENTRED ? to_float(loaded[v][i]) : to_float(loaded[v][i]) * to_float(loaded[v][i]);
   });
   const float rough_mean = Layout::template reduce<Sum>(sum, scratch) * inverse_columns;  // of squares, if not CENTRED
   float mean = 0.0f, variance = rough_mean;
 
   if constexpr (CENTRED) {
-    // Centred: with a mean of 1e6 the squares of x itself would leave no digits for the variance. The sum of what is left
-    // after centring is the rounding error of the mean, times N; it corrects both.
+    // Squares of x would cancel for a mean of 1e6. The sum of the centred values is the rounding error of the mean
+    // times N; it corrects mean and variance.
     float squares = 0.0f, rest = 0.0f;
     Layout::for_each_vector(columns, [&](int v, int column) {
-      if (!Layout::HELD) held[v] = input.template load_again<V>(row, column);
+      if (!Layout::IN_REGISTERS) loaded[v] = input.template load_again<V>(row, column);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        const float centred = to_float(held[v][i]) - rough_mean;
+        const float centred = to_float(loaded[v][i]) - rough_mean;
         rest += centred;
         squares += centred * centred;
       }
@@ -47,15 +47,15 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     mean = rough_mean + correction;
     variance = fmaxf(sums.x * inverse_columns - correction * correction, 0.0f);
   }
-  // Rounded, by 16 instructions more: rsqrtf may err by 2^-22.9, more than the unit of rounding of a row of one column.
+  // Correctly rounded, for 16 more instructions: rsqrtf has an error of up to 2^-22.9, too much for rows of one column.
   const float rstd = __frsqrt_rn(variance + eps);
 
   Layout::for_each_vector(columns, [&](int v, int column) {
-    if (!Layout::HELD) held[v] = input.template load_again<V>(row, column);
+    if (!Layout::IN_REGISTERS) loaded[v] = input.template load_again<V>(row, column);
     const Vector<float, V> scale = weight.load_at<T, V>(column);
     Vector<float, V> result;
 #pragma unroll
-    for (int i = 0; i < V; ++i) result[i] = (to_float(held[v][i]) - mean) * rstd * scale[i];
+    for (int i = 0; i < V; ++i) result[i] = (to_float(loaded[v][i]) - mean) * rstd * scale[i];
     if (bias.data) {
       const Vector<float, V> offset = bias.load_at<T, V>(column);
 #pragma unroll

@@ -1,5 +1,4 @@
-// Launchers of LayerNorm, or, not CENTRED, of RMSNorm, alone: norm.cu chooses among them. Shapes and dtypes were checked
-// in Python.
+// Launchers of LayerNorm (RMSNorm if not CENTRED), selected in norm.cu. Shapes and dtypes were checked in Python.
 #pragma once
 #include "../calls/norm.h"
 #include "../dtype.h"
@@ -9,22 +8,22 @@
 
 namespace transformer_kernels {
 
-// The kernel over rows that `input` reads; `aligned` says whether each begins at 16 bytes.
+// The kernel over the rows of `input`; `aligned`: each begins at a 16-byte boundary.
 template <bool CENTRED, class T, class Input, class Output>
 void launch_rows_forward(const char* name, const Input& input, RowParameter scale, RowParameter offset,
                          const Output& output, bool aligned, Address mean, Address rstd, int64_t rows, int columns,
-                         double eps, Stream place) {
+                         double eps, Stream stream) {
   dispatch_row_layout<T>(columns, aligned, [&](auto layout) {
     using Layout = decltype(layout);
     launch<layer_norm_forward_kernel<Layout, Input, Output, CENTRED>>(
         name, grid_of(Layout::blocks(rows)), dim3(Layout::BLOCK_THREADS), Layout::SHARED_BYTES,
-        place, input, scale, offset, output, pointer<float>(mean), pointer<float>(rstd), rows, columns,
+        stream, input, scale, offset, output, pointer<float>(mean), pointer<float>(rstd), rows, columns,
         static_cast<float>(eps));
   });
 }
 
-// Where the sums over rows go, bias may be 0: first as partials, (CENTRED ? 2 : 1, partial_rows, columns) fp32, any
-// partial_rows from 1 on.
+// Destinations of the sums over rows; bias may be 0. partials: (CENTRED ? 2 : 1, partial_rows, columns) fp32, with
+// partial_rows at least 1.
 struct ParameterGradients {
   Address weight, bias;
   bool are_float32;
@@ -37,23 +36,23 @@ inline ParameterGradients gradients_of(const NormBackward& call) {
 }
 
 
-// The kernel over rows whose gradient `gradient` reads, and then the sums.
+// The kernel over the rows of `gradient`, followed by the sums.
 template <bool CENTRED, class T, class Gradient, class Input, class Output>
 void launch_rows_backward(const char* name, const char* sums_name, const Gradient& gradient, const Input& input,
                           RowParameter scale, const Output& output, bool aligned, Address mean, Address rstd,
-                          ParameterGradients to, int64_t rows, int columns, Stream place) {
+                          ParameterGradients to, int64_t rows, int columns, Stream stream) {
   dispatch_row_layout<T>(columns, aligned, [&](auto layout) {
     using Layout = decltype(layout);
     launch<layer_norm_backward_kernel<Layout, Gradient, Input, Output, CENTRED>>(
         name, dim3(static_cast<unsigned>(to.partial_rows)), dim3(Layout::BLOCK_THREADS),
-        LAYER_NORM_BACKWARD_SHARED_BYTES<Layout>, place, gradient, input, scale, pointer<const float>(mean),
+        LAYER_NORM_BACKWARD_SHARED_BYTES<Layout>, stream, gradient, input, scale, pointer<const float>(mean),
         pointer<const float>(rstd), output, to.partials, rows, columns);
   });
   launch_sum_partials<T>(sums_name, to.partials, {pointer<void>(to.weight), to.are_float32},
-                         {pointer<void>(to.bias), to.are_float32}, to.partial_rows, columns, place);
+                         {pointer<void>(to.bias), to.are_float32}, to.partial_rows, columns, stream);
 }
 
-// What a call without a residual asks for.
+// A call without a residual.
 template <bool CENTRED> void launch_layer_norm_forward(const NormForward& call) {
   const char* name = CENTRED ? "layer_norm_forward" : "rms_norm_forward";
   const int n = row_length(call.columns);

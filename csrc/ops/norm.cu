@@ -1,4 +1,4 @@
-// The norms: what Python calls. Each of the four has a file of its own, so that they are compiled side by side.
+// The norms' entry points from Python. Each of the four has its own file, compiled in parallel.
 #include "../calls/norm.h"
 #include "../registry.h"
 

@@ -1,4 +1,5 @@
-// ReLU in fp32. Its gradient needs only its output, and selects: an infinite dy leaves no trace where y is 0. NaN stays.
+// ReLU in fp32. Its gradient reads only the output and selects: 0 where y is 0, also for an infinite dy. Propagates
+// NaN.
 #pragma once
 #include "../primitives/numbers.h"
 

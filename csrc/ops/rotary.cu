@@ -7,7 +7,7 @@
 namespace transformer_kernels {
 namespace {
 
-// Calls f(INTERLEAVED as a constant, how many pairs a thread owns as a constant).
+// Calls f(INTERLEAVED as a constant, pairs per thread as a constant).
 template <class T, class F> void dispatch_rotary(bool interleaved, bool aligned, F&& f) {
   constexpr std::integral_constant<int, ELEMENTS_PER_16_BYTES<T>> wide{};
   constexpr std::integral_constant<int, 1> single{};

@@ -1,4 +1,4 @@
-// Pairs (a, b) of columns become (a cos - b sin, b cos + a sin) by the angle of their token.
+// Rotates pairs (a, b) of columns by the angle of their token: (a cos - b sin, b cos + a sin).
 #pragma once
 #include "../launch.h"
 #include "../primitives/memory.h"
@@ -8,8 +8,8 @@ namespace transformer_kernels {
 
 inline constexpr int ROTARY_THREADS = 256;
 
-// The heads of q or k, x (batch, count, length, width), and where they are written, which may be the same memory; both with
-// contiguous last axes.
+// The heads of q or k, x (batch, count, length, width), and the output, which may be the same memory; both with a
+// contiguous last axis.
 template <class T> struct RotaryHeads {
   const T* x;
   T* out;
@@ -17,7 +17,8 @@ template <class T> struct RotaryHeads {
   int64_t batch_stride, head_stride, row_stride, out_batch_stride, out_head_stride, out_row_stride;
 };
 
-// Rotates V pairs, which are the 2 V neighbours x[0], x[1] or, where not interleaved, x[0] with x[1]; sign -1 is the inverse rotation.
+// Rotates V pairs: adjacent elements of x[0], x[1] if interleaved, else elements of x[0] with those of x[1]; sign -1 is
+// the inverse.
 template <bool INTERLEAVED, class T, int V>
 TK_DEVICE void rotate_pairs(Vector<T, V> (&x)[2], const Vector<float, V>& cos, const Vector<float, V>& sin, float sign) {
 #pragma unroll
@@ -29,9 +30,9 @@ TK_DEVICE void rotate_pairs(Vector<T, V> (&x)[2], const Vector<float, V>& cos, c
   }
 }
 
-// One block owns ROTARY_THREADS / lanes tokens of one head of q or, behind those, of k; `lanes` threads share a token and
-// own V pairs at a time, then V of the columns that follow the pairs. Blocks count the tiles of a head, the heads, and the
-// sequences. cos, sin (length, half), `table_stride` apart for each sequence; sign -1 is the inverse.
+// One block owns ROTARY_THREADS / lanes tokens of one head of q or, after those, of k; `lanes` threads share a token
+// and process V pairs at a time, then V of the columns after the pairs. Blocks are ordered by tile, head and sequence.
+// cos, sin (length, half), with stride `table_stride` between sequences; sign -1 is the inverse.
 template <bool INTERLEAVED, class T, int V>
 __global__ void __launch_bounds__(ROTARY_THREADS)
     rotary_kernel(RotaryHeads<T> q, RotaryHeads<T> k, const float* __restrict__ cos, const float* __restrict__ sin,

@@ -1,4 +1,4 @@
-// How the rows of a contiguous (M, N) tensor are laid over threads, shared by the kernels that reduce over rows.
+// The layout of rows of a contiguous (M, N) tensor over threads, for kernels that reduce over rows.
 #pragma once
 #include <limits>
 
@@ -9,14 +9,14 @@
 
 namespace transformer_kernels {
 
-// THREADS threads own one row: a warp, or a block. Each holds ITEMS elements of it in registers, in vectors of VECTOR
-// elements; its vector v starts at column (v * THREADS + thread) * VECTOR, so neighbours read neighbouring memory.
-// ITEMS = 0 is the layout for rows of any width, which are read again in each pass.
+// THREADS threads own one row: a warp, or a block. Each has ITEMS elements in registers, in vectors of VECTOR elements;
+// its vector v starts at column (v * THREADS + thread) * VECTOR, so accesses are coalesced. ITEMS = 0 is the layout for
+// rows of any width, which are read in each pass.
 template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
   using T = T_;
   static constexpr int VECTOR = VECTOR_, ITEMS = ITEMS_, THREADS = THREADS_;
-  static constexpr bool HELD = ITEMS > 0;
-  static constexpr int VECTORS = HELD ? ITEMS / VECTOR : 1;
+  static constexpr bool IN_REGISTERS = ITEMS > 0;
+  static constexpr int VECTORS = IN_REGISTERS ? ITEMS / VECTOR : 1;
   static constexpr int CAPACITY = ITEMS * THREADS;
   static constexpr int WARPS = THREADS / WARP_SIZE;
   static constexpr int ROWS_PER_BLOCK = WARPS == 1 ? 4 : 1;
@@ -31,9 +31,9 @@ template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
   }
   static int64_t blocks(int64_t rows) { return ceil_div(rows, ROWS_PER_BLOCK); }
 
-  // Calls f(v, column) for each of this thread's vectors. In the layout for any width, v is always 0.
+  // Calls f(v, column) for each vector of this thread; v is always 0 in the layout for any width.
   template <class F> static TK_DEVICE void for_each_vector(int columns, F f) {
-    if constexpr (HELD) {
+    if constexpr (IN_REGISTERS) {
 #pragma unroll
       for (int v = 0; v < VECTORS; ++v)
         if (column(v) < columns) f(v, column(v));
@@ -42,10 +42,10 @@ template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
     }
   }
 
-  // Calls load(v, column) for all of this thread's vectors and then use(v, column): the loads are under way together.
-  // In the layout for any width each is used as it comes.
+  // Calls load(v, column) for all vectors of this thread, then use(v, column), so that the loads overlap. In the layout
+  // for any width each vector is used after its load.
   template <class Load, class Use> static TK_DEVICE void load_and_use(int columns, Load load, Use use) {
-    if constexpr (HELD) {
+    if constexpr (IN_REGISTERS) {
       for_each_vector(columns, load);
       for_each_vector(columns, use);
     } else {
@@ -56,7 +56,7 @@ template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
     }
   }
 
-  // Every thread of the row gets the result. `scratch` holds SCRATCH floats of shared memory.
+  // Every thread of the row returns the result. `scratch` is SCRATCH floats of shared memory.
   template <class Operation> static TK_DEVICE float reduce(float value, float* scratch) {
     if constexpr (WARPS == 1) {
       return warp_reduce<Operation>(value);
@@ -73,8 +73,8 @@ template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
   }
 };
 
-// Calls f(RowLayout<...>{}) with the layout for this width; 16-byte vectors only where every row allows them. Single
-// elements need an instruction each, so their layouts give a thread fewer of them.
+// Calls f(RowLayout<...>{}) with the layout for this width; 16-byte vectors only if every row is aligned. Layouts of
+// single elements, which need one instruction each, have fewer elements per thread.
 template <class T, class F> void dispatch_row_layout(int columns, bool aligned, F&& f) {
   constexpr int V = ELEMENTS_PER_16_BYTES<T>;
   if (aligned) {
@@ -91,16 +91,16 @@ template <class T, class F> void dispatch_row_layout(int columns, bool aligned, 
   return f(RowLayout<T, 1, 0, 512>{});
 }
 
-// The columns of a row as kernels count them, beyond the end of which a block of THREADS * VECTOR still counts.
+// Limit on columns: 32-bit indices, which may exceed the row by a block of THREADS * VECTOR.
 inline int row_length(int64_t columns) {
   constexpr int64_t MOST = std::numeric_limits<int>::max() - 4096;
   if (columns > MOST)
-    throw std::invalid_argument("the cuda backend takes rows of up to " + std::to_string(MOST) + " elements; got " +
+    throw std::invalid_argument("the cuda backend supports rows of up to " + std::to_string(MOST) + " elements; got " +
                                 std::to_string(columns));
   return static_cast<int>(columns);
 }
 
-// Whether all of these contiguous (M, columns) tensors allow 16-byte vectors; null pointers do.
+// Whether all of these contiguous (M, columns) tensors allow 16-byte vectors; null pointers are ignored.
 template <class T, class... Pointers> bool all_aligned(int columns, const Pointers*... pointers) {
   const uintptr_t addresses = (uintptr_t{0} | ... | reinterpret_cast<uintptr_t>(pointers));
   return addresses % 16 == 0 && columns % ELEMENTS_PER_16_BYTES<T> == 0;
@@ -113,11 +113,11 @@ template <int VECTOR, class T> TK_DEVICE Vector<float, VECTOR> widened(const Vec
   return result;
 }
 
-// What a kernel reads by rows: here the rows of x. A kernel asks for a row once, or, in the layout for any width, once by
-// `load_first` and then by `load_again`. Other such types gather, add or drop on the way.
+// A row input: the rows of x. A kernel loads a row once, or, in the layout for any width, first with `load_first` and
+// then with `load_again`. Other types of this interface gather, add or apply dropout.
 template <class T_> struct PlainRows {
   using T = T_;
-  using Value = T_;  // what is held in registers
+  using Value = T_;  // the type in registers
   const T* x;
   int columns;
 
@@ -147,7 +147,7 @@ template <class T, int VECTOR> TK_DEVICE Vector<T, VECTOR> rounded(const Vector<
   return result;
 }
 
-// Where a kernel's fp32 results go by rows: here to y.
+// A row output for fp32 results: the rows of y.
 template <class T_> struct PlainOutput {
   using T = T_;
   T* y;

@@ -22,13 +22,13 @@ void softmax_forward(const SoftmaxForward& call) {
     dispatch_row_layout<T>(n, all_aligned<T>(n, input, output), [&](auto layout) {
       using Layout = decltype(layout);
       const dim3 grid = grid_of(Layout::blocks(call.rows)), block(Layout::BLOCK_THREADS);
-      const Stream place = stream_of(call);
-      if constexpr (Layout::HELD) {
-        launch<softmax_forward_kernel<Layout>>("softmax_forward", grid, block, Layout::SHARED_BYTES, place, input,
+      const Stream stream = stream_of(call);
+      if constexpr (Layout::IN_REGISTERS) {
+        launch<softmax_forward_kernel<Layout>>("softmax_forward", grid, block, Layout::SHARED_BYTES, stream, input,
                                                output, call.rows, n, mask, static_cast<float>(call.scale));
       } else {
         launch<softmax_forward_any_width_kernel<Layout>>("softmax_forward_any_width", grid, block,
-                                                         Layout::SHARED_BYTES, place, input, output, n, mask,
+                                                         Layout::SHARED_BYTES, stream, input, output, n, mask,
                                                          static_cast<float>(call.scale));
       }
     });

@@ -19,24 +19,24 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   y += row * columns;
   dx += row * columns;
 
-  Vector<T, V> dy_held[Layout::VECTORS], y_held[Layout::VECTORS];
+  Vector<T, V> dy_values[Layout::VECTORS], y_values[Layout::VECTORS];
   const auto read = [&](int v, int column) {
-    dy_held[v] = load_vector<V>(dy + column);
-    y_held[v] = load_vector<V>(y + column);
+    dy_values[v] = load_vector<V>(dy + column);
+    y_values[v] = load_vector<V>(y + column);
   };
   float dot = 0.0f;
   Layout::load_and_use(columns, read, [&](int v, int) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) dot += to_float(dy_held[v][i]) * to_float(y_held[v][i]);
+    for (int i = 0; i < V; ++i) dot += to_float(dy_values[v][i]) * to_float(y_values[v][i]);
   });
   dot = Layout::template reduce<Sum>(dot, scratch);
 
   Layout::for_each_vector(columns, [&](int v, int column) {
-    if (!Layout::HELD) read(v, column);
+    if (!Layout::IN_REGISTERS) read(v, column);
     Vector<float, V> gradient;
 #pragma unroll
     for (int i = 0; i < V; ++i)
-      gradient[i] = scale * to_float(y_held[v][i]) * (to_float(dy_held[v][i]) - dot);
+      gradient[i] = scale * to_float(y_values[v][i]) * (to_float(dy_values[v][i]) - dot);
     store_vector(dx + column, rounded<T, V>(gradient));
   });
 }

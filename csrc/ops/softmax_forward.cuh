@@ -1,10 +1,10 @@
-// y = exp(scale x - max) / sum over the last axis, in fp32, with what a mask or causality hides left out.
+// y = exp(scale x - max) / sum over the visible entries of the last axis, in fp32.
 #pragma once
 #include "row.cuh"
 
 namespace transformer_kernels {
 
-// Which entries a row sees. `data` is a byte mask of shape (sizes[0], sizes[1], sizes[2], N), any strides, or null.
+// The visible entries of a row. `data` is a byte mask of shape (sizes[0], sizes[1], sizes[2], N), any strides, or null.
 struct SoftmaxMask {
   const uint8_t* data;
   int64_t sizes[3];
@@ -17,7 +17,7 @@ struct SoftmaxMask {
     const int64_t i2 = row % sizes[2], i1 = row / sizes[2] % sizes[1], i0 = row / sizes[2] / sizes[1];
     return data + i0 * strides[0] + i1 * strides[1] + i2 * strides[2];
   }
-  // The first column that causality hides.
+  // The first column that is causally masked.
   TK_DEVICE int end(int64_t row, int columns) const {
     if (!causal) return columns;
     const int64_t end = row % queries + columns - queries + 1;
@@ -25,7 +25,7 @@ struct SoftmaxMask {
   }
 };
 
-// scale * values at a vector of columns, -inf where hidden.
+// scale * values at a vector of columns, -inf where masked.
 template <class T, int VECTOR>
 TK_DEVICE Vector<float, VECTOR> scores_of(const Vector<T, VECTOR>& values, const uint8_t* mask_row,
                                           const SoftmaxMask& mask, int column, int end, float scale) {
@@ -42,11 +42,11 @@ TK_DEVICE Vector<float, VECTOR> scores_of(const Vector<T, VECTOR>& values, const
   return scores;
 }
 
-// What is subtracted from the scores: their maximum, or 0 in a masked row of -inf, which then sums to 0.
+// The number subtracted from scores: their maximum, or 0 for a fully masked row, whose sum is then 0.
 TK_DEVICE float softmax_shift(float maximum, bool masked) { return masked && maximum == -INFINITY ? 0.0f : maximum; }
 TK_DEVICE float softmax_factor(float sum, bool masked) { return masked && sum == 0.0f ? 0.0f : 1.0f / sum; }
 
-// One group of Layout::THREADS threads owns one row and holds its exponentials in registers.
+// One group of Layout::THREADS threads owns one row, with its exponentials in registers.
 template <class Layout>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     softmax_forward_kernel(const typename Layout::T* __restrict__ x, typename Layout::T* __restrict__ y, int64_t rows,
@@ -63,14 +63,14 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   x += row * columns;
   y += row * columns;
 
-  Vector<T, V> held[Layout::VECTORS];
+  Vector<T, V> loaded[Layout::VECTORS];
   Vector<float, V> values[Layout::VECTORS];  // scores, then exponentials
   float maximum = -INFINITY;
   const auto read = [&](int v, int column) {
-    if (column < end) held[v] = load_vector<V>(x + column);
+    if (column < end) loaded[v] = load_vector<V>(x + column);
   };
   Layout::load_and_use(columns, read, [&](int v, int column) {
-    values[v] = scores_of(held[v], mask_row, mask, column, end, scale);
+    values[v] = scores_of(loaded[v], mask_row, mask, column, end, scale);
 #pragma unroll
     for (int i = 0; i < V; ++i) maximum = fmaxf(maximum, values[v][i]);
   });
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   });
 }
 
-// One block owns one row of any width and reads it twice: for the running maximum and sum, and for the output.
+// One block owns one row of any width, read twice: for the running maximum and sum, and for the output.
 template <class Layout>
 __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
     softmax_forward_any_width_kernel(const typename Layout::T* __restrict__ x, typename Layout::T* __restrict__ y,

@@ -1,4 +1,4 @@
-"""Correct first: a wrong kernel gets no time; a right one gets a row that adds up."""
+"""Correctness before timing: a wrong kernel is not timed; a correct one gets a consistent row."""
 
 from __future__ import annotations
 

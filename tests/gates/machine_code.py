@@ -1,4 +1,4 @@
-"""What the gates ask the machine code of one CUDA kernel."""
+"""Checks of the gates on the machine code of one CUDA kernel."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from benchmarks.compilers.machine_code import Code, Flow, branches, operation
 class OverlappedLoop(NamedTuple):
     """The loop of the sm_90 forward kernel over tiles of keys."""
 
-    instructions: int  # of a tile that needs no mask
+    instructions: int  # of a tile without a mask
     uniform: int  # of these, in the uniform datapath
-    mask: int  # more in a tile that needs one
+    mask: int  # additional instructions of a masked tile
     exponentials: int
-    overlapped: int  # of these, beside the product with the values
+    overlapped: int  # of these, concurrent with the product with the values
 
 
 def overlapped_loop(code: Code) -> OverlappedLoop:
-    """Counts the innermost loop that waits for the scores while the product with the values goes on."""
-    place = next(address for address, text in code if "DEPBAR.LE gsb0, 0x1" in text)
-    end = next(address for address, text in code if "DEPBAR.LE gsb0, 0x0" in text and address > place)
+    """Counts the innermost loop that waits for the scores while the product with the values is in progress."""
+    wait = next(address for address, text in code if "DEPBAR.LE gsb0, 0x1" in text)
+    end = next(address for address, text in code if "DEPBAR.LE gsb0, 0x0" in text and address > wait)
     jumps = branches(code)
-    first, last = min(((to, at) for at, to in jumps if to <= place <= at), key=lambda loop: loop[1] - loop[0])
+    first, last = min(((to, at) for at, to in jumps if to <= wait <= at), key=lambda loop: loop[1] - loop[0])
     loop = [(address, text) for address, text in code if first <= address <= last]
-    skipped = []  # what branches jump over where there is nothing to mask, to quarantine or to search
+    skipped = []  # code that branches skip in tiles without masks and non-finite values
     for at, to in jumps:
         inside = [text for address, text in loop if at < address < to]
         if first <= at < to <= last and inside and not any(re.search("GMMA|EX2|DEPBAR", text) for text in inside):
@@ -40,12 +40,12 @@ def overlapped_loop(code: Code) -> OverlappedLoop:
         sum(operation(text).startswith(("U", "R2UR")) for text in plain),
         sum(at < address < to for address, _ in loop),
         len(exponentials),
-        sum(place < address < end for address in exponentials),
+        sum(wait < address < end for address in exponentials),
     )
 
 
 def dropout_instructions(code: Code) -> float:
-    """For each element what a tile skips where nothing is dropped: the most that a branch jumps over."""
+    """Instructions per element that a tile skips without dropout: the longest code that a branch skips."""
     found = [[text for address, text in code if at < address < to] for at, to in branches(code)]
     return max(
         len(inside) / sum(text.startswith("FSEL") for text in inside)
@@ -55,22 +55,22 @@ def dropout_instructions(code: Code) -> float:
 
 
 def registers_by_role(code: Code) -> dict[int, int]:
-    """By the number that each `setmaxnreg` asks for, the registers of a thread that the code behind it uses.
+    """The registers per thread used by the code after each `setmaxnreg`, by the number that it requests.
 
-    Branches and calls are followed: ptxas puts a part of one role's code behind that of another.
+    Branches and calls are followed: ptxas places parts of one role's code after that of another.
     """
     flow, found = Flow(code), dict[int, int]()
     for block, texts in flow.graph.nodes(data="texts"):
         for i, text in enumerate(texts):
             if "USETMAXREG" in text:
                 after = [*texts[i + 1 :], *flow.texts(networkx.descendants(flow.graph, block) - {block})]
-                asked = int(text.rpartition("0x")[2], 16)
-                found[asked] = max([found.get(asked, 0), *map(_registers, after)])
+                requested = int(text.rpartition("0x")[2], 16)
+                found[requested] = max([found.get(requested, 0), *map(_registers, after)])
     return found
 
 
 def _registers(text: str) -> int:
-    """One more than the highest register of an instruction; of a vector or an accumulator the first is named."""
+    """One more than the highest register of an instruction, which names the first of a vector or accumulator."""
     name, _, operands = text.partition(" ")
     product, vector = re.match(r"HGMMA\.\d+x(\d+)", name), re.search(r"\.(64|128)\b", name)
     width = int(product[1]) // 2 if product else int(vector[1]) // 32 if vector else 1

@@ -1,6 +1,6 @@
-"""Every family of attention kernels, small, in the emulation; run under a sanitizer by test_sanitizers.py.
+"""Every family of attention kernels on small inputs in the emulation; run under a sanitizer by test_sanitizers.py.
 
-Numbers are compared loosely with the torch backend: the sanitizer judges here, the parity suite has the budgets.
+Results are compared with the torch backend with a loose tolerance; the parity suite has the budgets.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_case(case: Case) -> None:
 
 
 def views_of_one_buffer(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three gradients to fill: neighbours in memory, their rows off 16 bytes, the last one at the buffer's end."""
+    """Three gradients, adjacent in memory, with rows not aligned to 16 bytes, the last at the end of the buffer."""
     heads = [q.shape[1], k.shape[1], k.shape[1]]
     buffer = torch.zeros(q.shape[0], q.shape[2], sum(heads), q.shape[3] + 1, dtype=q.dtype)
     dq, dk, dv = buffer[..., 1:].transpose(1, 2).split(heads, dim=1)
@@ -89,7 +89,7 @@ def views_of_one_buffer(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_nonsense(starts: list[int]) -> None:
-    """Starts that no caller may pass give numbers without meaning, but nothing outside the tensors is touched."""
+    """Invalid starts give undefined results, without accesses outside of the tensors."""
     q, k, v = (random(1, 1, 100, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
     call = prepare(q, k, v, causal=True, scale=0.125)

@@ -1,6 +1,6 @@
 """The row kernels and attention of the CPU backend, in each instruction set and dtype; run by test_sanitizers.py.
 
-The instrumented module lies in the folder that the first argument names.
+The first argument is the folder of the instrumented module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def int32(*starts: int) -> torch.Tensor:
 
 
 ATTENTION: list[tuple[int, int, int, int, dict[str, Any]]] = [
-    (1, 70, 72, 32, {"window": (9, 5)}),  # rows that are read where they lie
+    (1, 70, 72, 32, {"window": (9, 5)}),  # rows that are read in place
     (1, 70, 70, 21, {"causal": True}),
     (2, 37, 150, 21, {"window": (59, 9), "alibi_slopes": torch.rand(2, 4), "softcap": 2.0, "dropout_p": 0.2}),
     (1, 3, 2100, 21, {"alibi_slopes": torch.rand(4) / 100, "window": (None, 1)}),  # keys split among threads

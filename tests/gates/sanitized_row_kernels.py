@@ -1,6 +1,6 @@
-"""Every row kernel in every layout, small, in the emulation or compiled for the CPU; run by test_sanitizers.py.
+"""Every row kernel in every layout on small inputs, emulated or compiled for the CPU; run by test_sanitizers.py.
 
-Numbers are compared loosely with the torch backend: the sanitizer judges here, the parity suite has the budgets.
+Results are compared with the torch backend with a loose tolerance; the parity suite has the budgets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "rotary": [{"interleaved": True}],
     "embedding": [{"norm_weight": None, "norm_bias": None, "position_ids": torch.tensor([[1, 0], [2, 2]])}],
 }
-"""Calls beside an operation's example, by what differs from it."""
+"""Additional calls of an operation, as changes to its example."""
 
 
 def results(op: str, backend: str, tensors: dict[str, Any], options: dict[str, Any]) -> list[Tensor]:
@@ -58,7 +58,7 @@ def check(backend: str, op: str, rows: int, columns: int, dtype: torch.dtype, ch
 
 
 def check_logits_in_place(backend: str, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Rows of logits with a gap between them become their own gradient."""
+    """The gradient overwrites rows of logits with gaps between them."""
     from transformer_kernels.ops.loss import _torch
     from transformer_kernels.ops.loss._calls import RowLoss
 

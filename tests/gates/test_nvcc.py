@@ -1,4 +1,4 @@
-"""Every CUDA kernel compiles for every architecture, without spills and with the instructions it is written for."""
+"""Every CUDA kernel compiles for every architecture, without spills and with the expected instructions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_kernels.backends import cuda as _extension
 
 pytestmark = pytest.mark.slow
 
-# Kernels that read rows by 16-byte vectors where the rows allow it. sum_partials reads single floats, 128 bytes a warp.
+# Kernels that read aligned rows in 16-byte vectors. sum_partials reads single floats, 128 bytes per warp.
 VECTOR_KERNELS = (
     "softmax_forward_kernel",
     "softmax_backward_kernel",
@@ -46,8 +46,8 @@ TWINS = {
     "attention_float32": ("80",),
     "geglu": ("100", "120"),
 }
-"""Where CI asks for fewer: the templates of these stand in another file too, which is compiled for sm_80 and sm_90a, or
-take no instruction that one of these lacks."""
+"""Excluded if CI requests fewer: their templates are also in another file, which is compiled for sm_80 and sm_90a, or
+use no instruction that is specific to an architecture."""
 
 LOADS_OF_A_VECTOR = {
     "softmax_forward_kernel": 1,
@@ -55,12 +55,12 @@ LOADS_OF_A_VECTOR = {
     "cross_entropy_forward_kernel": 1,
     "cross_entropy_backward_kernel": 1,
 }
-"""Kernels that start all loads of a row before they use one, with the loads for each of a thread's vectors. For sm_80,
-and for eight vectors of float32, ptxas uses some before it starts the next."""
+"""Kernels that issue all loads of a row before using one, with the number of loads per vector of a thread. For sm_80,
+and for eight vectors of float32, ptxas interleaves some."""
 
 
 def targets(sources: Iterable[str]) -> list[tuple[str, str]]:
-    """Each source with each architecture that it is compiled for."""
+    """Each source with each of its architectures."""
     return [
         (source, architecture)
         for source in sources
@@ -75,7 +75,7 @@ def needs_nvcc() -> None:
 
 
 def compiled(source: str, architecture: str, capsys: pytest.CaptureFixture[str]) -> list[cuda_report.Kernel]:
-    """The kernels of a source, shown, without spills, and no worse than recorded where they are."""
+    """The kernels of a source, printed, checked for spills and against the record."""
     run_by = [each for each in cuda_launches.run_by(architecture) if source in cuda_launches.sources(each)]
     kernels = cuda_report.compile_reports(source, architecture, disassemble=bool(run_by))
     with capsys.disabled():
@@ -122,7 +122,7 @@ def test_attention_kernels(source: str, architecture: str, capsys: pytest.Captur
 def test_the_hopper_kernel_multiplies_by_warp_groups(capsys: pytest.CaptureFixture[str]) -> None:
     kernels = compiled("attention_sm90", "90a", capsys)
     assert all(kernel.wgmma and not kernel.serialised for kernel in kernels)
-    # setmaxnreg waits for ever for registers that the launch did not bring: 128 threads keep 24, 256 take 240.
+    # setmaxnreg deadlocks if the launch has too few registers: 128 threads keep 24, 256 take 240.
     assert all(kernel.register_moves == 2 and 384 * kernel.registers >= 128 * 24 + 256 * 240 for kernel in kernels)
     for kernel in kernels:
         if not kernel.code:
@@ -132,8 +132,8 @@ def test_the_hopper_kernel_multiplies_by_warp_groups(capsys: pytest.CaptureFixtu
         loop = overlapped_loop(kernel.code)
         print(kernel.arguments, loop)
         head_dim, extras, bias = re.findall(r", (\w+)", kernel.arguments)
-        scores = 32 if head_dim == "256" or bias == "true" else 64  # a thread's
-        # and two sums that shrink; a softcap's tanh is an exponential too
+        scores = 32 if head_dim == "256" or bias == "true" else 64  # per thread
+        # plus two rescaling factors; the tanh of a softcap is an exponential too
         assert loop.overlapped == loop.exponentials == (2 * scores if extras == "true" else scores) + 2
         if extras == "false":
             assert loop.instructions <= 500 and loop.uniform <= 60 and loop.instructions + loop.mask <= 700

@@ -1,6 +1,6 @@
 """The emulated kernels under AddressSanitizer with UndefinedBehaviorSanitizer, and under ThreadSanitizer.
 
-Those of the CPU backend run under the first.
+The CPU backend's kernels run under the first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from transformer_kernels.backends import build as _build
 
 ROOT = Path(__file__).resolve().parents[2]
-# Only code compiled with the sanitizer is judged: torch's own is not.
+# Only code compiled with the sanitizer is checked, not torch's.
 OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=0:exitcode=66", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0:ignore_noninstrumented_modules=1"},
@@ -24,7 +24,7 @@ LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}
 
 
 def run_sanitized(module: str, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a Python module with the kernels instrumented and the sanitizer's run-time library loaded first."""
+    """Runs a Python module with instrumented kernels and the sanitizer's run-time library preloaded."""
     compiler = _build.find_host_compiler().split()[0]
     library = subprocess.run(
         [compiler, f"-print-file-name={LIBRARY[sanitizer]}"], capture_output=True, text=True, check=True
@@ -51,7 +51,7 @@ def run_sanitized(module: str, sanitizer: str, *arguments: str) -> subprocess.Co
 @pytest.mark.parametrize("kernels", ["row_kernels", "attention"])
 @pytest.mark.parametrize("sanitizer", OPTIONS)
 def test_kernels(sanitizer: str, kernels: str) -> None:
-    _build.build_emulated(sanitizer)  # outside the sanitizer's library, which slows compilers down
+    _build.build_emulated(sanitizer)  # without the sanitizer's library, which slows down compilers
     result = run_sanitized(f"tests.gates.sanitized_{kernels}", sanitizer)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     assert "kernels ran" in result.stdout

@@ -1,4 +1,4 @@
-"""The records of what compilers make of kernels: how machine code is read, and what a record and its page hold."""
+"""The records of static reports: parsing of machine code, and the contents of a record and its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ahead-of-time gates of the Triton kernels: they compile for each architecture, to the machine code they should."""
+"""Ahead-of-time gates of the Triton kernels: they compile for each architecture, to the expected machine code."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from transformer_kernels.backends.triton import MINIMUM_VERSION
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
-"""Every n-th launch is compiled; all of them unless CI, which has no hour for it, asks for fewer."""
+"""Every n-th launch is compiled; all of them by default, which takes an hour."""
 
 BACKWARD_QUERY = "attention_backward_query"
 KNOWN_TO_FAIL = {
     (f"attention any length causal padded dropout bfloat16 D 128: {BACKWARD_QUERY}", (8, 0)),
-    # 8 spill instructions of 2,920, in no loop. Tiles without (64 x 32, masked blocks of 16) take 37 % more in the loop
-    # and 81 % more where it masks; with half of the queries 3 % and 29 % more, and read keys twice as often.
+    # 8 spill instructions of 2,920, outside of loops. Tiles without spills (64 x 32, masked blocks of 16) take 37 %
+    # more in the loop and 81 % more in the masked loop; half of the queries 3 % and 29 % more, twice the key traffic.
     (f"attention any length causal padded dropout float32 D 64: {BACKWARD_QUERY}", (9, 0)),
-    # 4 of 2,808, in no loop; without (32 x 16) 15 % more in the loop.
+    # 4 of 2,808, outside of loops; without spills (32 x 16) 15 % more in the loop.
     ("attention any length causal bfloat16 D 64: attention_forward", (12, 0)),
-    # 4, two of them among the 697 of the loop: the tile is that of 8.0, which has no spills there.
+    # 4, two of them among the 697 of the loop: the tile of 8.0, which has no spills there.
     ("attention any length biased bfloat16 D 64: attention_backward_key", (8, 0)),
     (f"attention any length causal biased softcap bfloat16 D 256: {BACKWARD_QUERY}", (8, 0)),
-    # 20 and 4, since a row's maximum and the log of its sum are loaded apart: gradients under large biases need both.
-    # Their tiles were chosen for one statistic; smaller ones were not searched for yet.
+    # 20 and 4, since maximum and log of the sum are loaded separately, for gradients under large biases. The tiles were
+    # selected for one statistic; smaller tiles were not evaluated.
 }
-"""Launches whose spills cost less than the tiles that have none."""
+"""Launches whose spills cost less than tiles without spills."""
 
 QUICK = {
     "attention": "any length sequences bfloat16 D 64: attention_backward_key",
@@ -51,7 +51,7 @@ SERVED = {
     "layer_norm": "^layer_norm bf16 1024: ",
     "softmax": "^softmax bf16 1024: ",
 }
-"""What is compiled for GPUs that have no tiles of their own."""
+"""Launches compiled for GPUs without their own tiles."""
 
 
 @pytest.mark.parametrize(("operation", "matching"), QUICK.items(), ids=QUICK)
@@ -146,7 +146,7 @@ def test_a_gate_that_fails_is_named() -> None:
 
 
 def _assert_gates(reports: list[kernel_report.KernelReport]) -> None:
-    """Nothing fails but what is known to, and all of that does: a launch that was mended leaves the list."""
+    """Exactly the listed launches fail: a fixed launch must be removed from the list."""
     assert reports
     failing = [row for row in reports if row.failures]
     unknown = [row for row in failing if (row.name, row.capability) not in KNOWN_TO_FAIL]

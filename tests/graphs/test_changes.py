@@ -1,4 +1,4 @@
-"""What changes after a function was recorded: the next calls equal the plain call, or raise; no replay is stale."""
+"""Changes after a recording: the next calls equal the plain call, or raise; no replay is stale."""
 
 import copy
 import functools
@@ -33,7 +33,7 @@ helper.extra = 0.5
 
 
 class Shape:
-    """A plain object with an attribute of its class, one of its own and a method."""
+    """A plain object with a class attribute, an instance attribute and a method."""
 
     power = 2
 
@@ -64,7 +64,7 @@ class Subclass(Block):
 
 
 class World:
-    """A model that a function reaches through its closure, with what may change around it."""
+    """A model in the closure of a function, with the state that may change."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -263,7 +263,7 @@ def same_after(change, function, plain, world, monkeypatch, arguments):
             torch.manual_seed(number)
             try:
                 expected = plain(*arguments)
-            except RuntimeError:  # of dtypes that differ, say
+            except RuntimeError:  # such as different dtypes
                 with pytest.raises(RuntimeError):
                     function(*arguments)
                 continue
@@ -299,7 +299,7 @@ def test_a_forward_pass_follows_what_changes(name, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_changes_follow_one_another(seed, monkeypatch):
-    """Twelve changes of one world, in an order that is drawn; some of them undo others."""
+    """Twelve changes of one world in random order; some undo others."""
     breaking = {"dtype", "precision", "default dtype", "layers swapped", "layer less", "global function"}
     names = sorted(ASKED.keys() - breaking)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))[:12]
@@ -308,13 +308,13 @@ def test_changes_follow_one_another(seed, monkeypatch):
     for number in order:
         try:
             same_after(ASKED[names[number]], function, world.ask, world, monkeypatch, [x])
-        except AttributeError:  # it changes what another change has removed
+        except AttributeError:  # removed by another change
             continue
         world.cleanup = lambda: None
 
 
 def reached(model, how):
-    """The same function of a model, which it reaches in several ways."""
+    """The same function of a model, reached in several ways."""
     holder = types.SimpleNamespace(model=model, parts=types.SimpleNamespace(inner=[{"model": model}]))
     layers, named = [model], {"model": (model,)}
 
@@ -417,12 +417,12 @@ def test_each_dtype_of_autocast_has_a_graph_of_its_own():
 
 
 def test_weights_that_autocast_has_cached_are_cast_in_each_replay():
-    """Autocast keeps casts of weights until its block ends; a replay must not read those of an earlier call."""
+    """Autocast caches casts of weights until its block ends; a replay must not read those of an earlier call."""
     world, x = World(), torch.randn(3, 8)
     model = world.model[0].linear
     ask = tk.graphed(model, warm_up_calls=1)
     with torch.autocast("cpu", torch.bfloat16):
-        model(x)  # with gradients, whose casts autocast keeps
+        model(x)  # with gradients, whose casts autocast caches
         for _ in range(3):
             ask(x)
         later = model(x).detach()
@@ -522,7 +522,7 @@ TRAINED = {
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_training_step_follows_what_changes(name):
-    """Two runs of the same steps, one recorded: the same losses and weights, or an error."""
+    """Two runs of the same steps, one recorded: equal losses and weights, or an error."""
     results = []
     for recorded in (False, True):
         world = World()

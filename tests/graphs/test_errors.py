@@ -1,4 +1,4 @@
-"""What `graphed` refuses, with the line of Python that did it; what functions keep from call to call."""
+"""Errors of `graphed` with their line of Python; state that functions keep between calls."""
 
 import inspect
 import warnings
@@ -85,7 +85,7 @@ def test_a_causal_model_of_transformers_is_only_asked(family):
     """Without a cache it returns its ModelOutput; with one the error has the remedy."""
     kind = getattr(pytest.importorskip("transformers"), family)
     whole = kind(kind.config_class(**FAMILIES[family])).eval()
-    tk.patch(whole, backend="cpu")  # eager inference in "auto" is PyTorch's at this size
+    tk.patch(whole, backend="cpu")  # with "auto", eager inference uses PyTorch at this size
     tokens = torch.randint(50, (2, 9))
     with pytest.raises(TypeError, match=r"must return tensors; got \w*Cache.*: pass use_cache=False"):
         tk.graphed(whole)(tokens)
@@ -101,7 +101,7 @@ def test_a_causal_model_of_transformers_is_only_asked(family):
 
 
 class Kept(nn.Module):
-    """A layer that keeps a tensor from call to call, and may read it."""
+    """A layer that keeps a tensor between calls, and may read it."""
 
     def __init__(self, reads):
         super().__init__()

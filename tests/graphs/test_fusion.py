@@ -1,4 +1,4 @@
-"""Calls of a recorded step that become one: where they may, and that the bits stay."""
+"""Fusion of calls in a recorded step: conditions, and bitwise equality."""
 
 from contextlib import nullcontext
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROWS, WIDTH, INNER = 100, 70, 1100
-"""No multiples of a tile; the second is longer than what one register adds up."""
+"""No multiples of a tile; the second exceeds the number of products accumulated in one register."""
 
 
 @pytest.fixture(params=["plain", "avx2", "avx512", "avx512_bf16", "amx"])
 def instruction_set(request):
     kernels = cpu.load()
     if request.param not in kernels.instruction_sets:
-        pytest.skip("this processor lacks it")
+        pytest.skip("not supported by this processor")
     used = kernels.instruction_set()
     kernels.use(request.param)
     yield request.param
@@ -39,7 +39,7 @@ def two_threads():
 
 @pytest.fixture
 def names(monkeypatch):
-    """Of the calls that the last recording has left."""
+    """Counts in the calls of the last recording."""
     found = []
     fuse = _host.Recording.fuse
 
@@ -52,9 +52,9 @@ def names(monkeypatch):
 
 
 def step(parts, dtype, read=False):
-    """The gradients of x and of the weights where the branch of two linear layers is added to its own input.
+    """The gradients of x and the weights, where a branch of two linear layers is added to its input.
 
-    With `read` also something that is made of the gradient that comes through the branch.
+    With `read` also a value computed from the branch's gradient.
     """
     kept = []
     x, norm, up, down = (part.detach().requires_grad_() for part in parts)

@@ -1,4 +1,4 @@
-"""`graphed`: a training loop of one's own, and a model that is only asked, on a CPU and on a GPU."""
+"""`graphed`: a handwritten training loop and inference, on a CPU and on a GPU."""
 
 import ctypes
 import functools
@@ -25,7 +25,7 @@ def model(dropout=0.1):
 
 
 class Loop:
-    """A training loop as people write it: clipped, with its gradients set to None where they like."""
+    """A handwritten training loop: clipped, with gradients set to None at various points."""
 
     def __init__(self, device, kind=torch.optim.AdamW, lr=1e-2, **options):
         self.model = model().to(device)
@@ -124,7 +124,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_transformers_is_one_graph(family):
-    """Without a mask it looks at positions that it made itself."""
+    """Without a mask it reads the positions that it computed."""
     kind = getattr(pytest.importorskip("transformers"), family)
     results = []
     for wrapped in (False, True):
@@ -183,7 +183,7 @@ def leaves_pytorch(x):
 
 
 def calls_another_library(x):
-    """Which writes by an address, as a foreign kernel does."""
+    """Writes by address, like a foreign kernel."""
     y = torch.empty_like(x)
     ctypes.memmove(y.data_ptr(), x.data_ptr(), x.nbytes)
     return y + 1
@@ -212,7 +212,7 @@ def test_what_cannot_be_recorded_is_refused(function, message):
 
 
 class CountingSGD(torch.optim.Optimizer):
-    """Its rate falls with a number that it counts in Python."""
+    """Its rate decreases with a counter in Python."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})

@@ -1,4 +1,4 @@
-"""Recorded steps of the CPU: what they refuse, what a replay still checks, and the memory that they share."""
+"""CPU recordings: rejected functions, validation in replays, and shared memory."""
 
 import pytest
 import torch
@@ -51,13 +51,13 @@ def test_what_depends_on_values_is_refused_and_no_random_number_is_lost(work):
 
 def handed_on(x):
     y = torch.ones(8)
-    y.data_ptr()  # whoever asks may write there
+    y.data_ptr()  # assumed to be written through the address
     return y
 
 
 def used_before(x):
     torch.arange(8.0)
-    return torch.empty(8)  # where those numbers stood
+    return torch.empty(8)  # in the memory of those numbers
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_replays_may_change_is_not_fixed(made):
 
 
 def test_what_is_made_of_numbers_alone_may_be_read():
-    """As transformers does with positions that a model has made itself."""
+    """As transformers does with positions computed by a model."""
     x = torch.randn(2, 8)
 
     def work():
@@ -136,7 +136,7 @@ def test_an_operator_that_writes_to_its_arguments_and_has_a_result(kind):
         got = replay().clone()
         torch.manual_seed(seed)
         expected = twin(x)
-        if seed or kind != "RReLU":  # the first replay's result was drawn by the recording
+        if seed or kind != "RReLU":  # the first replay returns the result of the recorded call
             assert torch.equal(got, expected)
         assert all(map(torch.equal, module.buffers(), twin.buffers()))
         x.normal_()
@@ -144,7 +144,7 @@ def test_an_operator_that_writes_to_its_arguments_and_has_a_result(kind):
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_an_lstm_makes_what_its_backward_pass_needs_in_each_replay(gradients):
-    """With gradients its layer has one result more: a replay must call it as the step did."""
+    """With gradients its layer has an additional result: a replay must call it as the step did."""
     module, x = torch.nn.LSTM(8, 8), torch.randn(5, 2, 8)
 
     def work():
@@ -188,7 +188,7 @@ def test_memory_is_used_again_within_a_step_and_by_the_next_one():
     taken = sum(map(len, graphs._memory._by_size.values()))
     assert taken <= 3
     second = graphs.capture(lambda: chain(9) + 1)
-    assert sum(map(len, graphs._memory._by_size.values())) <= taken + 1  # the first one's result stays
+    assert sum(map(len, graphs._memory._by_size.values())) <= taken + 1  # the result of the first remains
     second()
     for replay, wanted in ((first, expected), (second, expected + 1), (first, expected)):
         assert torch.equal(replay(), wanted)

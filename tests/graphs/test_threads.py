@@ -1,4 +1,4 @@
-"""Recorded functions that several threads call, or record at once."""
+"""Recorded functions called or recorded by several threads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ THREADS = 4
 
 
 def together(function):
-    """The results of a function of a thread's number, which all threads begin at the same time."""
+    """The results of a function of the thread's number, started simultaneously in all threads."""
     start = threading.Barrier(THREADS)
 
     def begun(number):
@@ -45,7 +45,7 @@ def test_recordings_at_once_leave_no_recorder_behind():
     module, meet = cpu.load(), threading.Barrier(2)
 
     def recording(number):
-        """The first begins before and ends after the second has begun."""
+        """The first starts before and ends after the start of the second."""
         calls = []
         if number == 1:
             meet.wait()

@@ -16,14 +16,14 @@ from tests.support.parity import backend_fixture, require, tested_operation
 EXECUTED_SLOWLY = ("triton", "cuda")
 """Backends whose kernels are interpreted or emulated where there is no GPU."""
 CASES_IN_ONE_DTYPE = 8
-"""How many cases of a test always run in them."""
+"""Number of cases per test that always run in them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU an interpreted or emulated kernel runs each case of a grid in one dtype; gates have the others.
+    """Without a GPU an interpreted or emulated kernel runs each case of a grid in one dtype; the gates run the others.
 
-    The dtype changes from case to case, so that every case and every dtype of a grid stays in the quick suite (the
-    interpreter has no bfloat16 products). Of a test's cases beyond the eighth, every second one is left to the gates.
+    The dtype alternates between cases, so that the quick suite covers every case and every dtype of a grid (the
+    interpreter has no bfloat16 products). After the eighth case of a test, every second one runs in the gates only.
     """
     if torch.cuda.is_available():
         return
@@ -68,13 +68,13 @@ def _hardened_interpreter(request: pytest.FixtureRequest, device: torch.device) 
 
 @pytest.fixture(autouse=True)
 def _same_inputs_each_time() -> None:
-    """What a test draws without a seed of its own does not depend on the tests before it."""
+    """Unseeded random numbers of a test do not depend on earlier tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def triton_attention(backend: str) -> Any:
-    """Attention's Triton module, imported once the backend, Triton alone, is known to run here."""
+    """Attention's Triton module, imported after the check that the Triton backend runs here."""
     assert backend == "triton"
     from transformer_kernels.ops.attention import _triton as module
 
@@ -83,7 +83,7 @@ def triton_attention(backend: str) -> Any:
 
 @pytest.fixture
 def long_path(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sequences go through Triton's kernels for any length, in small tiles so that every loop runs."""
+    """Short sequences use Triton's kernels for any length, with small tiles so that every loop runs."""
     tiles = triton_attention.tiles
     monkeypatch.setattr(tiles, "SHORT_QUERIES", 0)
     tile = tiles.Tile(queries=32, keys=32, masked=16, num_warps=4, num_stages=1)

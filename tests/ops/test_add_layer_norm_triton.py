@@ -1,4 +1,4 @@
-"""add_layer_norm in Triton: dropout along a walk over blocks, and what the backward pass gives and leaves out."""
+"""add_layer_norm in Triton: dropout in two passes over blocks, and the gradients of backward."""
 
 from __future__ import annotations
 

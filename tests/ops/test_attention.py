@@ -1,4 +1,4 @@
-"""Attention in every backend: forward and all gradients against the textbook in float64."""
+"""Attention in every backend: forward and all gradients against the reference in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(
 
 
 def padding(batch: int, keys: int, device: torch.device) -> Tensor:
-    """Each row of the batch keeps a different number of keys; the last keeps holes too."""
+    """Each sequence has a different number of real keys; the last also has gaps."""
     kept = torch.arange(keys) < torch.linspace(keys, max(1, keys // 3), batch).long()[:, None]
     kept[-1, 1::5] = False
     return kept.to(device)
@@ -150,8 +150,7 @@ def test_the_rounding_of_a_large_lse_is_taken_out_in_float32(
 
 @pytest.mark.parametrize(("softcap", "biased"), [(0.5, True), (30.0, False)], ids=str)
 def test_softcap(backend: str, dtype: torch.dtype, device: torch.device, softcap: float, biased: bool) -> None:
-    """Scores up to 30, in a single block of keys and in several; the bias, beyond the lower cap, is added to what tanh
-    has bounded."""
+    """Scores up to 30, in one and several blocks of keys; the bias, below the lower cap, is added after tanh."""
     tensors = make(dtype, device, (24, 70), heads=(2, 1))
     with torch.no_grad():
         tensors["q"].mul_(8.0)
@@ -198,9 +197,9 @@ def test_keys_packed_otherwise_than_queries(
     lengths: tuple[int, int],
     causal: bool,
 ) -> None:
-    """What is peculiar to each sequence is where its last query stands: at its last key."""
+    """The last query of each sequence is aligned to its last key."""
     if backend in ("triton", "cuda"):
-        pytest.skip(f"{backend} refuses such keys: test_an_option_that_a_backend_lacks_is_refused")
+        pytest.skip(f"{backend} rejects such keys: test_an_option_that_a_backend_lacks_is_refused")
     tensors = make(torch.float32, device, lengths, batch=1, heads=(4, 2))
     tensors["key_padding_mask"] = padding(1, lengths[1], device)
     packing = {"cu_seqlens": starts, "cu_seqlens_k": key_starts}
@@ -238,9 +237,9 @@ def test_dropout_keeps_what_reaches_the_threshold(backend: str, device: torch.de
 
 
 def test_bias_gradients_are_summed_over_chunks_in_float32(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 batches add one half each: beyond 128 bfloat16 would no longer grow by that."""
+    """600 batches add one half each, which bfloat16 rounds away above 128."""
     if backend != "torch":
-        pytest.skip("chunks are the torch backend's")
+        pytest.skip("only the torch backend uses chunks")
     monkeypatch.setattr(_torch_chunks, "SCORES_AT_ONCE", 1)
     q, k = torch.zeros(600, 1, 1, 1, dtype=torch.bfloat16), torch.zeros(600, 1, 2, 1, dtype=torch.bfloat16)
     v = torch.tensor([1.0, -1.0], dtype=torch.bfloat16).view(1, 1, 2, 1).expand(600, 1, 2, 1)
@@ -433,7 +432,7 @@ def test_prefix_of_a_causal_result_ignores_what_follows(backend: str, dtype: tor
     tensors = make(dtype, device, (70, 70))
     whole = tk.attention(**tensors, causal=True, backend=backend)
     prefix = tk.attention(**{name: t[:, :, :41] for name, t in tensors.items()}, causal=True, backend=backend)
-    unit = 8 * torch.finfo(dtype).eps  # tiles are cut differently, so sums are added in another order
+    unit = 8 * torch.finfo(dtype).eps  # other tile boundaries, so another order of summation
     torch.testing.assert_close(whole[:, :, :41], prefix, atol=unit, rtol=unit)
 
 
@@ -461,7 +460,7 @@ SINKS = {
 
 @pytest.mark.parametrize("options", SINKS.values(), ids=SINKS)
 def test_sinks(backend: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> None:
-    """Each head's own sink, in fewer key heads than query heads; the second sink is none."""
+    """One sink per query head, with grouped key heads; the second sink is -inf."""
     batch = 1 if "packed" in options else 2
     tensors = make(dtype, device, (40, 40), batch=batch, heads=(4, 2))
     tensors["sinks"] = torch.tensor([0.5, -torch.inf, 3.0, -2.0], dtype=dtype, device=device).requires_grad_()

@@ -1,4 +1,4 @@
-"""What is peculiar to attention on the CPU: instruction sets, threads and keys split among them, where it writes."""
+"""Attention on the CPU: instruction sets, threads, keys split among threads, and memory bounds."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def test_each_instruction_set_matches_the_reference(instruction_set: str, dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blocks_that_go_together_through_keys_beyond_the_cache(instruction_set: str, dtype: torch.dtype) -> None:
-    """Blocks of queries in groups of four, the last of them of two; keys and their gradients in five pieces."""
+    """Blocks of queries in groups of four, the last of two; keys and their gradients in five parts."""
     check_parity("attention", "cpu", make((150, 600), (2, 1), 256, 1, dtype), {"window": (400, 90), "return_lse": True})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [1, 2, 3, 7])
 def test_one_query_for_each_head(instruction_set: str, dtype: torch.dtype, group: int) -> None:
-    """Two pieces of keys, holes and a window in them, rows that end within a register; then fewer keys than streams."""
+    """Two parts of keys with gaps and a window, rows that end within a register; then fewer keys than streams."""
     tensors = make((1, 1100), (2 * group, 2), dtype=dtype)
     tensors["key_padding_mask"] = torch.arange(1100).expand(2, 1100) % 7 != torch.tensor([[3], [5]])
     check_parity("attention", "cpu", tensors, {"causal": True, "window": 1090, "return_lse": True})
@@ -107,7 +107,7 @@ LEADING = torch.arange(144) < torch.tensor([[144], [101]])
     ids=["full", "causal", "window", "leading keys"],
 )
 def test_rows_read_in_place_give_the_bits_of_packed_ones(instruction_set: str, options: dict[str, Any]) -> None:
-    """Float32 rows are not copied, but where a value is not finite or they lie a multiple of 2 KiB apart."""
+    """Float32 rows are not copied unless a value is not finite or the stride is a multiple of 2 KiB."""
     tensors = make((130, 144), width=64)
     copied, apart = (
         {name: pad(x.detach(), (0, gap))[..., :64].requires_grad_() for name, x in tensors.items()} for gap in (448, 5)
@@ -153,7 +153,7 @@ def test_the_number_of_threads_changes_no_bit(name: str, threads: None) -> None:
 @pytest.mark.parametrize("case", ["plain", "padded", "causal", "biased", "dropout", "slopes"])
 def test_keys_split_among_threads_match_the_reference(case: str, dtype: torch.dtype) -> None:
     tensors, options = make((3, 2500), (4, 2), 24, dtype=dtype), {"return_lse": True}
-    if case == "padded":  # the second batch sees no key of the first two pieces
+    if case == "padded":  # the second sequence sees no key of the first two parts
         tensors["key_padding_mask"] = torch.stack([torch.arange(2500) % 3 > 0, torch.arange(2500) >= 2100])
     if case == "biased":
         tensors["attn_bias"] = torch.randn(4, 1, 2500).to(dtype).requires_grad_()
@@ -176,7 +176,7 @@ def test_the_lowest_bias_still_gives_a_mean() -> None:
 
 
 def _guarded(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A tensor (B, H, L, D) between NaNs, in rows that are longer than it needs, and all of that memory."""
+    """A tensor (B, H, L, D) surrounded by NaN, with gaps between rows, and the whole buffer."""
     batch, heads, length, width = shape
     memory = torch.full((batch + 2, heads, length + 2, width + 3), float("nan"))
     return memory[1:-1, :, 1:-1, 1 : width + 1], memory

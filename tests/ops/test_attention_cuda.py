@@ -1,6 +1,6 @@
-"""What is particular to the CUDA attention kernels: each family of them, their schedules, and hidden values.
+"""CUDA attention kernels: each family, thread schedules, and values behind masks.
 
-The grid that every backend passes is in test_attention.py; it takes the kernels that suit each call.
+The grid for all backends is in test_attention.py, where the kernel family is selected automatically.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _cuda_backend(device: torch.device) -> None:
 
 
 SMALL = "99 KiB"
-"""The one mixture that a limit of shared memory makes: of 129 to 256 keys in heads of up to 64 the short forward pass
-and the general backward pass. Every other launch fits on every GPU, or is refused."""
+"""The one mixture due to a limit of shared memory: for 129 to 256 keys and head dimensions up to 64, the short forward
+and the general backward pass. Every other launch fits on every GPU, or is rejected."""
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def schedule(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads of a block run in another order."""
+    """Runs the threads of a block in another order."""
     if not _extension.emulating():
-        pytest.skip("the device schedules its threads itself")
+        pytest.skip("schedules are controlled by the emulation only")
     _extension.load().set_schedule(*request.param)
     yield
     _extension.load().set_schedule("lowest_first", 0)
@@ -71,7 +71,7 @@ def make(
 
 
 def padding(batch: int, keys: int, device: torch.device) -> Tensor:
-    """The first row keeps all, the others keep fewer, the last one has holes and whole tiles of padding."""
+    """The first sequence has no padding, the others have, the last also has gaps and whole tiles of padding."""
     kept = torch.arange(keys) < torch.linspace(keys, max(1, keys // 3), batch).long()[:, None]
     kept[-1, 2::7] = False
     return kept.to(device)
@@ -107,7 +107,7 @@ def test_warps_take_32_queries_where_blocks_fill_the_gpu(
     path: str, dtype: torch.dtype, width: int, length: int, options: dict[str, Any], device: torch.device
 ) -> None:
     if not _extension.emulating():
-        pytest.skip("a GPU takes more blocks than the eight that fill the emulation's")
+        pytest.skip("eight blocks fill the emulated GPU only")
     heads = -(-8 // -(-length // 128))
     tensors = make(dtype, device, (length, length), batch=1, heads=(heads, 1), width=width)
     tensors = {name: value.detach() for name, value in tensors.items()}
@@ -137,7 +137,7 @@ def test_each_family_with_everything_together(
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
 @half
 def test_16_bits_use_a_small_share_of_the_budget(path: str, dtype: torch.dtype, device: torch.device) -> None:
-    """With the tensor cores' own order of addition and the worst exponentials: 17 % in fp16, 15 % in bf16."""
+    """With the summation order of tensor cores and the least accurate exponentials: 17 % in fp16, 15 % in bf16."""
     needs_sm90(device)
     shares = []
     for lengths, options in (((64, 600), {}), ((130, 130), {"causal": True}), ((40, 300), {"window": 70})):
@@ -148,7 +148,7 @@ def test_16_bits_use_a_small_share_of_the_budget(path: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("keys", [8, 28])
 def test_one_query_in_float32_has_accurate_exponentials(device: torch.device, keys: int) -> None:
-    """No sum over queries averages their errors: ex2.approx's 2 ulp come to 1.5 budgets at ten of 39 lengths."""
+    """No sum over queries averages errors: ex2.approx's 2 ulp would be 1.5 budgets at ten of 39 lengths."""
     tensors = make(torch.float32, device, (1, keys), batch=1, heads=(1, 1), width=16)
     check_parity("attention", "cuda", tensors, {"return_lse": True})
 
@@ -197,7 +197,7 @@ def test_sm90_matches_reference(
 @sm90
 @pytest.mark.parametrize("queries", [1, 70])
 def test_sm90_takes_odd_strides_of_axes_of_one_element(path: str, queries: int, device: torch.device) -> None:
-    """They address nothing. A copy element by element is refused by this path."""
+    """They are irrelevant for addresses. This path does not support copies element by element."""
     needs_sm90(device)
     tensors = make(HALF[0], device, (queries, 70), batch=1, heads=(2, 1), width=64)
     strides = {"q": (3, queries * 64, 5 if queries == 1 else 64, 1), "k": (3, 7, 64, 1), "v": (5, 9, 64, 1)}
@@ -214,7 +214,7 @@ def test_sm90_fills_up_other_widths(path: str, width: int, dtype: torch.dtype, d
     storage = {
         name: t.detach() for name, t in make(dtype, device, (130, 200), batch=1, heads=(2, 1), width=264).items()
     }
-    tensors = {name: value.fill_(float("nan"))[..., :width] for name, value in storage.items()}  # NaN behind each row
+    tensors = {name: value.fill_(float("nan"))[..., :width] for name, value in storage.items()}  # NaN after each row
     for seed, value in enumerate(tensors.values()):
         value.copy_(normal(*value.shape, dtype=dtype, device=device, seed=seed).detach())
     tensors["key_padding_mask"] = padding(1, 200, device)
@@ -302,7 +302,7 @@ def test_sm90_reads_a_packed_projection_and_writes_what_backward_needs(path: str
 
 @sm90
 def test_sm90_refuses_what_it_does_not_do(path: str, device: torch.device) -> None:
-    odd = torch.zeros(1, 1, 8, 9, device=device)  # its rows do not lie in pairs
+    odd = torch.zeros(1, 1, 8, 9, device=device)  # odd rows are not read in pairs
     for width, bias in ((36, None), (64, odd[..., :8]), (256, odd[..., 1:])):
         with pytest.raises(ValueError, match="the sm90 kernels do not take this call"):
             tk.attention(**make(torch.float16, device, (8, 8), width=width), attn_bias=bias, backend="cuda")
@@ -368,7 +368,7 @@ def work_of(tensors: dict[str, Any], **options: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("path", ["general", "short", "sm90"], indirect=True)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 def test_padding_is_not_computed(path: str, biased: bool, device: torch.device) -> None:
-    """Tiles of nothing but padding are skipped in every pass, between real keys and behind them."""
+    """Tiles of padding are skipped in every pass, between and after real keys."""
     if biased and path != "general":
         pytest.skip("only the general kernels give the bias a gradient")
     needs_sm90(device) if path == "sm90" else None
@@ -425,9 +425,9 @@ def test_packed_sequences_in_other_tile_shapes(dtype: torch.dtype, width: int, d
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_packed_sequences_cost_what_each_costs_alone(path: str, causal: bool, device: torch.device) -> None:
-    """Where borders fall on tiles, packed sequences take the work of a batch, and tokens behind the last one none.
+    """If boundaries coincide with tiles, packed sequences need the work of a batch, tokens after the last one none.
 
-    With more heads the emulation's GPU would be full of warps of 32 queries, which compute more beyond a causal edge.
+    With more heads the emulated GPU would be filled by warps of 32 queries, which compute more above the diagonal.
     """
     needs_sm90(device) if path == "sm90" else None
     batched = make(torch.bfloat16, device, (128, 128), batch=3, heads=(1, 1), width=64)
@@ -456,30 +456,30 @@ def test_bias_gradient_of_packed_sequences_costs_what_each_costs_alone(device: t
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
 def test_no_sequence_reads_another(path: str, poison: float, device: torch.device) -> None:
-    """What is broken in one sequence stays out of those that share a tile with it, and comes out where it is seen."""
+    """Non-finite values of a sequence do not reach others in the same tile, and reach the rows that see them."""
     needs_sm90(device) if path == "sm90" else None
     clean = make(torch.bfloat16, device, (300, 300), batch=1, heads=(1, 1), width=64)
     cu_seqlens = torch.tensor([0, 90, 180, 290], dtype=torch.int32, device=device)
     second = torch.arange(300, device=device).ge(90) & torch.arange(300, device=device).lt(180)
-    broken = second.clone()
-    broken[290:] = True  # behind the last sequence
+    non_finite = second.clone()
+    non_finite[290:] = True  # after the last sequence
     cotangent = normal(1, 1, 300, 64, dtype=torch.bfloat16, device=device, seed=7).detach()
     results = []
-    for tensors, dout in ((clean, cotangent), ({}, cotangent.masked_fill(broken[:, None], poison))):
+    for tensors, dout in ((clean, cotangent), ({}, cotangent.masked_fill(non_finite[:, None], poison))):
         if not tensors:
-            tensors = {name: x.detach().masked_fill(broken[:, None], poison) for name, x in clean.items()}
+            tensors = {name: x.detach().masked_fill(non_finite[:, None], poison) for name, x in clean.items()}
             tensors = {name: x.requires_grad_() for name, x in tensors.items()}
         out, lse = tk.attention(**tensors, cu_seqlens=cu_seqlens, return_lse=True, backend="cuda")
         out.backward(dout)
         results.append([out.detach(), lse.detach()[..., None], *(x.grad for x in tensors.values())])
     for want, got in zip(*results, strict=True):
-        assert torch.equal(want[:, :, ~broken], got[:, :, ~broken])
+        assert torch.equal(want[:, :, ~non_finite], got[:, :, ~non_finite])
         assert not torch.isfinite(got[:, :, second]).all(dim=-1).any()
 
 
 @pytest.mark.parametrize("name", ["v", "dout"])
 def test_a_sequence_keeps_its_own_nan(name: str, device: torch.device) -> None:
-    """One broken value on a border tile comes out in all rows of its sequence that see it, and in no other."""
+    """One non-finite value in a boundary tile reaches all rows of its sequence that see it, and no other row."""
     tensors = {**make(torch.float16, device, (100, 100), batch=1, heads=(1, 1)), "dout": torch.ones(1, 1, 100, 32)}
     dout = tensors.pop("dout").to(device).half()
     (dout if name == "dout" else tensors[name].data)[0, 0, 50, 3] = float("nan")
@@ -563,7 +563,7 @@ def test_every_gpu_has_kernels_that_fit(
     biased: bool,
     device: torch.device,
 ) -> None:
-    """The emulation refuses a launch above its architecture's shared memory, as a device does."""
+    """The emulation rejects a launch above its architecture's shared memory, as a device does."""
     tensors = make(dtype, device, lengths, batch=1, heads=(heads, 1), width=width)
     if biased:
         tensors["attn_bias"] = normal(1, 1, *lengths, dtype=dtype, device=device, seed=5)
@@ -635,7 +635,7 @@ def gradient_views(case: str, tensors: dict[str, Any], device: torch.device) -> 
 def test_gradients_are_written_where_they_are_wanted(
     case: str, path: str, dtype: torch.dtype, width: int, device: torch.device
 ) -> None:
-    """Into views of any strides, the same bits as into tensors of its own, and nothing beside them."""
+    """Into views of any strides: the same bits as in new tensors, without writes outside."""
     tensors = {name: x.detach() for name, x in make(dtype, device, (70, 70), heads=(4, 2), width=width).items()}
     call = prepare(*tensors.values(), key_padding_mask=padding(2, 70, device), causal=True, scale=0.2)
     result = KERNELS.forward(call)
@@ -648,4 +648,4 @@ def test_gradients_are_written_where_they_are_wanted(
         assert got is view
         assert torch.equal(want, view)
         view.fill_(float("nan"))
-    assert buffer.isnan().all(), "something was written beside the gradients"
+    assert buffer.isnan().all(), "written outside of the gradients"

@@ -1,4 +1,4 @@
-"""Queries and keys that the CUDA attention kernels turn in shared memory: bit for bit what rotated copies give."""
+"""Queries and keys rotated in shared memory by the CUDA attention kernels: bitwise equal to rotated copies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rows whose scores are all large: a bias of -1e4 to the least float32, or products near 1,024.
+"""Rows with large scores only: a bias of -1e4 to the lowest float32, or products near 1,024.
 
-Scores are multiples of 1/4, so that every backend rounds them alike: the oracle is float64 on the rounded scores.
+Scores are multiples of 1/4, so that all backends round them equally: the oracle is float64 on the rounded scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ backend = backend_fixture(*tk.BACKENDS, op="attention")
 
 SCALE = 0.25
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of the relative error of a result, or of a gradient, in the Euclidean norm."""
+"""Limit of the relative error of a result or gradient in the Euclidean norm."""
 
 
 def quarters(*shape: int, seed: int) -> Tensor:
@@ -28,7 +28,7 @@ def quarters(*shape: int, seed: int) -> Tensor:
 
 
 def make(queries: int, keys: int, near: float, level: float, biased_rows: int) -> dict[str, Tensor]:
-    """q, k, v and a bias whose first rows are `level` and the others small; products are near `near`."""
+    """q, k, v and a bias, `level` in its first rows and small in the others; products are close to `near`."""
     q, k, v = quarters(1, 2, queries, 16, seed=1), quarters(1, 1, keys, 16, seed=2), quarters(1, 1, keys, 16, seed=3)
     if near:
         q[..., 0], k[..., 0] = 16.0, near / SCALE / 16.0
@@ -38,11 +38,11 @@ def make(queries: int, keys: int, near: float, level: float, biased_rows: int) -
 
 
 def oracle(tensors: dict[str, Tensor], dout: Tensor, dlse: Tensor) -> list[Tensor]:
-    """out, lse, dq, dk, dv and dbias in float64, of the scores that float32 holds."""
+    """out, lse, dq, dk, dv and dbias in float64 from scores rounded to float32."""
     q, k, v, bias = (x.double().requires_grad_() for x in tensors.values())
     exact = SCALE * (q @ k.transpose(-2, -1)) + bias
-    held = (SCALE * (tensors["q"] @ tensors["k"].transpose(-2, -1)) + tensors["attn_bias"]).double()
-    scores = exact + (held - exact).detach()
+    rounded = (SCALE * (tensors["q"] @ tensors["k"].transpose(-2, -1)) + tensors["attn_bias"]).double()
+    scores = exact + (rounded - exact).detach()
     top = scores.amax(-1, keepdim=True).detach()
     lse = (top + (scores - top).exp().sum(-1, keepdim=True).log()).squeeze(
         -1
@@ -83,8 +83,8 @@ def test_gradients_are_those_of_the_rounded_scores(
             for name, x in tensors.items()
         }
         out, lse = tk.attention(**given, **options)
-        asked = [given[name] for name in wanted]
-        gradients = torch.autograd.grad((out, lse), asked, (dout.to(out), dlse.to(lse)))
+        requested = [given[name] for name in wanted]
+        gradients = torch.autograd.grad((out, lse), requested, (dout.to(out), dlse.to(lse)))
         names = ("out", "lse", *(f"d{name}" for name in wanted))
         for name, got, exact in zip(names, (out, lse, *gradients), want, strict=False):
             if name == "lse" and backend == "triton" and case == "least" and dtype is not torch.float32:
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_rounded_scores(
 
 
 def test_gradients_without_that_of_lse(backend: str, device: torch.device) -> None:
-    """PyTorch's fused kernels take such calls."""
+    """PyTorch's fused kernels support such calls."""
     for case, (near, level) in CASES.items():
         tensors = make(4, 65, near, level, biased_rows=1)
         dout = quarters(1, 2, 4, 16, seed=5)
@@ -109,7 +109,7 @@ def test_gradients_without_that_of_lse(backend: str, device: torch.device) -> No
 
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (16, 16)], ids=str)
 def test_float64_with_a_float32_bias(device: torch.device, shape: tuple[int, ...]) -> None:
-    """PyTorch's fused kernel would read the narrower mask as float64."""
+    """PyTorch's fused kernel reads the mask as float64."""
     q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64, device=device, requires_grad=True) for _ in range(3))
     bias = torch.randn(shape, device=device)
     got = tk.attention(q, k, v, attn_bias=bias, backend="torch")
@@ -122,7 +122,7 @@ def test_float64_with_a_float32_bias(device: torch.device, shape: tuple[int, ...
 @pytest.mark.parametrize("queries", [1, 2, 9])
 @pytest.mark.parametrize("keys", [5, 1500])
 def test_a_scale_of_zero_and_padding_everywhere(backend: str, device: torch.device, queries: int, keys: int) -> None:
-    """Weights of the real keys are alike; a query without any gets 0, not NaN."""
+    """Weights of the real keys are equal; a fully masked query gives 0, not NaN."""
     q, k, v = (torch.randn(2, 2, length, 8, device=device, requires_grad=True) for length in (queries, keys, keys))
     real = torch.zeros(2, keys, dtype=torch.bool, device=device)
     real[1, 2:5] = True

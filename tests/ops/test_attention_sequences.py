@@ -1,4 +1,4 @@
-"""Packed sequences: attention inside each of several sequences that lie one after the other."""
+"""Packed sequences: attention within each of several concatenated sequences."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_equals_each_sequence_alone(backend: str, dtype: torch.dtype, device: to
         tk.attention(**{name: x[:, :, start:end] for name, x in tensors.items()}, causal=True, backend=backend)
         for start, end in itertools.pairwise(starts)
     ]
-    unit = 8 * torch.finfo(dtype).eps  # tiles are cut differently, so sums are added in another order
+    unit = 8 * torch.finfo(dtype).eps  # other tile boundaries, so another order of summation
     torch.testing.assert_close(packed, torch.cat(parts, dim=2), atol=unit, rtol=unit)
 
 

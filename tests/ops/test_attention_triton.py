@@ -1,4 +1,4 @@
-"""Attention kernels in Triton: each path where lengths would not choose it, and what only this backend promises."""
+"""Attention kernels in Triton: each path at lengths that do not select it, and guarantees of this backend only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ backend = backend_fixture("triton")
 def test_masked_and_full_blocks_meet(
     backend: str, device: torch.device, lengths: tuple[int, int], causal: bool, window: int | None
 ) -> None:
-    """With windows of 33 and 64 a tile's first and last query begin to see keys at the edge of a block."""
+    """With windows of 33 and 64, the visible keys of a tile's first and last query begin at a block boundary."""
     tensors = make(torch.float16, device, lengths, batch=1, heads=(2, 1))
     check_parity(OP, backend, tensors, {"causal": causal, "window": window, "return_lse": True})
 
@@ -45,7 +45,7 @@ ROTATED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("masks", ["padding", "sequences"])
 @pytest.mark.parametrize(("options", "interleaved"), [("full", False), ("causal", True), ("window, dropout", False)])
 def test_rotated_in_every_loop(backend: str, device: torch.device, options: str, interleaved: bool, masks: str) -> None:
-    """16 of 40 columns of grouped heads are rotated, each sequence by places of its own."""
+    """16 of 40 columns of grouped heads are rotated, each sequence with its own positions."""
     sequences = 2 if masks == "padding" else 1
     length = 70 if masks == "padding" else 110
     qkv = torch.randn(sequences, length, 8, 40).to(device, torch.float16).requires_grad_()
@@ -59,8 +59,8 @@ def test_rotated_in_every_loop(backend: str, device: torch.device, options: str,
 
 
 def unlike(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same values, each tensor laid out in another way, between guard bands of NaN: rows of q are apart as in
-    (B, H, L, D), of k as in (B, L, H, D), of v with a gap between them."""
+    """The same values in different layouts between guard bands of NaN: q as (B, H, L, D), k as (B, L, H, D), v with
+    gaps between rows."""
     q, k, v = (tensors[name].detach() for name in "qkv")
     _, heads, length, width = v.shape
     row = width + 24
@@ -76,7 +76,7 @@ def test_groups_batches_and_layouts_unlike_each_other(
     backend: str, triton_attention: Any, device: torch.device, heads: tuple[int, int], causal: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Heads of which // and % differ, in two sections of the L2 cache, with dropout, padding and a bias."""
+    """Heads in two sections of the L2 cache, with dropout, padding and a bias."""
     monkeypatch.setattr(triton_attention.tiles, "L2_BYTES", 4 * 70 * 32 * 2)  # two heads of keys
     tensors = make(torch.float16, device, (65, 70), batch=2, heads=heads)
     tensors["key_padding_mask"] = padding(2, 70, device)
@@ -87,10 +87,10 @@ def test_groups_batches_and_layouts_unlike_each_other(
 
 @pytest.mark.parametrize("lengths", [(33, 45), (60, 300)], ids=["short", "long"])
 @pytest.mark.parametrize("shape", [(1, 2, 1, -1), (2, 1, 0, -1)], ids=["row", "full"])
-def test_gradient_of_a_bias_with_lse_and_blind_rows(
+def test_gradient_of_a_bias_with_lse_and_fully_masked_rows(
     backend: str, device: torch.device, lengths: tuple[int, int], shape: tuple[int, ...]
 ) -> None:
-    """A window and a padding mask leave some queries without a key; the gradient of lse reaches the bias of others."""
+    """A window and a padding mask fully mask some queries; the gradient of lse reaches the bias of others."""
     tensors = make(torch.float32, device, lengths, batch=2, heads=(2, 1))
     tensors["key_padding_mask"] = torch.arange(lengths[1], device=device).expand(2, -1) >= lengths[1] - 20
     shape = (*shape[:2], shape[2] or lengths[0], lengths[1])
@@ -134,8 +134,8 @@ def test_decode_of_batches_groups_and_many_splits(
     backend: str, triton_attention: Any, device: torch.device, queries: int, options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Twenty parts, more than the combining kernel reads at a time, of grouped heads with dropout, lse and a bias for
-    each head, v laid out unlike k; scores grow along the keys, so that each part has another maximum."""
+    """Twenty splits, more than the combine kernel reads per step, of grouped heads with dropout, lse and a bias per
+    head, with different layouts of k and v; scores grow along the keys, so each split has another maximum."""
     monkeypatch.setattr(triton_attention, "_splits", lambda programs, blocks, _: blocks)
     monkeypatch.setattr(triton_attention.tiles, "find", lambda *_: triton_attention.Tile(16, 64, 64, 4, 1))
     tensors = unlike(make(torch.float16, device, (queries, 1260), batch=2, heads=(6, 3), width=40))
@@ -149,7 +149,7 @@ def test_decode_of_batches_groups_and_many_splits(
 def test_a_sequence_that_is_not_finite_leaves_the_gradients_of_its_neighbours(
     backend: str, device: torch.device
 ) -> None:
-    """The border is within a tile; the neighbours' queries, keys, values and incoming gradients are all NaN."""
+    """The boundary is within a tile; the queries, keys, values and incoming gradients of the neighbours are NaN."""
     tensors = make(torch.float16, device, (96, 96), batch=1, heads=(2, 1))
     cu_seqlens = torch.tensor([0, 37, 81], dtype=torch.int32, device=device)
     with torch.no_grad():
@@ -162,14 +162,14 @@ def test_a_sequence_that_is_not_finite_leaves_the_gradients_of_its_neighbours(
 
 
 def test_splits_fill_the_device(triton_attention: Any) -> None:
-    assert triton_attention._splits(120, 64, 132) == 1  # busy anyway
+    assert triton_attention._splits(120, 64, 132) == 1  # full without splits
     assert triton_attention._splits(8, 4, 132) == 1  # four blocks are not worth a second kernel
     assert triton_attention._splits(8, 64, 132) == 15  # 120 of 132 multiprocessors, in one wave
 
 
 @pytest.mark.usefixtures("long_path")
 def test_long_path_with_an_unequal_window_and_alibi(backend: str, device: torch.device) -> None:
-    """Blocks of 32: the window's ends fall into other blocks on either side, for queries as for keys. With a cap."""
+    """Blocks of 32: the window's ends are in different blocks on both sides, for queries and keys. With a softcap."""
     tensors = make(torch.float32, device, (70, 100), batch=1, heads=(2, 1), width=16)
     options = {"window": (9, 40), "alibi_slopes": torch.tensor([0.5, 0.02], device=device), "return_lse": True}
     options["softcap"] = 0.7
@@ -224,7 +224,7 @@ def test_dropout_keeps_the_bits_of_the_reference(backend: str, device: torch.dev
     queries, keys = 21, 100
     q, k = torch.zeros(1, 2, queries, 64, device=device), torch.zeros(1, 2, keys, 64, device=device)
     kept = []
-    for start in range(0, keys, 64):  # with equal weights, v picks out sixty-four columns of the mask
+    for start in range(0, keys, 64):  # with equal weights, v selects sixty-four columns of the mask
         v = torch.zeros(1, 2, keys, 64, device=device)
         v[:, :, start : start + 64] = torch.eye(64, device=device)[: min(64, keys - start)]
         torch.manual_seed(5)
@@ -256,7 +256,7 @@ def test_many_keys_are_read_in_blocks_of_128_where_a_causal_call_reads_64(
     for length in (tiles.LONG_KEYS - 1, tiles.LONG_KEYS):
         q, k = (torch.empty(1, 1, each, width, dtype=torch.float16, device=device) for each in (130, length))
         call = prepare(q, k, k, causal=True, scale=0.125)
-        keys.append(triton_attention._Given(call, None).plan.tile(Kernel.FORWARD).keys)
+        keys.append(triton_attention._Inputs(call, None).plan.tile(Kernel.FORWARD).keys)
     assert keys == [64 if width == 64 else 128, 128]
 
 

@@ -1,6 +1,6 @@
-"""What Triton's attention kernels visit: of packed sequences and of padding only the blocks with visible keys.
+"""Blocks visited by Triton's attention kernels: only those with visible keys, for packed sequences and padding.
 
-The interpreter calls the functions that take one block at a time, so there they can be counted.
+The interpreter calls one function per block, so that visits can be counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformer_kernels.ops.attention import prepare
 
 OP = "attention"
 QUERIES, MASKED = 32, 16
-"""The tile of `long_path`: 32 queries by 32 keys, where there is a mask by 16."""
+"""The tile of `long_path`: 32 queries by 32 keys, 16 in the masked loop."""
 
 Block = dict[str, int]
 Count = Callable[[ModuleType, str], list[Block]]
@@ -32,7 +32,7 @@ backend = backend_fixture("triton")
 
 @pytest.fixture
 def count(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> Count:
-    """Lists the positions that every call of a function of a kernel is about."""
+    """Lists the positions of every call of a device function."""
     if not _triton.interpreting():
         pytest.skip("only the interpreter's calls can be counted")
 
@@ -51,7 +51,7 @@ def count(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> Count:
 
 
 def _positions(arguments: dict[str, Any]) -> Block:
-    """Where the block begins, how many positions are walked over, and how many rows there are to read."""
+    """The start of the block, its number of positions, and the number of rows."""
     found = {name: int(arguments[name]) for name in ("start", "first_row") if name in arguments}
     if "keys" in arguments:
         found["first_key"] = int(arguments["keys"].first_key)
@@ -84,7 +84,7 @@ def test_work_is_the_sum_of_the_squares(count: Count, device: torch.device, leng
     passes = {
         "keys of a query tile": count(_triton_forward, "attend_block"),
         "keys of a query tile, backward": count(_triton_backward, "query_gradient_block"),
-        "queries of a key tile": count(_triton_backward_key, "walk_queries"),
+        "queries of a key tile": count(_triton_backward_key, "accumulate_queries"),
     }
     _forward_and_backward(tensors, cu_seqlens=_sequences(lengths, device), causal=causal)
     starts = [0, *itertools.accumulate(lengths)]
@@ -155,13 +155,13 @@ def test_padding_between_real_keys_is_not_visited(
             tensors[name][:, :, 40:140] = float("nan")
     forward = count(_triton_forward, "attend_block")
     queries = count(_triton_backward, "query_gradient_block")
-    walks = count(_triton_backward_key, "walk_queries")
+    visits = count(_triton_backward_key, "accumulate_queries")
     loads = [count(_triton_backward_key, name) for name in ("load_rotated", "load_rows")]
     check_parity("attention", backend, tensors, {"causal": causal})
     for blocks in (forward, queries):
         visited = {block["start"] for block in blocks}
         assert visited == {0, 16, 32, 128, 144}
-    assert {walk["first_key"] for walk in walks} == {0, 32, 128}
+    assert {visit["first_key"] for visit in visits} == {0, 32, 128}
     unread = [load["start"] for load in itertools.chain(*loads) if load["length"] == 0]
     assert sorted(unread) == [64, 64, 96, 96]  # k and v of the two tiles that are all padding
 
@@ -181,7 +181,7 @@ def test_decode_visits_from_the_first_real_key_to_the_last(backend: str, count: 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 1024), (0, 1025), (100, 5300), (64, 9000)], ids=str)
 def test_the_real_keys_of_any_range(triton_attention: Any, device: torch.device, start: int, end: int) -> None:
-    """Few and many of them are read in chunks of different sizes."""
+    """Short and long ranges use different chunk sizes."""
     from tests.support.triton_kernels import real_keys_kernel
 
     for first, last, hole in (
@@ -209,7 +209,7 @@ def test_the_sequence_of_every_token(triton_attention: Any, device: torch.device
     for lengths, tokens in (([5], 5), ([3, 0, 0, 4], 9), ([], 4), ([0, 0], 3), ([1] * 300, 300), ([256, 256, 1], 600)):
         q = torch.empty(1, 1, tokens, 16, device=device, dtype=torch.float16)
         call = prepare(q, q, q, cu_seqlens=_sequences(lengths, device))
-        sequences = triton_attention._Given(call, None).sequences()
+        sequences = triton_attention._Inputs(call, None).sequences()
         spans = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
         end = sum(lengths)
         want = [next(((a, b) for a, b in spans if a <= token < b), (end, end)) for token in range(tokens)]

@@ -1,4 +1,4 @@
-"""The weights of attention: the reference's, and those with which attention mixes its values."""
+"""attention_weights against the reference, and against attention."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_wrong_arguments_are_told_as_of_attention() -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_sinks(backend: str, dtype: torch.dtype, device: torch.device, masked: bool) -> None:
-    """A row of weights sums to 1 less that of the sink; a padded row without keys keeps no weight."""
+    """A row of weights sums to 1 minus that of the sink; a fully masked row is 0."""
     tensors = make(dtype, device)
     tensors["sinks"] = torch.tensor([0.5, -torch.inf, 1e4, -2.0], dtype=torch.float32, device=device).requires_grad_()
     if masked:

@@ -38,7 +38,7 @@ def test_float32_bias(backend: str, dtype: torch.dtype, device: torch.device) ->
 
 
 def test_the_sum_is_not_rounded_before_its_sign_is_taken(backend: str, device: torch.device) -> None:
-    """A float32 bias that float16 would round onto -x."""
+    """A float32 bias that rounds to -x in float16."""
     x = torch.ones(2, 3, dtype=torch.float16, device=device, requires_grad=True)
     bias = torch.tensor([-1.0 + 1e-5, -1.0, -1.0 - 1e-5], device=device)
     y = tk.bias_relu(x, bias, backend=backend)

@@ -1,4 +1,4 @@
-"""A call is a record: its fields are taken by name, never by position."""
+"""A call is a record: fields are accessed by name, not by position."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def with_weight(options: dict[str, Any], classes: int, device: torch.device) -> dict[str, Any]:
-    """The options, with weights from 0 to 3 where they are asked for."""
+    """The options, with class weights from 0 to 3 if requested."""
     wanted = "weight" in options
     return {**options, "weight": torch.linspace(0.0, 3.0, classes, device=device)} if wanted else options
 
@@ -123,7 +123,7 @@ def test_a_class_that_is_ignored_has_no_part_in_a_weighted_mean(backend: str, de
 
 
 def test_a_soft_cap_of_large_logits(backend: str, device: torch.device) -> None:
-    """Far beyond the cap all scores are +-cap, and the gradient vanishes."""
+    """Far above the cap all scores are +-cap, and the gradient is 0."""
     tensors = make(torch.float32, device, 6, 33, ignored=0.0, spread=1.0)
     with torch.no_grad():
         tensors["logits"][1, 3], tensors["logits"][2, 5] = -1e30, 1e30
@@ -210,8 +210,8 @@ def test_a_backend_without_probabilities_refuses_them(monkeypatch: pytest.Monkey
     explanation = tk.explain("cross_entropy", logits, targets, backend="auto")
     assert explanation.chosen == "torch"
     for backend in ("cpu", "triton", "cuda"):
-        assert "it does not know probabilities as targets" in explanation.reasons[backend]
-        with pytest.raises(UnsupportedByBackend, match=r"^cross_entropy: .* it does not know probabilities"):
+        assert "it does not support probabilities as targets" in explanation.reasons[backend]
+        with pytest.raises(UnsupportedByBackend, match=r"^cross_entropy: .* it does not support probabilities"):
             tk.cross_entropy(logits, targets, backend=backend)
 
 
@@ -237,7 +237,7 @@ def test_all_rows_ignored(backend: str, device: torch.device, classes: int) -> N
 def test_nan_in_an_ignored_row_does_not_get_out(
     backend: str, device: torch.device, options: dict[str, float], reduction: str
 ) -> None:
-    """Neither of its logits nor of its incoming gradient; the last row is one."""
+    """In its logits or its incoming gradient; the last row is ignored."""
     tensors = make(torch.float32, device, 9, 20, ignored=0.0)
     ignored = torch.arange(9, device=device) % 4 == 0
     tensors["targets"].masked_fill_(ignored, -100)
@@ -273,10 +273,10 @@ def test_large_logits_neither_overflow_nor_cancel(
 
 @pytest.mark.parametrize("classes", [33, 40000])
 def test_a_constant_added_to_all_logits_changes_nothing(backend: str, device: torch.device, classes: int) -> None:
-    """Smoothing takes the mean over all classes: of numbers around 8192, whose sum keeps few digits."""
+    """Smoothing takes the mean over all classes: of numbers near 8192, whose sum has few significant digits."""
     tensors = make(torch.float32, device, 6, classes, spread=1.0)
     with torch.no_grad():
-        tensors["logits"].mul_(256).round_().div_(256)  # exact beside the constant too
+        tensors["logits"].mul_(256).round_().div_(256)  # exact after adding the constant
         losses = [
             tk.cross_entropy(logits, tensors["targets"], label_smoothing=0.5, reduction="none", backend=backend)
             for logits in (tensors["logits"], tensors["logits"] + 8192.0)
@@ -344,7 +344,7 @@ def test_gradients_of_a_row_sum_to_zero(backend: str, device: torch.device) -> N
 def test_a_second_backward_pass_gives_the_same_bits(
     backend: str, dtype: torch.dtype, device: torch.device, reduction: str, dloss: float
 ) -> None:
-    """Also where the first one hands out what the forward pass made, which is then the caller's to write to."""
+    """Also if the first returns the gradient computed in forward, which the caller may then overwrite."""
     tensors, factor = make(dtype, device, 37, 300), torch.tensor(dloss, device=device)
     loss = tk.cross_entropy(**tensors, label_smoothing=0.1, reduction=reduction, backend=backend)
     (first,) = torch.autograd.grad(loss, tensors["logits"], factor, retain_graph=True)
@@ -356,7 +356,7 @@ def test_a_second_backward_pass_gives_the_same_bits(
 
 
 def test_a_scaled_loss_keeps_the_digits_of_small_gradients(backend: str, device: torch.device) -> None:
-    """In float16 the gradient of the unscaled mean has a few bits left."""
+    """In float16 the gradient of the unscaled mean has few significant bits."""
     tensors, scale = make(torch.float16, device, 64, 4000, ignored=0.0, spread=0.1), 2.0**14
     (tk.cross_entropy(**tensors, backend=backend) * scale).backward()
     _, expected = theirs(tensors)

@@ -1,4 +1,4 @@
-"""Cross-entropy kernels in Triton: the two-pass walk at narrow widths, gaps between rows, and every table."""
+"""Cross-entropy kernels in Triton: two passes at narrow widths, gaps between rows, and every table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ backend = backend_fixture("triton")
 
 @pytest.fixture
 def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of more than 64 columns are walked in blocks of 64."""
+    """Rows of more than 64 columns are processed in blocks of 64."""
     from transformer_kernels.ops.loss import _triton as cross_entropy
 
     monkeypatch.setattr(cross_entropy, "FORWARD", every_width(RowTile(rows=1, columns=64, num_warps=4)))

@@ -18,9 +18,9 @@ from transformer_kernels.ops.embedding import EmbeddingCall
 from transformer_kernels.ops.embedding._scatter import scattered
 
 OP = "embedding"
-VOCABULARY, PLACES = 13, 11
+VOCABULARY, POSITIONS = 13, 11
 CONSTANT_ROW = {"weight": 2.0, "positions": 1.5}
-"""PyTorch's LayerNorm backward of rows of one element leaves rounding errors times 1 / sqrt(eps), not 0."""
+"""PyTorch's LayerNorm backward of rows of one element has rounding errors times 1 / sqrt(eps) instead of 0."""
 PARTS = [
     (positions, norm, bias, ids)
     for positions, norm, bias, ids in itertools.product([False, True], repeat=4)
@@ -39,19 +39,19 @@ def make(
     """Every tensor argument but position_ids; tokens of the given shape, (3, 5) unless given."""
     shape = shape or (3, 5)
     generator = torch.Generator().manual_seed(0)
-    places = max(PLACES, shape[1])
+    count = max(POSITIONS, shape[1])
     return {
         "tokens": torch.randint(vocabulary, shape, generator=generator).to(device),
         "weight": normal(vocabulary, width, dtype=dtype, device=device, seed=1),
-        "positions": normal(places, width, dtype=dtype, device=device, seed=2),
+        "positions": normal(count, width, dtype=dtype, device=device, seed=2),
         "norm_weight": normal(width, dtype=parameters or dtype, device=device, seed=3),
         "norm_bias": normal(width, dtype=parameters or dtype, device=device, seed=4),
     }
 
 
-def places_of(tokens: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Places in [0, PLACES), some of them more than once."""
-    return ((tokens * 7 + torch.arange(tokens.shape[1], device=tokens.device)) % PLACES).to(dtype)
+def positions_of(tokens: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Positions in [0, POSITIONS), some repeated."""
+    return ((tokens * 7 + torch.arange(tokens.shape[1], device=tokens.device)) % POSITIONS).to(dtype)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -93,7 +93,7 @@ def test_every_combination_of_parts(
 ) -> None:
     tensors = make(torch.float32, device, 40)
     if ids:
-        tensors["position_ids"] = places_of(tensors["tokens"])
+        tensors["position_ids"] = positions_of(tensors["tokens"])
     for name, there in (("positions", positions), ("norm_weight", norm), ("norm_bias", bias)):
         if not there:
             tensors[name] = None
@@ -120,11 +120,11 @@ def test_dropout_is_the_reference_mask(
 
 def test_int32_ids(backend: str, device: torch.device) -> None:
     tensors = make(torch.float32, device, 24)
-    wide = tk.embedding(**tensors, position_ids=places_of(tensors["tokens"]), backend=backend)
+    wide = tk.embedding(**tensors, position_ids=positions_of(tensors["tokens"]), backend=backend)
     tensors["tokens"] = tensors["tokens"].int()
-    narrow = tk.embedding(**tensors, position_ids=places_of(tensors["tokens"], torch.int32), backend=backend)
+    narrow = tk.embedding(**tensors, position_ids=positions_of(tensors["tokens"], torch.int32), backend=backend)
     assert torch.equal(wide, narrow)
-    check_parity(OP, backend, tensors | {"position_ids": places_of(tensors["tokens"], torch.int32)})
+    check_parity(OP, backend, tensors | {"position_ids": positions_of(tensors["tokens"], torch.int32)})
 
 
 @pytest.mark.parametrize("scale", [1.0, 11.3])
@@ -159,7 +159,7 @@ def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tu
 
 def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device) -> None:
     if backend == "torch":
-        pytest.skip("PyTorch's own LayerNorm rounds x * rstd and mean * rstd apart; test_layer_norm says how far")
+        pytest.skip("PyTorch's LayerNorm rounds x * rstd and mean * rstd separately; see test_layer_norm")
     tensors = make(torch.float32, device, 128)
     tensors["weight"] = (tensors["weight"].detach() + 1e6).requires_grad_()
     check_parity(OP, backend, tensors)
@@ -173,21 +173,21 @@ def test_an_unknown_id_is_an_index_error_on_the_cpu(backend: str, device: torch.
     tensors["tokens"][1, 2] = stray
     with pytest.raises(IndexError, match=rf"embedding: tokens must be in \[0, {VOCABULARY}\); got ids from"):
         tk.embedding(**tensors, backend=backend)
-    places = torch.zeros_like(tensors["tokens"]).clamp_(0, 0)
-    places[0, 0] = PLACES
+    positions = torch.zeros_like(tensors["tokens"]).clamp_(0, 0)
+    positions[0, 0] = POSITIONS
     tensors["tokens"][1, 2] = 0
-    with pytest.raises(IndexError, match=rf"embedding: position_ids must be in \[0, {PLACES}\); got ids from 0 to"):
-        tk.embedding(**tensors, position_ids=places, backend=backend)
+    with pytest.raises(IndexError, match=rf"embedding: position_ids must be in \[0, {POSITIONS}\); got ids from 0 to"):
+        tk.embedding(**tensors, position_ids=positions, backend=backend)
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
-    ("token", "place"), [(-1, 2), (VOCABULARY, 2), (2**40, 2), (3, -5), (3, PLACES), (3, 2**40), (-1, -1)]
+    ("token", "position"), [(-1, 2), (VOCABULARY, 2), (2**40, 2), (3, -5), (3, POSITIONS), (3, 2**40), (-1, -1)]
 )
 def test_a_kernel_reads_nothing_for_an_unknown_id(
-    backend: str, device: torch.device, token: int, place: int, norm: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, device: torch.device, token: int, position: int, norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What happens on a GPU: the row is NaN, the others are what they are, and its gradient has no row."""
+    """As on a GPU: the row is NaN, other rows are unchanged, and the id has no gradient."""
     if backend == "torch":
         pytest.skip("PyTorch validates ids itself")
     from transformer_kernels.backends import dispatch
@@ -196,9 +196,9 @@ def test_a_kernel_reads_nothing_for_an_unknown_id(
     tensors = {name: value.detach() for name, value in tensors.items()}
     if not norm:
         tensors["norm_weight"] = tensors["norm_bias"] = None
-    ids = places_of(tensors["tokens"])
+    ids = positions_of(tensors["tokens"])
     whole = tk.embedding(**tensors, position_ids=ids, backend=backend)
-    tensors["tokens"][1, 2], ids[1, 2] = token, place
+    tensors["tokens"][1, 2], ids[1, 2] = token, position
     order = (tensors["weight"], tensors["tokens"], tensors["positions"], ids, tensors["norm_weight"])
     call = EmbeddingCall(*order, tensors["norm_bias"], None, 1.0, 1e-5, 0.0)
     module = dispatch._module(dispatch.OPERATIONS[OP], backend)
@@ -222,7 +222,7 @@ def test_wider_rows_than_triton_holds_are_refused_with_the_reason(device: torch.
 
 @pytest.mark.parametrize("count", [3, 40])
 def test_ids_without_a_row_are_left_out_of_the_sums(count: int) -> None:
-    """As on a GPU, where such ids are replaced before PyTorch sums; with few rows and with many."""
+    """As on a GPU, where such ids are replaced before PyTorch's sum; with few and many rows."""
     ds, ids = torch.randn(2, 5, 8), torch.tensor([[0, 2, -1, 2, 1], [-1, 0, 0, 1, 2]])
     want = torch.zeros(count, 8)
     for row, token in zip(ds.flatten(0, 1), ids.flatten(), strict=True):
@@ -252,7 +252,7 @@ def test_the_backward_pass_keeps_nothing_of_the_size_of_the_result(backend: str,
 def test_gradcheck_in_float64(device: torch.device, with_ids: bool) -> None:
     tensors = make(torch.float64, device, 5, 2, 3, vocabulary=4)
     tokens = tensors.pop("tokens")
-    ids = places_of(tokens) if with_ids else None
+    ids = positions_of(tokens) if with_ids else None
 
     def function(*parameters: Tensor) -> Tensor:
         torch.manual_seed(1)

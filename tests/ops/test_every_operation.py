@@ -1,4 +1,4 @@
-"""What holds for every operation in every backend: any layout, the same bits again, nothing to do, gradients wanted."""
+"""Properties of every operation in every backend: layouts, reproducibility, empty inputs, required gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_ANY_WIDTH = (
 )
 PER_OPERATION = pytest.mark.parametrize("op", NAMES)
 PASSES = int(os.environ.get("TRANSFORMER_KERNELS_PASSES", 0))
-"""How many backward passes must give the same bits; 0 is 1,000 but where kernels are interpreted or emulated."""
+"""Number of backward passes that must give the same bits; 0: 1,000, fewer if kernels are interpreted or emulated."""
 FEWER_PASSES = {"triton": 4, "cuda": 20}
 backend = backend_fixture(*tk.BACKENDS)
 
@@ -59,7 +59,7 @@ def test_misaligned_in_16_bits(op: str, backend: str, dtype: torch.dtype, device
 
 @PER_OPERATION
 def test_gradient_of_any_layout(op: str, backend: str, device: torch.device) -> None:
-    """Expanded along the first axis; of a scalar there is only one. The CUDA kernels load whole vectors of it."""
+    """Expanded along the first axis, except for a scalar. The CUDA kernels load whole vectors of it."""
     tensors = EXAMPLES[op].make(device=device)
     for layout in (expanded, strided, *((misaligned,) if backend == "cuda" else ())):
         parity(op, backend, tensors, transform=lambda dy, layout=layout: layout(dy) if dy.dim() else dy)
@@ -96,7 +96,7 @@ def test_same_bits_again(op: str, backend: str, dtype: torch.dtype, device: torc
 
 @pytest.fixture
 def reorder(backend: str, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Gives emulated threads another order for each number; interpreted programs have one for each launch anyway."""
+    """Gives emulated threads another order for each number; interpreted programs are shuffled at each launch."""
     if backend != "cuda" or device.type != "cpu":
         yield lambda number: None
         return
@@ -125,7 +125,7 @@ def test_same_bits_however_often(op: str, backend: str, device: torch.device, re
 
 @PER_OPERATION
 def test_the_same_without_gradients(op: str, backend: str, device: torch.device) -> None:
-    """The raw route gives the bits of the recorded one."""
+    """The raw route gives the same bits as the recorded one."""
     tensors = EXAMPLES[op].make(device=device)
     results = []
     for recorded in (True, False):

@@ -1,4 +1,4 @@
-"""GELU in Triton: the fitted tail of the normal distribution, next to what its formula gives in float32."""
+"""GELU in Triton: the fitted tail of the normal distribution against the formula in float32."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def test_a_large_mean(backend: str, device: torch.device) -> None:
         tensors["x"].add_(1e6)
     exact = torch.nn.functional.layer_norm(tensors["x"].double(), (512,))
     y = tk.layer_norm(tensors["x"], torch.ones_like(tensors["weight"]), backend=backend)
-    # The mean is known to half a unit in its last place, 1/32, against a deviation of 1. PyTorch's own kernel rounds
-    # x * rstd and mean * rstd apart, which costs two such units more.
+    # The mean is accurate to half an ulp, 1/32, against a deviation of 1. PyTorch's kernel rounds x * rstd and
+    # mean * rstd separately, two more ulp.
     torch.testing.assert_close(y.double(), exact, atol=0.2 if backend == "torch" else 0.05, rtol=0)
 
 

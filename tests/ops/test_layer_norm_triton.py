@@ -1,4 +1,4 @@
-"""LayerNorm kernels in Triton: the walk over wide rows at narrow widths, the persistent loop, a mean of a million."""
+"""LayerNorm kernels in Triton: two passes at narrow widths, the persistent loop, a mean of a million."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ backend = backend_fixture("triton")
 
 @pytest.fixture
 def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of more than 64 columns are walked in blocks of 64, and their columns summed in blocks of 32."""
+    """Rows of more than 64 columns are processed in blocks of 64, and their columns summed in blocks of 32."""
     from transformer_kernels.ops.norm import _triton as norm
 
     table = every_width(RowTile(rows=1, columns=64, num_warps=4))
@@ -57,7 +57,7 @@ def test_each_program_walks_over_several_tiles(
 
 @pytest.mark.parametrize("width", [200, 9000])
 def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device, width: int) -> None:
-    """A row's first element is taken off before anything is summed, so only the rounding of x itself remains."""
+    """A row's first element is subtracted before summing, so only the rounding of x remains."""
     from transformer_kernels.ops.norm import _triton as norm
 
     x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).add(1e6).to(device)

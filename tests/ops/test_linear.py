@@ -1,4 +1,4 @@
-"""A linear layer in every backend that has one: forward and all gradients against the textbook in float64."""
+"""A linear layer in every backend that supports it: forward and all gradients against the reference in float64."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh"]
 
 @pytest.fixture(params=["as chosen", "PyTorch's products"], autouse=True)
 def products(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours answer where weights are small; no weight of these tests is large."""
+    """This package's products are used for small weights; all weights of these tests are small."""
     if request.param == "PyTorch's products":
         if backend != "cpu":
-            pytest.skip("only the cpu backend chooses")
+            pytest.skip("only the cpu backend selects products")
         chooser = import_module("transformer_kernels.ops.linear._cpu")
         monkeypatch.setattr(chooser, "LARGEST_WEIGHT", 0)
 
@@ -48,7 +48,7 @@ def test_matches_reference(
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
 def test_few_rows(backend: str, dtype: torch.dtype, device: torch.device, rows: int) -> None:
-    """The weight is large enough to be read in streams, which leaves a rest of three columns and, of the depth, two."""
+    """The weight is large enough for streams, with a tail of three columns and, in depth, of two."""
     check_parity("linear", backend, make(rows, 2051, 130, dtype, device), {"activation": None if rows == 1 else "gelu"})
 
 
@@ -89,7 +89,7 @@ def test_a_nan_stays_in_its_row(backend: str, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
 def test_larger_weights_of_many_rows(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     if backend != "cpu":
-        pytest.skip("only the cpu backend asks how many rows a weight is worth")
+        pytest.skip("only the cpu backend has a threshold on rows")
     check_parity("linear", backend, make(520, 700, 751, dtype, device), {"activation": "relu"})
 
 
@@ -97,9 +97,9 @@ def test_larger_weights_of_many_rows(backend: str, dtype: torch.dtype, device: t
 def test_the_largest_weights_are_multiplied_once(
     backend: str, device: torch.device, activation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An output layer's forward product is ours, its gradients PyTorch's."""
+    """Of an output layer, the forward product uses this package's kernel, its gradients PyTorch's."""
     if backend != "cpu":
-        pytest.skip("only the cpu backend asks how large a weight is")
+        pytest.skip("only the cpu backend has a threshold on weights")
     linear_cpu = import_module("transformer_kernels.ops.linear._cpu")
     monkeypatch.setattr(linear_cpu, "largest_weight", lambda x, forward_alone=False: 65 * 32 if forward_alone else 64)
     names = ("linear_forward", "linear_backward_data", "linear_backward_weight")
@@ -113,9 +113,9 @@ def test_the_largest_weights_are_multiplied_once(
 
 
 def test_threads_do_not_change_the_bits_of_bfloat16(backend: str) -> None:
-    """Under autocast, whose weights stay float32; an odd number of rows and columns leaves half a pair."""
+    """Under autocast, with float32 weights; odd numbers of rows and columns give half a pair."""
     if backend != "cpu":
-        pytest.skip("PyTorch's products are its own")
+        pytest.skip("PyTorch's products are not tested here")
     tensors = {name: each.requires_grad_() for name, each in make(1001, 131, 71, torch.float32, "cpu").items()}
     threads, results = torch.get_num_threads(), []
     try:

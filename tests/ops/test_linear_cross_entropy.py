@@ -1,4 +1,4 @@
-"""The output layer and its loss in every backend: in one chunk, where it is a linear layer, and in several."""
+"""The output layer and its loss in every backend: in one chunk, as a linear layer and a loss, and in several."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("given", OPTIONS)
 def test_options_match_the_reference(backend: str, device: torch.device, given: str, reduction: str) -> None:
-    """Class weights whose sum is below 1 too: what a mean is over is no number of rows."""
+    """Also class weights with a sum below 1: the denominator of a mean is not a number of rows."""
     options = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in OPTIONS[given].items()}
     check_parity(OP, backend, make(torch.float32, device, 37, 65), {**options, "reduction": reduction})
 
@@ -165,7 +165,7 @@ def test_no_rows(backend: str, dtype: torch.dtype, device: torch.device, reducti
 
 @pytest.mark.usefixtures("in_chunks")
 def test_chunks_are_summed_in_float32(device: torch.device) -> None:
-    """512 chunks add seven each to dbias and dweight: 2048 in bfloat16 would no longer grow by that."""
+    """512 chunks add seven each to dbias and dweight, which bfloat16 rounds away above 2048."""
     rows, dtype = 16 * 512, torch.bfloat16
     x = torch.ones(rows, 8, dtype=dtype, device=device)
     weight, bias = (torch.zeros(*shape, dtype=dtype, device=device, requires_grad=True) for shape in ((2, 8), (2,)))
@@ -212,7 +212,7 @@ def test_double_backward_at_once_is_right(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("rows_at_once")
 def test_float16_gradients_survive_loss_scaling(device: torch.device) -> None:
-    """A mean over many rows of a wide vocabulary: 1 / (rows * classes) is below float16, times the scale it is not."""
+    """A mean over many rows of a wide vocabulary: 1 / (rows * classes) underflows in float16 unless scaled."""
     tensors = make(torch.float16, device, 1000, 3000)
     tensors["weight"].data.mul_(0.01)
     tk.linear_cross_entropy(**tensors, backend="torch").mul(2.0**16).backward()
@@ -242,7 +242,7 @@ def test_autocast_multiplies_in_its_dtype(device: torch.device, dtype: torch.dty
 
 
 class LargestResult(TorchDispatchMode):
-    """Remembers the largest number of bytes that an operator gave new."""
+    """Records the largest number of bytes allocated by an operator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention on a packed projection in every backend: the same numbers as on three views, one packed gradient."""
+"""Attention on a packed projection in every backend: the same results as on three views, one packed gradient."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_grouped_heads_with_padding(backend: str, dtype: torch.dtype, device: to
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("each_its_own", [False, True], ids=["places", "places_each"])
+@pytest.mark.parametrize("each_its_own", [False, True], ids=["positions", "positions_each"])
 def test_rotated(backend: str, dtype: torch.dtype, device: torch.device, interleaved: bool, each_its_own: bool) -> None:
-    """24 of 32 columns are rotated; `each_its_own`: places of the second sequence are farther apart."""
+    """24 of 32 columns are rotated; `each_its_own`: positions of the second sequence have a stride of two."""
     tensors = make(dtype, device, heads=8)
-    places = torch.stack((torch.arange(33), torch.arange(40, 106, 2))) if each_its_own else torch.arange(33)
-    tensors["cos"], tensors["sin"] = (table.to(device) for table in rotary_table(places, 24))
+    positions = torch.stack((torch.arange(33), torch.arange(40, 106, 2))) if each_its_own else torch.arange(33)
+    tensors["cos"], tensors["sin"] = (table.to(device) for table in rotary_table(positions, 24))
     options = {"heads": 4, "causal": True, "interleaved": interleaved, "dropout_p": 0.2 if each_its_own else 0.0}
     check_parity("packed_attention", backend, tensors, options)
 
@@ -78,13 +78,13 @@ def test_strided_projection(backend: str, dtype: torch.dtype, device: torch.devi
 def test_is_attention_on_views(
     backend: str, dtype: torch.dtype, device: torch.device, dropout_p: float, rotated: bool, length: int
 ) -> None:
-    """Bit for bit. Of one position the gradients of q and k are the rounding errors of terms that cancel, for which
-    float64 gives no budget: they are compared here only."""
+    """Bitwise. For a single position the gradients of q and k are rounding errors of terms that cancel, which have no
+    budget: they are compared here only."""
     qkv = make(dtype, device, heads=8, length=length)["qkv"]
     assert qkv is not None
     cos, sin = (table.to(device) if rotated else None for table in rotary_table(torch.arange(length), 32))
     torch.manual_seed(0)
-    interleaved = backend == "triton"  # it sets pairs in halves side by side, which sums scores in another order
+    interleaved = backend == "triton"  # loads pairs from halves adjacently, which changes the summation order of scores
     options: dict[str, Any] = {"causal": True, "dropout_p": dropout_p, "backend": backend}
     packed = tk.packed_attention(qkv, heads=4, cos=cos, sin=sin, interleaved=interleaved, **options)
     (gradient,) = torch.autograd.grad(packed, qkv, torch.ones_like(packed))

@@ -1,7 +1,7 @@
-"""Other random calls of every operation each day, each against an oracle that shares no code with the package.
+"""Random calls of every operation, different each day, against an oracle that shares no code with the package.
 
-TRANSFORMER_KERNELS_RANDOM names the day, or one call of it as a failure prints it: `2026-11-22:17`.
-TRANSFORMER_KERNELS_RANDOM_SECONDS is the time that each operation takes in each backend.
+TRANSFORMER_KERNELS_RANDOM is the day, or one call as printed by a failure: `2026-11-22:17`.
+TRANSFORMER_KERNELS_RANDOM_SECONDS is the time per operation and backend.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_random_calls(op: str, backend: str, device: torch.device) -> None:
 
 
 def check(op: str, backend: str, device: torch.device, number: int) -> None:
-    """One call; a failure says how to repeat it."""
+    """One call; a failure prints the command that repeats it."""
     draw = Draw(f"{DAY}:{op}:{number}")
     if draw.dtype is torch.bfloat16 and backend == "triton" and "attention" in op and device.type == "cpu":
         return  # see parity.require

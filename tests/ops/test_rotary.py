@@ -16,10 +16,10 @@ OP = "rotary"
 
 
 def make(
-    dtype: torch.dtype, device: torch.device, places: torch.Tensor, width: int, rotated: int, kv_heads: int = 2
+    dtype: torch.dtype, device: torch.device, positions: torch.Tensor, width: int, rotated: int, kv_heads: int = 2
 ) -> dict[str, Any]:
-    batch, length = (2, len(places)) if places.dim() == 1 else places.shape
-    cos, sin = reference.rotary_table(places.to(device), rotated)
+    batch, length = (2, len(positions)) if positions.dim() == 1 else positions.shape
+    cos, sin = reference.rotary_table(positions.to(device), rotated)
     return {
         "q": normal(batch, 4, length, width, dtype=dtype, device=device, seed=1),
         "k": normal(batch, kv_heads, length, width, dtype=dtype, device=device, seed=2),
@@ -38,8 +38,8 @@ def test_matches_reference(
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_each_sequence_has_its_own_positions(backend: str, device: torch.device, interleaved: bool) -> None:
-    places = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 1000]])
-    tensors = make(torch.float32, device, places, 32, 32, kv_heads=1)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 1000]])
+    tensors = make(torch.float32, device, positions, 32, 32, kv_heads=1)
     check_parity(OP, backend, tensors, {"interleaved": interleaved})
 
 

@@ -1,4 +1,4 @@
-"""What is particular to the CUDA row kernels: how often memory is read, alignment, schedules, the edges of layouts."""
+"""CUDA row kernels: memory traffic, alignment, schedules, boundaries between layouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("random", 2), ("random
 @pytest.fixture
 def emulation() -> Iterator[Any]:
     if not _extension.emulating():
-        pytest.skip("counts and schedules belong to the emulation")
+        pytest.skip("counts and schedules require the emulation")
     if (reason := _extension.unavailable(CPU)) is not None:
         pytest.skip(reason)
     module = _extension.load()
@@ -46,7 +46,7 @@ def counted(module: Any, function: Any, *arguments: Any) -> dict[str, int]:
     return module.counters()
 
 
-# Each layout that holds rows: a row per warp of up to 256, 512 and 1024 columns, a row per block of 4096 and 8192.
+# Each layout with rows in registers: a row per warp of up to 256, 512 and 1024 columns, per block of 4096 and 8192.
 @pytest.mark.parametrize("columns", [256, 512, 768, 1024, 4096, 8192])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) -> None:
@@ -101,7 +101,7 @@ def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(
 @pytest.mark.parametrize("columns", [256, 768, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_an_embedding_reads_each_token_and_each_place_once(emulation: Any, dtype: torch.dtype, columns: int) -> None:
-    """Each vector needs its id too, which stays in the first cache; only y and the statistics are stored."""
+    """Each vector also reads its id, from the first-level cache; only y and the statistics are stored."""
     rows, norm = 8, torch.ones(columns)
     weight, positions = random(5, columns, dtype=dtype), random(rows, columns, dtype=dtype, seed=2)
     tokens = torch.tensor([[4, 0, 1, 1, 3, 2, 0, 4]])
@@ -131,7 +131,7 @@ def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
 def test_rotated_heads_are_read_once_and_written_by_16_bytes(
     emulation: Any, dtype: torch.dtype, interleaved: bool
 ) -> None:
-    """Each head reads the angles of its tokens again, which stay in the first cache."""
+    """Each head reads the angles of its tokens again, from the first-level cache."""
     heads, angles = random(1, 4, 3, 96, dtype=dtype), torch.ones(3, 32)
     call = prepared("rotary", heads, heads, angles, angles, interleaved=interleaved)
     counters = counted(emulation, Rotation(ROTARY).forward, call)
@@ -199,7 +199,7 @@ def test_a_mask_of_any_strides_equals_its_copy(emulation: Any, columns: int) -> 
 
 
 def test_partial_sums_do_not_depend_on_their_number_of_rows(emulation: Any) -> None:
-    """dweight of all-equal rows is the row count times one term, whatever blocks the rows fell into."""
+    """dweight of equal rows is the row count times one term, for any partition into blocks."""
     x = random(1, 96, dtype=torch.float32).expand(67, 96).contiguous()
     weight = torch.ones(96)
     call = prepared("layer_norm", x, weight, weight)
@@ -220,11 +220,11 @@ def test_launch_limits_are_those_of_the_device(emulation: Any) -> None:
 
 
 def test_what_no_launch_can_count_is_refused(emulation: Any) -> None:
-    """Not cut down to 32 bits, which would leave most of a result unwritten. No address is looked at."""
+    """Not truncated to 32 bits, which would leave most of a result unwritten. No address is read."""
     wide = (1 << 31) + 8
     with pytest.raises(ValueError, match="rows of up to 2147479551 elements; got 2147483656"):
         emulation.softmax_backward(0, 0, 0, 0, 1, wide, 1.0, 0, 0)
-    for rows in (1 << 33, 1 << 34):  # four rows a block
+    for rows in (1 << 33, 1 << 34):  # four rows per block
         with pytest.raises(ValueError, match=f"2147483647 blocks; this call needs {rows // 4}"):
             emulation.softmax_backward(0, 0, 0, 0, rows, 1, 1.0, 0, 0)
     with pytest.raises(ValueError, match=f"this call needs {1 << 32}"):

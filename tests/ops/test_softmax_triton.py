@@ -1,4 +1,4 @@
-"""Softmax kernels in Triton: the two-pass walk at widths where every mask can be tried, and offsets beyond 2^31."""
+"""Softmax kernels in Triton: two passes at narrow widths with all masks, and offsets above 2^31."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ backend = backend_fixture("triton")
 
 @pytest.fixture
 def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of more than 64 columns are walked in blocks of 64."""
+    """Rows of more than 64 columns are processed in blocks of 64."""
     from transformer_kernels.ops.softmax import _triton as softmax
 
     table = every_width(RowTile(rows=1, columns=64, num_warps=4))

@@ -123,7 +123,7 @@ def test_cache_under_autocast_holds_its_dtype():
         torch.testing.assert_close(cached, model(tokens).detach(), rtol=0.1, atol=0.5)
     assert cache.dtype == torch.bfloat16
     cache.reset()
-    with pytest.raises(TypeError, match=r"cache: it holds torch\.bfloat16; the model computes in torch\.float32"):
+    with pytest.raises(TypeError, match=r"cache: its dtype is torch\.bfloat16; the model computes in torch\.float32"):
         model(tokens, cache=cache)
 
 
@@ -145,11 +145,11 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_computed():
     model(tokens, cache=filled)
     model(tokens, cache=filled)
     assert refused(model, filled, tokens) == "cache: 10 of its 12 tokens are used; there is no room for 5"
-    assert refused(model, make().new_cache(2, 12), tokens).startswith("cache: it was made by another model")
+    assert refused(model, make().new_cache(2, 12), tokens).startswith("cache: it belongs to another model")
     message = refused(model, model.new_cache(3, 12), tokens)
     assert message == "cache: tokens must have shape (3, length); got (2, 5)"
     assert refused(model, model.new_cache(2, 12, torch.float16), tokens[:, :1]) == (
-        "cache: it holds torch.float16; the model computes in torch.float32"
+        "cache: its dtype is torch.float16; the model computes in torch.float32"
     )
     right = torch.arange(5) < torch.tensor([[3], [5]])
     assert "padding must be on the left" in refused(model, model.new_cache(2, 12), tokens, right)

@@ -232,14 +232,14 @@ def test_dropout_is_asked_for_at_every_branch():
     assert recording.dropped == [("embedding", 0.25), *per_block, *per_block]
 
 
-def test_dropout_of_each_place_acts_there_alone():
-    places = ("embedding_dropout", "attention_dropout", "residual_dropout", "ffn_dropout")
-    for place in places:
-        model = GPT(GPTConfig(**{**SMALL, "dropout": 0.0, place: 0.5}))
+def test_each_dropout_field_affects_its_own_layers_only():
+    fields = ("embedding_dropout", "attention_dropout", "residual_dropout", "ffn_dropout")
+    for field in fields:
+        model = GPT(GPTConfig(**{**SMALL, "dropout": 0.0, field: 0.5}))
         layers = {name: module.dropout for name, module in model.named_modules() if hasattr(module, "dropout")}
         dropping = {name.split(".")[-1] for name, probability in layers.items() if probability and name}
         norms = {"attention_norm", "feed_forward_norm", "final_norm"}
-        wanted = ({"embedding"}, {"attention"}, norms, {"feed_forward"})[places.index(place)]
+        wanted = ({"embedding"}, {"attention"}, norms, {"feed_forward"})[fields.index(field)]
         assert dropping == wanted
         assert not torch.equal(model(TOKENS), model(TOKENS))
 
@@ -285,11 +285,11 @@ def test_token_outside_the_vocabulary_is_found_by_the_first_operation(token):
 
 
 def embedding_layer(**fields):
-    """An embedding with segments and LayerNorm, its weights drawn anew, and the same written out."""
+    """An embedding with segments and LayerNorm, with random weights, and its formula."""
     layer = randomise(Embedding(config(embedding_norm=True, **fields), ops, segments=2))
 
-    def written_out(tokens, places, segments):
-        x = layer.scale * layer.tokens.weight[tokens] + layer.positions[places] + layer.segments.weight[segments]
+    def written_out(tokens, positions, segments):
+        x = layer.scale * layer.tokens.weight[tokens] + layer.positions[positions] + layer.segments.weight[segments]
         return nn.functional.layer_norm(x, (12,), layer.norm.weight, layer.norm.bias, layer.eps)
 
     return layer, written_out
@@ -303,9 +303,9 @@ def test_embedding_equals_its_pieces(fields, packed, with_segments):
     tokens = torch.randint(0, 11, (2, 8))
     segments = torch.randint(0, 2, (2, 8)) if with_segments else None
     position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [7, 6, 5, 0, 0, 0, 1, 1]]) if packed else None
-    places = torch.arange(8).expand(2, 8) if position_ids is None else position_ids
+    positions = torch.arange(8).expand(2, 8) if position_ids is None else position_ids
     ours = layer(tokens, segments, position_ids)
-    theirs = written_out(tokens, places, torch.zeros_like(tokens) if segments is None else segments)
+    theirs = written_out(tokens, positions, torch.zeros_like(tokens) if segments is None else segments)
     torch.testing.assert_close(ours, theirs)
     parameters = list(layer.parameters())
     gradients = [torch.autograd.grad(x.square().sum(), parameters) for x in (ours, theirs)]
@@ -316,13 +316,13 @@ def test_embedding_equals_its_pieces(fields, packed, with_segments):
 def test_positions_of_packed_sequences_may_repeat_but_not_leave_the_context():
     layer, _ = embedding_layer()
     tokens = torch.zeros(1, 12, dtype=torch.int64)  # more tokens than positions
-    places = torch.arange(12)[None] % 6
-    assert layer(tokens, None, places).shape == (1, 12, 12)
+    positions = torch.arange(12)[None] % 6
+    assert layer(tokens, None, positions).shape == (1, 12, 12)
     for segments in (None, tokens):
         with pytest.raises(IndexError, match=r"position_ids must be in \[0, 8\); got ids from 3 to 8"):
-            layer(tokens, segments, places + 3)
+            layer(tokens, segments, positions + 3)
     with pytest.raises(ValueError, match=r"position_ids must have the shape of tokens \(1, 12\); got \(12,\)"):
-        layer(tokens, None, places[0])
+        layer(tokens, None, positions[0])
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,9 @@ def test_dropout_keeps_the_right_share(p: float) -> None:
 def test_dropout_takes_sixteen_bits_of_the_words_in_turn() -> None:
     """The contract by hand: column c takes half c % 2 of word c // 2 % 4 of the counter (c // 8, row, head, 0)."""
     seed, heads, rows, columns = torch.tensor([0x1234567890ABCDEF]), 2, 3, 21
-    place = [(head, row, column) for head in range(heads) for row in range(rows) for column in range(columns)]
+    elements = [(head, row, column) for head in range(heads) for row in range(rows) for column in range(columns)]
     taken = []
-    for head, row, column in place:
+    for head, row, column in elements:
         words = ops.philox4x32(seed, tuple(torch.tensor([value]) for value in (column // 8, row, head, 0)))
         taken.append(int(words[column // 2 % 4]) >> 16 * (column % 2) & 0xFFFF)
     for p in (0.1, 0.5, 2**-16, 1 - 2**-16):
@@ -104,7 +104,7 @@ def chi_square_deviations(counts: torch.Tensor) -> float:
 def test_sixteen_bits_are_uniform(seed: int, shift: int) -> None:
     halves = drawn_halves(seed)
     assert abs(chi_square_deviations(torch.bincount((halves >> shift & 0xFF).flatten(), minlength=256))) < 4.5
-    for half in range(8):  # each place in a counter by itself
+    for half in range(8):  # each 16-bit part of a counter separately
         counts = torch.bincount((halves[..., half::8] >> shift & 0xFF).flatten(), minlength=256)
         assert abs(chi_square_deviations(counts)) < 4.5
 
@@ -243,8 +243,8 @@ def test_gated_activations_by_hand() -> None:
 def rotated_as_complex(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Pairs as complex numbers, multiplied by exp(i angle)."""
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
-    return turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
+    rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
+    return rotated.flatten(-2) if interleaved else rotated.transpose(-1, -2).flatten(-2)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
@@ -252,17 +252,17 @@ def test_rotary_multiplies_complex_numbers(interleaved: bool) -> None:
     q, k = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2))
     angle = torch.arange(5)[:, None] * 100.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
     cos, sin = ops.rotary_table(torch.arange(5), 6, base=100.0, dtype=torch.float64)
-    for x, turned in zip((q, k), ops.rotary(q, k, cos, sin, interleaved=interleaved), strict=True):
-        torch.testing.assert_close(turned[..., :6], rotated_as_complex(x[..., :6], angle, interleaved))
-        assert torch.equal(turned[..., 6:], x[..., 6:])
+    for x, rotated in zip((q, k), ops.rotary(q, k, cos, sin, interleaved=interleaved), strict=True):
+        torch.testing.assert_close(rotated[..., :6], rotated_as_complex(x[..., :6], angle, interleaved))
+        assert torch.equal(rotated[..., 6:], x[..., 6:])
 
 
 def test_scores_of_rotated_heads_depend_on_distance_only() -> None:
     q, k = torch.randn(2, 1, 1, 4, 8, dtype=torch.float64)
     scores = []
-    for places in (torch.arange(4), torch.tensor([[100, 101, 102, 103]])):
-        turned = ops.rotary(q, k, *ops.rotary_table(places, 8, dtype=torch.float64))
-        scores.append(turned[0] @ turned[1].transpose(-1, -2))
+    for positions in (torch.arange(4), torch.tensor([[100, 101, 102, 103]])):
+        rotated = ops.rotary(q, k, *ops.rotary_table(positions, 8, dtype=torch.float64))
+        scores.append(rotated[0] @ rotated[1].transpose(-1, -2))
     torch.testing.assert_close(*scores)
 
 

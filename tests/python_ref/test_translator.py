@@ -69,9 +69,9 @@ def test_future_targets_never_change_a_logit(model):
 def test_every_source_token_and_earlier_target_counts():
     model = make(norm="post")
     logits = model(SOURCE, TARGET)
-    for place in range(8):
+    for position in range(8):
         changed = SOURCE.clone()
-        changed[:, place] += 1
+        changed[:, position] += 1
         assert not torch.allclose(model(changed % 17, TARGET)[:, 0], logits[:, 0], atol=1e-3)
     changed = torch.cat(((TARGET[:, :1] + 5) % 13, TARGET[:, 1:]), 1)
     assert not torch.allclose(model(SOURCE, changed)[:, -1], logits[:, -1], atol=1e-3)

@@ -77,15 +77,15 @@ def test_logits_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"patch": 3}, "patch must divide image; got patches of 3 in images of 8"),
         ({"positions": "rotary"}, "positions must be 'learned'; got 'rotary'"),
         ({"classes": 0}, "classes must be at least 1; got 0"),
     ],
 )
-def test_bad_sizes_are_refused(changes: dict, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_bad_sizes_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ViTConfig(**{"image": 8, "patch": 2, "classes": 10, "width": 8, "layers": 1, "heads": 2, **changes})
 
 

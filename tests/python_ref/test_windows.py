@@ -1,4 +1,4 @@
-"""Windows of texts, against a dense computation in which a mask hides the rest."""
+"""Windows of texts, against a dense computation in which a mask hides the other keys."""
 
 import pytest
 import torch

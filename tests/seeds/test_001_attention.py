@@ -75,7 +75,7 @@ def test_shuffling_the_tokens_permutes_the_outputs() -> None:
 
 
 def test_heads_are_attention_on_slices_of_the_width() -> None:
-    """Several heads: each is attention on its own columns, and their outputs lie side by side."""
+    """Several heads: each is attention on its own columns, and their outputs are concatenated."""
     qkv = torch.randn(2, 7, 3 * 4, 5)  # 4 heads of 5
     out = ops.packed_attention(qkv, heads=4, causal=True)
     for head in range(4):

@@ -30,7 +30,7 @@ def test_context_is_then_the_token_itself(x: torch.Tensor, attention) -> None:
 
 
 def test_positions_shift_by_a_rotation() -> None:
-    """Chapter 1, positions: P[t + s] is P[t] with each pair of columns turned by an angle that depends on s alone."""
+    """Chapter 1, positions: P[t + s] is P[t] with each pair of columns rotated by an angle that depends on s only."""
     width, shift = 16, 5
     table = ops.sinusoidal_positions(40, width, dtype=torch.float64)
     cos, sin = ops.rotary_table(torch.tensor(shift), width, dtype=torch.float64)

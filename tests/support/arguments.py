@@ -1,4 +1,4 @@
-"""What the parity tests of every operation are parametrized over."""
+"""Parameters of the parity tests of every operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def dtype_id(value: Any) -> str | None:
-    """float32 rather than torch.float32 in a test's name."""
+    """A test id: float32 instead of torch.float32."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
@@ -47,4 +47,4 @@ def strided(x: Tensor) -> Tensor:
 
 
 LAYOUTS = (transposed, sliced, misaligned, strided)
-"""The same values with other strides, or from another offset in their storage, between NaN."""
+"""The same values with other strides or another storage offset, surrounded by NaN."""

@@ -1,4 +1,4 @@
-"""A page in headless Chromium, clicked by real mouse events: the DevTools protocol over two pipes, no other package."""
+"""A page in headless Chromium with real mouse events: the DevTools protocol over two pipes, without other packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --remote-debugging-pipe --window-size=1200,900"
-PATIENCE = 60.0  # seconds for an answer, on a machine that is busy
+PATIENCE = 60.0  # seconds per response, on a busy machine
 
 
 class Page:
@@ -33,10 +33,10 @@ class Page:
         message = {"id": number, "method": method, "params": parameters}
         os.write(self._writing, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode())
         os.write(self._writing, b"\0")
-        while (answer := self._next()).get("id") != number:
+        while (response := self._next()).get("id") != number:
             pass
-        assert "error" not in answer, answer
-        return answer["result"]
+        assert "error" not in response, response
+        return response["result"]
 
     def open(self, url: str) -> None:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -50,10 +50,10 @@ class Page:
             assert time.monotonic() < deadline, "the page does not load"
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is on the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
+        """The value of a JavaScript expression on the page."""
+        response = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in response, response
+        return response["result"].get("value")
 
     def mouse(self, selector: str, *, click: bool = True, shift: tuple[float, float] = (0.0, 0.0)) -> None:
         """Move the mouse to the middle of an element, shifted by pixels, and click there."""
@@ -71,7 +71,7 @@ class Page:
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._reading], [], [], PATIENCE)
             received = os.read(self._reading, 1 << 16) if ready else b""
-            assert received, "the browser does not answer"
+            assert received, "no response from the browser"
             self._unread += received
         message, self._unread = self._unread.split(b"\0", 1)
         return json.loads(message)
@@ -79,7 +79,7 @@ class Page:
 
 @contextmanager
 def opened(path: Path, profile: Path) -> Iterator[Page]:
-    """The page of an HTML file, without a network; skips where no Chromium is installed."""
+    """The page of an HTML file, without a network; skips if Chromium is not installed."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None or shutil.which("bash") is None:
         pytest.skip("no Chromium: install the Debian package chromium")

@@ -1,4 +1,4 @@
-"""Which compilations Triton would make for a script, counted by its own specialisation keys; no GPU is needed.
+"""The number of Triton compilations of a script, by Triton's specialisation keys, without a GPU.
 
 Run as a program, without TRITON_INTERPRET: `python -m tests.support.compilations softmax-batches`.
 """
@@ -21,7 +21,7 @@ from benchmarks.compilers.launches import record
 
 
 def compilations(case: str) -> dict[str, list[int]]:
-    """How many compilations of each kernel one shape and all shapes need, in a process without the interpreter."""
+    """The number of compilations of each kernel for one shape and for all shapes, in a process without interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
@@ -45,8 +45,8 @@ def _rows(rows: int, width: int) -> None:
 
 
 def _attention(rows: int, width: int) -> None:
-    """A batch of `rows` packed projections, `width` tokens each, plain, causal and with all masks; then the same as
-    packed sequences; then one more query to the keys, in either layout."""
+    """A batch of `rows` packed projections of `width` tokens, plain, causal and with all masks; then as packed
+    sequences; then one more query, in both layouts."""
     from transformer_kernels.ops.attention import _triton as attention
     from transformer_kernels.ops.attention import prepare
 
@@ -68,7 +68,7 @@ def _attention(rows: int, width: int) -> None:
 
 
 def _short_attention(rows: int, width: int) -> None:
-    """The same of 72 to 119 tokens, which share one tile."""
+    """The same with 72 to 119 tokens, which use the same tile."""
     from transformer_kernels.ops.attention import _triton as attention
     from transformer_kernels.ops.attention import prepare
 
@@ -100,7 +100,7 @@ SHAPES = {
 
 
 def _count(case: str) -> dict[str, list[int]]:
-    """Of each kernel how many compilations the first shape of a case needs, and how many all of them."""
+    """The number of compilations of each kernel for the first shape of a case, and for all shapes."""
     operation, shapes = case.split("-")
     calls = [(str(shape), functools.partial(OPERATIONS[operation], *shape)) for shape in SHAPES[shapes]]
     found = [Counter(launch.kernel_name for launch in record(chosen, (9, 0))) for chosen in (calls[:1], calls)]

@@ -1,4 +1,4 @@
-"""The CPU's own graphs, counted."""
+"""CPU recordings, counted."""
 
 from transformer_kernels.graphs._host import HostGraphs
 

@@ -1,7 +1,7 @@
-"""What a raw call of attention in Triton costs the host beside the launch itself; no GPU is needed.
+"""Host time of a raw call of attention in Triton without the launch, measured without a GPU.
 
-Run as a program, without TRITON_INTERPRET: `python -m tests.support.host_time`. It prints how many Python and C
-functions a call calls, which no processor and no other load changes, and the microseconds of this thread's CPU time.
+Run as a program, without TRITON_INTERPRET: `python -m tests.support.host_time`. It prints the number of Python and C
+functions called, which does not depend on the machine or its load, and the CPU time of this thread in microseconds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from benchmarks.compilers.launches import _standing_in
 
 CALLS = 20
-"""In a batch; the CPU clock is read around it."""
+"""Calls per batch; the CPU clock is read before and after a batch."""
 
 LENGTHS = {"any length": 256, "short": 128}
-"""So short that an allocation stays far below what malloc maps anew: on a GPU it comes from a cache."""
+"""Short, so that malloc does not map new pages; on a GPU allocations come from a cache."""
 
 
 def host_costs() -> dict[str, dict[str, float]]:
@@ -39,14 +39,14 @@ def host_costs() -> dict[str, dict[str, float]]:
 
 
 class _Compiled:
-    """What a launch finds compiled: it is given all that a kernel is, and launches nothing."""
+    """A mock of a compiled kernel, which accepts a launch's arguments and launches nothing."""
 
     function = packed_metadata = None
     run = staticmethod(lambda *arguments: None)
 
 
 def called(call: Callable[[], object]) -> int:
-    """Python and C functions that a call calls once its caches are filled."""
+    """Number of Python and C functions that a call runs with warm caches."""
     call()
     events: list[str] = []
     sys.setprofile(lambda frame, event, argument: events.append(event))
@@ -58,7 +58,7 @@ def called(call: Callable[[], object]) -> int:
 
 
 def least(call: Callable[[], object], seconds: float) -> float:
-    """CPU time of a call in microseconds, the least of all batches of some seconds."""
+    """CPU time of a call in microseconds, the minimum over batches of some seconds."""
     call()
     found, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:

@@ -1,8 +1,8 @@
-"""What Triton's interpreter lets pass unseen, made visible: stray accesses, unwritten outputs, dependence on order.
+"""Checks that Triton's interpreter lacks: out-of-bounds accesses, unwritten outputs, dependence on program order.
 
-Under `hardened(seed)` every tensor that `torch.empty` and `torch.empty_like` make on the CPU is NaN until it is written
-and stands between two guard bands of that NaN, which has a recognisable payload: a stray read poisons the result, a
-stray write is found at the end. The programs of every launch run in a random order.
+Under `hardened(seed)` every CPU tensor of `torch.empty` and `torch.empty_like` is filled with NaN and surrounded by two
+guard bands of a NaN with a recognisable payload: an out-of-bounds read poisons the result, an out-of-bounds write is
+detected at the end. The programs of every launch run in a random order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SENTINEL = {
     torch.float32: 0x7FC0DEAD,
     torch.float64: 0x7FF8DEADDEADDEAD,
 }
-"""A quiet NaN that no arithmetic makes; other types get 0x5A in each byte."""
+"""A quiet NaN that arithmetic does not produce; other types get 0x5A in each byte."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class GuardedBuffer:
     span: int
 
     def check(self) -> None:
-        """Fail when a band was written to."""
+        """Fail if a band was written to."""
         sentinel = _sentinel(self.storage.dtype)
         bits = self.storage.view(BITS[self.storage.element_size()])
         for name, band in (("before", bits[:GUARD_ELEMENTS]), ("after", bits[GUARD_ELEMENTS + self.span :])):
@@ -98,16 +98,16 @@ def shuffled_programs(seed: int) -> Iterator[None]:
 
 
 def quicken() -> None:
-    """Spare the interpreter what it computes again and again.
+    """Remove redundant work from the interpreter.
 
-    It patches all of triton.language anew at every call of a device function; once a launch is under way only the
-    modules that it has not yet patched need that. It computes what it would take to find an integer overflow, and does
-    not look at it. It makes the shape of every tensor anew, and the table of numpy's types at every use.
+    It patches all of triton.language at every call of a device function; within a launch only unpatched modules need
+    that. It computes a check for integer overflow and ignores it. It recreates the shape of every tensor, and the table
+    of numpy types at every use.
     """
     from triton.runtime import interpreter
 
     if hasattr(interpreter._patch_lang, "quickened") or not hasattr(interpreter, "_LangPatchScope"):
-        return  # done already, or a Triton whose interpreter patches in another way
+        return  # done already, or another version of the interpreter
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _sum_in_order(builder)
@@ -139,16 +139,15 @@ def quicken() -> None:
 
 
 def _sum_in_order(builder: Any) -> None:
-    """Products of float32 sum as a GPU's multiply-adds do, one after the other from the accumulator on. numpy's library
-    takes another order for a transposed operand, and on another processor: then the scores that backward recomputes
-    are not forward's."""
+    """Sum float32 products like a GPU's multiply-adds, in order from the accumulator. The order of numpy's library
+    depends on transposition and processor, so that backward would recompute other scores than forward."""
     whole = type(builder).create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         if a.data.dtype != np.float32:
             return whole(self, a, b, d, *options)
         left, right, total = a.data.astype(np.float64), b.data.astype(np.float64), d.data
-        for i in range(left.shape[-1]):  # of two numbers of 24 bits the product is exact
+        for i in range(left.shape[-1]):  # the product of two 24-bit numbers is exact
             total = (left[..., :, i, None] * right[..., i, None, :] + total).astype(np.float32)
         return type(d)(total, d.dtype.scalar)
 
@@ -156,7 +155,7 @@ def _sum_in_order(builder: Any) -> None:
 
 
 def _share_shapes() -> None:
-    """Tensors and block types of one shape share its tuple, which nothing writes to."""
+    """Share the shape tuple, which is never written, between tensors and block types."""
     from triton.language import core
 
     @functools.cache
@@ -182,7 +181,7 @@ def _share_shapes() -> None:
 
 @functools.cache
 def _languages_of(function: Callable[..., Any]) -> frozenset[int]:
-    """Which modules of the language the function's own module has imported."""
+    """The modules of triton.language imported by the function's module."""
     import triton.language as language
 
     known = {id(value) for value in function.__globals__.values()}

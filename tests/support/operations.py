@@ -1,4 +1,4 @@
-"""One example of each operation, which the tests of every operation, the gates and the benchmarks call it with."""
+"""One example of each operation, used by generic tests, gates and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Example:
-    """A call over `rows` rows of `columns`; of attention over sequences of `rows` in heads of `columns`.
+    """A call with `rows` rows of `columns`; for attention, sequences of `rows` tokens in heads of `columns`.
 
-    `tensors` makes the tensor arguments, `options` are the others, and `view` names the tensor that tests give other
-    strides, a storage offset or no elements.
+    `tensors` creates the tensor arguments, `options` are the others, `view` names the tensor that tests replace by one
+    with other strides, a storage offset or no elements.
     """
 
     tensors: Callable[[int, int, torch.dtype, torch.device], Tensors]
@@ -31,7 +31,7 @@ class Example:
     view: str = "x"
 
     def make(self, rows: int = 12, columns: int = 64, dtype: torch.dtype = torch.float32, device: Any = CPU) -> Tensors:
-        """The tensors, leaves that require a gradient wherever they can have one."""
+        """The tensors, leaves that require gradients if differentiable."""
         return self.tensors(rows, columns, dtype, device)
 
 
@@ -78,7 +78,7 @@ def _layer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def _tables(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Two sequences of half the rows."""
+    """Two sequences, each of half the rows."""
     length = rows // 2
     return {
         "tokens": (torch.arange(2 * length, device=device) * 5 % 11).view(2, length),
@@ -114,9 +114,9 @@ def _queries_and_keys(rows: int, columns: int, dtype: torch.dtype, device: torch
 
 def _rotated(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
     """All pairs of columns but the last are rotated."""
-    places = torch.arange(2 * rows, device=device).view(2, rows)
+    positions = torch.arange(2 * rows, device=device).view(2, rows)
     wide = torch.promote_types(dtype, torch.float32)
-    cos, sin = reference.rotary_table(places, max(2, columns // 2 * 2 - 2), dtype=wide)
+    cos, sin = reference.rotary_table(positions, max(2, columns // 2 * 2 - 2), dtype=wide)
     return {**_queries_and_keys(rows, columns, dtype, device), "cos": cos, "sin": sin}
 
 
@@ -143,26 +143,26 @@ EXAMPLES: dict[str, Example] = {
 
 
 ROW_OPERATIONS = [op for op in EXAMPLES if "attention" not in op and op not in ("linear_cross_entropy",)]
-"""Those with kernels over rows of their own."""
+"""Operations with their own row kernels."""
 
 
 def row_operations(backend: str) -> list[str]:
-    """The operations on rows that the backend has kernels for: all that have an example but those of attention."""
+    """The row operations that the backend supports: all with an example except attention."""
     return [op for op in ROW_OPERATIONS if dispatch.family(dispatch.OPERATIONS[op].folder, backend) is not None]
 
 
 def function(op: str, backend: str | None = None) -> Callable[..., Any]:
-    """The public operation with its example's options, a function of the example's tensors."""
+    """The public operation with the options of its example, as a function of the example's tensors."""
     options = EXAMPLES[op].options
     return lambda **tensors: getattr(tk, op)(**tensors, **options, backend=backend)
 
 
 def prepared(op: str, *arguments: Any, **options: Any) -> Any:
-    """The checked call of an operation, from what its public function takes."""
+    """The validated call of an operation, from the arguments of its public function."""
     return dispatch.OPERATIONS[op].prepare(*arguments, **options)
 
 
 def backward(module: Any, call: Any, result: Any, *grads: Tensor | None, wanted: tuple[bool, ...] | None = None) -> Any:
-    """A backend's backward for a call and the result of its forward, all gradients wanted unless told otherwise."""
+    """A backend's backward for a call and its forward result; all gradients are required unless `wanted` is given."""
     operation = next(each for each in dispatch.OPERATIONS.values() if each.call is type(call))
     return module.backward(call, result, grads, wanted or (True,) * len(operation.differentiable))

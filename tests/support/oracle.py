@@ -2,7 +2,7 @@
 
 It shares no code with python_ref or the package.
 
-Poison behind a mask is replaced before it is used: what an operation may not read, the oracle does not read either.
+Poison behind a mask is replaced first: the oracle does not read what an operation must not read.
 Weights are exp(s - max) / sum. A score with a bias below ABSORBING is the bias alone, as in float32.
 """
 
@@ -19,10 +19,10 @@ ABSORBING = -1e8
 
 
 def kept(seed: int, heads: int, rows: int, columns: int, p: float) -> Tensor:
-    """Where dropout keeps an element, bool (heads, rows, columns): by Philox4x32-7 with the key `seed`.
+    """The dropout mask, bool (heads, rows, columns), True where kept: Philox4x32-7 with the key `seed`.
 
-    Element (h, r, c) has counter (c // 8, r, h, 0) and of its 128 bits, least first, the 16 of number c % 8; it is kept
-    where they are at least round(2^16 p).
+    Element (h, r, c) uses bits 16 (c % 8) to 16 (c % 8) + 15 of counter (c // 8, r, h, 0), and is kept if they are at
+    least round(2^16 p).
     """
     c = numpy.zeros((4, heads, rows, -(-columns // 8)), dtype=numpy.uint64)
     c[0] += numpy.arange(c.shape[3], dtype=c.dtype)
@@ -40,7 +40,7 @@ def kept(seed: int, heads: int, rows: int, columns: int, p: float) -> Tensor:
 
 
 def kept_rows(x: Tensor, p: float) -> Tensor | None:
-    """`kept` of the rows (..., N) of x, with the seed that an operation would draw next."""
+    """`kept` for the rows (..., N) of x, with the next seed of an operation."""
     if p == 0.0:
         return None
     return kept(next_seed(), 1, x.numel() // x.shape[-1], x.shape[-1], p).view(x.shape)
@@ -81,7 +81,7 @@ def visible_pairs(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which key j a query i sees, bool (B, 1, Lq, Lk), and its distance i + Lk - Lq - j within its sequence."""
+    """Visibility of key j for query i, bool (B, 1, Lq, Lk), and the distance i + Lk - Lq - j within its sequence."""
     starts = [0, queries] if cu_seqlens is None else cu_seqlens.tolist()
     starts_k = [0, keys] if cu_seqlens is None else starts if cu_seqlens_k is None else cu_seqlens_k.tolist()
     seen = torch.zeros(queries, keys, dtype=torch.bool)
@@ -97,7 +97,7 @@ def visible_pairs(
 
 
 def unread_tokens(length: int, key_padding_mask: Tensor | None, starts: Tensor | None) -> Tensor:
-    """Keys that no query may read, bool (B, L): padding, and those behind the last packed sequence."""
+    """Keys that no query may read, bool (B, L): padding, and tokens after the last packed sequence."""
     unread = torch.zeros(1, length, dtype=torch.bool) if key_padding_mask is None else ~key_padding_mask
     return unread if starts is None else unread | (torch.arange(length) >= int(starts[-1]))
 
@@ -140,7 +140,7 @@ def attend(
     if dropout_p > 0.0:
         dropped = drop(weights, kept(next_seed(), batch * heads, queries, keys, dropout_p).view_as(weights), dropout_p)
     dropped = dropped.reshape(batch, -1, group * queries, keys)
-    reached = (dropped != 0.0).double() @ v.isnan().double() > 0.0  # by NaN: a weight of 0 stops it
+    reached = (dropped != 0.0).double() @ v.isnan().double() > 0.0  # by NaN, unless the weight is 0
     out = torch.where(reached, math.nan, dropped @ torch.where(v.isnan(), 0.0, v))
     return weights, out.view(batch, heads, queries, -1), lse
 

@@ -3,24 +3,24 @@
 An output passes when its largest error is at most twice that of eager PyTorch (three times for gradients) plus the
 rounding of one element, and its relative RMS error is below the limit of its dtype.
 
-In float32 the error of eager PyTorch is the larger of the one that it has on this host and of the rounding bound of the
-operation: its libraries order their sums by the host's instruction set, and where they happen to err by a tenth of what
-rounding costs, no implementation could stay within a multiple of that. The bound is a property of the operation and its
-arguments alone. python_ref runs in float64, forward and backward, and after each of its steps the result is
-moved by a random amount within the rounding error of that step and rounded to float32 (random rounding: D. S. Parker,
-"Monte Carlo arithmetic", 1997). With u = 2^-24, the error of
+In float32 the error of eager PyTorch is the larger of its error on this host and the rounding bound of the operation:
+the summation order of its libraries depends on the host's instruction set, and an error that happens to be a tenth of
+the rounding would be too strict a budget. The bound depends on the operation and its arguments only. python_ref runs in
+float64, forward and backward, and the result of each step is perturbed by a random amount within the rounding error of
+that step and rounded to float32 (random rounding: D. S. Parker, "Monte Carlo arithmetic", 1997). With u = 2^-24, the
+error of
 
-- a sum, product, quotient or square root is half a unit in the last place; so is that of tanh and erf, which are exact
-  where they saturate; a result that float32 represents has none;
-- exp, log and 1 / sqrt is one unit in the last place, as that of good implementations; that of the logistic function
-  and of the derivatives from stored results, which are three steps, is sqrt(3) halves;
-- a sum of n terms is that of their partial sums. Added in pairs or in blocks, each term passes through log2(n)
-  additions, whose errors have random signs: sqrt(1 + log2(n)) u sqrt(result^2 + the sum of the squared terms);
-- a dot product of length n is that of additions one after the other in tiles of 64, and of tiles in pairs. After k of
-  n terms of random signs the partial sum is sqrt(k / n) of the root of the squared terms' sum, and the mean of its
-  square a half: sqrt(min(n, 64) / 2 + log2(n / 64)) u times that root.
+- a sum, product, quotient or square root is half an ulp, and so is that of tanh and erf, which are exact at saturation;
+  a result that float32 represents exactly has none;
+- exp, log and 1 / sqrt is one ulp; that of the logistic function, and of derivatives from stored results, which are
+  three steps, is sqrt(3) / 2 ulp;
+- a sum of n terms is that of pairwise or blocked summation: each term passes through log2(n) additions with errors of
+  random sign, sqrt(1 + log2(n)) u sqrt(result^2 + sum of squared terms);
+- a dot product of length n is that of sequential summation in tiles of 64, and pairwise summation of tiles. After k of
+  n terms of random sign the partial sum is sqrt(k / n) times the root of the sum of squared terms, and the mean of its
+  square is one half: sqrt(min(n, 64) / 2 + log2(n / 64)) u times that root.
 
-Nothing else moves: copies, choices and maxima are exact. The draws are the same each time.
+Copies, selections and maxima are exact. The random numbers are the same each time.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from transformer_kernels.backends import dispatch
 
 RELATIVE_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PYTORCH_UNIT = {torch.float32: 2.0**-17}
-"""What the torch backend is held to in float32: PyTorch's fused attention takes exponentials to 20 bits, its LayerNorm
-rounds x * rstd and mean * rstd apart. Those kernels are not ours to sharpen; the RMS limit holds for them too."""
+"""The torch backend's unit of rounding in float32: PyTorch's fused attention has exponentials of 20 bits, its LayerNorm
+rounds x * rstd and mean * rstd separately. The RMS limit applies to it unchanged."""
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 Excess = float | tuple[float, float]
-"""How many times its budget a result errs: between once and so often, or between two shares of it."""
+"""The error in budgets: between 1 and this number, or between two numbers."""
 
 
 def require(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -61,12 +61,12 @@ def require(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 def tested_operation(request: pytest.FixtureRequest) -> str:
-    """The operation that a test is about: its parameter `op`, or the OP of its module."""
+    """The tested operation: the parameter `op`, or the OP of the test's module."""
     return request.node.callspec.params.get("op") or request.module.OP
 
 
 def backend_fixture(*backends: str, op: str = "") -> Any:
-    """A fixture `backend`: each of these that can run here and has the tested operation (or `op`)."""
+    """A fixture `backend`: each of `backends` that runs here and supports the tested operation (or `op`)."""
 
     @pytest.fixture(params=backends)
     def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
@@ -78,7 +78,7 @@ def backend_fixture(*backends: str, op: str = "") -> Any:
 
 @dataclass
 class Run:
-    """What one call gave: outputs, and the gradient of each tensor input (None where it needs none)."""
+    """The results of one call: outputs, and the gradient of each tensor input (None if not required)."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
@@ -92,7 +92,7 @@ def run(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Run:
-    """Call `function(**tensors, **options)` on leaf copies (in `dtype`), and backward from its `cotangents`, if any."""
+    """Call `function(**tensors, **options)` on leaf copies (in `dtype`), and run backward from `cotangents`, if any."""
     leaves = {name: _leaf(value, dtype) for name, value in tensors.items()}
     torch.manual_seed(seed)
     result = function(**leaves, **options)
@@ -110,7 +110,7 @@ def run(
 
 
 def _leaf(value: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """The tensor itself, as a leaf with the same strides and storage offset unless a dtype is asked for."""
+    """The tensor as a leaf, with the same strides and storage offset unless a dtype is given."""
     if value is None or not value.is_floating_point():
         return value
     if dtype is not None:
@@ -118,7 +118,7 @@ def _leaf(value: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return value.detach().requires_grad_(value.requires_grad)
 
 
-ROUNDINGS = {  # of one element, in halves of its last place
+ROUNDINGS = {  # of one element, in half ulp
     **dict.fromkeys(("add", "sub", "rsub", "mul", "div", "sqrt", "pow", "erf", "tanh"), 1.0),
     **dict.fromkeys(("exp", "log", "rsqrt"), 2.0),
     **dict.fromkeys(("sigmoid", "sigmoid_backward", "tanh_backward"), math.sqrt(3.0)),
@@ -128,14 +128,14 @@ TILE = 64
 
 
 class RandomRounding(TorchDispatchMode):
-    """What runs in float64 has the rounding errors of float32, in random directions; see the module.
+    """Adds float32 rounding errors of random sign to operations in float64; see the module.
 
-    Factors and results of matrix products are rounded to `held`, the dtype of a call.
+    Factors and results of matrix products are rounded to `dtype`, the dtype of a call.
     """
 
-    def __init__(self, held: torch.dtype = torch.float32, seed: int = 0) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         super().__init__()
-        self.held, self.seed = held, seed
+        self.dtype, self.seed = dtype, seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,16 +151,16 @@ class RandomRounding(TorchDispatchMode):
         return result.copy_(torch.where(represented, result, (result + error).float().double()))
 
     def _size(self, name: str, result: Tensor, args: Any, kwargs: Any) -> Tensor | None:
-        """How large a rounding error of each element of this step's result may be; None where it has none."""
+        """The bound on the rounding error of each element of this step's result; None if exact."""
         u = 2.0**-24
         if (halves := ROUNDINGS.get(name.rstrip("_"))) is not None:
             return torch.ldexp(torch.full_like(result, halves * u / 2.0), torch.frexp(result).exponent)
         if name in PRODUCTS and (length := args[-1].shape[-2]) > 0:
             squares = torch.matmul(args[-2].square(), args[-1].square())
             added = squares.sqrt() * u * math.sqrt(min(length, TILE) / 2 + max(0.0, math.log2(length / TILE)))
-            if self.held is torch.float32:
+            if self.dtype is torch.float32:
                 return added
-            return added + torch.finfo(self.held).eps / 2.0 * (2.0 * squares.sqrt() + result.abs())
+            return added + torch.finfo(self.dtype).eps / 2.0 * (2.0 * squares.sqrt() + result.abs())
         if name in ("sum", "mean") and args[0].numel() > result.numel() > 0:
             squares = torch.ops.aten.sum(args[0].square(), *args[1:], **kwargs)
             length = args[0].numel() / result.numel()
@@ -181,13 +181,12 @@ def assert_within_budget(
     excess: Excess | None = None,
     rounded: Callable[[], Tensor] | None = None,
 ) -> float:
-    """Check one tensor against the exact one, its budget taken from the eager one; returns the share that is used.
+    """Check one tensor against the exact one, with a budget from the eager one; returns the fraction that is used.
 
     The floor is one unit of rounding at `magnitude`, the largest element unless given: a gradient may be the difference
-    of terms far larger than itself (that of q for a single key is 0), and then its terms' rounding is all one can ask
-    for; nor can its RMS error be asked to be below eager's then. With an `excess` the largest error must lie between
-    the budget and that many times it, or between so many times it. `rounded` gives what the result is with random
-    rounding, whose error counts where eager's alone is too small; it is called only then.
+    of far larger terms (that of q for a single key is 0), and then the limits are the rounding of its terms and the RMS
+    error of eager. With `excess` the largest error must be between the budget and that multiple, or between two
+    multiples. `rounded` returns the result with random rounding, whose error is used where eager's is too small.
     """
     assert ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(exact.shape)}"
     unusual = ~torch.isfinite(exact)
@@ -203,7 +202,7 @@ def assert_within_budget(
     if rounded is not None and excess is None and error > factor * eager_error + floor:
         bound = (rounded().double().masked_fill(unusual, 0.0) - exact).abs().max().item()
         eager_error = max(eager_error, bound)
-    budget = factor * eager_error + floor if math.isfinite(eager_error) else math.inf  # then the RMS limit speaks alone
+    budget = factor * eager_error + floor if math.isfinite(eager_error) else math.inf  # then only the RMS limit applies
     range_of_budgets = (0.0, 1.0) if excess is None else excess if isinstance(excess, tuple) else (1.0, excess)
     least, most = (share * budget if share else 0.0 for share in range_of_budgets)  # the budget may be infinite
     assert error <= most, f"{name}: largest error {error:.3e} exceeds its budget {most:.3e} (eager {eager_error:.3e})"
@@ -215,7 +214,7 @@ def assert_within_budget(
 
 
 def dropout_boundary(seed: int, device: torch.device) -> tuple[float, float]:
-    """The largest p whose dropout keeps the first element, and the smallest that drops it: neighbouring thresholds."""
+    """The largest p whose dropout keeps the first element, and the smallest that drops it: adjacent thresholds."""
     torch.manual_seed(seed)
     zeros = (torch.zeros(1, dtype=torch.int64, device=device),) * 4
     bits = int(reference.philox4x32(reference.draw_seed(device), zeros)[0]) & 0xFFFF
@@ -238,33 +237,33 @@ def check_parity(
 ) -> float:
     """Forward and every gradient of `op` in `backend` against python_ref in float64, within the budget.
 
-    Returns the largest share of a budget that was used.
+    Returns the largest fraction of a budget that was used.
 
     Args:
-        op: the operation. backend: who answers it.
+        op: the operation. backend: the backend that runs it.
         tensors: the tensor arguments, in the tested dtype; the exact run sees their rounded values.
         options: the other arguments.
         seed: of torch's generator before each call, for dropout.
-        transform: what is done to each cotangent (an expanded or strided view of the same values).
-        excess: the tensors whose gradient is known to exceed its budget, and how many times it stays below; a pair
-            where it does so on some hosts: eager's error, from which the budget comes, is that of the host's library.
+        transform: applied to each cotangent (an expanded or strided view of the same values).
+        excess: tensors whose gradient is known to exceed its budget, with the multiple that it does not exceed; a pair
+            if it exceeds the budget on some hosts only, since eager's error depends on the host's library.
     """
     options = options or {}
-    textbook = getattr(reference, op)
-    wanted = run(textbook, tensors, options, dtype=torch.float64, seed=seed).outputs
+    definition = getattr(reference, op)
+    wanted = run(definition, tensors, options, dtype=torch.float64, seed=seed).outputs
     first = next(value for value in tensors.values() if value is not None and value.is_floating_point())
     generator = torch.Generator().manual_seed(1234)
     cotangents = []
     for output in wanted:
         values = torch.randn(output.shape, generator=generator).to(first.dtype).to(first.device)
         cotangents.append(values if transform is None else transform(values))
-    exact = run(textbook, tensors, options, cotangents, dtype=torch.float64, seed=seed)
-    eager = run(textbook, tensors, options, cotangents, seed=seed)
+    exact = run(definition, tensors, options, cotangents, dtype=torch.float64, seed=seed)
+    eager = run(definition, tensors, options, cotangents, seed=seed)
 
     @functools.cache
     def rounded() -> Run:
         with RandomRounding():
-            return run(textbook, tensors, options, cotangents, dtype=torch.float64, seed=seed)
+            return run(definition, tensors, options, cotangents, dtype=torch.float64, seed=seed)
 
     float32 = first.dtype is torch.float32
     eps = torch.finfo(first.dtype).eps

@@ -1,13 +1,13 @@
 """Random calls of every operation, the same in every backend, against the oracle in float64 of tests/support/oracle.py.
 
 A seed draws shapes, strides, dtypes, options, which tensors require gradients, which outputs have one, and poison: NaN
-and infinities where an operation may not read (padding, masked scores, ignored rows and their incoming gradients,
-dropped elements, unused rows of tables, tokens behind the last packed sequence), or a NaN that must reach the output.
+and infinities where an operation must not read (padding, masked scores, ignored rows and their incoming gradients,
+dropped elements, unused rows of tables, tokens after the last packed sequence), or a NaN that must reach the output.
 
-The tolerance does not depend on eager PyTorch. The oracle runs again, each of its steps with a rounding error of random
-sign (`RandomRounding`, three times): float32 in each step, the call's dtype in the factors and results of products. An
-implementation's error is a sum of as many such roundings in another order, so its largest one is of the size of the
-largest of these: at most LARGEST times it, plus a rounding at the largest element.
+The tolerance does not depend on eager PyTorch. The oracle runs three more times with rounding errors of random sign in
+each step (`RandomRounding`): float32 in each step, the call's dtype in the factors and results of products. An
+implementation's error is a sum of the same number of roundings in another order, so its largest error is similar: at
+most LARGEST times the largest of these, plus a rounding at the largest element.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEAD_DIMS = (4, 8, 16, 24, 32, 40, 59, 64, 72, 80, 128)
 LENGTHS = (2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 47, 64, 65, 70)
 DROPOUT = (0.0, 0.0, 0.1, 0.5, 1.0)
 LEVELS = (-1e4, -1e6, -1e9, -math.inf)
-"""Of biases that hide keys, and at times all keys of a row."""
+"""Biases that mask keys, and at times all keys of a row."""
 LARGEST = 4.0
 PATHS = (
     ("attention", "attention._torch_chunks", "SCORES_AT_ONCE", 1),
@@ -41,25 +41,25 @@ PATHS = (
     ("attention", "attention._tiles", "SHORT_QUERIES", 0),
     ("attention", "attention._tiles", "SEQUENCES_TOKENS", 16),
     ("attention", "attention._tiles", "DECODE_MINIMUM_KEYS", 16),
-    ("attention", "attention._tiles", "TURNED_KEYS", 8),
+    ("attention", "attention._tiles", "ROTATED_KEYS", 8),
     ("cross_entropy", "loss._torch", "ELEMENTS_AT_ONCE", 200),
     ("cross_entropy", "loss._chunked", "FEWEST_ROWS", 16),
     ("linear", "linear._cpu", "LARGEST_WEIGHT", 0),
     ("linear", "linear._cpu", "SMALLEST_READ", 0),
     ("linear", "linear._products", "ROWS_WORTH_TRANSPOSING", 2),
 )
-"""Limits between code paths, and values with which small calls take the path of large ones."""
+"""Thresholds between code paths, and values with which small calls use the path of large ones."""
 
 
 class Draw:
-    """What one call is made of. Numbers come from `choice`, the values of tensors from a generator of their own."""
+    """The random source of one call: numbers come from `choice`, the values of tensors from a separate generator."""
 
     def __init__(self, seed: str) -> None:
         self.random = Random(seed)
         self.values = torch.Generator().manual_seed(self.random.getrandbits(48))
         self.seed = self.random.getrandbits(31)
         self.dtype = self.random.choice(DTYPES)
-        self.unread: Tensor | None = None  # where the first output's incoming gradient may be NaN or infinite
+        self.unread: Tensor | None = None  # positions where the first output's incoming gradient may be NaN or infinite
 
     def one_of(self, *choices: Any) -> Any:
         return self.random.choice(choices)
@@ -71,13 +71,13 @@ class Draw:
         return self.random.random() < share
 
     def poison(self, x: Tensor, where: Tensor) -> None:
-        """Write NaN or infinities, half of the time, to some of the positions that an operation may not read."""
+        """Write NaN or infinities, half of the time, to some positions that an operation must not read."""
         if self.often(0.5) and 0 not in x.stride():
             some = where & (torch.rand(where.shape, generator=self.values) < self.one_of(0.3, 1.0))
             x.data.masked_fill_(some, self.one_of(math.nan, math.inf, -math.inf))
 
     def kept(self, p: float, *shape: int) -> Tensor:
-        """Which elements of rows dropout keeps in this call."""
+        """The dropout mask of rows in this call."""
         torch.manual_seed(self.seed)
         keep = oracle.kept_rows(torch.empty(shape), p)
         return torch.ones(shape, dtype=torch.bool) if keep is None else keep
@@ -95,7 +95,7 @@ class Draw:
         return self.one_of(*layouts, torch.clone)(x).requires_grad_(self.often(0.8))
 
     def factor(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Of a matrix product: in bfloat16 oneDNN's reads elements behind a row, and a NaN there reaches the row."""
+        """An operand of a product: in bfloat16 oneDNN reads elements after a row, and a NaN there reaches the row."""
         layouts = (transposed, strided) if self.dtype is torch.bfloat16 else LAYOUTS
         return self.tensor(*shape, scale=scale, layouts=layouts)
 
@@ -189,7 +189,7 @@ def _cross_entropy(draw: Draw) -> Call:
     classes, leading = draw.one_of(*WIDTHS), draw.leading()
     probabilities = draw.random.random() < 0.2
     if len(leading) > 1 and (probabilities or leading[1:] == (*leading[2:], classes)):
-        leading = (math.prod(leading),)  # else the axis of the classes would be ambiguous
+        leading = (math.prod(leading),)  # otherwise the axis of the classes is ambiguous
     tensors = {"logits": draw.tensor(*leading, classes)}
     if probabilities:
         shares = torch.rand((*leading, classes), generator=draw.values)
@@ -215,7 +215,7 @@ def _loss_options(draw: Draw) -> dict[str, Any]:
 
 def _linear_cross_entropy(draw: Draw) -> Call:
     classes, width, leading = draw.one_of(*WIDTHS), draw.one_of(*WIDTHS), draw.leading()
-    weight = draw.factor(classes, width, scale=width**-0.5)  # else p - 1 of a sure row is a rounding
+    weight = draw.factor(classes, width, scale=width**-0.5)  # otherwise p - 1 of a confident row is a rounding error
     tensors = {"x": draw.factor(*leading, width), "weight": weight}
     tensors |= {"targets": draw.targets(classes, *leading), "bias": draw.maybe(lambda: draw.tensor(classes))}
     draw.unread = tensors["targets"] == -100
@@ -225,14 +225,14 @@ def _linear_cross_entropy(draw: Draw) -> Call:
 
 
 def _embedding(draw: Draw) -> Call:
-    width, rows, places = draw.one_of(*WIDTHS[1:]), draw.one_of(3, 20), 12
+    width, rows, table_rows = draw.one_of(*WIDTHS[1:]), draw.one_of(3, 20), 12
     shape = draw.one_of(1, 3), draw.one_of(1, 7, 12)
     tensors = {"tokens": draw.integers(rows, *shape), "weight": draw.tensor(rows, width)}
     if draw.one_of(False, True):
-        tensors["positions"] = draw.tensor(places, width)
-        tensors["position_ids"] = draw.maybe(lambda: draw.integers(places, *shape))
+        tensors["positions"] = draw.tensor(table_rows, width)
+        tensors["position_ids"] = draw.maybe(lambda: draw.integers(table_rows, *shape))
         positions = torch.arange(shape[1]) if tensors["position_ids"] is None else tensors["position_ids"].long()
-        draw.poison(tensors["positions"], ~torch.isin(torch.arange(places), positions)[:, None])
+        draw.poison(tensors["positions"], ~torch.isin(torch.arange(table_rows), positions)[:, None])
     if draw.one_of(False, True):
         tensors["norm_weight"] = draw.parameter(width)
         tensors["norm_bias"] = draw.maybe(lambda: draw.parameter(width))
@@ -256,21 +256,21 @@ def _rotary(draw: Draw) -> Call:
 
 
 def _angles(draw: Draw, batch: int, length: int, width: int) -> dict[str, Tensor | None]:
-    """cos and sin of as many pairs of columns as fit or fewer."""
-    places = draw.integers(50, *draw.one_of((length,), (batch, length)))
+    """cos and sin for at most as many pairs of columns as fit."""
+    positions = draw.integers(50, *draw.one_of((length,), (batch, length)))
     rotated = draw.random.randrange(2, width + 1, 2)
-    angles = places[..., None] * 100.0 ** -torch.linspace(0.0, 1.0, rotated // 2)
+    angles = positions[..., None] * 100.0 ** -torch.linspace(0.0, 1.0, rotated // 2)
     dtype = draw.one_of(draw.dtype, torch.float32)
     return {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
 
 
 def _starts(draw: Draw, tokens: int) -> Tensor:
-    """Where up to four sequences start, and the last one's end: behind it may be other tokens."""
+    """The starts of up to four sequences, and the end of the last, after which other tokens may follow."""
     return torch.tensor([0, *sorted(draw.random.randint(0, tokens) for _ in range(draw.one_of(1, 2, 4)))]).int()
 
 
 def _seen(draw: Draw, batch: int, queries: int, keys: int, heads: int, columns: int) -> Call:
-    """What hides keys or is added to scores, for so many query heads with keys of so many columns."""
+    """Masks and biases of the scores, for `heads` query heads with keys of `columns` columns."""
     tensors: dict[str, Tensor | None] = {}
     if batch == 1 and draw.often(0.4):
         tensors["cu_seqlens"] = _starts(draw, queries)
@@ -321,7 +321,7 @@ def _attention(draw: Draw) -> Call:
     bias = others.get("attn_bias")
     hides = options["causal"] or options["window"] is not None or (bias is not None and bool(bias.isneginf().any()))
     if not hides and options["dropout_p"] == 0.0 and draw.often(0.1):
-        name = draw.one_of(*"qkv")  # one token is NaN: those that see it are, and no others
+        name = draw.one_of(*"qkv")  # one token is NaN: exactly those that see it become NaN
         token = draw.one_of(-1, draw.random.randrange(tensors[name].shape[2]))
         tensors[name].data[:, :, token, draw.random.randrange(tensors[name].shape[3])] = math.nan
         for x in (*tensors.values(), *others.values()):
@@ -375,7 +375,7 @@ DRAWN: dict[str, Callable[[Draw], Call]] = {
 
 
 def check(op: str, backend: str, draw: Draw) -> float:
-    """The largest share of a tolerance that one call uses, backward included; 0 if the backend does not support it.
+    """The largest fraction of a tolerance used by one call with backward; 0 if the backend does not support it.
 
     Raises:
         AssertionError: with the call.
@@ -442,17 +442,17 @@ def _largest(x: Tensor) -> float:
 
 
 def assert_near(name: str, got: Tensor, exact: Tensor, draws: list[Tensor], unit: float, magnitude: float) -> float:
-    """The share used of the tolerance: LARGEST times the largest error of the draws, and `unit` of the magnitude.
+    """The fraction of the tolerance used: LARGEST times the largest error of the draws, and `unit` of the magnitude.
 
     Raises:
-        AssertionError: more than all of it, or a result that is not finite where the exact one is, or the reverse.
+        AssertionError: it is above 1, or only one of the result and the exact result is finite.
     """
     assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)} instead of {tuple(exact.shape)}"
-    held = torch.finfo(got.dtype)
+    limits = torch.finfo(got.dtype)
     got = got.double()
     finite = exact.isfinite()
     torch.testing.assert_close(got[~finite], exact[~finite], equal_nan=True, msg=lambda m: f"{name}: {m}")
-    if magnitude > held.max:
+    if magnitude > limits.max:
         return 0.0
     assert got[finite].isfinite().all(), f"{name}: not finite where the exact result is"
     error = _largest((got - exact)[finite])

@@ -1,4 +1,4 @@
-"""Real weights: packages of the index that hold them, installed anywhere, or a path in the environment."""
+"""Real weights: from installed packages, or a path in the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def smollm2() -> Path:
 
 
 def _weights(package: str, inside: str, variable: str) -> Path:
-    """Where they lie; skips without them."""
+    """Their path; skips without them."""
     if variable in os.environ:
         return Path(os.environ[variable])
     found = importlib.util.find_spec(package)

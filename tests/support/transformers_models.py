@@ -39,7 +39,7 @@ TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
 
 
 def make(family: str, attention: str = "eager", dropout: float = 0.0, **overrides: Any) -> torch.nn.Module:
-    """A model with random weights, all of them far from their initial zeros and ones, in training mode."""
+    """A model with random weights, none at its initial 0 or 1, in training mode."""
     model, config, options = FAMILIES[family]
     rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate", "attention_dropout", "dropout")
     rates += ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -76,21 +76,21 @@ def inputs(family: str, padding: str | None = "right", labels: bool = True) -> d
 
 
 def real(family: str, batch: dict[str, Tensor]) -> Tensor:
-    """Where the logits count: at real tokens; everywhere in a decoder that is given its own tokens, and in ViT."""
+    """Positions of compared logits: real tokens; all in a decoder with its own tokens, and in ViT."""
     if family == "vit" or family.startswith("t5"):
         return torch.tensor(True)
     return batch["attention_mask"].bool().unsqueeze(-1)
 
 
 def exact(model: torch.nn.Module) -> torch.nn.Module:
-    """The same weights in float64, by PyTorch's attention: eager takes some softmaxes in float32 even then."""
+    """The same weights in float64 with SDPA, since eager computes some softmaxes in float32."""
     wide = copy.deepcopy(model).double()
     wide.set_attn_implementation("sdpa")
     return wide
 
 
 def run(family: str, model: torch.nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The logits that count, the loss, and the gradient of every parameter."""
+    """The compared logits, the loss, and the gradient of every parameter."""
     model.zero_grad()
     dtype = next(model.parameters()).dtype
     given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
@@ -104,8 +104,8 @@ def run(family: str, model: torch.nn.Module, batch: dict[str, Tensor]) -> dict[s
 def assert_within_budget(ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
     """Forward within twice, gradients within three times the largest error of eager, plus the rounding of an element.
 
-    `exact` is what the model gives in float64, on the same weights. A gradient that is 0 there, as that of a bias of
-    keys, is the sum of terms that cancel: it has the rounding of the largest gradient.
+    `exact` is the result in float64 with the same weights. A gradient that is 0 there, such as that of a key bias, is a
+    sum of terms that cancel: it has the rounding of the largest gradient.
     """
     assert ours.keys() == eager.keys() == exact.keys()
     largest = max(value.abs().max() for name, value in exact.items() if name.startswith("d"))
@@ -121,7 +121,7 @@ def assert_within_budget(ours: dict[str, Tensor], eager: dict[str, Tensor], exac
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Models this small spend their time waiting for a second thread."""
+    """Models of this size are slower with a second thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

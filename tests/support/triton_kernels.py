@@ -1,4 +1,4 @@
-"""Kernels that only tests launch; imported where Triton is known to be there."""
+"""Kernels for tests only; imported if Triton is installed."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from transformer_kernels.ops.attention._triton_tile import Mask, real_keys
 
 @triton.jit
 def round_trip_kernel(x, rounded, read, BLOCK: tl.constexpr):
-    """fp32 -> bf16 -> fp32 through the conversions that all kernels use."""
+    """fp32 -> bf16 -> fp32 with the conversions of all kernels."""
     lanes = tl.arange(0, BLOCK)
     tl.store(rounded + lanes, from_fp32(tl.load(x + lanes), tl.bfloat16))
     tl.store(read + lanes, to_fp32(tl.load(rounded + lanes)))
@@ -28,7 +28,7 @@ def philox_kernel(seed, counter, words):
 
 @triton.jit
 def overrun_kernel(y, BLOCK: tl.constexpr):
-    """A kernel with a bug: it writes one element too many."""
+    """A kernel with a bug: it writes one element out of bounds."""
     lanes = tl.arange(0, BLOCK)
     tl.store(y + lanes, lanes.to(tl.float32), mask=lanes < BLOCK - 1)
 
@@ -43,7 +43,7 @@ def running_total_kernel(total, order):
 
 @triton.jit
 def real_keys_kernel(padding, found, start, end, length, CHUNK: tl.constexpr):
-    """What `real_keys` says of the keys [start, end) of one sequence."""
+    """`real_keys` for the keys [start, end) of one sequence."""
     first_real, end_real, contiguous = real_keys(Mask(padding, 0, None, 1, length, 0, 0), start, end, CHUNK)
     tl.store(found, first_real)
     tl.store(found + 1, end_real)

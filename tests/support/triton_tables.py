@@ -1,4 +1,4 @@
-"""Tiles for tests: one that makes narrow rows take the road of wide ones."""
+"""Tiles for tests: narrow rows use the kernels of wide rows."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from transformer_kernels.backends.triton_tiles import RowTile, Tiles
 
 
 def every_width(tile: RowTile) -> Tiles:
-    """Tiles that are this one for all widths; rows wider than its columns are walked in blocks."""
+    """This tile for all widths; rows wider than its columns are processed in blocks."""
     return Tiles("test", lambda columns, itemsize, widest: tile, widest=1)

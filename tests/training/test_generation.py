@@ -208,7 +208,7 @@ class OperatorGraphs:
     def capture(self, work):
         self.captures += 1
         cache = work.__self__.cache
-        kept = [cache.place, *cache.keys, *cache.values]
+        kept = [cache.position, *cache.keys, *cache.values]
         before = [tensor.clone() for tensor in kept]
         with Recorder() as recorder:
             result = work()

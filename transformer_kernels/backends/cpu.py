@@ -1,8 +1,8 @@
-"""The compiled CPU kernels (csrc/cpu): loaded once, and if they cannot be, the reason is remembered.
+"""The compiled CPU kernels (csrc/cpu), loaded once; a failure to load is cached.
 
-Each kernel was compiled for a portable instruction set and for others (TRANSFORMER_KERNELS_CPU_LEVELS at installation);
-the widest that the processor has is used unless TRANSFORMER_KERNELS_CPU_ISA names another: plain, avx2, avx512,
-avx512_bf16 or amx.
+Each kernel is compiled for several instruction sets (TRANSFORMER_KERNELS_CPU_LEVELS at installation). The widest that
+the processor supports is used, unless TRANSFORMER_KERNELS_CPU_ISA selects another: plain, avx2, avx512, avx512_bf16 or
+amx.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _failure: BackendUnavailable | None = None
 
 
 def load() -> Any:
-    """The compiled module; raises BackendUnavailable, with the cause chained, each time it is not there.
+    """The compiled module.
 
     Raises:
+        BackendUnavailable: it cannot be loaded; the cause is chained.
         ValueError: TRANSFORMER_KERNELS_CPU_ISA names an instruction set that was not built or this processor lacks.
     """
     global _module, _failure
@@ -53,7 +54,7 @@ def load() -> Any:
 
 
 class _Recorder(threading.local):
-    """The kernel calls that a thread makes while it records them; None in every other thread."""
+    """The recording module of this thread, or None."""
 
     module: Any = None
 
@@ -63,7 +64,7 @@ _recorder = _Recorder()
 
 @contextmanager
 def recorded(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
-    """While entered, the kernels that this thread calls are appended to `calls`, with their arguments."""
+    """Within this context, kernel calls of this thread and their arguments are appended to `calls`."""
     before, _recorder.module = _recorder.module, _Recorded(load(), calls)
     try:
         yield
@@ -81,15 +82,15 @@ class _Recorded:
         kernel = getattr(self._module, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            if arguments or named:  # without arguments it only reports something
+            if arguments or named:  # functions without arguments are queries
                 self._calls.append((kernel, (*arguments, *named.values())))
-            return kernel(*arguments, **named)  # which refuses names in another order than its own
+            return kernel(*arguments, **named)  # raises if names are not in its own order
 
         return call if callable(kernel) else kernel
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the CPU kernels cannot run on tensors of this device, with the remedy; None when they can."""
+    """Why the CPU kernels cannot run on tensors of this device, with the remedy, or None."""
     if device.type != "cpu":
         return f"the tensors are on {device.type}; move them to the CPU"
     try:
@@ -100,12 +101,12 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def cause() -> BaseException | None:
-    """What stopped the module from loading, to be chained to the error that reports it."""
+    """The error that prevented loading, to be chained."""
     return None if _failure is None else _failure.__cause__
 
 
 def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """A parameter in float32, as the kernels read it; keep the result until the kernel returned."""
+    """A parameter in float32; the result must be kept alive until the kernel has returned."""
     return parameter if parameter is None or parameter.dtype is torch.float32 else parameter.float()
 
 
@@ -115,7 +116,7 @@ def index(ids: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """No device and no stream: kernels have finished when they return."""
+    """No device or stream: kernels are synchronous."""
     return 0, 0
 
 
@@ -129,17 +130,17 @@ def workspace(like: torch.Tensor) -> None:
 
 
 def partials(x: torch.Tensor, rows: int, columns: int, sums: int) -> tuple[None, int]:
-    """None: threads keep their partial sums themselves."""
+    """None: each thread allocates its partial sums."""
     return None, 0
 
 
 def partials_of_columns(x: torch.Tensor, rows: int, columns: int) -> tuple[None, int]:
-    """None, too."""
+    """None, as in `partials`."""
     return None, 0
 
 
 def describe() -> str:
-    """The instruction set in use, and what better one this processor has."""
+    """The instruction set in use, and a better one that this processor supports."""
     module = load()
     used, best = module.instruction_set(), module.processor
     if used == best:

@@ -1,7 +1,7 @@
-"""The compiled CUDA kernels: loaded once, and if they cannot be, the reason is remembered.
+"""The compiled CUDA kernels, loaded once; a failure to load is cached.
 
-With TRANSFORMER_KERNELS_EMULATE=1 the same kernel sources, built for the CPU, are loaded instead and take CPU tensors.
-TRANSFORMER_KERNELS_EMULATE_SANITIZER=address or thread picks an instrumented build of them.
+With TRANSFORMER_KERNELS_EMULATE=1 the same kernel sources, built for the CPU, are loaded and run on CPU tensors.
+TRANSFORMER_KERNELS_EMULATE_SANITIZER=address or thread selects an instrumented build.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from transformer_kernels.backends.errors import BackendUnavailable
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/dtype.h
 BLOCKS_PER_MULTIPROCESSOR = 4
 ROWS_PER_THREAD_GROUP = 4
-COLUMN_TILE_ROWS = 8  # csrc/ops/bias_activation_forward.cuh: the rows of one tile
-WIDEST_ROW_PER_WARP = 1024  # csrc/ops/row.cuh: up to here a block has four rows, above it one
+COLUMN_TILE_ROWS = 8  # rows per tile in csrc/ops/bias_activation_forward.cuh
+WIDEST_ROW_PER_WARP = 1024  # csrc/ops/row.cuh: up to this width a block has four rows, above it one
 PACKAGE = Path(__file__).resolve().parents[1]
 HASH_FILE = "_kernels_source_hash.txt"
 
@@ -40,7 +40,7 @@ def emulating() -> bool:
 
 
 def load() -> Any:
-    """The compiled module; raises BackendUnavailable, with the cause chained, each time it is not there."""
+    """The compiled module; raises BackendUnavailable, with the cause chained, if it cannot be loaded."""
     global _module, _failure
     if _module is not None:
         return _module
@@ -56,7 +56,7 @@ def load() -> Any:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the CUDA kernels cannot run on tensors of this device, with the remedy; None when they can."""
+    """Why the CUDA kernels cannot run on tensors of this device, with the remedy, or None."""
     if device not in _device_reasons:
         _device_reasons[device] = _why_unavailable(device)
     return _device_reasons[device]
@@ -90,12 +90,12 @@ def _why_unavailable(device: torch.device) -> str | None:
 
 
 def cause() -> BaseException | None:
-    """What stopped the module from loading, to be chained to the error that reports it."""
+    """The error that prevented loading, to be chained."""
     return None if _failure is None else _failure.__cause__
 
 
 def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The device index and raw stream handle on which a kernel over this tensor must run."""
+    """The device index and raw stream handle for kernels on this tensor."""
     index = tensor.device.index
     if not tensor.is_cuda:
         return 0, 0
@@ -103,13 +103,13 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def partial_rows(device_index: int, rows: int, rows_per_block: int) -> int:
-    """How many blocks share the rows of a sum over rows; each leaves one partial row.
+    """The number of blocks of a sum over rows; each writes one partial row.
 
-    At least four rows for each group of threads, so that partial rows stay a small part of the traffic, and no more
-    blocks than run at once. The result depends on the device, so sums are equal bit for bit on equal devices.
+    At least four rows per group of threads, which limits the traffic of partial rows, and at most the number of
+    concurrent blocks. It depends on the device, so sums are bitwise equal on equal devices only.
     """
-    wanted = -(-rows // (ROWS_PER_THREAD_GROUP * rows_per_block))
-    return min(wanted, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device_index))
+    blocks = -(-rows // (ROWS_PER_THREAD_GROUP * rows_per_block))
+    return min(blocks, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device_index))
 
 
 def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -133,18 +133,18 @@ def workspace(like: torch.Tensor) -> torch.Tensor:
 
 
 def rows_per_block(columns: int) -> int:
-    """How many rows a block of a kernel over whole rows has."""
+    """Rows per block of a kernel over whole rows."""
     return 4 if columns <= WIDEST_ROW_PER_WARP else 1
 
 
 def partials(x: torch.Tensor, rows: int, columns: int, sums: int) -> tuple[torch.Tensor, int]:
-    """Memory for the partial sums of a kernel over whole rows, and how many rows it has."""
+    """Memory for the partial sums of a kernel over whole rows, and its number of rows."""
     count = partial_rows(stream_of(x)[0], rows, rows_per_block(columns))
     return x.new_empty((sums, count, columns), dtype=torch.float32), count
 
 
 def partials_of_columns(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, int]:
-    """The same of a kernel over tiles of columns, and one sum."""
+    """`partials` for a kernel over tiles of columns with one sum."""
     count = partial_rows(stream_of(x)[0], rows, COLUMN_TILE_ROWS)
     return x.new_empty((count, columns), dtype=torch.float32), count
 
@@ -179,7 +179,7 @@ def _load_built() -> Any:
 
 
 def build_note() -> str:
-    """What the installation built for GPUs, or why it built nothing; empty where no installation left a note."""
+    """The installation's note on what was built for GPUs, or why nothing was; empty without a note."""
     note = PACKAGE / _build.BUILD_NOTE
     return note.read_text().strip() if note.is_file() else ""
 
@@ -202,7 +202,7 @@ def _import_from(path: Path) -> ModuleType:
 
 
 def _refuse_stale(module: Any, path: Path) -> None:
-    """Compares the hash inside the file with that of the sources beside the package, or of those it was built from."""
+    """Raise if the hash in the file differs from that of the checkout's sources or of the installation."""
     recorded = path.with_name(HASH_FILE)
     if _build.CSRC.is_dir():
         expected = _build.source_hash()

@@ -1,7 +1,7 @@
-"""Triton: imported when a kernel is first needed, remembered when it cannot be; and what launches ask of a device.
+"""Triton: import on first use with a cached failure, launches, and device queries.
 
-Nothing here imports Triton at module level, so the package works where there is none. Kernels are written with a plain
-`@triton.jit` in `ops/<op>/_triton.py`; the dispatcher imports those modules only after `unavailable` said None.
+Nothing here imports Triton at module level, so the package works without it. Kernels are functions with `@triton.jit`
+in `ops/<family>/_triton*.py`; the dispatcher imports those modules only if `unavailable` returns None.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from transformer_kernels.backends.errors import BackendUnavailable
 
 MINIMUM_VERSION = (3, 4)
-"""Older compilers take no named tuples in a kernel; torch 2.6 and 2.7, which pin them, have the other backends."""
+"""Older compilers do not support named tuples in a kernel; torch 2.6 and 2.7 pin those versions."""
 
 NEXT_UNSUPPORTED_VERSION = (4, 0)
 SUPPORTED_VERSIONS = "3.4 or newer, below 4.0"
@@ -25,19 +25,19 @@ SUPPORTED_VERSIONS = "3.4 or newer, below 4.0"
 MINIMUM_CAPABILITY = (8, 0)
 
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
-"""That CUDA launches along each axis of a grid."""
+"""CUDA's limits of a grid, per axis."""
 
 INTERPRETED_CAPABILITY = (9, 0)
-"""The capability whose tiles the interpreter follows; a test sets another one to walk through other tiles."""
+"""The capability whose tiles the interpreter uses; tests override it."""
 
 INTERPRETED_MULTIPROCESSORS = 3
-"""Few, so that a persistent program walks over several tiles in the interpreter too."""
+"""Small, so that a persistent program loops over several tiles in the interpreter."""
 
 Capability = tuple[int, int]
 
 
 def load() -> ModuleType:
-    """Import Triton and return it; raise `BackendUnavailable` with the reason where that is not possible."""
+    """Import Triton and return it; raises `BackendUnavailable` with the reason."""
     module, reason, cause = _load_once()
     if module is None:
         raise BackendUnavailable(f"triton: {reason}") from cause
@@ -45,7 +45,7 @@ def load() -> ModuleType:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """The reason, with its remedy, why Triton kernels cannot run on `device`; None where they can."""
+    """Why Triton kernels cannot run on `device`, with the remedy, or None."""
     module, reason, _ = _load_once()
     if module is None:
         return reason
@@ -53,12 +53,11 @@ def unavailable(device: torch.device) -> str | None:
 
 
 class Launch:
-    """One launch of a kernel, all but its pointers: made once for a layout, called for each call that has it.
+    """A launch of a kernel without its pointers, created once per layout.
 
-    Triton looks at every argument of every launch for what it may specialise: of a number the type, whether it fits
-    32 bits, and unless the kernel says otherwise whether it is 1 or a multiple of 16; of a pointer the type and whether
-    it is a multiple of 16 bytes. Here numbers are looked at once, and where all pointers are aligned, what was compiled
-    for their types is launched as it is.
+    Triton inspects every argument of every launch for specialisation: numbers for type, 32 bits, 1 and divisibility by
+    16, pointers for type and 16-byte alignment. Here numbers are inspected once, and if all pointers are aligned, the
+    kernel compiled for their types is launched directly.
     """
 
     __slots__ = ("_arguments", "_compiled", "_grid", "_kernel", "_options")
@@ -98,21 +97,21 @@ class Launch:
             return
         addresses: list[int | None] = []
         key: list[Any] = [device]
-        together = 0
+        address_bits = 0
         for x in pointers:
             if x is None:
                 addresses.append(None)
                 key.append(None)
             else:
                 address = x.data_ptr()
-                together |= address
+                address_bits |= address
                 addresses.append(address)
                 key.append(x.dtype)
         triton, types = load(), tuple(key)
-        known = None if together % 16 or _is_profiled(triton.knobs.runtime) else self._compiled.get(types)
+        known = None if address_bits % 16 or _is_profiled(triton.knobs.runtime) else self._compiled.get(types)
         if known is None:
             compiled = self._kernel[self._grid](*pointers, *self._arguments, **self._options)
-            if compiled is not None and not together % 16:  # None where a report only asks what would be compiled
+            if compiled is not None and not address_bits % 16:  # None in reports, which do not launch
                 self._compiled[types] = compiled.run, compiled.function, compiled.packed_metadata
             return
         run, function, packed = known
@@ -121,21 +120,21 @@ class Launch:
 
 
 planned = functools.lru_cache(maxsize=1024)
-"""For functions that make a `Launch`: the same one for the same layout, which costs less than making it."""
+"""Caches functions that create a `Launch`, by layout."""
 
 _COMPILED: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
-"""What was launched, by kernel (each lives as long as its module), constants and numbers, then by device and types."""
+"""Compiled kernels by kernel (which lives as long as its module), constants and numbers, then by device and types."""
 
 
 def _specialised(kernel: Any, numbers: tuple[float | None, ...], constants: int) -> tuple[tuple[bool, bool], ...]:
-    """What Triton compiles into a kernel of integers that it may specialise: whether each is 1, or 16 divides it."""
+    """Triton's specialisation of integers: whether each is 1, and whether it is divisible by 16."""
     parameters = kernel.params[len(kernel.params) - constants - len(numbers) :]
     pairs: Any = zip(parameters, numbers, strict=False)
     return tuple([(x == 1, x % 16 == 0) for each, x in pairs if isinstance(x, int) and not each.do_not_specialize])
 
 
 def _is_profiled(runtime: Any) -> bool:
-    """Whether someone wants to be told of launches; newer Tritons keep lists of hooks."""
+    """Whether launch hooks are registered; newer versions of Triton have lists of hooks."""
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
@@ -147,40 +146,40 @@ def interpreting() -> bool:
 
 
 def capability(device: torch.device) -> Capability:
-    """The compute capability whose tables serve `device`."""
+    """The compute capability whose tables `device` uses."""
     return INTERPRETED_CAPABILITY if device.type != "cuda" else tiles_of(_device_capability(device.index))
 
 
 def tiles_of(found: Capability) -> Capability:
-    """The capability whose tables serve a device: the oldest for 12.x, which lacks the shared memory of 9.0."""
+    """The capability whose tables a device uses: the oldest for 12.x, which lacks the shared memory of 9.0."""
     return found if found < (12, 0) else MINIMUM_CAPABILITY
 
 
 def fp32_precision() -> str:
-    """How products of fp32 are taken: "ieee", or "tf32" where `torch.set_float32_matmul_precision` or
-    `torch.backends.cuda.matmul.fp32_precision` allow it."""
+    """Precision of fp32 products: "ieee", or "tf32" if allowed by `torch.set_float32_matmul_precision` or
+    `torch.backends.cuda.matmul.fp32_precision`."""
     matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # once it is set, torch.get_float32_matmul_precision() may raise
+    if hasattr(matmul, "fp32_precision"):  # if set, torch.get_float32_matmul_precision() may raise
         return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors `device` has; persistent kernels launch a multiple of it."""
+    """The number of multiprocessors of `device`; persistent kernels launch a multiple of it."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def vector_width(itemsize: int, *sizes: int) -> int:
-    """Elements in a 16-byte access when every one of `sizes` is a multiple of that, else 1."""
+    """Elements of a 16-byte access if all `sizes` are multiples of that number, else 1."""
     width = 16 // itemsize
     return width if all(size % width == 0 for size in sizes) else 1
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
-    """The quotient rounded up; Triton's own costs several microseconds on the host."""
+    """The quotient rounded up; Triton's function costs several microseconds on the host."""
     return -(-dividend // divisor)
 
 
@@ -194,7 +193,7 @@ def _load_once() -> tuple[ModuleType | None, str | None, BaseException | None]:
     try:
         import triton
         import triton.language
-    except Exception as error:  # a broken installation raises anything: OSError, AttributeError, SyntaxError
+    except Exception as error:  # a broken installation raises OSError, AttributeError, SyntaxError, ...
         return None, f"cannot be imported ({error}); install it with `pip install triton` (Linux)", error
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if not MINIMUM_VERSION <= version < NEXT_UNSUPPORTED_VERSION:

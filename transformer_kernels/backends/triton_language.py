@@ -1,7 +1,4 @@
-"""What several Triton kernels share: conversions that the interpreter gets right, dropout words, and exact functions.
-
-Imported only by `ops/<op>/_triton.py`, so only after Triton was found.
-"""
+"""Device functions shared by Triton kernels: conversions that are exact in the interpreter too, dropout, GELU, tanh."""
 
 import triton
 import triton.language as tl
@@ -25,7 +22,7 @@ TAIL_SLOPE = tl.constexpr(0.375 * 0.7071067811865476)
 
 @triton.jit
 def to_fp32(x):
-    """`x` as fp32. The interpreter's own conversion from bf16 loses subnormals, so there it is done on the bits."""
+    """`x` as fp32. Converts bits in the interpreter, whose conversion from bf16 flushes subnormals."""
     if INTERPRET and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -33,7 +30,7 @@ def to_fp32(x):
 
 @triton.jit
 def bf16_bits(x):
-    """The upper half of fp32 `x` rounded to nearest even, as uint32; NaN stays NaN. The interpreter only truncates."""
+    """The upper half of fp32 `x` rounded to nearest even, as uint32; preserves NaN. The interpreter truncates."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).to(tl.uint32)) >> 16
     return tl.where(x == x, rounded, (bits >> 16) | 0x0040)
@@ -41,7 +38,7 @@ def bf16_bits(x):
 
 @triton.jit
 def from_fp32(x, dtype: tl.constexpr):
-    """fp32 `x` in `dtype`, rounded to nearest even: what a kernel stores."""
+    """fp32 `x` in `dtype`, rounded to nearest even."""
     if INTERPRET and dtype == tl.bfloat16:
         return bf16_bits(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
@@ -57,7 +54,7 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot_operand(x, dtype: tl.constexpr):
-    """`x` (fp32 or `dtype`) as an operand of `tl.dot`: in `dtype`; in the interpreter bf16 values are held in fp32."""
+    """`x` (fp32 or `dtype`) as an operand of `tl.dot`: in `dtype`, or fp32 for bf16 in the interpreter."""
     if INTERPRET and dtype == tl.bfloat16:
         if x.dtype == tl.bfloat16:
             return to_fp32(x)
@@ -67,15 +64,14 @@ def dot_operand(x, dtype: tl.constexpr):
 
 @triton.jit
 def rotated(a, b, cos, sin):
-    """Pairs rotated by their angles, (a cos - b sin, b cos + a sin), in fp32. Which product is rounded is said here and
-    not left to the compiler, so that all kernels turn alike."""
+    """Pairs rotated by their angles, (a cos - b sin, b cos + a sin), in fp32. Explicit fma: all kernels round alike."""
     return tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)
 
 
 @triton.jit
 def settled(x):
-    """`x` of 16 bits, computed where its elements were loaded. As an operand of a product it would else be computed
-    in the layout of the product, by every warp that takes part in it."""
+    """16-bit `x`, computed in its load layout; an operand would otherwise be computed in the layout of the product,
+    redundantly in several warps."""
     if INTERPRET or x.dtype.primitive_bitwidth != 16:
         return x
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
@@ -86,7 +82,7 @@ def philox_words(seed, group, row, head):
     """Four uint32 words of philox4x32-7 for counter (group, row, head, 0) under the 64-bit key `seed`.
 
     Random123's definition (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The arguments broadcast.
-    Products of 64 bits are one instruction, where `tl.philox` takes one for each half.
+    64-bit products are one instruction; `tl.philox` uses two.
     """
     zero = (group * 0 + row * 0 + head * 0).to(tl.uint32)
     c0, c1, c2, c3 = group.to(tl.uint32) + zero, row.to(tl.uint32) + zero, head.to(tl.uint32) + zero, zero
@@ -102,9 +98,9 @@ def philox_words(seed, group, row, head):
 
 @triton.jit
 def keep_by_column(seed, group, row, head, threshold):
-    """Which elements dropout keeps: int1 [R, 8 * G] for groups of eight columns `group` [1, G] and rows `row` [R, 1].
+    """Dropout mask, True where kept: int1 [R, 8 * G] for groups of eight columns `group` [1, G] and rows `row` [R, 1].
 
-    Column 8 g + 2 i + j takes half j of word i of group g (0 = the lower); it is kept when it reaches `threshold`,
+    Column 8 g + 2 i + j uses half j (0 = lower) of word i of group g, and is kept if that is at least `threshold`,
     round(p * 2**16).
     """
     word_0, word_1, word_2, word_3 = philox_words(seed, group, row, head)  # each [R, G]
@@ -115,7 +111,7 @@ def keep_by_column(seed, group, row, head, threshold):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x within 1 ulp by one instruction, for x whose reciprocal is not denormal; infinity gives 0."""
+    """1 / x within 1 ulp in one instruction, for x whose reciprocal is not denormal; infinity gives 0."""
     if INTERPRET:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -123,8 +119,8 @@ def reciprocal(x):
 
 @triton.jit
 def tanh(x, EXACT: tl.constexpr):
-    """tanh(x) in fp32 within 3 * 2^-24 of the largest result, with EXACT of the result itself: below 1/2, where
-    1 - exp(-2 |x|) cancels, by a polynomial that was fitted for the least relative error (1e-8)."""
+    """tanh(x) in fp32 with absolute error 3 * 2^-24, with EXACT relative error: below 1/2, where 1 - exp(-2 |x|)
+    cancels, a polynomial with relative error 1e-8 is used."""
     size = tl.abs(x)
     decay = tl.exp2(size * (-2.0 * LOG2_E))
     value = (1.0 - decay) * reciprocal(1.0 + decay)
@@ -143,8 +139,7 @@ def normal_cdf_and_gaussian(x):
     """Phi(x), the normal distribution function, and exp(-x^2 / 2), in fp32.
 
     Phi(-|x|) = erfc(z) / 2 = P(t) exp(-z^2) with z = |x| / sqrt(2), t = 1 / (1 + 0.375 z) and a polynomial P of degree
-    9, fitted for the least relative error on 0 <= z <= 10 (1.2e-8). One exponential serves the function, its tail
-    (which keeps its relative precision, where 1 + erf(x) cancels) and, in the backward pass, its derivative.
+    9 with relative error 1.2e-8 on 0 <= z <= 10. See ops/activation/README.md.
     """
     gaussian = tl.exp2(x * x * (-0.5 * LOG2_E))
     t = reciprocal(1.0 + TAIL_SLOPE * tl.abs(x))
@@ -181,7 +176,7 @@ def gelu_slope(x, TANH: tl.constexpr):
 
 @triton.jit
 def tanh_gate(x):
-    """(1 + tanh(u)) / 2 = sigmoid(2 u) and its derivative, from exp(-2 |u|), which neither overflows nor cancels."""
+    """(1 + tanh(u)) / 2 = sigmoid(2 u) and its derivative from exp(-2 |u|), without overflow or cancellation."""
     square = x * x
     u = SQRT_2_OVER_PI * x * (1.0 + TANH_CUBIC * square)
     decay = tl.exp2(tl.abs(u) * (-2.0 * LOG2_E))

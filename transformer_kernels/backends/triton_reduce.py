@@ -1,4 +1,4 @@
-"""The second half of a column sum without atomics: partial sums of each program, added up in a fixed order."""
+"""The second pass of a column sum without atomics: reduces the programs' partial sums in a fixed order."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from transformer_kernels.backends.triton_language import from_fp32
 from transformer_kernels.backends.triton_tiles import RowTile
 
 NARROW_TILE = RowTile(rows=128, columns=32, num_warps=8)
-"""Up to WIDE columns there are hundreds of partial rows: few columns a program, for enough programs."""
+"""Up to WIDE columns there are hundreds of partial rows: few columns per program give enough programs."""
 
 WIDE_TILE = RowTile(rows=16, columns=256, num_warps=4)
 WIDE = 8192
@@ -36,7 +36,7 @@ def sum_partials_kernel(partials, first, second, P, N, ROWS: tl.constexpr, BLOCK
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Sum partials (1 or 2, P, N), fp32, over P: one (N,) tensor in `dtype` for each."""
+    """Sum fp32 partials (1 or 2, P, N) over P: one or two (N,) tensors in `dtype`."""
     count, P, N = partials.shape
     sums = [torch.empty(N, dtype=dtype, device=partials.device) for _ in range(count)]
     _launch(count, P, N)(partials, sums[0], sums[-1])

@@ -1,7 +1,7 @@
-"""How large the tiles of the Triton row kernels are: one rule for each way to walk over rows, and what was tuned.
+"""Tile sizes of the Triton row kernels: one rule for each loop structure, and tuned exceptions.
 
-The rules give a thread about 16 elements, so that two to four 16-byte loads of each input are in flight. `TUNED` has
-what a measurement or a compiler's report found better, and says which.
+The rules give a thread about 16 elements: two to four 16-byte loads per input in flight. `TUNED` has exceptions with
+the measurement or compiler report that justifies them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from dataclasses import dataclass, field, replace
 from transformer_kernels.backends.triton import Capability, next_power_of_2
 
 ELEMENTS = 2048
-"""Of a tile on four warps."""
+"""Elements of a tile on four warps."""
 
 LONGEST_ROW = 2**31 - 1 - 2**16
-"""Kernels count the columns of a row in 32 bits, and to the end of the block that holds the last one."""
+"""Kernels index the columns of a row in 32 bits, up to the end of the last block."""
 
 
 @dataclass(frozen=True)
 class RowTile:
-    """What one program of a row kernel holds at a time: `rows` x `columns` elements, on `num_warps` warps.
+    """The tile of one program of a row kernel: `rows` x `columns` elements on `num_warps` warps.
 
-    Where `columns` reaches the width, a row is read once and kept in registers; else the kernel walks over blocks of
-    `columns`. `num_stages` is how many tiles of a persistent loop are in flight, `programs` how many persistent
-    programs are launched on each multiprocessor.
+    If `columns` is at least the width, a row is read once into registers; otherwise the kernel loops over blocks of
+    `columns`. `num_stages`: tiles of a persistent loop in flight. `programs`: persistent programs per multiprocessor.
     """
 
     rows: int
@@ -35,45 +34,45 @@ class RowTile:
 
 
 Rule = Callable[[int, int, int], RowTile]
-"""The tile for (columns, itemsize, widest); columns are a power of two, beyond `widest` they stand for any width."""
+"""The tile for (columns, itemsize, widest); columns are a power of two; above `widest`: any larger width."""
 
 
 def whole_rows(columns: int, itemsize: int, widest: int) -> RowTile:
-    """Whole rows in registers; of wider rows, blocks of 16 KiB on 16 warps."""
+    """Whole rows in registers; for wider rows blocks of 16 KiB on 16 warps."""
     if columns > widest:
         return RowTile(1, 16384 // itemsize, 16)
     return RowTile(max(1, ELEMENTS // columns), columns, min(32, max(4, columns // 512)))
 
 
 def persistent_rows(columns: int, itemsize: int, widest: int) -> RowTile:
-    """Whole rows by programs that prefetch their next tile while they reduce one, 16 warps a multiprocessor."""
+    """Whole rows in persistent programs that prefetch the next tile, 16 warps per multiprocessor."""
     tile = whole_rows(columns, itemsize, widest)
     if columns > widest:
         return tile
-    if columns * itemsize > 16384:  # three stages of two rows are more than shared memory
+    if columns * itemsize > 16384:  # three stages of two rows exceed shared memory
         return replace(tile, num_warps=32)
     return replace(tile, num_stages=3, programs=max(1, 16 // tile.num_warps))
 
 
 def column_blocks(columns: int, itemsize: int, widest: int) -> RowTile:
-    """Rows cut into blocks of up to 512 columns."""
+    """Rows split into blocks of up to 512 columns."""
     columns = min(columns, 512)
     return RowTile(ELEMENTS // columns, columns, 4)
 
 
 def persistent_blocks(columns: int, itemsize: int, widest: int) -> RowTile:
-    """The same by programs that walk down their columns and prefetch."""
+    """`column_blocks` in persistent programs that loop over rows and prefetch."""
     return replace(column_blocks(columns, itemsize, widest), num_stages=3, programs=4)
 
 
 def flat(columns: int, itemsize: int, widest: int) -> RowTile:
-    """Elements in one line: two 16-byte loads of each input a thread."""
+    """Flat elements: two 16-byte loads per input and thread."""
     return RowTile(1, 4096 // itemsize, 4)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of one kernel: `rule` for every width from `narrowest` to `widest` columns and beyond, or `TUNED`."""
+    """The tiles of one kernel: from `TUNED`, or by `rule`, for widths from `narrowest` to `widest` and above."""
 
     name: str
     rule: Rule
@@ -85,10 +84,10 @@ class Tiles:
         """The tile for rows of `width` elements of `itemsize` bytes on a device.
 
         Raises:
-            ValueError: the rows are longer than LONGEST_ROW; elements in one line (`flat`) may be more.
+            ValueError: rows longer than LONGEST_ROW, which does not apply to `flat`.
         """
         if width > LONGEST_ROW and self.rule is not flat:
-            raise ValueError(f"the triton backend takes rows of up to {LONGEST_ROW} elements; got {width}")
+            raise ValueError(f"the triton backend supports rows of up to {LONGEST_ROW} elements; got {width}")
         key = capability, itemsize, min(max(next_power_of_2(width), self.narrowest), 2 * self.widest)
         tile = self._found.get(key)
         if tile is None:
@@ -96,14 +95,14 @@ class Tiles:
         return tile
 
     def _choose(self, capability: Capability, itemsize: int, columns: int) -> RowTile:
-        """What was tuned for the newest capability that is not newer than the device, or the rule's."""
+        """The tuned tile for the newest capability up to the device's, or the rule's."""
         known = sorted(key[1] for key in TUNED if key[0] == self.name and key[2:] == (itemsize, columns))
         if older := [each for each in known if each <= capability]:
             return TUNED[self.name, older[-1], itemsize, columns][0]
         return self.rule(columns, itemsize, self.widest)
 
     def widths(self) -> list[int]:
-        """A width for each tile that there can be, the last one beyond `widest`."""
+        """One width for each possible tile, the last above `widest`."""
         widths = [self.narrowest]
         while widths[-1] <= self.widest:
             widths.append(2 * widths[-1])
@@ -145,4 +144,4 @@ TUNED: dict[tuple[str, Capability, int, int], tuple[RowTile, str]] = {
         "ptxas: three stages are more than 99 KiB; on 8 warps RMSNorm's spills 6 registers on sm_80",
     ),
 }
-"""Tiles by (name, capability, itemsize, columns), each with the measurement that it came from."""
+"""Tiles by (name, capability, itemsize, columns), each with its measurement."""

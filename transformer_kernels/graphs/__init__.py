@@ -4,14 +4,12 @@
     for tokens, targets in batches:
         loss = step(tokens, targets)
 
-A replay repeats the same kernels on the same addresses. So arguments are copied into static buffers, learning rates are
-tensors, weights and optimizer state are updated in place, and random numbers come from PyTorch's generators, which
-each replay advances as far as the step itself would have. `_state.py` compares everything else before each replay.
+A replay runs the same kernels on the same addresses. Arguments are therefore copied into static buffers, learning rates
+are tensors, weights and optimizer state are updated in place, and random numbers come from PyTorch's generators, which
+each replay advances as the step would. `_state.py` compares everything else before each replay.
 
-A step first runs eagerly a few times, and each of those runs is a real one on real data: it loads kernels, creates the
-optimizer's state, and changes nothing that capturing would have to undo. Nothing is computed while a CUDA graph is
-captured, and what is computed while a step is recorded on the CPU is the first replay's result, so a run gives the same
-numbers with and without graphs.
+The first calls run eagerly: they load kernels and create the optimizer's state. Results are the same with and without
+graphs: the capture of a CUDA graph computes nothing, and a CPU recording returns the result of the recorded call.
 """
 
 from __future__ import annotations
@@ -51,17 +49,17 @@ __all__ = [
 WARM_UP_CALLS = 3
 GRAPH_LIMIT = 8
 FRAMES_OF_OURS = tuple(str(Path(each).parent) for each in (torch.__file__, Path(__file__).parent))
-WARN_AT = 2  # graphs of one shape that were dropped before they were replayed
+WARN_AT = 2  # graphs of one shape dropped before their first replay
 
 _thread = threading.local()
-_capture_lock = threading.Lock()  # validating a recording sets generators of random numbers back
+_capture_lock = threading.Lock()  # the validation of a recording resets random number generators
 
 
 class Graphs(Protocol):
     """Runs work eagerly, or captures it for replay."""
 
     def side_stream(self) -> AbstractContextManager:
-        """The stream on which captured work, and DistributedDataParallel around it, has to be prepared."""
+        """The stream for warm-up calls of captured work, including DistributedDataParallel."""
         ...
 
     def run(self, work: Work) -> Any:
@@ -69,26 +67,26 @@ class Graphs(Protocol):
         ...
 
     def capture(self, work: Work) -> Work:
-        """Capture the work; returns its replay, whose result is in static memory. A replay must follow at once."""
+        """Capture the work; returns its replay, whose result is in static memory. Must be replayed immediately."""
         ...
 
     def on_host(self, function: Callable[..., None]) -> Callable[..., None]:
-        """The function, to be called in work that is captured."""
+        """The function in a form that captured work may call."""
         ...
 
     def has_read(self, tensor: Tensor) -> bool:
-        """Whether the work that is being captured has read a tensor, as far as that is known."""
+        """Whether the current capture is known to have read a tensor."""
         ...
 
 
 def graphs_on(device: torch.device, *, distributed: bool = False) -> Graphs:
-    """What captures work on a CPU or a CUDA device."""
+    """The implementation of `Graphs` for a device."""
     return HostGraphs() if device.type == "cpu" else CudaGraphs(device, distributed=distributed)
 
 
 @dataclass
 class Captured:
-    """A graph, the static tensors of its arguments and results, and the state that it was captured in."""
+    """A graph, the static tensors of its arguments and results, and its state at capture."""
 
     buffers: list[Tensor]
     replay: Work
@@ -100,16 +98,13 @@ class Captured:
 class Graphed:
     """A function of tensors, captured for each frequent shape of its arguments and replayed. See `graphed`.
 
-    A shape is captured after `warm_up_calls` eager calls; rarer shapes (a short last batch, an unusual padded length),
-    and new ones once there are `limit` graphs, run eagerly. So does a shape whose graph was captured in another state.
-
     Args:
-        function: what to run.
+        function: the function.
         optimizer: the optimizer that it steps, if any.
-        graphs: how to capture it; otherwise chosen by the device of the arguments.
+        graphs: the implementation; by default that of the arguments' device.
         warm_up_calls: eager calls of each shape before it is captured.
-        limit: largest number of graphs.
-        failed: called with the error of a failed capture, and may raise; if it does not, capturing is disabled.
+        limit: maximum number of graphs; further shapes run eagerly.
+        failed: called with the error of a failed capture. If it returns, capturing is disabled.
     """
 
     def __init__(
@@ -132,8 +127,8 @@ class Graphed:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result, by replay where there is a graph for such arguments."""
-        if getattr(_thread, "captures", False):  # it is called by another graphed function
+        """The function's result, by replay if there is a graph for these arguments."""
+        if getattr(_thread, "captures", False):  # called by another graphed function
             return self._work(*args, **kwargs)
         leaves, layout = pytree.tree_flatten((args, kwargs))
         with self._lock, torch.inference_mode(False):
@@ -154,7 +149,7 @@ class Graphed:
             return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, graph.result)
 
     def _checked_graphs(self, leaves: list[Any]) -> Graphs:
-        """What captures; raises ValueError for arguments that no graph can take."""
+        """The implementation; raises ValueError for arguments that no graph supports."""
         arguments = _tensors_among(leaves)
         devices = {each.device for each in (*arguments, *self._parameters())}
         if len(devices) != 1:
@@ -186,7 +181,7 @@ class Graphed:
         return [each for group in groups for each in group["params"]]
 
     def _prepare_rates(self) -> None:
-        """Put learning rates into the tensors that graphs read; a rate that is a tensor already stays that tensor."""
+        """Copy learning rates into the tensors that graphs read; a rate that is already a tensor is kept."""
         if self._optimizer is None:
             return
         if any(each.grad is not None for each in self._parameters()):
@@ -196,7 +191,7 @@ class Graphed:
             if given is rate or not group["params"]:
                 continue
             device = group["params"][0].device
-            exact = torch.float64 if device.type == "cpu" else torch.float32  # which is what CUDA's optimizers read
+            exact = torch.float64 if device.type == "cpu" else torch.float32  # the dtype that CUDA's optimizers read
             if rate is None or (rate.dtype is not exact and not isinstance(given, Tensor)):
                 keep = isinstance(given, Tensor) and given.device == device
                 rate = given if keep else torch.tensor(float(given), dtype=exact, device=device)
@@ -212,7 +207,7 @@ class Graphed:
         return State({_name(self._function): self._function, **roots}, self._optimizer)
 
     def _matching(self, key: Hashable, leaves: list[Any]) -> Captured | None:
-        """The graph of such arguments whose state is that of now; the others are kept only for another mode."""
+        """The graph for these arguments in the current state; other graphs are dropped unless of another mode."""
         graphs = self._captured.get(key, [])
         for graph in graphs:
             if graph.state.holds():
@@ -245,7 +240,7 @@ class Graphed:
         return room and self._eager_calls[key] >= wanted
 
     def _captured_now(self, graphs: Graphs, key: Hashable, leaves: list[Any], layout: Any) -> Captured | None:
-        """The graph of such arguments, replayed once; None where it cannot be captured and `failed` allows that."""
+        """A new graph for these arguments, replayed once; None if the capture failed and `failed` returned."""
         kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(kept, layout)
         written: tuple[str, ...] = ()
@@ -277,7 +272,7 @@ class Graphed:
         return graph
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
-        """The first line of an error, with the line of Python that it came from and the remedy."""
+        """The first line of an error, with its line of Python and the remedy."""
         reason = str(error).partition("\n")[0]
         if "reads values" in reason and self._optimizer is not None and not self._optimizer.defaults.get("fused"):
             reason += f" ({type(self._optimizer).__name__} does, unless it has fused=True)"
@@ -287,7 +282,7 @@ class Graphed:
 
 
 def _written(before: State, after: State, graphs: Graphs) -> tuple[str, ...]:
-    """How paths that captured work has written begin; they may differ from then on.
+    """Prefixes of the paths that captured work has written, which are not compared from then on.
 
     Raises:
         RuntimeError: the next call depends on them, and a replay would not write them.
@@ -309,7 +304,7 @@ def _refuse(error: RuntimeError) -> NoReturn:
 
 
 def _line_of(trace: TracebackType | None) -> str:
-    """The line of the user's code at which captured work raised an error; the innermost outside of PyTorch."""
+    """The line of the user's code at which captured work raised an error: the innermost outside of PyTorch."""
     found, inside = "", False
     for frame, line in traceback.walk_tb(trace):
         file = frame.f_code.co_filename
@@ -321,7 +316,7 @@ def _line_of(trace: TracebackType | None) -> str:
 
 
 def _surroundings() -> Hashable:
-    """Settings of PyTorch and of this package that a graph fixes."""
+    """Settings of PyTorch and of this package that are constant in a graph."""
     autocast = tuple((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda"))
     try:
         precision = torch.get_float32_matmul_precision()
@@ -332,7 +327,7 @@ def _surroundings() -> Hashable:
 
 
 def _fixed(leaf: Any) -> Hashable:
-    """What a graph fixes of an argument; numbers that are equal may differ, as 0.0 and -0.0 do."""
+    """The properties of an argument that are constant in a graph; distinguishes 0.0 from -0.0."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
@@ -344,9 +339,9 @@ def _tensors_among(leaves: list[Any]) -> list[Tensor]:
 
 @contextmanager
 def _capturing(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """One capture at a time, without casts of weights that autocast keeps from call to call.
+    """One capture at a time, without autocast's cache of weight casts.
 
-    On a GPU the optimizer is marked as capturable: a fused one always is, but PyTorch checks the flag.
+    On a GPU the optimizer is marked as capturable: a fused one is, but PyTorch checks the flag.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     groups = [group for group in groups if "capturable" in group and any(each.is_cuda for each in group["params"])]
@@ -386,44 +381,43 @@ def graphed(
     warm_up_calls: int = WARM_UP_CALLS,
     limit: int = GRAPH_LIMIT,
 ) -> Callable[..., Any]:
-    """The function, captured for each shape of its arguments and then replayed without the Python around it.
+    """The function, captured for each shape of its arguments and then replayed without running its Python code.
 
     On a GPU a call is one CUDA graph, on a CPU a list of the kernels and operators that it called, on memory of its
     own. The first `warm_up_calls` calls with arguments of a shape run eagerly. A CPU recording is validated: it is
     replayed once from the initial state and must reproduce weights and outputs.
 
-    With an optimizer the function is a training step: forward, backward, clipping, `optimizer.step()`, with several
-    backward passes to accumulate over. Gradients are None before and after each call. Learning rates become tensors,
-    and what a schedule or your loop writes into `param_groups` is what the next call uses. Without an optimizer the
-    function runs under `torch.no_grad()`.
+    With an optimizer the function is a training step: forward, one or more backward passes, clipping,
+    `optimizer.step()`. Gradients are None before and after each call. Learning rates become tensors; each call uses
+    the current values of `param_groups`. Without an optimizer the function runs under `torch.no_grad()`.
 
     The Python of the function runs only in eager calls: it must not count, print, or read values (`.item()`,
     `if tensor > 0`); return tensors and read them after the call.
 
-    Before each replay, what the function reads besides its arguments is compared with what it was at the capture:
+    Before each replay, what the function reads besides its arguments is compared with its value at the capture:
 
     - modules, wherever they are reached (closure, globals, default arguments, attributes, lists and dicts): layers,
       parameters, buffers, hooks, mode, class, `forward`, and attributes such as eps or a dropout's p;
     - the optimizer's groups, state and hooks; the backend, autocast, the default dtype and the precision of products;
-    - variables of the closure, globals, attributes of objects, classes and Python modules that its code and the code
-      of your functions which it calls name; elements of lists, tuples, dicts and sets of up to 1,000.
+    - variables of the closure, globals, attributes of objects, classes and Python modules that are named in its code
+      or in the code of your functions that it calls; elements of lists, tuples, dicts and sets of up to 1,000.
 
-    Values of tensors may change in place. For anything else that differs, the function runs eagerly and is captured
-    again after `warm_up_calls` calls; graphs of another mode (`eval()`) are kept. Not detected are: contents of NumPy
+    Values of tensors may change in place. After any other change, the function runs eagerly and is captured again
+    after `warm_up_calls` calls; graphs of another mode (`eval()`) are kept. Not detected are: contents of NumPy
     arrays, of objects with `__slots__` or of extension types, and of PyTorch's own objects other than tensors,
-    modules and optimizers; what functions of installed packages read; files, time and environment; values that code
-    reads by address (pickle, ctypes); and on a GPU an attribute whose tensor the function itself replaces.
+    modules and optimizers; what functions of installed packages read; files, time and environment; values read by
+    address (pickle, ctypes); and on a GPU an attribute whose tensor the function itself replaces.
 
-    Calls from several threads run one after the other. While a step is captured, other threads must not draw from the
-    same generator of random numbers.
+    Calls from several threads are serialised. During a capture, other threads must not draw from the same random
+    number generator.
 
     Args:
         function: takes tensors of one device, and hashable constants, each of which has graphs of its own, in any
             nesting of lists, tuples and dicts; returns tensors in the same way (a ModelOutput of transformers, too).
         optimizer: the optimizer that the function steps; fused (`torch.optim.AdamW(..., fused=True)`), or another
-            that keeps all that it counts in tensors.
+            whose step counters are tensors.
         warm_up_calls: eager calls of each shape before it is captured.
-        limit: largest number of graphs; later shapes run eagerly.
+        limit: maximum number of graphs; further shapes run eagerly.
 
     Returns:
         a function of the same arguments, whose results are copies without gradients.

@@ -1,4 +1,4 @@
-"""Work on a GPU as one CUDA graph."""
+"""CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from transformer_kernels.graphs._host import Work, tensors
 
 
 class CudaGraphs:
-    """PyTorch's graphs, with one memory pool for all of them.
+    """PyTorch's CUDA graphs in one memory pool.
 
-    The pool can be shared although graphs are replayed in any order, because only the result outlives a replay, and
-    each graph allocates its own.
+    Graphs that are replayed in any order can share the pool: only the result outlives a replay, and each graph has its
+    own.
     """
 
     def __init__(self, device: torch.device, *, distributed: bool = False) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        # NCCL's watchdog thread may call CUDA during a capture, which "global" forbids to every thread.
+        # NCCL's watchdog thread may call CUDA during a capture, which the mode "global" forbids.
         self._error_mode = "thread_local" if distributed else "global"
 
     @contextmanager
@@ -45,11 +45,11 @@ class CudaGraphs:
         return result
 
     def on_host(self, function: Callable[..., None]) -> Callable[..., None]:
-        """The function itself, which must not read what a GPU computes; a replay does not call it."""
+        """The function itself, which must not read tensors on the GPU; a replay does not call it."""
         return function
 
     def has_read(self, tensor: Tensor) -> bool:
-        """False: a CUDA graph does not tell."""
+        """False: unknown for a CUDA graph."""
         return False
 
     def capture(self, work: Work) -> Work:
@@ -65,7 +65,7 @@ class CudaGraphs:
             ):
                 result = work()
         except RuntimeError:
-            generator.graphsafe_set_state(state)  # else the generator stays registered with the failed capture
+            generator.graphsafe_set_state(state)  # otherwise the generator remains registered with the failed capture
             raise
 
         def replay() -> Any:

@@ -1,7 +1,7 @@
-"""Calls of a recorded step that are merged, because no other call reads what one passes to the next.
+"""Fusion of calls in a recorded step.
 
-Autograd adds the gradient that comes back through a linear layer to that of the residual stream, under autocast after
-widening it: here the kernel of the product does both. The results are bitwise equal.
+Autograd adds dx of a linear layer to the gradient of the residual stream, under autocast after widening it. The kernel
+of the product computes the sum instead if no other call reads dx. The results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DZ, DX = 5, 6
 def fused(
     calls: Sequence[Call], began: Sequence[tuple[int, int]], is_free: Callable[[Tensor], bool]
 ) -> tuple[list[Call], list[Call]]:
-    """The calls, with sums of gradients computed by the products before them, and the calls that this replaced.
+    """The calls with sums of gradients fused into the products before them, and the calls that were replaced.
 
     Args:
         calls: in order.
-        began: (index of a call, address of a storage): from that call on the storage has a new tensor; in order.
+        began: (index of a call, address of a storage) of each new tensor, in order.
         is_free: whether only the recording refers to a tensor's storage at the end.
     """
     try:
@@ -53,7 +53,7 @@ class _Calls:
         self._began, self._is_free = began, is_free
 
     def add_in_product(self, number: int, kernel: Callable[..., None]) -> None:
-        """Where the call adds dx to the residual's gradient, let the product that computes dx compute the sum."""
+        """If the call adds dx to the residual's gradient, fuse it into the product that computes dx."""
         function, terms = self.calls[number]
         if not isinstance(function, partial) or function.func is not torch.ops.aten.add.out:
             return
@@ -103,7 +103,7 @@ class _Calls:
 
 
 def _is_plain(term: Any, result: Tensor) -> bool:
-    """Whether it is a tensor with the result's layout."""
+    """Whether `term` is a tensor with the layout of `result`."""
     return isinstance(term, Tensor) and term.shape == result.shape and term.is_contiguous() and result.is_contiguous()
 
 

@@ -1,8 +1,7 @@
-"""A step on the CPU as one list of calls: recorded once, then replayed on the same memory without the Python around it.
+"""CPU recordings, the counterpart of CUDA graphs: a step as a list of calls that is replayed on the same memory.
 
-The counterpart of a CUDA graph. A good part of a small model's step is Python and memory management: validation,
-dispatch, autograd's graph, allocations whose pages the system must clear first. A replay is a loop over kernels of this
-package, whose arguments are addresses, and operators of PyTorch, which write to the memory of their recording.
+A replay skips validation, dispatch, autograd and allocation. It is a loop over kernels of this package, whose arguments
+are addresses, and PyTorch's operators, which write to the memory of the recording.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ READERS = {
     **dict.fromkeys(("tensor_split", "_pack_padded_sequence", "_pad_packed_sequence"), 1),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), 1),  # with the batch sizes of a packed sequence
 }
-"""Functions that read memory without a call of the dispatcher, and which of their arguments they read."""
+"""Functions that read memory without calling the dispatcher, and the index of the argument that they read."""
 
 Work = Callable[[], Any]
 """Returns tensors, in any nesting of lists, tuples and dicts."""
 
 _drawing = threading.RLock()
-"""A recording is validated by drawing its random numbers again: meanwhile replays in other threads must draw none."""
+"""Prevents replays in other threads from drawing random numbers during the validation of a recording."""
 
 
 class HostGraphs:
-    """`Graphs` of the CPU: all recordings share one memory, which each overwrites. Recording a step also computes it.
+    """`Graphs` for the CPU. All recordings share one memory. Recording a step also runs it.
 
     Each recording is validated: it is replayed once from the initial state, on poisoned memory, and must reproduce
     results, weights and random numbers.
@@ -64,7 +63,7 @@ class HostGraphs:
         return work()
 
     def on_host(self, function: Callable[..., None]) -> Callable[..., None]:
-        """The function, for use in a step: it may read values, and a replay calls it again."""
+        """The function in a form that a step may call: it may read values, and each replay calls it."""
 
         def called(*arguments: Any) -> None:
             if self._recording is None:
@@ -75,15 +74,15 @@ class HostGraphs:
         return called
 
     def has_read(self, tensor: Tensor) -> bool:
-        """Whether a call of the recording that is being made has this tensor's memory among its arguments."""
+        """Whether a call of the current recording has this tensor's memory among its arguments."""
         return self._recording is not None and self._recording.references[_address(tensor)] > 0
 
     def capture(self, work: Work) -> Work:
         """Run the work and record it; the first replay returns this run's result.
 
         Raises:
-            RuntimeError: it reads a value on the host, the shape of a result depends on values, or the recording does
-                not reproduce it. What it wrote until then is undone.
+            RuntimeError: the work reads a value on the host, the shape of a result depends on values, or the recording
+                does not reproduce it. Its writes are undone.
         """
         with _drawing:
             return self._capture(work)
@@ -117,9 +116,9 @@ class HostGraphs:
 
 
 class Memory:
-    """Storages of recorded steps, never released, so that addresses stay valid; later tensors reuse the free ones.
+    """Storages of recorded steps, never released, so that addresses remain valid; later tensors reuse free storages.
 
-    A storage is free when only recordings refer to it: each of them writes it before it reads it.
+    A storage is free if only recordings refer to it: each writes it before reading it.
     """
 
     def __init__(self) -> None:
@@ -131,7 +130,7 @@ class Memory:
         return _address(tensor) in self._addresses
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """The tensor, which is new, with its values moved to a free storage if there is one."""
+        """The new tensor, moved to a free storage if there is one."""
         own = tensor.untyped_storage()
         if own.nbytes() == 0 or tensor in self:
             return tensor
@@ -143,7 +142,7 @@ class Memory:
             storages.remove(free)
             free.copy_(own)
             tensor.set_(free, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[arg-type]
-        storages.append(free)  # the last one used is the likeliest to be in a cache
+        storages.append(free)  # most recently used last: it is most likely in a cache
         return tensor
 
     def poison(self) -> None:
@@ -158,15 +157,15 @@ class Memory:
 
 
 class Recording(TorchDispatchMode):
-    """Computes what is called and records how to compute it again.
+    """Runs operators and records calls that repeat them.
 
     Attributes:
-        calls: functions and their arguments, in order; `cpu.recorded` adds the kernels that operations call.
-        references: how many of its tensors use the storage at each address.
+        calls: functions and their arguments, in order; `cpu.recorded` appends the kernels that operations call.
+        references: number of the recording's tensors that use the storage at each address.
         before: memory outside of the recording that the work has written to, by address, with its initial values.
-        fixed: addresses of storages computed from constants only, as positions are: each replay computes the same, so
-            they may be read on the host. Code that asks for such an address may write there; then it is not fixed.
-        draws: whether it draws random numbers.
+        fixed: addresses of storages computed from constants only, such as positions: each replay computes the same, so
+            they may be read on the host. A storage whose address is requested may be written, so it is removed.
+        draws: whether random numbers are drawn.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -176,16 +175,16 @@ class Recording(TorchDispatchMode):
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.fixed: set[int] = set()
         self.draws = False
-        self._began: list[tuple[int, int]] = []  # the next call, and the storage that a new tensor uses
+        self._began: list[tuple[int, int]] = []  # index of the next call, storage of a new tensor
         self._random: dict[torch.Generator, Tensor] = {torch.default_generator: torch.default_generator.get_state()}
         self._memory = memory
         memory.recordings.add(self)
         self._kept: list[Any] = []  # memory outside of the recording whose addresses kernels use
 
     def fuse(self) -> None:
-        """Merge calls where the result is the same."""
+        """Fuse calls; results are unchanged."""
         self.calls, replaced = fused(self.calls, self._began, lambda each: self._memory.is_free(each.untyped_storage()))
-        self._kept.append(replaced)  # whose tensors count as references
+        self._kept.append(replaced)  # their tensors are counted in `references`
         self._began.clear()
 
     def repeat(self) -> None:
@@ -194,7 +193,7 @@ class Recording(TorchDispatchMode):
                 function(*arguments)
 
     def undo(self) -> None:
-        """Restore what the work has written to, and the generators of random numbers."""
+        """Restore written memory and random number generators."""
         for tensor, value in self.before.values():
             tensor.copy_(value)
         for generator, state in self._random.items():
@@ -222,7 +221,7 @@ class Recording(TorchDispatchMode):
         same = all(map(_agree, outcomes, expected))
         if not same or not all(map(torch.equal, drawn, [each.get_state() for each in self._random])):
             raise RuntimeError(
-                "its recording comes to other values: part of it is neither an operator of PyTorch nor a kernel of the"
+                "its replay computes other values: part of it is neither an operator of PyTorch nor a kernel of the"
                 " backend cpu"
             )
 
@@ -241,7 +240,7 @@ class Recording(TorchDispatchMode):
         is_fixed = self.fixed.issuperset(map(_address, tensors((args, kwargs))))
         if _depends_on_values(function, args) and not is_fixed:
             raise RuntimeError(f"{name} reads values on the host")
-        with self:  # the operators that it is composed of are recorded
+        with self:  # record the operators that it is composed of
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -263,16 +262,16 @@ class Recording(TorchDispatchMode):
         return result
 
     def _remember(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Keep what an operator is about to change: memory outside of the recording, generators of random numbers."""
+        """Save what an operator will change: memory outside of the recording, random number generators."""
         for generator in pytree.tree_leaves((args, kwargs)):
             if isinstance(generator, torch.Generator) and generator not in self._random:
                 self._random[generator] = generator.get_state()
         if not function._schema.is_mutable:
             return
-        for place, argument in enumerate(function._schema.arguments):
+        for index, argument in enumerate(function._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            for each in tensors(args[place] if place < len(args) else kwargs.get(argument.name)):
+            for each in tensors(args[index] if index < len(args) else kwargs.get(argument.name)):
                 storage = each.untyped_storage()
                 self.fixed.discard(storage.data_ptr())
                 if each not in self._memory and storage.data_ptr() not in self.before:
@@ -280,7 +279,7 @@ class Recording(TorchDispatchMode):
                     self.before[storage.data_ptr()] = flat, flat.clone()
 
     def _operation(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """An operation of this package: its kernels and the operators that it calls are recorded, not the operation."""
+        """Run an operation of this package and record its kernels and operators, not the operation itself."""
         self._kept.append(self._aliases(arguments))
         operation: Any = OPERATIONS[name.removesuffix("_backward")]
         with self:
@@ -294,7 +293,7 @@ class Recording(TorchDispatchMode):
             return tuple(each.detach() for each in outputs)  # autograd requires a new tensor for each
 
     def _note(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
-        """Record how to compute results again on the same memory."""
+        """Record a call that recomputes the results in place."""
         for each in written:
             self._placed(each)
         name, results = function._schema.name, self._aliases(written)
@@ -302,12 +301,12 @@ class Recording(TorchDispatchMode):
             self.calls.append((results[0].fill_, (int(name in ONES),)))
             return
         if not torch.is_grad_enabled() and len(written) < len(function._schema.returns):
-            function = torch.no_grad()(function)  # an LSTM layer has one more result with gradients
+            function = torch.no_grad()(function)  # an LSTM layer has an additional result with gradients
         inputs, options = self._aliases(args), self._aliases(kwargs)
         if name in COPIES:
             self.calls.append((results[0].copy_, (inputs[0],)))
             return
-        if name == "aten::randint":  # seeds, of which a step draws many: in one call without Python
+        if name == "aten::randint":  # seeds: a step draws many, each in one call without Python
             *bounds, _ = inputs
             own = {"generator": options["generator"]} if "generator" in options else {}
             self.calls.append((partial(results[0].random_, **own), (0, *bounds)[-2:]))
@@ -340,9 +339,9 @@ class Recording(TorchDispatchMode):
 
 
 class _Exits(TorchFunctionMode):
-    """Refuses functions that read a tensor's memory, or hand it to others, without a call of the dispatcher.
+    """Rejects functions that read or export a tensor's memory without calling the dispatcher.
 
-    Whoever asks for an address may write there.
+    A storage whose address is requested is assumed to be written.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -359,19 +358,19 @@ class _Exits(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _reads(self, name: str, args: Any) -> bool:
-        """Whether a reader is given a tensor whose values a replay may change."""
+        """Whether a function reads a tensor whose values a replay may change."""
         given = args[READERS[name] : READERS[name] + 1]
         if name.endswith(("tensor", "asarray")) and isinstance(given[0], Tensor):
-            return False  # it is copied
+            return False  # copied
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and getattr(given[0], "dtype", None) is not torch.int64:
             return False
         return not self._fixed.issuperset(map(_address, tensors(given)))
 
 
 def in_one_piece(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function that writes to its arguments, without gradients; a recording has it as one call.
+    """Call a function that writes to its arguments, without gradients, recorded as one call.
 
-    So it may read values, and its intermediate results may have any shape.
+    It may read values, and shapes of intermediate results may depend on values.
     """
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     if isinstance(mode, Recording):
@@ -381,8 +380,8 @@ def in_one_piece(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def _depends_on_values(function: Any, args: Any) -> bool:
-    """Whether what an operator returns to the host, or the shape of its result, depends on values of tensors."""
-    if function._schema.name == "aten::index":  # an index of numbers does not, a mask does
+    """Whether an operator's host result, or the shape of its result, depends on values of tensors."""
+    if function._schema.name == "aten::index":  # only for a boolean index
         return any(each.dtype in (torch.bool, torch.uint8) for each in tensors(args[1]))
     return not REFUSED_TAGS.isdisjoint(function.tags)
 
@@ -403,7 +402,7 @@ def _share_memory(results: list[Tensor], inputs: list[Tensor]) -> bool:
 
 
 def _into(function: Any, results: int) -> tuple[Any, list[str]] | None:
-    """The overload of an operator that writes its results to given tensors, and the names of these arguments."""
+    """The `out` overload of an operator, and the names of its output arguments."""
     wanted = [(each.name, str(each.type)) for each in function._schema.arguments]
     for name in function.overloadpacket.overloads():
         overload = getattr(function.overloadpacket, name)
@@ -421,7 +420,7 @@ def _flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Bitwise, except for the rounding of libraries whose order of summation depends on addresses."""
+    """Bitwise equality, except for the rounding of libraries whose summation order depends on addresses."""
     if torch.equal(found, expected) or not (expected.is_floating_point() or expected.is_complex()):
         return torch.equal(found, expected)
     size = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item()

@@ -1,9 +1,9 @@
-"""What a recorded step reads besides its arguments, and whether that has changed since.
+"""What a recorded step reads besides its arguments, and whether that has changed.
 
-A replay repeats kernels on addresses; the Python that chose them does not run again. So each recording keeps a `State`:
-the modules, tensors, optimizers and plain values that the function reaches through its closure, object, globals and
-constants. Before each replay it is compared by identity, in a few tens of microseconds. Only where an identity differs
-is the state taken again and compared by value.
+A replay does not run the function's Python. Each recording therefore has a `State`: the modules, tensors, optimizers
+and plain values reachable from the function through its closure, object, globals and constants. Before each replay it
+is compared by identity, in tens of microseconds; if an identity differs, the state is collected again and compared by
+value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 MANY = 1000
-"""Elements of a container: of one with more, only the object and the number of elements are compared."""
+"""Elements of a container; larger containers are compared by identity and number of elements only."""
 
 SIMPLE = {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice}
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -51,23 +51,23 @@ def is_library(file: str) -> bool:
 
 
 class State:
-    """What a function can read besides its arguments, at one moment.
+    """A snapshot of what a function can read besides its arguments.
 
     Args:
-        roots: the function, and constant arguments, by the names that messages use.
+        roots: the function, and constant arguments, by their names in messages.
         optimizer: the optimizer that the function steps, if any.
 
     Attributes:
-        tokens: for each path, such as "model.0.eps", what a replay depends on there.
+        tokens: for each path, such as "model.0.eps", the properties that a replay depends on.
         tensors: the tensors among them.
-        written: paths that the function itself writes, which are not compared.
+        written: paths that the function writes, which are not compared.
     """
 
     def __init__(self, roots: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         self.tokens: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self.written: tuple[str, ...] = ()
-        self._alive: dict[int, Any] = {}  # so that no identity is reused while this state exists
+        self._alive: dict[int, Any] = {}  # keeps identities from being reused
         self._visited: set[Any] = set()
         self._files = {_file(each) for each in roots.values()}
         # What is compared before each replay
@@ -93,23 +93,23 @@ class State:
         self._kept, self._numbers = tuple(self._identities()), [*self._counts()]
 
     def holds(self) -> bool:
-        """Whether every object is still the same, on the same memory. Compares identities only."""
+        """Whether all objects and their memory have the same identity."""
         try:
             return (
                 not any(self._empty)
                 and all(map(is_, self._identities(), self._kept))
                 and [*self._counts()] == self._numbers
             )
-        except (AttributeError, KeyError, RuntimeError, ValueError):  # an attribute is gone, or is being changed
+        except (AttributeError, KeyError, RuntimeError, ValueError):  # an attribute was removed, or is being changed
             return False
 
     def changes(self, now: State) -> list[str]:
-        """The paths where two states differ, without those that the function itself writes."""
+        """The paths where two states differ, except those that the function writes."""
         paths = {path: None for path in (*self.tokens, *now.tokens) if self.tokens.get(path) != now.tokens.get(path)}
         return [path for path in paths if not f"{path}.".startswith(self.written)]
 
     def describe(self, path: str, now: State) -> str:
-        """What changed at a path, for a message."""
+        """A message about the change at a path."""
         before, after = self.tokens.get(path), now.tokens.get(path)
         if before is None or after is None:
             return f"{path} was {'added' if before is None else 'removed'}"
@@ -126,7 +126,7 @@ class State:
             chain.from_iterable([map(get, names) for get, names in self._names]),
             chain.from_iterable(self._views),
             chain.from_iterable(map(_hooks_of, self._memory.values() if self._has_gradients else ())),
-            (END,),  # so that an identity more or less is a difference
+            (END,),  # so that a missing or additional identity is a difference
         )
 
     def _counts(self) -> Iterator[Any]:
@@ -142,7 +142,7 @@ class State:
     # How values are reached
 
     def _reach(self, path: str, value: Any, names: Sequence[str] = ()) -> None:
-        """Note a value. `names` are the attributes that code reads of it, one of the other; none: it may read all."""
+        """Add a value. `names`: the chain of attributes that code reads; empty: any attribute may be read."""
         kind = type(value)
         if kind in SIMPLE:
             self.tokens[path] = (kind, repr(value))
@@ -169,7 +169,7 @@ class State:
             self._method(path, value, "__call__")
 
     def _is_new(self, path: str, value: Any) -> bool:
-        """Note which object a path leads to; returns whether its contents have not been noted yet."""
+        """Add the object at a path; returns whether its contents have not been added yet."""
         self.tokens[path] = id(value), id(type(value))
         self._alive[id(value)] = value
         new = id(value) not in self._visited
@@ -182,7 +182,7 @@ class State:
         self.tensors[path] = tensor
         try:
             memory = tensor.data_ptr(), tensor.stride()
-        except (RuntimeError, NotImplementedError):  # it has no memory of its own: its identity counts
+        except (RuntimeError, NotImplementedError):  # no storage of its own: compared by identity
             return
         kept = [self._alive.setdefault(id(hook), hook) for table in hooks for hook in table.values()]
         self.tokens[path] = (memory, tensor.shape, tensor.dtype, tensor.requires_grad, *map(id, kept))
@@ -236,7 +236,7 @@ class State:
             self._method(path, module, names[0])
 
     def _named(self, path: str, owner: Any, names: Sequence[str]) -> None:
-        """An attribute of an object, a class or a Python module, and what code reads of that."""
+        """Add an attribute of an object, a class or a Python module, with the chain of attributes read from it."""
         self.tokens[path] = id(owner), id(type(owner))
         self._alive[id(owner)] = owner
         if not names:
@@ -258,7 +258,7 @@ class State:
         self._lookups.setdefault(id(owner), (table.get, set()))[1].add(name)
 
     def _method(self, path: str, owner: Any, name: str, *rest: str) -> None:
-        """What classes have by a name. The user's methods are followed, those that `super()` may call too."""
+        """Add class attributes of a name, following the user's methods, including those called through `super()`."""
         for each in (owner if isinstance(owner, type) else type(owner)).__mro__[:-1]:
             if each is nn.Module:
                 return
@@ -290,7 +290,7 @@ class State:
             self._follow(value)
 
     def _follow(self, function: Any, owner: Any = None, path: str = "") -> None:
-        """What the code of a function names: variables of its closure, globals, defaults, and its object."""
+        """Add what the code of a function names: closure variables, globals, defaults, and its object."""
         function = inspect.unwrap(function)
         code = getattr(function, "__code__", None)
         if code is None or (code, id(owner)) in self._visited:
@@ -309,7 +309,7 @@ class State:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 known[name] = name, cell.cell_contents
-            except ValueError:  # the variable has no value yet
+            except ValueError:  # an unassigned variable
                 continue
             self._cells.append(cell)
         if owner is not None and positional:
@@ -323,7 +323,7 @@ class State:
 
 
 def _file(root: Any) -> str:
-    """The file of a root's code, which is followed although it may be a library's."""
+    """The file of a root's code, which is followed even if it belongs to a library."""
     while isinstance(root, functools.partial):
         root = root.func
     root = inspect.unwrap(root)
@@ -333,17 +333,17 @@ def _file(root: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _chains(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """The names that code reads, each with the attributes that it reads: ("self", "model") of `self.model(x)`."""
+    """The chains of names that code reads: ("self", "model") for `self.model(x)`."""
     found: list[tuple[str, ...]] = []
     current: list[str] = []
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and current:
             current.append(step.argval)
         elif step.opname not in ("COPY", "DUP_TOP", "PUSH_NULL", "EXTENDED_ARG"):
-            if current and not (step.opname == "STORE_ATTR" and len(current) == 1):  # what is written is not read
+            if current and not (step.opname == "STORE_ATTR" and len(current) == 1):  # a store is not a read
                 found.append(tuple(current))
             names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            loads = any(each in step.opname for each in LOADS)  # two in one from Python 3.13 on
+            loads = any(each in step.opname for each in LOADS)  # Python 3.13 combines two loads
             found += [(name,) for name in names[:-1] if loads]
             current = [names[-1]] if loads else []
     for inner in code.co_consts:

@@ -1,4 +1,4 @@
-"""Masks and distances as tensors, for the backend that needs them as such."""
+"""Masks and distances of attention as tensors, for the torch backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def visible_mask(scores: Scores, queries: int, keys: int, device: torch.device) 
 
 
 def added_bias(scores: Scores, queries: int, keys: int) -> Tensor | None:
-    """What is added to capped scores, four axes that broadcast: the bias, minus the distances times their slopes."""
+    """bias - slope * distance, added to scores after the softcap; four axes that broadcast."""
     bias, slopes = scores.bias, scores.alibi_slopes
     if slopes is None:
         return bias
@@ -47,13 +47,13 @@ def added_bias(scores: Scores, queries: int, keys: int) -> Tensor | None:
 
 
 def _sequence_numbers(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """int64 (tokens,): 1 + the packed sequence of each token; len(cu_seqlens) behind the last one."""
+    """int64 (tokens,): 1 + the index of each token's packed sequence; len(cu_seqlens) after the last sequence."""
     position = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens, position, right=True)
 
 
 def _same_sequence(scores: Scores, queries: int, keys: int) -> Tensor:
-    """Bool (queries, keys), True where both tokens are of one packed sequence."""
+    """Bool (queries, keys), True where both tokens belong to the same packed sequence."""
     starts = scores.cu_seqlens
     assert starts is not None
     number = _sequence_numbers(starts, queries)
@@ -62,11 +62,11 @@ def _same_sequence(scores: Scores, queries: int, keys: int) -> Tensor:
 
 
 def _distances(scores: Scores, queries: int, keys: int, device: torch.device) -> Tensor:
-    """int64 (queries, keys): how far each key is after the position of each query among the keys."""
+    """int64 (queries, keys): key position minus query position; queries are aligned to the last key."""
     position = torch.arange(queries, device=device)
     if scores.cu_seqlens is None or scores.cu_seqlens_k is None:
         position = position + (keys - queries)
-    else:  # the last query of a sequence is at its last key
+    else:  # bottom-right alignment within each sequence
         last = len(scores.cu_seqlens) - 1
         own = _sequence_numbers(scores.cu_seqlens, queries).clamp(max=last)
         position = position + (scores.cu_seqlens_k[own] - scores.cu_seqlens[own])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["export_pretrained", "load_pretrained", "load_tokenizer", "load_tutorial"]
 
 UNUSABLE = (TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError)
-"""What Python raises for numbers and nestings in a file that no model has."""
+"""Exceptions raised for invalid numbers or nesting in a file."""
 PICKLED = (".pt", ".pth", ".bin")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 
@@ -62,7 +62,7 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
         with torch.device("meta"):
             model = architecture.make(config, operations)
     except UNUSABLE as error:
-        raise ValueError(f"{path}: it holds values that no model has: {error}") from error
+        raise ValueError(f"{path}: it contains values that no model has: {error}") from error
     model.load_state_dict(_ours(path, architecture, config, weights, model.state_dict()), assign=True)
     return model.eval()
 
@@ -110,7 +110,7 @@ def _exported_as(model: Any) -> Architecture:
 
 
 def _rows(entry: Entry, whole: Tensor, model: Any) -> list[int]:
-    """Number of rows of our tensor from each of theirs: queries, keys and values may differ, gates are equal."""
+    """Number of rows of our tensor from each source tensor: queries, keys and values may differ, gates are equal."""
     if len(entry.theirs) == 3:
         return model.blocks[0].attention.rows
     return [whole.shape[0] // len(entry.theirs)] * len(entry.theirs)

@@ -1,4 +1,4 @@
-"""A reader of GGUF files: metadata and tensors, unquantised or in the oldest quantised formats."""
+"""A reader of GGUF files: metadata and tensors, unquantised or in Q8_0, Q4_0 and Q4_1."""
 
 from __future__ import annotations
 

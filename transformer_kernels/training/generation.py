@@ -212,7 +212,7 @@ class _GraphedStep:
             self.eager_steps_left = float("inf")
             reason = str(error).partition("\n")[0]
             warnings.warn(f"generate: steps are not captured, kernels are launched one by one: {reason}", stacklevel=2)
-            self.cache.place.fill_(before)
+            self.cache.position.fill_(before)
         finally:
             self.cache.tokens = before
 

@@ -1,4 +1,4 @@
-"""Activations through PyTorch's native kernels: an addition if there is a bias, then the activation."""
+"""Activations with PyTorch's kernels: an addition if there is a bias, then the activation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def forward(call: ActivationCall) -> Tensor:
     x, bias = call.x, call.bias
     if bias is None:
         return activated(x, call.kind)
-    if call.kind == "relu":  # a bias wider than x is added before anything is rounded, so that no sign changes
+    if call.kind == "relu":  # a bias wider than x is added before rounding, which preserves the sign
         total = x + bias if bias.dtype is x.dtype else torch.add(x, bias, out=torch.empty_like(x))
         return total.relu_()
     return activated(x + bias.to(x.dtype), call.kind)
 
 
 def backward(call: ActivationCall, result: Tensor | None, grads: Grads, wanted: Wanted) -> Gradients:
-    """dx, dbias as its sum over the rows in float32, and dup; of a packed projection dx has both."""
+    """dx, dbias summed over rows in float32, and dup; for a packed projection dx contains both gradients."""
     (dy,) = grads
     if call.gated:
         return _gated_gradients(call, dy)

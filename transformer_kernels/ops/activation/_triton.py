@@ -1,6 +1,6 @@
 """Activations in Triton, fp32 arithmetic: GELU over flat tensors, f(x + bias), and f(gate) * up.
 
-The bias is added in fp32 and the sum is not rounded; dbias is summed without atomics, over dx before it is rounded.
+x + bias is not rounded; dbias sums unrounded dx without atomics.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from transformer_kernels.backends.triton_tiles import RowTile, Tiles, column_blo
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.activation import ActivationCall, output_like
 
-GELU_FORWARD = Tiles("gelu forward", flat, widest=1, narrowest=2)  # one tile for every count
+GELU_FORWARD = Tiles("gelu forward", flat, widest=1, narrowest=2)  # one tile size for every count
 GELU_BACKWARD = Tiles("gelu backward", flat, widest=1, narrowest=2)
 BIAS_GELU_FORWARD = Tiles("bias_gelu forward", column_blocks, widest=256, narrowest=64)
 BIAS_GELU_BACKWARD = Tiles("bias_gelu backward", persistent_blocks, widest=256, narrowest=64)
@@ -34,7 +34,7 @@ RELU = tl.constexpr(ACTIVATIONS["relu"])
 
 @triton.jit(do_not_specialize=["count"])
 def gelu_forward_kernel(x, y, count, TANH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program owns BLOCK_N elements; only the last one pays for a mask, so any count is read in 16-byte vectors."""
+    """One program owns BLOCK_N elements; only the last program masks, so any count uses 16-byte vectors."""
     start = tl.program_id(0).to(tl.int64) * BLOCK_N
     lanes = tl.arange(0, BLOCK_N)
     x += start
@@ -71,13 +71,13 @@ def gelu_backward_kernel(dy, x, dx, count, TANH: tl.constexpr, BLOCK_N: tl.const
 def activated(x, ACTIVATION: tl.constexpr):
     """f(x) in fp32 for one of ACTIVATIONS."""
     if ACTIVATION == RELU:
-        return tl.where(x <= 0.0, 0.0, x)  # NaN stays
+        return tl.where(x <= 0.0, 0.0, x)  # propagates NaN
     return gelu_value(x, ACTIVATION == GELU_TANH)
 
 
 @triton.jit
 def activated_backward(gradient, x, ACTIVATION: tl.constexpr):
-    """gradient * f'(x) in fp32. relu takes f(x) for x, and selects: 0 also where an infinite gradient meets it."""
+    """gradient * f'(x) in fp32. relu takes f(x) as x and selects: 0 also for an infinite gradient."""
     if ACTIVATION == RELU:
         return tl.where(x <= 0.0, 0.0, gradient)
     return gradient * gelu_slope(x, ACTIVATION == GELU_TANH)
@@ -87,8 +87,8 @@ def activated_backward(gradient, x, ACTIVATION: tl.constexpr):
 def bias_activation_forward_kernel(
     x, bias, y, M, N, ACTIVATION: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """One program owns a tile of ROWS x BLOCK_N elements; neighbouring programs own neighbouring columns."""
-    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    """One program owns a tile of ROWS x BLOCK_N elements; adjacent programs own adjacent columns."""
+    N = N // VECTOR * VECTOR  # a multiple of VECTOR: aligned rows without specialising N
     column_blocks = tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
@@ -104,9 +104,9 @@ def bias_activation_backward_kernel(
     dy, saved, bias, dx, partials, M, N, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: their dx, and its sum for dbias.
+    """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: dx, and its sum for dbias.
 
-    `saved` is x where the bias is to be added again, else what the activation's gradient is taken from (y of relu).
+    `saved` is x if `bias` is given, else the input of the activation's gradient (y of relu).
     """
     N = N // VECTOR * VECTOR
     share = tl.program_id(1)
@@ -132,7 +132,7 @@ def bias_activation_backward_kernel(
 
 @triton.jit
 def activation(x, KIND: tl.constexpr):
-    """f(x) of the kind "silu", "gelu" or "gelu_tanh", and its slope."""
+    """f(x) and f'(x) for the kind "silu", "gelu" or "gelu_tanh"."""
     if KIND == "silu":
         gate = tl.sigmoid(x)
         value = x * gate
@@ -145,9 +145,9 @@ def activation(x, KIND: tl.constexpr):
 
 @triton.jit
 def tile_offsets(up, M, N, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of one program's tile [ROWS, BLOCK_N]: what is inside, its offsets in (M, N), and in gate's rows.
+    """Mask, offsets in (M, N) and offsets in `gate` of one program's tile [ROWS, BLOCK_N].
 
-    Without `up` a row of gate is followed by the row of up that it is multiplied by: they are N apart, rows 2 N.
+    If `up` is None, `gate` is packed (M, 2 N): each row is a row of gate followed by a row of up.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -161,7 +161,7 @@ def gated_forward_kernel(
     gate, up, y, M, N, KIND: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """One program owns ROWS x BLOCK_N elements: y = activation(gate) * up."""
-    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    N = N // VECTOR * VECTOR  # a multiple of VECTOR: aligned rows without specialising N
     inside, offsets, gate_offsets = tile_offsets(up, M, N, ROWS, BLOCK_N)
     source = gate + N if up is None else up
     values = to_fp32(tl.load(gate + gate_offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
@@ -191,7 +191,7 @@ Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def forward(call: ActivationCall) -> Tensor:
-    """f(x + bias), the sum in fp32, or f(gate) * up."""
+    """f(x + bias), or f(gate) * up."""
     y = output_like(call)
     if call.gated:
         _gated_launch(gated_forward_kernel, y, call.kind)(call.x, call.up, y)
@@ -206,7 +206,7 @@ def forward(call: ActivationCall) -> Tensor:
 
 
 def backward(call: ActivationCall, result: Tensor | None, grads: Grads, wanted: Wanted) -> Gradients:
-    """dx, dbias as the sum of its unrounded rows, and dup; of a packed projection dx has both gradients."""
+    """dx, dbias and dup; for a packed projection dx contains both gradients."""
     (dy,), saved = grads, call.x if result is None else result
     dx, dup = torch.empty_like(saved), None if call.up is None else torch.empty_like(call.up)
     if call.gated:
@@ -250,7 +250,7 @@ def _forward_launch(tile: RowTile, M: int, N: int, itemsize: int, activation: st
 def _backward_launch(
     tile: RowTile, M: int, N: int, itemsize: int, activation: str, has_bias: bool, programs: int
 ) -> tuple[int, _triton.Launch]:
-    """Into how many shares the rows are split, and the launch."""
+    """The number of splits of the rows, and the launch."""
     column_blocks = _triton.ceil_div(N, tile.columns)
     shares = min(_triton.ceil_div(M, tile.rows), _triton.ceil_div(programs, column_blocks))
     vector = _triton.vector_width(itemsize, N)
@@ -262,7 +262,7 @@ def _backward_launch(
 
 
 def _gated_launch(kernel: Any, y: Tensor, kind: str) -> _triton.Launch:
-    """The launch of a kernel over the rows of y."""
+    """A launch over the rows of y."""
     N, itemsize = y.shape[-1], y.element_size()
     tile = GATED.find(_triton.capability(y.device), itemsize, N)
     return _planned_gated_launch(kernel, tile, y.numel() // N, N, itemsize, kind)

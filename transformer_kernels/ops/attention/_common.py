@@ -1,4 +1,4 @@
-"""What the backends of attention share on the host."""
+"""Host code shared by attention's backends."""
 
 from __future__ import annotations
 
@@ -15,38 +15,37 @@ MAXIMUM_LENGTH = NO_LIMIT // 2
 
 
 class Angles(NamedTuple):
-    """Rotary positions, by which queries and keys are rotated as they are read: as in `RotaryCall`, in float32."""
+    """Angles of rotary positions, as in `RotaryCall`, in float32. Kernels rotate queries and keys as they load them."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
 
     def addresses(self) -> tuple[int, int, int, int, bool]:
-        """Of cosines and sines (1 or B, L, R / 2), the stride of batches, R / 2, and how pairs lie."""
+        """Addresses of cos and sin (1 or B, L, R / 2), the batch stride, R / 2, and whether pairs are interleaved."""
         _, length, half = self.cos.shape
         stride = 0 if len(self.cos) == 1 else length * half
         return self.cos.data_ptr(), self.sin.data_ptr(), stride, half, self.interleaved
 
 
 def beyond(call: AttentionCall) -> str | None:
-    """The option of the call that the GPU's kernels lack, or None."""
+    """Why the GPU kernels do not support the call, or None."""
     if call.scores.cu_seqlens_k is not None:
-        return "it has no keys packed otherwise than the queries (cu_seqlens_k); use backend='torch'"
+        return "it does not support keys packed differently from the queries (cu_seqlens_k); use backend='torch'"
     if call.scores.alibi_slopes is not None and call.scores.bias is not None:
-        return "it has alibi_slopes or attn_bias, not both; use backend='torch'"
+        return "it supports alibi_slopes or attn_bias, not both; use backend='torch'"
     if max(call.q.shape[2], call.k.shape[2]) > MAXIMUM_LENGTH:
-        return f"it takes sequences of up to {MAXIMUM_LENGTH} tokens; use backend='torch'"
+        return f"it supports sequences of up to {MAXIMUM_LENGTH} tokens; use backend='torch'"
     return None
 
 
 def broadcast_strides(bias: Tensor) -> tuple[int, ...]:
-    """The strides of a bias (B, Hq, Lq, Lk), 0 along the axes that it is broadcast over."""
+    """The strides of a bias (B, Hq, Lq, Lk), 0 along broadcast axes."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True))
 
 
 def shift_gradient(dlse: Tensor | None, statistics: Tensor | None, bias: Tensor) -> Tensor:
-    """The gradient of a bias with one value for all keys of a query: softmax is shift-invariant, and lse grows with the
-    bias where a key is seen."""
+    """The gradient of a bias with one value for all keys of a query: that of lse, since softmax is shift-invariant."""
     if dlse is None:
         return torch.zeros_like(bias, memory_format=torch.contiguous_format)
     assert statistics is not None

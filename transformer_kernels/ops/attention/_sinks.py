@@ -1,4 +1,4 @@
-"""Attention sinks, around the kernels of every backend: these compute attention without them."""
+"""Attention sinks for every backend, applied to the results of kernels that compute attention without them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 
 
 class WithSinks:
-    """Attention's kernels of a backend, with the logits of `Scores.sinks` in the denominator of the softmax.
+    """A backend's attention with the logits of `Scores.sinks` in the denominator of the softmax.
 
-    With the lse of the scores and s of a row's sink, the output is multiplied by r = 1 - p, p = sigmoid(s - lse). Where
-    the backend keeps statistics, those of the scores alone, backward gives its kernels r * dout, out / r and the
-    gradient of lse: p * rowsum(dout * out) + r * dlse. "torch" recomputes softmax with the sink. All kernels stay as
-    they are, also those that normalise a row anew. A row that sees no key has no sink.
+    With p = sigmoid(sink - lse) and r = 1 - p, lse of the scores alone, the output is multiplied by r. A backend that
+    stores statistics stores those of the scores alone; its backward kernels receive r * dout, out / r and
+    dlse' = p * rowsum(dout * out) + r * dlse. "torch" recomputes softmax with the sink. A fully masked row has no sink.
 
-    A backend whose statistics are not natural logarithms has `score_unit(dtype)`: what one counts in them.
+    `score_unit(dtype)` of a backend converts natural logarithms to the unit of its statistics; 1 if it has none.
     """
 
     def __init__(self, kernels: Any) -> None:
@@ -30,7 +29,7 @@ class WithSinks:
         self.unit = getattr(kernels, "score_unit", lambda dtype: 1.0)
 
     def forward(self, call: AttentionCall, **options: Any) -> AttentionResult:
-        """The backend's result, with sinks."""
+        """Output and lse with sinks."""
         result: AttentionResult = self.kernels.forward(call, **options)
         if call.scores.sinks is None:
             return result
@@ -43,7 +42,7 @@ class WithSinks:
     def backward(
         self, call: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, *into: Any, **options: Any
     ) -> tuple[Tensor | None, ...]:
-        """The backend's gradients, and dsinks = sum(p * (dlse - rowsum(dout * out)))."""
+        """The backend's gradients, followed by dsinks = sum(p * (dlse - rowsum(dout * out)))."""
         if call.scores.sinks is None:
             return *self.kernels.backward(call, result, grads, wanted, *into, **options), None
         out, lse, statistics = result
@@ -64,7 +63,7 @@ class WithSinks:
         return *gradients, dsinks.to(call.scores.sinks.dtype)
 
     def _excess(self, call: AttentionCall, result: AttentionResult) -> Tensor:
-        """The sink minus lse (B, Hq, Lq), of the statistics where there are any; -inf where a query sees no key."""
+        """sink - lse (B, Hq, Lq), with lse from the statistics if stored; -inf in fully masked rows."""
         assert call.scores.sinks is not None
         excess = call.scores.sinks.to(result.lse.dtype)[:, None]
         if result.statistics is None:

@@ -1,7 +1,7 @@
-"""Triton attention: which tile each kernel runs with, in static tables.
+"""Triton attention: static tables of tile sizes.
 
-Chosen from the machine code, without a GPU at hand: no spills, at least eight warps on a multiprocessor, and tiles that
-fill the matrix instructions.
+Chosen from machine code, not timed on a GPU: no spills, at least eight warps per multiprocessor, full matrix
+instructions.
 """
 
 from __future__ import annotations
@@ -17,43 +17,44 @@ HALF, SINGLE = 2, 4
 MAXIMUM_HEAD_DIM = 256
 
 SHORT_QUERIES = 256
-"""The short-sequence path takes up to as many queries, and as many keys as its tables have tiles for."""
+"""Maximum number of queries on the short-sequence path; its tables limit the number of keys."""
 
 DECODE_QUERIES = 16
 DECODE_MINIMUM_KEYS = 512
 DECODE_MAXIMUM_ROWS = 64
-"""The decode path takes up to 16 queries, 64 rows with all query heads of a group, that face at least 512 keys."""
+"""Limits of the decode path: at most 16 queries, 64 rows over the query heads of a group, at least 512 keys."""
 
 MAXIMUM_SPLITS = 64
-"""Most parts that the keys of a decode step, or the tiles of a bias gradient, are shared out in."""
+"""Maximum number of splits of the keys in decoding, and of the tiles of a bias gradient."""
 
 LONG_KEYS = 2048
-"""From how many keys a causal call is long."""
+"""Minimum number of keys for `Body.LONG`."""
 
 COMBINED_SPLITS = 16
-"""Parts of a decode step that the combining kernel reads at a time."""
+"""Splits that the combine kernel reads per step."""
 
 SEQUENCES_TOKENS = 256
-"""Tokens whose sequence one program finds."""
+"""Tokens per program of the kernel that finds each token's sequence."""
 
-TURNED_HEAD_DIM = 64
-"""Of 16 bits. Wider rows, rotated as they are loaded, leave no room for a second stage on 8.0; those of fp32 spill."""
+ROTATED_HEAD_DIM = 64
+"""Maximum head dimension, in 16 bits, for rotation during loading: wider rows prevent a second stage on sm_80, and fp32
+spills."""
 
-TURNED_KEYS = 1024
-"""How many keys a query may see, on average, where kernels turn rows as they load them.
+ROTATED_KEYS = 1024
+"""Maximum number of visible keys per query, on average, for rotation during loading.
 
-By issue slots and bytes of sm_90, not measured: to turn 64 keys of 64 columns takes about 200 clocks for each tile of
-128 queries that walks over them, and to turn queries as much again in the backward pass. To write and read rotated
-copies of 64 queries and keys takes 2,400 clocks, and 4,700 in the backward pass: as much as 11 tiles, besides launches.
+Estimated from issue slots and bytes on sm_90, not measured: rotating 64 keys of 64 columns takes about 200 clocks per
+tile of 128 queries, twice that in backward. Rotated copies of 64 queries and keys cost 2,400 clocks forward and 4,700
+backward, as much as 11 tiles, plus launches.
 """
 
 L2_BYTES = 16 << 20
-"""What heads that run side by side may keep in the L2 cache: less than half of an A100's or an H100's."""
+"""L2 bytes for the keys and values of concurrent heads: less than half of an A100's or H100's cache."""
 
 
 class Tile(NamedTuple):
-    """A launch configuration: queries and keys of a tile, and of a tile of the loop that masks, which is cut finer
-    along the axis that is walked over, both because its body needs more registers and to hug the diagonal."""
+    """A launch configuration: queries and keys per tile, and the step of the masked loop, which may be smaller: its
+    body needs more registers, and smaller steps waste less along the diagonal."""
 
     queries: int
     keys: int
@@ -75,8 +76,7 @@ class Kernel(Enum):
 
 
 class Body(Enum):
-    """What the masks of a call make of a kernel's body: a bias, dropout, a window, packed sequences or rotary positions
-    need more registers."""
+    """Variants of a kernel's body by register pressure: bias, dropout, windows, packing and rotation add registers."""
 
     LIGHT = "light"
     CAUSAL = "causal"
@@ -88,7 +88,7 @@ class Body(Enum):
 
 
 Rows = dict[tuple[tuple[int, int], int], tuple[tuple[int, Tile], ...]]
-"""Tiles by the largest padded head dimension that they serve, for a compute capability and an element size."""
+"""Tiles by maximum padded head dimension, for each (compute capability, element size)."""
 
 FORWARD: Rows = {
     (HOPPER, HALF): (
@@ -116,18 +116,18 @@ FORWARD_CAUSAL: Rows = FORWARD | {
         (256, Tile(64, 64, 16, 8, 2)),
     ),
 }
-"""With half of the warps a short tile spends less on its beginning and end, which weighs more than its longer loop. At
-head dimension 128 one masked block on the diagonal takes 736 instructions where two of 64 keys take 888."""
+"""Half the warps reduce prologue and epilogue by more than the longer loop costs. At head dimension 128, one masked
+block on the diagonal takes 736 instructions, two blocks of 64 keys take 888."""
 
 FORWARD_LONG: Rows = FORWARD_CAUSAL | {
     (HOPPER, HALF): (FORWARD[HOPPER, HALF][0], *FORWARD_CAUSAL[HOPPER, HALF][1:]),
 }
-"""Over many keys the longer loop weighs more."""
+"""Many keys: the loop dominates."""
 
 FORWARD_PADDED: Rows = FORWARD_CAUSAL | {
     (HOPPER, HALF): (FORWARD_CAUSAL[HOPPER, HALF][0], *FORWARD[HOPPER, HALF][1:]),
 }
-"""Beside a padding mask that block of 128 keys spills."""
+"""With a padding mask, a masked block of 128 keys spills."""
 
 FORWARD_HEAVY: Rows = {
     (HOPPER, HALF): (
@@ -230,7 +230,7 @@ KEY_GRADIENT_PACKED: Rows = {
     (AMPERE, SINGLE): KEY_GRADIENT[AMPERE, SINGLE],
 }
 
-KEY_GRADIENT_TURNED: Rows = KEY_GRADIENT | {(AMPERE, HALF): KEY_GRADIENT_HEAVY[AMPERE, HALF]}
+KEY_GRADIENT_ROTATED: Rows = KEY_GRADIENT | {(AMPERE, HALF): KEY_GRADIENT_HEAVY[AMPERE, HALF]}
 
 BIAS_GRADIENT: Rows = {
     (HOPPER, HALF): ((64, Tile(32, 64, 32, 4, 1)), (128, Tile(32, 64, 32, 8, 1)), (256, Tile(32, 16, 16, 8, 1))),
@@ -242,7 +242,7 @@ DECODE: Rows = {
     (AMPERE, HALF): ((128, Tile(16, 64, 64, 8, 2)), (256, Tile(16, 32, 32, 8, 2))),
     (AMPERE, SINGLE): ((64, Tile(16, 32, 32, 8, 2)), (256, Tile(16, 16, 16, 8, 1))),
 }
-"""The number of queries is that of the call: 16, 32 or 64 rows."""
+"""Rows are those of the call: 16, 32 or 64."""
 
 SHORT_FORWARD: Rows = {
     (HOPPER, HALF): (
@@ -259,7 +259,7 @@ SHORT_FORWARD: Rows = {
     ),
     (AMPERE, SINGLE): ((32, Tile(16, 64, 64, 8, 1)), (64, Tile(16, 64, 64, 8, 1))),
 }
-"""The short path takes these head dimensions alone, and all keys in one tile."""
+"""The short path supports only these head dimensions, with all keys in one tile."""
 
 SHORT_FORWARD_HEAVY: Rows = {
     (HOPPER, HALF): (
@@ -316,7 +316,7 @@ TABLES: dict[tuple[Kernel, Body], Rows] = {
     (Kernel.KEY_GRADIENT, Body.LIGHT): KEY_GRADIENT,
     (Kernel.KEY_GRADIENT, Body.HEAVY): KEY_GRADIENT_HEAVY,
     (Kernel.KEY_GRADIENT, Body.PACKED): KEY_GRADIENT_PACKED,
-    (Kernel.KEY_GRADIENT, Body.ROTATED): KEY_GRADIENT_TURNED,
+    (Kernel.KEY_GRADIENT, Body.ROTATED): KEY_GRADIENT_ROTATED,
     (Kernel.BIAS_GRADIENT, Body.LIGHT): BIAS_GRADIENT,
     (Kernel.DECODE, Body.LIGHT): DECODE,
     (Kernel.SHORT_FORWARD, Body.LIGHT): SHORT_FORWARD,
@@ -329,11 +329,11 @@ LIGHTER = {
     Body.PACKED: Body.HEAVY, Body.HEAVY: Body.LIGHT, Body.ROTATED: Body.CAUSAL, Body.PADDED: Body.CAUSAL,
     Body.LONG: Body.CAUSAL, Body.CAUSAL: Body.LIGHT,
 }  # fmt: skip
-"""A body without a table of its own takes that of a lighter one."""
+"""A body without a table uses that of a lighter body."""
 
 
 def rows(kernel: Kernel, body: Body, capability: tuple[int, int], itemsize: int) -> tuple[tuple[int, Tile], ...]:
-    """The rows of the table for a kernel's body, for the newest capability that is not newer than the device's."""
+    """The table of a kernel's body for the newest capability up to the device's."""
     while (kernel, body) not in TABLES:
         body = LIGHTER[body]
     table = TABLES[kernel, body]
@@ -351,6 +351,6 @@ def find(kernel: Kernel, body: Body, capability: tuple[int, int], itemsize: int,
 def find_short(
     kernel: Kernel, body: Body, capability: tuple[int, int], itemsize: int, head_dim: int, keys: int
 ) -> Tile | None:
-    """The tile that holds all keys of a head, None where there is none."""
+    """The smallest tile that covers all keys of a head, or None."""
     fitting = (tile for width, tile in rows(kernel, body, capability, itemsize) if width == head_dim)
     return next((tile for tile in fitting if keys <= tile.keys), None)

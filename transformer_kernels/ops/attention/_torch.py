@@ -1,7 +1,6 @@
-"""Attention through PyTorch's fused kernels, and in chunks of plain products where those cannot say what we promise.
+"""Attention in PyTorch: its fused kernels where they support the call, else chunks of plain products.
 
-PyTorch's kernels have no philox dropout by position, no gradient of a bias and none of the log-sum-exp; such calls are
-computed in chunks of the batch that bound the memory for scores.
+PyTorch's fused kernels lack philox dropout by position and the gradients of a bias and of the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ aten = torch.ops.aten
 CONTIGUOUS = torch.contiguous_format
 
 LARGE_LSE, LARGE_LSE_OF_16_BITS = 64.0, 4096.0
-"""From which lse on its rounding, 4e-6 and 2.4e-4 in float32, counts beside that of the operands."""
+"""Largest |lse| for fused backward: its rounding, 4e-6 and 2.4e-4 in float32, remains below that of the operands."""
 
 
 def forward(call: AttentionCall) -> AttentionResult:
@@ -45,29 +44,26 @@ def forward(call: AttentionCall) -> AttentionResult:
 def backward(
     call: AttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted, into: Into | None = None
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv (written `into` where that is given), dbias."""
+    """dq, dk, dv (written to `into` if given), dbias."""
     into = into or (like_output(call.q), like_output(call.k), like_output(call.v))
-    bias_wanted = wanted[3]
+    needs_dbias = wanted[3]
     if not _one_by_one(call):
-        return *into, _backward(call, result, grads, bias_wanted, into, (0, 0))
-    bias = call.scores.bias if bias_wanted else None
+        return *into, _backward(call, result, grads, needs_dbias, into, (0, 0))
+    bias = call.scores.bias if needs_dbias else None
     dbias = None if bias is None else torch.zeros_like(bias, dtype=result.lse.dtype, memory_format=CONTIGUOUS)
     for span, keys in _sequences(call, into[:1], into[1:]):
         own_result = AttentionResult(result.out[:, :, span], result.lse[:, :, span], None)
         own_grads = tuple(x if x is None else x[:, :, span] for x in grads)
         own_into = into[0][:, :, span], into[1][:, :, keys], into[2][:, :, keys]
         own = _within(span, keys, call), own_result, own_grads
-        part = _backward(*own, bias_wanted, own_into, (span.start, keys.start))
+        part = _backward(*own, needs_dbias, own_into, (span.start, keys.start))
         if dbias is not None and part is not None:
             _bias_of(span, keys, dbias).add_(part)
     return *into, as_dtype_of(bias, dbias)
 
 
-# Packed sequences, one after the other
-
-
 def _one_by_one(call: AttentionCall) -> bool:
-    """Whether packed sequences are computed each for itself, and not behind a mask."""
+    """Whether packed sequences are computed one by one instead of with a mask."""
     scores = call.scores
     return scores.cu_seqlens is not None and (call.q.device.type == "cpu" or scores.cu_seqlens_k is not None)
 
@@ -75,8 +71,7 @@ def _one_by_one(call: AttentionCall) -> bool:
 def _sequences(
     call: AttentionCall, of_queries: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]
 ) -> list[tuple[slice, slice]]:
-    """The queries and the keys of each sequence that has any; the results (1, H, L, D) of tokens behind the last
-    sequence become 0."""
+    """(queries, keys) of each nonempty sequence; sets results (1, H, L, D) of tokens after the last sequence to 0."""
     scores = call.scores
     assert scores.cu_seqlens is not None
     starts = scores.cu_seqlens.tolist()
@@ -91,13 +86,13 @@ def _sequences(
 
 
 def _bias_of(span: slice, keys: slice, attn_bias: Tensor) -> Tensor:
-    """The bias between the tokens of one sequence, where it is not broadcast."""
+    """The part of the bias that belongs to one sequence."""
     rows = attn_bias if attn_bias.shape[2] == 1 else attn_bias[:, :, span]
     return rows if attn_bias.shape[3] == 1 else rows[..., keys]
 
 
 def _within(span: slice, keys: slice, call: AttentionCall) -> AttentionCall:
-    """The call of one sequence's queries to its keys."""
+    """The call restricted to one sequence."""
     q, k, v = call.q[:, :, span], call.k[:, :, keys], call.v[:, :, keys]
     padding, bias = call.scores.key_padding_mask, call.scores.bias
     padding = None if padding is None else padding[:, keys]
@@ -106,11 +101,8 @@ def _within(span: slice, keys: slice, call: AttentionCall) -> AttentionCall:
     return call._replace(q=q, k=k, v=v, scores=scores)
 
 
-# One batch
-
-
 def _forward(call: AttentionCall, first: tuple[int, int]) -> AttentionResult:
-    """out and lse; `first` is the query and the key that dropout counts from."""
+    """out and lse; `first` is the position of the first query and key in dropout's counters."""
     if _fused(call):
         result = _fused_forward(call)
         if _contained(call, result.out):
@@ -119,31 +111,28 @@ def _forward(call: AttentionCall, first: tuple[int, int]) -> AttentionResult:
 
 
 def _backward(
-    call: AttentionCall, result: AttentionResult, grads: Grads, bias_wanted: bool, into: Into, first: tuple[int, int]
+    call: AttentionCall, result: AttentionResult, grads: Grads, needs_dbias: bool, into: Into, first: tuple[int, int]
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
-    if grads[1] is None and not bias_wanted and _fused(call) and not _is_large(result.lse, call.q):
+    if grads[1] is None and not needs_dbias and _fused(call) and not _is_large(result.lse, call.q):
         fused_grads = _fused_backward(call, result, grads[0])
         if _contained(call, fused_grads[0]):
             for grad, computed in zip(into, fused_grads, strict=True):
                 grad.copy_(sum_heads(computed, grad.shape[1]))
             return None
-    return backward_in_chunks(call, _visible(call), grads, bias_wanted, into, first)
+    return backward_in_chunks(call, _visible(call), grads, needs_dbias, into, first)
 
 
 def _visible(call: AttentionCall) -> Tensor | None:
     return visible_mask(call.scores, call.q.shape[2], call.k.shape[2], call.q.device)
 
 
-# PyTorch's fused kernels
-
-
 def _fused(call: AttentionCall) -> bool:
     """Whether PyTorch has a fused kernel for this call on this device.
 
-    It multiplies hidden keys by a weight of 0, so an inf or NaN behind the padding mask would reach every row. On the
-    CPU one sum finds that out, and the call is computed in chunks. On a CUDA device reading a sum would stop the
-    device, so there keys behind the padding mask are zeroed instead (see `_operands`); it wants 16-byte aligned rows.
+    It multiplies masked keys by a weight of 0, so inf or NaN behind the padding mask would reach every row. On the CPU
+    a sum detects that, and the call is computed in chunks. On a CUDA device, where reading a sum would synchronise,
+    masked keys are set to zero (see `_operands`), and rows must be aligned to 16 bytes.
     """
     q, k, v, scores = call.q, call.k, call.v, call.scores
     if scores.softcap > 0.0 or not (call.seed is scores.cu_seqlens is scores.alibi_slopes is None):
@@ -169,13 +158,13 @@ def _fused_forward(call: AttentionCall) -> AttentionResult:
         )
         lse = lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
     out, lse = _laid_out(out), lse.contiguous()
-    return AttentionResult(out, lse if mask is None else _mark_blind_rows(lse, mask), None)
+    return AttentionResult(out, lse if mask is None else _mark_fully_masked_rows(lse, mask), None)
 
 
 def _is_large(lse: Tensor, q: Tensor) -> bool:
-    """Whether scores are so large that lse has lost bits of the log of the sum, by which the fused backward divides.
+    """Whether scores are so large that lse has lost bits of the log of the sum, which the fused backward subtracts.
 
-    Seen on the CPU only: on a CUDA device reading it would stop the device.
+    Checked on the CPU only: on a CUDA device the check would synchronise.
     """
     if lse.device.type != "cpu":
         return False
@@ -184,12 +173,12 @@ def _is_large(lse: Tensor, q: Tensor) -> bool:
 
 
 def _contained(call: AttentionCall, result: Tensor) -> bool:
-    """Whether out or dq shows that nothing behind the padding mask reached it: 0 times NaN or infinity is NaN."""
+    """Whether nothing non-finite behind the padding mask reached `result` (out or dq)."""
     return call.scores.key_padding_mask is None or result.device.type != "cpu" or math.isfinite(float(result.sum()))
 
 
 def _fused_backward(call: AttentionCall, result: AttentionResult, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv for each query head."""
+    """dq, dk and dv per query head."""
     q, out, lse = call.q, result.out, result.lse
     mask, is_causal = _fused_mask(call)
     k, v = _operands(call)
@@ -211,7 +200,7 @@ def _rows_aligned(x: Tensor) -> bool:
 
 
 def _operands(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Keys and values for each query head."""
+    """Keys and values per query head."""
     k, v = (repeat_heads(x, call.q.shape[1]) for x in (call.k, call.v))
     key_padding_mask = call.scores.key_padding_mask
     if key_padding_mask is None or k.device.type == "cpu":
@@ -230,16 +219,16 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _fused_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
-    """The additive mask for the fused kernel, or the word "causal" where that says it all.
+    """The additive mask for the fused kernel, and whether to use its `is_causal` instead.
 
-    It aligns top-left, and on the CPU multiplies the -inf of what it hides by the scale: NaN unless that is positive.
+    `is_causal` aligns top-left, and on the CPU multiplies -inf by the scale: NaN unless the scale is positive.
     """
     q, scores, attn_bias = call.q, call.scores, call.scores.bias
     only_causal = scores.causal and not scores.windowed and scores.key_padding_mask is None and attn_bias is None
     if only_causal and q.shape[2] == call.k.shape[2] and scores.scale > 0.0:
         return None, True
     if attn_bias is not None and q.dtype is torch.float64:
-        attn_bias = attn_bias.double()  # PyTorch's kernel would read a narrower mask as float64
+        attn_bias = attn_bias.double()  # PyTorch's kernel reads the mask as float64
     visible = _visible(call)
     if visible is None:
         return attn_bias, False
@@ -248,17 +237,17 @@ def _fused_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
     return mask[(None,) * (4 - mask.dim())], False
 
 
-def _mark_blind_rows(lse: Tensor, mask: Tensor) -> Tensor:
-    """lse with -inf in the rows that see no key, where the fused kernel leaves 0."""
-    blind = mask.amax(dim=-1) == -math.inf  # (B or 1, Hq or 1, Lq or 1)
-    return lse.masked_fill(blind, -math.inf)
+def _mark_fully_masked_rows(lse: Tensor, mask: Tensor) -> Tensor:
+    """lse with -inf in fully masked rows, for which the fused kernel returns 0."""
+    fully_masked = mask.amax(dim=-1) == -math.inf  # (B or 1, Hq or 1, Lq or 1)
+    return lse.masked_fill(fully_masked, -math.inf)
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """lse where exp(score - lse) is 0, not NaN, for a row of hidden scores."""
+    """lse with 0 for -inf: exp(score - lse) of a fully masked row is then 0, not NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """x with the memory of a contiguous (B, L, H, D)."""
+    """x (B, H, L, D) in the memory layout of a contiguous (B, L, H, D)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,8 +1,4 @@
-"""Attention in chunks of plain products, which bound the memory for scores: the calls that no fused kernel answers.
-
-Each chunk of scores passes through few operators: a product, the mask, softmax, dropout, a product. In the backward
-pass its weights are made again, and softmax's own gradient gives that of the scores.
-"""
+"""Attention in chunks of plain products, which bound the memory of scores, for calls without a fused kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ SCORES_AT_ONCE = 1 << 19  # on the CPU: a chunk of scores and its gradient stay 
 
 
 def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: tuple[int, int]) -> AttentionResult:
-    """out and lse; dropout counts queries and keys from `first`."""
+    """out and lse; `first` is the position of the first query and key in dropout's counters."""
     q, k, v, seed, dropout_p, scale = call.q, call.k, call.v, call.seed, call.dropout_p, call.scores.scale
     softcap = call.scores.softcap
     heads = q.shape[1]
@@ -39,20 +35,22 @@ def forward_in_chunks(call: AttentionCall, visible: Tensor | None, first: tuple[
         key, value = (repeat_heads(x[chunk], heads).to(operand) for x in (k, v))
         query = q[chunk].to(operand) * scale
         scores = cap(torch.matmul(query, key.transpose(-2, -1)).to(lse.dtype), softcap)
-        blind = _add_masks(scores, seen, _bias(call, chunk), clean)
+        fully_masked = _add_masks(scores, seen, _bias(call, chunk), clean)
         highest = scores.amax(dim=-1, keepdim=True)
-        weights = _weights(scores, blind)
+        weights = _weights(scores, fully_masked)
         lse_of_chunk = highest - weights.amax(dim=-1, keepdim=True).log()
-        lse[chunk] = (lse_of_chunk if blind is None else lse_of_chunk.masked_fill(blind, -math.inf)).squeeze(-1)
+        if fully_masked is not None:
+            lse_of_chunk.masked_fill_(fully_masked, -math.inf)
+        lse[chunk] = lse_of_chunk.squeeze(-1)
         if seed is not None:
-            place = {"first_head": chunk.start * heads, "first": first[0], "first_column": first[1]}
-            drop(weights, seed, dropout_p, scale=keep_scale(dropout_p), **place, in_place=True)
+            position = {"first_head": chunk.start * heads, "first": first[0], "first_column": first[1]}
+            drop(weights, seed, dropout_p, scale=keep_scale(dropout_p), **position, in_place=True)
         out[chunk] = _weighted(weights.to(operand), value, seen, clean)
     return AttentionResult(out, lse, None)
 
 
 def backward_in_chunks(
-    call: AttentionCall, visible: Tensor | None, grads: Grads, bias_wanted: bool, into: Into, first: tuple[int, int]
+    call: AttentionCall, visible: Tensor | None, grads: Grads, needs_dbias: bool, into: Into, first: tuple[int, int]
 ) -> Tensor | None:
     """Fill dq, dk and dv; return dbias."""
     q, k, v, seed, dropout_p, scale = call.q, call.k, call.v, call.seed, call.dropout_p, call.scores.scale
@@ -61,12 +59,12 @@ def backward_in_chunks(
     heads = q.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = into
-    wanted = call.scores.bias if bias_wanted else None
-    dbias = None if wanted is None else torch.zeros_like(wanted, dtype=wide, memory_format=torch.contiguous_format)
+    bias = call.scores.bias if needs_dbias else None
+    dbias = None if bias is None else torch.zeros_like(bias, dtype=wide, memory_format=torch.contiguous_format)
     if q.numel() == 0 or k.numel() == 0:
         for grad in into:
             grad.zero_()
-        return as_dtype_of(wanted, dbias)
+        return as_dtype_of(bias, dbias)
     clean = _clean(call)
     operand = _operand_dtype(q)
     for chunk in _chunks(q, k.shape[2]):
@@ -75,13 +73,13 @@ def backward_in_chunks(
         query, gradient = q[chunk].to(operand) * scale, dout[chunk].to(operand)
         scores = cap(torch.matmul(query, key.transpose(-2, -1)).to(wide), softcap)
         slope = cap_slope(scores, softcap) if softcap > 0.0 else None
-        blind = _add_masks(scores, seen, _bias(call, chunk), clean)
-        weights = used = _weights(scores, blind, call.scores.sinks)  # P
+        fully_masked = _add_masks(scores, seen, _bias(call, chunk), clean)
+        weights = used = _weights(scores, fully_masked, call.scores.sinks)  # P
         dweights = (gradient @ value.transpose(-2, -1)).to(wide)
         if seed is not None:
-            place = {"first_head": chunk.start * heads, "first": first[0], "first_column": first[1]}
-            used = drop(weights, seed, dropout_p, scale=keep_scale(dropout_p), **place)
-            drop(dweights, seed, dropout_p, scale=keep_scale(dropout_p), **place, in_place=True)
+            position = {"first_head": chunk.start * heads, "first": first[0], "first_column": first[1]}
+            used = drop(weights, seed, dropout_p, scale=keep_scale(dropout_p), **position)
+            drop(dweights, seed, dropout_p, scale=keep_scale(dropout_p), **position, in_place=True)
         dscores = aten._softmax_backward_data.default(dweights, weights, -1, wide)
         if dlse is not None:
             dscores.addcmul_(weights, dlse[chunk].unsqueeze(-1))
@@ -91,25 +89,25 @@ def backward_in_chunks(
         dq[chunk] = (dproducts @ key).mul_(scale)
         if (part := _part(dbias, chunk)) is not None:
             part.add_(dscores.sum_to_size(part.shape))
-    return as_dtype_of(wanted, dbias)
+    return as_dtype_of(bias, dbias)
 
 
 @functools.cache
 def _has_bfloat16_products() -> bool:
-    """Whether this processor multiplies matrices of bfloat16, adding up in float32."""
+    """Whether this processor has bfloat16 matrix products with float32 accumulation."""
     supports = [getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")]
     return any(support is not None and support() for support in supports)
 
 
 def _operand_dtype(q: Tensor) -> torch.dtype:
-    """What the products' operands are rounded to: float32 for 16-bit tensors, except where that costs several times."""
+    """The dtype of the products' operands: float32 for 16-bit tensors, unless bfloat16 products are much faster."""
     if q.dtype is torch.bfloat16 and q.device.type == "cpu" and _has_bfloat16_products():
         return torch.bfloat16
     return torch.promote_types(q.dtype, torch.float32)
 
 
 def _chunks(q: Tensor, keys: int) -> list[slice]:
-    """Slices of the batch whose scores are made at one time."""
+    """Slices of the batch whose scores are computed together."""
     batch, heads, queries, _ = q.shape
     scores = max(heads * queries * keys, 1)
     step = max(1, SCORES_AT_ONCE // scores) if q.device.type == "cpu" else batch
@@ -122,13 +120,13 @@ def _part(x: Tensor | None, chunk: slice) -> Tensor | None:
 
 
 def _bias(call: AttentionCall, chunk: slice) -> Tensor | None:
-    """What is added to the chunk's scores: the bias, and the distances of the keys times their slopes."""
+    """The bias of the chunk's scores, including ALiBi."""
     bias, slopes = _part(call.scores.bias, chunk), _part(call.scores.alibi_slopes, chunk)
     return added_bias(call.scores._replace(bias=bias, alibi_slopes=slopes), call.q.shape[2], call.k.shape[2])
 
 
 def _seen(visible: Tensor | None, chunk: slice) -> Tensor | None:
-    """The chunk of the mask, None on the CPU where it is that of padding and there is none."""
+    """The chunk of the mask; None, on the CPU, if it is a padding mask without padding."""
     seen = _part(visible, chunk)
     if seen is not None and seen.dim() == 4 and seen.shape[2] == 1 and seen.device.type == "cpu" and bool(seen.all()):
         return None
@@ -136,9 +134,9 @@ def _seen(visible: Tensor | None, chunk: slice) -> Tensor | None:
 
 
 def _add_masks(scores: Tensor, visible: Tensor | None, attn_bias: Tensor | None, clean: bool) -> Tensor | None:
-    """Add the bias to scores (b, Hq, Lq, Lk), and -inf where hidden; returns which rows see nothing, or None.
+    """Add the bias to scores (b, Hq, Lq, Lk) and -inf where masked; returns which rows are fully masked, or None.
 
-    Clean operands let the mask be added; otherwise hidden scores are overwritten, since NaN - inf is NaN.
+    The mask is added if operands are `clean`; otherwise masked scores are overwritten, since NaN - inf is NaN.
     """
     if visible is None and attn_bias is None:
         return None
@@ -147,45 +145,45 @@ def _add_masks(scores: Tensor, visible: Tensor | None, attn_bias: Tensor | None,
         bias = torch.zeros((), dtype=scores.dtype, device=scores.device) if attn_bias is None else attn_bias
         added = torch.where(visible, bias, -math.inf)
     assert added is not None
-    blind = added.amax(dim=-1, keepdim=True) == -math.inf
+    fully_masked = added.amax(dim=-1, keepdim=True) == -math.inf
     if visible is None or clean:
         scores.add_(added)
     else:
         (scores if attn_bias is None else scores.add_(attn_bias)).masked_fill_(~visible, -math.inf)
-    if scores.device.type == "cpu" and not bool(blind.any()):
+    if scores.device.type == "cpu" and not bool(fully_masked.any()):
         return None
-    return blind.expand(*(1,) * (4 - blind.dim()), *blind.shape)
+    return fully_masked.expand(*(1,) * (4 - fully_masked.dim()), *fully_masked.shape)
 
 
-def _weights(scores: Tensor, blind: Tensor | None, sinks: Tensor | None = None) -> Tensor:
-    """softmax over the last axis and the sinks, 0 in a blind row."""
+def _weights(scores: Tensor, fully_masked: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """softmax over the last axis and the sinks, 0 in fully masked rows."""
     if sinks is not None:
         logits = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, logits), dim=-1)
     weights = torch.softmax(scores, dim=-1)
     weights = weights if sinks is None else weights[..., :-1].contiguous()
-    return weights if blind is None else weights.masked_fill_(blind, 0.0)
+    return weights if fully_masked is None else weights.masked_fill_(fully_masked, 0.0)
 
 
 def _weighted(weights: Tensor, v: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
-    """weights @ v, where a value that is not finite reaches only the rows that see it."""
+    """weights @ v; non-finite values reach only the rows that see them."""
     if visible is None or clean:
         return weights @ v
-    broken = ~torch.isfinite(v)
-    sees_broken = visible.to(weights.dtype) @ broken.any(dim=-1, keepdim=True).to(weights.dtype)  # (b, H, Lq, 1)
-    out = weights @ v.masked_fill(broken, 0.0)
-    return out.masked_fill(sees_broken > 0.0, math.nan)
+    non_finite = ~torch.isfinite(v)
+    reached = visible.to(weights.dtype) @ non_finite.any(dim=-1, keepdim=True).to(weights.dtype)  # (b, H, Lq, 1)
+    out = weights @ v.masked_fill(non_finite, 0.0)
+    return out.masked_fill(reached > 0.0, math.nan)
 
 
 def _clean(call: AttentionCall) -> bool:
-    """Whether padding and other sequences hold finite numbers only; looked at on the CPU alone."""
+    """Whether padded keys and other sequences are known to be finite; checked on the CPU only."""
     if call.scores.key_padding_mask is None and call.scores.cu_seqlens is None:
         return True
     return call.k.device.type == "cpu" and math.isfinite(float(call.k.sum() + call.v.sum()))
 
 
 def _hide(x: Tensor, visible: Tensor | None, clean: bool) -> Tensor:
-    """Keys or values (b, H, Lk, D) with zeros where no query of the batch row sees them."""
+    """Keys or values (b, H, Lk, D), zero where no query sees them."""
     if visible is None or clean:
         return x
     seen = visible.any(dim=-2).unsqueeze(-1)  # (b or 1, 1, Lk, 1)
@@ -203,5 +201,5 @@ def sum_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def as_dtype_of(like: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """x in the dtype of `like`; neither is there without the other."""
+    """x in the dtype of `like`; None if either is None."""
     return None if x is None or like is None else x.to(like.dtype)

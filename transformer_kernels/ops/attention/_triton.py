@@ -1,4 +1,4 @@
-"""Attention in Triton: which kernel takes a call, and the launches."""
+"""Attention in Triton: kernel selection and launches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transformer_kernels.ops.attention._triton_tile import Options
 
 
 def unsupported(call: AttentionCall) -> str | None:
-    """The reason why these kernels do not take the call, or None."""
+    """Why these kernels do not support the call, or None."""
     if (reason := beyond(call)) is not None:
         return reason
     if call.q.shape[3] > tiles.MAXIMUM_HEAD_DIM:
@@ -40,33 +40,33 @@ def unsupported(call: AttentionCall) -> str | None:
 
 
 def score_unit(dtype: torch.dtype) -> float:
-    """What one unit of a natural logarithm counts in the statistics."""
+    """Factor from natural logarithms to the unit of the statistics."""
     return 1.0 if dtype.itemsize == tiles.SINGLE else math.log2(math.e)
 
 
 def rotates(call: AttentionCall) -> bool:
-    """Whether rotary positions turn queries and keys as they are loaded, or the kernels are given rotated copies."""
-    scores, keys = call.scores, call.k.shape[2]  # that a query sees, on average
+    """Whether kernels rotate queries and keys as they load them; otherwise they receive rotated copies."""
+    scores, keys = call.scores, call.k.shape[2]  # keys: visible per query, on average
     keys = keys // 2 if scores.causal else keys
-    # The lengths of packed sequences are not known here; they are packed because they are short.
+    # The lengths of packed sequences are on the device; sequences are packed because they are short.
     keys = 0 if scores.cu_seqlens is not None else min(keys, scores.left + 1)
-    narrow = scores.bias is None and call.q.shape[3] <= tiles.TURNED_HEAD_DIM and call.q.element_size() == tiles.HALF
-    return narrow and keys <= tiles.TURNED_KEYS
+    narrow = scores.bias is None and call.q.shape[3] <= tiles.ROTATED_HEAD_DIM and call.q.element_size() == tiles.HALF
+    return narrow and keys <= tiles.ROTATED_KEYS
 
 
 def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
-    """Output and log-sum-exp, by the path that suits the lengths."""
-    given = _Given(call, angles)
-    plan, q = given.plan, call.q
+    """Output and log-sum-exp."""
+    inputs = _Inputs(call, angles)
+    plan, q = inputs.plan, call.q
     out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     statistics = torch.empty(plan.statistics_shape, dtype=torch.float32, device=q.device)
     if plan.is_decode:
-        _decode(given, out, lse, statistics)
+        _decode(inputs, out, lse, statistics)
     elif (short := plan.short_forward) is not None:
-        short(q, call.k, call.v, out, lse, statistics, given.padding, given.bias, given.seed, *given.angles)
+        short(q, call.k, call.v, out, lse, statistics, inputs.padding, inputs.bias, inputs.seed, *inputs.angles)
     else:
-        plan.forward(q, call.k, call.v, out, lse, statistics, *given.masks())
+        plan.forward(q, call.k, call.v, out, lse, statistics, *inputs.masks())
     return AttentionResult(out, lse, statistics)
 
 
@@ -78,25 +78,25 @@ def backward(
     into: Into | None = None,
     angles: Angles | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v and, if it is wanted, of the bias; the first three are `into` where it is given."""
+    """dq, dk, dv and, if required, dbias; dq, dk and dv are written to `into` if given."""
     (dout, dlse), statistics, q, k, v = grads, result.statistics, call.q, call.k, call.v
     out = result.out if result.out.transpose(1, 2).is_contiguous() else like_output(q).copy_(result.out)
     dq, dk, dv = into or _gradients_like(out, k)
-    alike = into is None or dk.stride() == dv.stride()  # kernels know one layout for both
+    alike = into is None or dk.stride() == dv.stride()  # kernels take one set of strides for both
     own = (dk, dv) if alike else (like_output(k), like_output(v))
-    given = _Given(call, angles, dout, dq, own[0])
-    plan = given.plan
-    delta = None  # of each query, which kernels write for each other
+    inputs = _Inputs(call, angles, dout, dq, own[0])
+    plan = inputs.plan
+    delta = None  # (B, Hq, Lq), written by one kernel and read by the next
     if plan.short_backward is None or wanted[3]:
         delta = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-    masks = given.masks()
+    masks = inputs.masks()
     if plan.short_backward is not None:
         padding, _, *others = masks
         plan.short_backward(q, k, v, statistics, dout, dlse, delta, dq, *own, padding, *others)
     else:
         plan.query_gradient(q, k, v, out, statistics, dout, dlse, delta, dq, *masks)
         plan.key_gradient(q, k, v, statistics, dout, delta, *own, *masks)
-    dbias = _bias_gradient(given, statistics, dout, dlse, delta, masks) if wanted[3] else None
+    dbias = _bias_gradient(inputs, statistics, dout, dlse, delta, masks) if wanted[3] else None
     if not alike:
         dk.copy_(own[0])
         dv.copy_(own[1])
@@ -104,14 +104,13 @@ def backward(
 
 
 def _gradients_like(out: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised dq, dk and dv, laid out as `out` is, for less than `like_output`."""
+    """Uninitialised dq, dk and dv in the layout of `out`, cheaper than `like_output`."""
     dk = torch.empty_like(out) if k.shape == out.shape else like_output(k)
     return torch.empty_like(out), dk, torch.empty_like(dk)
 
 
 class _Plan:
-    """What kernels are told of a call besides its tensors: sizes, strides and numbers, the compile-time options, and
-    the launches that follow from them."""
+    """The arguments of the kernels besides tensors (sizes, strides, scalars, compile-time options), and launches."""
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class _Plan:
         }
 
     def options(self, tile: Tile) -> Options:
-        """The compile-time options of a launch with this tile."""
+        """Compile-time options for this tile."""
         found = self._options.get(tile)
         if found is None:
             found = Options(BLOCK_M=tile.queries, BLOCK_N=tile.keys, MASKED=tile.masked, **self._static)
@@ -186,7 +185,7 @@ class _Plan:
 
     @functools.cached_property
     def is_decode(self) -> bool:
-        """Whether there are few queries and many keys: then keys are split among programs."""
+        """Whether keys are split among programs: few queries, many keys."""
         return (
             self.queries <= tiles.DECODE_QUERIES
             and self.keys >= tiles.DECODE_MINIMUM_KEYS
@@ -196,25 +195,25 @@ class _Plan:
         )
 
     def short_tile(self, kernel: Kernel) -> Tile | None:
-        """The tile of the short-sequence path, None where not all keys of a head fit into one."""
+        """The tile of the short-sequence path, or None if a head's keys do not fit into one."""
         if self.packed or self.queries > tiles.SHORT_QUERIES:
             return None
         return tiles.find_short(kernel, self.body, self.capability, self.itemsize, self.block_d, self.keys)
 
     def section(self, rows: int, heads: int) -> int:
-        """How many of `heads`, of which each program walks over `rows` rows of two tensors, fit into the L2 cache."""
+        """The number of heads, up to `heads`, whose `rows` rows of two tensors fit into the L2 cache."""
         return min(heads, max(1, tiles.L2_BYTES // (2 * rows * self.head_dim * self.itemsize)))
 
     def tile(self, kernel: Kernel) -> Tile:
-        """The tile of this call in the tables of a kernel."""
+        """The tile of a kernel for this call."""
         return tiles.find(kernel, self.body, self.capability, self.itemsize, self.block_d)
 
     def launch(self, kernel: Any, tile: Tile, grid: tuple[int, ...], numbers: tuple[float, ...]) -> _triton.Launch:
-        """A launch with this tile and the options of the call."""
+        """A launch with this tile."""
         return _triton.Launch(kernel, grid, numbers, (self.options(tile),), tile.num_warps, tile.num_stages)
 
     def over_queries(self, kernel: Any, table: Kernel, strides: tuple[int, ...]) -> _triton.Launch:
-        """A launch with a program for each tile of queries, in sections of heads that share the L2 cache."""
+        """A launch with one program per query tile, in sections of heads that share the L2 cache."""
         tile = self.tile(table)
         section = self.group * self.section(self.keys, self.batch * self.key_heads)
         grid = (_triton.ceil_div(self.queries, tile.queries) * self.batch * self.query_heads,)
@@ -256,7 +255,7 @@ class _Plan:
 
     @functools.cached_property
     def bias_gradient(self) -> tuple[int, _triton.Launch]:
-        """Into how many shares the tiles of each element's sum are split, and the launch."""
+        """The number of splits of each sum, and the launch."""
         assert self.bias_shape is not None
         batches, heads, rows = self.bias_shape[:3]
         tile = self.tile(Kernel.BIAS_GRADIENT)
@@ -270,7 +269,7 @@ class _Plan:
 
     @functools.cached_property
     def decode(self) -> tuple[int, _triton.Launch, _triton.Launch]:
-        """Into how many parts the keys are split, the launch, and the one that joins the parts."""
+        """The number of key splits, the launch, and the launch that combines the splits."""
         tile = self.tile(Kernel.DECODE)
         programs = self.batch * self.key_heads
         blocks = _triton.ceil_div(self.keys, tile.keys)
@@ -291,16 +290,16 @@ class _Plan:
 
 
 def _without_columns(strides: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Strides (batch, head, row) of each tensor; that of columns is 1."""
+    """Strides (batch, head, row) of each tensor; the column stride is 1."""
     return tuple([stride for each in strides for stride in each[:3]])
 
 
 _plan = _triton.planned(_Plan)
-"""The same plan for the same layouts and options: it costs more than the launch."""
+"""Cached by layouts and options: building a plan costs more than the launch."""
 
 
-class _Given:
-    """One call as kernels are told of it: the tensors besides q, k and v that it may lack, and its plan."""
+class _Inputs:
+    """The arguments of one call: its optional tensors and its plan."""
 
     def __init__(self, call: AttentionCall, angles: Angles | None, *gradients: Tensor) -> None:
         """`gradients` are dout, dq and dk in the backward pass; dv has the strides of dk."""
@@ -317,15 +316,15 @@ class _Given:
             (0, False, False) if angles is None else (angles.cos.shape[2], angles.interleaved, len(angles.cos) > 1),
             (scores.left, scores.right), call.dropout_p, scores.scale, scores.softcap, dtype,
             _triton.capability(device), _triton.multiprocessors(device),
-            _triton.fp32_precision() if dtype is torch.float32 else "tf32",  # which 16 bits ignore
+            _triton.fp32_precision() if dtype is torch.float32 else "tf32",  # ignored for 16 bits
         )  # fmt: skip
 
     def masks(self) -> tuple[Tensor | None, ...]:
-        """padding, sequences, bias, seed and angles, as kernels take them."""
+        """padding, sequences, bias, seed, cos and sin, in the order of the kernels' arguments."""
         return self.padding, self.sequences(), self.bias, self.seed, *self.angles
 
     def sequences(self) -> Tensor | None:
-        """Start and end of each token's sequence (2, Lk), found on the device; cu_seqlens is not read again."""
+        """Start and end of each token's sequence (2, Lk), computed on the device."""
         if self.cu_seqlens is None:
             return None
         tokens = self.plan.keys
@@ -342,8 +341,8 @@ def _sequences_launch(entries: int, tokens: int) -> _triton.Launch:
 
 
 def alignment(itemsize: int, strides: tuple[int, ...]) -> int:
-    """Elements of 16 bytes if every stride, (batch, head, row) of each tensor, is a multiple of them, else 1; 0 if a
-    tile's offsets overflow 32 bits."""
+    """The number of elements in 16 bytes if it divides every stride (batch, head, row), else 1; 0 if offsets within a
+    tile overflow 32 bits."""
     elements = 16 // itemsize
     if max(strides[2::3]) >= 1 << 23:
         return 0
@@ -351,7 +350,7 @@ def alignment(itemsize: int, strides: tuple[int, ...]) -> int:
 
 
 def _varying(bias: torch.Size | None) -> str:
-    """What varies within a head, of a bias of that shape: see `Options.BIAS`."""
+    """`Options.BIAS` for a bias of this shape."""
     if bias is None:
         return ""
     if bias[3] > 1:
@@ -359,22 +358,22 @@ def _varying(bias: torch.Size | None) -> str:
     return "column" if bias[2] > 1 else "scalar"
 
 
-def _decode(given: _Given, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
-    q, k, v = given.call.q, given.call.k, given.call.v
-    splits, launch, combine = given.plan.decode
+def _decode(inputs: _Inputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
+    q, k, v = inputs.call.q, inputs.call.k, inputs.call.v
+    splits, launch, combine = inputs.plan.decode
     partial = partial_max = partial_sum = None
     if splits > 1:
-        rows = (splits, *given.plan.lse_shape)
-        partial = torch.empty((*rows, given.plan.head_dim), dtype=torch.float32, device=q.device)
+        rows = (splits, *inputs.plan.lse_shape)
+        partial = torch.empty((*rows, inputs.plan.head_dim), dtype=torch.float32, device=q.device)
         partial_max, partial_sum = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
-    launch(q, k, v, out, lse, statistics, partial, partial_max, partial_sum, given.padding, given.bias, given.seed)
+    launch(q, k, v, out, lse, statistics, partial, partial_max, partial_sum, inputs.padding, inputs.bias, inputs.seed)
     if splits > 1:
         combine(partial, partial_max, partial_sum, out, lse, statistics)
 
 
 def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
-    """Into how many parts the keys are split: one where the device is busy anyway or the keys are few, else the fewest
-    that fill the waves of programs to 85 % of what the best number does."""
+    """The number of key splits: 1 if the device is full without splits or the keys are few, else the smallest number
+    with at least 85 % of the best wave occupancy."""
     if programs >= 0.8 * multiprocessors or blocks <= 4:
         return 1
     candidates = range(1, min(blocks, tiles.MAXIMUM_SPLITS) + 1)
@@ -384,17 +383,16 @@ def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
 
 
 def _bias_gradient(
-    given: _Given, statistics: Tensor | None, dout: Tensor, dlse: Tensor | None, delta: Tensor | None,
+    inputs: _Inputs, statistics: Tensor | None, dout: Tensor, dlse: Tensor | None, delta: Tensor | None,
     masks: tuple[Tensor | None, ...],
 ) -> Tensor:  # fmt: skip
-    """dbias, summed over the axes on which the bias is broadcast. Each program sums dS over a share of those; the
-    shares are added up at the end."""
-    bias = given.bias
+    """dbias, summed over broadcast axes: each program sums dS over one split, then the splits are reduced."""
+    bias = inputs.bias
     assert bias is not None
     if bias.shape[3] == 1:
         return shift_gradient(dlse, statistics, bias)
-    splits, launch = given.plan.bias_gradient
+    splits, launch = inputs.plan.bias_gradient
     partial = torch.empty((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32, device=bias.device)
-    call = given.call
+    call = inputs.call
     launch(call.q, call.k, call.v, statistics, dout, delta, partial, *masks[:4])
     return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)

@@ -1,10 +1,4 @@
-"""Triton: attention backward for any lengths, without atomics: dq here, dk and dv in
-`_triton_backward_key.py`, and dbias, where it is asked for, in `_triton_backward_bias.py`.
-
-With P = exp(S - max - log sum) recomputed, dP = dout v^T and delta = rowsum(dout * out) - dlse:
-dS = P * (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T dout, dbias = dS; with a softcap dq and dk take
-dS * (1 - tanh^2).
-"""
+"""Triton: attention backward for any lengths: dq. See README.md for the derivation."""
 
 from typing import Any, NamedTuple
 
@@ -50,7 +44,7 @@ UNSPECIALIZED = SIZES + STRIDES + GRADIENT_STRIDES
 
 
 class Queries(NamedTuple):
-    """A tile of queries as the backward pass needs it."""
+    """A tile of queries in the backward pass."""
 
     q: Any  # [M, D]
     dout: Any  # [M, D]
@@ -65,7 +59,7 @@ def query_gradient_block(
     dq, queries, start, k, v, mask, bias, dropout, angles, scale,
     MASKED: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """dq, [M, D], plus what the block of keys at `start` gives to the gradient of a query tile."""
+    """dq [M, D] of a query tile plus the contribution of the key block at `start`."""
     BLOCK_N: tl.constexpr = OPTIONS.MASKED if MASKED else OPTIONS.BLOCK_N
     tile_rows = tl.arange(0, OPTIONS.BLOCK_M)[:, None]
     tile_columns = tl.arange(0, BLOCK_N)[None, :]
@@ -124,7 +118,7 @@ def attention_backward_query_kernel(
     scale, left, right, threshold, section,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_M queries of one head: it writes their delta, then walks over the keys they see."""
+    """One program owns BLOCK_M queries of one head: it writes their delta, then loops over their visible keys."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     NATURAL: tl.constexpr = OPTIONS.NATURAL
@@ -135,7 +129,7 @@ def attention_backward_query_kernel(
     mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
     bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
     dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
-    span = key_blocks(first_row, mask, OPTIONS)  # before any tile is held: a padding mask takes many registers
+    span = key_blocks(first_row, mask, OPTIONS)  # before tiles are loaded: a padding mask takes many registers
 
     out_rows = output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS)
     dout_rows = head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)

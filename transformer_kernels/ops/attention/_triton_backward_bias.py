@@ -1,4 +1,4 @@
-"""Triton: the gradient of an attention bias, summed over what the bias is broadcast over."""
+"""Triton: the gradient of an attention bias, summed over broadcast axes."""
 
 import triton
 import triton.language as tl
@@ -47,8 +47,8 @@ def attention_backward_bias_kernel(
     scale, left, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one tile of dbias and one of `splits` shares of the tiles of dS that are summed into it: those
-    of the batches, heads and query blocks over which the bias is broadcast."""
+    """One program owns one tile of dbias and one of `splits` parts of its sum of dS over the batches, heads and query
+    blocks on which the bias is broadcast."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     row_blocks = tl.cdiv(query_length, BLOCK_M)

@@ -1,4 +1,4 @@
-"""Triton: dk and dv of attention for any lengths, and what the short path and the bias gradient share of it."""
+"""Triton: dk and dv of attention for any lengths, and functions shared with the short path and the bias gradient."""
 
 from typing import Any, NamedTuple
 
@@ -44,19 +44,19 @@ class Keys(NamedTuple):
 
     k: Any  # [N, D]
     v: Any  # [N, D]
-    real: Any  # [N], which are not padding, or None
+    real: Any  # [N], False for padding, or None
     first_key: Any
 
 
 class KeyGradient(NamedTuple):
-    """What the key kernels sum over the queries."""
+    """Gradients that key kernels accumulate over queries."""
 
     dk: Any  # [N, D]
     dv: Any  # [N, D]
 
 
 class QuerySource(NamedTuple):
-    """Where a head's tiles of queries are read from."""
+    """The query-side inputs of one head."""
 
     q: Any
     dout: Any
@@ -78,7 +78,7 @@ def load_queries(source, first_row, mask, ROWS: tl.constexpr, BOUNDED: tl.conste
 
 @triton.jit
 def operands(queries):
-    """The same queries as operands of matrix products."""
+    """The queries as operands of matrix products."""
     q, dout = dot_operand(queries.q, queries.q.dtype), dot_operand(queries.dout, queries.dout.dtype)
     return Queries(q, dout, queries.base, queries.log_sum, queries.delta, queries.first_row)
 
@@ -89,13 +89,13 @@ def key_gradient_block(
     MASKED: tl.constexpr, WHOLE_ROWS: tl.constexpr, SCORES_ONLY: tl.constexpr, DTYPE: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Add what one block of queries gives to dk and dv of a key tile, unless SCORES_ONLY; also returns dS, [N, M],
-    and delta; dS of the scores before they are capped, with SCORES_ONLY of those to which the bias is added.
-    Everything stands transposed, keys first, so that weights and dS go from one matrix product into the next as they
-    are.
+    """Accumulate the contribution of one query block to dk and dv of a key tile, unless SCORES_ONLY.
 
-    With WHOLE_ROWS the tile holds all keys, and `delta` comes as -dlse: the mean of dP under the weights is added here,
-    which needs no `out`, and the weights are normalised again, which takes out the rounding of scores."""
+    Also returns delta and dS [N, M]: with respect to scores before the softcap, with SCORES_ONLY after it. Tiles are
+    transposed, keys first, so that weights and dS are left operands of the next product without a conversion.
+
+    With WHOLE_ROWS the tile contains all keys and `delta` is -dlse on entry: the mean of dP under the weights is added,
+    which needs no `out`, and the weights are normalised again to remove the rounding of scores."""
     tile_rows = tl.arange(0, queries.q.shape[0])[None, :]
     tile_columns = tl.arange(0, keys.k.shape[0])[:, None]
     rows, columns = queries.first_row + tile_rows, keys.first_key + tile_columns
@@ -129,7 +129,7 @@ def key_gradient_block(
         dweights = tl.where(keep, dweights * dropout_scale(dropout), 0.0)
     if WHOLE_ROWS:
         mean = tl.sum(weights * dweights, 0)
-        if OPTIONS.NATURAL:  # the rounding of this sum, which all keys of a query would share
+        if OPTIONS.NATURAL:  # correct the rounding of this sum, an error common to all keys of a query
             mean += tl.sum(weights * (dweights - mean[None, :]), 0)
         delta += mean
     dscores = weights * (dweights - delta[None, :])
@@ -143,13 +143,13 @@ def key_gradient_block(
 
 
 @triton.jit
-def walk_queries(
+def accumulate_queries(
     gradient, keys, source, first_row, mask, bias, dropout, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """Load the block of queries at `first_row` and add what it gives to dk and dv."""
+    """Load the query block at `first_row` and accumulate its contribution to dk and dv."""
     BLOCK_M: tl.constexpr = OPTIONS.MASKED if MASKED else OPTIONS.BLOCK_M
     queries = load_queries(source, first_row, mask, BLOCK_M, MASKED, OPTIONS)
-    if MASKED and mask.sequences is not None:  # what is not finite stays among the keys of its sequence
+    if MASKED and mask.sequences is not None:  # non-finite values reach only keys of their own sequence
         rows = (first_row + tl.arange(0, BLOCK_M))[None, :]
         columns = (keys.first_key + tl.arange(0, OPTIONS.BLOCK_N))[:, None]
         q, q_trace = finite_rows(queries.q)
@@ -187,8 +187,8 @@ def attention_backward_key_kernel(
     scale, left, right, threshold, section,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_N keys of one key head and walks over the queries that see them, of every query head of
-    the group. A key that is padding or does not exist touches only its own row, which is not kept."""
+    """One program owns BLOCK_N keys of one key head and loops over the queries that see them, in every query head of
+    the group. Rows of padding and out-of-range keys are not stored."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     score_scale = scale * score_unit(OPTIONS.NATURAL)
@@ -201,7 +201,7 @@ def attention_backward_key_kernel(
     read = key_length
     if padding_pointer is not None:
         real = load_padding(mask, first_key + tl.arange(0, BLOCK_N))
-        read = tl.where(tl.max(real.to(tl.int32), 0) > 0, key_length, 0)  # all padding: not even the keys are read
+        read = tl.where(tl.max(real.to(tl.int32), 0) > 0, key_length, 0)  # all padding: keys are not read
     k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, read, OPTIONS)
     v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, read, OPTIONS)
     angles = Angles(cos_pointer, sin_pointer, first_token(batch, key_length, OPTIONS))
@@ -212,7 +212,7 @@ def attention_backward_key_kernel(
     gradient = KeyGradient(zeros, zeros)
     span = query_blocks(first_key, mask, OPTIONS)
     masked_rows, full_end = masked_length(span), span.full_end
-    if padding_pointer is not None:  # all padding: nothing to walk over
+    if padding_pointer is not None:  # all padding: no queries
         masked_rows = tl.where(read == 0, 0, masked_rows)
         full_end = tl.where(read == 0, span.full_start, full_end)
     for member in range(OPTIONS.GROUP):
@@ -229,10 +229,10 @@ def attention_backward_key_kernel(
         bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
         dropout = Dropout(seed, query_batch_head, threshold)
         for row in range(span.full_start, full_end, OPTIONS.BLOCK_M):
-            gradient = walk_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, False, OPTIONS)
+            gradient = accumulate_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, False, OPTIONS)
         for offset in tl.range(0, masked_rows, OPTIONS.MASKED, num_stages=1):
             row = masked_position(span, offset)
-            gradient = walk_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, True, OPTIONS)
+            gradient = accumulate_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, True, OPTIONS)
     dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed, 0, threshold))
     if padding_pointer is not None:
         dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)

@@ -1,4 +1,4 @@
-"""Triton: attention of a few queries to many keys. Programs share out the keys, and the parts are put together."""
+"""Triton: attention of few queries to many keys, with keys split among programs and the splits combined."""
 
 import triton
 import triton.language as tl
@@ -56,7 +56,7 @@ def attention_decode_kernel(
     scale, left, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns all queries of the group of one key head, and `split_keys` of its keys."""
+    """One program owns all queries of one key head's group and `split_keys` of its keys."""
     NATURAL: tl.constexpr = OPTIONS.NATURAL
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
@@ -86,7 +86,7 @@ def attention_decode_kernel(
     start = tl.maximum(start // BLOCK_N * BLOCK_N, split * split_keys)
     end = tl.minimum(end, (split + 1) * split_keys)
     if padding_pointer is not None:
-        first_real, end_real, _ = scan_keys(mask, start, end, SCANNED)  # a part has few keys
+        first_real, end_real, _ = scan_keys(mask, start, end, SCANNED)  # a split has few keys
         start, end = tl.maximum(start, first_real // BLOCK_N * BLOCK_N), tl.minimum(end, end_real)
     for first_key in range(start, end, BLOCK_N):
         keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
@@ -142,7 +142,7 @@ def attention_combine_kernel(
     query_heads, query_length, splits, keep_scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one query of one head and joins its parts, always in the same order."""
+    """One program owns one query of one head and combines its splits in order."""
     NATURAL: tl.constexpr = out_pointer.dtype.element_ty == tl.float32
     index = tl.cast(tl.program_id(0), tl.int64)
     rows = tl.cast(tl.num_programs(0), tl.int64)

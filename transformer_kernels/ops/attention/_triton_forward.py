@@ -1,4 +1,4 @@
-"""Triton: attention forward for any lengths. Derivation and passes over memory: README.md."""
+"""Triton: attention forward for any lengths. See README.md for the derivation."""
 
 from typing import Any, NamedTuple
 
@@ -39,11 +39,11 @@ from transformer_kernels.ops.attention._triton_tile import (
 
 SIZES = ["query_heads", "query_length", "key_length", "left", "right", "threshold", "section"]
 STRIDES = [f"{tensor}_{axis}" for tensor in ("q", "k", "v", "bias") for axis in ("batch", "head", "row")]
-"""A new length, stride or head count compiles nothing anew; what alignment matters is in ALIGNMENT."""
+"""Not specialised: a new length, stride or head count needs no compilation. ALIGNMENT carries the alignment."""
 
 
 class Softmax(NamedTuple):
-    """The running softmax of a query tile: weights exp(score - row_max) times v, and their sum."""
+    """The running softmax of a query tile: sum(exp(score - row_max) * v) and sum(exp(score - row_max))."""
 
     total: Any  # [M, D]
     row_max: Any  # [M]
@@ -52,15 +52,14 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def positive(scale):
-    """The scale without its sign: a maximum, and the -inf of a hidden key, survive only a positive factor. 0 becomes
-    the least that still is one, which weighs all keys alike."""
+    """|scale|, at least the smallest normal number: a maximum and -inf are preserved only by a positive factor."""
     return tl.maximum(tl.abs(scale), 1e-37)
 
 
 @triton.jit
 def weigh(scores, scale, softmax, SAFE: tl.constexpr, NATURAL: tl.constexpr):
-    """One step of the online softmax: weights exp(scale * scores - max), and the softmax so far, on the new maximum.
-    SAFE where a row may have seen no key yet, so that its maximum is -inf."""
+    """One step of the online softmax: weights exp(scale * scores - max), and the running softmax rescaled to the new
+    maximum. SAFE: the maximum of a row may still be -inf."""
     row_max = tl.maximum(softmax.row_max, tl.max(scores, 1) * scale)
     origin = tl.where(row_max == float("-inf"), 0.0, row_max) if SAFE else row_max
     weights = exponential(scores * scale - origin[:, None], NATURAL)  # [M, N], one fused multiply-add and one exp2 each
@@ -71,8 +70,8 @@ def weigh(scores, scale, softmax, SAFE: tl.constexpr, NATURAL: tl.constexpr):
 
 @triton.jit
 def finish_rows(softmax, scale, NATURAL: tl.constexpr):
-    """Normalised output, times the scale of dropout, natural log-sum-exp, and its two parts in the unit of scores: the
-    largest score and the log of the sum. A row that saw no key gets 0, -inf, -inf and 0."""
+    """Normalised output times the dropout scale, natural log-sum-exp, maximum, and log of the sum, the last two in the
+    unit of scores. A fully masked row gives 0, -inf, -inf and 0."""
     empty = softmax.row_sum == 0.0
     divisor = tl.where(empty, 1.0, softmax.row_sum)
     log_sum = tl.log2(divisor)
@@ -85,7 +84,7 @@ def finish_rows(softmax, scale, NATURAL: tl.constexpr):
 
 @triton.jit
 def store_row_results(lse_pointer, statistics_pointer, lse, row_max, log_sum, batch_head, rows, query_length, exists):
-    """Write what `finish_rows` found for `rows` of one head, or of a head for each row."""
+    """Store the statistics of `rows`; `batch_head` is a scalar or one value per row."""
     head_offset = tl.cast(batch_head, tl.int64) * query_length
     tl.store(lse_pointer + head_offset + rows, lse, mask=exists)
     tl.store(statistics_pointer + 2 * head_offset + rows, row_max, mask=exists)
@@ -97,7 +96,7 @@ def attend_block(
     softmax, q, first_row, start, k, v, mask, bias, dropout, angles, scale,
     MASKED: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Add the block of keys at `start` to the running softmax of a query tile."""
+    """Accumulate the key block at `start` into the running softmax of a query tile."""
     NATURAL: tl.constexpr = OPTIONS.NATURAL
     BLOCK_N: tl.constexpr = OPTIONS.MASKED if MASKED else OPTIONS.BLOCK_N
     start = tl.multiple_of(start, BLOCK_N)
@@ -112,7 +111,7 @@ def attend_block(
             real = load_padding(mask, columns)
             visible = visible & real
             v_tile = without_padding(v_tile, real)
-        if mask.sequences is not None:  # what is not finite stays among the queries of its sequence
+        if mask.sequences is not None:  # non-finite values reach only queries of their own sequence
             visible = visible & within_sequence(mask, rows, columns)
             v_tile, trace = finite_rows(v_tile)
             total += tl.sum(tl.where(visible, trace[None, :], 0.0), 1)[:, None]
@@ -156,7 +155,7 @@ def attention_forward_kernel(
     scale, left, right, threshold, section,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_M queries of one head and walks over the keys they see."""
+    """One program owns BLOCK_M queries of one head and loops over their visible keys."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     batch, head, first_row = query_tile_of_program(query_heads, query_length, section, OPTIONS)

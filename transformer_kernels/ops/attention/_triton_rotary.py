@@ -1,8 +1,7 @@
-"""Triton: rows of queries and keys that are rotated as they are loaded, and gradients rotated back.
+"""Triton: rotation of queries and keys during loading, and of their gradients during storing.
 
-Scores are products over all columns, so their order does not matter where queries and keys share it: here the two
-columns of a pair stand side by side, in both conventions. A thread that holds several columns of a row then holds whole
-pairs, and rotates them without a shuffle; so does one that holds a part of dq or dk, which come out in that order.
+Scores do not depend on the order of columns if queries and keys share it. Both conventions are therefore loaded with
+the two columns of a pair adjacent: a thread owns whole pairs and rotates them without a shuffle.
 """
 
 from typing import Any, NamedTuple
@@ -15,22 +14,22 @@ from transformer_kernels.ops.attention._triton_tile import load_columns, load_ro
 
 
 class Angles(NamedTuple):
-    """The rotary positions of one batch's tokens."""
+    """The angles of one sequence of the batch."""
 
     cos: Any  # pointer to (1 or B, L, OPTIONS.PAIRS), or None
     sin: Any
-    token: Any  # the row of its first token
+    token: Any  # row of the first token
 
 
 @triton.jit
 def first_token(batch, length, OPTIONS: tl.constexpr):
-    """The row of a batch's first token in the tables of angles, which all batches may share."""
+    """The row of a sequence's first token in the tables of angles."""
     return tl.cast(batch if OPTIONS.OWN_ANGLES else 0, tl.int64) * length
 
 
 @triton.jit
 def first_columns(OPTIONS: tl.constexpr):
-    """Of pairs in halves, the first columns [1, BLOCK_D / 2]: those that are rotated, then halves of the others."""
+    """First column of each pair [1, BLOCK_D / 2], rotated pairs first, if pairs are (i, i + PAIRS)."""
     pair = tl.arange(0, OPTIONS.BLOCK_D // 2)[None, :]
     if OPTIONS.PAIRS < OPTIONS.BLOCK_D // 2:
         pair = in_vectors(tl.where(pair < OPTIONS.PAIRS, pair, pair + OPTIONS.PAIRS), OPTIONS)
@@ -39,7 +38,7 @@ def first_columns(OPTIONS: tl.constexpr):
 
 @triton.jit
 def second_columns(OPTIONS: tl.constexpr):
-    """Their second columns."""
+    """Second column of each pair."""
     pair = tl.arange(0, OPTIONS.BLOCK_D // 2)[None, :]
     column = pair + OPTIONS.BLOCK_D // 2
     if OPTIONS.PAIRS < OPTIONS.BLOCK_D // 2:
@@ -49,7 +48,7 @@ def second_columns(OPTIONS: tl.constexpr):
 
 @triton.jit
 def in_vectors(columns, OPTIONS: tl.constexpr):
-    """`columns`, of which the compiler is told that eight at a time lie in memory where they do."""
+    """`columns`, annotated as contiguous in groups of eight where they are."""
     if OPTIONS.PAIRS % 8 == 0:
         columns = tl.max_contiguous(tl.multiple_of(columns, (1, 8)), (1, 8))
     return columns
@@ -57,7 +56,7 @@ def in_vectors(columns, OPTIONS: tl.constexpr):
 
 @triton.jit
 def load_angles(table, angles, start, length, ROWS: tl.constexpr, BOUNDED: tl.constexpr, other, OPTIONS: tl.constexpr):
-    """cos or sin of the tokens [start, start + ROWS), `other` for pairs that are not rotated: [ROWS, BLOCK_D / 2]."""
+    """cos or sin of tokens [start, start + ROWS), `other` for pairs without rotation: [ROWS, BLOCK_D / 2]."""
     rows = tl.arange(0, ROWS)[:, None]
     pairs = tl.arange(0, OPTIONS.BLOCK_D // 2)[None, :]
     pointers = table + (angles.token + start) * OPTIONS.PAIRS + rows * OPTIONS.PAIRS + pairs
@@ -72,7 +71,7 @@ def load_angles(table, angles, start, length, ROWS: tl.constexpr, BOUNDED: tl.co
 
 @triton.jit
 def load_rotated(source, angles, start, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
-    """Rows of queries or keys as `load_rows` has them; with angles they are rotated, and pairs stand side by side."""
+    """`load_rows` of queries or keys; with angles the rows are rotated and pairs are adjacent."""
     if angles.cos is None:
         tile = load_rows(source, start, ROWS, BOUNDED, OPTIONS)
     else:
@@ -93,9 +92,9 @@ def load_rotated(source, angles, start, ROWS: tl.constexpr, BOUNDED: tl.constexp
 
 @triton.jit
 def store_unrotated(target, tile, angles, start, OPTIONS: tl.constexpr):
-    """Write the gradient `tile` of rows that `load_rotated` rotated, in fp32 [ROWS, BLOCK_D], as `store_rows` does.
+    """`store_rows` for the gradient `tile`, fp32 [ROWS, BLOCK_D], of rows loaded by `load_rotated`.
 
-    It is rounded before it is rotated too, as by `rotary` on the gradient that attention returns.
+    Rounded before and after the rotation, as by `rotary` on the gradient of attention.
     """
     if angles.cos is None:
         store_rows(target, tile, start, OPTIONS)

@@ -1,8 +1,7 @@
-"""Triton attention: packed sequences. One small kernel finds the sequence of every token; the others look it up.
+"""Triton attention: packed sequences. One small kernel writes start and end (2, T) of each token's sequence.
 
-What it finds are starts and ends (2, T): the first token of each token's sequence, and one past the last. They rise
-with the tokens, so the first and the last token of a tile tell what any and what all of them see, and nothing is read
-on the host. A token behind the last sequence has a sequence without tokens.
+Both are monotonic, so the first and last token of a tile bound the ranges of all its tokens, and nothing is read on the
+host. A token after the last sequence has an empty range.
 """
 
 import triton
@@ -18,7 +17,7 @@ def attention_sequences_kernel(
 ):  # fmt: skip
     """One program owns BLOCK tokens and finds the sequence of each by bisection; `steps` halvings leave one entry."""
     positions = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    low = tl.zeros([BLOCK], tl.int32)  # the entry here is not beyond the token, that at `high` is
+    low = tl.zeros([BLOCK], tl.int32)  # cu_seqlens[low] <= token < cu_seqlens[high]
     high = low + entries
     for _ in range(steps):
         middle = (low + high) // 2

@@ -1,7 +1,7 @@
-"""Triton: attention where all keys of a head fit into one tile, the shape of small BERTs and GPTs.
+"""Triton: attention where all keys of a head fit into one tile.
 
-Forward needs no online softmax. Backward is one pass: the program that holds a head's keys sees every query, so dq, dk
-and dv come out of the same weights, computed once.
+Forward needs no online softmax. Backward is one pass: the program that owns a head's keys processes every query, so dq,
+dk and dv use the same weights.
 """
 
 import triton
@@ -122,7 +122,7 @@ def attention_short_backward_kernel(
     scale, left, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program, of (B, Hk), owns one key head: all its keys stay here while the queries of its group pass by."""
+    """One program of (B, Hk) owns all keys of one key head and loops over the queries of its group."""
     NATURAL: tl.constexpr = OPTIONS.NATURAL
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D

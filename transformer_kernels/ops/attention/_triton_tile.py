@@ -1,12 +1,12 @@
-"""What every Triton attention kernel does with one tile of queries by keys: load it, see what is visible, weigh it.
+"""Device functions of all Triton attention kernels on one tile of queries by keys: loads, visibility, weights.
 
-Scores live in base 2: x = log2(e) * (scale * q.k + bias), so that softmax is exp2(x - max x) with one fused
-multiply-add for each score. NATURAL (fp32 operands) leaves log2(e) to the last step, after the maximum or lse has been
-taken off: a multiplication more and a rounding of large numbers less. Positions are bottom-right aligned: query i
-stands at key position i + Lk - Lq ("shift").
+Scores are in base 2: x = log2(e) * (scale * q.k + bias), so softmax is exp2(x - max x) with one fused multiply-add per
+score. NATURAL (fp32 operands) multiplies by log2(e) after the maximum or lse is subtracted: one more multiplication,
+one rounding of large numbers fewer. Positions are bottom-right aligned: query i is at key position i + Lk - Lq
+("shift").
 
-Kernels take flat arguments, because numbers within a tuple would be specialised; the functions here take the tuples
-that a kernel makes of them. (A tuple that a function returns holds no None and no compile-time value.)
+Kernels take flat arguments, because scalars in a tuple would be specialised, and pack them into the tuples used here.
+A returned tuple must not contain None or compile-time values.
 """
 
 from typing import Any, NamedTuple
@@ -17,38 +17,38 @@ import triton.language as tl
 from transformer_kernels.backends.triton_language import LOG2_E, from_fp32, keep_by_column, tanh, to_fp32
 
 SCORE_FLOOR = tl.constexpr(-3.4028234e38)
-"""Biased scores stop here, so that a row biased by finfo.min everywhere stays finite in base 2 too."""
+"""Lower bound of biased scores: a row biased by finfo.min everywhere remains finite in base 2."""
 
 
 DROPOUT_LEVELS = tl.constexpr(1 << 16)
-"""A weight is kept where its random number of as many bits reaches the threshold."""
+"""A weight is kept where its 16-bit random number is at least the threshold."""
 
 
 SCANNED = tl.constexpr(1024)
-"""Keys whose padding a program reads at a time."""
+"""Keys of a padding mask that a program reads per step."""
 
 
 class Options(NamedTuple):
-    """All that a kernel is compiled for, in one compile-time argument. What a pointer that is None says is not here."""
+    """Compile-time options of a kernel. Options that are implied by a pointer that is None are not repeated here."""
 
     GROUP: int  # query heads that share a key head
     HEAD_DIM: int
-    BLOCK_D: int  # the head dimension as a power of two
-    BLOCK_M: int  # queries of a tile
-    BLOCK_N: int  # keys of a tile
-    MASKED: int  # keys, or queries, of a block in the loop that masks
+    BLOCK_D: int  # the head dimension padded to a power of two
+    BLOCK_M: int  # queries per tile
+    BLOCK_N: int  # keys per tile
+    MASKED: int  # step of the masked loop, in keys or queries
     CAUSAL: bool
     WINDOW: bool
-    BIAS: str  # what varies within a head: "full", "row" (one row for all queries), "column" or "scalar"; or "slope"
+    BIAS: str  # shape within a head: "full", "row" (one row for all queries), "column", "scalar"; or "slope" (ALiBi)
     BIAS_ALIGNMENT: int
-    ALIGNMENT: int  # elements that every stride is a multiple of; 0 if offsets within a tile overflow 32 bits
-    SOFTCAP: float  # what scores approach at most, 0 without a cap
-    PAIRS: int  # of columns that are rotated by rotary positions; 0 if none are
-    INTERLEAVED: bool  # a pair is two neighbours, else a column of either half of what is rotated
-    OWN_ANGLES: bool  # each batch has rotary positions of its own
+    ALIGNMENT: int  # a divisor of all strides, in elements; 0 if offsets within a tile overflow 32 bits
+    SOFTCAP: float  # 0: none
+    PAIRS: int  # number of rotated pairs of columns; 0: no rotation
+    INTERLEAVED: bool  # pairs are (2 i, 2 i + 1), else (i, i + PAIRS)
+    OWN_ANGLES: bool  # angles differ between sequences of the batch
     NEGATE: bool  # the scale is negative
     NATURAL: bool
-    PRECISION: str  # of products of fp32
+    PRECISION: str  # of fp32 products
 
 
 class Rows(NamedTuple):
@@ -60,15 +60,15 @@ class Rows(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What hides keys from queries, besides causality."""
+    """Padding, packed sequences, lengths and window of one sequence of the batch."""
 
     padding: Any  # pointer to (B, Lk), or None
     batch: Any
     sequences: Any  # pointer to (2, Lk), or None
     query_length: Any
     key_length: Any
-    left: Any  # keys before a query's own position that it sees
-    right: Any  # keys after it
+    left: Any  # visible keys before the query's position
+    right: Any  # visible keys after it
 
 
 class Bias(NamedTuple):
@@ -76,19 +76,19 @@ class Bias(NamedTuple):
 
     pointer: Any  # or None
     offset: Any  # to the head
-    stride: Any  # from query to query
+    stride: Any  # between queries
 
 
 class Dropout(NamedTuple):
     """The dropout of one head."""
 
     seed: Any  # or None
-    head: Any  # its number within the whole batch
+    head: Any  # index in (B, Hq)
     threshold: Any
 
 
 class Span(NamedTuple):
-    """Positions that a tile walks over: [full_start, full_end) without a mask, the rest of [start, end) with one."""
+    """Positions that a tile visits: [full_start, full_end) without a mask, the remainder of [start, end) masked."""
 
     start: Any
     full_start: Any
@@ -98,7 +98,7 @@ class Span(NamedTuple):
 
 @triton.jit
 def tile_of_program(blocks, section):
-    """This program's (block, head): heads in sections whose keys fit the L2 cache, blocks in order within a section."""
+    """(block, head) of this program: heads in sections whose keys fit the L2 cache, blocks in order in a section."""
     program = tl.program_id(0)
     heads = tl.num_programs(0) // blocks
     first_head = program // (blocks * section) * section
@@ -109,8 +109,7 @@ def tile_of_program(blocks, section):
 
 @triton.jit
 def query_tile_of_program(query_heads, query_length, section, OPTIONS: tl.constexpr):
-    """This program's (batch, head, first row); of a causal pass the longest tiles first, so that short ones fill the
-    end."""
+    """(batch, head, first row) of this program; causal tiles run longest first, so that short tiles fill the tail."""
     blocks = tl.cdiv(query_length, OPTIONS.BLOCK_M)
     block, batch_head = tile_of_program(blocks, section)
     if OPTIONS.CAUSAL:
@@ -120,7 +119,7 @@ def query_tile_of_program(query_heads, query_length, section, OPTIONS: tl.conste
 
 @triton.jit
 def wide(stride, ALIGNMENT: tl.constexpr):
-    """`stride` as int64, of which the compiler is told that it is a multiple of ALIGNMENT elements."""
+    """`stride` as int64, annotated as a multiple of ALIGNMENT."""
     stride = tl.cast(stride, tl.int64)
     if ALIGNMENT > 1:
         stride = tl.multiple_of(stride, ALIGNMENT)
@@ -129,7 +128,7 @@ def wide(stride, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def head_offset(batch, head, batch_stride, head_stride, ALIGNMENT: tl.constexpr):
-    """Where a head begins, in elements."""
+    """Offset of a head, in elements."""
     return batch * wide(batch_stride, ALIGNMENT) + head * wide(head_stride, ALIGNMENT)
 
 
@@ -151,8 +150,7 @@ def output_rows(pointer, batch, head, heads, length, OPTIONS: tl.constexpr):
 
 @triton.jit
 def row_offsets(rows, stride, ALIGNMENT: tl.constexpr):
-    """Offsets of the rows of a tile from its first row, in 32 bits, which saves registers; ALIGNMENT 0 stands for a
-    stride so large that a tile needs 64."""
+    """Offsets of a tile's rows from its first row, in 32 bits to save registers, in 64 if ALIGNMENT is 0."""
     if ALIGNMENT == 0:
         offsets = tl.cast(rows, tl.int64) * stride
     elif ALIGNMENT == 1:
@@ -164,13 +162,13 @@ def row_offsets(rows, stride, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def load_rows(source, start, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
-    """Rows [start, start + ROWS) of one head, zeros beyond its length and HEAD_DIM. Without BOUNDED all rows exist."""
+    """Rows [start, start + ROWS) of one head, zeros beyond length and HEAD_DIM. Not BOUNDED: all rows are in range."""
     return load_columns(source, start, tl.arange(0, OPTIONS.BLOCK_D)[None, :], ROWS, BOUNDED, OPTIONS)
 
 
 @triton.jit
 def load_columns(source, start, columns, ROWS: tl.constexpr, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
-    """`columns` [1, C] of such rows."""
+    """`load_rows` restricted to `columns` [1, C]."""
     rows = tl.arange(0, ROWS)[:, None]
     pointers = source.pointer + tl.cast(start, tl.int64) * source.stride
     pointers += row_offsets(rows, source.stride, OPTIONS.ALIGNMENT) + columns
@@ -185,13 +183,13 @@ def load_columns(source, start, columns, ROWS: tl.constexpr, BOUNDED: tl.constex
 
 @triton.jit
 def store_rows(target, tile, start, OPTIONS: tl.constexpr):
-    """Write `tile`, in fp32 [ROWS, BLOCK_D], to rows from `start` on of one head."""
+    """Store `tile`, fp32 [ROWS, BLOCK_D], to rows of one head starting at `start`."""
     store_columns(target, tile, start, tl.arange(0, OPTIONS.BLOCK_D)[None, :], OPTIONS)
 
 
 @triton.jit
 def store_columns(target, tile, start, columns, OPTIONS: tl.constexpr):
-    """Write `tile`, in fp32 [ROWS, C], to `columns` [1, C] of those rows."""
+    """`store_rows` restricted to `columns` [1, C]; `tile` is fp32 [ROWS, C]."""
     rows = tl.arange(0, tile.shape[0])[:, None]
     pointers = target.pointer + tl.cast(start, tl.int64) * target.stride
     pointers += row_offsets(rows, target.stride, OPTIONS.ALIGNMENT) + columns
@@ -201,7 +199,7 @@ def store_columns(target, tile, start, columns, OPTIONS: tl.constexpr):
 
 @triton.jit
 def visible_pairs(rows, columns, mask, OPTIONS: tl.constexpr):
-    """Which queries see which keys by position; `rows` and `columns` broadcast, so either may be the first axis."""
+    """Visibility by position; `rows` (queries) and `columns` (keys) broadcast in either order."""
     positions = rows + (mask.key_length - mask.query_length)
     if OPTIONS.CAUSAL:
         visible = columns < tl.minimum(positions + 1, mask.key_length)
@@ -216,20 +214,20 @@ def visible_pairs(rows, columns, mask, OPTIONS: tl.constexpr):
 
 @triton.jit
 def load_padding(mask, keys):
-    """Which of `keys` are real ones."""
+    """Whether each of `keys` is a real token, not padding."""
     padding = mask.padding + tl.cast(mask.batch, tl.int64) * mask.key_length
     return tl.load(padding + keys, mask=keys < mask.key_length, other=0) != 0
 
 
 @triton.jit
 def without_padding(tile, real):
-    """`tile`, rows of keys, with zeros for padding: a weight of 0 does not hide NaN."""
+    """`tile`, rows of keys, with padding set to zero: 0 * NaN is NaN."""
     return tl.where(tl.reshape(real, (tile.shape[0], 1)), tile, tl.zeros_like(tile))
 
 
 @triton.jit
 def within_sequence(mask, tokens, others):
-    """Whether `others` belong to the sequences of `tokens`; none does to that of a token that does not exist."""
+    """Whether `others` belong to the sequences of `tokens`; False for tokens out of range."""
     exists = tokens < mask.key_length
     starts = tl.load(mask.sequences + tokens, mask=exists, other=0)
     ends = tl.load(mask.sequences + mask.key_length + tokens, mask=exists, other=0)
@@ -238,8 +236,8 @@ def within_sequence(mask, tokens, others):
 
 @triton.jit
 def sequence_range(mask, first, last):
-    """For tokens first..last: [some_start, some_end), the sequences of any of them, and [all_start, all_end), the
-    sequence of all of them."""
+    """For tokens first..last: the union [some_start, some_end) and the intersection [all_start, all_end) of their
+    sequences."""
     some_start = tl.load(mask.sequences + first)
     some_end = tl.load(mask.sequences + mask.key_length + last)
     all_start = tl.load(mask.sequences + last)
@@ -249,8 +247,8 @@ def sequence_range(mask, first, last):
 
 @triton.jit
 def visible_keys(first_row, last_row, mask, OPTIONS: tl.constexpr):
-    """For queries first_row..last_row: keys [some_start, some_end) that any of them sees, [all_start, all_end) that all
-    of them see."""
+    """For queries first_row..last_row: the union [some_start, some_end) and the intersection [all_start, all_end) of
+    their visible keys."""
     first, last = mask.key_length - mask.query_length + first_row, mask.key_length - mask.query_length + last_row
     some_start = 0
     all_start = 0
@@ -270,9 +268,9 @@ def visible_keys(first_row, last_row, mask, OPTIONS: tl.constexpr):
 
 @triton.jit
 def real_keys(mask, start, end, CHUNK: tl.constexpr):
-    """Of the keys [start, end): the first real one, one past the last one, and whether there is no padding between.
-    More than SCANNED are read CHUNK at a time; fewer do not pay for the instructions."""
-    if CHUNK == SCANNED:  # noqa: SIM114 -- decided when compiled; the other where it runs
+    """Among keys [start, end): the first real key, one past the last, and whether no padding is between them.
+    More than SCANNED keys are read in steps of CHUNK."""
+    if CHUNK == SCANNED:  # noqa: SIM114 -- this condition is compile-time, the next is not
         first_real, end_real, count = scan_keys(mask, start, end, CHUNK)
     elif end - start > SCANNED:
         first_real, end_real, count = scan_keys(mask, start, end, CHUNK)
@@ -283,8 +281,7 @@ def real_keys(mask, start, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def scan_keys(mask, start, end, CHUNK: tl.constexpr):
-    """Of the keys [start, end): the first real one, one past the last one, and how many there are, read CHUNK at a
-    time."""
+    """Among keys [start, end): the first real key, one past the last, and their number, read in steps of CHUNK."""
     columns = tl.arange(0, CHUNK)
     first = tl.zeros([CHUNK], tl.int32) + end
     last = tl.zeros([CHUNK], tl.int32)
@@ -300,14 +297,13 @@ def scan_keys(mask, start, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def any_real(mask, start, BLOCK: tl.constexpr):
-    """Whether any of the keys [start, start + BLOCK) is a real one."""
+    """Whether any of the keys [start, start + BLOCK) is real."""
     return tl.max(load_padding(mask, start + tl.arange(0, BLOCK)).to(tl.int32), 0) > 0
 
 
 @triton.jit
 def key_blocks(first_row, mask, OPTIONS: tl.constexpr):
-    """The keys of a query tile: whole blocks of BLOCK_N without a mask, of MASKED with one; what lies outside is never
-    visited."""
+    """The key span of a query tile, in blocks of BLOCK_N without a mask and MASKED with a mask."""
     last_row = tl.minimum(first_row + OPTIONS.BLOCK_M, mask.query_length) - 1
     start, end, full_start, full_end = visible_keys(first_row, last_row, mask, OPTIONS)
     if mask.sequences is not None:
@@ -315,7 +311,7 @@ def key_blocks(first_row, mask, OPTIONS: tl.constexpr):
         start, end = tl.maximum(start, some_start), tl.minimum(end, some_end)
         full_start, full_end = tl.maximum(full_start, all_start), tl.minimum(full_end, all_end)
     if mask.padding is not None:
-        narrow: tl.constexpr = OPTIONS.BLOCK_D <= 64 and not OPTIONS.NATURAL  # else no registers are left for it
+        narrow: tl.constexpr = OPTIONS.BLOCK_D <= 64 and not OPTIONS.NATURAL  # otherwise it spills
         LONG: tl.constexpr = 4 * SCANNED if narrow else SCANNED
         first_real, end_real, contiguous = real_keys(mask, start, end, LONG)
         start = tl.maximum(start, first_real)
@@ -327,7 +323,7 @@ def key_blocks(first_row, mask, OPTIONS: tl.constexpr):
 
 @triton.jit
 def query_blocks(first_key, mask, OPTIONS: tl.constexpr):
-    """The queries of a key tile, as `key_blocks` has the keys of a query tile."""
+    """The query span of a key tile, the counterpart of `key_blocks`."""
     last_key = tl.minimum(first_key + OPTIONS.BLOCK_N, mask.key_length) - 1
     shift = mask.key_length - mask.query_length
     start = 0
@@ -352,8 +348,7 @@ def query_blocks(first_key, mask, OPTIONS: tl.constexpr):
 
 @triton.jit
 def whole_blocks(start, full_start, full_end, end, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """The same ranges in whole blocks: [start, end), unless it is empty, grows to the left, by blocks of MASKED, and
-    [full_start, full_end) shrinks into it."""
+    """Ranges aligned to blocks: `start` is rounded down to MASKED, [full_start, full_end) inwards to BLOCK."""
     end = tl.where(end > start, end, 0)
     start = start // MASKED * MASKED
     end = tl.maximum(end, start)
@@ -364,32 +359,32 @@ def whole_blocks(start, full_start, full_end, end, BLOCK: tl.constexpr, MASKED: 
 
 @triton.jit
 def masked_length(span):
-    """How many positions the loop that masks walks over, before the full blocks and behind them."""
+    """Number of positions in the masked loop, before and after the full blocks."""
     return span.full_start - span.start + tl.maximum(span.end - span.full_end, 0)
 
 
 @triton.jit
 def masked_position(span, offset):
-    """The position of that loop's block at `offset`."""
+    """Position of the block at `offset` of the masked loop."""
     before = span.full_start - span.start
     return tl.where(offset < before, span.start + offset, span.full_end + offset - before)
 
 
 @triton.jit
 def score_unit(NATURAL: tl.constexpr):
-    """What one unit of a natural score counts in the kernel."""
+    """Factor from natural scores to the kernel's unit."""
     return 1.0 if NATURAL else LOG2_E
 
 
 @triton.jit
 def exponential(scores, NATURAL: tl.constexpr):
-    """exp of scores in their unit."""
+    """exp of scores in the kernel's unit."""
     return tl.exp2(scores * LOG2_E) if NATURAL else tl.exp2(scores)
 
 
 @triton.jit
 def capped(scores, OPTIONS: tl.constexpr):
-    """softcap * tanh(scores / softcap) of scores to which nothing is added yet; the scores themselves without a cap."""
+    """softcap * tanh(scores / softcap), before the bias; unchanged without a softcap."""
     if OPTIONS.SOFTCAP > 0.0:
         limit = OPTIONS.SOFTCAP * score_unit(OPTIONS.NATURAL)
         scores = limit * tanh(scores / limit, OPTIONS.NATURAL)
@@ -398,15 +393,15 @@ def capped(scores, OPTIONS: tl.constexpr):
 
 @triton.jit
 def cap_slope(scores, OPTIONS: tl.constexpr):
-    """The derivative of `capped`, from the scores that it returned: 1 - tanh^2."""
+    """The derivative of `capped` computed from its result: 1 - tanh^2."""
     ratio = scores / (OPTIONS.SOFTCAP * score_unit(OPTIONS.NATURAL))
     return 1.0 - ratio * ratio
 
 
 @triton.jit
 def load_bias(bias, first_row, start, rows, columns, mask, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
-    """The additive bias of the tile at (first_row, start), of which `rows` and `columns` count the queries
-    and keys along either axis. Without BOUNDED all keys of the tile exist."""
+    """The additive bias of the tile at (first_row, start); `rows` and `columns` are offsets within the tile, in either
+    order of axes. Not BOUNDED: all keys are in range."""
     BIAS: tl.constexpr = OPTIONS.BIAS
     ALIGNMENT: tl.constexpr = OPTIONS.BIAS_ALIGNMENT
     pointer = bias.pointer + bias.offset
@@ -434,22 +429,21 @@ def load_bias(bias, first_row, start, rows, columns, mask, BOUNDED: tl.constexpr
 
 @triton.jit
 def biased(scores, bias, NATURAL: tl.constexpr):
-    """Scores plus a natural bias, no lower than SCORE_FLOOR unless the bias is -inf, which hides the key."""
+    """Scores plus a natural bias, at least SCORE_FLOOR; -inf where the bias is -inf."""
     total = tl.maximum(scores + bias * score_unit(NATURAL), SCORE_FLOOR)
     return tl.where(bias == float("-inf"), float("-inf"), total)
 
 
 @triton.jit
 def load_statistic(pointer, rows, query_length, other, BOUNDED: tl.constexpr):
-    """One number for each of `rows`, `other` beyond the last query; without BOUNDED all rows exist."""
+    """One value per row, `other` beyond the last query. Not BOUNDED: all rows are in range."""
     return tl.load(pointer + rows, mask=rows < query_length, other=other) if BOUNDED else tl.load(pointer + rows)
 
 
 @triton.jit
 def load_base(statistics, rows, query_length, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
-    """The largest score and the log of the sum of `rows`, in the unit of scores: what `weights_of` takes off. Their sum
-    and 0 for 16 bits without a bias, whose large scores are rounded by more. +inf, which makes every weight 0, where
-    there is no row or no key."""
+    """The maximum and the log of the sum of `rows`, in the unit of scores, subtracted by `weights_of`. For 16 bits
+    without a bias: their sum, and 0. +inf, which gives weights of 0, for rows out of range or fully masked."""
     base = load_statistic(statistics, rows, query_length, float("-inf"), BOUNDED)
     log_sum = load_statistic(statistics + query_length, rows, query_length, 0.0, BOUNDED)
     base = tl.where(base == float("-inf"), float("inf"), base)
@@ -461,8 +455,7 @@ def load_base(statistics, rows, query_length, BOUNDED: tl.constexpr, OPTIONS: tl
 
 @triton.jit
 def weights_of(scores, base, log_sum, OPTIONS: tl.constexpr):
-    """exp(score - largest - log of the sum), one after the other: the sum of the last two loses the log where scores
-    are large."""
+    """exp((score - maximum) - log of the sum): the sum of the last two would lose the log for large scores."""
     differences = scores - base
     if OPTIONS.NATURAL or OPTIONS.BIAS != "":
         differences -= log_sum
@@ -471,14 +464,14 @@ def weights_of(scores, base, log_sum, OPTIONS: tl.constexpr):
 
 @triton.jit
 def keep_tile(dropout, start, rows, BLOCK_N: tl.constexpr):
-    """Which probabilities of `rows` [M, 1] by keys [start, start + BLOCK_N) dropout keeps: int1 [M, BLOCK_N]."""
+    """The dropout mask of `rows` [M, 1] by keys [start, start + BLOCK_N), True where kept: int1 [M, BLOCK_N]."""
     groups = start // 8 + tl.arange(0, BLOCK_N // 8)[None, :]
     return keep_by_column(dropout.seed, groups, rows, dropout.head, dropout.threshold)
 
 
 @triton.jit
 def dropout_scale(dropout):
-    """What the kept weights are multiplied by: 1 / (1 - p), 0 where all are dropped."""
+    """The factor of kept weights: 1 / (1 - p), 0 if p = 1."""
     kept = DROPOUT_LEVELS - dropout.threshold
     scale = 1.0
     if dropout.seed is not None:
@@ -488,7 +481,7 @@ def dropout_scale(dropout):
 
 @triton.jit
 def finite_rows(tile):
-    """`tile` with zeros for inf and NaN, and for each row 0, or NaN where it held one."""
+    """`tile` with inf and NaN set to zero, and for each row 0, or NaN if the row was not finite."""
     values = to_fp32(tile)
     trace = values * 0.0
     return tl.where(trace == 0.0, tile, tl.zeros_like(tile)), tl.sum(trace, 1)

@@ -1,4 +1,4 @@
-"""Sums of the rows of a gradient that belong to one row of a table, in PyTorch's own deterministic kernels."""
+"""Gradients of embedding tables, with PyTorch's deterministic kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformer_kernels.ops.embedding import EmbeddingCall
 aten = torch.ops.aten
 
 NO_ROW = -1
-"""An id that is left out of the sums."""
+"""An id excluded from the sums."""
 
 
 def scattered(ds: Tensor, ids: Tensor, count: int, scale: float = 1.0) -> Tensor:
-    """scale times the sum of the rows of ds (B, L, E) that have each id: (count, E) in ds's dtype."""
-    if ids.device.type != "cpu":  # there an id may be out of range, and PyTorch's kernel would write there
+    """For each id, scale times the sum of its rows of ds (B, L, E): (count, E) in the dtype of ds."""
+    if ids.device.type != "cpu":  # an id may be out of range, and PyTorch's kernel would write out of bounds
         ids = torch.where((ids >= 0) & (ids < count), ids, NO_ROW)
-    scale_after = count <= ids.numel()  # whichever has fewer rows
+    scale_after = count <= ids.numel()  # scale the smaller tensor
     if scale != 1.0 and not scale_after:
         ds = ds * scale
     total = aten.embedding_dense_backward.default(_summable(ds), ids, count, NO_ROW, False)
@@ -28,12 +28,12 @@ def scattered(ds: Tensor, ids: Tensor, count: int, scale: float = 1.0) -> Tensor
 
 
 def _summable(ds: Tensor) -> Tensor:
-    """ds in a dtype whose sums are taken in float32 at least; on a GPU PyTorch does so for every dtype."""
+    """ds in a dtype that PyTorch sums in float32 or wider; on a GPU this holds for every dtype."""
     return ds.to(torch.promote_types(ds.dtype, torch.float32)) if ds.device.type == "cpu" else ds
 
 
 def table_gradients(call: EmbeddingCall, ds: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
-    """dweight and dpositions, where they are wanted, from the gradient ds (B, L, E) of the gathered sum."""
+    """dweight and dpositions, if required, from the gradient ds (B, L, E) of the sum of embeddings."""
     dweight = scattered(ds, call.tokens, call.weight.shape[0], call.scale) if wanted[0] else None
     if call.positions is None or not wanted[1]:
         return dweight, None

@@ -1,4 +1,4 @@
-"""Embedding through PyTorch's native kernels: a gather, one addition, LayerNorm, and dropout in place."""
+"""Embedding with PyTorch's kernels: a gather, an addition, LayerNorm, and dropout in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_kernels.ops.norm import _torch as norm
 
 
 def _dropped(x: Tensor, seed: Tensor, dropout_p: float, in_place: bool) -> Tensor:
-    """dropout(x) for x (B, L, E), whose rows are counted through all sequences."""
+    """dropout(x) for x (B, L, E), as B * L rows."""
     rows = x.view(x.shape[0] * x.shape[1], x.shape[2])
     return drop(rows, seed, dropout_p, scale=keep_scale(dropout_p), in_place=in_place).view(x.shape)
 
@@ -21,16 +21,16 @@ def _dropped(x: Tensor, seed: Tensor, dropout_p: float, in_place: bool) -> Tenso
 def _gathered(
     weight: Tensor, tokens: Tensor, positions: Tensor | None, position_ids: Tensor | None, scale: float
 ) -> Tensor:
-    """scale * weight[tokens] + positions[places], (B, L, E)."""
+    """scale * weight[tokens] + positions[position], (B, L, E)."""
     rows = torch.embedding(weight, tokens)
     if positions is None:
         return rows if scale == 1.0 else rows.mul_(scale)
-    places = positions[: tokens.shape[1]] if position_ids is None else torch.embedding(positions, position_ids)
-    return torch.add(places, rows, alpha=scale, out=rows)
+    embedded = positions[: tokens.shape[1]] if position_ids is None else torch.embedding(positions, position_ids)
+    return torch.add(embedded, rows, alpha=scale, out=rows)
 
 
 def forward(call: EmbeddingCall) -> EmbeddingResult:
-    """y, and with LayerNorm per row the mean and 1 / sqrt(var + eps)."""
+    """y, and with LayerNorm the mean and 1 / sqrt(var + eps) per row."""
     weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
     y, mean, rstd = _gathered(weight, tokens, positions, position_ids, scale), None, None
     if norm_weight is not None:

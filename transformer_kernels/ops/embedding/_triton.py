@@ -1,4 +1,4 @@
-"""Token embedding, positions, LayerNorm and dropout in Triton: one pass, and in the backward pass the rows again."""
+"""Token embedding, positions, LayerNorm and dropout in Triton: one pass; backward gathers the rows again."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformer_kernels.ops.embedding._scatter import table_gradients
 from transformer_kernels.ops.norm._triton import centred_rows, dropout_numbers, dropped_out, normalised_gradient
 
 WIDEST_NORMALISED = 8192
-"""The widest row that a program keeps in registers, forward and backward."""
+"""Maximum width of a row in registers, forward and backward."""
 
 FORWARD = Tiles("embedding forward", whole_rows, widest=WIDEST_NORMALISED)
 BACKWARD = Tiles("embedding backward", persistent_rows, widest=WIDEST_NORMALISED)
@@ -28,18 +28,18 @@ def gathered(
     weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale,
     HAS_POSITIONS: tl.constexpr, HAS_IDS: tl.constexpr,
 ):  # fmt: skip
-    """scale * weight[token] + positions[place] for rows [R, 1] and columns [1, C], in fp32; NaN for an unknown id."""
+    """scale * weight[token] + positions[position] for rows [R, 1] and columns [1, C], fp32; NaN for an unknown id."""
     token = tl.load(tokens + row, mask=row < M, other=0).to(tl.int64)  # [R, 1]
     known = (token >= 0) & (token < V)
     inside = (row < M) & (columns < N)
     values = to_fp32(tl.load(weight + token * N + columns, mask=inside & known, other=0.0)) * scale  # [R, C]
     if HAS_POSITIONS:
         if HAS_IDS:
-            place = tl.load(position_ids + row, mask=row < M, other=0).to(tl.int64)
-            known &= (place >= 0) & (place < P)
+            position = tl.load(position_ids + row, mask=row < M, other=0).to(tl.int64)
+            known &= (position >= 0) & (position < P)
         else:
-            place = row % L
-        values += to_fp32(tl.load(positions + place * N + columns, mask=inside & known, other=0.0))
+            position = row % L
+        values += to_fp32(tl.load(positions + position * N + columns, mask=inside & known, other=0.0))
     return tl.where(known, values, float("nan"))
 
 
@@ -49,8 +49,8 @@ def embedding_forward_kernel(
     threshold, keep_scale, HAS_POSITIONS: tl.constexpr, HAS_IDS: tl.constexpr, NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_N columns of ROWS rows, with LayerNorm all of them: gathered once, held in registers."""
-    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    """One program owns BLOCK_N columns of ROWS rows in registers, all columns with LayerNorm."""
+    N = N // VECTOR * VECTOR  # a multiple of VECTOR: aligned rows without specialising N
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     groups = tl.program_id(1) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)[None, :]
@@ -80,9 +80,9 @@ def embedding_backward_kernel(
     threshold, keep_scale, HAS_POSITIONS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns every num_programs-th tile of ROWS rows: their ds and its sums for dnorm_weight and dnorm_bias.
+    """One program owns every num_programs-th tile of ROWS rows: ds, and partial sums of dnorm_weight and dnorm_bias.
 
-    What was normalised is gathered again; the dropout of the forward pass is undone first.
+    The rows are gathered again, and dropout is applied to dy first.
     """
     N = N // VECTOR * VECTOR
     program = tl.program_id(0)
@@ -122,7 +122,7 @@ def embedding_backward_kernel(
 def embedding_dropout_kernel(
     dy, seed, ds, M, N, threshold, keep_scale, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """One program owns BLOCK_N columns of ROWS rows: ds = dropout(dy), all there is to do without LayerNorm."""
+    """One program owns BLOCK_N columns of ROWS rows: ds = dropout(dy), for calls without LayerNorm."""
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
@@ -134,7 +134,7 @@ def embedding_dropout_kernel(
 
 
 def unsupported(call: EmbeddingCall) -> str | None:
-    """The reason why these kernels do not take the call, or None."""
+    """Why these kernels do not support the call, or None."""
     columns = call.weight.shape[1]
     if call.norm_weight is None or columns <= WIDEST_NORMALISED:
         return None
@@ -142,7 +142,7 @@ def unsupported(call: EmbeddingCall) -> str | None:
 
 
 def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[int, int, int, int, int]:
-    """M, N, L, V, P of the kernels."""
+    """The kernels' sizes M, N, L, V, P."""
     return tokens.numel(), weight.shape[1], tokens.shape[1], weight.shape[0], 0 if positions is None else len(positions)
 
 
@@ -168,7 +168,7 @@ def forward(call: EmbeddingCall) -> EmbeddingResult:
 def _launch(
     kernel: Any, tile: RowTile, numbers: tuple[float, ...], given: tuple[bool, ...], itemsize: int
 ) -> _triton.Launch:
-    """A launch over tiles of rows and columns; M and N lead the numbers."""
+    """A launch over tiles of rows and columns; M and N precede the numbers."""
     M, N = int(numbers[0]), int(numbers[1])
     grid = (_triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns))
     constants = (*given, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
@@ -206,7 +206,7 @@ def _backward_launch(
 
 
 def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
-    """The gradient of what dropout was given."""
+    """The gradient of dropout's input."""
     N = dy.shape[-1]
     M = dy.numel() // N
     tile = FORWARD.find(_triton.capability(dy.device), dy.element_size(), N)

@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class RowLoss(NamedTuple):
-    """How the loss of a row with a class is made; `cross_entropy` says what each option means."""
+    """The options of a row's loss; see `cross_entropy`."""
 
     ignore_index: int
     label_smoothing: float
     weights: Tensor | None = None
-    """(V + 1,), the weight of each class and behind them their mean, float32 at least; None stands for ones."""
+    """(V + 1,), the weight of each class, then their mean, in float32 or wider; None: ones."""
     z_loss: float = 0.0
     softcap: float | None = None
 
     def is_plain(self) -> bool:
-        """Whether there is nothing but smoothing: what the kernels' fastest paths know."""
+        """Whether there is no option except smoothing, as the kernels' fastest paths require."""
         return self.weights is None and self.z_loss == 0.0 and self.softcap is None
 
 
@@ -31,7 +31,7 @@ def row_loss(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> RowLoss:
-    """The options as kernels take them, from a call's; the weights in `dtype`."""
+    """The options from those of a call; weights in `dtype`."""
     weights = None
     if weight is not None:
         weight = weight.to(dtype)
@@ -40,7 +40,7 @@ def row_loss(
 
 
 def weighted_mean(losses: Tensor, targets: Tensor, ignore_index: int, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses over that of the weights of their classes, and the latter sum."""
+    """The sum of the losses divided by the sum of the weights of their classes, and that sum."""
     ignored = targets == ignore_index
     counted = weights[targets.clamp(0, weights.shape[0] - 2)].masked_fill_(ignored, 0.0).sum()
     return losses.sum() / counted, counted
@@ -64,14 +64,14 @@ class CrossEntropyCall(NamedTuple):
         return row_loss(self.ignore_index, self.label_smoothing, self.weight, self.z_loss, self.softcap, dtype)
 
     def beyond_classes(self) -> str | None:
-        """Why kernels of rows with a class do not take the call; None if they do."""
+        """Why kernels for class targets do not support the call, or None."""
         if not self.targets.is_floating_point():
             return None
-        return "it does not know probabilities as targets, a second tensor of the logits' size; use backend='torch'"
+        return "it does not support probabilities as targets; use backend='torch'"
 
 
 class CrossEntropyResult(NamedTuple):
-    """The loss, two numbers (2, M) for each row that a backend may leave for its backward, and what a mean is over."""
+    """The loss, statistics (2, M) of the rows if stored for backward, and the denominator of a mean."""
 
     loss: Tensor
     statistics: Tensor | None
@@ -79,7 +79,7 @@ class CrossEntropyResult(NamedTuple):
 
 
 class LinearCrossEntropyCall(NamedTuple):
-    """Targets contiguous and int64; the products are in `dtype`; `wanted` are the gradients of x, weight and bias.
+    """Targets contiguous and int64; products in `dtype`; `wanted`: which gradients of x, weight and bias are required.
 
     `class_weight`, `z_loss` and `softcap` are those of `cross_entropy`, whose class weights are called `weight`.
     """
@@ -104,7 +104,7 @@ class LinearCrossEntropyCall(NamedTuple):
 
 
 class LinearCrossEntropyResult(NamedTuple):
-    """The loss, what a mean is over, and the gradients of the sum of losses (None where not wanted)."""
+    """The loss, the denominator of a mean, and the gradients of the sum of losses (None where not required)."""
 
     loss: Tensor
     counted: Tensor | None

@@ -1,6 +1,6 @@
-"""The head and its loss in chunks of rows, the same in every backend: only the rows of logits are the backend's.
+"""The output layer and its loss in chunks of rows, for every backend, on the backend's cross-entropy kernels.
 
-A chunk's logits are made, replaced by their gradient, multiplied into dx and dweight, and forgotten.
+A chunk's logits are computed, overwritten by their gradient, multiplied into dx and dweight, and discarded.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.loss._calls import LinearCrossEntropyCall, LinearCrossEntropyResult
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
-"""What a chunk's logits may fill. On a CPU about a last-level cache. On a GPU little beside a model's other tensors,
-and yet so many rows that the products run at full rate and adding up dweight costs a fraction of them."""
+"""Maximum bytes of a chunk's logits. CPU: about a last-level cache. GPU: small next to a model's other tensors, with
+enough rows for products at full rate and a negligible cost of accumulating dweight."""
 
 FEWEST_ROWS = 512
-"""For the widest vocabularies: each chunk reads the weight twice and adds to dweight once; rows must be worth that."""
+"""Minimum rows per chunk: each chunk reads the weight twice and accumulates dweight once."""
 
 
 ROW_ALIGNMENT = 16
-"""Bytes: with an odd vocabulary, rows without gaps would keep kernels and products from vector access."""
+"""Bytes: padded rows permit vector access with an odd vocabulary size."""
 
 
 def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many rows a chunk has."""
+    """Rows per chunk."""
     kind = "cpu" if device.type == "cpu" else "cuda"
     return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), FEWEST_ROWS)
 
 
 class ChunkedCrossEntropy:
-    """The operation in chunks, on the row kernels of a backend's cross_entropy."""
+    """`linear_cross_entropy` in chunks, on a backend's cross-entropy kernels."""
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels = kernels
 
     def forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
-        """The loss, and the gradients that are wanted, each in the dtype of what it belongs to.
+        """The loss, and the required gradients, each in the dtype of its tensor.
 
-        The products' dtypes are chosen here, not by autocast once more; across chunks sums are in float32.
+        Autocast is disabled: the products' dtypes are chosen here. Sums over chunks are in float32.
         """
         with torch.autocast(call.x.device.type, enabled=False):
             return self._forward(call)
@@ -58,9 +58,9 @@ class ChunkedCrossEntropy:
     def backward(
         self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the sum of losses, times the incoming scalar and over what a mean is over.
+        """The gradients of the sum of losses times the incoming scalar, divided by the denominator of a mean.
 
-        Of losses that were not summed they are made now, each row's times its own incoming gradient.
+        For reduction "none" they are computed here, each row times its incoming gradient.
         """
         (dloss,), (_, counted, *sums) = grads, result
         if call.reduction == "none":
@@ -76,7 +76,7 @@ class ChunkedCrossEntropy:
 
 
 class _Head:
-    """The linear layer, and the sums of its gradients over the chunks so far."""
+    """The linear layer, and its gradients accumulated over chunks."""
 
     def __init__(self, kernels: ModuleType, call: LinearCrossEntropyCall, wanted: list[bool]) -> None:
         self.kernels, self.weight = kernels, call.weight.to(call.dtype)
@@ -89,7 +89,7 @@ class _Head:
         self.dbias: Tensor | None = None
 
     def all_losses(self, targets: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The losses of all rows (M,), chunk by chunk; their gradients are summed, times `scale` (M, 1) if given."""
+        """The losses of all rows (M,), chunk by chunk; gradients, times `scale` (M, 1) if given, are accumulated."""
         count = self.x.shape[0]
         step = rows_at_once(self.weight.shape[0], self.weight.dtype, self.x.device)
         buffer = self.logits_buffer(min(step, count))
@@ -97,7 +97,7 @@ class _Head:
         return torch.cat([self.losses(rows, targets, buffer, scale) for rows in chunks])
 
     def gradients(self, call: LinearCrossEntropyCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dx, dweight and dbias, each in the shape and dtype of what it belongs to, None where not wanted."""
+        """dx, dweight and dbias, each in the shape and dtype of its tensor, None where not required."""
         dx = None if self.dx is None else self.dx.view(call.x.shape)
         dweight = None if self.dweight is None else self.dweight.to(call.weight.dtype)
         dbias = None if self.dbias is None or call.bias is None else self.dbias.to(call.bias.dtype)
@@ -109,7 +109,7 @@ class _Head:
         return self.weight.new_empty((rows, -(-classes // step) * step))[:, :classes]
 
     def losses(self, rows: slice, targets: Tensor, buffer: Tensor, scale: Tensor | None) -> Tensor:
-        """The losses of a chunk of rows (R,); its gradients, times `scale`, are added to the sums."""
+        """The losses of a chunk of rows (R,); its gradients, times `scale`, are accumulated."""
         x, targets = self.x[rows].to(self.weight.dtype), targets[rows]  # (R, E), (R,)
         logits = self._logits(x, buffer[: x.shape[0]])
         if not any(self.wanted):
@@ -145,7 +145,7 @@ def _product(first: Tensor, second: Tensor, out: Tensor) -> None:
 
 
 def _plus_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
-    """total + first @ second in float32 at least; None stands for nothing yet."""
+    """total + first @ second in float32 or wider; total None is 0."""
     if total is None:
         return (first @ second).to(_wide(first.dtype))
     if total.dtype is first.dtype:

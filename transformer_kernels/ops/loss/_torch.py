@@ -1,7 +1,4 @@
-"""Cross-entropy through PyTorch's native kernels, in chunks of rows that stay in a cache between them.
-
-Forward reads the logits once, backward reads them once more and writes their gradient: nothing of their size is saved.
-"""
+"""Cross-entropy with PyTorch's kernels, in chunks of rows that fit a cache; no tensor of the logits' size is saved."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from transformer_kernels.ops.loss._calls import CrossEntropyCall, CrossEntropyRe
 
 aten = torch.ops.aten
 
-ELEMENTS_AT_ONCE = 1 << 18  # on the CPU: a chunk of logits and its log-probabilities stay in a second-level cache
+ELEMENTS_AT_ONCE = 1 << 18  # CPU: a chunk of logits and its log-probabilities fit the second-level cache
 NO_REDUCTION = 0  # of aten.nll_loss_forward
 
 
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
-    """(loss, None, what a mean is over): there are no statistics, backward recomputes its softmax."""
+    """(loss, None, denominator of a mean); no statistics, backward recomputes softmax."""
     logits, targets, classes, options = call.logits, call.targets, call.logits.shape[-1], call.row_loss()
     losses = row_losses(logits.view(-1, classes), _rows_of(targets, classes), options)
     if call.reduction == "none":
@@ -33,7 +30,7 @@ def forward(call: CrossEntropyCall) -> CrossEntropyResult:
 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """dloss * (softmax - the smoothed target), divided by what a mean is over."""
+    """dloss * (softmax - smoothed target), divided by the denominator of a mean."""
     (dloss,), logits, count, options = grads, call.logits, result.counted, call.row_loss()
     dlogits = torch.empty_like(logits)
     classes = logits.shape[-1]
@@ -52,10 +49,10 @@ def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, w
 
 
 class _Terms(NamedTuple):
-    """Of a chunk of rows: capped scores and smoothed, weighted targets (R, V), log-sum-exp, whether ignored (R, 1)."""
+    """Terms of a chunk: capped scores and smoothed, weighted targets (R, V), log-sum-exp and ignored rows (R, 1)."""
 
     scores: Tensor
-    wanted: Tensor
+    smoothed: Tensor
     lse: Tensor
     ignored: Tensor
 
@@ -66,7 +63,7 @@ def _rows_of(targets: Tensor, classes: int) -> Tensor:
 
 
 def _is_plain(options: RowLoss, targets: Tensor) -> bool:
-    """Whether PyTorch's own fused pair of operators makes the loss."""
+    """Whether PyTorch's fused operators compute this loss."""
     return options.is_plain() and not targets.is_floating_point()
 
 
@@ -75,32 +72,32 @@ def _terms(options: RowLoss, logits: Tensor, targets: Tensor) -> _Terms:
     scores = cap(logits.to(wide, copy=options.softcap is not None), options.softcap)
     if targets.is_floating_point():
         ignored = torch.zeros_like(scores[:, :1], dtype=torch.bool)
-        wanted = targets.to(scores.dtype) * (1.0 - options.label_smoothing)
+        smoothed = targets.to(scores.dtype) * (1.0 - options.label_smoothing)
     else:
         ignored = (targets == options.ignore_index).unsqueeze(1)
         column = targets.clamp(0, scores.shape[1] - 1).unsqueeze(1)
         kept = torch.full_like(scores[:, :1], 1.0 - options.label_smoothing)
         kept.masked_fill_(_outside(targets, scores.shape[1], options.ignore_index).unsqueeze(1), torch.nan)
-        wanted = torch.zeros_like(scores).scatter_(1, column, kept)
-    wanted.add_(options.label_smoothing / scores.shape[1])
+        smoothed = torch.zeros_like(scores).scatter_(1, column, kept)
+    smoothed.add_(options.label_smoothing / scores.shape[1])
     if options.weights is not None:
-        wanted.mul_(options.weights[:-1])
-    return _Terms(scores, wanted.masked_fill_(ignored, 0.0), torch.logsumexp(scores, dim=-1, keepdim=True), ignored)
+        smoothed.mul_(options.weights[:-1])
+    return _Terms(scores, smoothed.masked_fill_(ignored, 0.0), torch.logsumexp(scores, dim=-1, keepdim=True), ignored)
 
 
 def _losses_of(terms: _Terms, options: RowLoss) -> Tensor:
-    """sum of targets * (lse - scores) + z lse^2 of each row; a class of which nothing is wanted may be impossible."""
-    scores, wanted, lse, ignored = terms
-    surprise = (lse - scores).masked_fill_(wanted == 0.0, 0.0).mul_(wanted)
+    """sum of targets * (lse - scores) + z lse^2 of each row; a class with target 0 may have a score of -inf."""
+    scores, smoothed, lse, ignored = terms
+    terms_of_classes = (lse - scores).masked_fill_(smoothed == 0.0, 0.0).mul_(smoothed)
     z_losses = lse.square().mul_(options.z_loss).masked_fill_(ignored, 0.0)
-    return surprise.sum(dim=-1).add_(z_losses.squeeze(1))
+    return terms_of_classes.sum(dim=-1).add_(z_losses.squeeze(1))
 
 
 def _gradient(terms: _Terms, options: RowLoss) -> Tensor:
     """d loss / d logits of each row: (sum of targets + 2 z lse) p - targets, through the cap."""
-    scores, wanted, lse, ignored = terms
-    share = wanted.sum(dim=-1, keepdim=True).add_(lse, alpha=2.0 * options.z_loss)
-    gradient = torch.exp(scores - lse).mul_(share).sub_(wanted)
+    scores, smoothed, lse, ignored = terms
+    share = smoothed.sum(dim=-1, keepdim=True).add_(lse, alpha=2.0 * options.z_loss)
+    gradient = torch.exp(scores - lse).mul_(share).sub_(smoothed)
     if options.softcap is not None:
         gradient.mul_(cap_slope(scores, options.softcap))
     return gradient.masked_fill_(ignored, 0.0)
@@ -116,7 +113,7 @@ def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
 
 
 def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
-    """`row_losses`, and the gradient of their sum, which is written over the logits."""
+    """`row_losses`, and the gradient of their sum, which overwrites the logits."""
     losses = []
     for chunk, target in _chunks(logits, targets):
         if _is_plain(options, targets):
@@ -133,7 +130,7 @@ def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -
 def reduced(
     losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean of the losses, and what the mean is over."""
+    """The sum or mean of the losses, and the denominator of the mean."""
     if reduction == "sum":
         return losses.sum(), None
     if weights is not None:
@@ -143,7 +140,7 @@ def reduced(
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> zip:  # type: ignore[type-arg]
-    """Pieces of the rows of each tensor, side by side; all rows at once but on the CPU."""
+    """Corresponding chunks of rows of each tensor; a single chunk except on the CPU."""
     rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
     return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
 
@@ -157,7 +154,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _outside(targets: Tensor, classes: int, ignore_index: int) -> Tensor:
-    """Which targets are no class: on a GPU they make their row NaN; on the CPU they were refused."""
+    """Which targets are out of range: on a GPU their row becomes NaN; on the CPU they were rejected before."""
     return ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
 
 
@@ -175,7 +172,7 @@ def _losses(log_p: Tensor, targets: Tensor, ignore_index: int, label_smoothing: 
 def _write_gradient(
     p: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, label_smoothing: float, out: Tensor
 ) -> None:
-    """out = scale * (p - the smoothed target), rows that are ignored 0; p (R, V) is used up, scale (R,)."""
+    """out = scale * (p - smoothed target), 0 in ignored rows; p (R, V) is overwritten, scale (R,)."""
     ignored = targets == ignore_index
     if p.device.type != "cpu":
         scale = scale.masked_fill(_outside(targets, p.shape[1], ignore_index), torch.nan)

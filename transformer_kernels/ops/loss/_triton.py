@@ -1,10 +1,10 @@
-"""Cross-entropy in Triton: rows in registers where they fit, an online two-pass walk where they do not.
+"""Cross-entropy in Triton: rows in registers where they fit, else two passes with online softmax.
 
-Rows of logits may stand `S` elements apart. Whole rows of S are loaded, so that S alone decides about vector loads, and
-what lies beyond the N classes is not looked at; where the gradient is written over the logits it gets zeros.
+Rows of logits have stride `S`. Whole rows of S are loaded, so S alone determines vector loads. Columns beyond the N
+classes are ignored, and set to zero where the gradient overwrites the logits.
 
-`weights`, `z_loss` and `softcap` are None where a call has none, and then leave no trace in the machine code. `weights`
-are (N + 1,): one of each class, and their mean.
+`weights`, `z_loss` and `softcap` may be None, which removes them at compile time. `weights` (N + 1,) has one per class,
+then their mean.
 """
 
 from typing import Any
@@ -24,14 +24,14 @@ FORWARD = Tiles("cross_entropy forward", whole_rows, widest=16384, narrowest=16)
 BACKWARD = Tiles("cross_entropy backward", column_blocks, widest=256, narrowest=16)
 
 ROWS_OF_ONE_PROGRAM = 1 << 16
-"""How many losses one program adds up; a sum over more is worth PyTorch's several launches."""
+"""Maximum number of losses summed by one program; PyTorch's reduction is faster for more."""
 
 REDUCTION = RowTile(rows=1, columns=4096, num_warps=16, num_stages=3)
 
 
 @triton.jit
 def read_targets(targets, row, M, N, ignore_index):
-    """The class of each row (-1 where it has none), whether it is ignored, and whether it is no class at all."""
+    """The class of each row (-1 if none), whether the row is ignored, and whether its target is out of range."""
     target = tl.load(targets + row, mask=row < M, other=0)
     ignored = target == ignore_index
     stray = ((target < 0) | (target >= N)) & (target != ignore_index)
@@ -46,7 +46,7 @@ def capped(scores, softcap):
 
 @triton.jit
 def weighted_share(weights, target, N, smoothing, SMOOTH: tl.constexpr):
-    """What a row wants of its class alone, and of all classes together."""
+    """The weighted target of the row's class without smoothing, and the sum of the row's targets."""
     own = 1.0 - smoothing if SMOOTH else 1.0
     share = 1.0
     if weights is not None:
@@ -61,8 +61,8 @@ def weighted_share(weights, target, N, smoothing, SMOOTH: tl.constexpr):
 def row_loss(
     highest, log_total, picked, mean, target, ignored, stray, weights, z_loss, N, smoothing, SMOOTH: tl.constexpr
 ):
-    """The loss of rows: 0 where ignored, NaN without a class. The score of the class, `picked`, and the weighted `mean`
-    of all are relative to `highest`.
+    """The loss of rows: 0 where ignored, NaN if the target is out of range. `picked`, the score of the class, and the
+    weighted `mean` of scores are relative to `highest`.
     """
     if weights is None:
         loss = log_total - picked
@@ -80,8 +80,8 @@ def row_loss(
 
 @triton.jit
 def row_gradient(p, scores, columns, target, scale, lse, weights, z_loss, softcap, N, smoothing, SMOOTH: tl.constexpr):
-    """scale * (p - the smoothed target), and 0 where scale is 0 whatever p holds; with weights and z-loss each of the
-    terms has its factor. `scores` and `lse`, of the row, are read with a soft cap and a z-loss only.
+    """scale * (p - smoothed target) with the factors of weights and z-loss; 0 where scale is 0, also if p is NaN.
+    `scores` are read only with a soft cap, `lse` only with a z-loss.
     """
     if weights is not None:
         own, share = weighted_share(weights, target, N, smoothing, SMOOTH)
@@ -109,12 +109,12 @@ def cross_entropy_forward_kernel(
     SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, PADDED: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns ROWS whole rows and keeps them in registers: the logits are read once.
+    """One program owns ROWS whole rows in registers: the logits are read once.
 
-    With GRADIENT the gradient of the sum of losses replaces them; else maximum and 1 / sum are kept for later. PADDED
-    says that S exceeds N. The target's logit is loaded once more, which costs less than a search through the row.
+    With GRADIENT the gradient of the sum of losses overwrites them; else maximum and 1 / sum are stored for backward.
+    PADDED: S > N. The target's logit is loaded separately, which is cheaper than selecting it from the row.
     """
-    S = S // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    S = S // VECTOR * VECTOR  # a multiple of VECTOR: aligned rows without specialising N
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     whole = (row < M) & (columns < S)
@@ -161,10 +161,10 @@ def cross_entropy_forward_two_pass_kernel(
     logits, targets, weights, losses, statistics, M, N, S, ignore_index, smoothing, z_loss, softcap,
     SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one row: a walk for its maximum and sum (Milakov and Gimelshein 2018), one for the gradient.
+    """One program owns one row: one pass for maximum and sum (Milakov and Gimelshein 2018), one for the gradient.
 
-    Each lane keeps its own running maximum and sum; they are joined once, after the walk. For smoothing it also sums
-    the distances to the row's first entry, in which large logits do not cancel.
+    Each lane has its own running maximum and sum, reduced once after the pass. For smoothing it also sums differences
+    to the row's first entry, which avoids cancellation of large logits.
     """
     S = S // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64)
@@ -232,7 +232,7 @@ def cross_entropy_backward_kernel(
     SMOOTH: tl.constexpr, PER_ROW: tl.constexpr, MEAN: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a tile of ROWS x BLOCK_N elements; neighbouring programs own neighbouring columns."""
+    """One program owns a tile of ROWS x BLOCK_N elements; adjacent programs own adjacent columns."""
     classes = N
     N = N // VECTOR * VECTOR
     column_blocks = tl.cdiv(N, BLOCK_N)
@@ -258,7 +258,7 @@ def cross_entropy_backward_kernel(
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def sum_losses_kernel(losses, targets, loss, count, M, ignore_index, MEAN: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program owns all losses (M,): their sum, or with MEAN the sum over the number of rows that count."""
+    """One program owns all losses (M,): their sum, or with MEAN their mean over rows that are not ignored."""
     lanes = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
     counted = tl.zeros([BLOCK_N], tl.int32)
@@ -280,7 +280,7 @@ unsupported = CrossEntropyCall.beyond_classes
 
 
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
-    """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and what a mean is over."""
+    """The loss, (maximum, 1 / sum of exponentials) per row as (2, M), and the denominator of a mean."""
     logits, targets, options = call.logits, call.targets, call.row_loss()
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
@@ -292,7 +292,7 @@ def forward(call: CrossEntropyCall) -> CrossEntropyResult:
 
 
 def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
-    """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
+    """The loss of each row; logits (M, V) with any row stride, targets (M,)."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
     _launch_rows(logits, targets, losses, statistics, options)
@@ -300,7 +300,7 @@ def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
 
 
 def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
-    """`row_losses`, and the gradient of their sum, which is written over the logits."""
+    """`row_losses`, and the gradient of their sum, which overwrites the logits."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     _launch_rows(logits, targets, losses, None, options)
     return losses, logits
@@ -310,12 +310,12 @@ Numbers = tuple[int, float, float | None, float | None]
 
 
 def _numbers(options: RowLoss) -> Numbers:
-    """ignore_index, smoothing, z_loss and softcap, as every kernel takes them."""
+    """ignore_index, smoothing, z_loss and softcap in the order of the kernels' arguments."""
     return options.ignore_index, options.label_smoothing, options.z_loss or None, options.softcap
 
 
 def _launch_rows(logits: Tensor, targets: Tensor, losses: Tensor, statistics: Tensor | None, options: RowLoss) -> None:
-    """The forward kernel over logits (M, V); without `statistics` it leaves the gradient in their place."""
+    """Launch the forward kernel; without `statistics` the gradient overwrites the logits (M, V)."""
     (M, N), S = logits.shape, logits.stride(0)
     tile = FORWARD.find(_triton.capability(logits.device), logits.element_size(), S)
     launch = _forward_launch(tile, M, N, S, logits.element_size(), _numbers(options), statistics is None)
@@ -338,7 +338,7 @@ def _forward_launch(
 def reduced(
     losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean of the losses, and what the mean is over."""
+    """The sum or mean of the losses, and the denominator of the mean."""
     if weights is not None and reduction == "mean":
         return weighted_mean(losses, targets, ignore_index, weights)
     mean, rows = reduction == "mean", losses.numel()
@@ -359,7 +359,7 @@ def _sum_launch(rows: int, ignore_index: int, mean: bool) -> _triton.Launch:
 
 
 def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """dloss * (softmax - the smoothed target), divided by what a mean is over."""
+    """dloss * (softmax - smoothed target), divided by the denominator of a mean."""
     (dloss,), logits, targets = grads, call.logits, call.targets
     reduction, options = call.reduction, call.row_loss()
     _, statistics, count = result

@@ -1,7 +1,4 @@
-"""Norms through PyTorch: its native LayerNorm, and RMSNorm in elementwise kernels.
-
-Before them an addition: one elementwise pass, or two with dropout.
-"""
+"""Norms with PyTorch's kernels: native LayerNorm, and RMSNorm in elementwise kernels, optionally after an addition."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _ONE_DTYPE = (torch.float32,)
 
 
 def forward(call: NormCall) -> NormResult:
-    """y, the sum if there is one, and the statistics of each row."""
+    """y, the sum if any, and the statistics per row."""
     summed = None if call.residual is None else _summed(call, call.residual)
     y, mean, rstd = normalised(
         call.x if summed is None else summed, call.weight, call.bias, call.eps, centred=call.centred
@@ -48,7 +45,7 @@ def normalised(
         values = x.to(_statistics_dtype(x))
         rstd = values.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         return (values * rstd).mul_(weight).to(x.dtype), None, rstd.view(-1)
-    if x.dtype in _ONE_DTYPE:  # then every operand has it: the common call pays for no conversion
+    if x.dtype in _ONE_DTYPE:  # no conversion in the common case
         y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
         return y, mean.view(-1), rstd.view(-1)
     operand, scale, shift = _operands(x, weight, bias)
@@ -59,7 +56,7 @@ def normalised(
 def gradients(
     dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx, dweight, dbias; of RMSNorm where the mean is None."""
+    """dx, dweight, dbias; for RMSNorm if the mean is None."""
     if mean is None:
         return *_rms_gradients(dy, x, weight, rstd), None
     if x.dtype in _ONE_DTYPE:
@@ -82,7 +79,7 @@ def _summed(call: NormCall, residual: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(M, N), the shape that dropout counts in."""
+    """(M, N), the shape of dropout's counters."""
     return x.view(-1, x.shape[-1]) if x.numel() else x.new_empty(0, 1)
 
 
@@ -91,10 +88,10 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def _operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Operands in dtypes whose native kernel keeps float32 statistics.
+    """Operands in dtypes for which the native kernel has float32 statistics.
 
-    On the CPU that is a low-precision x with float32 parameters; on a CUDA device, where the kernel takes one dtype
-    only and always keeps float32 statistics, a mixture is computed in float32.
+    On the CPU: a low-precision x with float32 parameters. On a CUDA device the kernel always has float32 statistics but
+    supports a single dtype, so mixed dtypes are computed in float32.
     """
     wide = _statistics_dtype(x)
     if x.device.type == "cpu":
@@ -117,7 +114,7 @@ def _native_backward(
 def _backward_low_precision(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx from the native kernel; the parameters' gradients summed in float32, where its own sums are in x's dtype."""
+    """dx from the native kernel; dweight and dbias summed in float32, since the kernel sums them in the dtype of x."""
     dx, _, _ = _native_backward(dy, x, weight.to(mean.dtype), mean, rstd, has_bias, False)
     rows = _checks.as_rows(dy)
     normed = torch.sub(_checks.as_rows(x), mean.view(-1, 1)).mul_(rstd.view(-1, 1))

@@ -1,7 +1,7 @@
-"""Norms in Triton, alone and after an addition: one read of each input, fp32 statistics, no atomics.
+"""Norms in Triton, optionally after an addition: one read of each input, fp32 statistics, no atomics.
 
-Where `mean` is None the rows are not centred: that is RMSNorm, whose rstd is 1 / sqrt(mean square + eps), and mean(g)
-is not subtracted in backward.
+`mean` is None for RMSNorm: rows are not centred, rstd = 1 / sqrt(mean square + eps), and backward does not subtract
+mean(g).
 """
 
 import torch
@@ -19,12 +19,12 @@ from transformer_kernels.ops.norm import Gradients, NormCall, NormResult, rows_o
 FORWARD = Tiles("layer_norm forward", whole_rows, widest=16384)
 BACKWARD = Tiles("layer_norm backward", persistent_rows, widest=8192)
 COLUMN_TILE = RowTile(rows=4, columns=1024, num_warps=4, programs=2)
-"""Rows too wide for registers: one program sums a block of columns over its share of the rows."""
+"""For rows too wide for registers: one program sums a block of columns over part of the rows."""
 
 
 @triton.jit
 def dropped_out(values, seed, row, group, threshold, keep_scale):
-    """`values` [R, C] with dropout: kept where philox of (column, row) says so, times `keep_scale`."""
+    """dropout(values) for `values` [R, C], with philox by (column, row)."""
     keep = keep_by_column(tl.load(seed), group, row, row >> 32, threshold)  # [R, C]
     return tl.where(keep, values * keep_scale, 0.0)
 
@@ -33,7 +33,7 @@ def dropped_out(values, seed, row, group, threshold, keep_scale):
 def added(
     x, residual, seed, summed, offsets, inside, row, group, threshold, keep_scale, DROPOUT: tl.constexpr
 ):  # fmt: skip
-    """dropout(x) + residual, stored to `summed` and rounded to its type: the backward pass sees the same numbers."""
+    """dropout(x) + residual, stored to `summed` and rounded to its dtype, since backward reads `summed`."""
     values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
     if DROPOUT:
         values = dropped_out(values, seed, row, group, threshold, keep_scale)
@@ -44,9 +44,9 @@ def added(
 
 @triton.jit
 def centred_rows(values, pivot, inside, N, eps):
-    """Whole rows [R, C] about their mean, the mean less `pivot` [R, 1], and 1 / sqrt(var + eps).
+    """Centred rows [R, C], their mean minus `pivot` [R, 1], and 1 / sqrt(var + eps).
 
-    The pivot is an element of the row: sums of small numbers keep their digits where the mean is 1e6.
+    The pivot is an element of the row; subtracting it first keeps the sums accurate for a mean of 1e6.
     """
     shifted = tl.where(inside, values - pivot, 0.0)
     row_shift = tl.sum(shifted, axis=1, keep_dims=True) / N  # [R, 1]
@@ -61,8 +61,8 @@ def layer_norm_forward_kernel(
     ADD: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns ROWS whole rows and keeps them in registers; the variance is that of the centred values."""
-    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    """One program owns ROWS whole rows in registers; the variance is computed from centred values."""
+    N = N // VECTOR * VECTOR  # a multiple of VECTOR: aligned rows without specialising N
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     inside = (row < M) & (columns < N)
@@ -95,7 +95,7 @@ def layer_norm_forward_two_pass_kernel(
     x, residual, seed, weight, bias, y, summed, mean, rstd, M, N, eps, threshold, keep_scale,
     ADD: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one row: Welford's update in each lane and one merge (Chan et al. 1983), then a second walk."""
+    """One program owns one row: Welford's update per lane and one merge (Chan et al. 1983), then a second pass."""
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
@@ -122,7 +122,7 @@ def layer_norm_forward_two_pass_kernel(
             lane_square += deviation * (values - lane_mean)
 
     only = row + tl.zeros([1, 1], tl.int64)
-    pivot = tl.sum(lane_mean, axis=1, keep_dims=True) / BLOCK_N  # near the mean; what it misses comes next
+    pivot = tl.sum(lane_mean, axis=1, keep_dims=True) / BLOCK_N  # near the mean; the correction follows
     if mean is None:
         row_shift = pivot  # both 0
         variance = tl.sum(lane_square, axis=1, keep_dims=True) / N
@@ -135,7 +135,7 @@ def layer_norm_forward_two_pass_kernel(
     row_rstd = tl.rsqrt(variance + eps)  # [1, 1]
     tl.store(rstd + only, row_rstd)
 
-    tl.debug_barrier()  # the second walk reads what other threads may have stored to summed
+    tl.debug_barrier()  # the second pass reads elements of `summed` stored by other threads
     for start in range(0, N, BLOCK_N):
         columns = start + lanes
         inside = columns < N
@@ -165,7 +165,7 @@ def store_gradients(
 
 @triton.jit
 def centred(values, mean, row, within):
-    """values [R, C] less their rows' means, as forward stored them; the values where it did not centre."""
+    """values [R, C] minus the stored means of their rows; unchanged for RMSNorm."""
     if mean is not None:
         values -= tl.load(mean + row, mask=within, other=0.0)
     return values
@@ -173,10 +173,7 @@ def centred(values, mean, row, within):
 
 @triton.jit
 def normalised_gradient(gradient, normed, scale, row_rstd, N, CENTRED: tl.constexpr = True):
-    """The gradient of what was normalised to `normed`, whole rows [R, C]: rstd (g - mean(g) - normed mean(g normed)).
-
-    Here g = gradient * scale, with the norm's weight for scale.
-    """
+    """dx of whole rows [R, C]: rstd (g - mean(g) - normed mean(g normed)), g = gradient * scale, scale the weight."""
     scaled = gradient * scale
     mean_product = tl.sum(scaled * normed, axis=1, keep_dims=True) / N  # [R, 1]
     if CENTRED:
@@ -190,7 +187,7 @@ def layer_norm_backward_kernel(
     HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns every num_programs-th tile of ROWS rows: their gradients and its sums for dweight and dbias.
+    """One program owns every num_programs-th tile of ROWS rows: gradients, and partial sums of dweight and dbias.
 
     With xhat = (x - mean) * rstd and g = dy * weight: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)).
     """
@@ -232,7 +229,7 @@ def layer_norm_backward_two_pass_kernel(
     dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual, M, N, threshold, keep_scale,
     HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one row that does not fit in registers: a walk for its two sums, a second one for dx."""
+    """One program owns one row too wide for registers: one pass for two sums, one for dx."""
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
@@ -274,7 +271,7 @@ def layer_norm_backward_columns_kernel(
     dy, x, mean, rstd, partials, M, N, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: its sums for dweight and dbias."""
+    """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: partial sums of dweight and dbias."""
     N = N // VECTOR * VECTOR
     share = tl.program_id(1)
     shares = tl.num_programs(1)
@@ -298,7 +295,7 @@ def layer_norm_backward_columns_kernel(
 
 
 def forward(call: NormCall) -> NormResult:
-    """y, the sum if there is one, and the statistics of each row in fp32."""
+    """y, the sum if any, and fp32 statistics per row."""
     x = call.x
     N = x.shape[-1]
     M = x.numel() // N
@@ -306,7 +303,7 @@ def forward(call: NormCall) -> NormResult:
     y = torch.empty_like(x)
     summed = None if call.residual is None else torch.empty_like(x)
     mean = torch.empty(M, dtype=torch.float32, device=x.device) if call.centred else None
-    # rstd has memory of its own: the alignment of half a buffer would follow M, and so would compilations
+    # separate buffers: the alignment of half a buffer, and so the compiled variant, would depend on M
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     given = (call.residual is not None, call.seed is not None, call.bias is not None)
     launch = _forward_launch(tile, M, N, x.element_size(), call.eps, call.dropout_p, given)
@@ -351,7 +348,7 @@ def _forward_launch(
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
-    """The least 16 bits that keep an element, and what a kept one is multiplied by."""
+    """The smallest 16-bit number that keeps an element, and the factor of kept elements."""
     return keep_threshold(dropout_p), keep_scale(dropout_p)
 
 
@@ -365,7 +362,7 @@ def _plan(
     given: tuple[bool, bool, bool],
     multiprocessors: int,
 ) -> tuple[int, tuple[_triton.Launch, ...]]:
-    """How many programs leave partial sums, and the launches: one that keeps rows in registers, or two."""
+    """The number of partial sums, and one launch (rows in registers) or two."""
     has_dsummed, dropped, has_bias = given
     vector = _triton.vector_width(itemsize, N)
     numbers = (M, N, *dropout_numbers(dropout_p))

@@ -1,4 +1,4 @@
-"""Rotary positions in PyTorch's elementwise kernels."""
+"""Rotary positions with PyTorch's elementwise kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rotate(call: RotaryCall, heads: Heads, out: Heads, *, inverse: bool) -> None
 
 
 def _rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Rotate x (B, H, L, D); products and sums in the wider of its and the angles' dtype."""
+    """Rotate x (B, H, L, D), computed in the wider dtype of x and the angles."""
     half = cos.shape[-1]
     (a, b), (a_out, b_out) = _pairs(x, half, interleaved), _pairs(out, half, interleaved)
     if x.dtype is cos.dtype:

@@ -1,4 +1,4 @@
-"""Rotary positions in Triton: the heads of q and k in one launch, cos and sin read once for each of their tokens."""
+"""Rotary positions in Triton: q and k in one launch."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from transformer_kernels.backends.triton_language import from_fp32, rotated, to_
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 
 BYTES = 2048
-"""Of one column of each pair of a tile, on four warps: with twice as many a float32 launch spills on sm_80."""
+"""Pairs per tile, on four warps; twice as many spill in float32 on sm_80."""
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def rotate_rows(
     x, out, cos, sin, row, half, D, stride_row, stride_out, inside, within,
     INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head's rows x [ROWS, D] by cos and sin [ROWS, BLOCK]; columns behind the pairs are copied.
+    """Rotate one head's rows x [ROWS, D] by cos and sin [ROWS, BLOCK]; columns after the pairs are copied.
 
     INVERSE rotates by the negative angles; `out` may be x.
     """
@@ -25,7 +25,7 @@ def rotate_rows(
     element = out.dtype.element_ty
     if INVERSE:
         sin = -sin
-    if INTERLEAVED:  # both columns of all pairs at once, so that memory is read and written in whole vectors
+    if INTERLEAVED:  # load both columns of all pairs together, in whole vectors
         column = tl.arange(0, 2 * BLOCK)[None, :]
         both = within & (column < 2 * half)
         loaded = to_fp32(tl.load(x + row * stride_row + column, mask=both, other=0.0))  # [ROWS, 2 * BLOCK]
@@ -56,7 +56,7 @@ def rotary_kernel(
 
     q (B, Hq, L, D), k (B, Hk, L, D), cos and sin (1 or B, L, half).
     """
-    half = half // VECTOR * VECTOR  # tells the compiler the alignment of both halves of a row
+    half = half // VECTOR * VECTOR  # a multiple of VECTOR: both halves of a row are aligned
     D = D // VECTOR * VECTOR
     tiles = tl.cdiv(L, ROWS)
     program = tl.program_id(0).to(tl.int64)
@@ -74,7 +74,7 @@ def rotary_kernel(
             q + batch * stride_qb + head * stride_qh, q_out + batch * stride_qob + head * stride_qoh,
             c, s, row, half, D, stride_ql, stride_qol, inside, within, INVERSE, INTERLEAVED, ROWS, BLOCK,
         )  # fmt: skip
-    if k is not None:  # noqa: SIM102 -- decided when compiled; the other where it runs
+    if k is not None:  # noqa: SIM102 -- this condition is compile-time, the next is not
         if head >= Hq:
             rotate_rows(
                 k + batch * stride_kb + (head - Hq) * stride_kh, k_out + batch * stride_kob + (head - Hq) * stride_koh,

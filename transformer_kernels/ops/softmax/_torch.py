@@ -1,4 +1,4 @@
-"""Softmax through PyTorch's native kernels."""
+"""Softmax with PyTorch's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax over the last axis in Triton: rows in registers where they fit, an online two-pass walk where they do not."""
+"""Softmax over the last axis in Triton: rows in registers where they fit, else two passes with online softmax."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ BACKWARD = Tiles("softmax backward", whole_rows, widest=16384)
 
 @triton.jit
 def mask_offsets(row, d1, d2, stride_0, stride_1, stride_2, VECTOR: tl.constexpr):
-    """Where the mask of each row starts: row = (i0 * d1 + i1) * d2 + i2. Strides are multiples of VECTOR."""
+    """Offset of each row's mask: row = (i0 * d1 + i1) * d2 + i2. Strides are multiples of VECTOR."""
     i2 = row % d2
     i1 = (row // d2) % d1
     i0 = row // d2 // d1
@@ -31,7 +31,7 @@ def visible_columns(
     columns, inside, row, mask, mask_start, stride_column, last, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
     MASK_CONTIGUOUS: tl.constexpr,
 ):  # fmt: skip
-    """Which of the `inside` elements [ROWS, BLOCK_N] the mask and the diagonal (column <= last) leave."""
+    """`inside` [ROWS, BLOCK_N] restricted to the mask and, if causal, column <= last."""
     visible = inside
     if CAUSAL:
         visible = visible & (columns <= last)
@@ -52,8 +52,8 @@ def softmax_forward_kernel(
     HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_CONTIGUOUS: tl.constexpr,
     MASK_VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns ROWS whole rows and keeps them in registers: x is read once."""
-    N = N // VECTOR * VECTOR  # tells the compiler the alignment of a row without a recompilation for each width
+    """One program owns ROWS whole rows in registers: x is read once."""
+    N = N // VECTOR * VECTOR  # a multiple of VECTOR: aligned rows without specialising N
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     inside = (row < M) & (columns < N)
@@ -76,7 +76,7 @@ def softmax_forward_kernel(
     highest = tl.max(scores, axis=1, keep_dims=True)  # [ROWS, 1]
     if HAS_MASK or CAUSAL:
         highest = tl.where(highest == float("-inf"), 0.0, highest)
-    exponentials = tl.exp2((scores - highest) * LOG2_E)  # the difference first: exact where it matters
+    exponentials = tl.exp2((scores - highest) * LOG2_E)  # subtracted before scaling, to avoid rounding a large product
     total = tl.sum(exponentials, axis=1, keep_dims=True)
     inverse = 1.0 / total
     if HAS_MASK or CAUSAL:
@@ -92,9 +92,9 @@ def softmax_forward_two_pass_kernel(
     HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_CONTIGUOUS: tl.constexpr,
     MASK_VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one row: a walk for its maximum and sum (Milakov and Gimelshein 2018), one for the result.
+    """One program owns one row: one pass for maximum and sum (Milakov and Gimelshein 2018), one for the result.
 
-    Each lane keeps its own running maximum and sum; they are joined once, after the walk.
+    Each lane has its own running maximum and sum, reduced once after the pass.
     """
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64)
@@ -150,7 +150,7 @@ def softmax_forward_two_pass_kernel(
 def softmax_backward_kernel(
     dy, y, dx, M, N, scale, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """One program owns ROWS whole rows: dx = scale * y * (dy - sum(dy * y)), without what dy holds where y is 0."""
+    """One program owns ROWS whole rows: dx = scale * y * (dy - sum(dy * y)); dy is ignored where y is 0."""
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
@@ -160,13 +160,13 @@ def softmax_backward_kernel(
     gradient = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))
     gradient = tl.where(weights == 0.0, 0.0, gradient)
     inner = tl.sum(weights * gradient, axis=1, keep_dims=True)  # [ROWS, 1]
-    result = scale * weights * (gradient - inner)  # 0 where y is 0, for what dy held there is gone
+    result = scale * weights * (gradient - inner)  # 0 where y is 0
     tl.store(dx + offsets, from_fp32(result, dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "N"])
 def softmax_backward_two_pass_kernel(dy, y, dx, M, N, scale, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program owns one row: a walk for sum(dy * y), a second one for dx."""
+    """One program owns one row: one pass for sum(dy * y), one for dx."""
     N = N // VECTOR * VECTOR
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
@@ -210,7 +210,7 @@ def _forward_launch(
     queries: int | None,
     scale: float,
 ) -> _triton.Launch:
-    """For a mask of that shape and those strides; `queries` of a causal one."""
+    """The forward launch for a mask of this shape and strides; `queries` if causal."""
     vector, causal = _triton.vector_width(itemsize, N), queries is not None
     if mask is None:
         sizes: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
@@ -229,7 +229,7 @@ def _forward_launch(
 def _rows_launch(
     kernels: tuple[Any, Any], tile: RowTile, numbers: tuple[float, ...], kind: tuple[Any, ...]
 ) -> _triton.Launch:
-    """The launch of the first kernel, for rows that fit into a tile, or of the second; M and N lead the numbers."""
+    """A launch of the first kernel if a row fits into a tile, else of the second; M and N precede the numbers."""
     M, N = int(numbers[0]), numbers[1]
     if tile.columns < N:
         return _triton.Launch(kernels[1], (M,), numbers, (*kind, tile.columns), tile.num_warps)
@@ -238,7 +238,7 @@ def _rows_launch(
 
 
 def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
-    """Gradient of x from the saved output y."""
+    """dx from the saved output y."""
     (dy,), scale = grads, call.scale
     N = y.shape[-1]
     M = y.numel() // N
