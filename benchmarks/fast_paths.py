@@ -157,7 +157,7 @@ def paths(capability: tuple[int, int]) -> list[FastPath]:
         FastPath(
             "decode", "triton", lambda: replaced(_tiles, "DECODE_QUERIES", 0), (Case(4, 12, 1, 64, keys=4096),)
         ),
-        FastPath("rotation at the load", "triton", lambda: replaced(_tiles, "TURNED_HEAD_DIM", 0), rotary),
+        FastPath("rotation at the load", "triton", lambda: replaced(_tiles, "ROTATED_HEAD_DIM", 0), rotary),
         FastPath("sections of heads for L2", "triton", lambda: replaced(_tiles, "L2_BYTES", 1 << 60), long),
         *tables,
         FastPath("short sequences", "cuda", lambda: replaced(_compiled, "path", "general"), short),
