@@ -120,13 +120,13 @@ def _attend(chosen: argparse.Namespace) -> None:
     names = [f"layer {row}" for row in rows]
     names += ["mean over heads"] if chosen.head == "mean" else [f"head {column}" for column in columns]
     source = Path(chosen.checkpoint if chosen.model is None else chosen.model)
-    title = f"Attention of {source.resolve().name}"
+    title = f"Attention of {source.absolute().name}"
     page = chosen.html or Path(chosen.out).with_suffix(".html")
     text = chosen.text if len(chosen.text) <= 80 else chosen.text[:79] + "…"
     draw_maps(drawn, tokens, tokens, chosen.out, title=f"{title}\n{text}", names=names)
     causal = isinstance(loaded.model, GPT)
     write_page(maps, tokens, tokens, page, title=title, text=chosen.text, causal=causal)
-    print(f"{layers} layers of {heads} heads on {len(tokens)} tokens: {chosen.out}, {page}")
+    print(f"layers: {layers}, heads: {heads}, tokens: {len(tokens)}: {chosen.out}, {page}")
 
 
 def _nearest(chosen: argparse.Namespace) -> None:
@@ -198,7 +198,7 @@ def _words(chosen: argparse.Namespace) -> None:
     for kind in ("contextual", "static"):
         vectors = F.normalize(torch.stack([getattr(each, kind) for each in found]), dim=-1)
         print(f"cosine, {kind}\n{cosine_table(numbered, vectors)}")
-    draw_words(found, chosen.out)
+    draw_words(found, chosen.word, chosen.out)
     print(f"{chosen.word!r} in {len(found)} sentences: {chosen.out}")
 
 
@@ -206,7 +206,8 @@ def _run(chosen: argparse.Namespace) -> None:
     from transformer_kernels.visualization.curves import draw_runs
 
     draw_runs(chosen.folders, chosen.out)
-    print(f"{len(chosen.folders)} runs: {chosen.out}")
+    runs = len(chosen.folders)
+    print(f"{runs} run{'s' * (runs != 1)}: {chosen.out}")
 
 
 def _plot_sweep(chosen: argparse.Namespace) -> None:
