@@ -109,6 +109,33 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line.removeprefix(COMMAND)) for line in lines]
 
 
+def test_pictures_of_docs_are_shown() -> None:
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    pictures = sorted((ROOT / "docs" / "images").iterdir())
+    assert pictures and [picture.name for picture in pictures if f"](images/{picture.name})" not in text] == []
+
+
+REPEATABLE = ("plot positions", "plot activations", "plot gradients")  # equal on every machine, and quick
+
+
+def test_outputs_of_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the pages show below a command, where it does not depend on data or on the machine's rounding."""
+    monkeypatch.chdir(tmp_path)
+    checked = 0
+    for page in SHOWN:
+        text = page.read_text("utf-8")
+        for block, shown in re.findall(
+            r"^```\n((?:transformer-kernels [^\n]*\n)+)```\n\n```text\n(.*?)^```$", text, re.M | re.S
+        ):
+            for line in block.splitlines():
+                arguments = shlex.split(line.removeprefix(COMMAND))
+                if " ".join(arguments).startswith(REPEATABLE):
+                    assert cli.main(arguments) == 0
+                    assert set(capsys.readouterr().out.splitlines()) <= set(shown.splitlines())
+                    checked += 1
+    assert checked >= 5
+
+
 @pytest.mark.parametrize("page", SHOWN, ids=lambda path: path.stem)
 def test_commands_of_docs_are_understood(page: Path) -> None:
     assert commands(page)
