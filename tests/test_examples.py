@@ -109,6 +109,12 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line.removeprefix(COMMAND)) for line in lines]
 
 
+def test_the_site_has_each_page() -> None:
+    """mkdocs.yml lists the pages; `make site` checks the links between them."""
+    site = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert [page.name for page in PAGES if f": {page.name}\n" not in site] == []
+
+
 def test_pictures_of_docs_are_shown() -> None:
     text = "".join(page.read_text("utf-8") for page in PAGES)
     pictures = sorted((ROOT / "docs" / "images").iterdir())
