@@ -121,7 +121,7 @@ def test_pictures_of_docs_are_shown() -> None:
     assert pictures and [picture.name for picture in pictures if f"](images/{picture.name})" not in text] == []
 
 
-REPEATABLE = ("plot positions", "plot activations", "plot gradients")  # equal on every machine, and quick
+REPEATABLE = ("plot positions", "plot activations", "plot gradients", "plot performer")  # equal on every machine
 
 
 def test_outputs_of_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

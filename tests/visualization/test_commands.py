@@ -121,6 +121,14 @@ def test_the_trained_weights_are_the_middle_of_their_landscape():
     assert (grid[[0, 0, 4, 4], [0, 4, 0, 4]] > grid[2, 2]).all()
 
 
+def test_random_features(tmp_path, capsys):
+    out = tmp_path / "performer.png"
+    lines = run(capsys, "plot", "performer", "--out", out).splitlines()
+    errors = torch.tensor([[float(error) for error in line.split()[2:]] for line in lines[1:4]])
+    assert (errors.diff(dim=1) < 0).all() and (errors.diff(dim=0) > 0).all() and errors[0, 3] < 0.03
+    assert lines[4] == f"Performer: {out}" and is_picture(out)
+
+
 def test_one_layer_and_head(encoder, tmp_path, capsys):
     out = tmp_path / "map.png"
     for head in ("1", "mean"):

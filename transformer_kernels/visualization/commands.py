@@ -39,7 +39,7 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     parser.add_argument("expression", nargs="+", metavar="WORD", help=help_text)
     parser.add_argument("--top", type=int, default=10, metavar="N", help="number of words (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="also plot the words in two dimensions (.png, .svg, .pdf)")
-    help_text = "plot position codes, activations, gradients, words in context, training curves, or sweeps"
+    help_text = "plot positions, activations, gradients, random features, words in context, training curves, sweeps"
     plot = commands.add_parser("plot", help=help_text, description=f"{help_text.capitalize()}.")
     _add_plots(plot.add_subparsers(metavar="WHAT", required=True), command, model_options)
     _add_sweep(commands, command)
@@ -68,10 +68,12 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
     gradients = command(plots, "gradients", help_text, _gradients)
     help_text = "plot the loss around trained weights, with and without shortcut connections"
     landscape = command(plots, "landscape", help_text, _landscape)
+    performer = command(plots, "performer", "plot the error of Performer's random features", _performer)
     for parser, layers in ((gradients, 20), (landscape, 8)):
         parser.add_argument("--layers", type=int, default=layers, metavar="N", help="layers (default: %(default)s)")
     parsers = {"positions": positions, "words": words, "run": run, "sweep": sweep}
     parsers |= {"activations": activations, "gradients": gradients, "landscape": landscape}
+    parsers["performer"] = performer
     for name, parser in parsers.items():
         parser.add_argument("--out", default=f"{name}.png", metavar="FILE", help="output figure (default: %(default)s)")
 
@@ -181,6 +183,15 @@ def _landscape(chosen: argparse.Namespace) -> None:
     for shortcuts, loss in draw_landscape(chosen.layers, chosen.out).items():
         print(f"loss {KINDS[shortcuts]}: {loss:.4f}")
     print(f"{chosen.layers} layers: {chosen.out}")
+
+
+def _performer(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.visualization.networks import FEATURES, draw_performer
+
+    print("features".rjust(18), *(f"{count:7}" for count in FEATURES))
+    for deviation, errors in draw_performer(chosen.out).items():
+        print(f"deviation {deviation:.2f}".rjust(18), *(f"{error:7.3f}" for error in errors))
+    print(f"Performer: {chosen.out}")
 
 
 def _words(chosen: argparse.Namespace) -> None:
