@@ -176,6 +176,7 @@ def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizers = pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)  # `info` would compile it into this cache
     (tmp_path / "reviews").mkdir()
     (tmp_path / "text.txt").write_text(TEXT * 40)
     (tmp_path / "reviews.txt").write_text(KINGS * 40)
