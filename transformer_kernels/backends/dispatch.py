@@ -1,4 +1,4 @@
-"""Which backend answers a call: by argument, `use_backend`, `set_backend` or the environment, in that order."""
+"""Selects the backend of a call: by argument, `use_backend`, `set_backend` or the environment, in that order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def set_backend(backend: str | None) -> None:
 
 
 def get_backend() -> str:
-    """The name that a call without `backend=` uses here and now; "auto" unless something else was asked for."""
+    """The backend of calls without `backend=` in this thread or task; "auto" by default."""
     return _scoped.get() or _default or _named_by_environment()
 
 
@@ -151,7 +151,7 @@ def _refusal(operation: Operation, backend: str, call: Any) -> str | None:
 
 
 def select(operation: Operation, backend: str | None, call: Any) -> Any:
-    """The module whose `forward(call)` answers this call; call[0] is a tensor.
+    """The module whose `forward(call)` computes this call; call[0] is a tensor.
 
     Raises:
         BackendUnavailable: the named backend cannot run on this device.
@@ -226,5 +226,5 @@ def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None
         chosen = name if reasons[name] is None else None
     order = AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE)
     supported = f"supports the call; auto tries in the order {', '.join(order)} on {device.type} tensors"
-    told = {each: reason or ("selected" if each == chosen else supported) for each, reason in reasons.items()}
-    return Explanation(op, name, chosen, told)
+    shown = {each: reason or ("selected" if each == chosen else supported) for each, reason in reasons.items()}
+    return Explanation(op, name, chosen, shown)
