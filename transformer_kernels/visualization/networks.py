@@ -144,7 +144,7 @@ def feature_error(features: int, deviation: float) -> float:
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, 128, WIDTH, dtype=torch.float64, generator=generator).unbind()
     q, k = deviation * q, deviation * k
-    exact = ops.attention(q, k, v)
+    exact = ops.attention_weights(q, k) @ v
     errors = []
     for _ in range(PROJECTIONS):
         projection = ops.orthogonal_projection(features, WIDTH, generator=generator)
