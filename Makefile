@@ -15,7 +15,7 @@ test gates: export OMP_WAIT_POLICY ?= passive
 $(VENV)/.test $(VENV)/.lint: export TRANSFORMER_KERNELS_CPU_LEVELS ?= present
 SOURCES := pyproject.toml setup.py constraints.txt
 
-.PHONY: help demo test gates mutants lint gpu bench wheel clean
+.PHONY: help demo test gates mutants lint site gpu bench wheel clean
 
 help:
 	@echo "make demo   train a character GPT on this machine and compare the backends (a few minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
 	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"
 	@echo "make lint   ruff and mypy"
+	@echo "make site   the pages of docs/ with an API reference, in build/site"
 	@echo "make gpu    on a GPU: build, test, benchmark and record in OUT=runs/benchmarks"
 	@echo "make wheel  what a release has in dist/: the sdist, the CPU wheel and, with nvcc, the wheel for all GPUs"
 	@echo "make bench  on a CPU: benchmark, and merge into benchmarks/results (twelve minutes)"
@@ -42,6 +43,11 @@ $(VENV)/.lint: $(VENV)/.test
 	$(PIP) --editable ".[lint]"
 	@touch $@
 
+# The extra `docs` without the package: the reference is read from the sources, so nothing is compiled.
+$(VENV)/.site: $(BIN)/python $(SOURCES)
+	$(PIP) $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ,)
+	@touch $@
+
 demo: $(VENV)/.demo
 	$(BIN)/python -m transformer_kernels demo
 
@@ -58,6 +64,9 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+site: $(VENV)/.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Straight from the checkout with the python3 that is there: nothing is installed. TIME_BUDGET=540 seconds.
 gpu:

@@ -1,4 +1,4 @@
-"""The figures of a record, as SVG and PNG; readable in black and white: markers, line styles and hatches differ."""
+"""The figures of a record, as PNG; readable in black and white: markers, line styles and hatches differ."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from benchmarks.measure import Row
 from benchmarks.results import against_headline, growth, timed
 from benchmarks.steps import HEADLINE
-from benchmarks.workloads import OPERATIONS, ROW_OPERATIONS
+from benchmarks.workloads import ROW_OPERATIONS
+from transformer_kernels.backends import dispatch
 
 STYLES: dict[str, dict[str, Any]] = {
     "ours triton": {"color": "#000000", "linestyle": "-", "marker": "o", "linewidth": 2.2},
@@ -137,9 +138,9 @@ def _panels(keys: Sequence[tuple[str, str]]) -> tuple[Figure, dict[tuple[str, st
 
 def _log_axis(axis: Any) -> None:
     """Powers of two as ticks, written as numbers."""
-    axis.set_major_locator(LogLocator(2, numticks=10))
+    axis.set_major_locator(LogLocator(2, numticks=20))
+    axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}" if value < 1024 else _short(round(value))))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _spaced(ticks: Sequence[int]) -> list[int]:
@@ -274,7 +275,14 @@ def _in_panel(row: Row, kind: tuple[str, str], size: tuple[int, int]) -> bool:
     return (row["op"], row["case"]) == kind and (row["shape"]["B"], row["shape"]["L"]) == size
 
 
-MARKERS = dict(zip(OPERATIONS, itertools.cycle("os^vDPX*hp<>8d")))
+FAMILY_STYLES = {
+    "attention": ("o", "#000000"),
+    "softmax": ("s", "#c07000"),
+    "norm": ("^", "#1f5fa8"),
+    "activation": ("D", "#2a8a5f"),
+    "loss": ("P", "#b03030"),
+    "embedding": ("X", "#7a4fa3"),
+}
 
 
 def roofline(rows: Sequence[Row]) -> Figure | None:
@@ -295,28 +303,29 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
     axes.annotate(
         f"matrix product: {compute:,.0f} GFLOP/s", (right, compute), (0, 5), textcoords="offset points", ha="right"
     )
-    for op, ours in itertools.product(MARKERS, (False, True)):
-        shown = [row for row in points if row["op"] == op and row["candidate"].startswith("ours") == ours]
-        if shown:
-            axes.scatter(
-                [row["flops"] / row["bytes"] for row in shown],
-                [1e3 * row["tflops"] for row in shown],
-                marker=MARKERS[op],
-                s=26 if ours else 16,
-                facecolor="#222222" if ours else "none",
-                edgecolor="#000000" if ours else "#999999",
-                linewidth=0.8,
-                zorder=3 if ours else 2,
-                label=f"{op}, {'ours' if ours else 'others'}",
-            )
+    for ours, (family, (marker, colour)) in itertools.product((True, False), FAMILY_STYLES.items()):
+        shown = [row for row in points if dispatch.OPERATIONS[row["op"]].folder.endswith(family)]
+        shown = [row for row in shown if row["candidate"].startswith("ours") == ours]
+        axes.scatter(
+            [row["flops"] / row["bytes"] for row in shown],
+            [1e3 * row["tflops"] for row in shown],
+            marker=marker,
+            s=22 if ours else 14,
+            facecolor=colour if ours else "none",
+            edgecolor=colour,
+            alpha=0.75 if ours else 0.4,
+            linewidth=0.8,
+            zorder=3 if ours else 2,
+            label=f"{family}, {'ours' if ours else 'others'}" if shown else "",
+        )
     for axis, name in ((axes.xaxis, "x"), (axes.yaxis, "y")):
         axes.set(**{f"{name}scale": "log"})
         _log_axis(axis)
     axes.set_xlabel("FLOPs per byte (minimum traffic)")
     axes.set_ylabel("GFLOP/s")
     axes.set_title(f"Roofline, {dtype}")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
     return figure
 
 
@@ -346,5 +355,5 @@ def growth_curves(rows: Sequence[Row]) -> Figure | None:
         axes.set_title(title)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2, fontsize=7.5)
     figure.suptitle(f"Growth of attention, {case}, {dtype}, forward + backward (fitted over the longer half)")
-    figure.tight_layout(rect=(0, 0.05, 1, 0.98))
+    figure.tight_layout(rect=(0, 0.03, 1, 0.98))
     return figure

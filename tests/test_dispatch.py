@@ -90,7 +90,7 @@ def test_auto_on_a_cpu_is_quiet() -> None:
     )
     assert result.returncode == 0 and result.stderr == ""
     built = dispatch.unavailable("cpu", torch.device("cpu")) is None
-    assert f"asked for auto, answered by {'cpu' if built else 'torch'}" in result.stdout
+    assert f"requested auto, selected {'cpu' if built else 'torch'}" in result.stdout
 
 
 def test_float64_is_for_torch_only(device: torch.device) -> None:
@@ -108,7 +108,7 @@ def test_explain_tells_who_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (explanation.operation, explanation.requested, explanation.chosen) == ("layer_norm", "auto", "torch")
     assert explanation.reasons["cuda"] == "no such device" and "float64" in explanation.reasons["triton"]
     assert tk.explain(tk.layer_norm, x, x[0], backend="cuda").chosen is None
-    assert "answered by none" in str(tk.explain("layer_norm", x, x[0], backend="cuda"))
+    assert "selected none" in str(tk.explain("layer_norm", x, x[0], backend="cuda"))
 
 
 def test_explain_checks_its_arguments() -> None:

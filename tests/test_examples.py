@@ -109,6 +109,39 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line.removeprefix(COMMAND)) for line in lines]
 
 
+def test_the_site_has_each_page() -> None:
+    """mkdocs.yml lists the pages; `make site` checks the links between them."""
+    site = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert [page.name for page in PAGES if f": {page.name}\n" not in site] == []
+
+
+def test_pictures_of_docs_are_shown() -> None:
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    pictures = sorted((ROOT / "docs" / "images").iterdir())
+    assert pictures and [picture.name for picture in pictures if f"](images/{picture.name})" not in text] == []
+
+
+REPEATABLE = ("plot positions", "plot activations", "plot gradients", "plot performer")  # equal on every machine
+
+
+def test_outputs_of_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the pages show below a command, where it does not depend on data or on the machine's rounding."""
+    monkeypatch.chdir(tmp_path)
+    checked = 0
+    for page in SHOWN:
+        text = page.read_text("utf-8")
+        for block, shown in re.findall(
+            r"^```\n((?:transformer-kernels [^\n]*\n)+)```\n\n```text\n(.*?)^```$", text, re.M | re.S
+        ):
+            for line in block.splitlines():
+                arguments = shlex.split(line.removeprefix(COMMAND))
+                if " ".join(arguments).startswith(REPEATABLE):
+                    assert cli.main(arguments) == 0
+                    assert set(capsys.readouterr().out.splitlines()) <= set(shown.splitlines())
+                    checked += 1
+    assert checked >= 5
+
+
 @pytest.mark.parametrize("page", SHOWN, ids=lambda path: path.stem)
 def test_commands_of_docs_are_understood(page: Path) -> None:
     assert commands(page)
@@ -143,6 +176,7 @@ def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizers = pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)  # `info` would compile it into this cache
     (tmp_path / "reviews").mkdir()
     (tmp_path / "text.txt").write_text(TEXT * 40)
     (tmp_path / "reviews.txt").write_text(KINGS * 40)

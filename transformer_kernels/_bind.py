@@ -56,8 +56,10 @@ def bind(backend: str | None = None) -> BoundOperations | ModuleType:
     Args:
         backend: "torch", "cpu", "triton", "cuda", "auto", "reference" (returns `python_ref.ops` itself), or None to
             follow `set_backend`, `use_backend` and the environment at each call.
+
     Returns:
         an object with every operation as a function, under its name in `python_ref.ops`.
+
     Raises:
         ValueError: the name is unknown.
     """
@@ -79,11 +81,18 @@ def build(name: str, backend: str | None = None, **overrides: Any) -> Transforme
         backend: "torch", "cpu", "triton", "cuda", "auto", "reference", or None to follow `set_backend`, `use_backend`
             and the environment at each call.
         overrides: fields of the preset's configuration, such as `dropout=0.0` or `vocab_size=96`.
+
     Returns:
         the model: `python_ref.GPT`, `python_ref.BERTClassifier` or another class; see its `forward`.
+
     Raises:
         ValueError: no such preset or backend, or the value of a field is invalid.
         TypeError: no such field.
+
+    Examples:
+        >>> model = build("char_gpt", backend="torch", layers=2, dropout=0.0)
+        >>> model(torch.randint(65, (1, 16))).shape  # logits
+        torch.Size([1, 16, 65])
     """
     from python_ref import build
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import cli, evidence, results
 from benchmarks.compilers import status
 from benchmarks.measure import identity
-from benchmarks.plots import draw_all
+from benchmarks.plots import draw_all, roofline
 from benchmarks.report import report
 from tests.benchmarks.rows import STAMP, operation_row, sweep, whole_record
 
@@ -110,6 +110,13 @@ def test_every_picture_is_drawn_and_is_not_empty(tmp_path: Path) -> None:
         pixels = matplotlib.image.imread(path)[..., :3]
         inked = (pixels.min(axis=-1) < 0.5).mean()
         assert pixels.shape[0] > 200 and 0.005 < inked < 0.5, (path.name, inked)
+
+
+def test_the_roofline_has_each_measured_operation() -> None:
+    rows = [row for row in whole_record() if row["kind"] == "operation" and row["status"] == "ok"]
+    figure = roofline(whole_record())
+    assert figure is not None
+    assert sum(len(points.get_offsets()) for points in figure.axes[0].collections) == len(rows) > 0
 
 
 def test_the_report_gathers_everything() -> None:

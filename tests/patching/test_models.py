@@ -444,7 +444,7 @@ def test_the_report_is_a_table():
     lines = text.splitlines()
     assert lines[0].split() == ["module", "class", "computed", "by", "count"]
     assert any(line.split() == ["bert.encoder.layer.*.output", "BertOutput", "add_layer_norm", "2"] for line in lines)
-    assert lines[-1] == "20 modules patched, 0 left; backend 'torch'"
+    assert lines[-1] == "20 modules patched, 0 not patched; backend 'torch'"
 
 
 @pytest.mark.parametrize("family", ("bert", "roberta", "distilbert"))

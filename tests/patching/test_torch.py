@@ -218,7 +218,7 @@ def test_patching_without_transformers():
     root = Path(__file__).parents[2]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert "modules patched, 0 left; the default backend" in result.stdout
+    assert "modules patched, 0 not patched; the default backend" in result.stdout
     assert "needs transformers 5.23 or newer: pip install 'transformers>=5.23'" in result.stdout
 
 

@@ -187,6 +187,24 @@ def test_the_page_by_keys_scales_and_themes(tmp_path):
         assert browser.value("state.pinned") == 2
 
 
+def test_the_buttons_of_the_page(tmp_path):
+    maps = torch.full((1, 1, 3, 3), 1 / 3)
+    write_page(maps, list("abc"), list("abc"), tmp_path / "maps.html")
+    with opened(tmp_path / "maps.html", tmp_path / "profile") as browser:
+        shown = "[state.view, state.scale, state.cell, isDark(), element('matrix').hidden]"
+        before = browser.value(shown)
+        assert before[:2] == ["matrix", "own"] and before[4] is False
+        for button in ("arcs-view", "fixed-scale", "larger", "larger", "smaller", "theme"):
+            browser.mouse(f"#{button}")
+        after = browser.value(shown)
+        assert after == ["arcs", "fixed", before[2] + 2, not before[3], True]
+        pressed = browser.value("[...document.querySelectorAll('#controls [aria-pressed=true]')].map(each => each.id)")
+        assert pressed == ["arcs-view", "fixed-scale"]
+        for button in ("matrix-view", "own-scale", "theme"):
+            browser.mouse(f"#{button}")
+        assert browser.value(shown) == ["matrix", "own", before[2] + 2, before[3], False]
+
+
 def test_the_page_of_200_tokens_has_no_lag_and_keeps_its_headers(tmp_path):
     maps = torch.rand(2, 12, 200, 200).softmax(-1)
     names = [f"token {number}" for number in range(200)]

@@ -74,14 +74,14 @@ def sweep(tmp_path_factory):
 def test_attend_to_a_pretrained_model(encoder, tmp_path, capsys):
     out = tmp_path / "maps.png"
     told = run(capsys, "attend", "--model", encoder, "a happy dogs .", "--out", out)
-    assert told == f"1 layers of 2 heads on 7 tokens: {out}, {tmp_path / 'maps.html'}\n"
+    assert told == f"layers: 1, heads: 2, tokens: 7: {out}, {tmp_path / 'maps.html'}\n"
     assert is_picture(out) and '"queries": ["[CLS]", "a", "happy", "dog", "s"' in (tmp_path / "maps.html").read_text()
 
 
 def test_attend_to_a_trained_model(sweep, tmp_path, capsys):
     page = tmp_path / "page.html"
     arguments = ["--checkpoint", sweep / "32x2-64", "the fox", "--out", tmp_path / "maps.svg", "--html", page]
-    assert "2 layers of 1 heads on 7 tokens" in run(capsys, "attend", *arguments)
+    assert "layers: 2, heads: 1, tokens: 7" in run(capsys, "attend", *arguments)
     assert (tmp_path / "maps.svg").read_text().startswith("<?xml") and '"t", "h", "e", "\\u2423"' in page.read_text()
 
 
@@ -119,6 +119,14 @@ def test_the_trained_weights_are_the_middle_of_their_landscape():
     assert grid.shape == (5, 5) and abs(grid[2, 2] - networks.loss(weights, True)) < 1e-5
     assert networks.loss(weights, True) < networks.loss(networks.network(3), True)
     assert (grid[[0, 0, 4, 4], [0, 4, 0, 4]] > grid[2, 2]).all()
+
+
+def test_random_features(tmp_path, capsys):
+    out = tmp_path / "performer.png"
+    lines = run(capsys, "plot", "performer", "--out", out).splitlines()
+    errors = torch.tensor([[float(error) for error in line.split()[2:]] for line in lines[1:4]])
+    assert (errors.diff(dim=1) < 0).all() and (errors.diff(dim=0) > 0).all() and errors[0, 3] < 0.03
+    assert lines[4] == f"Performer: {out}" and is_picture(out)
 
 
 def test_one_layer_and_head(encoder, tmp_path, capsys):

@@ -52,7 +52,7 @@ def test_the_picture_names_each_token(loaded, tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(words, "write_figure", lambda figure, path: kept.append(figure))
     found = [word_in_context(loaded, "ox", sentence) for sentence in ("an ox", "ox, $fox$")]
-    draw_words(found, tmp_path / "words.png")
+    draw_words(found, "ox", tmp_path / "words.png")
     texts = kept[0].axes[0].texts
     texts = [text for text in texts if text.get_text()]  # not the arrows
     assert [text.get_text() for text in texts] == ["static", *"an␣ox", *"ox,␣", r"\$", *"fox", r"\$"]
@@ -66,7 +66,8 @@ def test_the_picture_names_each_token(loaded, tmp_path, monkeypatch):
 def test_names_do_not_overlap(loaded, tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(words, "write_figure", lambda figure, path: kept.append(figure))
-    draw_words([word_in_context(loaded, "ox", text) for text in ("an ox, foxes", "ox, $Fox$; an")], tmp_path / "a.png")
+    found = [word_in_context(loaded, "ox", text) for text in ("an ox, foxes", "ox, $Fox$; an")]
+    draw_words(found, "ox", tmp_path / "words.png")
     boxes = [text.get_window_extent() for text in kept[0].axes[0].texts if text.get_text()]
     assert len(boxes) == 26
     for number, box in enumerate(boxes):

@@ -1,4 +1,4 @@
-"""Which backend answers a call: by argument, `use_backend`, `set_backend` or the environment, in that order."""
+"""Selects the backend of a call: by argument, `use_backend`, `set_backend` or the environment, in that order."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def set_backend(backend: str | None) -> None:
 
     Args:
         backend: "torch", "cpu", "triton", "cuda", "auto" or None.
+
     Raises:
         ValueError: the name is unknown.
     """
@@ -66,7 +67,7 @@ def set_backend(backend: str | None) -> None:
 
 
 def get_backend() -> str:
-    """The name that a call without `backend=` uses here and now; "auto" unless something else was asked for."""
+    """The backend of calls without `backend=` in this thread or task; "auto" by default."""
     return _scoped.get() or _default or _named_by_environment()
 
 
@@ -87,6 +88,7 @@ def use_backend(backend: str) -> Iterator[None]:
 
     Args:
         backend: "torch", "cpu", "triton", "cuda" or "auto".
+
     Raises:
         ValueError: the name is unknown.
     """
@@ -149,7 +151,7 @@ def _refusal(operation: Operation, backend: str, call: Any) -> str | None:
 
 
 def select(operation: Operation, backend: str | None, call: Any) -> Any:
-    """The module whose `forward(call)` answers this call; call[0] is a tensor.
+    """The module whose `forward(call)` computes this call; call[0] is a tensor.
 
     Raises:
         BackendUnavailable: the named backend cannot run on this device.
@@ -181,7 +183,7 @@ def _automatic(operation: Operation, call: Any, device: torch.device) -> tuple[s
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: the operation, the backend asked for, the one that answers, and why the others do not."""
+    """What `explain` found: the operation, the requested backend, the selected one, and why the others are not."""
 
     operation: str
     requested: str
@@ -189,20 +191,28 @@ class Explanation:
     reasons: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{self.operation}: asked for {self.requested}, answered by {self.chosen or 'none'}"]
+        lines = [f"{self.operation}: requested {self.requested}, selected {self.chosen or 'none'}"]
         return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.reasons.items()])
 
 
 def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
-    """Which backend would answer `operation(*args, **kwargs)`, and why the others would not. Nothing is computed.
+    """The backend selected for `operation(*args, **kwargs)`, and why the others are not. Nothing is computed.
 
     Args:
         operation: a public operation or its name, such as "attention".
-        *args, backend, **kwargs: exactly what the operation would be called with.
+        *args: of the operation.
+        backend: of the operation.
+        **kwargs: of the operation.
+
     Returns:
         an `Explanation`; print it, or read its fields.
+
     Raises:
-        what the operation itself raises for bad arguments.
+        TypeError, ValueError, RuntimeError: invalid arguments of the operation, or an unknown operation or backend.
+
+    Examples:
+        >>> print(explain("gelu", torch.randn(4, 64), backend="torch").chosen)
+        torch
     """
     op = operation if isinstance(operation, str) else operation.__name__
     if op not in OPERATIONS:
@@ -215,6 +225,6 @@ def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None
     else:
         chosen = name if reasons[name] is None else None
     order = AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE)
-    supported = f"supports the call; auto asks in the order {', '.join(order)} on {device.type} tensors"
-    told = {each: reason or ("chosen" if each == chosen else supported) for each, reason in reasons.items()}
-    return Explanation(op, name, chosen, told)
+    supported = f"supports the call; auto tries in the order {', '.join(order)} on {device.type} tensors"
+    shown = {each: reason or ("selected" if each == chosen else supported) for each, reason in reasons.items()}
+    return Explanation(op, name, chosen, shown)

@@ -383,8 +383,8 @@ def graphed(
 ) -> Callable[..., Any]:
     """The function, captured for each shape of its arguments and then replayed without running its Python code.
 
-    On a GPU a call is one CUDA graph, on a CPU a list of the kernels and operators that it called, on memory of its
-    own. The first `warm_up_calls` calls with arguments of a shape run eagerly. A CPU recording is validated: it is
+    On a GPU a call is one CUDA graph, on a CPU a list of the kernels and operators that it called, in memory of
+    its own. The first `warm_up_calls` calls with arguments of a shape run eagerly. A CPU recording is validated: it is
     replayed once from the initial state and must reproduce weights and outputs.
 
     With an optimizer the function is a training step: forward, one or more backward passes, clipping,
@@ -422,16 +422,18 @@ def graphed(
     Returns:
         a function of the same arguments, whose results are copies without gradients.
 
-    Raises (when called):
-        ValueError: an argument requires gradients, arguments are on several devices, or a parameter has a gradient
-            before the step.
-        TypeError: part of the result is neither a tensor nor None.
-        RuntimeError: the function cannot be captured; the message has the reason and the line of Python. What it wrote
-            to tensors is undone.
+    Raises:
+        ValueError: when called: an argument requires gradients, arguments are on several devices, or a parameter has a
+            gradient before the step.
+        TypeError: when called: part of the result is neither a tensor nor None.
+        RuntimeError: when called: the function cannot be captured; the message has the reason and the line of
+            Python. What it wrote to tensors is undone.
 
-    Example:
-        >>> ask = tk.graphed(model.eval())
-        >>> logits = ask(tokens)
+    Examples:
+        >>> model = tk.build("char_gpt", layers=1, width=32, heads=2).eval()
+        >>> ask = graphed(model)
+        >>> ask(torch.randint(65, (1, 8))).shape
+        torch.Size([1, 8, 65])
     """
     return Graphed(function, optimizer, warm_up_calls=warm_up_calls, limit=limit)
 

@@ -20,7 +20,7 @@ __all__ = ["Acceleration", "CallReport", "CallRow", "PatchReport", "Row", "accel
 
 
 def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
-    """Let this package's operations compute what they can of a model of transformers or torch.nn, in place.
+    """Run the modules of a model of transformers or torch.nn by this package's operations, in place.
 
     Replaced are, anywhere in the model, torch.nn's LayerNorm, GELU, Softmax, MultiheadAttention,
     TransformerEncoderLayer and TransformerDecoderLayer. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT of transformers
@@ -28,27 +28,35 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     (BERT's families) and the products of Conv1D (GPT-2). In Llama, Mistral, Qwen2 and Qwen3: RMSNorm with the residual
     addition before it, the gated activation, and rotary positions. In T5: its norms and gated activations. In every
     model of transformers whose attention goes through its `AttentionInterface`: the attention, and the loss over
-    tokens. On a CPU, float32 products of linear layers in a model of transformers too, where this package's are the
-    faster ones.
+    tokens. On a CPU, float32 products of linear layers in a model of transformers too, where this package's are faster.
     With "auto" on a CPU, the original modules compute inference (evaluation mode, no gradients) that is too small for
     these kernels to be faster.
     Parameters, state dict, class names and hooks stay.
     Only this instance changes, and it can be patched again with another backend.
 
-    A part that is no longer plainly of its class (an adapter, a quantised or sharded layer, one with hooks) is called
-    as it is and not fused with its neighbours. Attention, norms, activations, MLPs and losses that are not patched are
+    A module that was modified (an adapter, a quantised or sharded layer, one with hooks) is called unchanged and not
+    fused with its neighbours. Attention, norms, activations, MLPs and losses that are not patched are
     rows of the report, with the reason.
 
     Args:
         model: any module.
         backend: "torch", "cpu", "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the
             environment at each call. A named backend never falls back.
+
     Returns:
         a `PatchReport`; print it.
+
     Raises:
         TypeError: not a module.
         ValueError: the name of the backend is unknown.
         BackendUnavailable: the named backend cannot run on the model's device.
+
+    Examples:
+        >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> report = patch(model)
+        >>> len(report.patched)
+        4
+        >>> unpatch(model)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model must be a torch.nn.Module; got {type(model).__name__}")
@@ -64,12 +72,20 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `patch`: every module is again of the class that it was, with its configuration, and computes what it did.
+    """Undo `patch`: every module has its original class, configuration and computation again.
 
     Args:
-        model: a module; one that was never patched stays as it is.
+        model: a module; one that was never patched is not changed.
+
     Raises:
-        RuntimeError: a module has got another class since (a parametrization, sharding); what gave it has to be undone.
+        RuntimeError: the class of a module was changed after patching (parametrization, sharding); undo that first.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(64))
+        >>> report = patch(model)
+        >>> unpatch(model)
+        >>> type(model[0]) is torch.nn.LayerNorm
+        True
     """
     patched = [(name, module) for name, module in model.named_modules() if isinstance(module, Patched)]
     for name, module in patched:

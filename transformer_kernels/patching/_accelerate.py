@@ -262,15 +262,6 @@ def _recomputed_inside(original: Any, at: str) -> Any:
 def accelerate(target: Any = None, *, backend: str | None = None) -> Any:
     """Run the calls of torch's functions inside a block by this package's operations, where these are exact.
 
-        with tk.accelerate() as block:            # a block, in this thread or task
-            loss = model(tokens)
-        print(block.report())
-
-        @tk.accelerate(backend="cpu")             # a function
-        def step(tokens): ...
-
-        block = tk.accelerate(model)              # each forward of one model, in place; block.remove() undoes it
-
     Rerouted are torch.nn.functional's scaled_dot_product_attention (masks of keys, of queries and keys, biases,
     is_causal, grouped heads, dropout), layer_norm, rms_norm, gelu, softmax, cross_entropy, linear and embedding, the
     functions and methods of `torch` behind them, and with that the modules of torch.nn that call them. The meaning of
@@ -290,13 +281,35 @@ def accelerate(target: Any = None, *, backend: str | None = None) -> Any:
         backend: "torch", "cpu", "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the
             environment at each call. A named backend takes every call that has an exact counterpart, of any size, and
             raises where it does not support it.
+
     Returns:
         an `Acceleration`: context manager, decorator, `report()`, and `remove()` for a model. For a function, the
         function inside the block, with the Acceleration as its attribute `acceleration`.
+
     Raises:
         TypeError: the target is neither a module nor a function.
         ValueError: the name of the backend is unknown.
         BackendUnavailable, UnsupportedByBackend: from a call in the block, where a named backend cannot compute it.
+
+    Examples:
+        A block, in this thread or task:
+
+        >>> x = torch.randn(512, 256)
+        >>> with accelerate() as block:
+        ...     y = torch.nn.functional.gelu(x)
+        >>> report = block.report()  # print it: the calls, and why some were not rerouted
+
+        A function:
+
+        >>> @accelerate(backend="torch")
+        ... def step(x):
+        ...     return torch.nn.functional.gelu(x)
+
+        Every forward of one model, in place:
+
+        >>> model = torch.nn.LayerNorm(256)
+        >>> block = accelerate(model)
+        >>> block.remove()
     """
     made = Acceleration(backend)
     if target is None:

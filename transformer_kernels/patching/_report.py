@@ -1,4 +1,4 @@
-"""What `patch` and `accelerate` report: what computes each module or call now, or why it was left."""
+"""What `patch` and `accelerate` report: what computes each module or call, or why it was not replaced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALL_HEADINGS = ("operation", "computed by", "calls")
 
 @dataclass(frozen=True)
 class Row:
-    """One module: its name in the model, its class, the operation that computes it, or why it was left."""
+    """One module: its name in the model, its class, the operation that computes it, or why it was not patched."""
 
     name: str
     kind: str
@@ -44,14 +44,14 @@ class PatchReport:
         return tuple(row for row in self.rows if row.answered is None)
 
     def __str__(self) -> str:
-        summary = f"{len(self.patched)} modules patched, {len(self.left)} left; {_named(self.backend)}"
+        summary = f"{len(self.patched)} modules patched, {len(self.left)} not patched; {_named(self.backend)}"
         return _table(HEADINGS, self._lines(), summary)
 
     def _lines(self) -> Iterator[tuple[str, str, str, str]]:
         counts: dict[tuple[str, str, str], int] = {}
         for row in self.rows:
             name = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name) or "(the model)"
-            key = (name, row.kind, row.answered or f"left: {row.reason}")
+            key = (name, row.kind, row.answered or f"not patched: {row.reason}")
             counts[key] = counts.get(key, 0) + 1
         for key, count in counts.items():
             yield (*key, str(count))

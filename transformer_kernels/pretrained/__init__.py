@@ -40,14 +40,23 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
             or ViT with its classifier in the format of transformers, or a GGUF file of a Llama with tensors in F32,
             F16, Q8_0, Q4_0 or Q4_1.
         backend: as in `build`.
+
     Returns:
         `python_ref.GPT`: tokens (B, L) -> logits (B, L, V), `python_ref.Encoder`: tokens, padding_mask -> hidden states
         (B, L, E), with the heads whose weights exist, or `python_ref.ViT`. RoBERTa's positions start at 0, so padding
         must follow the text. Parameters are float32; the model is in evaluation mode.
+
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
         ValueError: an unknown architecture or option, truncated files, tensors that are missing, unknown, of another
             shape, of integers or not finite (all are listed), or pickled weights, which are never loaded.
+
+    Examples:
+        >>> folder = tempfile.mkdtemp()
+        >>> export_pretrained(tk.build("gpt2", vocab_size=65, layers=1, width=64, heads=2), folder)
+        >>> model = load_pretrained(folder)
+        >>> model(torch.randint(65, (1, 16))).shape
+        torch.Size([1, 16, 65])
     """
     path = Path(path)
     if not path.exists():
@@ -74,6 +83,7 @@ def export_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
         model: a `python_ref.GPT` with the layers of GPT-2 or Llama, a `python_ref.Encoder`, which becomes a BERT or a
             DistilBERT (a RoBERTa too; its positions then start at the first token), or a ViT.
         folder: created if missing.
+
     Raises:
         TypeError: another type of model.
         ValueError: transformers has no model with these layers; the offending field is named.

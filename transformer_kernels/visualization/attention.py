@@ -93,8 +93,9 @@ def draw_maps(
             weight = float(maps[0, 0, query, key])
             ink = "black" if weight > (low + high) / 2 else "white"
             axes.text(key, query, f"{weight:.2f}", ha="center", va="center", fontsize=7, color=ink)
-    label = "attention weight" + " (grey: cannot be seen)" * bool((shown < 0).any())
-    figure.colorbar(image, ax=axes, fraction=0.03, pad=0.04, label=label)
+    label = "attention weight" + " (grey: masked)" * bool((shown < 0).any())
+    bar = axes.inset_axes((1.06, 0.0, 0.025, 1.0))  # as high as the maps
+    figure.colorbar(image, cax=bar, label=label)
     write_figure(figure, path)
 
 

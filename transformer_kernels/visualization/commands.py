@@ -39,7 +39,7 @@ def add_commands(commands: Any, command: Add, model_options: Callable[..., None]
     parser.add_argument("expression", nargs="+", metavar="WORD", help=help_text)
     parser.add_argument("--top", type=int, default=10, metavar="N", help="number of words (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="also plot the words in two dimensions (.png, .svg, .pdf)")
-    help_text = "plot position codes, activations, gradients, words in context, training curves, or sweeps"
+    help_text = "plot positions, activations, gradients, random features, words in context, training curves, sweeps"
     plot = commands.add_parser("plot", help=help_text, description=f"{help_text.capitalize()}.")
     _add_plots(plot.add_subparsers(metavar="WHAT", required=True), command, model_options)
     _add_sweep(commands, command)
@@ -68,10 +68,12 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
     gradients = command(plots, "gradients", help_text, _gradients)
     help_text = "plot the loss around trained weights, with and without shortcut connections"
     landscape = command(plots, "landscape", help_text, _landscape)
+    performer = command(plots, "performer", "plot the error of Performer's random features", _performer)
     for parser, layers in ((gradients, 20), (landscape, 8)):
         parser.add_argument("--layers", type=int, default=layers, metavar="N", help="layers (default: %(default)s)")
     parsers = {"positions": positions, "words": words, "run": run, "sweep": sweep}
     parsers |= {"activations": activations, "gradients": gradients, "landscape": landscape}
+    parsers["performer"] = performer
     for name, parser in parsers.items():
         parser.add_argument("--out", default=f"{name}.png", metavar="FILE", help="output figure (default: %(default)s)")
 
@@ -120,13 +122,13 @@ def _attend(chosen: argparse.Namespace) -> None:
     names = [f"layer {row}" for row in rows]
     names += ["mean over heads"] if chosen.head == "mean" else [f"head {column}" for column in columns]
     source = Path(chosen.checkpoint if chosen.model is None else chosen.model)
-    title = f"Attention of {source.resolve().name}"
+    title = f"Attention of {source.absolute().name}"
     page = chosen.html or Path(chosen.out).with_suffix(".html")
     text = chosen.text if len(chosen.text) <= 80 else chosen.text[:79] + "…"
     draw_maps(drawn, tokens, tokens, chosen.out, title=f"{title}\n{text}", names=names)
     causal = isinstance(loaded.model, GPT)
     write_page(maps, tokens, tokens, page, title=title, text=chosen.text, causal=causal)
-    print(f"{layers} layers of {heads} heads on {len(tokens)} tokens: {chosen.out}, {page}")
+    print(f"layers: {layers}, heads: {heads}, tokens: {len(tokens)}: {chosen.out}, {page}")
 
 
 def _nearest(chosen: argparse.Namespace) -> None:
@@ -183,6 +185,15 @@ def _landscape(chosen: argparse.Namespace) -> None:
     print(f"{chosen.layers} layers: {chosen.out}")
 
 
+def _performer(chosen: argparse.Namespace) -> None:
+    from transformer_kernels.visualization.networks import FEATURES, draw_performer
+
+    print("features".rjust(18), *(f"{count:7}" for count in FEATURES))
+    for deviation, errors in draw_performer(chosen.out).items():
+        print(f"deviation {deviation:.2f}".rjust(18), *(f"{error:7.3f}" for error in errors))
+    print(f"Performer: {chosen.out}")
+
+
 def _words(chosen: argparse.Namespace) -> None:
     import torch
     import torch.nn.functional as F
@@ -198,7 +209,7 @@ def _words(chosen: argparse.Namespace) -> None:
     for kind in ("contextual", "static"):
         vectors = F.normalize(torch.stack([getattr(each, kind) for each in found]), dim=-1)
         print(f"cosine, {kind}\n{cosine_table(numbered, vectors)}")
-    draw_words(found, chosen.out)
+    draw_words(found, chosen.word, chosen.out)
     print(f"{chosen.word!r} in {len(found)} sentences: {chosen.out}")
 
 
@@ -206,7 +217,8 @@ def _run(chosen: argparse.Namespace) -> None:
     from transformer_kernels.visualization.curves import draw_runs
 
     draw_runs(chosen.folders, chosen.out)
-    print(f"{len(chosen.folders)} runs: {chosen.out}")
+    runs = len(chosen.folders)
+    print(f"{runs} run{'s' * (runs != 1)}: {chosen.out}")
 
 
 def _plot_sweep(chosen: argparse.Namespace) -> None:

@@ -87,7 +87,7 @@ def draw_positions(kind: str, length: int, width: int, path: str | Path) -> None
     for axes, values, across, title, colours, (low, high), label in panels:
         image = axes.imshow(values.numpy(), aspect="auto", cmap=colours, vmin=low, vmax=high, interpolation="nearest")
         axes.set(xlabel=across, ylabel="position", title=title)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         figure.colorbar(image, ax=axes, label=label)
     figure.suptitle(f"{kind} positions, {length} x {codes.shape[1]}")
     write_figure(figure, path)
@@ -122,6 +122,8 @@ def draw_runs(folders: list[str], path: str | Path) -> None:
     logs = {folder: read_log(folder) for folder in folders}
     measured = any("accuracy" in line for lines in logs.values() for line in lines)
     figure, (left, *right) = new_figure(12.0 if measured else 6.5, 4.6, columns=1 + measured)
+    for axes in right:
+        axes.sharex(left)
     curves = [(left, "train", "loss", "--", 0.6), (left, "validation", "loss", "o-", 1.0)]
     curves += [(axes, "validation", "accuracy", "o-", 1.0) for axes in right]
     for number, (folder, lines) in enumerate(logs.items()):
@@ -134,7 +136,9 @@ def draw_runs(folders: list[str], path: str | Path) -> None:
         axes.set(xlabel="step", ylabel=quantity, title="loss" if quantity == "loss" else "validation accuracy")
         axes.grid(alpha=0.3)
         if len(logs) == 1 and (clock := _minutes(*logs.values())):
-            axes.secondary_xaxis("top", functions=clock).set_xlabel("minutes", fontsize=8)
+            times = axes.secondary_xaxis("top", functions=clock)
+            times.set_xlabel("minutes", fontsize=8)
+            times.xaxis.get_major_locator().set_params(nbins=5)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncol=2, fontsize=8)
     write_figure(figure, path)
 

@@ -1,4 +1,4 @@
-"""Plots of a deep network: activations, gradients with and without shortcut connections, and its loss landscape."""
+"""Plots of a deep network: activations, gradients, loss landscape; and the error of Performer's random features."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformer_kernels.visualization.figures import new_figure, write_figure
 WIDTH, EXAMPLES = 16, 64
 KEEPS_SIZE = 6**0.5  # of uniform weights under ReLU (He et al., 2015): a deep network without shortcuts still trains
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"ReLU": torch.relu, "GELU": ops.gelu}
+FEATURES, DEVIATIONS, PROJECTIONS = (16, 64, 256, 1024), (0.25, 0.5, 1.0), 8
 KINDS = {True: "with shortcut connections", False: "without shortcut connections"}
 
 
@@ -132,3 +133,41 @@ def draw_landscape(layers: int, path: str | Path, *, steps: int = 200, points: i
     figure.suptitle(f"loss landscape of {layers} layers after {steps} steps")
     write_figure(figure, path)
     return losses
+
+
+@torch.no_grad()
+def feature_error(features: int, deviation: float) -> float:
+    """The error of Performer's random features: RMS, relative to softmax attention, the mean of several projections.
+
+    Queries and keys (4 heads of 128 tokens and 16 columns) are normal with this standard deviation.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 128, WIDTH, dtype=torch.float64, generator=generator).unbind()
+    q, k = deviation * q, deviation * k
+    exact = ops.attention_weights(q, k) @ v
+    errors = []
+    for _ in range(PROJECTIONS):
+        projection = ops.orthogonal_projection(features, WIDTH, generator=generator)
+        errors.append((ops.performer_attention(q, k, v, projection) - exact).square().mean().sqrt())
+    return float(torch.stack(errors).mean() / exact.square().mean().sqrt())
+
+
+def draw_performer(path: str | Path) -> dict[float, list[float]]:
+    """Write a figure of `feature_error` against the number of features; returns the errors by standard deviation.
+
+    Choromanski et al., "Rethinking attention with Performers", 2021.
+    """
+    errors = {deviation: [feature_error(count, deviation) for count in FEATURES] for deviation in DEVIATIONS}
+    figure, (axes,) = new_figure(8.0, 4.2)
+    for (deviation, values), style in zip(errors.items(), ("o-", "s--", "^:"), strict=True):
+        axes.plot(FEATURES, values, style, label=f"queries and keys of standard deviation {deviation:g}")
+    axes.set(xlabel="random features", ylabel="relative RMS error", yscale="log")
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    for set_ticks, ticks in ((axes.set_xticks, FEATURES), (axes.set_yticks, (0.02, 0.05, 0.1, 0.2, 0.5, 1))):
+        set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_title("Performer's estimate of softmax attention")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center")
+    write_figure(figure, path)
+    return errors

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from transformer_kernels.training._optional import require
 from transformer_kernels.training.checkpoint import checkpoint_folder
 from transformer_kernels.training.files import write_atomically
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
@@ -191,6 +192,7 @@ def read_sweep(folder: str | Path) -> Sweep:
 
 def draw_sweep(points: list[Point], law: PowerLaw, path: str | Path) -> None:
     """Write a figure of the points and the law."""
+    ticker: Any = require("matplotlib.ticker")
     figure, (left, right) = new_figure(12.0, 5.0, columns=2)
     panels = (
         (left, "parameters", lambda p: p.parameters, lambda p: p.tokens, "tokens"),
@@ -203,7 +205,13 @@ def draw_sweep(points: list[Point], law: PowerLaw, path: str | Path) -> None:
             axes.plot(x, [p.loss for p in chosen], "o", color=f"C{number}", label=f"{kept:,} {unit}")
             axes.plot(x, [law.loss(p.parameters, p.tokens) for p in chosen], "-", color=f"C{number}", alpha=0.6)
         axes.set(xlabel=across, ylabel="validation loss", xscale="log", yscale="log")
-        axes.grid(alpha=0.3, which="both")
+        axes.minorticks_off()
+        ticks = sorted({position(point) for point in points})
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        low, high = axes.get_ylim()
+        losses = [loss for loss in ticker.MaxNLocator(7).tick_values(low, high) if low <= loss <= high]
+        axes.set_yticks(losses, [f"{loss:.4g}" for loss in losses])
+        axes.grid(alpha=0.3)
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3)
     figure.suptitle(str(law))
     write_figure(figure, path)

@@ -60,7 +60,7 @@ def principal_components(rows: Tensor) -> tuple[Tensor, Tensor]:
     return left[:, :2] * singular[:2], singular[:2].square() / singular.square().sum()
 
 
-def draw_words(found: list[WordInContext], path: str | Path) -> None:
+def draw_words(found: list[WordInContext], word: str, path: str | Path) -> None:
     """Write a figure of all tokens of the sentences in two dimensions.
 
     The static embedding of the word is a star; arrows lead from it to the word's hidden state in each sentence. All
@@ -73,22 +73,23 @@ def draw_words(found: list[WordInContext], path: str | Path) -> None:
     figure, (axes,) = new_figure(9.0, 6.5)
     *parts, (star,) = points.split([*(len(each.names) + 1 for each in found), 1])
     names = [(star.tolist(), "static", "black", "bold")]
+    arrows: list[list[float]] = []
     for number, (each, part) in enumerate(zip(found, parts, strict=True)):
-        colour, word = f"C{number}", part[-1].tolist()
+        colour = f"C{number}"
         sentence = f"{number + 1}: {each.sentence}"
         axes.scatter(*part[:-1].T.tolist(), s=14, color=colour, label=literal(sentence))
         axes.scatter(*part[each.places].T.tolist(), s=90, facecolors="none", edgecolors=colour, linewidths=2)
-        axes.annotate("", word, star.tolist(), arrowprops={"arrowstyle": "->", "color": colour, "shrinkB": 6})
+        arrows += _arrow(axes, star.tolist(), part[-1].tolist(), colour)
         for index, (name, point) in enumerate(zip(each.names, part.tolist(), strict=False)):
             names.append((point, literal(name), colour, "bold" if index in each.places else "normal"))
     axes.scatter(*star.tolist(), s=140, marker="*", color="black", zorder=3)
     axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
     axes.set_ylabel(f"second component ({shares[1]:.0%})")
-    axes.set_title("a word in context: static embedding (star) and hidden states (circles)")
+    axes.set_title(literal(f"{word!r} in context: static embedding (star) and hidden states (circles)"))
     axes.grid(alpha=0.3)
     axes.margins(0.12)
     figure.legend(loc="outside lower center")
-    _name_points(figure, axes, names)
+    _name_points(figure, axes, names, arrows)
     write_figure(figure, path)
 
 
@@ -108,12 +109,10 @@ def draw_nearest(table: WordVectors, terms: Sequence[Term], found: Sequence[str]
     figure, (axes,) = new_figure(8.0, 6.5)
     colours = ["C0"] * len(asked) + ["C1"] * len(found)
     axes.scatter(*points.T.tolist(), s=[60] * len(asked) + [20] * len(found), color=colours)
-    along = []  # points of the arrows
+    arrows: list[list[float]] = []
     if found and [term.sign for term in terms] == [1, -1, 1]:
         for start, end in ((1, 0), (2, 3)):
-            style = {"arrowstyle": "->", "color": "grey", "shrinkA": 6, "shrinkB": 6}
-            axes.annotate("", points[end].tolist(), points[start].tolist(), arrowprops=style)
-            along += torch.lerp(points[start], points[end], torch.linspace(0, 1, 60)[:, None]).tolist()
+            arrows += _arrow(axes, points[start].tolist(), points[end].tolist(), "grey")
     names = [*(table.words[index] for index in asked), *found]
     weights = ["bold"] * len(asked) + ["normal"] * len(found)
     axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
@@ -122,8 +121,15 @@ def draw_nearest(table: WordVectors, terms: Sequence[Term], found: Sequence[str]
     axes.set_title(literal(f"nearest words: {signed}"))
     axes.grid(alpha=0.3)
     axes.margins(0.12)
-    _name_points(figure, axes, list(zip(points.tolist(), map(literal, names), colours, weights, strict=True)), along)
+    _name_points(figure, axes, list(zip(points.tolist(), map(literal, names), colours, weights, strict=True)), arrows)
     write_figure(figure, path)
+
+
+def _arrow(axes: Any, start: list[float], end: list[float], colour: str) -> list[list[float]]:
+    """Draw an arrow; returns points along it, which names must not cover."""
+    style = {"arrowstyle": "->", "color": colour, "shrinkA": 6, "shrinkB": 6}
+    axes.annotate("", end, start, arrowprops=style)
+    return torch.lerp(torch.tensor(start), torch.tensor(end), torch.linspace(0, 1, 60)[:, None]).tolist()
 
 
 def _name_points(
@@ -132,9 +138,9 @@ def _name_points(
     """Write each (point, name, colour, weight) beside its point, over no point, no other point and no earlier name."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # a later layout would move the points under their names
-    taken = [
-        (x - 4, y - 4, x + 4, y + 4) for x, y in axes.transData.transform([*(point for point, *_ in names), *others])
-    ]
+    sizes = [9 if weight == "bold" else 4 for *_, weight in names] + [4] * len(others)  # half a marker, in pixels
+    drawn = axes.transData.transform([*(point for point, *_ in names), *others])
+    taken = [(x - size, y - size, x + size, y + size) for (x, y), size in zip(drawn, sizes, strict=True)]
     per_point = figure.dpi / 72
     for (point, name, colour, weight), box in zip(names, tuple(taken), strict=False):
         style = {"color": colour, "fontsize": 9, "fontweight": weight, "textcoords": "offset points"}

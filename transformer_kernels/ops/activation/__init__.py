@@ -59,12 +59,15 @@ def gelu(x: Tensor, *, approximate: str = "none", backend: str | None = None) ->
         x: any shape and strides, float32, float16, bfloat16 (float64 with backend="torch").
         approximate: "none" or "tanh".
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         the shape and dtype of x, computed in float32 (float64 for float64).
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
-    Example:
+
+    Examples:
         >>> y = gelu(torch.randn(4, 64), approximate="tanh")
 
     Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016, section 2.
@@ -80,13 +83,16 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: st
         bias: (N,), in the dtype of x or in float32.
         approximate: "none" (erf) or "tanh", as in `gelu`.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         the shape and dtype of x, computed in float32 (float64 for float64); backend="torch" rounds x + bias to the
         dtype of x first.
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
-    Example:
+
+    Examples:
         >>> hidden = bias_gelu(torch.randn(4, 64) @ torch.randn(64, 256), torch.zeros(256))
 
     Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016, section 2.
@@ -103,12 +109,15 @@ def bias_relu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
         x: (..., N), any strides, float32, float16, bfloat16 (float64 with backend="torch").
         bias: (N,), in the dtype of x or in float32.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         the shape and dtype of x, the sum computed in float32 (float64 for float64). NaN stays NaN.
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
-    Example:
+
+    Examples:
         >>> hidden = bias_relu(torch.randn(4, 64) @ torch.randn(64, 256), torch.zeros(256))
 
     Nair, Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2.
@@ -124,12 +133,15 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None
             (..., 2 N): one packed projection, the gate's columns first.
         up: (..., N), the factor, in the dtype of gate.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         (..., N) in the dtype of gate, computed in float32 (float64 for float64).
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
-    Example:
+
+    Examples:
         >>> hidden = swiglu(torch.randn(4, 256), torch.randn(4, 256))
         >>> hidden = swiglu(torch.randn(4, 512))  # gate and up packed in one projection
 
@@ -147,12 +159,15 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", 
         up: (..., N), the factor, in the dtype of gate.
         approximate: "none" or "tanh", as in `gelu`.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         (..., N) in the dtype of gate, computed in float32 (float64 for float64).
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
-    Example:
+
+    Examples:
         >>> hidden = geglu(torch.randn(4, 256), torch.randn(4, 256), approximate="tanh")
 
     Shazeer, "GLU variants improve transformer", 2020, equation 5.

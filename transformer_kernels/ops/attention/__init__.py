@@ -81,18 +81,18 @@ def attention(
         q: (B, Hq, Lq, D), float32, float16, bfloat16 (float64 with backend="torch"). Any strides; with a contiguous
             last axis, such as a view of a packed (B, L, 3, H, D) projection, nothing is copied.
         k: (B, Hk, Lk, D), the dtype of q. Hk divides Hq; query head h uses key head h // (Hq / Hk).
-        v: (B, Hk, Lk, Dv). Where Dv is not D, the narrower of keys and values is copied with zeros behind it, and the
-            call costs what one of the wider heads does.
+        v: (B, Hk, Lk, Dv). Where Dv is not D, the narrower of keys and values is copied and padded with zeros, and the
+            call costs as much as one with the wider heads.
         causal: query i sees the keys j <= i + Lk - Lq (aligned bottom-right).
         key_padding_mask: bool (B, Lk), True = a real token.
         attn_bias: added to the scores; broadcasts to (B, Hq, Lq, Lk); the dtype of q or float32. It may require grad.
         alibi_slopes: float32 (Hq,) or (B, Hq), without a gradient: -slope * |i + Lk - Lq - j| is added to the scores
-            where they are made, so that no bias of their size is held.
+            as they are computed, so no bias of that size is stored.
         cu_seqlens: int32 (S + 1,), for S sequences that are packed one after the other into the tokens of B = 1, with
             Lq = Lk: sequence s is the tokens cu_seqlens[s] up to, not including, cu_seqlens[s + 1], and a query sees
-            the keys of its own sequence only. Tokens behind the last sequence see nothing. The values are checked on
+            the keys of its own sequence only. Tokens after the last sequence see nothing. The values are checked on
             the CPU only.
-        cu_seqlens_k: the same for the keys, where they are packed otherwise than the queries: Lq and Lk may differ, and
+        cu_seqlens_k: the same for keys that are packed differently from the queries: Lq and Lk may differ, and
             i' - i (below) is Lk - Lq of each sequence. backend="cpu", or "torch", which reads both on the host.
         window: with i' = i + Lk - Lq, a query sees i' - j < window and, unless causal, j - i' < window; with a pair
             (left, right) it sees i' - left <= j <= i' + right, where None is no limit.
@@ -100,21 +100,34 @@ def attention(
             1 / (1 - dropout_p), with dropout_p rounded to a multiple of 2^-16. The mask is philox4x32-7 of (seed,
             position), the same in every backend; the seed is drawn from torch's generator.
         scale: multiplies q k^T; 1 / sqrt(D) unless given.
-        softcap: softcap * tanh(scale * q k^T / softcap) takes the place of scale * q k^T; attn_bias and alibi_slopes
-            are added to that.
+        softcap: softcap * tanh(scale * q k^T / softcap) replaces scale * q k^T; attn_bias and alibi_slopes are added to
+            it.
         sinks: floating (Hq,), of any dtype; may require grad. A logit of each head that joins the denominator of the
-            softmax and has no value: out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink)). Dropout does not drop it;
-            -inf is no sink. A query that sees no key still gives 0.
+            softmax but has no value: out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink)). Dropout does not drop it;
+            -inf disables the sink. A query that sees no key still gives 0.
         return_lse: also return the natural log of the sum of exponentials of the scores and of the sink, before
             dropout.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         (B, Hq, Lq, Dv) in the dtype of q, laid out in memory as (B, Lq, Hq, max(D, Dv)); accumulated in float32. With
         return_lse also float32 (B, Hq, Lq) (float64 for float64). A query that sees no key gives 0, an lse of -inf, and
         zero gradients.
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 4, 128, 32).unbind()
+        >>> attention(q, k, v, causal=True, window=64).shape
+        torch.Size([2, 4, 128, 32])
+        >>> real = torch.arange(128) < torch.tensor([[128], [100]])  # (B, Lk), True = a real token
+        >>> out, lse = attention(q, k, v, key_padding_mask=real, return_lse=True)
+        >>> lse.shape
+        torch.Size([2, 4, 128])
+        >>> attention(q[:, :, -1:], k, v, causal=True).shape  # the last query sees all keys
+        torch.Size([2, 4, 1, 32])
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2;
     Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3 (alibi_slopes); Gemma

@@ -58,26 +58,36 @@ def packed_attention(
     sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention on a packed projection: nothing is transposed or copied on the way in or out.
+    """Scaled dot-product attention on a packed projection, without transposing or copying input or output.
 
     Equal to `attention` on views of qkv, after `rotary` on those of the queries and keys where cos and sin are given
     (scores may be summed over the columns in another order).
-    The gradient is written straight into one packed tensor, where gradients of three views would have to be put
-    together again. Rotated queries and keys are not kept for the backward pass, which rotates them once more.
+    Its conventions (bottom-right causality, True = keep, window counts) are those of `attention`, not of torch.
+    The gradient is written into one packed tensor; gradients of three views would have to be concatenated. Rotated
+    queries and keys are not kept for backward, which rotates them again.
 
     Args:
         qkv: (B, L, heads + 2 * kv_heads, D): query heads, key heads, value heads; float32, float16, bfloat16 (float64
             with backend="torch"), any strides with a contiguous last axis.
-        heads: how many of its heads are queries; kv_heads, half of the others, divides it.
-        causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, window, dropout_p, scale, softcap, sinks: as
-            in `attention`. The bias is added after the rotation, and may require grad.
-        cos, sin, interleaved: as in `rotary`, which rotates queries and keys by them; None leaves these as they are.
+        heads: number of query heads; kv_heads, half of the remaining heads, divides it.
+        causal: as in `attention`, as are all arguments that are not listed here.
+        attn_bias: as in `attention`; added to the scores of the rotated queries and keys. It may require grad.
+        cos: as in `rotary`, which rotates queries and keys before attention; None for no rotation.
+        sin: as cos.
+        interleaved: as in `rotary`.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         (B, L, heads * D), contiguous, in the dtype of qkv; accumulated in float32.
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Examples:
+        >>> qkv = torch.randn(2, 128, 3 * 4, 32)  # 4 heads of queries, keys and values
+        >>> packed_attention(qkv, heads=4, causal=True).shape
+        torch.Size([2, 128, 128])
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
     """

@@ -43,20 +43,29 @@ def attention_weights(
     sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T + bias) over the keys that a query may see: what `attention` multiplies the values by.
+    """softmax(scale * q k^T + bias) over the keys that a query may see, by which `attention` multiplies the values.
 
-    Memory grows with Lq * Lk: it is for looking, not for training.
+    Its conventions (bottom-right causality, True = keep, window counts) are those of `attention`, not of torch. Memory
+    grows with Lq * Lk: it is for visualisation, not for training.
 
     Args:
-        q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale, softcap,
-            sinks: as in `attention`.
+        q: (B, Hq, Lq, D), float32, float16, bfloat16 (float64 with backend="torch"). It and all other arguments are as
+            in `attention`.
+        k: (B, Hk, Lk, D), the dtype of q.
         backend: "torch", "cpu", "triton", "cuda" or "auto", whose `softmax` runs; the products are PyTorch's.
+
     Returns:
         (B, Hq, Lq, Lk) in the dtype of q, scores and sums in float32 (float64 for float64). A row sums to 1, less
         the weight of its sink, or is 0 where the query sees no key.
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Examples:
+        >>> q, k = torch.tensor([1.5]).view(1, 1, 1, 1), torch.tensor([0.0, 1.0, 2.0, 3.0]).view(1, 1, 4, 1)
+        >>> [round(weight, 4) for weight in attention_weights(q, k, scale=1.0).flatten().tolist()]
+        [0.0087, 0.0388, 0.1738, 0.7788]
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """

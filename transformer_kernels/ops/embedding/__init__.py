@@ -53,28 +53,35 @@ def embedding(
     dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Tensor:
-    """dropout(layer_norm(s)) with s = scale * weight[token] + positions[place], in one pass over memory.
+    """dropout(layer_norm(s)) with s = scale * weight[token] + positions[position], in one pass over memory.
 
     Args:
         tokens: int64 or int32 (B, L), rows of weight.
         weight: (V, E), float32, float16, bfloat16 (float64 with backend="torch").
-        positions: (P, E), in the dtype of weight, or None. Token l of a sequence stands at place l.
-        norm_weight, norm_bias: (E,), in the dtype of weight or in float32. Without norm_weight there is no LayerNorm,
-            and norm_bias may always be None.
-        position_ids: int64 or int32 (B, L), the place of each token instead, or None.
+        positions: (P, E), in the dtype of weight, or None. Token l of a sequence has position l.
+        norm_weight: (E,), in the dtype of weight or in float32; None for no LayerNorm.
+        norm_bias: as norm_weight, or None.
+        position_ids: int64 or int32 (B, L), the position of each token, or None.
         scale: multiplies the rows of weight, finite.
         eps: added to the variance, positive.
         dropout_p: probability in [0, 1] with which an element of the result is dropped; the others are multiplied by
             1 / (1 - dropout_p), with dropout_p rounded to a multiple of 2^-16. The mask is philox4x32-7 of (seed,
             b * L + l, column), the same in every backend; the seed is drawn from torch's generator.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         (B, L, E) in the dtype of weight, also under autocast; computed in float32 (float64 for float64).
+
     Raises:
         IndexError: an id outside its table. Not validated on a GPU: there such an id gives a row of NaN, and nothing is
             read or written out of bounds; with backend="torch" PyTorch's own assertion stops the device.
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Examples:
+        >>> tokens, weight, positions = torch.randint(65, (2, 128)), torch.randn(65, 64), torch.randn(256, 64)
+        >>> embedding(tokens, weight, positions, torch.ones(64), torch.zeros(64), dropout_p=0.1).shape
+        torch.Size([2, 128, 64])
 
     Vaswani et al., "Attention Is All You Need", 2017, sections 3.4 and 5.4; Ba, Kiros, Hinton, "Layer Normalization",
     2016, equation 4.

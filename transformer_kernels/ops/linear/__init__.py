@@ -33,19 +33,26 @@ class LinearResult(NamedTuple):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, backend: str | None = None
 ) -> Tensor:
-    """activation(x weight^T + bias): a linear layer, with what follows its product done while the result is in a cache.
+    """activation(x weight^T + bias): a linear layer; bias and activation are applied while the product is in a cache.
 
     Args:
         x: (..., K), any strides, float32, float16, bfloat16 (float64 with backend="torch").
-        weight, bias: (N, K) and (N,), in the dtype of x; any dtype under autocast. The bias may be None.
+        weight: (N, K), in the dtype of x; any dtype under autocast.
+        bias: (N,), as weight, or None.
         activation: None, "relu", "gelu" (erf) or "gelu_tanh".
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`). In "triton" and
             "cuda" it is PyTorch's product, which is the vendor's library on a GPU, then `bias_gelu`.
+
     Returns:
         (..., N), contiguous, in the dtype of x; accumulated in float32 (float64 for float64).
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Examples:
+        >>> linear(torch.randn(4, 64), torch.randn(256, 64), torch.zeros(256), activation="gelu").shape
+        torch.Size([4, 256])
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 2.
     """

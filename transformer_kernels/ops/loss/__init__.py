@@ -50,17 +50,26 @@ def cross_entropy(
         ignore_index: rows with this target have no loss, no gradient and no part in the mean.
         label_smoothing: eps, in [0, 1].
         z_loss: adds z_loss * log(sum_j exp(logit_j))^2 to a row's loss; not negative.
-        softcap: softcap * tanh(logits / softcap) takes the place of the logits; positive.
+        softcap: softcap * tanh(logits / softcap) replaces the logits; positive.
         reduction: "none", "sum", or "mean": the sum over the weights of the classes that are not ignored, or over the
             number of rows where targets are probabilities.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
-        float32 (float64 for float64), computed in it: a scalar, or one loss for each row, shaped as classes as targets
-        are, for "none". The mean is NaN when every row is ignored.
+        float32 (float64 for float64), computed in it: a scalar, or for "none" one loss for each row, in the shape of
+        class targets. The mean is NaN when every row is ignored.
+
     Raises:
         IndexError: a target is neither a class nor ignore_index. Not validated on a GPU: the row's loss is NaN there.
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Examples:
+        >>> logits, targets = torch.zeros(2, 128, 65, requires_grad=True), torch.randint(65, (2, 128))
+        >>> loss = cross_entropy(logits, targets, label_smoothing=0.1)
+        >>> round(loss.item(), 4)  # log(65)
+        4.1744
+        >>> loss.backward()
 
     Szegedy et al., "Rethinking the Inception architecture for computer vision", 2016, section 7 (smoothing); Milakov,
     Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3; Chowdhery et al., "PaLM", 2022, section
@@ -96,29 +105,39 @@ def linear_cross_entropy(
     """cross_entropy(x W^T + b, targets), in chunks of rows whose logits become their own gradient.
 
     Where all rows fit into one chunk this is a linear layer followed by `cross_entropy`. Otherwise the gradients are
-    made during the forward pass, chunk by chunk, and the backward pass multiplies them by the incoming scalar; with
-    reduction="none", where each row has its own, the backward pass makes each chunk of logits again.
+    computed during the forward pass, chunk by chunk, and the backward pass multiplies them by the incoming scalar; with
+    reduction="none", where each row has a scalar of its own, the backward pass recomputes each chunk of logits.
 
     Args:
         x: (..., E), any strides, float32, float16, bfloat16 (float64 with backend="torch").
-        weight: (V, E) and bias: (V,) or None, in the dtype of x; under autocast in any, and the products are in
-            autocast's.
+        weight: (V, E), W, in the dtype of x; any dtype under autocast, whose dtype the products have.
         targets: int64 or int32 (...), the class of each row.
-        class_weight: floating (V,), without a gradient: what `cross_entropy` calls weight, which here is the layer's.
+        bias: (V,), b, as weight, or None.
+        class_weight: floating (V,), without a gradient: the weight of `cross_entropy`.
         ignore_index: rows with this target have no loss, no gradient and no part in the mean.
-        label_smoothing, z_loss, softcap: as in `cross_entropy`, of the logits x W^T + b.
+        label_smoothing: as in `cross_entropy`, of the logits x W^T + b.
+        z_loss: as in `cross_entropy`.
+        softcap: as in `cross_entropy`.
         reduction: "none", "sum", or "mean": the sum over the weights of the classes that are not ignored.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`). The products
             are PyTorch's in each of them.
+
     Returns:
         float32 (float64 for float64), a scalar, or (...) for "none". Gradients of weight and
             bias are summed over chunks in float32.
+
     Raises:
         IndexError: a target is neither a class nor ignore_index. Not validated on a GPU: there the loss is NaN.
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
 
-    Wijmans et al., "Cut your losses in large-vocabulary language models", 2024, section 2 (why not to hold the logits).
+    Examples:
+        >>> x, weight = torch.randn(2, 128, 64, requires_grad=True), torch.randn(65, 64, requires_grad=True)
+        >>> linear_cross_entropy(x, weight, torch.randint(65, (2, 128))).backward()
+        >>> weight.grad.shape
+        torch.Size([65, 64])
+
+    Wijmans et al., "Cut your losses in large-vocabulary language models", 2024, section 2 (logits are not stored).
     """
     call = _prepare_linear(
         x,

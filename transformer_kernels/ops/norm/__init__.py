@@ -62,15 +62,19 @@ def layer_norm(
 
     Args:
         x: (..., N), float32, float16, bfloat16 (float64 with backend="torch"), any strides.
-        weight, bias: (N,), in the dtype of x or in float32; bias may be None.
+        weight: (N,), in the dtype of x or in float32.
+        bias: as weight, or None.
         eps: added to the variance, positive.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         the shape and dtype of x. Mean, variance and the normalisation are computed in float32 (float64 for float64).
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
-    Example:
+
+    Examples:
         >>> y = layer_norm(torch.randn(2, 8, 64), torch.ones(64), torch.zeros(64))
         >>> y.shape
         torch.Size([2, 8, 64])
@@ -92,12 +96,15 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, backend: str | Non
         weight: (N,), in the dtype of x or in float32.
         eps: added to the mean square, positive.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         the shape and dtype of x. The mean square and the product are computed in float32 (float64 for float64).
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
-    Example:
+
+    Examples:
         >>> y = rms_norm(torch.randn(2, 8, 64), torch.ones(64))
 
     Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
@@ -120,18 +127,22 @@ def add_layer_norm(
     Args:
         x: (..., N), the output of the sublayer; float32, float16, bfloat16 (float64 with backend="torch"), any strides.
         residual: the input of the sublayer, in the shape and dtype of x.
-        weight, bias: (N,), in the dtype of x or in float32; bias may be None.
+        weight: (N,), in the dtype of x or in float32.
+        bias: as weight, or None.
         eps: added to the variance, positive.
         dropout_p: probability in [0, 1] with which an element of x is dropped; the others are multiplied by
             1 / (1 - dropout_p), with dropout_p rounded to a multiple of 2^-16. The mask is philox4x32-7 of (seed, row,
             column), the same in every backend; the seed is drawn from torch's generator.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         (normed, summed), both of the shape and dtype of x; statistics in float32 (float64 for float64).
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
-    Example:
+
+    Examples:
         >>> x, residual = torch.randn(2, 8, 64), torch.randn(2, 8, 64)
         >>> normed, summed = add_layer_norm(x, residual, torch.ones(64), torch.zeros(64), dropout_p=0.1)
 
@@ -159,12 +170,15 @@ def add_rms_norm(
         eps: added to the mean square, positive.
         dropout_p: probability in [0, 1] with which an element of x is dropped, as in `add_layer_norm`.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         (normed, summed), both of the shape and dtype of x; the mean square in float32 (float64 for float64).
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
-    Example:
+
+    Examples:
         >>> normed, summed = add_rms_norm(torch.randn(2, 8, 64), torch.randn(2, 8, 64), torch.ones(64))
 
     Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4; Srivastava et al., "Dropout", 2014,

@@ -79,16 +79,24 @@ def rotary(
         q: (B, Hq, L, D), float32, float16, bfloat16 (float64 with backend="torch"). Any strides; with a contiguous last
             axis, such as a view of a packed (B, L, heads, D) projection, nothing is copied first.
         k: (B, Hk, L, D), the dtype of q.
-        cos, sin: (L, R / 2), or (B, L, R / 2) where each sequence has its own positions; float32 or the dtype of q.
-            R <= D columns are rotated, the others stay as they are. `python_ref.ops.rotary_table` makes them; they have
+        cos: (L, R / 2), or (B, L, R / 2) where each sequence has its own positions; float32 or the dtype of q. R <= D
+            columns are rotated, the others are copied. `python_ref.ops.rotary_table` computes cos and sin; they have
             no gradient.
+        sin: as cos.
         interleaved: pair i is the columns 2i and 2i + 1 (RoFormer); else i and i + R / 2 (GPT-NeoX, Llama).
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
         q and k rotated, contiguous; computed in float32 (float64 for float64).
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Examples:
+        >>> angles = torch.arange(128)[:, None] * 10000 ** (-torch.arange(16) / 16)
+        >>> q, k = torch.randn(2, 4, 128, 32), torch.randn(2, 2, 128, 32)
+        >>> q, k = rotary(q, k, angles.cos(), angles.sin())
 
     Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
     """

@@ -33,16 +33,22 @@ def softmax(
 
     Args:
         x: (..., N), any strides, float32, float16, bfloat16 (float64 with backend="torch").
-        mask: bool, broadcasts to x, True = keep; what is masked gets weight 0.
+        mask: bool, broadcasts to x, True = keep; masked elements have weight 0.
         causal: x is (..., Lq, Lk) and query i sees the keys j <= i + Lk - Lq.
         scale: multiplies x.
         backend: "torch", "cpu", "triton", "cuda" or "auto"; None takes the default (see `set_backend`).
+
     Returns:
-        the shape and dtype of x; the sum is accumulated in float32 (float64 for float64). A row that may see nothing is
+        the shape and dtype of x; the sum is accumulated in float32 (float64 for float64). A fully masked row is
         0; without mask and causal, a row of -inf is NaN, as in PyTorch.
+
     Raises:
-        TypeError, ValueError, RuntimeError: bad arguments, the same in every backend.
+        TypeError, ValueError, RuntimeError: invalid arguments, with the same message in every backend.
         BackendUnavailable, UnsupportedByBackend: the named backend cannot run here, or not this call.
+
+    Examples:
+        >>> [round(weight, 3) for weight in softmax(torch.tensor([1.0, 2.0, 3.0, 6.0])).tolist()]
+        [0.006, 0.017, 0.046, 0.93]
 
     Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
     """
