@@ -86,12 +86,17 @@ def class_indices(op: str, name: str, value: Any, shape: torch.Size) -> None:
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, one for each row; got {tuple(value.shape)}")
 
 
+def _is_within(value: Tensor, count: int) -> bool:
+    """Whether all indices are in [0, count)."""
+    lowest, highest = value.aminmax()
+    return lowest.item() >= 0 and highest.item() < count  # tensors take nine times as long to compare
+
+
 def classes_in_range(op: str, name: str, value: Tensor, classes: int, ignored: int) -> None:
     """Every class is below `classes` or ignored; checked on the CPU only: on a GPU it would synchronise."""
-    if value.device.type != "cpu" or not value.numel():
+    if not value.is_cpu or not value.numel():
         return
-    lowest, highest = (end.item() for end in value.aminmax())  # tensors take nine times as long to compare
-    if lowest >= 0 and highest < classes:
+    if _is_within(value, classes):
         return
     strays = value[(value != ignored) & ((value < 0) | (value >= classes))]
     if strays.numel():
@@ -111,10 +116,10 @@ def row_ids(op: str, name: str, value: Any) -> None:
 
 def rows_in_range(op: str, name: str, value: Tensor, count: int) -> None:
     """Every id is below `count`; checked on the CPU only: on a GPU it would synchronise."""
-    if value.device.type != "cpu" or not value.numel():
+    if not value.is_cpu or not value.numel():
         return
-    lowest, highest = (int(end) for end in value.aminmax())
-    if lowest < 0 or highest >= count:
+    if not _is_within(value, count):
+        lowest, highest = (int(end) for end in value.aminmax())
         raise IndexError(f"{op}: {name} must be in [0, {count}); got ids from {lowest} to {highest}")
 
 

@@ -80,7 +80,8 @@ def packed_attention(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
     """
-    call = prepare(
+    return OPERATION.run(
+        backend,
         qkv,
         heads=heads,
         causal=causal,
@@ -97,7 +98,6 @@ def packed_attention(
         softcap=softcap,
         sinks=sinks,
     )
-    return OPERATION(call, backend)
 
 
 def prepare(
