@@ -174,9 +174,12 @@ class Operation:
         plan = self.plans.get(layout)
         if plan is None:
             call = self.prepare(*arguments, **options)
-            if layout is not None and layout not in self.plans and not is_traced(call[0]):
-                self._remember(layout, values, call, backend)
-            return self(call, backend)
+            if layout is None or is_traced(call[0]):
+                return self(call, backend)
+            module, recorded = dispatch.select(self, backend, call), needs_grad(*self._inputs(call))
+            if layout not in self.plans:
+                self._remember(layout, values, _plan.Plan(call, module, recorded))
+            return self._computed(module, call, backend, recorded)
         call = plan.call(values)
         if plan.check is not None:
             plan.check(call)
@@ -191,9 +194,8 @@ class Operation:
             return self._traced(call, backend)
         return self._computed(dispatch.select(self, backend, call), call, backend, needs_grad(*self._inputs(call)))
 
-    def _remember(self, layout: Hashable, values: tuple[Any, ...], call: Any, backend: str | None) -> None:
+    def _remember(self, layout: Hashable, values: tuple[Any, ...], plan: _plan.Plan) -> None:
         """Keep the plan of a layout, None if its calls are not made of their arguments as they are."""
-        plan = _plan.Plan(call, dispatch.select(self, backend, call), needs_grad(*self._inputs(call)))
         if any(isinstance(each, Tensor) and each.dtype in INDICES for each in values):
             plan.check = self.check_when_run
         if len(self.plans) >= _plan.MOST_PLANS:

@@ -43,9 +43,9 @@ class Kernels:
 
     def forward_with_gradient(self, call: CrossEntropyCall) -> tuple[CrossEntropyResult, Tensor] | None:
         """`forward` and the gradient of the loss, computed while a row is cached; None where backward computes it."""
-        if not self._made_ahead(call):
-            return None
         logits, targets, options = call.logits, call.targets, call.row_loss()
+        if not self._made_ahead(call, options):
+            return None
         statistics = logits.new_empty(2, targets.numel(), dtype=torch.float32)
         dlogits, loss = torch.empty_like(logits), statistics.new_empty_strided((), ())
         count = torch.empty_like(loss) if call.reduction == "mean" else None
@@ -59,12 +59,12 @@ class Kernels:
         code, addresses = machine.DTYPE_CODES[dlogits.dtype], (dloss.data_ptr(), dlogits.data_ptr())
         machine.load().cross_entropy_scale(code, *addresses, dlogits.numel())
 
-    def _made_ahead(self, call: CrossEntropyCall) -> bool:
+    def _made_ahead(self, call: CrossEntropyCall, options: RowLoss) -> bool:
         """Whether the gradient is made before that of the loss is known; in float16 it may only be in range with that.
 
         Only on a CPU: a GPU would have to wait for the number of rows that are not ignored.
         """
-        if call.reduction == "none" or call.logits.dtype is torch.float16 or not call.row_loss().is_plain():
+        if call.reduction == "none" or call.logits.dtype is torch.float16 or not options.is_plain():
             return False
         return self._on_cpu
 
@@ -157,7 +157,7 @@ class Kernels:
             dtype=machine.DTYPE_CODES[logits.dtype],
             dloss=dloss.data_ptr(),
             dloss_of_each_row=call.reduction == "none",
-            scaled_afterwards=self._made_ahead(call),
+            scaled_afterwards=self._made_ahead(call, options),
             count=address(count) if call.reduction == "mean" else 0,
             logits=logits.data_ptr(),
             targets=call.targets.data_ptr(),
