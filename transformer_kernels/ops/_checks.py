@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from transformer_kernels.backends import cpu
+
 PLAIN = (Tensor, torch.nn.Parameter)
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 APPROXIMATIONS = ("none", "tanh")
@@ -86,17 +88,11 @@ def class_indices(op: str, name: str, value: Any, shape: torch.Size) -> None:
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, one for each row; got {tuple(value.shape)}")
 
 
-def _is_within(value: Tensor, count: int) -> bool:
-    """Whether all indices are in [0, count)."""
-    lowest, highest = value.aminmax()
-    return lowest.item() >= 0 and highest.item() < count  # tensors take nine times as long to compare
-
-
 def classes_in_range(op: str, name: str, value: Tensor, classes: int, ignored: int) -> None:
     """Every class is below `classes` or ignored; checked on the CPU only: on a GPU it would synchronise."""
     if not value.is_cpu or not value.numel():
         return
-    if _is_within(value, classes):
+    if cpu.within(value, classes, ignored):
         return
     strays = value[(value != ignored) & ((value < 0) | (value >= classes))]
     if strays.numel():
@@ -118,7 +114,7 @@ def rows_in_range(op: str, name: str, value: Tensor, count: int) -> None:
     """Every id is below `count`; checked on the CPU only: on a GPU it would synchronise."""
     if not value.is_cpu or not value.numel():
         return
-    if not _is_within(value, count):
+    if not cpu.within(value, count):
         lowest, highest = (int(end) for end in value.aminmax())
         raise IndexError(f"{op}: {name} must be in [0, {count}); got ids from {lowest} to {highest}")
 

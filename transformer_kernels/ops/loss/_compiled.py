@@ -38,7 +38,8 @@ class Kernels:
         losses = self._rows(logits, logits.shape[-1], targets, options, statistics)
         if call.reduction == "none":
             return CrossEntropyResult(losses, statistics, None)
-        loss, count = self.reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
+        kept = statistics is not None
+        loss, count = self.reduced(losses, targets, call.ignore_index, call.reduction, options.weights, kept)
         return CrossEntropyResult(loss, statistics, count)
 
     def forward_with_gradient(self, call: CrossEntropyCall) -> tuple[CrossEntropyResult, Tensor] | None:
@@ -117,9 +118,15 @@ class Kernels:
         return losses
 
     def reduced(
-        self, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+        self,
+        losses: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        reduction: str,
+        weights: Tensor | None = None,
+        kept: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """The sum or mean of the losses, and what the mean is over."""
+        """The sum or mean of the losses, and what the mean is over; on a CPU only if that is kept."""
         mean = reduction == "mean"
         if mean and weights is not None:
             return weighted_mean(losses, targets, ignore_index, weights)
@@ -127,7 +134,9 @@ class Kernels:
             count = targets.ne(ignore_index).sum().float() if mean else None
             return losses.sum() if count is None else losses.sum() / count, count
         loss = losses.new_empty_strided((), ())
-        count = torch.empty_like(loss) if mean else None
+        count = None
+        if mean:  # where it is not kept the kernel of a CPU writes it, and then the loss over it
+            count = torch.empty_like(loss) if kept else loss
         self._sum(losses, targets, loss, count, ignore_index)
         return loss, count
 
