@@ -32,6 +32,22 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+class _Forgotten(dict):
+    """Keeps nothing."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+
+@pytest.fixture
+def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call is validated and dispatched as the first one of its layout is: for tests that replace what does so."""
+    from transformer_kernels.backends.dispatch import OPERATIONS
+
+    for operation in OPERATIONS.values():
+        monkeypatch.setattr(operation, "plans", _Forgotten())
+
+
 @pytest.fixture
 def data_folder() -> Path:
     """The folder containing tinyshakespeare, imdb and gpt2_bpe."""

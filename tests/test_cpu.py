@@ -38,6 +38,32 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     KERNELS.use(used)
 
 
+# Indices
+
+LARGEST = 2**63 - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("count", [1, 7, 64, 1000])
+def test_indices_within_a_range(count: int, dtype: torch.dtype) -> None:
+    inside = torch.arange(count).remainder(5).to(dtype)
+    assert cpu.within(inside, 5) and not cpu.within(inside, int(inside.max()))
+    assert cpu.within(inside.repeat_interleave(2)[::2], 5)
+    for stray in (5, -1, 2**31 - 1, -(2**31), *((LARGEST, -LARGEST - 1) if dtype is torch.int64 else ())):
+        for place in (0, count // 2, count - 1):
+            given = inside.clone()
+            given[place] = stray
+            assert not cpu.within(given, 5), (stray, place)
+            if dtype is torch.int64:
+                assert cpu.within(given, 5, stray) and not cpu.within(given, 5, stray ^ 1)
+
+
+def test_the_widest_range_of_indices() -> None:
+    ends = torch.tensor([0, LARGEST - 1])
+    assert cpu.within(ends, LARGEST) and not cpu.within(ends, LARGEST - 1)
+    assert not cpu.within(torch.zeros(1, dtype=torch.int64), 0)
+
+
 # Vector functions
 
 FUNCTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor], float, float, float, int, int]] = {

@@ -26,7 +26,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_default(monkeypatch: pytest.MonkeyPatch, unplanned: None) -> None:
     monkeypatch.delenv("TRANSFORMER_KERNELS_BACKEND", raising=False)
     monkeypatch.setattr(dispatch, "_default", None)
 

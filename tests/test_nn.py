@@ -73,6 +73,7 @@ class TestEveryModule:
         with pytest.raises(ValueError, match="backend must be one of torch, cpu, triton, cuda, auto; got 'rocm'"):
             MODULES[name][0](backend="rocm")
 
+    @pytest.mark.usefixtures("unplanned")
     def test_backend_is_passed_on(self, name, monkeypatch):
         requested = []
 

@@ -65,6 +65,16 @@ void use(const std::string& name) {
                               "); got " + name + "; TRANSFORMER_KERNELS_CPU_LEVELS=all pip install . builds every one");
 }
 
+// Whether each of `count` indices is in [0, limit) or equal to `ignored`.
+bool within(const int64_t* indices, int64_t count, int64_t limit, int64_t ignored) {
+  uint64_t stray = 0;  // its highest bit: that of the index is set where it is negative, the other where it is too large
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t index = static_cast<uint64_t>(indices[i]);
+    if (indices[i] != ignored) stray |= index | (static_cast<uint64_t>(limit) - 1 - index);
+  }
+  return !(stray >> 63);
+}
+
 }  // namespace
 
 Compilations::Compilations(const Function (&functions)[LEVELS]) : chosen(functions[PLAIN]) {
@@ -87,5 +97,6 @@ TK_MODULE(_cpu, "The kernels of the CPU backend.") {
   use(instruction_sets().back());
   return add_functions(
       module, {TK_FUNCTION(use, "Computes with this instruction set from now on; ValueError where it cannot be used."),
-               TK_FUNCTION(instruction_set, "The instruction set in use.")});
+               TK_FUNCTION(instruction_set, "The instruction set in use."),
+               TK_FUNCTION(within, "Whether int64 indices are in [0, limit) or equal to another one.")});
 }

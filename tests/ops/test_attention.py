@@ -216,6 +216,7 @@ def test_more_tokens_than_kernels_count_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("options", [("cu_seqlens", "cu_seqlens_k"), ("alibi_slopes", "attn_bias")], ids="-".join)
+@pytest.mark.usefixtures("unplanned")
 def test_an_option_that_a_backend_lacks_is_refused(options: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make(torch.float32, torch.device("cpu"), (5, 5), batch=1)
     starts = torch.tensor([0, 5], dtype=torch.int32)

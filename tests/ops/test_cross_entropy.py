@@ -204,6 +204,7 @@ def test_a_hidden_class_of_probability_0_changes_nothing(device: torch.device) -
     assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
 
 
+@pytest.mark.usefixtures("unplanned")
 def test_a_backend_without_probabilities_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = torch.randn(2, 30), torch.rand(2, 30)
     monkeypatch.setattr(dispatch, "unavailable", lambda *_: None)

@@ -21,7 +21,7 @@ FEW_TOKENS = ("bert", "distilbert", "gpt2", "llama", "qwen2", "vit")  # Mistral'
 
 
 @pytest.fixture
-def computed(monkeypatch):
+def computed(monkeypatch, unplanned):
     """The operations that this package computed."""
     names: list[str] = []
     select = dispatch.select

@@ -115,6 +115,15 @@ def index(ids: torch.Tensor | None) -> torch.Tensor | None:
     return None if ids is None else ids.long()
 
 
+def within(ids: torch.Tensor, limit: int, ignored: int = 0) -> bool:
+    """Whether indices on the CPU, at least one, are in [0, limit), or with the compiled module equal to `ignored`."""
+    if _module is not None and limit > 0 and ids.dtype is torch.int64 and ids.is_contiguous():
+        inside: bool = _module.within(ids.data_ptr(), ids.numel(), limit, ignored)  # no kernel: it is not recorded
+        return inside
+    lowest, highest = ids.aminmax()
+    return lowest.item() >= 0 and highest.item() < limit  # tensors take nine times as long to compare
+
+
 def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
     """No device or stream: kernels are synchronous."""
     return 0, 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -66,20 +66,20 @@ def set_backend(backend: str | None) -> None:
     _default = None if backend is None else _checked(backend)
 
 
+# On POSIX the variables are a dict of bytes; os.environ.get itself takes a microsecond.
+_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ) if os.name == "posix" else os.environ
+_encoded = os.fsencode if _environment is not os.environ else str
+_variable = _encoded(ENVIRONMENT_VARIABLE)
+_named = {_encoded(name): name or "auto" for name in (*BACKENDS, "auto", "")}
+
+
 def get_backend() -> str:
     """The backend of calls without `backend=` in this thread or task; "auto" by default."""
-    return _scoped.get() or _default or _named_by_environment()
-
-
-# On POSIX the variables are a dict of bytes; os.environ.get itself takes a microsecond.
-_environment: dict[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
-_environment_key = ENVIRONMENT_VARIABLE.encode()
-
-
-def _named_by_environment() -> str:
-    if _environment is not None and _environment_key not in _environment:
-        return "auto"
-    return _checked(os.environ.get(ENVIRONMENT_VARIABLE) or "auto")
+    name = _scoped.get() or _default
+    if name is None:
+        value = _environment.get(_variable)
+        name = "auto" if value is None else _named.get(value) or _checked(os.environ[ENVIRONMENT_VARIABLE])
+    return name
 
 
 @contextmanager

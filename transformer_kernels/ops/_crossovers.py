@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_kernels.backends.dispatch import requested
-from transformer_kernels.ops._operation import _dispatch_modes, _is_jit_tracing
+from transformer_kernels.ops._plan import dispatch_modes, is_jit_tracing
 
 NEVER = 1 << 62
 CROSSOVERS: dict[tuple[str, int], tuple[int, int]] = {
@@ -49,7 +49,7 @@ def is_small(name: str, x: Tensor, elements: int, backend: str | None) -> bool:
 
 def is_automatic(x: Tensor, backend: str | None) -> bool:
     """Whether a call that reads x on a CPU is eager and in the backend "auto", so that the sizes above decide."""
-    if not x.is_cpu or is_compiling() or _dispatch_modes() or _is_jit_tracing():
+    if not x.is_cpu or is_compiling() or dispatch_modes() or is_jit_tracing():
         return False
     return requested(backend) == "auto"
 

@@ -7,9 +7,8 @@ registered with torch.library. The last costs several times the others, so it is
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -19,17 +18,16 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from transformer_kernels.backends import dispatch
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_is_active = torch._C._are_functorch_transforms_active
-_any_autocast = torch._C._is_any_autocast_enabled
-_is_jit_tracing = torch._C._is_tracing
+from transformer_kernels.ops import _plan
+from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing
 
 Grads = tuple[Any, ...]
 """The incoming gradients of a backend's backward; None in one that did not come in, where there are several."""
 
 Wanted = tuple[bool, ...]
 """Which of the differentiable fields' gradients are wanted."""
+
+INDICES = (torch.int64, torch.int32)
 
 LIBRARY = torch.library.Library("transformer_kernels", "FRAGMENT")
 
@@ -57,12 +55,12 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 def is_traced(x: Tensor) -> bool:
     """Whether this call must be seen by a tracer: then it goes through the registered operator."""
-    return is_compiling() or x.is_meta or _dispatch_modes() > 0 or isinstance(x, FakeTensor) or _is_jit_tracing()
+    return is_compiling() or x.is_meta or dispatch_modes() > 0 or isinstance(x, FakeTensor) or is_jit_tracing()
 
 
 def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
     """Raise under vmap, functorch's grad and forward-mode AD, which these operations do not have."""
-    if _functorch_is_active():
+    if functorch_is_active():
         raise RuntimeError(f"{op}: vmap and the transforms of torch.func are not supported; use python_ref.ops.{op}")
     if forward_ad._current_level >= 0 and any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
@@ -139,7 +137,8 @@ class Operation:
         self.fake, self.layout, self.check_when_run = fake, layout, check_when_run
         self.empty_gradients = empty_gradients or self._empty_gradients
         hints = get_type_hints(call)
-        self._records = tuple(hint if hasattr(hint, "_fields") else None for hint in hints.values())
+        self._parts = tuple(_parts(hints.values()))
+        self._has_records = any(record for record, _ in self._parts)
         types = dict(_schema_types(call))
         fields = tuple(types)
         results: tuple[str, ...] = ("",) if result is None else result._fields
@@ -147,7 +146,7 @@ class Operation:
         self.fields, self.differentiable = fields, tuple(fields.index(field) for field in differentiable)
         inputs = operator.attrgetter(*differentiable)
         self._inputs = inputs if len(differentiable) > 1 else lambda call: (inputs(call),)
-        self._sizes = operator.attrgetter(*sizes) if len(sizes) > 1 else lambda call: (call[0],)
+        self._sizes = operator.attrgetter(*sizes) if len(sizes) > 1 else operator.itemgetter(slice(1))
         always = dropped if dropped_when is None else ()
         self._kept_call = tuple(fields.index(field) for field in tensors if field not in always)
         self._dropped = frozenset(fields.index(field) for field in dropped)
@@ -155,28 +154,62 @@ class Operation:
         self._described = frozenset(fields.index(field) for field in described)
         self._kept_results = tuple(results.index(field) for field in kept)
         self._numbers = tuple(i for i, field in enumerate(fields) if field not in tensors)
+        saved = {field: place for place, field in enumerate((*self._kept_call, *self._numbers))}
+        self._saved_tensors, self._saved_numbers = _items(self._kept_call), _items(self._numbers)
+        self._restored = _items([saved.get(i, -1) for i in range(len(fields))])
+        self._saved_results = _items(self._kept_results)
+        found = {result: place for place, result in enumerate(self._kept_results)}
+        self._restored_results = _items([found.get(i, -1) for i in range(len(results))])
         self._like = {fields.index(field): results.index(other) for field, other in (like or {}).items()}
+        self.plans: dict[Hashable, _plan.Plan | None] = {}
         dispatch.OPERATIONS[name] = self
         self._register(types, len(results))
 
+    def run(self, backend: str | None, *arguments: Any, **options: Any) -> Any:
+        """The public outputs for the arguments of `prepare`: one tensor or a tuple of them."""
+        if is_compiling():
+            return self(self.prepare(*arguments, **options), backend)
+        values = (*arguments, *options.values())
+        layout = _plan.layout(backend, values)
+        plan = self.plans.get(layout)
+        if plan is None:
+            call = self.prepare(*arguments, **options)
+            if layout is None or is_traced(call[0]):
+                return self(call, backend)
+            module, recorded = dispatch.select(self, backend, call), needs_grad(*self._inputs(call))
+            if layout not in self.plans:
+                self._remember(layout, values, _plan.Plan(call, module, recorded))
+            return self._computed(module, call, backend, recorded)
+        call = plan.call(values)
+        if plan.check is not None:
+            plan.check(call)
+        if plan.recorded or self.composed is not None:
+            return self._computed(plan.module, call, backend, plan.recorded)
+        outputs = plan.forward(call)
+        return outputs if self.result is None else self._outputs(outputs)
+
     def __call__(self, call: Any, backend: str | None) -> Any:
-        """The public outputs, by the cheapest route that the call allows: one tensor or a tuple of them."""
+        """The public outputs of a validated call, by the cheapest route that it allows."""
         if is_traced(call[0]):
             return self._traced(call, backend)
-        module = dispatch.select(self, backend, call)
-        recorded = False
-        if torch.is_grad_enabled():
-            inputs = self._inputs(call)
-            for tensor in inputs:
-                if tensor is not None and tensor.requires_grad:
-                    recorded = True
-                    break
+        return self._computed(dispatch.select(self, backend, call), call, backend, needs_grad(*self._inputs(call)))
+
+    def _remember(self, layout: Hashable, values: tuple[Any, ...], plan: _plan.Plan) -> None:
+        """Keep the plan of a layout, None if its calls are not made of their arguments as they are."""
+        if any(isinstance(each, Tensor) and each.dtype in INDICES for each in values):
+            plan.check = self.check_when_run
+        if len(self.plans) >= _plan.MOST_PLANS:
+            self.plans.clear()
+        self.plans[layout] = plan if plan.find(values) else None
+
+    def _computed(self, module: Any, call: Any, backend: str | None, recorded: bool) -> Any:
+        """The public outputs, by other operators, through autograd or from the backend."""
         if self.composed is not None:
             output = self.composed(module, call, backend, recorded)
             if output is not None:
                 return output
         if recorded:
-            return _Recorded.apply(self, module, call, *inputs)
+            return _recorded(self, module, call, *self._inputs(call))
         outputs = module.forward(call)
         return outputs if self.result is None else self._outputs(outputs)
 
@@ -199,25 +232,22 @@ class Operation:
 
     def flat(self, call: Any) -> Any:
         """The values of `fields`: those of the call, with those of a record that it holds in the record's position."""
-        if not any(self._records):
+        if not self._has_records:
             return call
         values: list[Any] = []
-        for value, record in zip(call, self._records, strict=True):
+        for value, (record, _) in zip(call, self._parts, strict=True):
             if record is None:
                 values.append(value)
             else:
-                values.extend(value)
+                values += value
         return values
 
-    def nested(self, values: Iterable[Any]) -> Any:
+    def nested(self, values: Sequence[Any]) -> Any:
         """The call of the values of `fields`."""
-        if not any(self._records):
+        if not self._has_records:
             return self.call(*values)
-        following = iter(values)
-        return self.call(*(
-            next(following) if record is None else record(*itertools.islice(following, len(record._fields)))
-            for record in self._records
-        ))  # fmt: skip
+        parts = [values[where] if record is None else record(*values[where]) for record, where in self._parts]
+        return self.call(*parts)
 
     def _outputs(self, results: Any) -> Any:
         return results[0] if self.public == 1 else results[: self.public]
@@ -228,10 +258,12 @@ class Operation:
         """Save on an autograd context what `kept` finds again, and `more` behind it."""
         results = (results,) if self.result is None else results
         values = self.flat(call)
-        ctx.numbers = [values[i] for i in self._numbers]
-        without = self._dropped if self.dropped_when is not None and self.dropped_when(call) else ()
-        tensors = [None if i in without else values[i] for i in self._kept_call]
-        ctx.save_for_backward(*tensors, *[results[i] for i in self._kept_results], *more)
+        ctx.numbers = self._saved_numbers(values)
+        tensors = self._saved_tensors(values)
+        if self.dropped_when is not None and self.dropped_when(call):
+            pairs = zip(self._kept_call, tensors, strict=True)
+            tensors = tuple(None if i in self._dropped else each for i, each in pairs)
+        ctx.save_for_backward(*tensors, *self._saved_results(results), *more)
         if self.public > 1:
             ctx.set_materialize_grads(False)
 
@@ -240,29 +272,22 @@ class Operation:
         if not self._described:
             return call
         values = enumerate(self.flat(call))
-        return self.nested(x.data if i in self._described and x is not None else x for i, x in values)
+        return self.nested([x.data if i in self._described and x is not None else x for i, x in values])
 
-    def kept(self, tensors: Iterable[Any], numbers: Iterable[Any]) -> tuple[Any, Any]:
+    def kept(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
         """The call and the results from what was saved of them, None in the other fields."""
-        values: list[Any] = [None] * len(self.fields)
-        following = iter(tensors)
-        for i in self._kept_call:
-            values[i] = next(following)
-        for i, number in zip(self._numbers, numbers, strict=True):
-            values[i] = number
-        call = self.nested(values)
-        if self.result is None:
-            return call, next(following, None)
-        results: list[Any] = [None] * len(self.result._fields)
-        for i in self._kept_results:
-            results[i] = next(following)
-        return call, self.result(*results)
+        inputs, outputs = len(self._kept_call), len(self._kept_call) + len(self._kept_results)
+        call = self.nested(self._restored((*tensors[:inputs], *numbers, None)))
+        results = self._restored_results((*tensors[inputs:outputs], None))
+        return call, results[0] if self.result is None else self.result(*results)
 
     def incoming(self, tensors: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
         """The outputs' gradients as backends want them; zeros for the first output's where none came in."""
-        first, *others = grads
+        first = grads[0]
         first = torch.zeros_like(tensors[len(self._kept_call)]) if first is None else self.layout(first)
-        return first, *(None if grad is None else grad.contiguous() for grad in others)
+        if self.public == 1:
+            return (first,)
+        return first, *[None if grad is None else grad.contiguous() for grad in grads[1:]]
 
     def _placed(self, gradients: Iterable[Any], wanted: tuple[bool, ...]) -> list[Any]:
         """The gradients at their fields' places among the arguments."""
@@ -416,7 +441,11 @@ class _Recorded(torch.autograd.Function):
         else:
             call, results = operation.kept(tensors, ctx.numbers)
             gradients = ctx.module.backward(call, results, operation.incoming(tensors, grads), wanted)
-        return None, None, None, *(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
+        return None, None, None, *[grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
+
+
+_recorded = super(torch.autograd.Function, _Recorded).apply
+"""`_Recorded.apply` without its search for transforms, under which `prepare` raises: that takes a microsecond."""
 
 
 class _OnlyOnce(torch.autograd.Function):
@@ -462,6 +491,24 @@ def _schema_types(call: type[Any], prefix: str = "") -> Iterable[tuple[str, str]
             yield f"{prefix}{field}", SCHEMA_TYPES[hint]
 
 
+def _parts(hints: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
+    """For each field of a call None and its index among the flat values, or its record and a slice of them."""
+    start = 0
+    for hint in hints:
+        if hasattr(hint, "_fields"):
+            yield hint, slice(start, start := start + len(hint._fields))
+        else:
+            yield None, start
+            start += 1
+
+
+def _items(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The function that picks the items at these indices from a sequence."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda values: tuple(values[i] for i in indices)
+
+
 def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """A context for an operator whose gradient is always an error."""
 
@@ -491,7 +538,7 @@ def _unaliased(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast asks for on x's device, None where it is off."""
-    if not _any_autocast():
+    if not any_autocast():
         return None
     device = x.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):

@@ -72,7 +72,7 @@ def gelu(x: Tensor, *, approximate: str = "none", backend: str | None = None) ->
 
     Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016, section 2.
     """
-    return GELU(_prepare_gelu(x, approximate=approximate), backend)
+    return GELU.run(backend, x, approximate=approximate)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: str | None = None) -> Tensor:
@@ -97,7 +97,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: st
 
     Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016, section 2.
     """
-    return BIAS_GELU(_prepare_bias_gelu(x, bias, approximate=approximate), backend)
+    return BIAS_GELU.run(backend, x, bias, approximate=approximate)
 
 
 def bias_relu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
@@ -122,7 +122,7 @@ def bias_relu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
 
     Nair, Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2.
     """
-    return BIAS_RELU(_prepare_bias_relu(x, bias), backend)
+    return BIAS_RELU.run(backend, x, bias)
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -147,7 +147,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str | None = None
 
     Shazeer, "GLU variants improve transformer", 2020, equation 5.
     """
-    return SWIGLU(_prepare_swiglu(gate, up), backend)
+    return SWIGLU.run(backend, gate, up)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", backend: str | None = None) -> Tensor:
@@ -172,7 +172,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", 
 
     Shazeer, "GLU variants improve transformer", 2020, equation 5.
     """
-    return GEGLU(_prepare_geglu(gate, up, approximate=approximate), backend)
+    return GEGLU.run(backend, gate, up, approximate=approximate)
 
 
 def _prepare_gelu(x: Tensor, *, approximate: str = "none") -> ActivationCall:

@@ -133,7 +133,8 @@ def attention(
     Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3 (alibi_slopes); Gemma
     Team, "Gemma 2", 2024, section 2 (softcap); OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (sinks).
     """
-    call = prepare(
+    out, lse = OPERATION.run(
+        backend,
         q,
         k,
         v,
@@ -150,7 +151,6 @@ def attention(
         sinks=sinks,
         return_lse=return_lse,
     )
-    out, lse = OPERATION(call, backend)
     out = out[..., : v.shape[3]] if v.shape[3] < out.shape[3] else out
     return (out, lse) if return_lse else out
 
@@ -235,7 +235,8 @@ def _widened(x: Tensor, width: int) -> Tensor:
 def like_output(x: Tensor) -> Tensor:
     """Uninitialised, of x's shape (B, H, L, D), laid out in memory as (B, L, H, D)."""
     batch, heads, length, width = x.shape
-    return torch.empty((batch, length, heads, width), dtype=x.dtype, device=x.device).transpose(1, 2)
+    row = heads * width
+    return x.new_empty_strided((batch, heads, length, width), (length * row, width, row, 1))
 
 
 def _fake(call: AttentionCall) -> AttentionResult:

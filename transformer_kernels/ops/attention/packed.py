@@ -91,7 +91,8 @@ def packed_attention(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
     """
-    call = prepare(
+    return OPERATION.run(
+        backend,
         qkv,
         heads=heads,
         causal=causal,
@@ -108,7 +109,6 @@ def packed_attention(
         softcap=softcap,
         sinks=sinks,
     )
-    return OPERATION(call, backend)
 
 
 def prepare(
@@ -168,8 +168,8 @@ def _checked(qkv: Tensor, heads: int) -> Tensor:
 def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views (B, H, L, D) of the queries, keys and values."""
     kv_heads = (qkv.shape[2] - heads) // 2
-    x = qkv.transpose(1, 2)  # (B, heads + 2 * kv_heads, L, D)
-    return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+    q, k, v = qkv.transpose(1, 2).split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+    return q, k, v
 
 
 def _rotated_heads(qkv: Tensor, heads: int) -> Heads:

@@ -84,7 +84,7 @@ def checked_scores(
         cu_seqlens, cu_seqlens_k = _checked_packing(cu_seqlens, cu_seqlens_k, q, k)
     left, right = reach(causal, window)
     return Scores(
-        float(scale), left, right, 0.0 if softcap is None else float(softcap),
+        0.0 + float(scale), left, right, 0.0 if softcap is None else float(softcap),
         attn_bias, alibi_slopes, sinks, key_padding_mask, cu_seqlens, cu_seqlens_k,
     )  # fmt: skip
 
@@ -121,7 +121,7 @@ def _checked_bias(bias: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> 
         if _operation.autocast_dtype(q) is None:
             raise ValueError(f"{OP}: attn_bias must have the dtype of q ({q.dtype}) or torch.float32; got {bias.dtype}")
         bias = bias.to(q.dtype)
-    return last_axis_contiguous(bias[(None,) * (4 - bias.dim())])
+    return last_axis_contiguous(bias if bias.dim() == 4 else bias[(None,) * (4 - bias.dim())])
 
 
 def _checked_slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:

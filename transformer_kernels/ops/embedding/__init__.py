@@ -86,7 +86,8 @@ def embedding(
     Vaswani et al., "Attention Is All You Need", 2017, sections 3.4 and 5.4; Ba, Kiros, Hinton, "Layer Normalization",
     2016, equation 4.
     """
-    call = prepare(
+    return OPERATION.run(
+        backend,
         tokens,
         weight,
         positions,
@@ -97,7 +98,6 @@ def embedding(
         eps=eps,
         dropout_p=dropout_p,
     )
-    return OPERATION(call, backend)
 
 
 def prepare(
@@ -136,7 +136,7 @@ def prepare(
         _contiguous(norm_weight),
         _contiguous(norm_bias),
         seed,
-        float(scale),
+        0.0 + float(scale),  # of -0.0, which equals 0.0 in the layout of a call
         eps,
         float(dropout_p),
     )

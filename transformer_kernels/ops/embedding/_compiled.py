@@ -25,10 +25,10 @@ class Kernels:
         tokens, position_ids = machine.index(call.tokens), machine.index(call.position_ids)
         norm_weight, norm_bias = machine.parameter(call.norm_weight), machine.parameter(call.norm_bias)
         rows, columns = tokens.numel(), weight.shape[1]
-        y = weight.new_empty((*tokens.shape, columns))
+        y = weight.new_empty(*tokens.shape, columns)
         mean, rstd = None, None
         if norm_weight is not None:
-            mean, rstd = weight.new_empty((2, rows), dtype=torch.float32).unbind()
+            mean, rstd = weight.new_empty(2, rows, dtype=torch.float32).unbind()
         device, stream = machine.stream_of(weight)
         machine.load().embedding_forward(
             dtype=machine.DTYPE_CODES[weight.dtype],

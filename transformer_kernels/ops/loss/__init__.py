@@ -75,7 +75,8 @@ def cross_entropy(
     Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3; Chowdhery et al., "PaLM", 2022, section
     5 (z_loss); Gemma Team, "Gemma 2", 2024, section 2 (softcap).
     """
-    call = _prepare(
+    return CROSS_ENTROPY.run(
+        backend,
         logits,
         targets,
         weight=weight,
@@ -85,7 +86,6 @@ def cross_entropy(
         softcap=softcap,
         reduction=reduction,
     )
-    return CROSS_ENTROPY(call, backend)
 
 
 def linear_cross_entropy(

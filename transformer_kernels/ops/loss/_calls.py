@@ -60,6 +60,8 @@ class CrossEntropyCall(NamedTuple):
 
     def row_loss(self) -> RowLoss:
         """The options of each row."""
+        if self.weight is None:
+            return RowLoss(self.ignore_index, self.label_smoothing, None, self.z_loss, self.softcap)
         dtype = torch.promote_types(self.logits.dtype, torch.float32)
         return row_loss(self.ignore_index, self.label_smoothing, self.weight, self.z_loss, self.softcap, dtype)
 

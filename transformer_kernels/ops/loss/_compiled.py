@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -25,22 +27,29 @@ class Kernels:
 
     def forward(self, call: CrossEntropyCall) -> CrossEntropyResult:
         """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and what a mean is over."""
+        return self._forward(call, call.logits.new_empty(2, call.targets.numel(), dtype=torch.float32))
+
+    def forward_alone(self, call: CrossEntropyCall) -> CrossEntropyResult:
+        """`forward` without what backward needs of each row; kernels of a GPU write it nevertheless."""
+        return self._forward(call, None) if self._on_cpu else self.forward(call)
+
+    def _forward(self, call: CrossEntropyCall, statistics: Tensor | None) -> CrossEntropyResult:
         logits, targets, options = call.logits, call.targets, call.row_loss()
-        statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
         losses = self._rows(logits, logits.shape[-1], targets, options, statistics)
         if call.reduction == "none":
             return CrossEntropyResult(losses, statistics, None)
-        loss, count = self.reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
+        kept = statistics is not None
+        loss, count = self.reduced(losses, targets, call.ignore_index, call.reduction, options.weights, kept)
         return CrossEntropyResult(loss, statistics, count)
 
     def forward_with_gradient(self, call: CrossEntropyCall) -> tuple[CrossEntropyResult, Tensor] | None:
         """`forward` and the gradient of the loss, computed while a row is cached; None where backward computes it."""
-        if not self._made_ahead(call):
-            return None
         logits, targets, options = call.logits, call.targets, call.row_loss()
-        statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
-        dlogits, loss = torch.empty_like(logits), statistics.new_empty(())
-        count = statistics.new_empty(()) if call.reduction == "mean" else None
+        if not self._made_ahead(call, options):
+            return None
+        statistics = logits.new_empty(2, targets.numel(), dtype=torch.float32)
+        dlogits, loss = torch.empty_like(logits), statistics.new_empty_strided((), ())
+        count = torch.empty_like(loss) if call.reduction == "mean" else None
         losses = self._rows(logits, logits.shape[-1], targets, options, statistics, dlogits, count)
         self._sum(losses, targets, loss, count, call.ignore_index)
         return CrossEntropyResult(loss, statistics, count), dlogits
@@ -51,18 +60,22 @@ class Kernels:
         code, addresses = machine.DTYPE_CODES[dlogits.dtype], (dloss.data_ptr(), dlogits.data_ptr())
         machine.load().cross_entropy_scale(code, *addresses, dlogits.numel())
 
-    def _made_ahead(self, call: CrossEntropyCall) -> bool:
+    def _made_ahead(self, call: CrossEntropyCall, options: RowLoss) -> bool:
         """Whether the gradient is made before that of the loss is known; in float16 it may only be in range with that.
 
         Only on a CPU: a GPU would have to wait for the number of rows that are not ignored.
         """
-        if call.reduction == "none" or call.logits.dtype is torch.float16 or not call.row_loss().is_plain():
+        if call.reduction == "none" or call.logits.dtype is torch.float16 or not options.is_plain():
             return False
+        return self._on_cpu
+
+    @functools.cached_property
+    def _on_cpu(self) -> bool:
         return hasattr(self._machine.load(), "cross_entropy_scale")
 
     def row_losses(self, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
         """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
-        statistics = logits.new_empty((2, targets.numel()), dtype=torch.float32)
+        statistics = logits.new_empty(2, targets.numel(), dtype=torch.float32)
         return self._rows(logits, logits.stride(0), targets, options, statistics)
 
     def row_losses_and_gradient(self, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
@@ -81,7 +94,7 @@ class Kernels:
     ) -> Tensor:
         """The losses, and where `dlogits` are given the gradient of their sum, or with `count` of their mean."""
         machine = self._machine
-        losses = logits.new_empty(targets.shape, dtype=torch.float32)
+        losses = torch.empty_like(targets, dtype=torch.float32)
         device, stream = machine.stream_of(logits)
         machine.load().cross_entropy_forward(
             dtype=machine.DTYPE_CODES[logits.dtype],
@@ -105,17 +118,25 @@ class Kernels:
         return losses
 
     def reduced(
-        self, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+        self,
+        losses: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        reduction: str,
+        weights: Tensor | None = None,
+        kept: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """The sum or mean of the losses, and what the mean is over."""
-        if weights is not None and reduction == "mean":
+        """The sum or mean of the losses, and what the mean is over; on a CPU only if that is kept."""
+        mean = reduction == "mean"
+        if mean and weights is not None:
             return weighted_mean(losses, targets, ignore_index, weights)
-        mean, rows = reduction == "mean", losses.numel()
-        if rows > ROWS_OF_ONE_BLOCK:
+        if losses.numel() > ROWS_OF_ONE_BLOCK:
             count = targets.ne(ignore_index).sum().float() if mean else None
             return losses.sum() if count is None else losses.sum() / count, count
-        loss = losses.new_empty(())
-        count = losses.new_empty(()) if mean else None
+        loss = losses.new_empty_strided((), ())
+        count = None
+        if mean:  # where it is not kept the kernel of a CPU writes it, and then the loss over it
+            count = torch.empty_like(loss) if kept else loss
         self._sum(losses, targets, loss, count, ignore_index)
         return loss, count
 
@@ -145,7 +166,7 @@ class Kernels:
             dtype=machine.DTYPE_CODES[logits.dtype],
             dloss=dloss.data_ptr(),
             dloss_of_each_row=call.reduction == "none",
-            scaled_afterwards=self._made_ahead(call),
+            scaled_afterwards=self._made_ahead(call, options),
             count=address(count) if call.reduction == "mean" else 0,
             logits=logits.data_ptr(),
             targets=call.targets.data_ptr(),

@@ -81,7 +81,7 @@ def layer_norm(
 
     Ba, Kiros, Hinton, "Layer Normalization", 2016, equation 4.
     """
-    return LAYER_NORM(_prepare("layer_norm", True, x, weight, bias, eps=eps), backend)
+    return LAYER_NORM.run(backend, x, weight, bias, eps=eps)
 
 
 @_checks.spelled_unlike_torch(
@@ -109,7 +109,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, backend: str | Non
 
     Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
-    return RMS_NORM(_prepare("rms_norm", False, x, weight, eps=eps), backend)
+    return RMS_NORM.run(backend, x, weight, eps=eps)
 
 
 def add_layer_norm(
@@ -148,8 +148,7 @@ def add_layer_norm(
 
     Ba, Kiros, Hinton, "Layer Normalization", 2016, equation 4; Srivastava et al., "Dropout", 2014, section 4.
     """
-    call = _prepare_added("add_layer_norm", True, x, residual, weight, bias, eps=eps, dropout_p=dropout_p)
-    return ADD_LAYER_NORM(call, backend)
+    return ADD_LAYER_NORM.run(backend, x, residual, weight, bias, eps=eps, dropout_p=dropout_p)
 
 
 def add_rms_norm(
@@ -184,8 +183,7 @@ def add_rms_norm(
     Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4; Srivastava et al., "Dropout", 2014,
     section 4.
     """
-    call = _prepare_added("add_rms_norm", False, x, residual, weight, eps=eps, dropout_p=dropout_p)
-    return ADD_RMS_NORM(call, backend)
+    return ADD_RMS_NORM.run(backend, x, residual, weight, eps=eps, dropout_p=dropout_p)
 
 
 def _prepare(

@@ -100,7 +100,7 @@ def rotary(
 
     Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, equation 34.
     """
-    return OPERATION(prepare(q, k, cos, sin, interleaved=interleaved), backend)
+    return OPERATION.run(backend, q, k, cos, sin, interleaved=interleaved)
 
 
 def prepare(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> RotaryCall:
@@ -129,8 +129,8 @@ def angles(op: str, q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     if sin.shape != cos.shape or sin.dtype is not cos.dtype:
         raise ValueError(f"{op}: cos and sin must have one shape and dtype; got {tuple(cos.shape)}, {tuple(sin.shape)}")
     _checks.same_device(op, q, cos=cos, sin=sin)
-    cos, sin = (table.contiguous()[(None,) * (3 - table.dim())] for table in (cos, sin))
-    return cos, sin
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return (cos, sin) if cos.dim() == 3 else (cos.unsqueeze(0), sin.unsqueeze(0))
 
 
 def _check_table(op: str, name: str, table: Tensor, q: Tensor) -> None:

@@ -52,7 +52,7 @@ def softmax(
 
     Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
     """
-    return OPERATION(prepare(x, mask=mask, causal=causal, scale=scale), backend)
+    return OPERATION.run(backend, x, mask=mask, causal=causal, scale=scale)
 
 
 def prepare(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float = 1.0) -> SoftmaxCall:
@@ -69,7 +69,7 @@ def prepare(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scal
         _checks.same_device(OP, x, mask=mask)
         mask = _over_rows(mask, x)
     _operation.refuse_transforms(OP, x)
-    return SoftmaxCall(x.contiguous(), mask, causal, float(scale))
+    return SoftmaxCall(x.contiguous(), mask, causal, 0.0 + float(scale))
 
 
 def _over_rows(mask: Tensor, x: Tensor) -> Tensor:

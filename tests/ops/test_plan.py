@@ -1,0 +1,461 @@
+"""Plans: a call of a known layout is validated and dispatched as the first one was; a call of another layout is not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_kernels as tk
+from tests.support.host_time import called
+from tests.support.operations import EXAMPLES, function
+from transformer_kernels.backends import dispatch
+from transformer_kernels.ops import _plan
+
+NOT_PLANNED = ("linear", "linear_cross_entropy", "attention_weights")
+"""Calls that are composed of others."""
+
+PLANNED = [op for op in EXAMPLES if op not in NOT_PLANNED]
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
+    for operation in dispatch.OPERATIONS.values():
+        monkeypatch.setattr(operation, "plans", {})
+
+
+def plans(op: str) -> list[Any]:
+    return list(dispatch.OPERATIONS[op].plans.values())  # type: ignore[attr-defined]
+
+
+def used(op: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations whose calls are validated and dispatched from here on, one name for each such call."""
+    names: list[str] = []
+    select = dispatch.select
+
+    def counted(operation: Any, backend: str | None, call: Any) -> Any:
+        names.append(operation.name)
+        return select(operation, backend, call)
+
+    monkeypatch.setattr(dispatch, "select", counted)
+    return names
+
+
+def example(op: str) -> dict[str, Tensor]:
+    tensors = EXAMPLES[op].make()
+    return {name: each.clone().detach().requires_grad_(each.requires_grad) for name, each in tensors.items()}
+
+
+def results(op: str, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """The outputs and all gradients, with the same dropout each time."""
+    torch.manual_seed(3)
+    outputs = function(op)(**tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    leaves = [each for each in tensors.values() if each.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(each) for each in outputs])]
+
+
+@pytest.mark.parametrize("op", PLANNED)
+def test_a_planned_call_reads_its_own_tensors(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = example(op), example(op)
+    for each in second.values():
+        if each.is_floating_point():
+            each.data.mul_(0.5)
+    want = results(op, second)
+    dispatch.OPERATIONS[op].plans.clear()  # type: ignore[attr-defined]
+    results(op, first)
+    assert all(plans(op))
+    dispatched = used(op, monkeypatch)
+    got = results(op, second)
+    assert not dispatched
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("op", PLANNED)
+def test_without_gradients(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = example(op)
+    want = results(op, tensors)[0]
+    with torch.no_grad():
+        function(op)(**tensors)
+        dispatched = used(op, monkeypatch)
+        torch.manual_seed(3)
+        got = function(op)(**tensors)
+    assert not dispatched
+    got = got[0] if isinstance(got, tuple) else got
+    assert torch.equal(want, got) and not got.requires_grad
+
+
+X, W, B = torch.randn(6, 6), torch.rand(6) + 0.5, torch.randn(6)
+
+
+def norm(x: Tensor = X, weight: Tensor = W, **options: Any) -> Tensor:
+    return tk.layer_norm(x, weight, B, **options)
+
+
+def expected(x: Tensor = X, weight: Tensor = W) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight, B)
+
+
+def test_another_dtype() -> None:
+    norm()
+    assert norm(X.double(), backend="torch").dtype is torch.float64
+    assert norm(X.bfloat16()).dtype is torch.bfloat16
+    torch.testing.assert_close(norm(X.bfloat16()).float(), expected(), rtol=2e-2, atol=2e-2)
+    with pytest.raises(TypeError, match="x must have one of the dtypes"):
+        norm(X.long())
+
+
+def test_other_strides_and_shapes() -> None:
+    norm()
+    torch.testing.assert_close(norm(X.t()), expected(X.t()))
+    torch.testing.assert_close(norm(X[:, ::2].repeat(1, 2)[::2]), expected(X[:, ::2].repeat(1, 2)[::2]))
+    weights = torch.stack((W, B), dim=1)
+    torch.testing.assert_close(norm(weight=weights[:, 0]), expected())
+    with pytest.raises(ValueError, match="weight must have shape"):
+        norm(weight=W[:5])
+
+
+def test_what_requires_gradients() -> None:
+    norm()
+    x, weight = X.clone().requires_grad_(), W.clone().requires_grad_()
+    assert norm(x).requires_grad and norm(weight=weight).requires_grad and not norm().requires_grad
+    targets = torch.rand(6, 6).softmax(-1)
+    tk.cross_entropy(X, targets)
+    with pytest.raises(ValueError, match="targets have no gradient"):
+        tk.cross_entropy(X, targets.requires_grad_())
+
+
+def test_the_grad_mode() -> None:
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        assert norm(x).grad_fn is None
+    assert norm(x).grad_fn is not None
+    with torch.inference_mode():
+        assert norm(x).is_inference()
+    q, angle = torch.randn(1, 2, 6, 8), torch.randn(6, 4, requires_grad=True)
+    with torch.no_grad():
+        tk.rotary(q, q.clone(), angle, angle.clone())
+    with pytest.raises(ValueError, match="cos has no gradient"):
+        tk.rotary(q, q.clone(), angle, angle.clone())
+
+
+class Sevens:
+    """A backend whose every result is 7."""
+
+    @staticmethod
+    def forward(call: Any) -> Tensor:
+        return torch.full_like(call.x, 7.0)
+
+
+@pytest.fixture
+def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dispatch._modules, ("gelu", "torch"), Sevens)
+
+
+def seven(backend: str | None = None) -> bool:
+    return bool(tk.gelu(X, backend=backend).eq(7).all())
+
+
+@pytest.mark.usefixtures("sevens")
+def test_the_backend_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_default", None)
+    monkeypatch.setitem(dispatch.AUTO_ORDER, "cpu", ("cpu",))
+    if dispatch.unavailable("cpu", X.device) is not None:
+        pytest.skip("needs the CPU kernels")
+    assert [seven(), seven("torch"), seven("cpu"), seven()] == [False, True, False, False]
+    tk.set_backend("torch")
+    assert seven() and not seven("auto")
+    tk.set_backend(None)
+    assert not seven()
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "torch")
+    assert seven()
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "cpu")
+    assert not seven()
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "")
+    assert not seven()
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "rocm")
+    with pytest.raises(ValueError, match="'rocm'"):
+        seven()
+    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE)
+    with tk.use_backend("torch"):
+        assert seven()
+    assert not seven()
+    for backend in ("", "tritn", ["torch"]):
+        with pytest.raises(ValueError, match="backend must be one of"):
+            seven(backend)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("sevens")
+def test_use_backend_belongs_to_its_thread() -> None:
+    seen: list[bool] = []
+    started, finish = threading.Barrier(2), threading.Barrier(2)
+
+    def scoped() -> None:
+        with tk.use_backend("torch"):
+            seven()
+            started.wait()
+            finish.wait()
+            seen.append(seven())
+
+    thread = threading.Thread(target=scoped)
+    thread.start()
+    started.wait()
+    with tk.use_backend("auto"):
+        other = tk.gelu(X, backend="torch" if dispatch.unavailable("cpu", X.device) else None)
+        assert bool(other.eq(7).all()) == (dispatch.unavailable("cpu", X.device) is not None)
+    finish.wait()
+    thread.join()
+    assert seen == [True]
+
+
+def test_threads_with_layouts_of_their_own() -> None:
+    wrong: list[tuple[int, int]] = []
+
+    def work(width: int) -> None:
+        x, weight = torch.randn(3, width), torch.rand(width)
+        want = F.rms_norm(x, (width,), weight, 1e-5)
+        for index in range(200):
+            if not torch.allclose(tk.rms_norm(x, weight), want, atol=1e-5):
+                wrong.append((width, index))
+
+    threads = [threading.Thread(target=work, args=(width,)) for width in (4, 5, 6, 7, 8, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_autocast() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
+    assert tk.attention(q, k, v).dtype is torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tk.attention(q, k, v).dtype is torch.bfloat16
+        low = q.bfloat16()
+        assert tk.swiglu(low, q).dtype is torch.float32
+    assert tk.attention(q, k, v).dtype is torch.float32
+    with pytest.raises(TypeError, match="one dtype"):
+        tk.swiglu(low, q)
+
+
+def test_deterministic_algorithms() -> None:
+    want = norm()
+    torch.use_deterministic_algorithms(True)  # PyTorch fills new tensors, which kernels write all of
+    try:
+        assert torch.equal(norm(), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_equal_options_of_other_types() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
+    tk.attention(q, k, v, causal=True, window=(2, 0), dropout_p=0.0, return_lse=False)
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({"causal": 1}, "causal must be True or False"),
+        ({"causal": True, "window": (2.0, 0)}, "window must hold ints"),
+        ({"causal": True, "window": (2, False)}, "window must hold ints"),
+        ({"causal": True, "window": (2, 0), "dropout_p": False}, "dropout_p must be a number"),
+        ({"causal": True, "window": (2, 0), "return_lse": 0}, "return_lse must be True or False"),
+    ]
+    for options, message in calls:
+        with pytest.raises(TypeError, match=message):
+            tk.attention(q, k, v, **options)
+    norm(eps=1.0)
+    with pytest.raises(TypeError, match="eps must be a number"):
+        norm(eps=True)
+    torch.testing.assert_close(norm(eps=1), norm(eps=1.0))
+    assert not torch.equal(norm(eps=2.0), norm(eps=1.0))
+
+
+def test_zeros_of_either_sign_scale_alike() -> None:
+    weight, tokens = torch.ones(3, 4), torch.tensor([[0, 2]])
+    for scale in (-0.0, 0.0, -0.0):
+        assert not tk.embedding(tokens, weight, scale=scale).signbit().any()
+
+
+def test_values_are_checked_in_every_call() -> None:
+    targets = torch.tensor([0, 5, -100, 2, 3, 4])
+    tk.cross_entropy(X, targets)
+    for stray in (6, -1):
+        with pytest.raises(IndexError, match=rf"targets must be in \[0, 6\).*got {stray}"):
+            tk.cross_entropy(X, targets.clone().fill_(stray))
+    tokens = torch.tensor([[0, 5, 2]])
+    tk.embedding(tokens, X, X.clone(), position_ids=tokens.clone())
+    with pytest.raises(IndexError, match=r"tokens must be in \[0, 6\)"):
+        tk.embedding(tokens + 1, X, X.clone(), position_ids=tokens)
+    with pytest.raises(IndexError, match=r"position_ids must be in \[0, 6\)"):
+        tk.embedding(tokens, X, X.clone(), position_ids=tokens + 1)
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
+    for starts, valid in (([0, 2, 5], True), ([0, 3, 5], True), ([0, 6, 5], False)):
+        given = torch.tensor(starts, dtype=torch.int32)
+        if valid:
+            parts = [tk.attention(*(x[:, :, a:b] for x in (q, k, v))) for a, b in pairwise(starts)]
+            torch.testing.assert_close(tk.attention(q, k, v, cu_seqlens=given), torch.cat(parts, dim=2))
+        else:
+            with pytest.raises(ValueError, match="cu_seqlens must rise"):
+                tk.attention(q, k, v, cu_seqlens=given)
+
+
+def test_one_tensor_in_two_places() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
+    same, apart = tk.attention(q, q, q), tk.attention(q, k, v)
+    torch.testing.assert_close(same, F.scaled_dot_product_attention(q, q, q))
+    torch.testing.assert_close(apart, F.scaled_dot_product_attention(q, k, v))
+    dispatch.OPERATIONS["attention"].plans.clear()  # type: ignore[attr-defined]
+    torch.testing.assert_close(tk.attention(q, k, v), apart)
+    torch.testing.assert_close(tk.attention(q, q, q), same)
+
+
+def test_options_that_are_tensors() -> None:
+    q, k, v = torch.randn(3, 2, 2, 5, 8).unbind(0)
+    for length in (5, 3, 4):
+        mask = (torch.arange(5) < length).expand(2, 5).contiguous()
+        want = F.scaled_dot_product_attention(q, k, v, mask[:, None, None])
+        torch.testing.assert_close(tk.attention(q, k, v, key_padding_mask=mask), want)
+    for dims in (4, 3, 2):
+        for _ in range(2):
+            bias = torch.randn(1, 2, 5, 5)[(0,) * (4 - dims)].requires_grad_()
+            out = tk.attention(q, k, v, attn_bias=bias)
+            (dbias,) = torch.autograd.grad(out.square().sum(), bias)
+            theirs = F.scaled_dot_product_attention(q, k, v, bias)
+            (want,) = torch.autograd.grad(theirs.square().sum(), bias)
+            torch.testing.assert_close(out, theirs)
+            torch.testing.assert_close(dbias, want)
+
+
+def test_dropout_draws_a_seed_in_every_call() -> None:
+    x = torch.ones(64, 6)
+
+    def drawn() -> Tensor:
+        return tk.add_layer_norm(x, torch.zeros_like(x), W, dropout_p=0.5)[1]
+
+    torch.manual_seed(1)
+    unplanned, planned = drawn(), drawn()
+    assert not torch.equal(unplanned, planned)
+    torch.manual_seed(1)
+    assert torch.equal(drawn(), unplanned) and torch.equal(drawn(), planned)
+
+
+class Watching(TorchDispatchMode):
+    """Records the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_tracers_and_transforms_after_a_plan() -> None:
+    norm(), norm()
+    assert plans("layer_norm")
+    with Watching() as watching:
+        norm()
+    assert any("transformer_kernels.layer_norm" in name for name in watching.seen)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(each) for each in (X, W, B)]
+        assert type(tk.layer_norm(*fakes)).__name__ == "FakeTensor"
+    assert type(tk.layer_norm(*fakes)).__name__ == "FakeTensor"
+    meta = tk.layer_norm(X.to("meta"), W.to("meta"))
+    assert meta.device.type == "meta" and tk.layer_norm(X.to("meta"), W.to("meta")).device.type == "meta"
+    with pytest.raises(RuntimeError, match="all tensors must be on one device"):
+        norm(X.to("meta"))
+    with pytest.raises(RuntimeError, match="vmap and the transforms"):
+        torch.func.vmap(norm)(torch.stack((X, X)))
+    with pytest.raises(RuntimeError, match="vmap and the transforms"):
+        torch.func.grad(lambda x: norm(x).sum())(X)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode AD"):
+        norm(forward_ad.make_dual(X, torch.ones_like(X)))
+    traced = torch.jit.trace(lambda x: norm(x), (X,), check_trace=False)
+    torch.testing.assert_close(traced(X.square()), norm(X.square()))
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X), norm())
+    torch.testing.assert_close(norm(X.as_subclass(Subclass)).as_subclass(Tensor), norm())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to_mkldnn(),
+        lambda x: torch.nested.nested_tensor([x[0], x[1]]),
+    ],
+    ids=["coo", "csr", "mkldnn", "nested"],
+)
+def test_tensors_that_are_not_strided(convert: Callable[[Tensor], Tensor]) -> None:
+    norm(), norm(torch.ones(()).expand(6, 6))
+    with pytest.raises(TypeError, match="x must be a dense strided tensor"):
+        norm(convert(X))
+
+
+def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plan, "MOST_PLANS", 5)
+    for rows in range(1, 20):
+        norm(torch.randn(rows, 6))
+        assert len(plans("layer_norm")) <= 5
+
+
+def test_calls_that_are_made_of_copies_are_not_planned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(_plan.Plan, "find", lambda plan, values: made.append(plan))
+    for _ in range(3):
+        torch.testing.assert_close(norm(X.t()), expected(X.t()))
+    assert len(made) == 1 and plans("layer_norm") == [None]
+
+
+MOST_CALLS: dict[str, tuple[int, int]] = {
+    "gelu": (38, 47),
+    "softmax": (35, 48),
+    "swiglu": (39, 48),
+    "layer_norm": (50, 57),
+    "add_layer_norm": (53, 61),
+    "cross_entropy": (70, 85),
+    "embedding": (62, 69),
+    "rotary": (67, 78),
+    "attention": (81, 94),
+}
+"""Python and C functions that a planned call on a CPU calls, (without gradients, forward with gradients)."""
+
+
+@pytest.mark.parametrize("op", MOST_CALLS)
+def test_the_host_calls_few_functions(op: str) -> None:
+    if dispatch.unavailable("cpu", X.device) is not None:
+        pytest.skip("needs the CPU kernels")
+    heads, angles = torch.randn(3, 1, 2, 6, 8), torch.randn(2, 6, 4)
+    floating: dict[str, list[Tensor]] = {
+        "gelu": [X],
+        "softmax": [X],
+        "swiglu": [X, X.clone()],
+        "layer_norm": [X, W, B],
+        "add_layer_norm": [X, X.clone(), W, B],
+        "cross_entropy": [X],
+        "embedding": [X],
+        "rotary": [*heads[:2]],
+        "attention": [*heads],
+    }
+    more = {"cross_entropy": [torch.arange(6)], "rotary": [*angles]}.get(op, [])
+    ids = [torch.tensor([[0, 5]])] if op == "embedding" else []
+    function, counts = getattr(tk, op), []
+    for recorded in (False, True):
+        given = [each.clone().requires_grad_(recorded) for each in floating[op]]
+        function(*ids, *given, *more)
+        counts.append(called(lambda given=given: function(*ids, *given, *more)))  # type: ignore[misc]
+    assert all(count <= most for count, most in zip(counts, MOST_CALLS[op], strict=True)), counts
