@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -387,3 +389,24 @@ def test_where_no_gradient_comes_in_none_or_zeros_go_out(op: str, mode: Any) -> 
         WithoutGradient.apply(result[0] if isinstance(result, tuple) else result, y).backward()
     assert y.grad is not None
     assert all(tensor.grad is None or not tensor.grad.any() for tensor in tensors)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_gradients_through_conjugates(backend: str) -> None:
+    """The gradient of the second part of a conjugate is a view whose negative bit is set."""
+    x = torch.randn(2, 4, 8, dtype=torch.float64 if backend == "torch" else torch.float32, requires_grad=True)
+    weight = torch.randn(4, 8, dtype=torch.complex64)
+
+    def loss(function: Callable[[Tensor], Tensor]) -> Tensor:
+        return (torch.complex(function(x[0]), function(x[1])).conj() * weight).real.sum()
+
+    expected = torch.autograd.grad(loss(torch.nn.functional.gelu), x)
+    torch.testing.assert_close(torch.autograd.grad(loss(partial(tk.gelu, backend=backend)), x), expected)
+
+
+def test_negated_views_are_refused() -> None:
+    negated = torch.randn(4, 8, dtype=torch.complex64).conj().imag
+    for _ in range(2):
+        tk.gelu(torch.randn(4, 16)[:, ::2])  # a call of the same layout
+        with pytest.raises(TypeError, match=r"gelu: x must not be a negated view; pass x.resolve_neg\(\)"):
+            tk.gelu(negated)

@@ -54,6 +54,8 @@ def _not_made_of_others(op: str, name: str, value: Tensor) -> None:
 def tensor(op: str, name: str, value: Any) -> None:
     """A strided floating tensor."""
     if type(value) in PLAIN and value.dtype in FLOATING and value.layout is torch.strided and not value.is_nested:
+        if value.is_neg():  # the sign is not in memory
+            raise TypeError(f"{op}: {name} must not be a negated view; pass {name}.resolve_neg()")
         return
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor; got {type(value).__name__}")

@@ -282,12 +282,12 @@ class Operation:
         return call, results[0] if self.result is None else self.result(*results)
 
     def incoming(self, tensors: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-        """The outputs' gradients as backends want them; zeros for the first output's where none came in."""
+        """The gradients of the outputs in the layout of the kernels; zeros for an absent one of the first output."""
         first = grads[0]
-        first = torch.zeros_like(tensors[len(self._kept_call)]) if first is None else self.layout(first)
+        first = torch.zeros_like(tensors[len(self._kept_call)]) if first is None else self.layout(first.resolve_neg())
         if self.public == 1:
             return (first,)
-        return first, *[None if grad is None else grad.contiguous() for grad in grads[1:]]
+        return first, *[None if grad is None else grad.resolve_neg().contiguous() for grad in grads[1:]]
 
     def _placed(self, gradients: Iterable[Any], wanted: tuple[bool, ...]) -> list[Any]:
         """The gradients at their fields' places among the arguments."""

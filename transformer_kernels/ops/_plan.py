@@ -31,8 +31,8 @@ _strided, _new = torch.strided, tuple.__new__
 def layout(backend: str | None, values: tuple[Any, ...]) -> Hashable:
     """The layout of a call with these arguments; None if it is not planned.
 
-    Not planned are calls that a tracer, a transform or autocast changes, and those with a tensor of a subclass or
-    without strides or with an option of another class.
+    Not planned are calls that a tracer, a transform or autocast changes, and those with a tensor of a subclass, without
+    strides or with a negative bit, or with an option of another class.
     """
     if dispatch_modes() or functorch_is_active() or forward_ad._current_level >= 0 or is_jit_tracing():
         return None
@@ -50,7 +50,7 @@ def layout(backend: str | None, values: tuple[Any, ...]) -> Hashable:
                 continue
             kind = type(value)
             if kind is Tensor or kind is Parameter:
-                if value.layout is not _strided:
+                if value.layout is not _strided or value.is_neg():
                     return None
                 strides = value.is_contiguous() or value.stride()
                 key += (value.dtype, value.shape, strides, value.is_cpu or value.device, value.requires_grad)
