@@ -7,9 +7,11 @@ avx512_bf16 or amx.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +65,7 @@ _recorder = _Recorder()
 
 @contextmanager
 def recorded(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
-    """While entered, the kernels that this thread calls are appended to `calls`, with their arguments."""
+    """While entered, the kernels that this thread calls are appended to `calls` with their arguments, named or not."""
     before, _recorder.module = _recorder.module, _Recorded(load(), calls)
     try:
         yield
@@ -81,11 +83,20 @@ class _Recorded:
         kernel = getattr(self._module, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            if arguments or named:  # without arguments it only reports something
-                self._calls.append((kernel, (*arguments, *named.values())))
+            if named:
+                arguments_by_name = _arguments_of(name, tuple(named))
+                self._calls.append((kernel, arguments_by_name(*named.values())))
+            elif arguments:  # without arguments it only reports something
+                self._calls.append((kernel, arguments))
             return kernel(*arguments, **named)  # which refuses names in another order than its own
 
         return call if callable(kernel) else kernel
+
+
+@functools.cache
+def _arguments_of(kernel: str, names: tuple[str, ...]) -> Any:
+    """A NamedTuple of a kernel's arguments."""
+    return namedtuple(kernel, names)
 
 
 def unavailable(device: torch.device) -> str | None:
