@@ -75,7 +75,7 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation
 
 def _is_by_columns(x: Tensor, weight: Tensor, activation: str | None) -> bool:
     """Whether the weight is a transposed view that products read in place; a traced one is copied."""
-    plain = activation is None and x.dtype is torch.float32 and weight.t().is_contiguous()
+    plain = activation is None and x.dtype is torch.float32 and weight.stride() == (1, len(weight))
     return plain and not _operation.is_traced(x)
 
 
