@@ -32,10 +32,12 @@ template <bool V> struct Flag {
   static constexpr bool value = V;
 };
 
-// Calls f(Type<T>{}) with the element type of a code of transformer_kernels/backends/cuda.py: f32, f16, bf16.
+constexpr int64_t FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2;  // DTYPE_CODES in transformer_kernels/backends/cpu.py
+
+// Calls f(Type<T>{}) with the element type of a code.
 template <class F> TK_INLINE void by_dtype(int64_t code, const F& f) {
-  if (code == 0) return f(Type<float>{});
-  if (code == 1) return f(Type<Half>{});
+  if (code == FLOAT32) return f(Type<float>{});
+  if (code == FLOAT16) return f(Type<Half>{});
   return f(Type<Bfloat16>{});
 }
 

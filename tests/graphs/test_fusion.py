@@ -45,7 +45,10 @@ def names(monkeypatch):
 
     def noted(recording):
         fuse(recording)
-        found[:] = [getattr(function, "__name__", "") for function, _ in recording.calls]
+        found[:] = [
+            getattr(function, "__name__", "") + "_added" * (getattr(arguments, "sum", 0) != 0)
+            for function, arguments in recording.calls
+        ]
 
     monkeypatch.setattr(_host.Recording, "fuse", noted)
     return found

@@ -13,6 +13,7 @@ import transformer_kernels as tk
 from tests.support.arguments import normal
 from tests.support.parity import check_parity
 from transformer_kernels.backends import cpu
+from transformer_kernels.ops.linear import prepare
 
 OP = "linear"
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh"]
@@ -109,6 +110,20 @@ def test_the_largest_weights_are_multiplied_once(
             y = tk.linear(**tensors, activation=activation, backend=backend)
             y.sum().backward()
         assert [kernel.__name__ for kernel, _ in calls if kernel.__name__ in names] == wanted
+        check_parity("linear", backend, tensors, {"activation": activation})
+
+
+@pytest.mark.parametrize("rows", [1, 3, 300])
+def test_a_transposed_weight_is_read_in_place(
+    backend: str, dtype: torch.dtype, device: torch.device, rows: int
+) -> None:
+    """In float32 without an activation; of as many elements as small batches read in streams where they are rows."""
+    tensors = make(rows, 2051, 130, dtype, device)
+    tensors["weight"] = tensors["weight"].detach().t().contiguous().t().requires_grad_()
+    for activation in (None, "gelu"):
+        call = prepare(**tensors, activation=activation)
+        copied = activation is not None or dtype is not torch.float32
+        assert (call.weight.data_ptr() != tensors["weight"].data_ptr()) == copied
         check_parity("linear", backend, tensors, {"activation": activation})
 
 

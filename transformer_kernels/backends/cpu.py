@@ -7,9 +7,11 @@ amx.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,11 +84,20 @@ class _Recorded:
         kernel = getattr(self._module, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            if arguments or named:  # functions without arguments are queries
-                self._calls.append((kernel, (*arguments, *named.values())))
+            if named:
+                arguments_by_name = _arguments_of(name, tuple(named))
+                self._calls.append((kernel, arguments_by_name(*named.values())))
+            elif arguments:  # functions without arguments are queries
+                self._calls.append((kernel, arguments))
             return kernel(*arguments, **named)  # raises if names are not in its own order
 
         return call if callable(kernel) else kernel
+
+
+@functools.cache
+def _arguments_of(kernel: str, names: tuple[str, ...]) -> Any:
+    """A NamedTuple of a kernel's arguments."""
+    return namedtuple(kernel, names)
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -15,13 +15,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from transformer_kernels.backends import cpu
-from transformer_kernels.backends.errors import BackendUnavailable
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Call = tuple[Callable[..., Any], Any]
 
 PRODUCT = "linear_backward_data"
-DZ, DX = 5, 6
-"""Arguments of that kernel: addresses of two of its results."""
 
 
 def fused(
@@ -34,13 +31,9 @@ def fused(
         began: (index of a call, address of a storage) of each new tensor, in order.
         is_free: whether only the recording refers to a tensor's storage at the end.
     """
-    try:
-        kernel = cpu.load().linear_backward_data_added
-    except BackendUnavailable:
-        return list(calls), []
     found = _Calls(calls, began, is_free)
     for number in range(len(calls)):
-        found.add_in_product(number, kernel)
+        found.add_in_product(number)
     kept = [call for number, call in enumerate(found.calls) if number not in found.gone]
     return kept, [calls[number] for number in sorted(found.gone | found.changed)]
 
@@ -52,7 +45,7 @@ class _Calls:
         self.calls, self.gone, self.changed = list(calls), set[int](), set[int]()
         self._began, self._is_free = began, is_free
 
-    def add_in_product(self, number: int, kernel: Callable[..., None]) -> None:
+    def add_in_product(self, number: int) -> None:
         """If the call adds dx to the residual's gradient, fuse it into the product that computes dx."""
         function, terms = self.calls[number]
         if not isinstance(function, partial) or function.func is not torch.ops.aten.add.out:
@@ -61,10 +54,10 @@ class _Calls:
         if scale != 1 or not all(_is_plain(each, total) for each in terms) or total.dtype is not torch.float32:
             return
         for dx, residual in (terms, terms[::-1]):
-            if residual.dtype is torch.float32 and self._replaced(number, dx, residual, total, kernel):
+            if residual.dtype is torch.float32 and self._replaced(number, dx, residual, total):
                 return
 
-    def _replaced(self, number: int, dx: Tensor, residual: Tensor, total: Tensor, kernel: Callable[..., None]) -> bool:
+    def _replaced(self, number: int, dx: Tensor, residual: Tensor, total: Tensor) -> bool:
         between = {number}
         made = self._only_writer(dx, number)
         if made is not None and getattr(self.calls[made][0], "__name__", "") == "copy_":
@@ -75,14 +68,14 @@ class _Calls:
             dx, made = narrow, self._only_writer(narrow, made)
         if made is None or getattr(self.calls[made][0], "__name__", "") != PRODUCT:
             return False
-        arguments = self.calls[made][1]
-        if arguments[DX] != dx.data_ptr() or bool(arguments[0]) != (dx.dtype is torch.bfloat16):
+        kernel, arguments = self.calls[made]
+        if arguments.dx != dx.data_ptr() or arguments.dtype != cpu.DTYPE_CODES[dx.dtype]:
             return False
         later = [each for each in range(made, number) if each not in between]
         if any(_mentions(self.calls[each], tensor) for each in later for tensor in (residual, total)):
             return False
-        addresses = residual.data_ptr(), total.data_ptr()
-        self.calls[made] = kernel, (*arguments[:DX], *addresses, *arguments[DX + 1 :])
+        fused_arguments = arguments._replace(dx=0, residual=residual.data_ptr(), sum=total.data_ptr())
+        self.calls[made] = kernel, fused_arguments
         self.gone |= between
         self.changed.add(made)
         return True

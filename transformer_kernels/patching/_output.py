@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from transformer_kernels import ops
 from transformer_kernels.graphs import in_one_piece
 from transformer_kernels.patching._products import are_ours, is_eager_cpu
 from transformer_kernels.patching._swap import Mixin
@@ -35,11 +36,7 @@ class _RowsWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ours: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        if not ours:
-            return F.linear(x, weight, bias)
-        from transformer_kernels.ops.linear._cpu import multiplied
-
-        return multiplied(x.contiguous(), weight, bias)
+        return ops.linear(x, weight, bias, backend="cpu") if ours else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

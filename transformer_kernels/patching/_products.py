@@ -5,8 +5,6 @@ Without gradients PyTorch's are: the forward product alone is at best as fast in
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -52,30 +50,5 @@ class Linear(Mixin):
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     """x W + b, x (..., K), weight (K, N)."""
     if torch.is_grad_enabled() and are_ours(x, weight, backend):
-        return _ByColumns.apply(x, weight, bias)
+        return ops.linear(x, weight.t(), bias, backend=backend)
     return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
-
-
-class _ByColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from transformer_kernels.ops.linear._cpu import multiplied_by_columns
-
-        ctx.save_for_backward(x, weight)
-        y = multiplied_by_columns(x.flatten(0, -2).contiguous(), weight)
-        return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], weight.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from transformer_kernels.ops.linear._cpu import multiplied, summed_products
-
-        x, weight = ctx.saved_tensors
-        rows, grads = x.flatten(0, -2).contiguous(), dy.flatten(0, -2).contiguous()
-        wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad
-        dx = dweight = None
-        if torch.is_grad_enabled():  # to be differentiated again
-            dx, dweight = grads @ weight.t(), rows.t() @ grads
-        else:
-            dx = multiplied(grads, weight) if wanted_x else None
-            dweight = summed_products(rows, grads) if wanted_weight else None
-        return None if dx is None else dx.view(x.shape), dweight, grads.sum(0) if wanted_bias else None

@@ -1,5 +1,5 @@
-// What attention's two passes share. Scores are held transposed, a row of S^T for each key with one query in each lane:
-// then maxima, sums and masks are lane by lane, a hidden key costs nothing, and K and V are read as they lie, row by row;
+// What attention's two passes share. Scores are transposed, a row of S^T for each key with one query in each lane: maxima, sums
+// and masks are computed lane by lane, a hidden key costs nothing, and K and V are read in place, row by row;
 // only the queries have to be transposed.
 #pragma once
 #include "../../calls/attention.h"
@@ -10,7 +10,6 @@
 namespace transformer_kernels::TK_LEVEL {
 
 constexpr float LOG2_E = 1.44269504088896340736f;
-constexpr int64_t FLOAT32 = 0, BFLOAT16 = 2;  // codes of by_dtype
 constexpr int64_t NO_LIMIT = 1 << 30;         // of ops/attention/scores.py
 
 struct Options {
@@ -57,7 +56,7 @@ struct Keys {
   const int32_t *position, *rank;
 };
 
-// The row in which a packed key lies.
+// The row of a packed key.
 TK_INLINE int64_t row_of_key(const Keys& keys, int64_t key) { return keys.first + (keys.position ? keys.position[key] : key); }
 
 inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
@@ -78,7 +77,7 @@ inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
 }
 
 // The queries in the lanes of one block: which head and row each is, and the packed keys [low, high) that it sees. Query
-// heads that share a key head stand one after the other, so that a block may hold several of them.
+// heads that share a key head are consecutive, so that a block may contain several of them.
 template <int REGISTERS>
 struct Block {
   static constexpr int SIZE = REGISTERS * WIDTH;
@@ -106,7 +105,7 @@ inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const 
   const int64_t all = span.keys + span.queries;
   const int32_t behind = static_cast<int32_t>(smaller(call.left, all)), ahead = static_cast<int32_t>(smaller(call.right, all)) + 1;
   for (int i = 0; i < SIZE; ++i) {
-    const int32_t place = block.query[i] + shift, from = place - behind, to = place + ahead;
+    const int32_t position = block.query[i] + shift, from = position - behind, to = position + ahead;
     block.low[i] = from > 0 ? (from < last ? from : last) : 0;
     block.high[i] = to < last ? (to > 0 ? to : 0) : last;
   }
@@ -125,8 +124,8 @@ inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const 
 
 // Which lanes of register n see the key.
 template <int REGISTERS> TK_INLINE auto sees(const Block<REGISTERS>& block, int n, int64_t key) {
-  const Ints place = splat_int(static_cast<int32_t>(key));
-  return (place >= load_ints(block.low + n * WIDTH)) & (place < load_ints(block.high + n * WIDTH));
+  const Ints position = splat_int(static_cast<int32_t>(key));
+  return (position >= load_ints(block.low + n * WIDTH)) & (position < load_ints(block.high + n * WIDTH));
 }
 
 // The largest score of a row, -inf where it sees no key; `queries` floats behind it the log of its sum of exp(score - largest).
@@ -151,12 +150,12 @@ TK_INLINE void rotate_row(const AttentionCall& call, const T* x, T* out, int64_t
   rotate(x, out, factors, sign, call.width);
 }
 
-// Memory for one rotated row; none where rows are read as they lie.
+// Memory for one rotated row; none where rows are read in place.
 template <class T> TK_INLINE T* memory_of_row(const AttentionCall& call, const View& tensor) {
   return tensor.rotated ? scratch<T>(ROTATED_SLOT, call.width) : nullptr;
 }
 
-// A row as it is to be read: where it lies, or rotated in `memory`.
+// A row as it is to be read: in place, or rotated in `memory`.
 template <class T>
 TK_INLINE const T* source_row(const AttentionCall& call, const View& tensor, int64_t batch, int64_t head, int64_t row, T* memory) {
   const T* from = row_of<const T>(tensor, batch, head, row);
@@ -186,27 +185,27 @@ template <class T> TK_INLINE void narrow_row(const float* from, Floats factor, i
   if (d < width) store(to + d, load(from + d) * factor, Part{static_cast<int>(width - d)});
 }
 
-// How far behind an element the same one of the next owner (key head, then batch) lies: it is fetched while this one is
+// The distance from an element to the same one of the next owner (key head, then batch), which is fetched while this one is
 // computed, since heads of a packed projection are short pieces that the processor's own prefetching does not follow.
 TK_INLINE int64_t next_owner(const View& tensor, int64_t owners, int64_t owner, int64_t heads) {
   return owner + 1 < owners ? heads * tensor.head : tensor.batch - owner * heads * tensor.head;
 }
 
-struct Place {
+struct HeadRow {
   int64_t head, row;
 };
 
 TK_INLINE int64_t size_of_element(const AttentionCall& call) { return call.dtype == FLOAT32 ? 4 : 2; }
 
-// Has the rows at place(from) ... place(to - 1), moved by `ahead` elements, fetched.
+// Has the rows at position(from) ... position(to - 1), moved by `ahead` elements, fetched.
 template <class F>
 TK_INLINE void fetch(const AttentionCall& call, const View& tensor, int64_t batch, int64_t ahead, int64_t from, int64_t to,
-                     Fetches& fetches, const F& place) {
+                     Fetches& fetches, const F& position) {
   if (!tensor.data) return;
   const int64_t size = size_of_element(call);
   const View bytes{tensor.data + ahead * size, size * tensor.batch, size * tensor.head, size * tensor.row};
   for (int64_t i = from; i < to; ++i) {
-    const auto [head, row] = place(i);
+    const auto [head, row] = position(i);
     fetches.add(row_of<const char>(bytes, batch, head, row));
   }
 }
@@ -224,14 +223,14 @@ TK_INLINE void product_in_pieces(int64_t longest, const float* a, int64_t a_row,
 
 constexpr int64_t ROW_GROUP = 8;  // float32 rows of keys that products read at one time
 
-// Rows of float32 and how far apart they lie.
+// Rows of float32 and their distance.
 struct Matrix {
   const float* data = nullptr;
   int64_t row = 0;
   TK_INLINE const float* at(int64_t i) const { return data + i * row; }
 };
 
-// Whether products can read the rows of a head where they lie. Multiples of 2 KiB apart they would share few lines of the caches.
+// Whether products can read the rows of a head in place. Multiples of 2 KiB apart they would share few lines of the caches.
 TK_INLINE bool has_readable_rows(const AttentionCall& call, const View& tensor, int64_t pitch) {
   constexpr int64_t CONFLICT = 512;  // floats
   return call.dtype == FLOAT32 && !tensor.rotated && call.width == pitch && (tensor.row == pitch || tensor.row % CONFLICT);
@@ -363,9 +362,9 @@ inline void add_distances(const AttentionCall& call, const Span& span, const Key
   for (int n = 0; n < REGISTERS; ++n) {
     Floats slope;
     for (int lane = 0; lane < WIDTH; ++lane) slope[lane] = -slopes[block.head[n * WIDTH + lane] * call.slope_strides.at[1]];
-    const Ints place = load_ints(block.query + n * WIDTH) + shift;
+    const Ints position = load_ints(block.query + n * WIDTH) + shift;
     for (int64_t key = from; key < to; ++key) {
-      const Ints distance = place - splat_int(static_cast<int32_t>(row_of_key(keys, key)));
+      const Ints distance = position - splat_int(static_cast<int32_t>(row_of_key(keys, key)));
       float* score = scores + (key - from) * Block<REGISTERS>::SIZE + n * WIDTH;
       store(score, fma(slope, magnitude(__builtin_convertvector(distance, Floats)), load(score) * factor));
     }

@@ -104,7 +104,7 @@ inline void differentiate_whole(const QueryBlock& block, const Weighing& how, in
   }
 }
 
-// S^T and dP^T of registers n and n + 1: of the keys that both see together, and of those that one sees alone.
+// S^T and dP^T of registers n and n + 1: of the keys that both see, and of those that only one sees.
 template <class Operands>
 void score_pair(const AttentionCall& call, const Operands& operands, const QueryBlock& block, int n, Tile& tile) {
   const auto score = [&](int64_t from, int64_t to, int first, int count) {
@@ -190,8 +190,8 @@ struct Share {
   int64_t part, parts;
 };
 
-// Where the tile of a task's loops stands: block `index` of `blocks` and the `rows` keys from `key` on, which are held in this pass;
-// the next pass holds those from `next_key` on in their place.
+// The current tile of a task: block `index` of `blocks` and the `rows` keys from `key` on, which are cached in this pass; the next
+// pass replaces them by those from `next_key` on.
 struct Step {
   int64_t key, rows, next_key, index, blocks;
   bool first_pass, last_pass;
@@ -204,29 +204,29 @@ void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, 
   const int64_t group = call.heads / call.kv_heads;
   const bool last_block = step.index + 1 == step.blocks;
   if (last_block) {
-    const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
+    const auto position = [&](int64_t i) TK_LAMBDA { return HeadRow{kv_head, row_of_key(keys, i)}; };
     const int64_t from = step.last_pass ? step.key : smaller(step.next_key, keys.count);
     const int64_t to = step.last_pass ? step.key + step.rows : smaller(step.next_key + CHUNK, keys.count);
-    fetch(call, call.k, span.batch, step.last_pass ? next_owner(call.k, call.kv_heads, kv_head, 1) : 0, from, to, fetches, place);
-    fetch(call, call.v, span.batch, step.last_pass ? next_owner(call.v, call.kv_heads, kv_head, 1) : 0, from, to, fetches, place);
-    if (share.keys) fetch(call, call.dk, span.batch, 0, step.key, step.key + step.rows, fetches, place);
-    if (share.keys) fetch(call, call.dv, span.batch, 0, step.key, step.key + step.rows, fetches, place);
+    fetch(call, call.k, span.batch, step.last_pass ? next_owner(call.k, call.kv_heads, kv_head, 1) : 0, from, to, fetches, position);
+    fetch(call, call.v, span.batch, step.last_pass ? next_owner(call.v, call.kv_heads, kv_head, 1) : 0, from, to, fetches, position);
+    if (share.keys) fetch(call, call.dk, span.batch, 0, step.key, step.key + step.rows, fetches, position);
+    if (share.keys) fetch(call, call.dv, span.batch, 0, step.key, step.key + step.rows, fetches, position);
   }
   const auto over_part = [&](const Queries& lanes, const auto& f) TK_LAMBDA {
-    const auto place = [&](int64_t i) TK_LAMBDA { return Place{lanes.head[i], lanes.query[i]}; };
-    f(lanes.count * step.key / keys.count, lanes.count * smaller(step.key + CHUNK, keys.count) / keys.count, place);
+    const auto position = [&](int64_t i) TK_LAMBDA { return HeadRow{lanes.head[i], lanes.query[i]}; };
+    f(lanes.count * step.key / keys.count, lanes.count * smaller(step.key + CHUNK, keys.count) / keys.count, position);
   };
   if (last_block ? step.last_pass : step.first_pass)
-    over_part(blocks[last_block ? 0 : step.index + 1].lanes, [&](int64_t from, int64_t to, const auto& place) TK_LAMBDA {
+    over_part(blocks[last_block ? 0 : step.index + 1].lanes, [&](int64_t from, int64_t to, const auto& position) TK_LAMBDA {
       const auto read = [&](const View& tensor) TK_LAMBDA {
-        fetch(call, tensor, span.batch, last_block ? next_owner(tensor, call.kv_heads, kv_head, group) : 0, from, to, fetches, place);
+        fetch(call, tensor, span.batch, last_block ? next_owner(tensor, call.kv_heads, kv_head, group) : 0, from, to, fetches, position);
       };
       read(call.q), read(call.dout);
       if (keys.count > CHUNK) read(call.out);
     });
   if (share.queries && step.last_pass)
-    over_part(blocks[step.index].lanes, [&](int64_t from, int64_t to, const auto& place) TK_LAMBDA {
-      fetch(call, call.dq, span.batch, 0, from, to, fetches, place);
+    over_part(blocks[step.index].lanes, [&](int64_t from, int64_t to, const auto& position) TK_LAMBDA {
+      fetch(call, call.dq, span.batch, 0, from, to, fetches, position);
     });
 }
 
@@ -250,29 +250,29 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
   if (blocks <= 0 && !share.keys) return;
   const int64_t chunk_step = share.queries ? 1 : share.parts, first_chunk = share.queries ? 0 : share.part;
   const int64_t chunks = ((keys.count + CHUNK - 1) / CHUNK - first_chunk + chunk_step - 1) / chunk_step;
-  const int64_t held = larger(1, smaller(chunks, HELD_FLOATS / (CHUNK * options.pitch)));
+  const int64_t cached_chunks = larger(1, smaller(chunks, CACHED_FLOATS / (CHUNK * options.pitch)));
   Fetches fetches(size_of_element(call) * call.width, false);
-  Operands operands(options, held, &fetches);
+  Operands operands(options, cached_chunks, &fetches);
   QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, blocks);
   float* memory = scratch<float>(QUERY_BLOCKS, blocks * operands.floats_of_block());
   for (int64_t i = 0; i < blocks; ++i)
     set_block(block[i].lanes, call, span, keys, kv_head * group, (first_block + i * block_step) * SIZE, total);
   Tile tile(options.softcap > 0.f);
-  for (int64_t first = 0; first == 0 || first < chunks; first += held) {
-    const bool first_pass = first == 0, last_pass = first + held >= chunks;
-    const auto over_held = [&](const auto& f) TK_LAMBDA {  // f(key, rows) with the operands at that chunk
-      for (int64_t i = first; i < smaller(chunks, first + held); ++i) {
+  for (int64_t first = 0; first == 0 || first < chunks; first += cached_chunks) {
+    const bool first_pass = first == 0, last_pass = first + cached_chunks >= chunks;
+    const auto over_cached_chunks = [&](const auto& f) TK_LAMBDA {  // f(key, rows) with the operands at that chunk
+      for (int64_t i = first; i < smaller(chunks, first + cached_chunks); ++i) {
         const int64_t key = (first_chunk + i * chunk_step) * CHUNK;
-        operands.hold(i - first, key);
+        operands.select_chunk(i - first, key);
         f(key, smaller(CHUNK, keys.count - key));
       }
     };
-    over_held([&](int64_t key, int64_t rows) { operands.load_keys(call, span.batch, keys, kv_head, key, rows); });
+    over_cached_chunks([&](int64_t key, int64_t rows) { operands.load_keys(call, span.batch, keys, kv_head, key, rows); });
     if (share.keys) operands.clear_key_gradients();
     for (int64_t i = 0; i < blocks; ++i) {
       if (first_pass) load_block(block[i], call, options, span, memory + i * operands.floats_of_block(), operands);
-      over_held([&](int64_t key, int64_t rows) {
-        const int64_t next_key = key + held * chunk_step * CHUNK;
+      over_cached_chunks([&](int64_t key, int64_t rows) {
+        const int64_t next_key = key + cached_chunks * chunk_step * CHUNK;
         fetch_ahead(call, span, keys, kv_head, {key, rows, next_key, i, blocks, first_pass, last_pass}, block, share, fetches);
         if (!fill_tile(call, options, span, keys, key, rows, operands, block[i], tile)) return fetches.finish();
         if (tile.cap_slopes) uncap(tile);
@@ -285,7 +285,7 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
     }
     if (share.keys)
       by_dtype(call.dtype, [&](auto type) {
-        over_held([&](int64_t key, int64_t rows) {
+        over_cached_chunks([&](int64_t key, int64_t rows) {
           write_key_gradients<typename decltype(type)::type>(call, options, span, keys, kv_head, key, rows, operands);
         });
       });

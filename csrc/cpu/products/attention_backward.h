@@ -11,11 +11,11 @@ using Queries = Block<REGISTERS>;
 constexpr int64_t SIZE = Queries::SIZE;  // queries of a tile
 constexpr int64_t CHUNK = 64;            // keys of a tile
 constexpr int64_t SLACK = 16;            // rows that a product may read or write behind the last
-constexpr int64_t FEW = 16;              // queries
-constexpr int64_t SHORT_SUM = 16;        // columns that are added up at one time for a few queries
-// As many floats of keys, values and their gradients each does a block of queries meet before the next one comes: they and
-// the block stay in the second-level cache, and all blocks are read from behind it once for these keys, not for each chunk.
-constexpr int64_t HELD_FLOATS = 32768;
+constexpr int64_t SMALL_BLOCK = 16;      // queries
+constexpr int64_t SHORT_SUM = 16;        // columns that one register adds up for a small block
+// Floats of keys, of values and of each one's gradients that stay in the second-level cache with a block of queries: all blocks
+// are read from memory once for these keys, not once for each chunk.
+constexpr int64_t CACHED_FLOATS = 32768;
 
 enum Slot { POSITIONS = 8, CHUNK_ROWS, TILE, QUERY_BLOCKS, LANES_OF_BLOCKS };
 
@@ -25,7 +25,7 @@ struct QueryBlock {
   int64_t any_low[REGISTERS], any_high[REGISTERS], all_low[REGISTERS], all_high[REGISTERS];
   bool whole;                   // no key that some lane sees is in another tile than the others
   float *base, *log_sum, *delta;  // (SIZE): largest score, +inf in rows without keys; log of the sum; sum(out dout), unless whole, - dlse
-  Matrix q, dout;               // (SIZE, pitch), of Wide: in `memory`, or where they lie
+  Matrix q, dout;               // (SIZE, pitch), of Wide: in `memory`, or the call's in place
   float* memory;
   static constexpr int64_t FLOATS = 3 * SIZE;
 };
@@ -72,22 +72,22 @@ template <class F> TK_INLINE void over_query_runs(const Tile& tile, const F& f) 
   }
 }
 
-// Operands in float32: keys, values and their gradients of as many chunks as are held, and where those of one lie; of a
-// block of queries q and dout, both also transposed, and dq.
+// Scratch buffers in float32: keys, values and their gradients of all cached chunks, and those of one; of a block of queries q
+// and dout, both also transposed, and dq.
 struct Wide {
   static constexpr int ROWS = ROW_GROUP;  // of keys at a time
-  int64_t pitch, size;            // floats in a row, and of what is held of each tensor
-  float* held;                    // keys, values, dkeys, dvalues: (chunks * CHUNK + SLACK, pitch)
+  int64_t pitch, size;            // floats in a row, and of each tensor in `buffers`
+  float* buffers;                    // keys, values, dkeys, dvalues: (chunks * CHUNK + SLACK, pitch)
   float *dkeys, *dvalues;
-  Matrix keys, values, own_keys, own_values;  // own: the call's, where they can be read as they lie
+  Matrix keys, values, own_keys, own_values;  // own: the call's, where they can be read in place
   Fetches* fetches;
 
   Wide(const Options& options, int64_t chunks, Fetches* to_fetch)
-      : pitch(options.pitch), size((chunks * CHUNK + SLACK) * pitch), held(scratch<float>(CHUNK_ROWS, 4 * size)), fetches(to_fetch) {
-    hold(0, 0);
+      : pitch(options.pitch), size((chunks * CHUNK + SLACK) * pitch), buffers(scratch<float>(CHUNK_ROWS, 4 * size)), fetches(to_fetch) {
+    select_chunk(0, 0);
   }
-  void hold(int64_t chunk, int64_t key) {
-    float* packed = held + chunk * CHUNK * pitch;
+  void select_chunk(int64_t chunk, int64_t key) {
+    float* packed = buffers + chunk * CHUNK * pitch;
     dkeys = packed + 2 * size, dvalues = dkeys + size;
     place_keys(packed, key);
   }
@@ -95,7 +95,7 @@ struct Wide {
     keys = own_keys.data ? Matrix{own_keys.at(key), own_keys.row} : Matrix{packed, pitch};
     values = own_values.data ? Matrix{own_values.at(key), own_values.row} : Matrix{packed + size, pitch};
   }
-  void clear_key_gradients() const { memset(held + 2 * size, 0, sizeof(float) * 2 * size); }
+  void clear_key_gradients() const { memset(buffers + 2 * size, 0, sizeof(float) * 2 * size); }
   int64_t floats_of_block() const { return QueryBlock::FLOATS + 5 * SIZE * pitch; }
   float* q_transposed(const QueryBlock& block) const { return block.memory + 2 * SIZE * pitch; }
   float* dout_transposed(const QueryBlock& block) const { return block.memory + 3 * SIZE * pitch; }
@@ -119,7 +119,7 @@ struct Wide {
   // S^T and dP^T of `count` keys from `low` on and of `registers` queries.
   void score(const AttentionCall& call, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
-    const int64_t longest = block.lanes.count <= FEW ? SHORT_SUM : LONGEST_SCORE;  // where eager PyTorch's own sums are short
+    const int64_t longest = block.lanes.count <= SMALL_BLOCK ? SHORT_SUM : LONGEST_SCORE;  // where eager PyTorch's own sums are short
     const auto multiply = [&](const Matrix& rows, const float* columns, float* to) TK_LAMBDA {
       product_in_pieces(longest, rows.at(low), rows.row, columns + column, SIZE, to + at_tile, SIZE, count, registers, call.width, fetches);
     };
@@ -169,7 +169,7 @@ struct Wide {
 struct Pairs {
   static constexpr int ROWS = PAIR_ROWS;
   int64_t pitch, size;
-  float* held;  // dkeys and dvalues, then in bfloat16 keys, values and keys transposed: (chunks * CHUNK + SLACK, pitch)
+  float* buffers;  // dkeys and dvalues, then in bfloat16 keys, values and keys transposed: (chunks * CHUNK + SLACK, pitch)
   Bfloat16 *keys, *values, *keys_transposed;  // of one chunk: the last (pitch, CHUNK)
   float *dkeys, *dvalues;
   Bfloat16 *weights, *gradients, *rows_of_queries;  // (CHUNK, SIZE) twice, (SIZE, pitch)
@@ -179,18 +179,18 @@ struct Pairs {
 
   Pairs(const Options& options, int64_t chunks, Fetches* to_fetch)
       : pitch(aligned(options.pitch, PAIR_DEPTH)), size((chunks * CHUNK + SLACK) * pitch),
-        held(scratch<float>(CHUNK_ROWS, 2 * size + 3 * size / 2 + SIZE * pitch / 2 + 3 * CHUNK * SIZE / 2)), fetches(to_fetch) {
-    gradient_pairs = held + 2 * size + 3 * size / 2;
+        buffers(scratch<float>(CHUNK_ROWS, 2 * size + 3 * size / 2 + SIZE * pitch / 2 + 3 * CHUNK * SIZE / 2)), fetches(to_fetch) {
+    gradient_pairs = buffers + 2 * size + 3 * size / 2;
     weights = reinterpret_cast<Bfloat16*>(gradient_pairs + CHUNK * SIZE / 2), gradients = weights + CHUNK * SIZE;
     rows_of_queries = gradients + CHUNK * SIZE;
-    hold(0, 0);
+    select_chunk(0, 0);
   }
-  void hold(int64_t chunk, int64_t) {
-    dkeys = held + chunk * CHUNK * pitch, dvalues = dkeys + size;
-    keys = reinterpret_cast<Bfloat16*>(held + 2 * size) + chunk * CHUNK * pitch;
+  void select_chunk(int64_t chunk, int64_t) {
+    dkeys = buffers + chunk * CHUNK * pitch, dvalues = dkeys + size;
+    keys = reinterpret_cast<Bfloat16*>(buffers + 2 * size) + chunk * CHUNK * pitch;
     values = keys + size, keys_transposed = values + size;
   }
-  void clear_key_gradients() const { memset(held, 0, sizeof(float) * 2 * size); }
+  void clear_key_gradients() const { memset(buffers, 0, sizeof(float) * 2 * size); }
   int64_t floats_of_block() const { return QueryBlock::FLOATS + 3 * SIZE * pitch; }
   // (pitch / 2, SIZE) words, (SIZE / 2, pitch) words, both of each; (pitch, SIZE) float32
   float* q_transposed(const QueryBlock& block) const { return block.memory; }
@@ -217,9 +217,9 @@ struct Pairs {
   void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key, int64_t rows) const {
     Bfloat16* memory = memory_of_row<Bfloat16>(call, call.k);
     for (int64_t i = 0; i < rows; ++i) {
-      const int64_t place = row_of_key(some, key + i);
-      copy_row(source_row(call, call.k, batch, kv_head, place, memory), call.width, pitch, keys + i * pitch);
-      copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, place), call.width, pitch, values + i * pitch);
+      const int64_t position = row_of_key(some, key + i);
+      copy_row(source_row(call, call.k, batch, kv_head, position, memory), call.width, pitch, keys + i * pitch);
+      copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, position), call.width, pitch, values + i * pitch);
     }
     const int64_t all = aligned(rows, PAIR_DEPTH);
     clear_rows(rows, all, pitch, keys), clear_rows(rows, all, pitch, values);

@@ -1,6 +1,6 @@
 // out and lse of attention: one pass over blocks of keys with a running maximum and sum (Dao 2023, algorithm 1).
 #include "attention.h"
-#include "attention_few.h"
+#include "attention_decode.h"
 #include "pairs.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -8,22 +8,21 @@ namespace {
 
 constexpr int64_t CHUNK = 128;        // keys whose scores exist at one time
 constexpr int64_t SLACK = 16;         // rows that a product may read or write behind the last
-constexpr int64_t SPLIT_KEYS = PIECE_KEYS;  // a block of queries against more keys than this is split among threads
-// Blocks of queries that go through the keys together, chunk by chunk, where keys and values leave the second-level cache.
-constexpr int64_t TOGETHER = 4, NEAR_FLOATS = 65536;
+// Blocks of queries that share each chunk of keys where keys and values exceed the second-level cache, and that size.
+constexpr int64_t SHARING_BLOCKS = 4, CACHED_FLOATS = 65536;
 
-enum Slot { POSITIONS = 8, KEY_ROWS, VALUE_ROWS, WORKSPACE, PARTIAL, BROKEN };
+enum Slot { POSITIONS = 8, KEY_ROWS, VALUE_ROWS, WORKSPACE, PARTIAL, NONFINITE };
 
-// The softmax of a block so far; sums of weighted values are kept in memory beside it.
+// The softmax of a block so far: M, the largest scores, and S, the sums of weights; VKQ is in memory.
 template <int REGISTERS> struct State {
-  Floats top[REGISTERS], total[REGISTERS];
+  Floats M[REGISTERS], S[REGISTERS];
   State() {
-    for (int n = 0; n < REGISTERS; ++n) top[n] = splat(-INFINITY), total[n] = splat(0.f);
+    for (int n = 0; n < REGISTERS; ++n) M[n] = splat(-INFINITY), S[n] = splat(0.f);
   }
 };
 
-// Whether some element of `count` rows, `apart` elements from each other, is infinite or NaN.
-inline bool is_broken(const float* rows, int64_t count, int64_t pitch, int64_t apart) {
+// Whether some element of `count` rows, `apart` elements from each other, is non-finite.
+inline bool has_nonfinite(const float* rows, int64_t count, int64_t pitch, int64_t apart) {
   Floats all[4] = {};
   for (int64_t i = 0; i < count; ++i)
     over_columns(pitch, [&](int64_t d, auto lanes, int u) TK_LAMBDA { all[u] = fma(load(rows + i * apart + d, lanes), splat(0.f), all[u]); });
@@ -32,7 +31,7 @@ inline bool is_broken(const float* rows, int64_t count, int64_t pitch, int64_t a
 }
 
 #if defined(__AVX512BF16__)
-inline bool is_broken(const Bfloat16* rows, int64_t count, int64_t pitch, int64_t) {
+inline bool has_nonfinite(const Bfloat16* rows, int64_t count, int64_t pitch, int64_t) {
   const __m512i exponent = _mm512_set1_epi16(0x7F80);
   __mmask32 any = 0;
   for (int64_t i = 0; i < count * pitch; i += PAIR_DEPTH)
@@ -41,52 +40,52 @@ inline bool is_broken(const Bfloat16* rows, int64_t count, int64_t pitch, int64_
 }
 #endif
 
-// 0 * NaN is NaN, so a weight of 0 does not hide a value: packed values that are not finite become zeros, and whoever sees
-// one of them gets NaN (see `spoil`). For keys that all lanes of a block see this changes inf to NaN at most.
+// 0 * NaN is NaN, so a weight of 0 does not hide a value: non-finite packed values become zeros, and queries that see one of
+// them get NaN (`propagate_nonfinite`). For keys that all lanes of a block see this changes inf to NaN at most.
 template <class T>
-inline bool clear_broken(T* values, int64_t count, int64_t pitch, uint8_t* broken) {
+inline bool clear_nonfinite(T* values, int64_t count, int64_t pitch, uint8_t* nonfinite) {
   constexpr int64_t GROUP = 16;
   bool any = false;
-  memset(broken, 0, count);
+  memset(nonfinite, 0, count);
   for (int64_t first = 0; first < count; first += GROUP) {
     const int64_t end = smaller(first + GROUP, count);
-    if (!is_broken(values + first * pitch, end - first, pitch, pitch)) continue;
+    if (!has_nonfinite(values + first * pitch, end - first, pitch, pitch)) continue;
     for (int64_t i = first; i < end; ++i)
-      if (is_broken(values + i * pitch, 1, pitch, pitch)) {
-        any = true, broken[i] = 1;
+      if (has_nonfinite(values + i * pitch, 1, pitch, pitch)) {
+        any = true, nonfinite[i] = 1;
         memset(values + i * pitch, 0, sizeof(T) * pitch);
       }
   }
   return any;
 }
 
-// Operands of one thread in float32: keys and values as rows, all of a task's (`held` of them) or, where nothing else will
-// read them again, those of one chunk; a block's queries transposed; its scores, which become weights; its sums.
+// Scratch buffers of one thread in float32, as ggml names them: K and V as rows, all `key_rows` of a task or, where each is read
+// once (`streamed`), those of one chunk; Q of a block transposed; KQ, the scores, which become weights; VKQ, the sums.
 template <int LANE_REGISTERS> struct Wide {
   static constexpr int REGISTERS = LANE_REGISTERS;
   static constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
   int64_t pitch;  // floats in a packed row
   bool streamed;
-  float *keys, *values;                        // (held + SLACK, pitch)
+  float *keys, *values;                        // (key_rows + SLACK, pitch)
   Matrix rows_of_keys, rows_of_values;         // those, or where the call's lie
-  float *queries, *scores, *blocks;  // (SIZE, pitch), (CHUNK, SIZE), of each block:
-  float *transposed, *sums;          // (pitch, SIZE), (SIZE, pitch)
+  float *queries, *KQ, *blocks;  // (SIZE, pitch), (CHUNK, SIZE), of each block:
+  float *transposed, *VKQ;          // (pitch, SIZE), (SIZE, pitch)
   uint16_t* bits;                    // (CHUNK, REGISTERS)
   Fetches fetches;
 
-  Wide(const AttentionCall& call, const Options& options, int64_t held, bool streams, int64_t together = 1)
+  Wide(const AttentionCall& call, const Options& options, int64_t key_rows, bool streams, int64_t sharing = 1)
       : pitch(options.pitch), streamed(streams), fetches(size_of_element(call) * call.width, REGISTERS == 1) {
-    keys = scratch<float>(KEY_ROWS, (held + SLACK) * pitch);
-    values = scratch<float>(VALUE_ROWS, (held + SLACK) * pitch);
-    queries = scratch<float>(WORKSPACE, ((1 + 2 * together) * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
-    scores = queries + SIZE * pitch;
-    blocks = scores + (CHUNK + SLACK) * SIZE;
-    bits = reinterpret_cast<uint16_t*>(blocks + together * 2 * SIZE * pitch);
+    keys = scratch<float>(KEY_ROWS, (key_rows + SLACK) * pitch);
+    values = scratch<float>(VALUE_ROWS, (key_rows + SLACK) * pitch);
+    queries = scratch<float>(WORKSPACE, ((1 + 2 * sharing) * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
+    KQ = queries + SIZE * pitch;
+    blocks = KQ + (CHUNK + SLACK) * SIZE;
+    bits = reinterpret_cast<uint16_t*>(blocks + sharing * 2 * SIZE * pitch);
     choose(0);
   }
   void choose(int64_t block) {
     transposed = blocks + block * 2 * SIZE * pitch;
-    sums = transposed + SIZE * pitch;
+    VKQ = transposed + SIZE * pitch;
   }
 
   int64_t at_row(int64_t key) const { return streamed ? 0 : key; }
@@ -94,77 +93,77 @@ template <int LANE_REGISTERS> struct Wide {
   static int64_t first_key(int64_t low) { return low / ROW_GROUP * ROW_GROUP; }
   static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK, high - key); }
 
-  // Packs keys [from, to), and clears values that are not finite where `broken` is there to note them.
-  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* broken) {
+  // Packs keys [from, to), and clears non-finite values where `nonfinite` is given to mark them.
+  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* nonfinite) {
     const Matrix own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch), own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
     rows_of_keys = own_keys.data ? Matrix{own_keys.at(from), own_keys.row} : Matrix{keys, pitch};
     if (!own_keys.data) widen_keys(call, call.k, batch, some, kv_head, from, to, pitch, keys);
     if (own_values.data) {
       rows_of_values = {own_values.at(from), own_values.row};
-      if (!broken || !is_broken(rows_of_values.data, to - from, pitch, rows_of_values.row)) return false;
+      if (!nonfinite || !has_nonfinite(rows_of_values.data, to - from, pitch, rows_of_values.row)) return false;
     }
     rows_of_values = {values, pitch};
     widen_keys(call, call.v, batch, some, kv_head, from, to, pitch, values);
-    return broken && clear_broken(values, to - from, pitch, broken);
+    return nonfinite && clear_nonfinite(values, to - from, pitch, nonfinite);
   }
 
   void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
     const Matrix rows = rows_of_queries(call, call.q, batch, block, pitch, queries);
     transpose(rows, pitch, SIZE, options.scale < 0.f ? -1.f : 1.f, transposed, SIZE);
   }
-  void clear_sums() const { memset(sums, 0, sizeof(float) * SIZE * pitch); }
+  void clear_VKQ() const { memset(VKQ, 0, sizeof(float) * SIZE * pitch); }
 
   void score(const AttentionCall& call, int64_t key, int64_t rows) {
-    product_in_pieces(LONGEST_SCORE, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, scores, SIZE, aligned(rows, ROW_GROUP),
+    product_in_pieces(LONGEST_SCORE, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, KQ, SIZE, aligned(rows, ROW_GROUP),
                       REGISTERS, call.width, &fetches);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) {
-    store(scores + row * SIZE + n * WIDTH, even), store(scores + (row + 1) * SIZE + n * WIDTH, odd);
+    store(KQ + row * SIZE + n * WIDTH, even), store(KQ + (row + 1) * SIZE + n * WIDTH, odd);
   }
 
   void add_values(const Block<REGISTERS>& block, int64_t key, int64_t rows, bool first, const float* alpha) {
     const float* from = rows_of_values.at(at_row(key));
     const int64_t used = block.count < 4 ? block.count : aligned(block.count, 4);  // lanes whose sums are wanted
-    if (first) return product<false>(scores, {1, SIZE}, from, rows_of_values.row, sums, pitch, used, pitch / WIDTH, rows, &fetches);
+    if (first) return product<false>(KQ, {1, SIZE}, from, rows_of_values.row, VKQ, pitch, used, pitch / WIDTH, rows, &fetches);
     for (int64_t i = 0; i < used; ++i)
       if (alpha[i] != 1.f)
-        for (int64_t d = 0; d < pitch; d += WIDTH) store(sums + i * pitch + d, load(sums + i * pitch + d) * alpha[i]);
-    product<true>(scores, {1, SIZE}, from, rows_of_values.row, sums, pitch, used, pitch / WIDTH, rows, &fetches);
+        for (int64_t d = 0; d < pitch; d += WIDTH) store(VKQ + i * pitch + d, load(VKQ + i * pitch + d) * alpha[i]);
+    product<true>(KQ, {1, SIZE}, from, rows_of_values.row, VKQ, pitch, used, pitch / WIDTH, rows, &fetches);
   }
 
   void write(const AttentionCall& call, int64_t batch, const Block<REGISTERS>& block, const float* inverse) const {
     by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
       using T = typename decltype(type)::type;
       for (int64_t i = 0; i < block.count; ++i)
-        narrow_row(sums + i * pitch, splat(inverse[i]), call.width, row_of<T>(call.out, batch, block.head[i], block.query[i]));
+        narrow_row(VKQ + i * pitch, splat(inverse[i]), call.width, row_of<T>(call.out, batch, block.head[i], block.query[i]));
     });
   }
 };
 
 #if defined(__AVX512BF16__)
-// The same in bfloat16: keys as rows, values transposed in chunks, weights rounded in pairs of keys, sums transposed.
+// The same in bfloat16: K as rows, V transposed in chunks, weights rounded in pairs of keys, VKQ transposed.
 template <int LANE_REGISTERS> struct Pairs {
   static constexpr int REGISTERS = LANE_REGISTERS;
   static constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
   int64_t depth, height;  // of a row and of transposed rows
   bool streamed;
-  Bfloat16 *keys, *values, *rows_of_values;  // (held, depth), (chunks, height, CHUNK), (CHUNK, depth)
+  Bfloat16 *keys, *values, *rows_of_values;  // (key_rows, depth), (chunks, height, CHUNK), (CHUNK, depth)
   Bfloat16* queries;                         // (SIZE, depth)
-  float *scores, *weights, *blocks;  // (CHUNK, SIZE), (CHUNK / 2, SIZE), of each block:
-  float *transposed, *sums;          // (depth / 2, SIZE), (height, SIZE)
+  float *KQ, *weights, *blocks;  // (CHUNK, SIZE), (CHUNK / 2, SIZE), of each block:
+  float *transposed, *VKQ;          // (depth / 2, SIZE), (height, SIZE)
   uint16_t* bits;                    // (CHUNK, REGISTERS)
   Fetches fetches;
   const TileRegisters tiles;
 
-  Pairs(const AttentionCall& call, const Options& options, int64_t held, bool streams, int64_t together = 1)
+  Pairs(const AttentionCall& call, const Options& options, int64_t key_rows, bool streams, int64_t sharing = 1)
       : depth(aligned(options.pitch, PAIR_DEPTH)), height(depth), streamed(streams), fetches(size_of_element(call) * call.width, REGISTERS == 1) {
-    keys = scratch<Bfloat16>(KEY_ROWS, aligned(held, PAIR_DEPTH) * depth);
-    values = scratch<Bfloat16>(VALUE_ROWS, aligned(held, CHUNK) * height);
+    keys = scratch<Bfloat16>(KEY_ROWS, aligned(key_rows, PAIR_DEPTH) * depth);
+    values = scratch<Bfloat16>(VALUE_ROWS, aligned(key_rows, CHUNK) * height);
     const int64_t size = SIZE * (depth / 2 + height);
-    blocks = scratch<float>(WORKSPACE, together * size + SIZE * (CHUNK + CHUNK / 2) + (CHUNK + SIZE) * depth / 2 + CHUNK * REGISTERS / 2);
-    scores = blocks + together * size;
-    weights = scores + SIZE * CHUNK;
+    blocks = scratch<float>(WORKSPACE, sharing * size + SIZE * (CHUNK + CHUNK / 2) + (CHUNK + SIZE) * depth / 2 + CHUNK * REGISTERS / 2);
+    KQ = blocks + sharing * size;
+    weights = KQ + SIZE * CHUNK;
     rows_of_values = reinterpret_cast<Bfloat16*>(weights + SIZE * CHUNK / 2);
     queries = rows_of_values + CHUNK * depth;
     bits = reinterpret_cast<uint16_t*>(queries + SIZE * depth);
@@ -172,28 +171,28 @@ template <int LANE_REGISTERS> struct Pairs {
   }
   void choose(int64_t block) {
     transposed = blocks + block * SIZE * (depth / 2 + height);
-    sums = transposed + SIZE * depth / 2;
+    VKQ = transposed + SIZE * depth / 2;
   }
 
   static int64_t first_key(int64_t low) { return low / PAIR_DEPTH * PAIR_DEPTH; }
   static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK - key % CHUNK, high - key); }
 
-  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* broken) {
-    bool any_broken = false;
+  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* nonfinite) {
+    bool any_nonfinite = false;
     Bfloat16* memory = memory_of_row<Bfloat16>(call, call.k);
     for (int64_t key = from; key < to; key += rows_at(key, to)) {
       const int64_t rows = rows_at(key, to), all = aligned(rows, PAIR_DEPTH);
       Bfloat16* row = keys + (streamed ? 0 : key * depth);
       for (int64_t i = 0; i < rows; ++i) {
-        const int64_t place = row_of_key(some, key + i);
-        copy_row(source_row(call, call.k, batch, kv_head, place, memory), call.width, depth, row + i * depth);
-        copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, place), call.width, depth, rows_of_values + i * depth);
+        const int64_t position = row_of_key(some, key + i);
+        copy_row(source_row(call, call.k, batch, kv_head, position, memory), call.width, depth, row + i * depth);
+        copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, position), call.width, depth, rows_of_values + i * depth);
       }
       clear_rows(rows, all, depth, row), clear_rows(rows, all, depth, rows_of_values);
-      if (broken) any_broken |= clear_broken(rows_of_values, rows, depth, broken + (key - from));
+      if (nonfinite) any_nonfinite |= clear_nonfinite(rows_of_values, rows, depth, nonfinite + (key - from));
       transpose_rows(rows_of_values, all, depth, values_at(key), CHUNK);
     }
-    return any_broken;
+    return any_nonfinite;
   }
 
   void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
@@ -203,10 +202,10 @@ template <int LANE_REGISTERS> struct Pairs {
     clear_rows(block.count, SIZE, depth, queries);
     transpose_pairs(queries, SIZE, depth, options.scale < 0.f ? 0x80008000u : 0u, transposed, SIZE);
   }
-  void clear_sums() const { memset(sums, 0, sizeof(float) * SIZE * height); }
+  void clear_VKQ() const { memset(VKQ, 0, sizeof(float) * SIZE * height); }
 
   void score(const AttentionCall&, int64_t key, int64_t rows) {
-    pair_product<false>(keys + (streamed ? 0 : key * depth), depth, transposed, SIZE, scores, SIZE, aligned(rows, PAIR_ROWS), REGISTERS, depth, &fetches);
+    pair_product<false>(keys + (streamed ? 0 : key * depth), depth, transposed, SIZE, KQ, SIZE, aligned(rows, PAIR_ROWS), REGISTERS, depth, &fetches);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) { store(weights + row / 2 * SIZE + n * WIDTH, rounded_pairs(even, odd)); }
@@ -215,18 +214,18 @@ template <int LANE_REGISTERS> struct Pairs {
     const int64_t all = aligned(rows, PAIR_DEPTH);
     for (int64_t i = (rows + 1) / 2 * SIZE; i < all / 2 * SIZE; i += WIDTH) store(weights + i, splat(0.f));
     const Bfloat16* from = values_at(key) + (streamed ? 0 : key % CHUNK);
-    if (first) return pair_product<false>(from, CHUNK, weights, SIZE, sums, SIZE, height, REGISTERS, all, &fetches);
+    if (first) return pair_product<false>(from, CHUNK, weights, SIZE, VKQ, SIZE, height, REGISTERS, all, &fetches);
     for (int n = 0; n < REGISTERS; ++n) {
       const Floats shrink = load(alpha + n * WIDTH);
       if (lane_bits(shrink != 1.f))
-        for (int64_t d = 0; d < height; ++d) store(sums + d * SIZE + n * WIDTH, load(sums + d * SIZE + n * WIDTH) * shrink);
+        for (int64_t d = 0; d < height; ++d) store(VKQ + d * SIZE + n * WIDTH, load(VKQ + d * SIZE + n * WIDTH) * shrink);
     }
-    pair_product<true>(from, CHUNK, weights, SIZE, sums, SIZE, height, REGISTERS, all, &fetches);
+    pair_product<true>(from, CHUNK, weights, SIZE, VKQ, SIZE, height, REGISTERS, all, &fetches);
   }
 
   void write(const AttentionCall& call, int64_t batch, const Block<REGISTERS>& block, const float* inverse) const {
     for (int64_t first = 0; first < block.count; first += WIDTH)
-      over_result_rows(sums + first, SIZE, height, load(inverse + first), [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
+      over_result_rows(VKQ + first, SIZE, height, load(inverse + first), [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
         const int64_t i = first + lane;
         if (i < block.count && d < call.width)
           store_row_part(row_of<Bfloat16>(call.out, batch, block.head[i], block.query[i]), d, call.width, row);
@@ -238,12 +237,12 @@ template <int LANE_REGISTERS> struct Pairs {
 };
 #endif
 
-// Hides the keys [key, key + rows) from the lanes that do not see them.
+// Masks the scores of keys [key, key + rows) in the lanes that do not see them.
 template <int REGISTERS>
-inline void hide(const Block<REGISTERS>& block, int64_t key, int64_t from, int64_t to, float* scores) {
+inline void mask_keys(const Block<REGISTERS>& block, int64_t key, int64_t from, int64_t to, float* KQ) {
   for (int64_t row = from; row < to; ++row)
     for (int n = 0; n < REGISTERS; ++n) {
-      float* score = scores + row * Block<REGISTERS>::SIZE + n * WIDTH;
+      float* score = KQ + row * Block<REGISTERS>::SIZE + n * WIDTH;
       store(score, sees(block, n, key + row) ? load(score) : splat(-INFINITY));
     }
 }
@@ -251,30 +250,30 @@ inline void hide(const Block<REGISTERS>& block, int64_t key, int64_t from, int64
 // Scores -> weights relative to the running maximum; alpha: what earlier sums are multiplied by. The maximum is taken off
 // before the change of base, which keeps the bits of large weights, and a bias of the lowest number finite.
 template <class Operands>
-inline void weigh(State<Operands::REGISTERS>& state, float factor, int64_t rows, bool dropped, Operands& operands, float* alpha) {
+inline void online_softmax(State<Operands::REGISTERS>& state, float factor, int64_t rows, bool dropped, Operands& operands, float* alpha) {
   constexpr int REGISTERS = Operands::REGISTERS;
   constexpr int64_t SIZE = Operands::SIZE;
-  const float* scores = operands.scores;
+  const float* KQ = operands.KQ;
   Floats top[2][REGISTERS], base[REGISTERS], total[2][REGISTERS];
-  for (int n = 0; n < REGISTERS; ++n) top[0][n] = top[1][n] = state.top[n];
+  for (int n = 0; n < REGISTERS; ++n) top[0][n] = top[1][n] = state.M[n];
   for (int64_t row = 0; row + 2 <= rows; row += 2)
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * REGISTERS; ++i)
-      top[i / REGISTERS][i % REGISTERS] = maximum(load(scores + row * SIZE + i * WIDTH), top[i / REGISTERS][i % REGISTERS]);
+      top[i / REGISTERS][i % REGISTERS] = maximum(load(KQ + row * SIZE + i * WIDTH), top[i / REGISTERS][i % REGISTERS]);
   if (rows % 2)
-    for (int n = 0; n < REGISTERS; ++n) top[0][n] = maximum(load(scores + (rows - 1) * SIZE + n * WIDTH), top[0][n]);
+    for (int n = 0; n < REGISTERS; ++n) top[0][n] = maximum(load(KQ + (rows - 1) * SIZE + n * WIDTH), top[0][n]);
   const Floats scale = splat(factor);
 #pragma GCC unroll 4
   for (int n = 0; n < REGISTERS; ++n) {
     const Floats highest = maximum(top[0][n], top[1][n]);
     base[n] = highest == -INFINITY ? splat(0.f) : highest;
-    const Floats shrink = exp2((state.top[n] - base[n]) * scale);
+    const Floats shrink = exp2((state.M[n] - base[n]) * scale);
     store(alpha + n * WIDTH, shrink);
-    state.total[n] = state.total[n] * shrink;
-    state.top[n] = highest;
+    state.S[n] = state.S[n] * shrink;
+    state.M[n] = highest;
     total[0][n] = total[1][n] = splat(0.f);
   }
-  const auto weight = [&](int64_t row, int n) TK_LAMBDA { return exp2((load(scores + row * SIZE + n * WIDTH) - base[n]) * scale); };
+  const auto weight = [&](int64_t row, int n) TK_LAMBDA { return exp2((load(KQ + row * SIZE + n * WIDTH) - base[n]) * scale); };
   const auto left = [&](int64_t row, int n, Floats e) TK_LAMBDA { return dropped ? kept(operands.bits[row * REGISTERS + n], e) : e; };
   for (int64_t row = 0; row + 2 <= rows; row += 2)
 #pragma GCC unroll 4
@@ -290,25 +289,26 @@ inline void weigh(State<Operands::REGISTERS>& state, float factor, int64_t rows,
       total[0][n] += last;
       operands.put_weights(rows - 1, n, left(rows - 1, n, last), splat(0.f));
     }
-  for (int n = 0; n < REGISTERS; ++n) state.total[n] += total[0][n] + total[1][n];
+  for (int n = 0; n < REGISTERS; ++n) state.S[n] += total[0][n] + total[1][n];
 }
 
 template <int REGISTERS>
-inline void spoil(const Block<REGISTERS>& block, int64_t key, int64_t rows, const uint8_t* broken, State<REGISTERS>& state) {
+inline void propagate_nonfinite(const Block<REGISTERS>& block, int64_t key, int64_t rows, const uint8_t* nonfinite, State<REGISTERS>& state) {
   for (int64_t row = 0; row < rows; ++row)
-    for (int n = 0; broken[row] && n < REGISTERS; ++n)
-      state.total[n] = sees(block, n, key + row) ? splat(NAN) : state.total[n];
+    for (int n = 0; nonfinite[row] && n < REGISTERS; ++n)
+      state.S[n] = sees(block, n, key + row) ? splat(NAN) : state.S[n];
 }
 
-// Values that are not finite, noted where some query does not see every key.
-struct Broken {
+// Which values are non-finite, where some query does not see every key.
+struct NonFinite {
   uint8_t* rows;
   bool any = false;
-  Broken(const AttentionCall& call, int64_t held) : rows(smaller(call.left, call.right) < NO_LIMIT ? scratch<uint8_t>(BROKEN, held + SLACK) : nullptr) {}
+  NonFinite(const AttentionCall& call, int64_t key_rows)
+      : rows(smaller(call.left, call.right) < NO_LIMIT ? scratch<uint8_t>(NONFINITE, key_rows + SLACK) : nullptr) {}
 };
 
-// A block of queries on its way through the packed keys [first, end) that it sees.
-template <int REGISTERS> struct Visit {
+// A block of queries and the state of its softmax over the packed keys [first, end) that it sees, of which `next` is the next.
+template <int REGISTERS> struct QueryTile {
   Block<REGISTERS> block;
   State<REGISTERS> state;
   int64_t first, next, end;
@@ -324,27 +324,27 @@ TK_INLINE float weight_factor(const AttentionCall& call, const Options& options)
 // Adds the next chunk of keys to a block's state and sums.
 template <class Operands>
 void attend(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
-            Visit<Operands::REGISTERS>& visit, Operands& operands, Broken& broken) {
+            QueryTile<Operands::REGISTERS>& tile, Operands& operands, NonFinite& nonfinite) {
   alignas(64) float alpha[Operands::SIZE];
-  const auto& block = visit.block;
-  const int64_t key = visit.next, rows = Operands::rows_at(key, visit.end);
+  const auto& block = tile.block;
+  const int64_t key = tile.next, rows = Operands::rows_at(key, tile.end);
   if (operands.streamed) {
-    const auto place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
-    const int64_t next = key + CHUNK, end = smaller(next + CHUNK, visit.end);
-    fetch(call, call.k, span.batch, 0, next, end, operands.fetches, place);
-    fetch(call, call.v, span.batch, 0, next, end, operands.fetches, place);
-    broken.any = operands.load_keys(call, span.batch, keys, kv_head, key, key + rows, broken.rows);
+    const auto position = [&](int64_t i) TK_LAMBDA { return HeadRow{kv_head, row_of_key(keys, i)}; };
+    const int64_t next = key + CHUNK, end = smaller(next + CHUNK, tile.end);
+    fetch(call, call.k, span.batch, 0, next, end, operands.fetches, position);
+    fetch(call, call.v, span.batch, 0, next, end, operands.fetches, position);
+    nonfinite.any = operands.load_keys(call, span.batch, keys, kv_head, key, key + rows, nonfinite.rows);
   }
   operands.score(call, key, rows);
-  float* scores = operands.scores;
-  if (adjusts_scores(call, options)) adjust_scores(call, options, span, keys, block, key, key + rows, scores);
+  float* KQ = operands.KQ;
+  if (adjusts_scores(call, options)) adjust_scores(call, options, span, keys, block, key, key + rows, KQ);
   if (call.seed) draw_keys(call, options.dropout, span.batch, keys, block, key, key + rows, operands.bits);
-  hide(block, key, 0, smaller(rows, larger(0, block.all_low - key)), scores);
-  hide(block, key, larger(0, smaller(rows, block.all_high - key)), rows, scores);
-  weigh(visit.state, weight_factor(call, options), rows, call.seed, operands, alpha);
-  if (broken.any) spoil(block, key, rows, broken.rows + (operands.streamed ? 0 : key), visit.state);
-  operands.add_values(block, key, rows, key == visit.first, alpha);
-  visit.next = key + rows;
+  mask_keys(block, key, 0, smaller(rows, larger(0, block.all_low - key)), KQ);
+  mask_keys(block, key, larger(0, smaller(rows, block.all_high - key)), rows, KQ);
+  online_softmax(tile.state, weight_factor(call, options), rows, call.seed, operands, alpha);
+  if (nonfinite.any) propagate_nonfinite(block, key, rows, nonfinite.rows + (operands.streamed ? 0 : key), tile.state);
+  operands.add_values(block, key, rows, key == tile.first, alpha);
+  tile.next = key + rows;
 }
 
 // Writes out, lse and statistics of a block.
@@ -354,9 +354,9 @@ void finish(const AttentionCall& call, const Options& options, const Span& span,
   alignas(64) float inverse[Operands::SIZE], top[Operands::SIZE], log_sum[Operands::SIZE];
   const float unit = adjusts_scores(call, options) ? 1.f : __builtin_fabsf(options.scale);
   for (int n = 0; n < Operands::REGISTERS; ++n) {
-    const Floats total = state.total[n], none = splat(0.f);
+    const Floats total = state.S[n], none = splat(0.f);
     store(inverse + n * WIDTH, total == none ? none : options.dropout.scale / total);
-    store(top + n * WIDTH, total == none ? splat(-INFINITY) : state.top[n] * unit);
+    store(top + n * WIDTH, total == none ? splat(-INFINITY) : state.M[n] * unit);
     store(log_sum + n * WIDTH, total == none ? none : logarithm(total));
   }
   for (int64_t i = 0; i < block.count; ++i) {
@@ -377,56 +377,56 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
   if (part * SIZE >= rows) return;
   const Keys keys = keys_of(call, span, POSITIONS);
   const bool streamed = (part + parts) * SIZE >= rows;
-  const int64_t held = streamed ? CHUNK : keys.count;
-  const int64_t together = held * options.pitch > NEAR_FLOATS ? TOGETHER : 1, step = parts * SIZE;
-  Operands operands(call, options, held, streamed, together);
-  Broken broken(call, held);
-  if (!streamed) broken.any = operands.load_keys(call, span.batch, keys, kv_head, 0, keys.count, broken.rows);
-  Visit<Operands::REGISTERS> visits[TOGETHER];
-  const auto key_place = [&](int64_t i) TK_LAMBDA { return Place{kv_head, row_of_key(keys, i)}; };
-  for (int64_t row = part * SIZE; row < rows; row += together * step) {
-    const int64_t count = smaller(together, (rows - row + step - 1) / step);
+  const int64_t key_rows = streamed ? CHUNK : keys.count;
+  const int64_t sharing = key_rows * options.pitch > CACHED_FLOATS ? SHARING_BLOCKS : 1, step = parts * SIZE;
+  Operands operands(call, options, key_rows, streamed, sharing);
+  NonFinite nonfinite(call, key_rows);
+  if (!streamed) nonfinite.any = operands.load_keys(call, span.batch, keys, kv_head, 0, keys.count, nonfinite.rows);
+  QueryTile<Operands::REGISTERS> query_tiles[SHARING_BLOCKS];
+  const auto key_position = [&](int64_t i) TK_LAMBDA { return HeadRow{kv_head, row_of_key(keys, i)}; };
+  for (int64_t row = part * SIZE; row < rows; row += sharing * step) {
+    const int64_t count = smaller(sharing, (rows - row + step - 1) / step);
     for (int64_t i = 0; i < count; ++i) {
-      auto& block = visits[i].block;
+      auto& block = query_tiles[i].block;
       const int64_t begin = row + i * step;
       set_block(block, call, span, keys, kv_head * group, begin, rows);
       operands.choose(i);
       operands.load_queries(call, options, span.batch, block);
-      visits[i].start(Operands::first_key(block.any_low), block.any_high);
-      if (visits[i].next >= visits[i].end) operands.clear_sums();
-      const auto query_place = [&](int64_t lane) TK_LAMBDA { return Place{block.head[lane], block.query[lane]}; };
+      query_tiles[i].start(Operands::first_key(block.any_low), block.any_high);
+      if (query_tiles[i].next >= query_tiles[i].end) operands.clear_VKQ();
+      const auto query_position = [&](int64_t lane) TK_LAMBDA { return HeadRow{block.head[lane], block.query[lane]}; };
       const int64_t from = keys.count * begin / rows, to = keys.count * smaller(begin + SIZE, rows) / rows;
-      fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, operands.fetches, key_place);
-      fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, operands.fetches, key_place);
-      // The queries that come next in this block's place, after the last those of the next owner.
-      const int64_t next = begin + together * step, next_row = next < rows ? next : part * SIZE + i * step;
+      fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, operands.fetches, key_position);
+      fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, operands.fetches, key_position);
+      // The next queries that use the buffers of this block, after the last ones those of the next owner.
+      const int64_t next = begin + sharing * step, next_row = next < rows ? next : part * SIZE + i * step;
       fetch(call, call.q, span.batch, next < rows ? 0 : next_owner(call.q, call.kv_heads, kv_head, group), next_row,
             smaller(next_row + SIZE, rows), operands.fetches, [&](int64_t r) TK_LAMBDA {
-              return Place{kv_head * group + r / span.queries, span.first_query + r % span.queries};
+              return HeadRow{kv_head * group + r / span.queries, span.first_query + r % span.queries};
             });
-      fetch(call, call.out, span.batch, 0, 0, block.count, operands.fetches, query_place);
+      fetch(call, call.out, span.batch, 0, 0, block.count, operands.fetches, query_position);
     }
     for (bool more = true; more;) {
       more = false;
       for (int64_t i = 0; i < count; ++i)
-        if (visits[i].next < visits[i].end) {
+        if (query_tiles[i].next < query_tiles[i].end) {
           more = true;
           operands.choose(i);
-          attend(call, options, span, keys, kv_head, visits[i], operands, broken);
+          attend(call, options, span, keys, kv_head, query_tiles[i], operands, nonfinite);
         }
     }
     operands.fetches.finish();
     for (int64_t i = 0; i < count; ++i) {
       operands.choose(i);
-      finish(call, options, span, visits[i].block, operands, visits[i].state);
+      finish(call, options, span, query_tiles[i].block, operands, query_tiles[i].state);
     }
   }
 }
 
-// Few queries against many keys. One task owns one piece of the keys; then the pieces of each head are put together.
+// A small number of queries against many keys. One task owns one piece of the keys; then the pieces of each head are combined.
 template <int REGISTERS> struct Split {
   static constexpr int SIZE = Block<REGISTERS>::SIZE;
-  int64_t pieces, size;  // floats of a piece: top, total, sums
+  int64_t pieces, size;  // floats of a piece: M, S, VKQ
   float* memory;
 
   Split(const AttentionCall& call, int64_t pitch) {
@@ -435,17 +435,17 @@ template <int REGISTERS> struct Split {
     memory = scratch<float>(PARTIAL, call.batch * call.kv_heads * pieces * size);
   }
 
-  // The same as `piece` for few queries, which see the same keys.
-  void few(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
-           const Visit<REGISTERS>& visit, float* result) const {
+  // The same as `piece` while decoding: all queries see the same keys.
+  void decode(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys, int64_t kv_head,
+           const QueryTile<REGISTERS>& tile, float* result) const {
     const int64_t pitch = options.pitch;
     float* queries = scratch<float>(WORKSPACE, SIZE * (pitch + SPLIT_KEYS));
-    widen_queries(call, call.q, span.batch, visit.block, pitch, queries);
+    widen_queries(call, call.q, span.batch, tile.block, pitch, queries);
     if (options.scale < 0.f)
-      for (int64_t i = 0; i < visit.block.count * pitch; i += WIDTH) store(queries + i, -load(queries + i));
+      for (int64_t i = 0; i < tile.block.count * pitch; i += WIDTH) store(queries + i, -load(queries + i));
     for (int64_t i = 0; i < size; i += WIDTH) store(result + i, splat(i < SIZE ? -INFINITY : 0.f));
-    if (visit.next < visit.end)
-      attend_few(call, span, keys, kv_head, visit.next, visit.end - visit.next, queries, visit.block.count, pitch,
+    if (tile.next < tile.end)
+      decode_attention(call, span, keys, kv_head, tile.next, tile.end - tile.next, queries, tile.block.count, pitch,
                  weight_factor(call, options), queries + SIZE * pitch, result, result + SIZE, result + 2 * SIZE);
   }
 
@@ -453,24 +453,24 @@ template <int REGISTERS> struct Split {
     const int64_t index = task % pieces, kv_head = task / pieces % call.kv_heads, group = call.heads / call.kv_heads;
     const Span span = span_at(call, task / pieces / call.kv_heads);
     const Keys keys = keys_of(call, span, POSITIONS);
-    Visit<REGISTERS> visit;
-    const Block<REGISTERS>& block = visit.block;
-    const State<REGISTERS>& state = visit.state;
-    set_block(visit.block, call, span, keys, kv_head * group, 0, group * span.queries);
-    visit.start(larger(block.any_low, index * SPLIT_KEYS), smaller(block.any_high, (index + 1) * SPLIT_KEYS));
-    if (has_few_queries(call, options)) return few(call, options, span, keys, kv_head, visit, memory + task * size);
-    visit.first = visit.next = Wide<REGISTERS>::first_key(visit.next);
+    QueryTile<REGISTERS> tile;
+    const Block<REGISTERS>& block = tile.block;
+    const State<REGISTERS>& state = tile.state;
+    set_block(tile.block, call, span, keys, kv_head * group, 0, group * span.queries);
+    tile.start(larger(block.any_low, index * SPLIT_KEYS), smaller(block.any_high, (index + 1) * SPLIT_KEYS));
+    if (is_decode(call, options)) return decode(call, options, span, keys, kv_head, tile, memory + task * size);
+    tile.first = tile.next = Wide<REGISTERS>::first_key(tile.next);
     Wide<REGISTERS> operands(call, options, CHUNK, true);
-    Broken broken(call, CHUNK);
+    NonFinite nonfinite(call, CHUNK);
     operands.load_queries(call, options, span.batch, block);
-    if (visit.next >= visit.end) operands.clear_sums();
-    while (visit.next < visit.end) attend(call, options, span, keys, kv_head, visit, operands, broken);
+    if (tile.next >= tile.end) operands.clear_VKQ();
+    while (tile.next < tile.end) attend(call, options, span, keys, kv_head, tile, operands, nonfinite);
     float* result = memory + task * size;
-    for (int n = 0; n < REGISTERS; ++n) store(result + n * WIDTH, state.top[n]), store(result + SIZE + n * WIDTH, state.total[n]);
-    memcpy(result + 2 * SIZE, operands.sums, sizeof(float) * SIZE * options.pitch);
+    for (int n = 0; n < REGISTERS; ++n) store(result + n * WIDTH, state.M[n]), store(result + SIZE + n * WIDTH, state.S[n]);
+    memcpy(result + 2 * SIZE, operands.VKQ, sizeof(float) * SIZE * options.pitch);
   }
 
-  void join(const AttentionCall& call, const Options& options, int64_t task) const {
+  void combine(const AttentionCall& call, const Options& options, int64_t task) const {
     const int64_t kv_head = task % call.kv_heads, group = call.heads / call.kv_heads;
     const Span span = span_at(call, task / call.kv_heads);
     Block<REGISTERS> block;
@@ -479,21 +479,21 @@ template <int REGISTERS> struct Split {
     const float factor = weight_factor(call, options);  // not 0: -inf * 0 is NaN
     State<REGISTERS> state;
     for (int64_t i = 0; i < pieces; ++i)
-      for (int n = 0; n < REGISTERS; ++n) state.top[n] = maximum(load(part + i * size + n * WIDTH), state.top[n]);
+      for (int n = 0; n < REGISTERS; ++n) state.M[n] = maximum(load(part + i * size + n * WIDTH), state.M[n]);
     const Wide<REGISTERS> operands(call, options, CHUNK, true);
-    for (int64_t i = 0; i < SIZE * options.pitch; i += WIDTH) store(operands.sums + i, splat(0.f));
+    for (int64_t i = 0; i < SIZE * options.pitch; i += WIDTH) store(operands.VKQ + i, splat(0.f));
     for (int64_t i = 0; i < pieces; ++i) {
       const float* each = part + i * size;
       alignas(64) float alpha[SIZE];
       for (int n = 0; n < REGISTERS; ++n) {
-        const Floats finite = state.top[n] == -INFINITY ? splat(0.f) : state.top[n];
+        const Floats finite = state.M[n] == -INFINITY ? splat(0.f) : state.M[n];
         const Floats shrink = exp2((load(each + n * WIDTH) - finite) * splat(factor));
         store(alpha + n * WIDTH, shrink);
-        state.total[n] = fma(load(each + SIZE + n * WIDTH), shrink, state.total[n]);
+        state.S[n] = fma(load(each + SIZE + n * WIDTH), shrink, state.S[n]);
       }
       for (int64_t row = 0; row < block.count; ++row)
         for (int64_t d = 0; d < options.pitch; d += WIDTH) {
-          float* value = operands.sums + row * options.pitch + d;
+          float* value = operands.VKQ + row * options.pitch + d;
           store(value, fma(load(each + 2 * SIZE + row * options.pitch + d), splat(alpha[row]), load(value)));
         }
     }
@@ -517,7 +517,7 @@ template <int REGISTERS> void split_forward(const AttentionCall& call, const Opt
     for (int64_t task = begin; task < end; ++task) split.piece(call, options, task);
   });
   parallel_for(owners, split.pieces * split.size, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) split.join(call, options, task);
+    for (int64_t task = begin; task < end; ++task) split.combine(call, options, task);
   });
 }
 
@@ -542,7 +542,7 @@ void attention_forward(const AttentionCall& arguments) {
   if (call.cu_seqlens) clear_filler(call);
   if (!span_count(call)) return;
   const int64_t rows = call.heads / call.kv_heads * call.queries;
-  if (!call.cu_seqlens && rows <= 2 * WIDTH && (call.keys > SPLIT_KEYS || has_few_queries(call, options)))
+  if (!call.cu_seqlens && rows <= 2 * WIDTH && (call.keys > SPLIT_KEYS || is_decode(call, options)))
     return rows <= WIDTH ? split_forward<1>(call, options) : split_forward<2>(call, options);
 #if defined(__AVX512BF16__)
   if (call.dtype == BFLOAT16 && rows > WIDTH) return forward<Pairs<2>>(call, options);

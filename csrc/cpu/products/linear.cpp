@@ -6,7 +6,7 @@
 namespace transformer_kernels::TK_LEVEL {
 #if defined(__AMX_BF16__)
 // weight_gradient.cpp
-void weight_gradient_by_tiles(Address dz, Address x, Address dweight, int64_t wide, Address dbias, int64_t M, int64_t N, int64_t K);
+void weight_gradient_by_tiles(const LinearBackwardWeight& call);
 #endif
 namespace {
 
@@ -310,53 +310,38 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
 }
 
 // Calls f(T{}, W{}) with the types of x and of the weight: float and float, bfloat16 and either.
-template <class F> void by_types(int64_t half, int64_t wide, const F& f) {
-  if (!half) return f(float{}, float{});
-  if (wide) return f(Bfloat16{}, float{});
+template <class F> void by_types(int64_t dtype, bool weight_is_float32, const F& f) {
+  if (dtype == FLOAT32) return f(float{}, float{});
+  if (weight_is_float32) return f(Bfloat16{}, float{});
   f(Bfloat16{}, Bfloat16{});
 }
 
 }  // namespace
 
-// x (M, K), weight (N, K), bias (N) in float32 or address 0 -> y (M, N), and where `before` is not 0 the sums before the
-// activation, which GELU needs. x, y and `before` are bfloat16 where `half`; the weight is too unless `wide`.
-void linear_forward(int64_t half, int64_t wide, Address x, Address weight, Address bias, Address y, Address before, int64_t M,
-                    int64_t N, int64_t K, int64_t activation) {
-  by_types(half, wide, [&](auto type, auto weight_type) {
+void linear_forward(const LinearForward& call) {
+  by_types(call.dtype, call.weight_is_float32, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    forward(at<const T>(x), at<const decltype(weight_type)>(weight), at<const float>(bias), at<T>(y), at<T>(before), M, N, K, activation);
+    forward(at<const T>(call.x), at<const decltype(weight_type)>(call.weight), at<const float>(call.bias), at<T>(call.y), at<T>(call.before),
+            call.M, call.N, call.K, call.activation);
   });
 }
 
-// dz (M, N) = dy activation'(saved) and dx (M, K) = dz W. dz is written where its address is not 0; dx likewise. Types as above.
-void linear_backward_data(int64_t half, int64_t wide, Address dy, Address saved, Address weight, Address dz, Address dx, int64_t M,
-                          int64_t N, int64_t K, int64_t activation) {
-  by_types(half, wide, [&](auto type, auto weight_type) {
+void linear_backward_data(const LinearBackwardData& call) {
+  by_types(call.dtype, call.weight_is_float32, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    backward_data(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), at<T>(dx), {}, M, N, K, activation);
+    backward_data(at<const T>(call.dy), at<const T>(call.saved), at<const decltype(weight_type)>(call.weight), at<T>(call.dz), at<T>(call.dx),
+                  Residual{at<const float>(call.residual), at<float>(call.sum)}, call.M, call.N, call.K, call.activation);
   });
 }
 
-// The same with sum = dx + residual, float32 (M, K), in the place of dx.
-void linear_backward_data_added(int64_t half, int64_t wide, Address dy, Address saved, Address weight, Address dz, Address residual,
-                                Address sum, int64_t M, int64_t N, int64_t K, int64_t activation) {
-  by_types(half, wide, [&](auto type, auto weight_type) {
-    using T = decltype(type);
-    backward_data<T>(at<const T>(dy), at<const T>(saved), at<const decltype(weight_type)>(weight), at<T>(dz), nullptr,
-                     Residual{at<const float>(residual), at<float>(sum)}, M, N, K, activation);
-  });
-}
-
-// dweight (N, K) = dz^T x and dbias (N), float32, = sums of dz; addresses 0 are not wanted. dz and x are bfloat16 where `half`;
-// dweight is too unless `wide`.
-void linear_backward_weight(int64_t half, int64_t wide, Address dz, Address x, Address dweight, Address dbias, int64_t M, int64_t N,
-                            int64_t K) {
+void linear_backward_weight(const LinearBackwardWeight& call) {
 #if defined(__AMX_BF16__)
-  if (half && dweight) return weight_gradient_by_tiles(dz, x, dweight, wide, dbias, M, N, K);
+  if (call.dtype != FLOAT32 && call.dweight) return weight_gradient_by_tiles(call);
 #endif
-  by_types(half, wide, [&](auto type, auto weight_type) {
+  by_types(call.dtype, call.weight_is_float32, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    backward_weight(at<const T>(dz), at<const T>(x), at<decltype(weight_type)>(dweight), at<float>(dbias), M, N, K);
+    backward_weight(at<const T>(call.dz), at<const T>(call.x), at<decltype(weight_type)>(call.dweight), at<float>(call.dbias), call.M,
+                    call.N, call.K);
   });
 }
 
@@ -364,5 +349,4 @@ void linear_backward_weight(int64_t half, int64_t wide, Address dz, Address x, A
 
 TK_KERNEL(linear_forward)
 TK_KERNEL(linear_backward_data)
-TK_KERNEL(linear_backward_data_added)
 TK_KERNEL(linear_backward_weight)

@@ -1,5 +1,6 @@
 // What the three products of a linear layer share: operands packed in panels of a tile's columns, and activations.
 #pragma once
+#include "../../calls/linear.h"
 #include "lanes.h"
 #include "pairs.h"
 #include "product.h"

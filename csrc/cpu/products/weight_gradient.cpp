@@ -1,6 +1,7 @@
 // The weight gradient of a linear layer in bfloat16 by AMX tiles, dweight = dz^T x, summed in float32: a sum over many rows, of
 // which both operands have one beside the other. The operand with fewer columns, the left one, is transposed as it is packed; of
 // the right one pairs of rows are.
+#include "../../calls/linear.h"
 #include "lanes.h"
 #include "pairs.h"
 #include "product.h"
@@ -128,18 +129,18 @@ template <class T> void write(const float* total, int64_t height, int64_t first,
 
 }  // namespace
 
-// dz (M, N), x (M, K) bf16 -> dweight (N, K), f32 where `wide`, else bf16; dbias (N) f32, the sums of dz, or address 0. A task
-// owns a panel of the right operand.
-void weight_gradient_by_tiles(Address dz, Address x, Address dweight, int64_t wide, Address dbias, int64_t M, int64_t N, int64_t K) {
+// dz and x in bf16. A task owns a panel of the right operand.
+void weight_gradient_by_tiles(const LinearBackwardWeight& call) {
+  const int64_t M = call.M, N = call.N, K = call.K;
   const bool transposed = N > K;
-  const Operand rows{at<const Bfloat16>(dz), N}, inputs{at<const Bfloat16>(x), K};
+  const Operand rows{at<const Bfloat16>(call.dz), N}, inputs{at<const Bfloat16>(call.x), K};
   const Operand &left = transposed ? inputs : rows, &right = transposed ? rows : inputs;
   const int64_t height = aligned(left.columns, PANEL), panels = aligned(right.columns, PANEL) / PANEL;
   parallel_for(panels, left.columns * PANEL * M / 64, [&](int64_t begin, int64_t end) {
     Left* packed = scratch<Left>(LEFT, left_size(height));
     float* near = scratch<float>(RIGHT, smaller(NEAR_PANELS, end - begin) * PANEL_SIZE);
     float* totals = scratch<float>(TOTAL, (end - begin) * height * PANEL);
-    const bool sums_left = dbias && !transposed && begin == 0, sums_right = dbias && transposed;
+    const bool sums_left = call.dbias && !transposed && begin == 0, sums_right = call.dbias && transposed;
     float* sums = scratch<float>(SUMS, larger(height, (end - begin) * PANEL));
     memset(sums, 0, sizeof(float) * static_cast<size_t>(larger(height, (end - begin) * PANEL)));
     const TileRegisters registers;
@@ -158,11 +159,11 @@ void weight_gradient_by_tiles(Address dz, Address x, Address dweight, int64_t wi
     }
     for (int64_t p = begin; p < end; ++p) {
       const float* total = totals + (p - begin) * height * PANEL;
-      if (wide) write(total, left.columns, p * PANEL, transposed, at<float>(dweight), N, K);
-      else write(total, left.columns, p * PANEL, transposed, at<Bfloat16>(dweight), N, K);
+      if (call.weight_is_float32) write(total, left.columns, p * PANEL, transposed, at<float>(call.dweight), N, K);
+      else write(total, left.columns, p * PANEL, transposed, at<Bfloat16>(call.dweight), N, K);
     }
-    if (sums_left) memcpy(at<float>(dbias), sums, sizeof(float) * static_cast<size_t>(N));
-    if (sums_right) memcpy(at<float>(dbias) + begin * PANEL, sums, sizeof(float) * static_cast<size_t>(smaller(end * PANEL, N) - begin * PANEL));
+    if (sums_left) memcpy(at<float>(call.dbias), sums, sizeof(float) * static_cast<size_t>(N));
+    if (sums_right) memcpy(at<float>(call.dbias) + begin * PANEL, sums, sizeof(float) * static_cast<size_t>(smaller(end * PANEL, N) - begin * PANEL));
   });
 }
 

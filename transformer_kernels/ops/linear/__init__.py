@@ -15,7 +15,8 @@ ACTIVATIONS = (None, "relu", *APPROXIMATIONS)
 
 
 class LinearCall(NamedTuple):
-    """All tensors are contiguous; under autocast weight and bias may be float32 beside an x of 16 bits."""
+    """All tensors are contiguous, but for a float32 weight whose transpose may be instead, without an activation; under
+    autocast weight and bias may be float32 beside an x of 16 bits."""
 
     x: Tensor
     weight: Tensor
@@ -74,7 +75,15 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation
     if autocast is not None:
         x = x if x.dtype is torch.float64 else x.to(autocast)
         weight, bias = _fitting(weight, x.dtype), None if bias is None else _fitting(bias, x.dtype)
-    return LinearCall(x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), activation)
+    if not weight.is_contiguous() and not _is_by_columns(x, weight, activation):
+        weight = weight.contiguous()
+    return LinearCall(x.contiguous(), weight, None if bias is None else bias.contiguous(), activation)
+
+
+def _is_by_columns(x: Tensor, weight: Tensor, activation: str | None) -> bool:
+    """Whether the weight is a transposed view that products read in place; a traced one is copied."""
+    plain = activation is None and x.dtype is torch.float32 and weight.stride() == (1, len(weight))
+    return plain and not _operation.is_traced(x)
 
 
 def _fitting(parameter: Tensor, dtype: torch.dtype) -> Tensor:

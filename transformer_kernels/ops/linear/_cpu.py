@@ -1,9 +1,12 @@
 """A linear layer on the CPU: csrc/cpu/products/linear.cpp, or PyTorch's product where that is the faster one.
 
-A few rows, as in generating text, are few_rows.cpp's; with AMX, gradients of weights in bfloat16 weight_gradient.cpp's.
+Small batches, as in generating text, run in small_batch.cpp; with AMX, weight gradients in bfloat16 in
+weight_gradient.cpp.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ LARGER_ON_AMD, LARGER_FORWARD_ON_AMD, ROWS_ON_AMD = 16, 128, 256
 of x on."""
 LARGER, ROWS_FOR_LARGER = 8, 512
 """In bfloat16 ours is the faster product for weights that are so many times as large, from so many rows of x on."""
-MOST_FEW_ROWS = 4
+SMALL_BATCH = 4
 """Rows of x up to which reading the weights is what a product costs."""
 NEAR_WEIGHT, MANY_ROWS = 1 << 16, 2048
 """In bfloat16 our gradient is the faster one for weights of at most so many elements, and for larger ones from so many
@@ -40,7 +43,7 @@ def fuses(call: LinearCall) -> bool:
 
     AMX tiles, which oneDNN takes for 16 bits, are faster than our vdpbf16ps.
     """
-    if _are_few(call):
+    if _is_small_batch(call):
         return False
     elements = call.weight.numel()
     if call.x.dtype is torch.bfloat16:
@@ -71,10 +74,10 @@ def forward(call: LinearCall) -> LinearResult:
     """y, and y or the sums before the activation for the gradient."""
     if fuses(call) or _forwards_alone(call):
         return _own_forward(call)
-    few = _are_few(call)
+    small = _is_small_batch(call)
     if call.activation is None:
-        return LinearResult(_of_few_rows(call), call.x.new_empty(0)) if few else unactivated(call)
-    before = _of_few_rows(call) if few else product(call, call.bias)
+        return LinearResult(_small_batch(call), call.x.new_empty(0)) if small else unactivated(call)
+    before = _small_batch(call) if small else product(call, call.bias)
     y = before if call.activation == "relu" else torch.empty_like(before)
     ACTIVATION.run(ActivationCall(before, None, None, call.activation, False), y)
     return LinearResult(y, before)
@@ -97,10 +100,11 @@ def _forwards_alone(call: LinearCall) -> bool:
     return call.x.dtype is torch.float32 and call.weight.numel() <= largest_weight(call.x, forward_alone=True)
 
 
-def _are_few(call: LinearCall) -> bool:
+def _is_small_batch(call: LinearCall) -> bool:
     x, weight, bias, _ = call
-    same = x.dtype is weight.dtype and (bias is None or x.dtype is bias.dtype)
-    return same and x.numel() <= MOST_FEW_ROWS * x.shape[-1] and weight.numel() >= SMALLEST_READ
+    if x.numel() > SMALL_BATCH * x.shape[-1] or weight.numel() < SMALLEST_READ or not weight.is_contiguous():
+        return False
+    return x.dtype is weight.dtype and (bias is None or x.dtype is bias.dtype)
 
 
 def _owns_gradient(call: LinearCall) -> bool:
@@ -109,7 +113,7 @@ def _owns_gradient(call: LinearCall) -> bool:
     elements = N * K
     if call.x.dtype is not torch.bfloat16 or elements > LARGEST_WEIGHT or (elements > NEAR_WEIGHT and M < MANY_ROWS):
         return False
-    return not _are_few(call)
+    return not _is_small_batch(call)
 
 
 def _gradients(call: LinearCall, dz: Tensor, wanted: Wanted) -> Gradients:
@@ -126,75 +130,72 @@ def _weight_gradient(call: LinearCall, dz: Tensor, wanted: Wanted) -> tuple[Tens
     dweight = torch.empty_like(weight) if wanted[1] else None
     dbias = dz.new_empty(len(weight), dtype=torch.float32) if bias is not None and wanted[2] else None
     if dweight is not None or dbias is not None:
+        M, N, K = _sizes(call)
         cpu.load().linear_backward_weight(
-            *_types(call), dz.data_ptr(), x.data_ptr(), address(dweight), address(dbias), *_sizes(call)
-        )
+            dtype=DTYPE_CODES[x.dtype], weight_is_float32=weight.dtype is torch.float32, dz=dz.data_ptr(),
+            x=x.data_ptr(), dweight=address(dweight), dbias=address(dbias), M=M, N=N, K=K,
+        )  # fmt: skip
     return dweight, in_dtype_of(bias, dbias)
 
 
-def _of_few_rows(call: LinearCall) -> Tensor:
-    """x W^T + b."""
-    x, weight, bias, _ = call
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    pointers = x.data_ptr(), weight.data_ptr(), address(bias), y.data_ptr()
-    cpu.load().few_rows(DTYPE_CODES[x.dtype], *pointers, *_sizes(call))
-    return y
-
-
-def _own_forward(call: LinearCall) -> LinearResult:
-    x, weight, bias, activation = call
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _multiplied(call: LinearCall, kernel: Any, bias: Tensor | None, activation: str | None) -> LinearResult:
+    """By one of the two forward kernels, with the bias in the dtype that it reads."""
+    x, weight = call.x, call.weight
+    M, N, K = _sizes(call)
+    y = x.new_empty((*x.shape[:-1], N))
     before = torch.empty_like(y) if activation in ("gelu", "gelu_tanh") else None
-    added = cpu.parameter(bias)
-    cpu.load().linear_forward(
-        *_types(call), x.data_ptr(), weight.data_ptr(), address(added), y.data_ptr(), address(before),
-        *_sizes(call), ACTIVATIONS.index(activation),
+    kernel(
+        dtype=DTYPE_CODES[x.dtype], weight_is_float32=weight.dtype is torch.float32, x=x.data_ptr(),
+        weight=weight.data_ptr(), bias=address(bias), y=y.data_ptr(), before=address(before), M=M, N=N, K=K,
+        activation=ACTIVATIONS.index(activation),
     )  # fmt: skip
     return LinearResult(y, x.new_empty(0) if activation is None else y if before is None else before)
 
 
+def _own_forward(call: LinearCall) -> LinearResult:
+    x, weight, bias, activation = call
+    if not weight.is_contiguous():
+        y = x.new_empty((*x.shape[:-1], len(weight)))
+        _data_gradient(_by_columns(call, y), None, x, None, y)
+        return LinearResult(y if bias is None else y.add_(bias), x.new_empty(0))
+    return _multiplied(call, cpu.load().linear_forward, cpu.parameter(bias), activation)
+
+
+def _small_batch(call: LinearCall) -> Tensor:
+    """x W^T + b."""
+    return _multiplied(call, cpu.load().linear_small_batch, call.bias, None).y
+
+
 def _own_backward(call: LinearCall, result: LinearResult, dy: Tensor, wanted: Wanted) -> Gradients:
     x, weight, _, activation = call
-    dz = dy if activation is None else torch.empty_like(dy)
+    if not weight.is_contiguous():
+        inverse = _by_columns(call, dy)
+        dx = _own_forward(inverse).y if wanted[0] else None
+        dweight, _ = _weight_gradient(inverse, x, wanted)
+        dbias = dy.view(-1, len(weight)).sum(dim=0) if wanted[2] else None
+        return dx, None if dweight is None else dweight.t(), dbias
+    dz = None if activation is None else torch.empty_like(dy)
     dx = torch.empty_like(x) if wanted[0] else None
-    if activation is not None or dx is not None:
-        cpu.load().linear_backward_data(
-            *_types(call), dy.data_ptr(), address(result.saved), weight.data_ptr(),
-            0 if activation is None else dz.data_ptr(), address(dx), *_sizes(call), ACTIVATIONS.index(activation),
-        )  # fmt: skip
-    return dx, *_weight_gradient(call, dz, wanted)
+    if dz is not None or dx is not None:
+        _data_gradient(call, result.saved, dy, dz, dx)
+    return dx, *_weight_gradient(call, dy if dz is None else dz, wanted)
 
 
-def _types(call: LinearCall) -> tuple[bool, bool]:
-    """Whether x is bfloat16, and whether the weight is float32."""
-    return call.x.dtype is torch.bfloat16, call.weight.dtype is torch.float32
+def _by_columns(call: LinearCall, x: Tensor) -> LinearCall:
+    """The layer of the transposed weight, which is contiguous: its products are those of the call in other roles."""
+    return LinearCall(x, call.weight.t(), None, None)
+
+
+def _data_gradient(call: LinearCall, saved: Tensor | None, dy: Tensor, dz: Tensor | None, dx: Tensor | None) -> None:
+    M, N, K = _sizes(call)
+    cpu.load().linear_backward_data(
+        dtype=DTYPE_CODES[dy.dtype], weight_is_float32=call.weight.dtype is torch.float32, dy=dy.data_ptr(),
+        saved=address(saved), weight=call.weight.data_ptr(), dz=address(dz), dx=address(dx), residual=0, sum=0,
+        M=M, N=N, K=K, activation=ACTIVATIONS.index(call.activation),
+    )  # fmt: skip
 
 
 def _sizes(call: LinearCall) -> tuple[int, int, int]:
     """M, N, K."""
     N, K = call.weight.shape
     return call.x.numel() // K, N, K
-
-
-# The same products of matrices, x (M, K), for layers whose weight is (K, N) and for those whose forward alone is ours
-
-
-def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, weight (N, K)."""
-    return _own_forward(LinearCall(x, weight, bias, None)).y
-
-
-def multiplied_by_columns(x: Tensor, weight: Tensor) -> Tensor:
-    """x W, weight (K, N)."""
-    K, N = weight.shape
-    y = x.new_empty((len(x), N))
-    cpu.load().linear_backward_data(False, True, x.data_ptr(), 0, weight.data_ptr(), 0, y.data_ptr(), len(x), K, N, 0)
-    return y
-
-
-def summed_products(x: Tensor, dy: Tensor) -> Tensor:
-    """x^T dy (K, N)."""
-    (M, K), N = x.shape, dy.shape[1]
-    total = x.new_empty((K, N))
-    cpu.load().linear_backward_weight(False, True, x.data_ptr(), dy.data_ptr(), total.data_ptr(), 0, M, K, N)
-    return total

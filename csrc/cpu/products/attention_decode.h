@@ -1,15 +1,15 @@
-// A query for each head, as in generating text: keys and values are read once for the heads that share them, where they lie,
-// with columns in the lanes. Memory serves several streams faster than one, so some rows far apart are read at the same time.
+// Decoding, one query per head: keys and values are read in place, once for the heads that share them, with columns in the
+// lanes. Several streams of addresses use more of the memory bandwidth than one, so rows far apart are read at the same time.
 #pragma once
 #include "attention.h"
 
 namespace transformer_kernels::TK_LEVEL {
 
-constexpr int64_t FEW_HEADS = 8;      // that share keys and are worth it; more fill the lanes of a register
-constexpr int64_t PIECE_KEYS = 1024;  // the most keys that are attended to at one time
+constexpr int64_t MAX_DECODE_GROUP = 8;      // query heads of a key head; more of them fill the lanes of a register
+constexpr int64_t SPLIT_KEYS = 1024;  // keys of one piece
 constexpr int64_t SHORT_SUM = 128;    // values that one register adds up
 
-// How many rows of keys M queries meet at the same time, and registers of a row of values: the sums have to stay in registers.
+// Rows of keys that are read at the same time for M queries, and registers of a row of values: the sums must stay in registers.
 template <int M> constexpr int STREAMS = WIDTH == 16 ? (M < 3 ? 8 : 4) : (M < 2 ? 8 : M < 3 ? 4 : 2);
 template <int M> constexpr int VALUE_REGISTERS = STREAMS<M>;
 constexpr int VALUE_STREAMS = 4;
@@ -31,14 +31,14 @@ template <class T> struct Rows {
     ahead = (BYTES_AHEAD / static_cast<int64_t>(sizeof(T)) / call.width + 1) * tensor.row;
   }
   TK_INLINE const T* at_key(int64_t i) const { return row_of<const T>(tensor, batch, head, row_of_key(keys, first + i)); }
-  template <class L> TK_INLINE Floats read(const T* place, L lanes) const {
-    __builtin_prefetch(place + ahead);
-    return load(place, lanes);
+  template <class L> TK_INLINE Floats read(const T* element, L lanes) const {
+    __builtin_prefetch(element + ahead);
+    return load(element, lanes);
   }
 };
 
-// What M queries make of some keys: scores (M, PIECE_KEYS), which become weights; sums of values (M, pitch).
-template <int M, class T> struct FewQueries {
+// M queries against a piece of the keys: scores (M, SPLIT_KEYS), which become weights; weighted sums of values (M, pitch).
+template <int M, class T> struct DecodeQueries {
   Rows<T> keys, values;
   const float* queries;
   float *scores, *sums;
@@ -66,7 +66,7 @@ template <int M, class T> struct FewQueries {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) scores[m * PIECE_KEYS + i + r * apart] = sum(total[r][m]);
+      for (int m = 0; m < M; ++m) scores[m * SPLIT_KEYS + i + r * apart] = sum(total[r][m]);
   }
 
   // Adds the values of rows i, i + apart ... (R of them), i < end, in N registers from column d on.
@@ -78,7 +78,7 @@ template <int M, class T> struct FewQueries {
         const T* value = values.at_key(i + r * apart) + d;
         Floats weight[M];
 #pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) weight[m] = splat(scores[m * PIECE_KEYS + i + r * apart]);
+        for (int m = 0; m < M; ++m) weight[m] = splat(scores[m * SPLIT_KEYS + i + r * apart]);
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
           const Floats row = values.read(value + n * WIDTH, lanes);
@@ -106,45 +106,45 @@ template <int M, class T> struct FewQueries {
     }
   }
 
-  // Against `count` keys: of each query the largest product, and the sum of weights relative to it.
-  void attend(int64_t count, float factor, float* tops, float* totals) const {
+  // Against `count` keys: the largest product of each query, and the sum of weights relative to it.
+  void attend(int64_t count, float factor, float* largest_products, float* weight_sums) const {
     constexpr int R = STREAMS<M>;
     for (int64_t i = 0; i < count / R; ++i) score<R>(i, count / R);
     for (int64_t i = count / R * R; i < count; ++i) score<1>(i, 0);
     for (int m = 0; m < M; ++m) {
-      float* own = scores + m * PIECE_KEYS;
+      float* own = scores + m * SPLIT_KEYS;
       Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, total[4] = {};
       over_columns(count, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(load(own + j, lanes, -INFINITY), top[u]); });
-      tops[m] = largest(top);
-      const float base = tops[m] == -INFINITY ? 0.f : tops[m];
+      largest_products[m] = largest(top);
+      const float base = largest_products[m] == -INFINITY ? 0.f : largest_products[m];
       over_columns(count, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
         const Floats weight = exp2((load(own + j, lanes, -INFINITY) - base) * factor);
         store(own + j, weight, lanes);
         total[u] += weight;
       });
-      totals[m] = sum(total);
+      weight_sums[m] = sum(total);
     }
     add_rows<VALUE_STREAMS>(0, count / VALUE_STREAMS, count / VALUE_STREAMS);
     add_rows<1>(count / VALUE_STREAMS * VALUE_STREAMS, count, 0);
   }
 };
 
-// Whether the heads that share keys have one query each, and nothing is done to scores or weights.
-inline bool has_few_queries(const AttentionCall& call, const Options& options) {
-  return call.queries == 1 && call.heads <= FEW_HEADS * call.kv_heads && !call.cu_seqlens && !call.seed && !call.k.rotated &&
+// Whether each head has one query, and neither scores nor weights are changed.
+inline bool is_decode(const AttentionCall& call, const Options& options) {
+  return call.queries == 1 && call.heads <= MAX_DECODE_GROUP * call.kv_heads && !call.cu_seqlens && !call.seed && !call.k.rotated &&
          !adjusts_scores(call, options);
 }
 
 // Calls attend() for packed keys [from, from + count) with `heads` packed rows of queries, four at a time; sums start at 0.
-inline void attend_few(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head, int64_t from, int64_t count,
-                       const float* queries, int64_t heads, int64_t pitch, float factor, float* scores, float* tops, float* totals,
+inline void decode_attention(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head, int64_t from, int64_t count,
+                       const float* queries, int64_t heads, int64_t pitch, float factor, float* scores, float* largest_products, float* weight_sums,
                        float* sums) {
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const Rows<T> k(call, call.k, keys, span.batch, kv_head, from), v(call, call.v, keys, span.batch, kv_head, from);
     const auto some = [&](auto number, int64_t m) {
-      const FewQueries<decltype(number)::value, T> few{k, v, queries + m * pitch, scores, sums + m * pitch, call.width, pitch};
-      few.attend(count, factor, tops + m, totals + m);
+      const DecodeQueries<decltype(number)::value, T> queries_of_piece{k, v, queries + m * pitch, scores, sums + m * pitch, call.width, pitch};
+      queries_of_piece.attend(count, factor, largest_products + m, weight_sums + m);
     };
     int64_t m = 0;
     for (; m + 4 <= heads; m += 4) some(Number<4>{}, m);

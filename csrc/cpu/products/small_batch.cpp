@@ -1,11 +1,12 @@
-// y = x weight^T + bias for a few rows of x, as in generating text: reading the weights once is all that it costs.
+// y = x weight^T + bias for a small batch of rows, as in generating text, which costs what reading the weights once costs.
+#include "../../calls/linear.h"
 #include "../kernel.h"
 
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
-// So many rows of the weights, far apart, are read at the same time: each is a stream that goes on in the next row, and
-// memory serves several streams faster than one. Their sums have to stay in registers.
+// Rows of the weights that are read at the same time, far apart from each other: several streams of addresses use more of the
+// memory bandwidth than one. Their sums must stay in registers.
 template <int M> constexpr int STREAMS = WIDTH == 16 ? (M == 4 ? 4 : 8) : 8 / M;
 constexpr int64_t BYTES_AHEAD = 2048;
 
@@ -54,19 +55,18 @@ template <int M, class T> void multiply(const Product<T>& p, int64_t row) {
 
 }  // namespace
 
-// x (rows, depth), weight (columns, depth), bias (columns) or null, y (rows, columns), all contiguous and of one dtype.
-void few_rows(int64_t dtype, Address x, Address weight, Address bias, Address y, int64_t rows, int64_t columns, int64_t depth) {
-  by_dtype(dtype, [&](auto type) {
+void linear_small_batch(const LinearForward& call) {
+  by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const Product<T> p{at<const T>(x), at<const T>(weight), at<const T>(bias), at<T>(y), rows, columns, depth};
+    const Product<T> p{at<const T>(call.x), at<const T>(call.weight), at<const T>(call.bias), at<T>(call.y), call.M, call.N, call.K};
     int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) multiply<4>(p, row);
-    if (rows - row == 3) multiply<3>(p, row);
-    if (rows - row == 2) multiply<2>(p, row);
-    if (rows - row == 1) multiply<1>(p, row);
+    for (; row + 4 <= p.rows; row += 4) multiply<4>(p, row);
+    if (p.rows - row == 3) multiply<3>(p, row);
+    if (p.rows - row == 2) multiply<2>(p, row);
+    if (p.rows - row == 1) multiply<1>(p, row);
   });
 }
 
 }  // namespace transformer_kernels::TK_LEVEL
 
-TK_KERNEL(few_rows)
+TK_KERNEL(linear_small_batch)
