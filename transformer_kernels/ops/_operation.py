@@ -8,7 +8,7 @@ registered with torch.library. The last costs several times the others, so it is
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -26,8 +26,6 @@ Grads = tuple[Any, ...]
 
 Wanted = tuple[bool, ...]
 """Which of the differentiable fields' gradients are wanted."""
-
-INDICES = (torch.int64, torch.int32)
 
 LIBRARY = torch.library.Library("transformer_kernels", "FRAGMENT")
 
@@ -161,7 +159,7 @@ class Operation:
         found = {result: place for place, result in enumerate(self._kept_results)}
         self._restored_results = _items([found.get(i, -1) for i in range(len(results))])
         self._like = {fields.index(field): results.index(other) for field, other in (like or {}).items()}
-        self.plans: dict[Hashable, _plan.Plan | None] = {}
+        self.plans: _plan.Plans = {}
         dispatch.OPERATIONS[name] = self
         self._register(types, len(results))
 
@@ -178,7 +176,7 @@ class Operation:
                 return self(call, backend)
             module, recorded = dispatch.select(self, backend, call), needs_grad(*self._inputs(call))
             if layout not in self.plans:
-                self._remember(layout, values, _plan.Plan(call, module, recorded))
+                _plan.remember(self.plans, layout, values, _plan.Plan(call, module, recorded, self.check_when_run))
             return self._computed(module, call, backend, recorded)
         call = plan.call(values)
         if plan.check is not None:
@@ -193,14 +191,6 @@ class Operation:
         if is_traced(call[0]):
             return self._traced(call, backend)
         return self._computed(dispatch.select(self, backend, call), call, backend, needs_grad(*self._inputs(call)))
-
-    def _remember(self, layout: Hashable, values: tuple[Any, ...], plan: _plan.Plan) -> None:
-        """Keep the plan of a layout, None if its calls are not made of their arguments as they are."""
-        if any(isinstance(each, Tensor) and each.dtype in INDICES for each in values):
-            plan.check = self.check_when_run
-        if len(self.plans) >= _plan.MOST_PLANS:
-            self.plans.clear()
-        self.plans[layout] = plan if plan.find(values) else None
 
     def _computed(self, module: Any, call: Any, backend: str | None, recorded: bool) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""

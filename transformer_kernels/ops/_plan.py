@@ -21,6 +21,8 @@ from transformer_kernels.ops._dropout import draw_seed
 MOST_PLANS = 1024
 """Of one operation; then all are dropped. A plan takes about a kilobyte."""
 
+INDICES = (torch.int64, torch.int32)
+
 dispatch_modes = torch._C._len_torch_dispatch_stack
 functorch_is_active = torch._C._are_functorch_transforms_active
 any_autocast = torch._C._is_any_autocast_enabled
@@ -77,9 +79,10 @@ class Plan:
 
     __slots__ = ("_fields", "_nested", "_places", "_record", "_seed", "check", "forward", "module", "recorded")
 
-    def __init__(self, call: Any, module: Any = None, recorded: bool = False) -> None:
-        self.module, self.recorded = module, recorded
-        self.check: Callable[[Any], None] | None = None
+    def __init__(
+        self, call: Any, module: Any = None, recorded: bool = False, check: Callable[[Any], None] | None = None
+    ) -> None:
+        self.module, self.recorded, self.check = module, recorded, check
         self.forward: Any = getattr(module, "forward_alone", None) or getattr(module, "forward", None)
         self._record, self._fields = type(call), list(call)
         self._seed: int | None = None
@@ -117,6 +120,19 @@ class Plan:
                     self._nested.append((place, plan))
                     self._fields[place] = None
         return True
+
+
+Plans = dict[Hashable, Plan | None]
+"""By layout; None where calls are not made of their arguments as they are."""
+
+
+def remember(plans: Plans, layout: Hashable, values: tuple[Any, ...], plan: Plan) -> None:
+    """Keep the plan of the call that was made of these arguments."""
+    if not any(isinstance(each, Tensor) and each.dtype in INDICES for each in values):
+        plan.check = None
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    plans[layout] = plan if plan.find(values) else None
 
 
 def _is_unsqueezed(value: Tensor, given: Any) -> bool:
