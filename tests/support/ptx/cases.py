@@ -161,8 +161,8 @@ def decoded(operation: str, target: str, seed: str, count: int) -> int:
     found = _launches(operation, target)
     instructions = 0
     for launch in random.Random(f"{seed}:{operation}:{target}").sample(found, min(count, len(found))):
-        ptx, shared = compile_launch(launch)
-        kernel = parse(ptx)
+        compiled = compile_launch(launch)
+        kernel, shared = parse(compiled.asm["ptx"]), compiled.metadata.shared
         parameters = {name: bytes(size) for name, size in kernel.parameters}
         Machine(kernel, Global([], 4, False), parameters, (1, 1, 1), [0], kernel.threads or 32, max(shared, 16), True)
         instructions += len(kernel.code)
