@@ -128,6 +128,22 @@ def test_ordinary_accesses_of_an_mbarrier() -> None:
     assert "a write of an mbarrier by an ordinary instruction" in handshake(warp="st.shared.b32 [%r5], %r1;")[1]
 
 
+@pytest.mark.parametrize(
+    ("wait", "found"), [(WAIT, set()), ("", {"a write after another warp's read to shared memory"})]
+)
+def test_an_mbarrier_releases_what_was_read(wait: str, found: set[str]) -> None:
+    """The warp that reads runs first: the other jumps behind it in the code."""
+    body = f"""
+        {INIT.format(count=32)} {MEET}
+        @%p2 bra $WRITE;
+        ld.shared.b32 %r6, [%r4]; {ARRIVE} st.global.b32 [%rd3], %r6;
+        bra $END;
+        $WRITE: {wait} st.shared.b32 [%r4], %r1;
+        $END:
+    """
+    assert run(body)[1] == found
+
+
 NAMED = """
     @!%p2 bra $WAIT;
     st.shared.b32 [%r4], %r1; {arrive}

@@ -147,6 +147,13 @@ def random_call(day: str, op: str, number: int, target: str) -> Outcome:
     return outcome(share, executions, started)
 
 
+def problems(result: Outcome) -> list[str]:
+    """What was found but registers that nobody has written. nvcc adds them where a select discards the sum, Triton for
+    sm_120 in halves of pairs that nothing reads: they are NaN here, and a result that depends on one is not finite.
+    """
+    return [line for line in result.lines if ": uninitialised: " not in line]
+
+
 @functools.cache
 def _launches(operation: str, target: str) -> list[Launch]:
     return launches([operation], [capability_of(target)])
