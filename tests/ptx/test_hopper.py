@@ -24,7 +24,6 @@ NOT_FOUND = {
     "options: without fence.proxy.async, 1 of 5": "of the queries: the fence of the first keys follows",
     "options: without bar.sync, 2 of 7": "of the queries: the barrier of the first keys follows",
     "options: without bar.sync, 7 of 7": "the barrier of the last values has followed the last product of the queries",
-    "options: bar.sync of one warp group, 1 of 6": "of the queries: the barrier of the first keys follows",
 }
 """Bugs that change nothing in their call, and why; all others are found."""
 
