@@ -21,6 +21,7 @@ NOT_FOUND = {
     "plain: without bar.warp.sync, 2 of 6": "the warp meets again at the first release, before it reads these rows",
     "plain: without bar.warp.sync, 4 of 6": "the producer has waited for values that are released after these keys",
     "plain: without wgmma.fence, 3 of 4": "the fence of the scores comes after the last writes to these registers",
+    "options: without arrival, 2 of 3": "of three tiles: nothing is copied over these keys again",
     "options: without fence.proxy.async, 1 of 5": "of the queries: the fence of the first keys follows",
     "options: without bar.sync, 2 of 7": "of the queries: the barrier of the first keys follows",
     "options: without bar.sync, 7 of 7": "the barrier of the last values has followed the last product of the queries",
