@@ -12,7 +12,7 @@ from tests.support.ptx.form import Form, Step, Table
 from tests.support.ptx.memory import granules
 from tests.support.ptx.syntax import Instruction, Number, Sink
 from tests.support.ptx.types import PRED, U32, Array, Fault, Mask, Refused
-from tests.support.ptx.vector_clocks import MOST_BARRIERS, VectorClock
+from tests.support.ptx.vector_clocks import MOST_BARRIERS, WHO, WHO_BITS, VectorClock
 
 if TYPE_CHECKING:
     from tests.support.ptx.machine import Machine
@@ -148,7 +148,7 @@ class Barriers:
     def fence(self, lanes: Array) -> None:
         """The mbarriers that these lanes have initialised are visible to the copy engine."""
         for each in self.mbarriers.values():
-            each.fenced |= bool((lanes == (each.initialised & 0x7FF)).any())
+            each.fenced |= bool((lanes == (each.initialised & WHO)).any())
 
     def arrive(self, lane: int, offset: int, count: int, expected: int) -> None:
         """Some arrivals, and bytes to wait for besides."""
@@ -167,7 +167,7 @@ class Barriers:
             self.machine.note("proxy", UNFENCED_INIT)
         barrier.copies.append((size, land))
         self._wake(barrier)  # a copy under way goes on where a thread waits
-        return (barrier.phase + 1) << 11 | barrier.agent
+        return (barrier.phase + 1) << WHO_BITS | barrier.agent
 
     def wait(self, lanes: Array, offsets: Array, parities: Array) -> Array:
         """Which of these lanes find the phase of their parity complete; the others are held until one is."""

@@ -126,7 +126,7 @@ def _start_load(form: Form, lane: int, tensor_map: TensorMap, first: tuple[int, 
         shared.arriving[places] -= 1
         words[at // width] = data
 
-    code = barriers.copy(barriers.at(np.array([lane]), counter), tensor_map.bytes, land)
+    code = barriers.copy(barriers.at(np.array([lane]), counter), tensor_map.box_bytes, land)
     places = shared.start_tensor_copy(np.unique(at // 16) * 16, lane, code, machine.note)
     words[at // width] = int.from_bytes(bytes([POISON]) * width, "little")
 

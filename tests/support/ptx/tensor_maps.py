@@ -47,7 +47,7 @@ class TensorMap:
             raise ValueError(f"a tensor map has rows of {row} bytes in a swizzle of {self.swizzle}")
 
     @property
-    def bytes(self) -> int:
+    def box_bytes(self) -> int:
         """Of a box, in shared memory."""
         return self.width * int(np.prod(self.box))
 
@@ -91,6 +91,6 @@ class TensorMap:
         return swizzled(at, self.swizzle)
 
 
-def swizzled(at: Array, bytes: int) -> Array:
+def swizzled(at: Array, span: int) -> Array:
     """Addresses in shared memory with the bits of their chunk of 16 bytes exchanged (PTX ISA, "Swizzling modes")."""
-    return at ^ (((at >> 7) & (bytes // 16 - 1)) << 4) if bytes > 16 else at
+    return at ^ (((at >> 7) & (span // 16 - 1)) << 4) if span > 16 else at
