@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.ptx.launch import Execution, run_ptx
 
@@ -74,6 +75,16 @@ def matmul_kernel(a, b, c, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 @triton.jit
+def described_matmul_kernel(a, b, c, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The same by tensor descriptors: no masks, for what is outside is zero."""
+    row, column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        total = tl.dot(a.load([row, k]), b.load([k, column]), total)
+    c.store([row, column], total.to(c.dtype))
+
+
+@triton.jit
 def count_kernel(x, counts, n, BLOCK: tl.constexpr):
     """One program owns BLOCK elements, and adds how many are positive to the one counter."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -125,6 +136,16 @@ def matmul(target: str, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Ten
     c = torch.full((100, 80), float("nan"), dtype=dtype)
     args = {"a": a, "b": b, "c": c, "M": 100, "N": 80, "K": 144, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
     run_ptx(matmul_kernel, (2, 2), args, target, **options)
+    return c, (a.double() @ b.double()).to(dtype)
+
+
+def described_matmul(target: str, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
+    a, b = torch.randn(100, 144).to(dtype), torch.randn(144, 80).to(dtype)
+    c = torch.full((100, 80), float("nan"), dtype=dtype)
+    blocks = {"a": (a, [64, 32]), "b": (b, [32, 64]), "c": (c, [64, 64])}
+    described = {name: TensorDescriptor.from_tensor(tensor, block) for name, (tensor, block) in blocks.items()}
+    args = {**described, "K": 144, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
+    run_ptx(described_matmul_kernel, (2, 2), args, target, **options)
     return c, (a.double() @ b.double()).to(dtype)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -41,8 +43,9 @@ def run(body: str, elements: int = 64, ctas: int = 1) -> tuple[torch.Tensor, set
     return out, {message for _, message, _ in result.findings}
 
 
-def test_a_barrier_orders_two_warps() -> None:
-    out, found = run(EXCHANGE.format(barrier="bar.sync 0;"))
+@pytest.mark.parametrize("barrier", ["bar.sync 0;", "barrier.sync 0;", "bar.sync 0, 64;"])
+def test_a_barrier_orders_two_warps(barrier: str) -> None:
+    out, found = run(EXCHANGE.format(barrier=barrier))
     assert not found and torch.equal(out, (torch.arange(64, dtype=torch.int32) + 32) % 64)
 
 
@@ -107,6 +110,28 @@ def test_faults(body: str, message: str) -> None:
 def test_what_is_not_known_is_refused(body: str, message: str) -> None:
     with pytest.raises(Refused, match=message):
         run(body)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "function"),
+    [
+        ("add.f32x2 %rd5, %rd5, %rd4;", lambda low, high: (low + 3.0, high - 0.5)),
+        ("sub.f32x2 %rd5, %rd5, %rd4;", lambda low, high: (low - 3.0, high + 0.5)),
+        ("mul.rn.ftz.f32x2 %rd5, %rd5, %rd4;", lambda low, high: (low * 3.0, high * -0.5)),
+        ("fma.rn.f32x2 %rd5, %rd5, %rd4, %rd5;", lambda low, high: (low * 4.0, high * 0.5)),
+    ],
+)
+def test_pairs_of_fp32(instruction: str, function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """(3, -0.5) with (lane, lane + 1), and the halves exchanged."""
+    body = f"""
+        mov.b32 %r6, 0f40400000; mov.b32 %r7, 0fBF000000; mov.b64 %rd4, {{%r6, %r7}};
+        cvt.rn.f32.u32 %r6, %r1; add.f32 %r7, %r6, 0f3F800000; mov.b64 %rd5, {{%r6, %r7}};
+        {instruction}
+        mov.b64 {{%r6, %r7}}, %rd5; sub.f32 %r6, %r7, %r6; st.global.b32 [%rd3], %r6;
+    """
+    out, found = run(body)
+    low, high = function(torch.arange(64.0), torch.arange(64.0) + 1)
+    assert not found and torch.equal(out.view(torch.float32), high - low)
 
 
 def test_divergent_threads_meet_again() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ptx.barriers import UNFENCED_INIT
 from tests.support.ptx.cases import CP_ASYNC_PROXY
 from tests.support.ptx.types import Fault, Refused
 from tests.support.ptx.worker import in_worker
@@ -43,6 +44,48 @@ def test_matrix_product(dtype: torch.dtype, target: str) -> None:
     got, want = call("matmul", target, dtype, expected=expected)
     tolerance = {"rtol": 0.0, "atol": 0.05} if dtype is torch.float32 else {}
     torch.testing.assert_close(got, want, **tolerance)
+
+
+@PER_TARGET
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_matrix_product_of_tensor_descriptors(dtype: torch.dtype, target: str) -> None:
+    """On sm_90 by the copy engine, in boxes whose last ones are partly outside."""
+    got, want = call("described_matmul", target, dtype, expected=(UNFENCED_INIT,) if target == "sm_90" else ())
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "message"),
+    [
+        (r"fence\.proxy\.async\S*;", "", "a tensor copy reads what ordinary stores wrote"),
+        (r"cp\.async\.bulk\.wait_group\S*\s+0;", "", "a copy from shared memory that is never waited for"),
+        (
+            r"mbarrier\.try_wait\S* complete, [^;]*;",
+            "setp.eq.u32 complete, 0, 0;",
+            "more arrivals than the initialisation announced",
+        ),
+        (r"wgmma\.wait_group\.sync\.aligned\s+0;", "", "never waited for|under way reads"),
+    ],
+)
+def test_what_tensor_copies_need(pattern: str, replacement: str, message: str) -> None:
+    with pytest.raises((AssertionError, Fault), match=message):
+        in_worker(_described_with, pattern, replacement)
+
+
+def _described_with(pattern: str, replacement: str) -> None:
+    from tests.ptx import kernels
+
+    def edit(name: str, ptx: str) -> str:
+        edited, count = re.subn(pattern, replacement, ptx)
+        assert count, pattern
+        return edited
+
+    kernels.described_matmul("sm_90", torch.float16, edit=edit, expected=(UNFENCED_INIT,))
+
+
+def test_tensor_copies_are_reported_without_a_fence_of_their_mbarriers() -> None:
+    with pytest.raises(AssertionError, match=UNFENCED_INIT):
+        call("described_matmul", "sm_90", torch.float16)
 
 
 def test_the_missing_fence_fails_unless_it_is_expected() -> None:

@@ -14,6 +14,8 @@ from tests.support.ptx.types import INTEGERS, PRED, TYPES, WIDE, Array, Mask, Re
 
 TABLE = Table()
 FLOATS = ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2")
+PAIRS = "f32x2"
+"""Of add, sub, mul and fma alone."""
 Function = Callable[..., Any]
 
 
@@ -43,6 +45,21 @@ def packed(values: Array, type: Type) -> Array:
     return narrowed.reshape(np.shape(values)[:-1])[()]
 
 
+def _flushing(function: Function) -> Function:
+    return lambda *x: flush(function(*map(flush, x)))
+
+
+def _of_pairs(function: Function) -> Function:
+    """The same of two fp32 numbers in 64 bits."""
+
+    def of_pairs(*words: Array) -> Array:
+        given = (np.ascontiguousarray(each).view(np.float32).reshape(*np.shape(each), 2) for each in words)
+        result = np.ascontiguousarray(function(*given), np.float32)
+        return result.view(np.uint64).reshape(result.shape[:-1])[()]
+
+    return of_pairs
+
+
 def _half(type: Type) -> Type:
     return TYPES[type.name.removesuffix("x2")]
 
@@ -51,9 +68,12 @@ def floating(form: Form, type: Type, function: Function, operands: int) -> Step:
     """A function of fp32 or fp64 numbers for every floating type; halves are widened and rounded once."""
     types = [type] * operands
     if form.take("ftz"):
-        if type.name != "f32":
+        if type.name not in ("f32", PAIRS):
             raise Refused(".ftz of halves")
-        return step_of(form, types, lambda *x: flush(function(*map(flush, x))), type)
+        flushing = _flushing(function)
+        return step_of(form, types, flushing if type.name == "f32" else _of_pairs(flushing), type)
+    if type.name == PAIRS:
+        return step_of(form, types, _of_pairs(function), type)
     if type.kind == "packed":
         return step_of(form, types, lambda *x: packed(function(*(halves(each, type) for each in x)), type), type)
     if type.bits == 16:
@@ -63,7 +83,7 @@ def floating(form: Form, type: Type, function: Function, operands: int) -> Step:
 
 @TABLE.add("add", "sub")
 def _add(form: Form) -> Step:
-    type = form.type(*INTEGERS, *FLOATS)
+    type = form.type(*INTEGERS, *FLOATS, PAIRS)
     function = np.add if form.instruction.opcode == "add" else np.subtract
     if type.kind in ("signed", "unsigned"):
         return step_of(form, [type] * 2, function, type)
@@ -73,7 +93,7 @@ def _add(form: Form) -> Step:
 
 @TABLE.add("mul")
 def _mul(form: Form) -> Step:
-    type = form.type(*INTEGERS, *FLOATS)
+    type = form.type(*INTEGERS, *FLOATS, PAIRS)
     if type.kind not in ("signed", "unsigned"):
         form.take("rn")
         return floating(form, type, np.multiply, 2)
@@ -82,7 +102,7 @@ def _mul(form: Form) -> Step:
 
 @TABLE.add("mad", "fma")
 def _mad(form: Form) -> Step:
-    type = form.type(*INTEGERS, *FLOATS)
+    type = form.type(*INTEGERS, *FLOATS, PAIRS)
     if type.kind in ("signed", "unsigned"):
         if form.instruction.opcode == "fma":
             raise Refused("fma of integers")
@@ -90,7 +110,7 @@ def _mad(form: Form) -> Step:
     if type.name == "f64":
         raise Refused("fma of f64")
     rounding = form.need("rn", "rm", "rp", "rz")
-    if type.name == "f32":
+    if type.name in ("f32", PAIRS):
         return floating(form, type, lambda a, b, c: hardware.fma(a, b, c, rounding), 3)
     if rounding != "rn":
         raise Refused(f"fma.{rounding} of halves")

@@ -69,9 +69,9 @@ def _take_apart(form: Form, type: Type) -> Step:
 @TABLE.add("cvta")
 def _cvta(form: Form) -> Step:
     """Between generic addresses and those of a space; global ones are the same."""
-    to, space = bool(form.take("to")), form.need("shared", "global")
+    to, space = bool(form.take("to")), form.need("shared", "global", "param")
     type = form.type("u64")
-    if space == "global":
+    if space != "shared":
         return step_of(form, [type], lambda a: a, type)
     shift = np.uint64(GENERIC_SHARED)
     return step_of(form, [type], (lambda a: a - shift) if to else (lambda a: a + shift), type)

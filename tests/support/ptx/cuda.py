@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks.compilers import cuda, cuda_launches
 from tests.support.ptx.launch import Edit, Execution, execute
 from tests.support.ptx.syntax import Kernel, parse
+from tests.support.ptx.tensor_maps import BYTES, TensorMap
 from transformer_kernels.backends import build
 from transformer_kernels.backends import cuda as backend
 
@@ -37,7 +38,12 @@ OBSERVER = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.POINTER(ctypes.c_size_t),
 )
-ARCHITECTURE = "sm_80"
+ARCHITECTURE, ARCHITECTURES = "sm_80", {"attention_sm90": "sm_90a"}
+"""What nvcc compiles for: most sources, and those for one architecture only."""
+PANEL_COLUMNS = 64
+"""Of 16 bits: a row of a box (csrc/primitives/hopper.h)."""
+EMULATED_MAP = struct.Struct("<Q4q4qI4x")
+"""emulation::TensorMap: address, sizes, strides in bytes, and the rows of a box."""
 
 
 def compiled(source: str) -> str:
@@ -53,7 +59,14 @@ def compiled(source: str) -> str:
     target = folder / f"{source}.ptx"
     if not target.is_file():
         includes = [f"-I{path}" for path in (*toolkit.include, sysconfig.get_paths()["include"])]
-        command = [str(toolkit.nvcc), "-std=c++17", "-O3", "-ptx", f"-arch={ARCHITECTURE}", *includes]
+        command = [
+            str(toolkit.nvcc),
+            "-std=c++17",
+            "-O3",
+            "-ptx",
+            f"-arch={ARCHITECTURES.get(source, ARCHITECTURE)}",
+            *includes,
+        ]
         partial = target.with_suffix(".partial")
         file = build.CSRC / "ops" / f"{source}.cu"
         result = subprocess.run([*command, file, "-o", partial], capture_output=True, text=True, check=False)
@@ -100,7 +113,8 @@ def by_ptx(*sources: str, races: bool = True, edit: Edit | None = None) -> Itera
             compiled_kernel = parse(edit(template, entries(source)[template, arguments][1]))
         if sizes[4:] != [1, 1]:
             raise ValueError(f"ptx: {template} has blocks of {sizes[3:]} threads")
-        result = Execution(template, ARCHITECTURE, "")
+        values = [_parameter(data, size) for data, (_, size) in zip(values, compiled_kernel.parameters, strict=True)]
+        result = Execution(template, compiled_kernel.target, "")
         total = max(compiled_kernel.static_shared + shared, 16)
         grid = (sizes[0], sizes[1], sizes[2])
         execute(compiled_kernel, grid, values, sizes[3], total, result, races, tensors=_tensors_at(values))
@@ -127,6 +141,18 @@ def by_ptx(*sources: str, races: bool = True, edit: Edit | None = None) -> Itera
         module.set_observer(0)
     if errors:
         raise errors[0]
+
+
+def _parameter(data: bytes, size: int) -> bytes:
+    """What the compiled kernel takes for a parameter of an emulated launch: tensor maps are larger there."""
+    maps = len(data) // EMULATED_MAP.size
+    if len(data) != maps * EMULATED_MAP.size or size != maps * BYTES:
+        return data
+    found = b""
+    for address, *axes, rows in EMULATED_MAP.iter_unpack(data):
+        box = (PANEL_COLUMNS, rows, 1, 1)
+        found += TensorMap(address, 2, tuple(axes[:4]), tuple(axes[5:]), box, 2 * PANEL_COLUMNS).pack()
+    return found
 
 
 def _tensors_at(values: list[bytes]) -> Mapping[str, Tensor]:

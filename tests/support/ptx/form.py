@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.support.ptx.syntax import Instruction, Operand, Pair, Sink, Vector
 from tests.support.ptx.types import TYPES, Mask, Refused, Type
@@ -15,6 +15,7 @@ Read = Callable[[Mask], Any]
 """An operand's values for the threads of a mask: an array of all threads, or one number for all."""
 Write = Callable[[Any, Mask], None]
 Step = Callable[[Mask], None]
+Unit = TypeVar("Unit")
 Handler = Callable[["Form"], Step]
 
 
@@ -64,6 +65,13 @@ class Form:
 
     def writer(self, index: int, type: Type, wide: bool = False) -> Write:
         return self.machine.writer(self.operands[index], type, wide)
+
+    def unit(self, kind: Callable[[Form], Unit]) -> Unit:
+        """The state of an asynchronous unit of the machine, made at its first instruction."""
+        if kind not in self.machine.units:
+            self.machine.units[kind] = kind(self)
+        found: Unit = self.machine.units[kind]
+        return found
 
     def items(self, index: int) -> tuple[Operand, ...]:
         """The elements of a vector, or the operand alone."""

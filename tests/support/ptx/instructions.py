@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.support.ptx import arithmetic, bitwise, conversions, tensor_cores, transfers, warps
+from tests.support.ptx import arithmetic, barriers, bitwise, conversions, tensor_cores, transfers, warps
 from tests.support.ptx.form import Form, Step, Table
-from tests.support.ptx.syntax import Number, Symbol
+from tests.support.ptx.syntax import Symbol
 from tests.support.ptx.types import Mask, Refused
 
 HANDLERS = Table()
-for _module in (arithmetic, bitwise, conversions, transfers, warps, tensor_cores):
+for _module in (arithmetic, bitwise, conversions, transfers, warps, barriers, tensor_cores):
     assert not HANDLERS.keys() & _module.TABLE.keys()
     HANDLERS.update(_module.TABLE)
 
@@ -37,11 +37,10 @@ def _return(form: Form) -> Step:
 
 @CONTROL.add("bar", "barrier")
 def _barrier(form: Form) -> Step:
+    if barriers.meets_in_parts(form.instruction, form.machine.threads):
+        return barriers.named(form)
     form.need("sync")
     form.take("cta")
     form.take("aligned")
     form.count(1, 2)
-    threads = [Number(0), Number(form.machine.threads)][: len(form.operands)]
-    if list(form.operands) != threads:
-        raise Refused("a barrier of some of the threads")
     return _nothing

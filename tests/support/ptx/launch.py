@@ -14,9 +14,12 @@ from unittest import mock
 from torch import Tensor
 
 from benchmarks.compilers import launches
+from tests.support.ptx.barriers import meets_in_parts
 from tests.support.ptx.machine import Finding, Machine, narrowest_global
 from tests.support.ptx.memory import Global, address_of
 from tests.support.ptx.syntax import Kernel, parse
+from tests.support.ptx.tensor_maps import SWIZZLES, TensorMap
+from tests.support.ptx.types import Refused
 from transformer_kernels.backends import build
 from transformer_kernels.backends import triton as backend
 
@@ -90,7 +93,10 @@ def execute(
     memory = Global(pieces, narrowest_global(kernel), races)
     x, y, z = (*grid, 1, 1)[:3]
     # One CTA after the other where one may wait for a lock, and for wgmma: which registers one writes is known exactly.
-    alone = any(each.opcode == "wgmma" or "cas" in each.modifiers for each in kernel.code)
+    # And where parts of a CTA meet: what each thread knows of the others is kept for one.
+    alone = any(
+        each.opcode == "wgmma" or "cas" in each.modifiers or meets_in_parts(each, threads) for each in kernel.code
+    )
     count, together = x * y * z, 1 if alone else max(1, LANES // threads)
     for first in range(0, count, together):
         ctas = list(range(first, min(first + together, count)))
@@ -138,11 +144,10 @@ def compiler() -> Iterator[None]:
         yield
 
 
-def compile_launch(launch: launches.Launch) -> tuple[str, int]:
-    """PTX, and the bytes of shared memory that a CTA needs."""
+def compile_launch(launch: launches.Launch) -> Any:
+    """The compiled kernel: its PTX in `asm`, and the bytes of shared memory of a CTA in `metadata`."""
     with compiler():
-        compiled = backend.load().compile(launch.source, target=launch.target, options=dict(launch.options))
-    return compiled.asm["ptx"], compiled.metadata.shared
+        return backend.load().compile(launch.source, target=launch.target, options=dict(launch.options))
 
 
 def capability_of(target: str) -> backend.Capability:
@@ -177,7 +182,8 @@ def run_ptx(
     Args:
         kernel: what `@triton.jit` made.
         grid: programs along each axis, up to three.
-        args: arguments by name: contiguous or strided CPU tensors, numbers, and the constants that are `tl.constexpr`.
+        args: arguments by name: contiguous or strided CPU tensors, TensorDescriptors of them, numbers, and the
+            constants that are `tl.constexpr`.
         target: "sm_80", "sm_90", and others whose PTX has no instructions beyond theirs.
         num_warps, num_stages: as at a launch.
         races: look for races too, which takes about as long again.
@@ -215,19 +221,45 @@ def run_launch(
     launch: launches.Launch, grid: Grid, arguments: Sequence[Any], races: bool = True, edit: Edit | None = None
 ) -> Execution:
     """Compile a recorded launch and execute it with arguments, one for each parameter of the kernel."""
-    ptx, shared = compile_launch(launch)
+    compiled = compile_launch(launch)
+    ptx = compiled.asm["ptx"]
     if edit is not None:
         ptx = edit(launch.kernel_name, ptx)
-    names, values = [], []
+    names: list[str] = []
+    values: list[Tensor | bytes] = []
+    described: dict[str, Tensor] = {}
+    maps = iter(compiled.metadata.tensordesc_meta or ())
     for name, value in zip(launch.kernel.arg_names, arguments, strict=True):
         type = launch.signature.get(name, "constexpr")
-        if type != "constexpr":
-            names.append(name)
-            values.append(value if type.startswith("*") else pack(type, value))
+        if type.startswith("tensordesc"):
+            given = _descriptor(value, next(maps, None))
+            described[name] = value.base
+        else:
+            given = [] if type == "constexpr" else [value if type.startswith("*") else pack(type, value)]
+        names += [name] * len(given)
+        values += given
     kernel = _parsed(ptx)
     result = Execution(launch.kernel_name, kernel.target, ptx)
-    execute(kernel, grid, values, 32 * launch.options["num_warps"], max(shared, 16), result, races, names)
+    threads, shared = 32 * launch.options["num_warps"], max(compiled.metadata.shared, 16)
+    execute(kernel, grid, values, threads, shared, result, races, names, described)
     return result
+
+
+def _descriptor(value: Any, described: Mapping[str, Any] | None) -> list[Tensor | bytes]:
+    """What Triton's launcher makes of a TensorDescriptor: a tensor map, or where there are none the address."""
+    shape, strides = list(value.shape), list(value.strides)
+    if value.padding != "zero":
+        raise Refused("ptx: a TensorDescriptor that pads with NaN")
+    axes = [pack("i32", size) for size in shape] + [pack("i64", stride) for stride in strides]
+    if described is None:
+        whole = [pack("i64", each) for each in (*shape, *strides)]
+        return [value.base, *whole, pack("i1", 0), *axes]
+    width = described["elem_size"]
+    if described["fp4_padded"] or strides[-1] != 1:
+        raise Refused("ptx: a TensorDescriptor of 4 bits, or whose last axis is strided")
+    outer = tuple(width * stride for stride in strides[-2::-1])
+    box, swizzle = tuple(described["block_size"][::-1]), SWIZZLES[described["swizzle"]]
+    return [TensorMap(value.base.data_ptr(), width, tuple(shape[::-1]), outer, box, swizzle).pack(), *axes]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.ptx.barriers import Barriers, meets_in_parts
 from tests.support.ptx.form import Form, Read, Step, Write
 from tests.support.ptx.instructions import CONTROL, HANDLERS
 from tests.support.ptx.memory import GENERIC_SHARED, POISON, Global, Shared, address_of
@@ -30,10 +31,12 @@ from tests.support.ptx.syntax import (
     Symbol,
 )
 from tests.support.ptx.types import PRED, TYPES, U64, Array, Fault, Mask, Refused, Type
+from tests.support.ptx.vector_clocks import VectorClock
 
 Finding = tuple[str, str, str]
 """Kind, message and instruction."""
 
+WARP_GROUP = 128
 MOST_INSTRUCTIONS = 50_000_000
 
 
@@ -57,19 +60,31 @@ class Machine:
         self.N, self.W = len(ctas) * threads, len(ctas) * threads // 32
         self.lanes = np.arange(self.N)
         self.architecture = int("".join(c for c in kernel.target if c.isdigit()))
+        self.at_end: list[Callable[[], None]] = []
+        self.units: dict[Any, Any] = {}
+        self.barriers: Barriers | None = None
         self.clock = Clock(np.asarray(ctas), threads)
+        if len(ctas) == 1 and any(meets_in_parts(each, threads) for each in kernel.code):
+            self.clock = VectorClock(ctas[0], threads)
+            self.barriers = Barriers(self, self.clock)
         self.shared = Shared(len(ctas), shared, threads, self.clock, min(4, _narrowest(kernel, shared=True)), races)
         self.special = self._special(grid, np.asarray(ctas), shared)
         self.number = {name: i for i, name in enumerate(kernel.registers)}
         self.values: list[Any] = [None] * len(self.number)
         self.written = [False] * len(self.number)
         """By any thread; in the others a register is poisoned."""
-        self.changed = [0] * len(self.number)
-        """The instruction, counted as executed, that last wrote each register."""
+        self.changed: list[Any] = [0] * len(self.number)
+        """The instruction, counted as executed, that last wrote each register; of each warp group where they differ."""
+        self.by_group = any(each.opcode == "wgmma" for each in kernel.code)
         self.executed = self.work = 0
         self.findings: Counter[Finding] = Counter()
         self.current = ""
-        self.at_end: list[Callable[[], None]] = []
+        self.pc = np.zeros(self.N, np.int64)
+        self.exited, self.waiting, self.held = (np.zeros(self.N, bool) for _ in range(3))
+        """Threads at the end, at the barrier of the CTA, and at one of some threads."""
+        self.registers = np.zeros(-(-self.N // WARP_GROUP), np.int64)
+        """Of a thread of each warp group, by setmaxnreg."""
+        self.holds: list[Step | None] = []
         self.steps = [self._decode(each) for each in kernel.code]
 
     def note(self, kind: str, message: str) -> None:
@@ -82,6 +97,10 @@ class Machine:
 
     def lanes_of(self, mask: Mask) -> Array:
         return self.lanes if mask is None else np.nonzero(mask)[0]
+
+    def groups_of(self, mask: Mask) -> Array:
+        """Which warp groups have threads in a mask."""
+        return np.asarray(np.ones(self.N, bool) if mask is None else mask).reshape(-1, WARP_GROUP).any(1)
 
     def whole_warps(self, mask: Mask, size: int = 32) -> None:
         """A fault where some threads of a warp (or of a group of `size`) are elsewhere."""
@@ -166,10 +185,11 @@ class Machine:
         def write(value: Any, mask: Mask) -> None:
             if extends:
                 value = value.view(type.dtype).astype(signed if type.kind == "signed" else declared.unsigned)
-            changed[i] = self.executed
             if mask is None:
-                values[i], written[i] = value, True
+                values[i], written[i], changed[i] = value, True, self.executed
                 return
+            if self.by_group:
+                changed[i] = np.where(self.groups_of(mask), self.executed, changed[i])
             old = values[i]
             if old is None:
                 old = np.full(self.N * declared.dtype.itemsize, POISON, np.uint8).view(declared.unsigned)
@@ -183,7 +203,7 @@ class Machine:
 
     def address(self, operand: Operand, shared: bool) -> Read:
         """Addresses [N] in 64 bits."""
-        if not isinstance(operand, Address):
+        if not isinstance(operand, Address) or operand.coordinates:
             raise Refused(f"{operand} as an address")
         offset = np.uint64(operand.offset & (2**64 - 1))
         base = operand.base
@@ -216,6 +236,7 @@ class Machine:
 
     def _decode(self, instruction: Instruction) -> Step | None:
         form = Form(self, instruction)
+        holds = meets_in_parts(instruction, self.threads)
         is_control = instruction.opcode in CONTROL and "warp" not in instruction.modifiers
         table = CONTROL if is_control else HANDLERS
         if instruction.opcode not in table:
@@ -225,7 +246,8 @@ class Machine:
             form.finish()
         except Refused as reason:
             raise Refused(f"ptx: {instruction.text}: {reason}") from None
-        return None if is_control else step
+        self.holds.append(step if holds else None)
+        return None if is_control or holds else step
 
     def run(self) -> None:
         """All CTAs to their end.
@@ -245,19 +267,12 @@ class Machine:
     def _walk(self) -> None:
         code, targets = self.kernel.code, self.kernel.targets
         predicates = [None if x.predicate is None else self.reader(x.predicate, PRED) for x in code]
-        pc, exited, waiting = np.zeros(self.N, np.int64), np.zeros(self.N, bool), np.zeros(self.N, bool)
         at, mask = 0, None  # the instruction that runs, and by whom; None: by every thread
         while True:
             if at < 0:  # choose
-                ready = ~(exited | waiting)
-                if not ready.any():
-                    if exited.all():
-                        return
-                    self._pass_barrier(pc, exited, waiting)
-                    continue
-                at = int(pc[ready].min())
-                chosen = ready & (pc == at)
-                mask = None if chosen.all() else chosen
+                if self.exited.all():
+                    return
+                at, mask = self._choose()
             instruction, step = code[at], self.steps[at]
             self.current = instruction.text
             self.executed += 1
@@ -277,39 +292,77 @@ class Machine:
                     step(active)
                 at += 1
                 if mask is not None and at in targets:
-                    pc[mask], at = at, -1
-            elif mask is None and active is None:  # together
+                    self.pc[mask], at = at, -1
+            elif mask is None and active is None and self.holds[at] is None:  # together
                 if instruction.opcode == "bra":
                     at = instruction.target
-                elif instruction.opcode == "bar":
+                elif instruction.opcode in ("bar", "barrier"):
                     self.clock.barrier()
                     at += 1
                 else:
-                    return
+                    self.exited[:] = True
+                    at = -1
             else:
-                here = np.ones(self.N, bool) if mask is None else mask
-                taken = here if active is None else active
-                pc[here] = at + 1
-                if instruction.opcode == "bra":
-                    pc[taken] = instruction.target
-                elif instruction.opcode == "bar":
-                    waiting |= taken
-                else:
-                    exited |= taken
+                self._part(at, mask, active)
                 at = -1
 
-    def _pass_barrier(self, pc: Array, exited: Array, waiting: Array) -> None:
-        """Let the CTAs on whose barrier every thread waits pass it."""
+    def _choose(self) -> tuple[int, Mask]:
+        """The instruction that runs next, and by whom."""
+        while True:
+            ready = ~(self.exited | self.waiting | self.held)
+            while ready.any():
+                at = int(self.pc[ready].min())
+                chosen = ready & (self.pc == at)
+                if (late := self._late(at, chosen)) is None:
+                    return at, None if chosen.all() else chosen
+                ready &= ~late
+            if not self._pass_barrier():
+                waiting = self.barriers.describe() if self.barriers else ""
+                raise Fault(f"no thread can go on: {waiting or 'threads of a CTA miss its barrier'}")
+
+    def _late(self, at: int, chosen: Array) -> Mask:
+        """Of an instruction that a warp (or a warp group) executes together: the threads that others are missing of,
+        because a barrier of some threads holds them.
+        """
+        instruction = self.kernel.code[at]
+        if self.barriers is None or "sync" not in instruction.modifiers:
+            return None
+        size = WARP_GROUP if instruction.opcode in ("wgmma", "setmaxnreg") else 32
+        late = chosen.reshape(-1, size).any(1) & self.held.reshape(-1, size).any(1)
+        return np.repeat(late, size) if late.any() else None
+
+    def _part(self, at: int, mask: Mask, active: Mask) -> None:
+        """An instruction after which threads of the mask may be elsewhere; the active ones execute it."""
+        instruction = self.kernel.code[at]
+        here = np.ones(self.N, bool) if mask is None else mask
+        taken = here if active is None else active
+        self.pc[here] = at + 1
+        if (hold := self.holds[at]) is not None:
+            if taken.any():
+                hold(taken)
+        elif instruction.opcode == "bra":
+            self.pc[taken] = instruction.target
+        elif instruction.opcode in ("bar", "barrier"):
+            self.waiting |= taken
+        else:
+            self.exited |= taken
+
+    def _pass_barrier(self) -> bool:
+        """Let the CTAs on whose barrier every thread waits pass it; returns whether there are some."""
         shape = (-1, self.threads)
+        waiting, exited = self.waiting, self.exited
         passing = (waiting | exited).reshape(shape).all(1) & waiting.reshape(shape).any(1)
-        stops = np.where(waiting, pc, -1).reshape(shape)
+        stops = np.where(waiting, self.pc, -1).reshape(shape)
         if (((stops != stops.max(1, keepdims=True)) & (stops >= 0)).any(1) & passing).any():
             self.note("barrier", "threads of one CTA wait at different barriers")
         if (exited & np.repeat(passing, self.threads)).any():
             self.note("barrier", "some threads of a CTA have left when others wait at a barrier")
         lanes = np.nonzero(np.repeat(passing, self.threads))[0]
+        if not len(lanes):
+            return False
         waiting[lanes] = False
         self.clock.barrier(lanes)
+        return True
 
 
 def _narrowest(kernel: Kernel, shared: bool) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from tests.support.ptx.races import Clock, Shadow
 from tests.support.ptx.syntax import SHARED_BASE
 from tests.support.ptx.types import Array, Fault
+from tests.support.ptx.vector_clocks import VectorClock, VectorShadow
 
 POISON = 0xFF
 """Each byte of memory that nothing was written to: NaN in every floating type."""
@@ -22,6 +23,7 @@ Note = Callable[[str, str], None]
 """Takes the kind of a finding and its message."""
 
 DIFFERENT = "two lanes of one store write different values to the same shared bytes"
+OVERWRITTEN = "a write to shared memory that a product or a tensor copy under way reads"
 ONE_ULP = "two lanes of one store write values that differ by one ulp to the same shared bytes"
 """Triton's compiler contracts a square and the first sum of a reduction over lanes into fma(a, a, b * b), which the
 lane of b computes as fma(b, b, a * a): copies of a sum of squares that several lanes hold may differ by an ulp."""
@@ -127,9 +129,8 @@ class Global:
             return
         places = granules(offsets, size, self.granule)
         each = len(places) // len(lanes)
-        stamps, since = np.repeat(clock.stamp[lanes], each), np.repeat(clock.since[lanes], each)
-        found = (piece.shadow.read if kind == "read" else piece.shadow.write)(places, stamps, since)
-        if found:
+        note_access = piece.shadow.read if kind == "read" else piece.shadow.write
+        if found := note_access(places, np.repeat(lanes, each), clock):
             note("race", f"{found} to global memory ({piece.name})")
 
 
@@ -158,12 +159,18 @@ class Shared:
         self.arriving = np.zeros(places, np.int16)
         """Copies by cp.async that are under way to each granule."""
         self.multiplied = np.zeros(places, np.int16)
-        """Matrix products under way that read each granule."""
+        """Matrix products and copies from shared memory under way that read each granule."""
         self.unfenced = np.zeros(places, np.int64)
         """The lane + 1 that wrote last and has not called fence.proxy.async since."""
+        self.fences = np.zeros(places, np.int64)
+        """That fence, as an access of a vector clock: it must come before what the async proxy reads."""
         self.copied = np.zeros(places, bool)
         """Whether it wrote by cp.async."""
-        self.shadow = Shadow(places) if races else None
+        self.opaque = np.zeros(places, bool)
+        """Bytes of mbarriers."""
+        self.shadow: Shadow | VectorShadow | None = None
+        if races:
+            self.shadow = VectorShadow(places, clock) if isinstance(clock, VectorClock) else Shadow(places)
 
     def offsets(self, addresses: Array, lanes: Array, size: int) -> Array:
         at = addresses.astype(np.int64) - SHARED_BASE
@@ -180,16 +187,18 @@ class Shared:
             return
         places = granules(at, size, self.granule)
         each = len(places) // len(lanes)
+        if self.opaque[places].any():
+            note("mbarrier", f"a {kind} of an mbarrier by an ordinary instruction")
         if kind != "read":
             self.unfenced[places] = np.repeat(lanes, each) + 1
             self.copied[places] = kind in ("copy", "arrive")
             if self.multiplied[places].any():
-                note("wgmma", "a write to shared memory that a product under way reads")
+                note("wgmma", OVERWRITTEN)
         if kind != "arrive" and self.arriving[places].any():
             note("cp.async", f"a {kind} of bytes that a copy under way writes")
         if self.shadow is not None:
-            stamps, since = np.repeat(self.clock.stamp[lanes], each), np.repeat(self.clock.since[lanes], each)
-            if found := (self.shadow.read if kind == "read" else self.shadow.write)(places, stamps, since):
+            note_access = self.shadow.read if kind == "read" else self.shadow.write
+            if found := note_access(places, np.repeat(lanes, each), self.clock):
                 note("race", f"{found} to shared memory")
 
     def load(self, addresses: Array, lanes: Array, width: int, count: int, note: Note) -> list[Array]:
@@ -212,4 +221,63 @@ class Shared:
         """fence.proxy.async: what these lanes wrote is visible to the async proxy."""
         fenced = np.zeros(len(self.row) + 1, bool)
         fenced[lanes + 1] = True
-        self.unfenced[fenced[self.unfenced]] = 0
+        places = np.nonzero(fenced[self.unfenced])[0]
+        if isinstance(self.clock, VectorClock):
+            self.fences[places] = self.clock.codes(self.unfenced[places] - 1)
+        self.unfenced[places] = 0
+
+    def missing_fence(self, places: Array, lanes: Array) -> Array:
+        """Where the async proxy, started by these lanes, may not see what was written."""
+        missing = self.unfenced[places] > 0
+        if isinstance(self.clock, VectorClock):
+            missing |= self.clock.unordered_to_all(self.fences[places], lanes)
+        return missing
+
+    def start_product(self, pieces: Array, lanes: Array, note: Note) -> Array:
+        """A product of a warp group reads these pieces of 16 bytes; returns their granules."""
+        places = granules(pieces, 16, self.granule)
+        if isinstance(self.clock, VectorClock) and isinstance(self.shadow, VectorShadow):
+            if self.arriving[places].any():
+                note("cp.async", "a read of bytes that a copy under way writes")
+            if found := self.shadow.multiply(places, lanes, self.clock):
+                note("race", f"{found} to shared memory")
+        else:
+            self.note("read", pieces, np.full(len(pieces), lanes[0]), 16, note)
+        self.multiplied[places] += 1
+        return places
+
+    def start_store(self, pieces: Array, lane: int, note: Note) -> None:
+        """The copy engine reads these pieces of 16 bytes, started by a lane."""
+        places = granules(pieces, 16, self.granule)
+        if self.missing_fence(places, np.array([lane])).any():
+            note("proxy", "a tensor copy reads what ordinary stores wrote without fence.proxy.async")
+        self.note("read", pieces, np.full(len(pieces), lane), 16, note)
+        self.multiplied[places] += 1
+
+    def finish_store(self, pieces: Array, lane: int, note: Note) -> None:
+        self.multiplied[granules(pieces, 16, self.granule)] -= 1
+        self.note("read", pieces, np.full(len(pieces), lane), 16, note)
+
+    def finish_product(self, places: Array, lanes: Array) -> None:
+        self.multiplied[places] -= 1
+        if isinstance(self.clock, VectorClock) and isinstance(self.shadow, VectorShadow):
+            self.shadow.finish_multiply(places, lanes, self.clock)
+
+    def start_tensor_copy(self, pieces: Array, lane: int, code: int, note: Note) -> Array:
+        """The copy engine will write these pieces of 16 bytes, started by a lane; returns their granules."""
+        assert isinstance(self.clock, VectorClock)
+        places = granules(pieces, 16, self.granule)
+        if self.opaque[places].any():
+            note("mbarrier", "a tensor copy to an mbarrier")
+        if self.missing_fence(places, np.array([lane])).any():
+            note("proxy", "a tensor copy overwrites what ordinary stores wrote without fence.proxy.async")
+        if self.multiplied[places].any():
+            note("wgmma", OVERWRITTEN)
+        if self.arriving[places].any():
+            note("cp.async", "a copy of bytes that a copy under way writes")
+        shadow, who = self.shadow, np.full(len(places), lane)
+        if isinstance(shadow, VectorShadow) and (found := shadow.write(places, who, self.clock, code)):
+            note("race", f"{found} to shared memory, by a tensor copy")
+        self.arriving[places] += 1
+        self.unfenced[places] = self.fences[places] = 0
+        return places

@@ -53,8 +53,9 @@ class Shadow:
         self.writer = np.zeros(granules, np.int64)
         self.reader = np.zeros(granules, np.int64)
 
-    def read(self, at: Array, stamps: Array, since: Array) -> str:
-        """Note reads; returns what they race with, or nothing."""
+    def read(self, at: Array, lanes: Array, clock: Clock) -> str:
+        """Note reads, each by a lane; returns what they race with, or nothing."""
+        stamps, since = clock.stamp[lanes], clock.since[lanes]
         found = _conflict(self.writer[at], stamps, since)
         before = self.reader[at]
         unordered = (before != stamps) & (before > 0) & ((before >= since) | _other_cta(before, stamps))
@@ -66,8 +67,9 @@ class Shadow:
             self.reader[at[more]] = joined[more]
         return f"a read after {found}'s write" if found else ""
 
-    def write(self, at: Array, stamps: Array, since: Array) -> str:
-        """Note writes; returns what they race with, or nothing."""
+    def write(self, at: Array, lanes: Array, clock: Clock) -> str:
+        """Note writes, each by a lane; returns what they race with, or nothing."""
+        stamps, since = clock.stamp[lanes], clock.since[lanes]
         written = _conflict(self.writer[at], stamps, since)
         read = _conflict(self.reader[at], stamps, since)
         self.writer[at] = stamps

@@ -53,6 +53,8 @@ class Vector:
 class Address:
     base: Operand
     offset: int
+    coordinates: tuple[Operand, ...] = ()
+    """Of a box, where the base is the address of a tensor map."""
 
 
 @dataclass(frozen=True)
@@ -235,10 +237,11 @@ class _Body:
         if text.startswith("{"):
             return Vector(tuple(self._operand(each) for each in _split(text[1:-1])))
         if text.startswith("["):
-            match = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text)
+            match = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+)\s*)?(?:,\s*\{([^}]*)\}\s*)?\]", text)
             if match is None:
                 raise Refused(f"ptx: address {text}")
-            return Address(self._operand(match[1]), int(match[2] or "0", 0))
+            coordinates = tuple(self._operand(each) for each in _split(match[3] or ""))
+            return Address(self._operand(match[1]), int(match[2] or "0", 0), coordinates)
         if text.startswith("!"):
             return Negated(self._operand(text[1:].strip()))
         if "|" in text:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from tests.support.ptx import hardware
+from tests.support.ptx.barriers import barriers_of
 from tests.support.ptx.form import Form, Read, Step, Table
-from tests.support.ptx.memory import granules
 from tests.support.ptx.syntax import Number, Register, Vector
+from tests.support.ptx.tensor_maps import swizzled
 from tests.support.ptx.types import B32, B64, F32, PRED, TYPES, Array, Mask, Refused, bf16_to_f32
 
 TABLE = Table()
@@ -64,18 +65,28 @@ def _fence(form: Form) -> Step:
     if form.instruction.opcode == "membar":
         form.need("gl", "cta", "sys")
         return lambda mask: None
+    if form.take("mbarrier_init"):
+        form.need("release")
+        form.need("cluster")
+        return lambda mask: barriers_of(form).fence(machine.lanes_of(mask))
     if not form.take("proxy"):
         form.need("acq_rel", "sc")
         form.need("cta", "gpu", "sys", "cluster")
         return lambda mask: None
     form.need("async")
-    form.take("shared::cta", "shared::cluster")
-    return lambda mask: machine.shared.fence(machine.lanes_of(mask))
+    form.take("shared::cta", "shared::cluster", "global")
+
+    def step(mask: Mask) -> None:
+        machine.shared.fence(machine.lanes_of(mask))
+        if machine.barriers:
+            machine.barriers.fence(machine.lanes_of(mask))
+
+    return step
 
 
 @TABLE.add("wgmma")
 def _wgmma(form: Form) -> Step:
-    products = _products(form)
+    products = form.unit(Products)
     what = form.need("fence", "commit_group", "wait_group", "mma_async")
     form.need("sync")
     form.need("aligned")
@@ -119,9 +130,8 @@ class Products:
         self.committed: list[list[list[Product]]] = [[] for _ in range(count)]
         self.sums: list[dict[tuple[int, ...], Array]] = [{} for _ in range(count)]
         self.under_way: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(count)]
-        self.fenced = -1
-        self.diverged = -1
-        """The instructions, counted as executed, that were the last fence and the last of some threads only."""
+        self.fenced = np.full(count, -1)
+        """The instruction, counted as executed, that was the last fence of each warp group."""
         machine.at_end.append(self.check_end)
 
     def check_end(self) -> None:
@@ -132,12 +142,10 @@ class Products:
         self.machine.whole_warps(mask, GROUP)
         if mask is None:
             return list(range(self.machine.N // GROUP))
-        self.diverged = self.machine.executed
         return [int(group) for group in np.nonzero(mask[::GROUP])[0]]
 
     def fence(self, mask: Mask) -> None:
-        self.groups(mask)
-        self.fenced = self.machine.executed
+        self.fenced[self.groups(mask)] = self.machine.executed
 
     def commit(self, mask: Mask) -> None:
         for group in self.groups(mask):
@@ -157,25 +165,21 @@ class Products:
             self._write(registers, pieces)
 
     def start(self, group: int, product: Product) -> None:
-        machine, pending = self.machine, self.under_way[group]
+        pending = self.under_way[group]
         if product.sums not in self.sums[group]:
             registers = set(product.sums)
             if any(registers & set(other) for other in pending):
                 raise Refused("sums in a part of the registers of another product under way")
             self.sums[group][product.sums] = self._gather(group, product)
         pending[product.sums] += 1
-        machine.shared.multiplied[product.read] += 1
         self.open[group].append(product)
 
     def _finish(self, group: int, product: Product) -> Array | None:
         """The sums, when no other product adds to them."""
         machine, pending = self.machine, self.under_way[group]
-        machine.shared.multiplied[product.read] -= 1
-        if self.diverged < product.issued:
-            for i in (*product.sums, *product.fragments):
-                if machine.changed[i] > product.issued:
-                    machine.note("wgmma", "a register of a product under way is written")
-                    break
+        machine.shared.finish_product(product.read, _lanes(group))
+        if any(self.changed(i, group) > product.issued for i in (*product.sums, *product.fragments)):
+            machine.note("wgmma", "a register of a product under way is written")
         words = machine.shared.views[TYPES[product.kind].bits // 8]
         a = product.a if product.fragments else _values(words[product.a], product.kind)
         b = _values(words[product.b], product.kind)
@@ -188,6 +192,11 @@ class Products:
             return None
         del pending[product.sums]
         return self.sums[group].pop(product.sums)
+
+    def changed(self, register: int, group: int) -> int:
+        """The instruction that last wrote a register in a warp group."""
+        found = self.machine.changed[register]
+        return int(found[group]) if np.ndim(found) else int(found)
 
     def _gather(self, group: int, product: Product) -> Array:
         """[64, columns] of the fragments of the sums."""
@@ -214,15 +223,6 @@ def _values(words: Array, kind: str) -> Array:
     if kind == "tf32":
         return (words & np.uint32(0xFFFFE000)).view(np.float32)
     return bf16_to_f32(words) if kind == "bf16" else words.view(np.float16).astype(np.float32)
-
-
-def _products(form: Form) -> Products:
-    """Those of the machine, made at its first such instruction."""
-    for check in form.machine.at_end:
-        owner = getattr(check, "__self__", None)
-        if isinstance(owner, Products):
-            return owner
-    return Products(form)
 
 
 def _product(form: Form, products: Products) -> Step:
@@ -254,13 +254,12 @@ def _product(form: Form, products: Products) -> Step:
         keep = machine.full(scale(mask))[::GROUP]
         right = machine.full(b(mask))[::GROUP]
         left = [machine.full(read(mask)) for read in a]
-        if products.fenced < 0:
-            machine.note("wgmma", "the first product comes before any wgmma.fence")
-        elif products.diverged < products.fenced:
-            written = [machine.changed[i] for i in (*sums, *fragments)]
-            if max(written) > products.fenced and not all(products.under_way[g][sums] for g in groups):
-                machine.note("wgmma", "a register is written after the last wgmma.fence")
         for group in groups:
+            if products.fenced[group] < 0:
+                machine.note("wgmma", "the first product comes before any wgmma.fence")
+            written = [products.changed(i, group) for i in (*sums, *fragments)]
+            if max(written) > products.fenced[group] and not products.under_way[group][sums]:
+                machine.note("wgmma", "a register is written after the last wgmma.fence")
             at_b = _offsets(form, int(right[group]), columns, depth, transposed_b, kind, group)
             if in_registers:
                 matrix, read = _fragments(left, group, kind), at_b
@@ -280,6 +279,10 @@ def _product(form: Form, products: Products) -> Step:
             machine.written[i] = True
 
     return step
+
+
+def _lanes(group: int) -> Array:
+    return np.arange(group * GROUP, (group + 1) * GROUP)
 
 
 def _numbers(form: Form, index: int) -> tuple[int, ...]:
@@ -314,7 +317,7 @@ def _offsets(form: Form, descriptor: int, rows: int, depth: int, transposed: boo
         at = start + i // panel * leading + j // 8 * stride + j % 8 * swizzle + i % panel * width
     else:
         at = start + i // 8 * stride + i % 8 * swizzle + j * width
-    at = at ^ (((at >> 7) & (swizzle // 16 - 1)) << 4)
+    at = swizzled(at, swizzle)
     lanes = np.full(at.size, group * GROUP)
     return machine.shared.offsets(at.reshape(-1), lanes, width).reshape(at.shape) // width
 
@@ -323,9 +326,8 @@ def _note_read(form: Form, group: int, elements: Array, kind: str) -> Array:
     """Check that wgmma may read these elements; returns their granules."""
     shared, note = form.machine.shared, form.machine.note
     pieces = np.unique(elements.reshape(-1) * (TYPES[kind].bits // 8) // 16) * 16
-    shared.note("read", pieces, np.full(len(pieces), group * GROUP), 16, note)
-    places = granules(pieces, 16, shared.granule)
-    unfenced = shared.unfenced[places] > 0
+    places = shared.start_product(pieces, _lanes(group), note)
+    unfenced = shared.missing_fence(places, _lanes(group))
     for copied, message in NO_FENCE.items():
         if (unfenced & (shared.copied[places] == copied)).any():
             note("proxy", message)

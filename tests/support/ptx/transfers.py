@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.ptx import tensor_copies
 from tests.support.ptx.form import Form, Step, Table
 from tests.support.ptx.memory import GENERIC_SHARED, POISON
 from tests.support.ptx.syntax import Address, Number, Sink, Symbol
@@ -101,8 +102,8 @@ def _load_parameter(form: Form, type: Type) -> Step:
 @TABLE.add("st")
 def _store(form: Form) -> Step:
     type = form.type(*ANY)
+    form.take("weak", "volatile")
     is_global, is_shared = bool(form.take("global")), bool(form.take(*SHARED))
-    form.take("weak")
     items = _elements(form, 1)
     _take_hints(form, 2)
     machine, width = form.machine, type.bits // 8
@@ -189,19 +190,12 @@ def _granules(copy: Copy, granule: int) -> Array:
     return (copy.at[:, None] // granule + np.arange(copy.size // granule)).reshape(-1)
 
 
-def _copies(form: Form) -> Copies:
-    """Those of the machine, made at its first such instruction."""
-    for check in form.machine.at_end:
-        owner = getattr(check, "__self__", None)
-        if isinstance(owner, Copies):
-            return owner
-    return Copies(form)
-
-
 @TABLE.add("cp")
 def _copy_async(form: Form) -> Step:
     form.need("async")
-    copies = _copies(form)
+    if form.take("bulk"):
+        return tensor_copies.bulk(form)
+    copies = form.unit(Copies)
     what = form.need("ca", "cg", "commit_group", "wait_group", "wait_all")
     if what == "commit_group":
         form.count(0)

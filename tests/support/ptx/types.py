@@ -55,6 +55,7 @@ TYPES = {
         _type("bf16", "float", "u2"),
         _type("f16x2", "packed", "u4"),
         _type("bf16x2", "packed", "u4"),
+        _type("f32x2", "packed", "u8"),
         _type("tf32", "bits", "u4"),
         _type("pred", "pred", "?"),
     )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from tests.support.ptx.form import Form, Read, Step, Table
+from tests.support.ptx.syntax import Number
 from tests.support.ptx.types import B32, PRED, U32, Array, Fault, Mask, Refused
 
 TABLE = Table()
+REGISTERS, WARP_GROUP = 65536, 128
+"""Registers of a multiprocessor."""
 BITS = np.arange(32, dtype=np.int64)
 REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
 
@@ -112,6 +115,35 @@ def _warp_barrier(form: Form) -> Step:
     def step(mask: Mask) -> None:
         _check_members(form, members, mask)
         machine.clock.warp_barrier(slice(None) if mask is None else mask)
+
+    return step
+
+
+@TABLE.add("setmaxnreg")
+def _set_registers(form: Form) -> Step:
+    """Registers move between warp groups; that each has enough only ptxas knows."""
+    form.need("inc", "dec")
+    form.need("sync")
+    form.need("aligned")
+    form.type("u32")
+    form.count(1)
+    (number,) = form.operands
+    machine = form.machine
+    if not isinstance(number, Number) or machine.threads % WARP_GROUP:
+        raise Refused("a number of registers that is no constant, or no warp groups")
+    count = number.value
+    if count % 8 or not 24 <= count <= 256:
+        raise Refused(f"{count} registers: not a multiple of 8 from 24 to 256")
+
+    def step(mask: Mask) -> None:
+        machine.whole_warps(mask, WARP_GROUP)
+        machine.registers[machine.groups_of(mask)] = count
+        given = REGISTERS // machine.threads // 8 * 8
+        if (
+            machine.registers.reshape(-1, machine.threads // WARP_GROUP).sum(1).max() * WARP_GROUP
+            > given * machine.threads
+        ):
+            raise Fault(f"setmaxnreg: the warp groups ask for more than the {given} registers of each thread")
 
     return step
 

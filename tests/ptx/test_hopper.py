@@ -1,0 +1,56 @@
+"""In the gates: the Hopper forward kernel by the PTX that nvcc makes for sm_90a, and bugs planted in it.
+
+mbarriers, tensor copies, named barriers, registers that move between warp groups, and wgmma from nvcc.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.ptx.cases import problems
+from tests.support.ptx.hopper import CALLS, VARIANTS, planted, variant, verdict
+from transformer_kernels.backends import build
+from transformer_kernels.backends import cuda as backend
+
+pytestmark = pytest.mark.slow
+
+NOT_FOUND = {
+    "plain: row and column of a box swapped, 1 of 3": "the box of queries, whose row and column are both 0",
+    "plain: without bar.warp.sync, 1 of 6": "of the producer, whose other lanes do nothing",
+    "plain: without bar.warp.sync, 2 of 6": "the warp meets again at the first release, before it reads these rows",
+    "plain: without bar.warp.sync, 4 of 6": "the producer has waited for values that are released after these keys",
+    "plain: without wgmma.fence, 3 of 4": "the fence of the scores comes after the last writes to these registers",
+    "options: without arrival, 2 of 3": "of three tiles: nothing is copied over these keys again",
+    "options: without fence.proxy.async, 1 of 5": "of the queries: the fence of the first keys follows",
+    "options: without bar.sync, 2 of 7": "of the queries: the barrier of the first keys follows",
+    "options: without bar.sync, 7 of 7": "the barrier of the last values has followed the last product of the queries",
+}
+"""Bugs that change nothing in their call, and why; all others are found."""
+
+
+@pytest.fixture(autouse=True)
+def _sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    if build.find_toolkit() is None:
+        pytest.skip("there is no nvcc")
+    if not backend.emulating():
+        pytest.skip("the launchers of the emulation are needed")
+    monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_matches_reference(name: str, dtype: torch.dtype) -> None:
+    result = variant(name, dtype)
+    assert result.kernels == ["attention_forward_sm90_kernel"]
+    assert not (lines := problems(result)), "\n".join(lines[:20])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_planted_bugs_are_found(call: str) -> None:
+    assert not problems(CALLS[call](None))
+    verdicts = {name: verdict(call, bug, index) for name, (bug, index) in planted(call).items()}
+    unseen = {name for name, found in verdicts.items() if not found}
+    explained = {name for name in NOT_FOUND if name.startswith(f"{call}:")}
+    assert unseen == explained, f"unexplained {sorted(unseen - explained)}; found now {sorted(explained - unseen)}"
+    assert len(verdicts) >= {"plain": 50, "options": 25}[call]
