@@ -47,6 +47,7 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
         a `PatchReport`; print it.
     Raises:
         TypeError: not a module.
+        ImportError: the model is one of transformers, which is older than 5.10; nothing is changed.
         ValueError: the name of the backend is unknown.
         BackendUnavailable: the named backend cannot run on the model's device.
     """
@@ -114,4 +115,4 @@ def _mixin_of(module: nn.Module) -> Any:
     if (by_class := _torch.REPLACEMENTS.get(original_class(module))) is not None:
         return by_class
     path = class_path(module)
-    return _transformers.REPLACEMENTS.get(path) or _rotary.REPLACEMENTS.get(path)
+    return _transformers.REPLACEMENTS.get(path) or _rotary.replacement_for(module)
