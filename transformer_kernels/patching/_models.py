@@ -114,9 +114,9 @@ def _asks_for_its_function(layer: nn.Module) -> bool:
 def _why_not(model: Any, layers: list[Any]) -> str | None:
     """Why this model's attention stays as it is; None if it need not."""
     if any(getattr(layer, "reorder_and_upcast_attn", False) for layer in layers):
-        return "reorder_and_upcast_attn"
+        return "reorder_and_upcast_attn is set"
     if getattr(model.config, "output_attentions", False):
-        return "config.output_attentions wants the weights"
+        return "config.output_attentions is set"
     from transformer_kernels.huggingface import REFUSED, constants
 
     kinds = dict.fromkeys(original_class(layer) for layer in layers)

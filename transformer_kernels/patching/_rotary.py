@@ -163,8 +163,7 @@ class PackedGatedMLP(Mixin):
         gate = gate_of(self.activation_fn)
         if gate is None:
             return super().forward(hidden_states)
-        halves = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        return self.down_proj(gate(*halves, backend=self.backend))
+        return self.down_proj(gate(self.gate_up_proj(hidden_states), backend=self.backend))
 
 
 class T5GatedMLP(Mixin):
