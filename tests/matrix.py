@@ -21,7 +21,8 @@ import venv
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-RELEASES = [f"transformers[kernels]=={release}.*" for release in ("5.10", "5.14", "5.18", "5.22", "5.23", "5.24")]
+RELEASES = ["transformers==5.10.* kernels==0.12.*", "transformers==5.14.* kernels==0.15.*"]  # each imports kernels
+RELEASES += [f"transformers=={release}.*" for release in ("5.18", "5.22", "5.23", "5.24")]
 TESTS = ["tests/patching", "tests/test_huggingface.py"]
 PACKAGES = ("transformers", "huggingface_hub", "tokenizers", "torch", "triton")
 OUTCOMES = ("passed", "failed", "errors", "skipped")

@@ -36,7 +36,7 @@ SKIPPED = ("annotation", "returns", "ctx", "type_comment", "type_params", "kind"
 @functools.cache
 def fingerprint(function: Any, owner: type | None = None) -> str | None:
     """The fingerprint of a function, or of a method of `owner`; None without its source."""
-    bare = inspect.unwrap(function)
+    bare = inspect.unwrap(_function_in(function))
     if not isinstance(bare, types.FunctionType):
         return None
     tree = _tree(bare)
@@ -47,6 +47,13 @@ def fingerprint(function: Any, owner: type | None = None) -> str | None:
     text = "".join(form.text(part) for part in parts)
     called = [fingerprint(each, owner) for each in _called(bare, tree, owner)]
     return hashlib.sha256(repr((text, called)).encode()).hexdigest()[:12]
+
+
+def _function_in(found: Any) -> Any:
+    """The function in a layer that the package `kernels` makes of one, unless that was replaced."""
+    if not isinstance(found, nn.Module) or type(found).__name__ != "Func" or "forward" in vars(found):
+        return found
+    return inspect.getclosurevars(type(found).forward).nonlocals.get("func")
 
 
 def forward_fingerprint(kind: type) -> str | None:
@@ -63,7 +70,9 @@ def table_layout(kind: type) -> str | None:
     """
     tree = _tree(kind.forward)  # type: ignore[attr-defined]
     layouts = {"torch.cat((x, x), dim=-1)": "halves", "torch.repeat_interleave(x, 2, dim=-1)": "pairs"}
-    for node in () if tree is None else ast.walk(tree):
+    if tree is None:
+        return None
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
         argument = next(
@@ -72,9 +81,10 @@ def table_layout(kind: type) -> str | None:
         layout = layouts.get(re.sub(rf"\b{argument}\b", "x", ast.unparse(node.value)))
         if layout is not None:
             later = [each for each in ast.walk(tree) if getattr(each, "lineno", 0) > node.lineno]
-            calls = [each.func for each in later if isinstance(each, ast.Call)]
-            known = all(isinstance(call, ast.Attribute) and call.attr in ("cos", "sin", "to") for call in calls)
-            angles = {ast.unparse(call.value) for call in calls if call.attr != "to"} if known else set()
+            called = [each.func for each in later if isinstance(each, ast.Call)]
+            calls = [each for each in called if isinstance(each, ast.Attribute)]
+            known = len(calls) == len(called) and all(call.attr in ("cos", "sin", "to") for call in calls)
+            angles = {ast.unparse(call.value) for call in calls if call.attr != "to"}
             plain = not any(isinstance(each, ast.Subscript) for each in later)
             return layout if known and plain and angles == {node.targets[0].id} else None
     return None
@@ -104,7 +114,7 @@ def _called(function: types.FunctionType, tree: ast.AST, owner: type | None) -> 
     """The functions of its module, and the methods of its class, that a function names, in order."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id != INTERFACE:
-            found = function.__globals__.get(node.id)
+            found = _function_in(function.__globals__.get(node.id))
             if isinstance(found, types.FunctionType) and inspect.unwrap(found).__module__ == function.__module__:
                 yield found
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
