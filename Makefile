@@ -15,12 +15,13 @@ test gates: export OMP_WAIT_POLICY ?= passive
 $(VENV)/.test $(VENV)/.lint: export TRANSFORMER_KERNELS_CPU_LEVELS ?= present
 SOURCES := pyproject.toml setup.py constraints.txt
 
-.PHONY: help demo test gates mutants lint site gpu bench wheel clean
+.PHONY: help demo test gates matrix mutants lint site gpu bench wheel clean
 
 help:
 	@echo "make demo   train a character GPT on this machine and compare the backends (a few minutes)"
 	@echo "make test   the test suite (about five minutes on two cores)"
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
+	@echo "make matrix  the tests of patched models on several releases of transformers, in throwaway environments"
 	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"
 	@echo "make lint   ruff and mypy"
 	@echo "make site   the pages of docs/ with an API reference, in build/site"
@@ -56,6 +57,9 @@ test: $(VENV)/.test
 
 gates: $(VENV)/.test
 	$(BIN)/python -m pytest tests -m slow -n 2 --dist worksteal --durations=15
+
+matrix: $(VENV)/.test
+	$(BIN)/python -m tests.matrix $(ROWS)
 
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE))

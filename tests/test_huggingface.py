@@ -174,8 +174,11 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 0, 1]])
 SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
 
 
+REMAP = getattr(masking, "remap_positions_for_packed_sequence", None)  # since 5.23
+
+
 def packed(function, sequences=SEQUENCES, positions=POSITIONS):
-    remapped = masking.remap_positions_for_packed_sequence(function, positions)
+    remapped = function if REMAP is None or positions is None else REMAP(function, positions)
     return masking.and_masks(remapped, masking.packed_sequence_mask_function(sequences))
 
 
@@ -248,9 +251,10 @@ def test_known_masks_are_those_of_sdpa(name, offsets, padding):
         assert beyond or (name in ("bidirectional window", "two windows") and "static" in offsets), "it is known"
 
 
+@pytest.mark.parametrize("positions", [POSITIONS, None], ids=["positions", "indices"])
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_rows_become_sequences(name):
-    function = packed(KNOWN[name])
+def test_packed_rows_become_sequences(name, positions):
+    function = packed(KNOWN[name], positions=positions)
     made = huggingface.attention_mask(B, 7, 7, mask_function=function, allow_is_causal_skip=False)
     assert made.cu_seqlens.tolist() == [0, 3, 7, 8, 12, 14]
     assert torch.equal(made.dense(), masking.sdpa_mask(B, 7, 7, mask_function=function, allow_is_causal_skip=False))
@@ -271,14 +275,13 @@ UNKNOWN = {
     "own": lambda batch, head, q, k: k >= q,
     "and own": masking.and_masks(masking.causal_mask_function, lambda batch, head, q, k: k != 1),
     "chunks": masking.chunked_causal_mask_function(3, torch.zeros(B, dtype=torch.int64)),
-    "sequences alone": masking.and_masks(
-        masking.causal_mask_function, masking.packed_sequence_mask_function(SEQUENCES)
-    ),
     "sequences that come back": packed(KNOWN["causal"], sequences=SEQUENCES % 2),
-    "positions that jump": packed(KNOWN["causal"], positions=POSITIONS * 2),
     "packed twice": packed(packed(KNOWN["causal"])),
     "packed in packed": masking.and_masks(packed(KNOWN["causal"]), packed(KNOWN["window 3"])),
 }
+
+if REMAP is not None:
+    UNKNOWN["positions that jump"] = packed(KNOWN["causal"], positions=POSITIONS * 2)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

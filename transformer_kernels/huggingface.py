@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -27,13 +28,31 @@ from transformer_kernels import ops
 from transformer_kernels.ops._crossovers import small_attention
 from transformer_kernels.ops._operation import is_traced
 
-try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
-except ImportError as error:
-    raise ImportError(
-        "transformer_kernels.huggingface needs transformers 5.23 or newer: pip install 'transformers>=5.23'"
-    ) from error
+OLDEST = (5, 10)
+"""The oldest release of transformers that is supported."""
+
+
+def require_transformers() -> None:
+    """Raise ImportError if transformers is missing or older than 5.10."""
+    try:
+        import transformers
+    except ImportError:
+        found = "it is not installed"
+    else:
+        if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) >= OLDEST:
+            return
+        found = f"{transformers.__version__} is installed"
+    raise ImportError(f"transformer_kernels needs transformers 5.10 or newer, and {found}: pip install -U transformers")
+
+
+require_transformers()
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+)
 
 __all__ = ["NAME", "MaskPattern", "attention_forward", "attention_mask"]
 
@@ -356,12 +375,17 @@ def _pattern(pattern: dict[str, Any], make: Callable[[], Any], device: Any) -> M
 
 
 def _bounds(reach: _Reach, batch: int, length: int) -> Tensor | None:
-    """cu_seqlens of packed rows, one behind the other; None unless positions rise by one within each sequence."""
+    """cu_seqlens of packed rows, one behind the other; None unless positions rise by one within each sequence.
+
+    transformers 5.23 and later compute the mask function at positions, earlier releases at indices.
+    """
     sequences, positions = reach.sequences, reach.positions
-    if sequences is None or positions is None or not sequences.shape == positions.shape == (batch, length):
+    if sequences is None or sequences.shape != (batch, length):
         return None
-    begins = torch.ones(batch, length, dtype=torch.bool)
-    begins[:, 1:] = positions.diff() != 1
+    if positions is not None and positions.shape != (batch, length):
+        return None
+    begins = torch.ones(batch, length, dtype=torch.bool)  # without positions those of the row count
+    begins[:, 1:] = sequences.diff() != 0 if positions is None else positions.diff() != 1
     if not torch.equal(sequences - sequences[:, :1], begins.cumsum(1) - 1):
         return None
     starts = begins.flatten().nonzero().flatten()

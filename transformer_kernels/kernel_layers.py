@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from transformer_kernels import nn as ours
 from transformer_kernels import ops
-from transformer_kernels.patching._rotary import FAMILIES, RMS_NORMS, has_plain_silu, rms_norm_of
+from transformer_kernels.patching import _rotary
+from transformer_kernels.patching._rotary import has_plain_silu, rms_norm_of
 
 __all__ = ["InstalledLayer", "mapping", "name_layers"]
 
@@ -96,8 +97,9 @@ def name_layers() -> None:
     """Register these layer names with `kernelize` for classes that have none yet, in this process.
 
     The classes are torch.nn's LayerNorm, RMSNorm and GELU (exact classes: a subclass may compute something else), and,
-    if transformers is imported, its activations and the RMSNorm and feed-forward network of Llama, Mistral, Qwen2 and
-    Qwen3. `kernelize` does not replace an RMSNorm over several axes or a gate that is not SiLU.
+    if transformers is imported, its activations and, in the models that are imported by then, each RMSNorm and gated
+    feed-forward network whose code is that of Llama's. `kernelize` does not replace an RMSNorm over several axes or a
+    gate that is not SiLU.
 
     Raises:
         ImportError: the package `kernels` is missing.
@@ -115,13 +117,20 @@ def _known_classes() -> Iterator[tuple[Any, str]]:
     """The classes that this package has a layer for, each with the name of that layer."""
     yield from ((nn.LayerNorm, "LayerNorm"), (nn.RMSNorm, "RMSNorm"), (nn.GELU, "GeLU"))
     activations = {"GELUActivation": "GeLU", "GELUTanh": "GeluTanh", "NewGELUActivation": "NewGELU"}
-    paths = {f"transformers.activations.{kind}": name for kind, name in activations.items()}
-    paths |= {"transformers.activations.FastGELUActivation": "FastGELU"}
-    paths |= dict.fromkeys(RMS_NORMS, "RMSNorm") | {f"{family}MLP": "SwiGLUMLP" for family in FAMILIES}
-    for path, name in paths.items():
-        module, _, kind = path.rpartition(".")
-        if module in sys.modules:
-            yield getattr(sys.modules[module], kind), name
+    activations |= {"FastGELUActivation": "FastGELU"}
+    if (module := sys.modules.get("transformers.activations")) is not None:
+        yield from ((getattr(module, kind), name) for kind, name in activations.items())
+    models = [module for path, module in sys.modules.items() if path.startswith("transformers.models.")]
+    for kind in {kind for module in models for kind in vars(module).values() if _is_layer_of(kind, module)}:
+        if (name := NAMES.get(_rotary.replacement_of(kind))) is not None:
+            yield kind, name
+
+
+NAMES: dict[type, str] = {_rotary.RMSNorm: "RMSNorm", _rotary.GatedMLP: "SwiGLUMLP"}
+
+
+def _is_layer_of(kind: Any, module: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__
 
 
 def _is_ours_to_replace(kind: Any, module: Any) -> bool:

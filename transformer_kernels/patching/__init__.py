@@ -22,13 +22,16 @@ __all__ = ["Acceleration", "CallReport", "CallRow", "PatchReport", "Row", "accel
 def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     """Run the modules of a model of transformers or torch.nn by this package's operations, in place.
 
-    Replaced are, anywhere in the model, torch.nn's LayerNorm, GELU, Softmax, MultiheadAttention,
-    TransformerEncoderLayer and TransformerDecoderLayer. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT of transformers
-    5.23: the residual additions with their dropout and LayerNorm, the activations with their bias, the embeddings
-    (BERT's families) and the products of Conv1D (GPT-2). In Llama, Mistral, Qwen2 and Qwen3: RMSNorm with the residual
-    addition before it, the gated activation, and rotary positions. In T5: its norms and gated activations. In every
-    model of transformers whose attention goes through its `AttentionInterface`: the attention, and the loss over
-    tokens. On a CPU, float32 products of linear layers in a model of transformers too, where this package's are faster.
+    Replaced anywhere in the model: torch.nn's LayerNorm, RMSNorm, GELU, Softmax, MultiheadAttention,
+    TransformerEncoderLayer and TransformerDecoderLayer.
+
+    In models of transformers (5.10 or newer): the attention that goes through `AttentionInterface`, and the loss over
+    tokens. RMSNorms, gated and plain MLPs, decoder layers and rotary positions are recognised by the code of their
+    forwards; this covers Llama, Mistral, Qwen, Gemma, Phi-3, OLMo 2, SmolLM3, Granite, Cohere, GLM, GPT-NeoX, T5, ViT
+    and every model with the same code, and code that differs is not patched. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT also
+    the residual additions with their dropout and LayerNorm, the embeddings (BERT's families) and the products of Conv1D
+    (GPT-2). On a CPU, float32 products of linear layers, where this package's are the faster ones.
+
     With "auto" on a CPU, the original modules compute inference (evaluation mode, no gradients) that is too small for
     these kernels to be faster.
     Parameters, state dict, class names and hooks stay.
@@ -48,6 +51,7 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
 
     Raises:
         TypeError: not a module.
+        ImportError: the model is one of transformers, which is older than 5.10; nothing is changed.
         ValueError: the name of the backend is unknown.
         BackendUnavailable: the named backend cannot run on the model's device.
 
@@ -115,10 +119,10 @@ def _patch_module(name: str, module: Any, backend: str | None) -> Row | None:
         known = next((known for known in _torch.REPLACEMENTS if isinstance(module, known)), None)
         if known is None or known is nn.TransformerEncoder or type(module).__module__ == "transformer_kernels.nn":
             return None
-        return Row(name, kind, None, f"a subclass of torch.nn.{known.__name__} with code of its own")
+        return Row(name, kind, None, f"a subclass of torch.nn.{known.__name__} with its own code")
     if not isinstance(module, Patched):
         if (method := replaced_method(module)) is not None:
-            return Row(name, kind, None, f"its {method} was replaced")
+            return Row(name, kind, None, f"its method {method} is replaced on this instance")
         if (reason := getattr(mixin, "refuses", lambda _: None)(module)) is not None:
             return Row(name, kind, None, reason)
         swap(module, mixin, backend)
@@ -130,4 +134,4 @@ def _mixin_of(module: nn.Module) -> Any:
     if (by_class := _torch.REPLACEMENTS.get(original_class(module))) is not None:
         return by_class
     path = class_path(module)
-    return _transformers.REPLACEMENTS.get(path) or _rotary.REPLACEMENTS.get(path)
+    return _transformers.REPLACEMENTS.get(path) or _rotary.replacement_for(module)

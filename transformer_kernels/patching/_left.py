@@ -21,11 +21,11 @@ KINDS = {
 """What the class of a module is called."""
 
 REASONS = {
-    "attention": "its scores are computed by code of its own, not through transformers' AttentionInterface",
-    "norm": "there is no operation for this class",
-    "activation": "there is no operation for this class",
-    "MLP": "its products and activation are code of its own",
-    "loss": "it is called with arguments that only its caller knows",
+    "attention": "it does not call transformers' AttentionInterface",
+    "norm": "its code is not that of a known norm",
+    "activation": "there is no operation for this activation",
+    "MLP": "its code is not that of a known MLP",
+    "loss": "it is called with arguments that are known to its caller only",
 }
 REMEDY = "; `accelerate` reroutes its calls of torch"
 

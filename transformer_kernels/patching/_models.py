@@ -14,8 +14,8 @@ from torch import nn
 from transformer_kernels.patching._output import OutputLayer
 from transformer_kernels.patching._products import Linear
 from transformer_kernels.patching._report import Row
-from transformer_kernels.patching._rotary import ATTENTION
-from transformer_kernels.patching._swap import Mixin, Patched, class_path, is_plain, original_class, swap
+from transformer_kernels.patching._rotary import RotaryAttention, rotates_by_tables
+from transformer_kernels.patching._swap import Mixin, Patched, is_plain, original_class, swap
 from transformer_kernels.patching._transformers import LOSSES
 
 CONFIGS = "_configs_of_patch"
@@ -50,8 +50,9 @@ def patch_models(model: nn.Module, backend: str | None) -> Iterator[Row]:
     found = pretrained_models(model)
     if not found:
         return
-    from transformer_kernels.huggingface import NAME
+    from transformer_kernels.huggingface import NAME, require_transformers
 
+    require_transformers()
     for name, each in found:
         outermost = not any(other is not each and _holds(other, each) for _, other in found)
         if outermost:
@@ -97,7 +98,7 @@ def _patch_attention(name: str, model: Any, backend: str | None, ours: str) -> I
         if reason is not None:
             yield Row(path, kind, None, reason)
             continue
-        mixin = ATTENTION.get(class_path(layer), Attention)
+        mixin = RotaryAttention if rotates_by_tables(model, layer) else Attention
         if isinstance(layer, Patched):
             layer.backend = backend
         else:
@@ -113,9 +114,9 @@ def _asks_for_its_function(layer: nn.Module) -> bool:
 def _why_not(model: Any, layers: list[Any]) -> str | None:
     """Why this model's attention stays as it is; None if it need not."""
     if any(getattr(layer, "reorder_and_upcast_attn", False) for layer in layers):
-        return "reorder_and_upcast_attn"
+        return "reorder_and_upcast_attn is set"
     if getattr(model.config, "output_attentions", False):
-        return "config.output_attentions wants the weights"
+        return "config.output_attentions is set"
     from transformer_kernels.huggingface import REFUSED, constants
 
     kinds = dict.fromkeys(original_class(layer) for layer in layers)

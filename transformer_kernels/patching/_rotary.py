@@ -1,28 +1,30 @@
-"""What takes the place of the modules of Llama, Mistral, Qwen2 and Qwen3, and of T5's norms and gates."""
+"""What replaces norms, gated MLPs, decoder layers and rotary attention, by the fingerprints of their forwards."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from transformer_kernels import ops
+from transformer_kernels.backends.dispatch import BACKENDS, requested
 from transformer_kernels.ops._crossovers import is_small
-from transformer_kernels.patching._fused import class_path, gelu_kind
-from transformer_kernels.patching._swap import Mixin, is_plain, original_class
+from transformer_kernels.patching._forms import fingerprint, forward_fingerprint, table_layout
+from transformer_kernels.patching._fused import activated, add_norm, gelu_kind
+from transformer_kernels.patching._swap import Mixin, class_path, is_plain, original_class
 
 SILU_CLASSES = ("transformers.activations.SiLUActivation", "torch.nn.modules.activation.SiLU")
-FAMILIES = tuple(
-    f"transformers.models.{folder}.modeling_{folder}.{family}"
-    for folder, family in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"))
-)
-RMS_NORMS = tuple(f"{family}RMSNorm" for family in FAMILIES)
-T5 = "transformers.models.t5.modeling_t5.T5"
+ROTATE = "apply_rotary_pos_emb"
+"""The name of the function that rotates queries and keys in the modules of transformers."""
 
 
 class RMSNorm(Mixin):
-    """The RMSNorm of Llama and its relatives; the result has the wider dtype of input and weight."""
+    """weight * normed(x).to(dtype): the result has the wider dtype of input and weight (Llama)."""
 
     answered = "rms_norm"
 
@@ -34,9 +36,12 @@ def rms_norm_of(module: Any, x: Tensor, backend: str | None) -> Tensor:
     """What an RMSNorm of transformers or torch.nn over the last axis makes of x."""
     wide = x.dtype if module.weight is None else torch.promote_types(x.dtype, module.weight.dtype)
     weight = x.new_ones(x.shape[-1]) if module.weight is None else module.weight.to(wide)
-    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    eps = torch.finfo(x.dtype).eps if _eps(module) is None else _eps(module)
     return ops.rms_norm(x.to(wide), weight, eps=eps, backend=backend)
+
+
+def _eps(norm: Any) -> Any:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
 class T5Norm(RMSNorm):
@@ -47,8 +52,49 @@ class T5Norm(RMSNorm):
         return normed.to(self.weight.dtype) if self.weight.dtype in (torch.float16, torch.bfloat16) else normed
 
 
+class RoundedRMSNorm(Mixin):
+    """(weight * normed(x)).to(dtype), rounded once (OLMo 2, gpt-oss, Helium)."""
+
+    answered = "rms_norm"
+
+    def scale(self, x: Tensor) -> Tensor:
+        """What normed rows of x are multiplied by."""
+        return _weight_for(x, self.weight)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return ops.rms_norm(hidden_states, self.scale(hidden_states), eps=_eps(self), backend=self.backend)
+
+
+class ShiftedRMSNorm(RoundedRMSNorm):
+    """((1 + weight) * normed(x)).to(dtype) (Gemma)."""
+
+    forward = RoundedRMSNorm.forward
+
+    def scale(self, x: Tensor) -> Tensor:
+        return _weight_for(x, 1.0 + self.weight.float())
+
+
+class RoundedLayerNorm(Mixin):
+    """(weight * normed(x)).to(dtype) of centred x, without a bias (Cohere)."""
+
+    answered = "layer_norm"
+
+    @staticmethod
+    def refuses(module: Any) -> str | None:
+        return "its weight has an axis of heads" if module.weight.dim() > 1 else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = _weight_for(hidden_states, self.weight)
+        return ops.layer_norm(hidden_states, weight, eps=self.variance_epsilon, backend=self.backend)
+
+
+def _weight_for(x: Tensor, weight: Tensor) -> Tensor:
+    """The weight in a dtype that the norms take beside x."""
+    return weight if weight.dtype in (x.dtype, torch.float32) and x.dtype is not torch.float64 else weight.to(x.dtype)
+
+
 class DecoderLayer(Mixin):
-    """The residual addition after attention is fused with the RMSNorm that reads the sum."""
+    """The residual addition after attention is fused with the norm that reads the sum."""
 
     answered = "add_rms_norm"
 
@@ -56,32 +102,68 @@ class DecoderLayer(Mixin):
         given = self.by_name(args, kwargs)
         hidden_states = given.pop("hidden_states")
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
-        norm = self.post_attention_layernorm
-        fused = not is_small("add_rms_norm", attended, attended.numel(), self.backend) and class_path(norm) in RMS_NORMS
-        fused = fused and is_plain(norm, original_class(norm))
-        if fused and attended.dtype is hidden_states.dtype is norm.weight.dtype:
-            eps = norm.variance_epsilon
-            x, stream = ops.add_rms_norm(attended, hidden_states, norm.weight, eps=eps, backend=self.backend)
-        else:
-            stream = hidden_states + attended
-            x = norm(stream)
+        x, stream = self._added(attended, hidden_states, self.post_attention_layernorm)
         return stream + self.mlp(x)
+
+    def _added(self, attended: Tensor, stream: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """(norm(s), s) with s = stream + attended."""
+        if is_plain(norm, nn.LayerNorm):
+            return add_norm(attended, stream, None, norm, self.backend)
+        scale = None
+        if not is_small("add_rms_norm", attended, attended.numel(), self.backend) and attended.dtype is stream.dtype:
+            scale = _scale_of(norm, attended)
+        if scale is None:
+            summed = stream + attended
+            return norm(summed), summed
+        return ops.add_rms_norm(attended, stream, scale, eps=_eps(norm), backend=self.backend)
+
+
+def _scale_of(norm: Any, x: Tensor) -> Tensor | None:
+    """What a plain, patched RMSNorm multiplies the normed rows of x by, if its result has the dtype of x."""
+    if not is_plain(norm, original_class(norm)):
+        return None
+    if isinstance(norm, RoundedRMSNorm):
+        return norm.scale(x)
+    same = isinstance(norm, RMSNorm) and not isinstance(norm, T5Norm) and norm.weight.dtype is x.dtype
+    return norm.weight if same else None
+
+
+def gate_of(activation: Any) -> Callable[..., Tensor] | None:
+    """The gated operation of a plain SiLU or GELU, None for every other activation."""
+    approximate = gelu_kind(activation)
+    if approximate is not None:
+        return functools.partial(ops.geglu, approximate=approximate)
+    silu = class_path(activation) in SILU_CLASSES and is_plain(activation, original_class(activation))
+    return ops.swiglu if silu else None
 
 
 def has_plain_silu(module: Any) -> bool:
     """Whether the activation of a gated feed-forward network is SiLU and nothing else."""
-    return class_path(module.act_fn) in SILU_CLASSES and is_plain(module.act_fn, original_class(module.act_fn))
+    return gate_of(module.act_fn) is ops.swiglu
 
 
 class GatedMLP(Mixin):
-    """down(silu(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)) of a SiLU or GELU."""
 
-    answered = "swiglu"
+    answered = "swiglu or geglu"
 
     def forward(self, x: Tensor) -> Tensor:
-        if not has_plain_silu(self):
+        gate = gate_of(self.act_fn)
+        if gate is None:
             return super().forward(x)
-        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), backend=self.backend))
+        return self.down_proj(gate(self.gate_proj(x), self.up_proj(x), backend=self.backend))
+
+
+class PackedGatedMLP(Mixin):
+    """down(up * act(gate)) of a SiLU or GELU, gate and up from one projection (Phi-3, GLM)."""
+
+    answered = "swiglu or geglu"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate = gate_of(self.activation_fn)
+        if gate is None:
+            return super().forward(hidden_states)
+        return self.down_proj(gate(self.gate_up_proj(hidden_states), backend=self.backend))
 
 
 class T5GatedMLP(Mixin):
@@ -90,69 +172,164 @@ class T5GatedMLP(Mixin):
     answered = "geglu"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        approximate = gelu_kind(self.act)
-        if approximate is None:
+        gate = gate_of(self.act)
+        if gate is None:
             return super().forward(hidden_states)
-        gate, up = self.wi_0(hidden_states), self.wi_1(hidden_states)
-        gated = self.dropout(ops.geglu(gate, up, approximate=approximate, backend=self.backend))
+        gated = self.dropout(gate(self.wi_0(hidden_states), self.wi_1(hidden_states), backend=self.backend))
         stored = getattr(self.wo, "weight", None)
         if isinstance(stored, Tensor) and stored.dtype is not gated.dtype and stored.dtype is not torch.int8:
             gated = gated.to(stored.dtype)  # the output projection may be kept in float32
         return self.wo(gated)
 
 
+class MLP(Mixin):
+    """last(act(first(x))) (ViT, CLIP)."""
+
+    answered = "linear"
+    first, activation, last = "fc1", "activation_fn", "fc2"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        activation = getattr(self, self.activation)
+        return getattr(self, self.last)(activated(hidden_states, getattr(self, self.first), activation, self.backend))
+
+
+class GPTNeoXMLP(MLP):
+    first, activation, last = "dense_h_to_4h", "act", "dense_4h_to_h"
+    forward = MLP.forward
+
+
+class UpDownMLP(MLP):
+    """Of Arcee and DINOv3."""
+
+    first, activation, last = "up_proj", "act_fn", "down_proj"
+    forward = MLP.forward
+
+
+class GPT2MLP(Mixin):
+    """dropout(proj(act(fc(x)))) (GPT-2, GPT-Neo)."""
+
+    answered = "bias_gelu"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(activated(hidden_states, self.c_fc, self.act, self.backend)))
+
+
 class RotaryAttention(Mixin):
-    """Projections, rotary positions and attention."""
+    """The original forward, in which `rotary` replaces `apply_rotary_pos_emb`, and with it our attention function."""
 
     answered = "rotary, attention"
+    _by_backend: dict[str | None, Any]
+
+    @staticmethod
+    def content(original: Any) -> dict[str, Any]:
+        """What the patched class has besides: a forward for each backend."""
+        options = ROTATIONS[str(fingerprint(_rotation_of(original)))]
+        rotations = {each: functools.partial(_rotate, backend=each, **options) for each in (None, "auto", *BACKENDS)}
+        return {"_by_backend": {each: _with_global(original.forward, ROTATE, f) for each, f in rotations.items()}}
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        from transformers import Cache
+        if self.backend not in self._by_backend:
+            requested(self.backend)  # raises ValueError
+        return self._by_backend[self.backend](self, *args, **kwargs)
 
-        from transformer_kernels.huggingface import attention_forward
 
-        given = self.by_name(args, kwargs)
-        if given.get("read_index") is not None:  # a paged cache, which is updated in another way
-            return super().forward(*args, **kwargs)
-        caches = [name for name, value in given.items() if isinstance(value, Cache)]  # its name depends on the release
-        cache = given.pop(caches[0]) if caches else None
-        hidden_states, position_embeddings = given.pop("hidden_states"), given.pop("position_embeddings")
-        attention_mask = given.pop("attention_mask", None)
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        cos, sin = (_angles(table, shape[0]) for table in position_embeddings)
-        q, k = ops.rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, backend=self.backend)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        window = getattr(self if hasattr(self, "sliding_window") else self.config, "sliding_window", None)
-        out, weights = attention_forward(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=window,
-            **given,
+def _rotate(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+    *,
+    interleaved: bool,
+    table: str,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_pos_emb` of transformers; its tables cos and sin have each angle twice."""
+    if unsqueeze_dim == 2:  # (B, L, H, D)
+        q, k = _rotate(
+            q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved, table=table, backend=backend
         )
-        return self.o_proj(out.flatten(2)), weights
+        return q.transpose(1, 2), k.transpose(1, 2)
+    cos, sin = (_angles(each, q.shape[0], table) for each in (cos, sin))
+    return ops.rotary(q, k, cos, sin, interleaved=interleaved, backend=backend)
 
 
-def _angles(table: Tensor, batch: int) -> Tensor:
-    """cos or sin of the angle of each pair, (L, D / 2) or (B, L, D / 2); transformers has them twice over."""
-    half = table[..., : table.shape[-1] // 2]
+def _angles(table: Tensor, batch: int, layout: str) -> Tensor:
+    """cos or sin of the angle of each pair, (L, D / 2) or (B, L, D / 2)."""
+    half = table[..., ::2] if layout == "pairs" else table[..., : table.shape[-1] // 2]
     return half[0] if half.shape[0] == 1 and batch != 1 else half
 
 
-ATTENTION = {f"{family}Attention": RotaryAttention for family in FAMILIES}
-REPLACEMENTS: dict[str, type] = {
-    **dict.fromkeys(RMS_NORMS, RMSNorm),
-    **{f"{family}DecoderLayer": DecoderLayer for family in FAMILIES},
-    **{f"{family}MLP": GatedMLP for family in FAMILIES},
-    f"{T5}LayerNorm": T5Norm,
-    f"{T5}DenseGatedActDense": T5GatedMLP,
+def _rotation_of(layer_class: Any) -> Any:
+    """The function that rotates queries and keys in an attention layer, if it does that by a function of that name."""
+    forward = inspect.unwrap(layer_class.forward)
+    named = isinstance(forward, types.FunctionType) and ROTATE in forward.__code__.co_names
+    return forward.__globals__.get(ROTATE) if named else None
+
+
+def _with_global(function: Any, name: str, value: Any) -> Any:
+    """A copy of a function, under its decorators, in which one global name has another value."""
+    inner = getattr(function, "__wrapped__", None)
+    scope, closure = function.__globals__, function.__closure__
+    if inner is None:
+        scope = {key: each for key, each in scope.items() if key != "__name__"} | {name: value}  # it is no module's
+    else:
+        changed = _with_global(inner, name, value)
+        cells = (changed if cell.cell_contents is inner else cell.cell_contents for cell in closure or ())
+        closure = tuple(types.CellType(each) for each in cells)
+    copied: Any = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__, copied.__module__ = function.__kwdefaults__, function.__module__
+    if inner is not None:
+        copied.__wrapped__ = changed
+    return copied
+
+
+def rotates_by_tables(model: nn.Module, layer: nn.Module) -> bool:
+    """Whether an attention layer rotates in a known way by tables that all modules of the model make in that layout."""
+    known = ROTATIONS.get(str(fingerprint(_rotation_of(original_class(layer)))))
+    if known is None:
+        return False
+    tables = {original_class(each) for each in model.modules() if original_class(each).__name__.endswith(TABLES)}
+    return bool(tables) and all(table_layout(each) == known["table"] for each in tables)
+
+
+TABLES = "RotaryEmbedding"
+HALVES = {"interleaved": False, "table": "halves"}
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "d4ce50baf172": HALVES,  # Llama
+    "7b5c29545c35": HALVES,  # of a part of each head: GPT-NeoX
+    "76d63e8908be": HALVES,  # the same: Phi-3
+    "09c6ea26b7d9": HALVES,  # in float32: OLMo
+    "1e6cc7c61d83": {"interleaved": True, "table": "halves"},  # GLM
+    "ba9630769faa": {"interleaved": True, "table": "halves"},  # Helium
+    "4a650ae7f284": {"interleaved": True, "table": "pairs"},  # Cohere
 }
+FORMS: dict[str, type] = {
+    "f5db5a7d38f4": RMSNorm,  # Llama
+    "f724a9a9255c": T5Norm,
+    "e1cb58882ae9": RoundedRMSNorm,  # OLMo 2
+    "5756a2eac5f6": RoundedRMSNorm,  # Helium
+    "822cd4e345e9": ShiftedRMSNorm,  # Gemma
+    "b3d3a460ead7": RoundedLayerNorm,  # Cohere
+    "34fdc85cc10e": GatedMLP,  # Llama
+    "70b2a0d02719": GatedMLP,  # Idefics
+    "95bd1dc7ed8d": PackedGatedMLP,  # Phi-3
+    "0c9b6c184b06": T5GatedMLP,
+    "1e75e1c81b9f": MLP,  # ViT
+    "ad1ebf8ab231": GPTNeoXMLP,
+    "0e3da7f2d3cc": UpDownMLP,
+    "61229ebf86cb": GPT2MLP,
+    "f4483cc6de91": DecoderLayer,  # Llama
+}
+
+
+@functools.cache
+def replacement_of(kind: type) -> Any:
+    """The replacement of a class of modules by the form of its forward; None for one that torch defines."""
+    return None if kind.__module__.startswith("torch.") else FORMS.get(str(forward_fingerprint(kind)))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[misc]
+def replacement_for(module: nn.Module) -> Any:
+    """The replacement of a module."""
+    return replacement_of(original_class(module))

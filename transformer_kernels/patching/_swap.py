@@ -26,8 +26,11 @@ FEWEST = {
     "GatedMLP": 1 << 15,
     "LayerNorm": 1 << 20,
     "RMSNorm": 1 << 14,
+    "PackedGatedMLP": 1 << 17,
     "RobertaEmbeddings": 1 << 8,
     "RotaryAttention": 1 << 17,
+    "RoundedRMSNorm": 1 << 12,
+    "ShiftedRMSNorm": 1 << 14,
     "Softmax": 1 << 16,
     "T5GatedMLP": 1 << 15,
     "T5Norm": 1 << 14,
@@ -81,6 +84,8 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
     """The subclass of `original` that behaves as `mixin` says, under the same name."""
     bases = (Patched, mixin) if issubclass(mixin, original) else (Patched, mixin, original)
     content = {"_mixin": mixin, "_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
+    if hasattr(mixin, "content"):
+        content |= mixin.content(original)
     content["_arguments"] = tuple(inspect.signature(original.forward).parameters)[1:]
     if forward := vars(mixin).get("forward"):
         content["forward"] = _with_signature(forward, original.forward)

@@ -8,10 +8,23 @@ from torch import Tensor, nn
 
 from transformer_kernels import nn as ours
 from transformer_kernels.patching._fused import activated, add_norm, dropped
+from transformer_kernels.patching._rotary import rms_norm_of
 
 
 class LayerNorm(ours.LayerNorm):
     answered = "layer_norm"
+
+
+class RMSNorm(nn.RMSNorm):
+    answered = "rms_norm"
+    backend: str | None
+
+    @staticmethod
+    def refuses(module: Any) -> str | None:
+        return "it is over several axes" if len(module.normalized_shape) > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm_of(self, x, self.backend)
 
 
 class GELU(ours.GELU):
@@ -115,6 +128,7 @@ def _stacked(layer: Any, stream: Tensor, attentions: list[tuple[Any, Tensor | No
 
 REPLACEMENTS: dict[type[nn.Module], type] = {
     nn.LayerNorm: LayerNorm,
+    nn.RMSNorm: RMSNorm,
     nn.GELU: GELU,
     nn.Softmax: Softmax,
     nn.MultiheadAttention: MultiHeadAttention,

@@ -1,4 +1,4 @@
-"""What takes the place of the modules of transformers 5.23, by the path of their class; nothing is imported for it."""
+"""What replaces modules of transformers by the path of their class; nothing is imported for it."""
 
 from __future__ import annotations
 
@@ -166,13 +166,6 @@ class Conv1D(Mixin):
         return by_columns(x, self.weight, self.bias, self.backend)
 
 
-class GPT2MLP(Mixin):
-    answered = "bias_gelu"
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(activated(hidden_states, self.c_fc, self.act, self.backend)))
-
-
 class ViTLayer(Mixin):
     """The residual addition after attention is fused with its dropout and the LayerNorm that reads the sum."""
 
@@ -182,13 +175,6 @@ class ViTLayer(Mixin):
         attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
         x, stream = add_norm(attended, hidden_states, self.dropout, self.layernorm_after, self.backend)
         return dropped(self.mlp(x), self.dropout) + stream
-
-
-class ViTMLP(Mixin):
-    answered = "linear"
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.fc2(activated(hidden_states, self.fc1, self.activation_fn, self.backend))
 
 
 class LabelsOutside(Mixin):
@@ -290,9 +276,7 @@ REPLACEMENTS: dict[str, type] = {
     f"{DISTILBERT}FFN": DistilBertFFN,
     _fused.CONV1D: Conv1D,
     f"{GPT2}Block": GPT2Block,
-    f"{GPT2}MLP": GPT2MLP,
     f"{VIT}Layer": ViTLayer,
-    f"{VIT}MLP": ViTMLP,
     f"{BERT}ForMaskedLM": LabelsOutside,
     f"{ROBERTA}ForMaskedLM": LabelsOutside,
     f"{DISTILBERT}DistilBertForMaskedLM": LabelsOutside,

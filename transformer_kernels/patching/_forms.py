@@ -1,0 +1,165 @@
+"""What a class computes, recognised by the code of its forward and not by the name of its module.
+
+Two forwards have one fingerprint if their syntax trees agree but for docstrings, annotations, the names of local
+variables and decorators that only warn or select kernels. The functions that a forward calls, its own methods and those
+of its module, are a part of its fingerprint. A forward that differs in anything else has another one, and is left as it
+is. (A numerical probe would accept code that differs for other dtypes, shapes or modes than those probed.)
+
+`python -m transformer_kernels.patching._forms transformers.models.llama.modeling_llama` prints those of a module.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+TRANSPARENT = ("deprecate_kwarg", "use_kernel_forward_from_hub", "use_kernel_func_from_hub")
+"""Decorators that do not change what a function computes."""
+
+INTERFACE = "eager_attention_forward"
+"""A name of transformers for the function that `AttentionInterface` replaces."""
+
+SKIPPED = ("annotation", "returns", "ctx", "type_comment", "type_params", "kind", "lineno", "simple")
+
+
+@functools.cache
+def fingerprint(function: Any, owner: type | None = None) -> str | None:
+    """The fingerprint of a function, or of a method of `owner`; None without its source."""
+    bare = inspect.unwrap(_function_in(function))
+    if not isinstance(bare, types.FunctionType):
+        return None
+    tree = _tree(bare)
+    if tree is None:
+        return None
+    parts = [tree.args, *_statements(tree), *(each for each in tree.decorator_list if not _is_transparent(each))]
+    form = _Form(tree)
+    text = "".join(form.text(part) for part in parts)
+    called = [fingerprint(each, owner) for each in _called(bare, tree, owner)]
+    return hashlib.sha256(repr((text, called)).encode()).hexdigest()[:12]
+
+
+def _function_in(found: Any) -> Any:
+    """The function in a layer that the package `kernels` makes of one, unless that was replaced."""
+    if not isinstance(found, nn.Module) or type(found).__name__ != "Func" or "forward" in vars(found):
+        return found
+    return inspect.getclosurevars(type(found).forward).nonlocals.get("func")
+
+
+def forward_fingerprint(kind: type) -> str | None:
+    """The fingerprint of the forward of a class of modules."""
+    return fingerprint(kind.forward, kind)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def table_layout(kind: type) -> str | None:
+    """How a class that makes the tables of rotary positions repeats its angles: "halves", "pairs", or None if unknown.
+
+    One variable is cat((x, x), dim=-1) or repeat_interleave(x, 2, dim=-1); what follows are its cosine and sine, and
+    their products and conversions.
+    """
+    tree = _tree(kind.forward)  # type: ignore[attr-defined]
+    layouts = {"torch.cat((x, x), dim=-1)": "halves", "torch.repeat_interleave(x, 2, dim=-1)": "pairs"}
+    if tree is None:
+        return None
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+            continue
+        argument = next(
+            (each.id for each in ast.walk(node.value) if isinstance(each, ast.Name) and each.id != "torch"), ""
+        )
+        layout = layouts.get(re.sub(rf"\b{argument}\b", "x", ast.unparse(node.value)))
+        if layout is not None:
+            later = [each for each in ast.walk(tree) if getattr(each, "lineno", 0) > node.lineno]
+            called = [each.func for each in later if isinstance(each, ast.Call)]
+            calls = [each for each in called if isinstance(each, ast.Attribute)]
+            known = len(calls) == len(called) and all(call.attr in ("cos", "sin", "to") for call in calls)
+            angles = {ast.unparse(call.value) for call in calls if call.attr != "to"}
+            plain = not any(isinstance(each, ast.Subscript) for each in later)
+            return layout if known and plain and angles == {node.targets[0].id} else None
+    return None
+
+
+def _tree(function: Any) -> ast.FunctionDef | None:
+    """The syntax tree of a function under its decorators; None without its source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    except (OSError, SyntaxError, TypeError):
+        return None
+    return tree if isinstance(tree, ast.FunctionDef) else None
+
+
+def _statements(tree: ast.FunctionDef) -> list[ast.stmt]:
+    """The body without its docstring."""
+    first = tree.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return tree.body[1:] if documented else tree.body
+
+
+def _is_transparent(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id in TRANSPARENT
+
+
+def _called(function: types.FunctionType, tree: ast.AST, owner: type | None) -> Iterator[Any]:
+    """The functions of its module, and the methods of its class, that a function names, in order."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id != INTERFACE:
+            found = _function_in(function.__globals__.get(node.id))
+            if isinstance(found, types.FunctionType) and inspect.unwrap(found).__module__ == function.__module__:
+                yield found
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            method = getattr(owner, node.attr, None)
+            if isinstance(method, types.FunctionType) and not hasattr(nn.Module, node.attr):
+                yield method
+
+
+class _Form:
+    """The text of syntax trees in which the parameters and variables of one function are numbered."""
+
+    def __init__(self, function: ast.FunctionDef) -> None:
+        names = [node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)]
+        stored = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        self.numbers = {name: str(index) for index, name in enumerate(dict.fromkeys([*names, *(n.id for n in stored)]))}
+
+    def text(self, node: Any) -> str:
+        if isinstance(node, list):
+            return f"[{','.join(map(self.text, node))}]"
+        if isinstance(node, ast.Name | ast.arg):
+            name = node.id if isinstance(node, ast.Name) else node.arg
+            return self.numbers.get(name, name)
+        if isinstance(node, ast.keyword) and isinstance(node.value, ast.Name) and node.arg == node.value.id:
+            return f"={self.text(node.value)}"  # handed on under its own name, which may have changed
+        if not isinstance(node, ast.AST):
+            return repr(node)
+        kind = "Assign" if isinstance(node, ast.AnnAssign) else type(node).__name__
+        fields = {
+            name: value for name, value in ast.iter_fields(node) if name not in SKIPPED and value not in (None, [])
+        }
+        if isinstance(node, ast.AnnAssign):
+            fields["target"] = [fields["target"]]
+        return f"{kind}({','.join(map(self.text, fields.values()))})"
+
+
+def main() -> None:
+    """Print the fingerprints of the forwards and functions of modules."""
+    for path in sys.argv[1:]:
+        module = importlib.import_module(path)
+        for name, found in vars(module).items():
+            if isinstance(found, type) and issubclass(found, nn.Module) and found.__module__ == path:
+                print(forward_fingerprint(found), f"{path}.{name}")
+            elif isinstance(found, types.FunctionType) and found.__module__ == path:
+                print(fingerprint(found), f"{path}.{name}")
+
+
+if __name__ == "__main__":
+    main()
