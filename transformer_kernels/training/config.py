@@ -88,6 +88,9 @@ class TrainingConfig:
         Duration(0), "length of the run as time (300, 5m, 1h), over which the schedule anneals; 0: no limit"
     )
     batch_size: int = option(64, "batch size per process", fixed=True)
+    optimizer: str = option(
+        "adamw", "adamw, or muon for the matrices of the blocks", choices=("adamw", "muon"), fixed=True
+    )
     lr: float = option(3e-3, "peak learning rate")
     warmup_steps: int = option(100, "linear learning-rate warmup steps, at most a tenth of all steps")
     schedule: str = option("cosine", "schedule after warmup; cosine decays to lr / 10", choices=("constant", "cosine"))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.muon import Muon, hidden_matrices
 
 FINAL_FRACTION = 0.1
 
@@ -35,13 +36,13 @@ def learning_rate(step: int, total_steps: float, config: TrainingConfig, time_sh
 def make_optimizer(
     model: nn.Module, config: TrainingConfig, device: torch.device, processes: Processes
 ) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, not on biases and LayerNorms; the learning rate is a float32 tensor.
+    """AdamW or Muon with weight decay on matrices only, not on biases and norms; the learning rate is a float32 tensor.
 
     Parameters are not flattened: gradients would have to be accumulated into views of a flat buffer, which costs more
     than a flat update saves (measurements in training/README.md).
 
     Raises:
-        ValueError: `sparse_embedding` is not supported in this configuration.
+        ValueError: `sparse_embedding` or Muon is not supported in this configuration.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -59,6 +60,12 @@ def make_optimizer(
         if not fused:
             raise ValueError(f"--sparse-embedding requires the fused AdamW of a CPU or CUDA device; got {device.type}")
         return SparseEmbeddingAdamW(groups, model.get_parameter("embedding.tokens.weight"), lr=rate, betas=betas)
+    if config.optimizer == "muon":
+        if not fused or config.dtype == "float16":
+            got = f"{device.type} and {config.dtype}"
+            raise ValueError(f"--optimizer muon requires a CPU or CUDA device and no loss scaling; got {got}")
+        products = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        return Muon(groups, hidden_matrices(model), products=products, lr=rate, betas=betas)
     return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)
 
 
