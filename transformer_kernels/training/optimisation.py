@@ -16,7 +16,7 @@ FINAL_FRACTION = 0.1
 
 
 def learning_rate(step: int, total_steps: float, config: TrainingConfig, time_share: float = 0.0) -> float:
-    """The rate of step `step` (from 0): linear warmup, then constant, or a cosine that decays to a tenth.
+    """The rate of step `step` (from 0): linear warmup, then constant, a cosine to a tenth, or linear to 0.
 
     Args:
         step: number of completed steps.
@@ -29,6 +29,8 @@ def learning_rate(step: int, total_steps: float, config: TrainingConfig, time_sh
     if config.schedule == "constant":
         return config.lr * min(1.0, warmed)
     progress = min(1.0, max(time_share, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+    if config.schedule == "linear":
+        return config.lr * min(1.0, warmed) * (1.0 - max(0.0, progress))
     annealed = FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * max(0.0, progress)))
     return config.lr * min(1.0, warmed) * annealed
 
