@@ -508,7 +508,8 @@ def test_a_gpt_on_bytes_is_trained_and_writes(folder, capsys, tmp_path):
     assert run("generate", "--checkpoint", tmp_path / "gpt", "--prompt", "fü", "--length", 5) == 0
     assert capsys.readouterr().out.startswith("fü")
     config = json.loads((tmp_path / "gpt" / "last" / "config.json").read_text())
-    assert config["model"] == {"layers": 1, "width": 16, "heads": 2}, "the small size is not written over the choice"
+    chosen = {"layers": 1, "width": 16, "heads": 2}  # the small size is not written over it
+    assert config["model"].items() > chosen.items() and config["optimizer"] == "muon"
 
 
 def test_the_sample_after_training_can_be_turned_off(folder, capsys, tmp_path):
