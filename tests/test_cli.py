@@ -89,7 +89,7 @@ def test_help_of_training_names_every_option_and_its_default(capsys):
     with pytest.raises(SystemExit):
         run("train", "imdb", "--help")
     told = " ".join(capsys.readouterr().out.split())
-    for part in ("--warmup-steps", "--vocab-dir", "peak learning rate (default: 0.0003)", "(default: 16)"):
+    for part in ("--warmup-steps", "--vocab-dir", "peak learning rate (default: 1e-3)", "(default: imdb_small)", "(default: 32)"):
         assert part in told
 
 
@@ -430,6 +430,8 @@ def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):
     assert f"added to            {board}" in capsys.readouterr().out
     header, rule, *rows = [line.strip("| ").split(" | ") for line in board.read_text().splitlines()]
     assert len(rows) == 2 and set(rule) == {"---"}
+    recorded = Path(cli.__file__).parents[1] / "benchmarks/results/speedrun.md"  # to which lines are added
+    assert " | ".join(header) in recorded.read_text()
     for seed, cells in enumerate(rows):
         row = dict(zip(header, cells, strict=True))
         step = json.loads((tmp_path / f"run{seed}" / "last" / "trainer.json").read_text())["step"]

@@ -98,7 +98,7 @@ class TrainingConfig:
         "schedule after warmup; cosine decays to lr / 10, linear to 0",
         choices=("constant", "cosine", "linear"),
     )
-    weight_decay: float = option(0.01, "AdamW weight decay, applied to matrices only")
+    weight_decay: float = option(0.01, "weight decay, applied to matrices only")
     beta2: float = option(0.999, "AdamW beta2: decay rate of the second-moment estimate")
     clip: float = option(1.0, "maximum gradient norm; 0 disables clipping")
     log_every: int = option(20, "log every N steps")
