@@ -3,7 +3,7 @@ import pytest
 from transformer_kernels.training import CharGPT, CharGPTConfig, ImdbConfig
 from transformer_kernels.training.config import bundled_configs, read_config_file, resumed_config
 from transformer_kernels.training.recipes import find_recipe, make_config
-from transformer_kernels.training.tokenizers import CharacterTokenizer
+from transformer_kernels.training.tokenizers import ByteTokenizer, CharacterTokenizer
 
 LETTERS = CharacterTokenizer(map(chr, range(65)))
 
@@ -43,7 +43,7 @@ def test_a_key_of_the_other_recipe_is_unknown():
         ({"lr": float("nan")}, "lr must be finite and not negative; got nan"),
         ({"beta2": 1.0}, "beta2 must be in [0, 1); got 1.0"),
         ({"seed": -1}, "seed must be finite and not negative; got -1"),
-        ({"dtype": "float8"}, "dtype must be one of float32, tf32, bfloat16, float16; got 'float8'"),
+        ({"dtype": "float8"}, "dtype must be one of auto, float32, tf32, bfloat16, float16; got 'float8'"),
         ({"steps": 3, "epochs": 2}, "steps and epochs exclude each other; got steps 3 and epochs 2"),
     ],
 )
@@ -84,7 +84,8 @@ def test_every_bundled_config_names_its_recipe_and_makes_a_model(name):
     values = read_config_file(name)
     assert name in bundled_configs(values["recipe"])
     config = make_config(values["recipe"], values, name)
-    assert find_recipe(values["recipe"]).build(config, LETTERS).num_parameters() > 0
+    tokenizer = ByteTokenizer() if values["recipe"] == "gpt" else LETTERS
+    assert find_recipe(values["recipe"]).build(config, tokenizer).num_parameters() > 0
 
 
 def test_notebook_is_what_the_python_defaults_are():
@@ -92,10 +93,15 @@ def test_notebook_is_what_the_python_defaults_are():
     assert make_config("char-gpt", read_config_file("notebook")) == CharGPTConfig()
 
 
+def test_imdb_notebook_is_what_the_python_defaults_are():
+    assert make_config("imdb", read_config_file("imdb_notebook")) == ImdbConfig()
+
+
 def test_the_default_of_the_command_has_the_size_that_it_promises():
     config = make_config("char-gpt", read_config_file(CharGPTConfig.default_config))
-    assert CharGPT.build(config, LETTERS).num_parameters() == 602_112
+    assert CharGPT.build(config, LETTERS).num_parameters() == 1_783_680
     assert (config.time_limit, config.steps, config.context, config.batch_size) == (300.0, None, 256, 8)
+    assert (config.optimizer, config.schedule, config.dtype) == ("muon", "linear", "auto")
 
 
 def test_a_config_of_another_recipe_is_refused():
@@ -117,7 +123,7 @@ def test_a_file_is_preferred_to_a_config_of_its_name(tmp_path, monkeypatch):
 
 def test_an_unknown_config_lists_the_bundled_ones():
     with pytest.raises(
-        ValueError, match=r"imdb_large: no such config file; .* char_gpt_10m, char_gpt_cpu, five_minutes, imdb_small"
+        ValueError, match=r"imdb_large: no such config file; .* char_gpt_10m, char_gpt_cpu, five_minutes, gpt_small"
     ):
         read_config_file("imdb_large")
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from transformer_kernels.training import CharGPT, Trainer
-from transformer_kernels.training.step import IGNORED, Batch, autocast, evaluation_totals, matrix_products
+from transformer_kernels.training import CharGPT, Trainer, load_checkpoint
+from transformer_kernels.training.step import IGNORED, Batch, autocast, choose_dtype, evaluation_totals, matrix_products
 
 
 def batches():
@@ -25,6 +25,23 @@ def test_batches_of_all_sizes_count_by_their_targets():
     assert totals.loss == pytest.approx(F.cross_entropy(logits, targets, reduction="sum").item(), rel=1e-6)
     assert totals.correct == (logits.argmax(-1) == targets).sum().item()
     assert totals.targets == 12
+
+
+@pytest.mark.parametrize("amx, avx512", [(False, False), (False, True), (True, False)])
+def test_auto_is_bfloat16_where_the_processor_has_its_products(monkeypatch, amx, avx512):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    assert choose_dtype("auto", torch.device("cpu")) == ("bfloat16" if amx or avx512 else "float32")
+    assert choose_dtype("auto", torch.device("meta")) == "float32"
+    assert choose_dtype("tf32", torch.device("cpu")) == "tf32"
+
+
+def test_a_run_stores_the_dtype_that_auto_selected(char_config, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    trainer = Trainer(CharGPT(char_config(dtype="auto")))
+    trainer.fit()
+    assert load_checkpoint(trainer.folder / "last").config.dtype == "float32"
 
 
 def test_what_came_before_the_cancellation_counts():

@@ -456,6 +456,9 @@ def test_the_learning_rate_rises_and_falls(char_config):
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[24] == pytest.approx(0.55)
     assert rates[44] == rates[45] == pytest.approx(0.1)
+    linear = char_config(lr=1.0, warmup_steps=4, schedule="linear")
+    assert [learning_rate(step, 44, linear) for step in (0, 3, 4, 24, 34, 44)] == [0.25, 1.0, 1.0, 0.5, 0.25, 0.0]
+    assert learning_rate(10**6, math.inf, linear, 0.75) == 0.25
     constant = char_config(lr=1.0, warmup_steps=4, schedule="constant")
     assert [learning_rate(step, 44, constant) for step in (3, 4, 43)] == [1.0, 1.0, 1.0]
 

@@ -28,9 +28,9 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     In models of transformers (5.10 or newer): the attention that goes through `AttentionInterface`, and the loss over
     tokens. RMSNorms, gated and plain MLPs, decoder layers and rotary positions are recognised by the code of their
     forwards; this covers Llama, Mistral, Qwen, Gemma, Phi-3, OLMo 2, SmolLM3, Granite, Cohere, GLM, GPT-NeoX, T5, ViT
-    and every model with the same code, and code that differs is not patched. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT also
-    the residual additions with their dropout and LayerNorm, the embeddings (BERT's families) and the products of Conv1D
-    (GPT-2). On a CPU, float32 products of linear layers, where this package's are the faster ones.
+    and every model with the same code; code that differs is not patched. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT
+    also the residual additions with their dropout and LayerNorm, the embeddings (BERT's families) and the products of
+    Conv1D (GPT-2). On a CPU, float32 products of linear layers, where this package's are faster.
 
     With "auto" on a CPU, the original modules compute inference (evaluation mode, no gradients) that is too small for
     these kernels to be faster.

@@ -22,7 +22,7 @@ from transformer_kernels.backends.dispatch import BACKENDS as NAMED_BACKENDS
 from transformer_kernels.training._optional import require
 
 BACKENDS = ("auto", *NAMED_BACKENDS, "reference")
-DTYPES = ("float32", "tf32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "tf32", "bfloat16", "float16")
 UNITS = {"s": 1, "m": 60, "h": 3600}
 LENGTHS = {"steps": None, "epochs": None, "time_limit": 0.0}  # options that end a run, with the values that do not
 
@@ -69,7 +69,7 @@ class TrainingConfig:
     dtype: str = option(
         "float32",
         "training precision; tf32 uses TF32 matrix products where the device supports them, bfloat16 and float16 use "
-        "autocast; weights and statistics are float32",
+        "autocast; weights and statistics are float32; auto: bfloat16 where the device multiplies matrices of it",
         choices=DTYPES,
         fixed=True,
     )
@@ -88,10 +88,17 @@ class TrainingConfig:
         Duration(0), "length of the run as time (300, 5m, 1h), over which the schedule anneals; 0: no limit"
     )
     batch_size: int = option(64, "batch size per process", fixed=True)
+    optimizer: str = option(
+        "adamw", "adamw, or muon for the matrices of the blocks", choices=("adamw", "muon"), fixed=True
+    )
     lr: float = option(3e-3, "peak learning rate")
     warmup_steps: int = option(100, "linear learning-rate warmup steps, at most a tenth of all steps")
-    schedule: str = option("cosine", "schedule after warmup; cosine decays to lr / 10", choices=("constant", "cosine"))
-    weight_decay: float = option(0.01, "AdamW weight decay, applied to matrices only")
+    schedule: str = option(
+        "cosine",
+        "schedule after warmup; cosine decays to lr / 10, linear to 0",
+        choices=("constant", "cosine", "linear"),
+    )
+    weight_decay: float = option(0.01, "weight decay, applied to matrices only")
     beta2: float = option(0.999, "AdamW beta2: decay rate of the second-moment estimate")
     clip: float = option(1.0, "maximum gradient norm; 0 disables clipping")
     log_every: int = option(20, "log every N steps")

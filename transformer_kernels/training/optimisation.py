@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
+from transformer_kernels.training.muon import Muon, hidden_matrices
 
 FINAL_FRACTION = 0.1
 
 
 def learning_rate(step: int, total_steps: float, config: TrainingConfig, time_share: float = 0.0) -> float:
-    """The rate of step `step` (from 0): linear warmup, then constant, or a cosine that decays to a tenth.
+    """The rate of step `step` (from 0): linear warmup, then constant, a cosine to a tenth, or linear to 0.
 
     Args:
         step: number of completed steps.
@@ -28,6 +29,8 @@ def learning_rate(step: int, total_steps: float, config: TrainingConfig, time_sh
     if config.schedule == "constant":
         return config.lr * min(1.0, warmed)
     progress = min(1.0, max(time_share, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+    if config.schedule == "linear":
+        return config.lr * min(1.0, warmed) * (1.0 - max(0.0, progress))
     annealed = FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * max(0.0, progress)))
     return config.lr * min(1.0, warmed) * annealed
 
@@ -35,13 +38,13 @@ def learning_rate(step: int, total_steps: float, config: TrainingConfig, time_sh
 def make_optimizer(
     model: nn.Module, config: TrainingConfig, device: torch.device, processes: Processes
 ) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, not on biases and LayerNorms; the learning rate is a float32 tensor.
+    """AdamW or Muon with weight decay on matrices only, not on biases and norms; the learning rate is a float32 tensor.
 
     Parameters are not flattened: gradients would have to be accumulated into views of a flat buffer, which costs more
     than a flat update saves (measurements in training/README.md).
 
     Raises:
-        ValueError: `sparse_embedding` is not supported in this configuration.
+        ValueError: `sparse_embedding` or Muon is not supported in this configuration.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -59,6 +62,12 @@ def make_optimizer(
         if not fused:
             raise ValueError(f"--sparse-embedding requires the fused AdamW of a CPU or CUDA device; got {device.type}")
         return SparseEmbeddingAdamW(groups, model.get_parameter("embedding.tokens.weight"), lr=rate, betas=betas)
+    if config.optimizer == "muon":
+        if not fused or config.dtype == "float16":
+            got = f"{device.type} and {config.dtype}"
+            raise ValueError(f"--optimizer muon requires a CPU or CUDA device and no loss scaling; got {got}")
+        products = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        return Muon(groups, hidden_matrices(model), products=products, lr=rate, betas=betas)
     return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)
 
 

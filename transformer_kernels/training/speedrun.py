@@ -42,6 +42,7 @@ def speedrun(config: CharGPTConfig) -> dict[str, Any]:
         "budget, s": f"{config.time_limit:g}",
         "CPU seconds": f"{cpu_seconds:.1f}",
         "threads": config.threads,
+        "dtype": config.dtype,
         "seed": config.seed,
         "evaluated on": f"{totals.targets:,.0f} of {config.corpus}",
     }

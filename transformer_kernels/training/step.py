@@ -49,6 +49,17 @@ class Totals(NamedTuple):
     targets: float
 
 
+def choose_dtype(name: str, device: torch.device) -> str:
+    """The dtype called `name`; "auto" is bfloat16 where the device multiplies matrices of it, else float32."""
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    supports = [getattr(torch.cpu, each, None) for each in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")]
+    found = device.type == "cpu" and any(support is not None and support() for support in supports)
+    return "bfloat16" if found else "float32"
+
+
 def autocast(device_type: str, dtype: str) -> AbstractContextManager:
     """Autocast for bfloat16 and float16, no-op for float32 and tf32; weights and statistics are always float32."""
     return torch.autocast(device_type, getattr(torch, dtype)) if dtype in ("bfloat16", "float16") else nullcontext()

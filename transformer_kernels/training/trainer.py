@@ -50,7 +50,7 @@ from transformer_kernels.training.optimisation import (
     set_learning_rate,
 )
 from transformer_kernels.training.recipes import Recipe
-from transformer_kernels.training.step import TrainingLoss, evaluation_totals, matrix_products
+from transformer_kernels.training.step import TrainingLoss, choose_dtype, evaluation_totals, matrix_products
 
 
 class StepTaken(NamedTuple):
@@ -108,6 +108,7 @@ class Trainer:
         self.recipe, self.config = recipe, recipe.config
         self.processes = processes or Processes()
         self.device = choose_device(self.config.device, self.processes)
+        self.config.dtype = choose_dtype(self.config.dtype, self.device)
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         if self.config.deterministic:

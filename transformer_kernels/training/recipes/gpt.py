@@ -20,7 +20,7 @@ class GPTRecipeConfig(CharGPTConfig):
     """A GPT on byte pairs or bytes; 256 wide with 4 layers by default, other sizes with --model."""
 
     recipe: ClassVar[str] = "gpt"
-    default_config: ClassVar[str] = ""
+    default_config: ClassVar[str] = "gpt_small"
 
     tokenizer: str = option("gpt2", "tokenizer: GPT-2 byte pairs or bytes", choices=("gpt2", "bytes"), fixed=True)
     vocab_dir: str = option(

@@ -78,6 +78,7 @@ class ImdbConfig(ReviewsConfig):
     """A BERT classifier of film reviews (positive or negative)."""
 
     recipe: ClassVar[str] = "imdb"
+    default_config: ClassVar[str] = "imdb_small"
     default_length: ClassVar[tuple[str, int]] = ("epochs", 3)
 
     batch_size: int = option(16, "batch size per process, in reviews", fixed=True)

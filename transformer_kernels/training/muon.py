@@ -1,0 +1,113 @@
+"""Muon: momentum, orthogonalised, as the update of a matrix."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ITERATIONS = 5
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024: singular values are mapped to about [0.7, 1.2]
+RMS = 0.2  # of an update of AdamW (Liu et al. 2025, section 2.2)
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of the linear layers in the model's blocks: not embeddings, outputs, norms, biases and experts."""
+    return [
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "blocks." in name and module.weight.requires_grad
+    ]
+
+
+def orthogonalised(matrices: Tensor, iterations: int = ITERATIONS) -> Tensor:
+    """The nearest semi-orthogonal matrices, approximately, by Newton-Schulz iterations: (N, R, C) -> (N, R, C).
+
+    X <- a X + b X X^T X + c (X X^T)^2 X from X / |X| moves all singular values towards 1 (Jordan et al. 2024). The
+    products have the dtype of `matrices`.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(iterations):
+        gram = torch.bmm(x, x.mT)  # (N, R, R), R <= C
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for matrices and fused AdamW for the other parameters, with one learning rate and one weight decay.
+
+    M <- mu M + (1 - mu) G;  W <- W - lr (weight_decay W + 0.2 sqrt(max(R, C)) orthogonalised((1 - mu) G + mu M))
+
+    for a matrix W (R, C) with gradient G. The factor gives updates the root mean square of AdamW's (Liu et al. 2025,
+    equation 4). `torch.optim.Muon` reads the learning rate on the host, which a captured step cannot repeat, and
+    orthogonalises one matrix at a time; here all matrices of a shape are one batch.
+
+    Args:
+        params: as for AdamW; the first group contains `matrices`.
+        matrices: two-dimensional parameters.
+        momentum: mu.
+        products: dtype of the Newton-Schulz iterations.
+        options: as for AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        matrices: Iterable[nn.Parameter],
+        *,
+        momentum: float = 0.95,
+        products: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, **options, fused=True)
+        self.momentum, self.products = momentum, products
+        self.shapes: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for each in matrices:
+            self.shapes[each.shape].append(each)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's reads the step of each parameter
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the matrices, then all other parameters with AdamW."""
+        matrices = [each for shape in self.shapes.values() for each in shape if each.grad is not None]
+        gradients = [each.grad for each in matrices]
+        for shape in self.shapes.values():
+            self._update([each for each in shape if each.grad is not None])
+        for each in matrices:
+            each.grad = None
+        try:
+            return super().step(closure)
+        finally:
+            for each, gradient in zip(matrices, gradients, strict=True):
+                each.grad = gradient
+
+    def _update(self, matrices: list[nn.Parameter]) -> None:
+        """Update matrices of one shape."""
+        if not matrices:
+            return
+        group, scale = self.param_groups[0], getattr(self, "grad_scale", None)
+        gradients = torch.stack([each.grad for each in matrices])  # (N, R, C)
+        if scale is not None:
+            gradients = gradients / scale
+        momenta = [self._momentum(each) for each in matrices]
+        torch._foreach_lerp_(momenta, list(gradients.unbind()), 1 - self.momentum)
+        mixed = gradients.lerp(torch.stack(momenta), self.momentum)
+        factor = -RMS * math.sqrt(max(mixed.shape[1:])) * group["lr"]
+        updates = orthogonalised(mixed.to(self.products)).to(mixed.dtype) * factor
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(matrices, list(updates.unbind()))
+
+    def _momentum(self, matrix: nn.Parameter) -> Tensor:
+        state = self.state[matrix]
+        if not state:
+            state["momentum"] = torch.zeros_like(matrix, memory_format=torch.preserve_format)
+        return state["momentum"]
