@@ -420,8 +420,8 @@ def test_demo_trains_beside_the_reference_and_compares(capsys, monkeypatch, tmp_
     assert set(steps) == {"reference", "torch"} and "0" not in steps.values(), told
     assert re.search(r"^  reference +[\d,]+   #+ 1\.00x$", told, re.MULTILINE), told
     assert re.search(r"^  torch +[\d,]+   #+ \d+\.\d\dx$", told, re.MULTILINE), told
-    assert f"generate --checkpoint {tmp_path / 'demo'} --prompt" in told
-    assert run("generate", "--checkpoint", tmp_path / "demo", "--prompt", "class ", "--length", "5") == 0
+    assert f"generate --checkpoint {tmp_path / 'demo' / 'last'} --prompt" in told
+    assert run("generate", "--checkpoint", tmp_path / "demo" / "last", "--prompt", "class ", "--length", "5") == 0
 
 
 def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):

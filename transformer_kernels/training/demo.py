@@ -21,7 +21,7 @@ from transformer_kernels.training.recipes import Trained
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.trainer import Trainer
 
-REFERENCE = "reference"
+REFERENCE, GPU_BACKENDS = "reference", ("triton", "cuda")
 ROWS = 7  # of the table of losses
 BAR = 40
 TIMED_SECONDS = 3.0
@@ -62,14 +62,14 @@ def demo(*, seconds: float = 35.0, backend: str = "auto", out: str = "") -> None
     for each, speed in working.items():
         print(f"  {each:<11} {speed:>8,.0f}   {_bar(speed, max(working.values()))} {speed / working[REFERENCE]:.2f}x")
     for each, reason in missing.items():
-        print(f"  {each:<11} {'-':>8}   {reason.split(';')[0]}")
+        print(f"  {each:<11} {'-':>8}   {'needs a GPU' if each in GPU_BACKENDS else reason}")
     print(f"\nThe model of {runs[1].name} continues {PROMPT!r}:\n\n{_sample(recipe, runs[1].trainer)}\n")
-    print(_next_commands(out))
+    print(_next_commands(f"{out}/last"))
 
 
 @dataclass
 class Run:
-    """A model in training, the seconds that it used, and the losses since the table's last row."""
+    """A model in training, the seconds that it used, and the losses since the last row of the table."""
 
     name: str
     trainer: Trainer
@@ -85,7 +85,7 @@ class Run:
 
     def recent(self) -> str:
         """A cell of the table: the mean loss since the last one, and the steps so far."""
-        loss, self.losses = statistics.fmean(self.losses or [float("nan")]), []
+        loss, self.losses = statistics.fmean(self.losses), self.losses[-1:]
         return f"loss {loss:.3f}, {self.steps:>5,} steps"
 
 
@@ -151,13 +151,13 @@ def _sample(recipe: CharGPT, trainer: Trainer) -> str:
     return "\n".join(f"  | {line[:100]}" for line in text.split("\n")[:8])
 
 
-def _next_commands(out: str) -> str:
+def _next_commands(checkpoint: str) -> str:
     """What to run next, by the path of the program in this environment."""
     script = Path(sys.executable).with_name("transformer-kernels")
-    program = os.path.relpath(script) if script.is_file() else "python -m transformer_kernels"
+    program = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else script.name
     return (
         "Next:\n"
-        f"  {program} generate --checkpoint {out} --prompt 'class '\n"
-        f"  {program} train char-gpt     # Tiny Shakespeare or the same text, five minutes, loss and speed\n"
-        f"  {program} run script.py      # a PyTorch program of yours on these kernels, unchanged"
+        f"  {program} generate --checkpoint {checkpoint} --prompt 'class '\n"
+        f"  {program} train char-gpt  # Tiny Shakespeare, or this text, for five minutes\n"
+        f"  {program} run script.py  # any PyTorch program on these kernels, unchanged"
     )
