@@ -6,13 +6,13 @@ program maps too, and in which `python -m pytest -p tests.support.aarch64.plugin
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,9 @@ class Emulated:
         )
         self._lock = threading.Lock()
         self.executed: set[str] = set()
+        for kernels in KERNELS.values():
+            for name in kernels:
+                setattr(self, name, self._kernel(name))
 
     def instruction_set(self) -> str:
         return "plain"
@@ -92,14 +95,16 @@ class Emulated:
         if name != "plain":
             raise ValueError(f"the instruction set must be one that this processor has (plain); got {name}")
 
-    def __getattr__(self, name: str) -> Any:
-        if not any(name in kernels for kernels in KERNELS.values()):
-            raise AttributeError(name)
-        return functools.partial(self._call, name)
+    def _kernel(self, name: str) -> Callable[..., None]:
+        def kernel(*arguments: Any, **fields: Any) -> None:
+            self._call(name, (*arguments, *fields.values()))
 
-    def _call(self, name: str, *arguments: Any, **fields: Any) -> None:
+        kernel.__name__ = name
+        return kernel
+
+    def _call(self, name: str, arguments: tuple[Any, ...]) -> None:
         shared: list[torch.Tensor] = []  # what the kernel reads is kept until it returned
-        line = " ".join([name, *_words((*arguments, *fields.values()), shared)])
+        line = " ".join([name, *_words(arguments, shared)])
         with self._lock:
             assert self._driver.stdin is not None and self._driver.stdout is not None
             self._driver.stdin.write(line + "\n")
