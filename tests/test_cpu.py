@@ -173,6 +173,15 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     assert KERNELS.instruction_set() == used
 
 
+def test_a_level_that_the_processor_lacks_is_refused() -> None:
+    levels = list(build.CPU_LEVELS)
+    if KERNELS.processor == levels[-1]:
+        pytest.skip("this processor has every level")
+    lacking = levels[levels.index(KERNELS.processor) + 1]
+    with pytest.raises(ValueError, match=f"got {lacking}, which this processor lacks: unset TRANSFORMER_"):
+        KERNELS.use(lacking)
+
+
 # Processes
 
 
