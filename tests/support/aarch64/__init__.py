@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +69,16 @@ def environment(program: Path, file: Path) -> dict[str, str]:
     }
 
 
+class _Kernel:
+    """A function of the module; like a compiled one it has a name and no Python code."""
+
+    def __init__(self, module: Emulated, name: str) -> None:
+        self._module, self.__name__ = module, name
+
+    def __call__(self, *arguments: Any, **fields: Any) -> None:
+        self._module.call(self.__name__, (*arguments, *fields.values()))
+
+
 class Emulated:
     """As the module `_cpu`, with every kernel executed by the driver. `executed` has the names of those called."""
 
@@ -86,7 +95,7 @@ class Emulated:
         self.executed: set[str] = set()
         for kernels in KERNELS.values():
             for name in kernels:
-                setattr(self, name, self._kernel(name))
+                setattr(self, name, _Kernel(self, name))
 
     def instruction_set(self) -> str:
         return "plain"
@@ -95,14 +104,7 @@ class Emulated:
         if name != "plain":
             raise ValueError(f"the instruction set must be one that this processor has (plain); got {name}")
 
-    def _kernel(self, name: str) -> Callable[..., None]:
-        def kernel(*arguments: Any, **fields: Any) -> None:
-            self._call(name, (*arguments, *fields.values()))
-
-        kernel.__name__ = name
-        return kernel
-
-    def _call(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def call(self, name: str, arguments: tuple[Any, ...]) -> None:
         shared: list[torch.Tensor] = []  # what the kernel reads is kept until it returned
         line = " ".join([name, *_words(arguments, shared)])
         with self._lock:
