@@ -263,9 +263,10 @@ def _product_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> f
     """FLOP/s of the fastest square matrix product; the largest is not always the fastest.
 
     On a CPU the multiply-add rate of all threads from registers is also considered, because no library product reaches
-    it.
+    it. An in-place build (python setup.py build_ext --inplace) can measure it.
     """
-    rates = [_register_rate(dtype, seconds)] if device.type == "cpu" and cpu.unavailable(device) is None else []
+    measured = device.type == "cpu" and cpu.unavailable(device) is None and hasattr(cpu.load(), "register_rate")
+    rates = [_register_rate(dtype, seconds)] if measured else []
     for side in PRODUCT_SIDES[device.type]:
         left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         fastest = min(time_calls(device, [functools.partial(torch.matmul, left, right)], seconds).samples)
@@ -274,7 +275,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> f
 
 
 def _register_rate(dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of multiply-adds without memory traffic (csrc/cpu/products/register_rate.cpp).
+    """FLOP/s of multiply-adds without memory traffic (csrc/cpu/measures/register_rate.cpp).
 
     The best of a second or more: a moment in which one of several threads is preempted would give a limit that is too
     low.

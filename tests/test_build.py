@@ -85,6 +85,13 @@ def test_row_kernels_use_the_next_narrower_level() -> None:
     assert (rows, products) == ({"plain", "avx512"}, {"plain", "avx512_bf16"})
 
 
+@pytest.mark.parametrize("named", ["native", "all", "present"])
+def test_measuring_kernels_belong_to_an_in_place_build(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.setenv("TRANSFORMER_KERNELS_CPU_LEVELS", named)
+    folders = {source.parent.name for _, source, _ in build._cpu_kernels(build.CSRC, ["plain", "avx2"])}
+    assert folders == {"rows", "products", *(["measures"] if named == "present" else [])}
+
+
 def test_a_list_with_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"must be native, present, all, none, or a list of plain, .*; got sse9"):
         levels(monkeypatch, "avx2,sse9")
@@ -236,8 +243,14 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("machine", "system"), [("aarch64", "Linux"), ("AMD64", "Windows")])
-def test_other_processors_get_pure_python(tmp_path: Path, machine: str, system: str) -> None:
+@pytest.mark.parametrize(
+    ("machine", "system", "remedy"),
+    [
+        ("aarch64", "Linux", "LEVELS=plain pip install . compiles those for NEON"),
+        ("AMD64", "Windows", "runs every operation"),
+    ],
+)
+def test_other_processors_get_pure_python(tmp_path: Path, machine: str, system: str, remedy: str) -> None:
     environment = {**os.environ, "TRANSFORMER_KERNELS_CUDA_ARCHS": "none", "TRANSFORMER_KERNELS_CPU_LEVELS": ""}
     command = [sys.executable, "-c", OTHER_MACHINE, machine, system, str(tmp_path)]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
@@ -268,3 +281,23 @@ print(tk.__file__, describe_installation())
     )
     assert result.returncode == 0 and str(tmp_path) in result.stdout, result.stderr
     assert f"this is {machine} on {system}; the torch backend runs every operation" in result.stdout
+    assert remedy in result.stdout and ("LEVELS=plain" in result.stdout) == (system != "Windows")
+
+
+@pytest.mark.slow
+def test_it_installs_without_a_network(tmp_path: Path) -> None:
+    """As setup.py describes: with the setuptools that is there."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "tests", "runs", "dist", "*.so"))
+    environment = {
+        **os.environ,
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": "",
+        "TRANSFORMER_KERNELS_CUDA_ARCHS": "none",
+        "TRANSFORMER_KERNELS_CPU_LEVELS": "none",
+    }
+    options = ["--no-index", "--no-build-isolation", "--no-deps", f"--target={tmp_path / 'installed'}"]
+    command = [sys.executable, "-m", "pip", "install", *options, str(source)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "installed" / "transformer_kernels" / "__init__.py").is_file()

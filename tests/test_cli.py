@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -407,16 +408,20 @@ def test_info_of_a_machine_without_a_gpu_says_so_once():
     assert "triton     needs a CUDA device" in message
 
 
-def test_demo_trains_writes_and_compares(capsys, monkeypatch, tmp_path):
-    from transformer_kernels.training import report
+def test_demo_trains_beside_the_reference_and_compares(capsys, monkeypatch, tmp_path):
+    from transformer_kernels.training import demo
 
-    monkeypatch.setattr("transformer_kernels.training.report.BACKENDS", ("torch",))
-    monkeypatch.setattr(report, "TIMED_SECONDS", 0.0)
-    monkeypatch.setattr(report, "MODEL", {"layers": 1, "width": 16, "heads": 2})
-    assert run("demo", "--seconds", "0.5", "--out", tmp_path / "demo") == 0
+    monkeypatch.setattr(demo, "BACKENDS", ("torch",))
+    monkeypatch.setattr(demo, "TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(demo, "MODEL", {"layers": 1, "width": 16, "heads": 2})
+    assert run("demo", "--seconds", "0.5", "--backend", "torch", "--out", tmp_path / "demo") == 0
     told = capsys.readouterr().out
-    for part in ("training loss", "ended by time limit", "It writes:\n\n", "reference ", "1.00x", "torch "):
-        assert part in told
+    steps = dict(re.findall(r"^  (reference|torch) +\d\.\d{4}   #+ ([\d,]+) steps$", told, re.MULTILINE))
+    assert set(steps) == {"reference", "torch"} and "0" not in steps.values(), told
+    assert re.search(r"^  reference +[\d,]+   #+ 1\.00x$", told, re.MULTILINE), told
+    assert re.search(r"^  torch +[\d,]+   #+ \d+\.\d\dx$", told, re.MULTILINE), told
+    assert f"generate --checkpoint {tmp_path / 'demo' / 'last'} --prompt" in told
+    assert run("generate", "--checkpoint", tmp_path / "demo" / "last", "--prompt", "class ", "--length", "5") == 0
 
 
 def test_a_speedrun_adds_a_line_to_the_board(folder, capsys, tmp_path):

@@ -109,6 +109,10 @@ def largest_excess(name: str, bits: Tensor) -> float:
     return excess[finite].max().item() if finite.any() else 0.0
 
 
+needs_measures = pytest.mark.skipif(not hasattr(KERNELS, "vector_function"), reason="needs an in-place build")
+
+
+@needs_measures
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_vector_functions_keep_their_bounds(name: str, instruction_set: str) -> None:
     magnitudes = torch.arange(0, INFINITY + 2**20, 4099, dtype=torch.int64)
@@ -116,6 +120,7 @@ def test_vector_functions_keep_their_bounds(name: str, instruction_set: str) -> 
         assert largest_excess(name, bits.to(torch.int32)) <= 0.0
 
 
+@needs_measures
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_vector_functions_keep_their_bounds_everywhere(name: str, instruction_set: str) -> None:
@@ -192,6 +197,15 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match=r"that this processor has and that was built \(plain.*\); got avx9000"):
         KERNELS.use("avx9000")
     assert KERNELS.instruction_set() == used
+
+
+def test_a_level_that_the_processor_lacks_is_refused() -> None:
+    levels = list(build.CPU_LEVELS)
+    if KERNELS.processor == levels[-1]:
+        pytest.skip("this processor has every level")
+    lacking = levels[levels.index(KERNELS.processor) + 1]
+    with pytest.raises(ValueError, match=f"got {lacking}, which this processor lacks: unset TRANSFORMER_"):
+        KERNELS.use(lacking)
 
 
 # Processes

@@ -26,7 +26,7 @@ DESCRIPTION = """\
 Train small transformers on fused kernels and run the trained models.
 
 examples:
-  transformer-kernels demo                              train for two minutes, then compare the speed of the backends
+  transformer-kernels demo                              train beside the reference, compare the backends: two minutes
   transformer-kernels train char-gpt                    train a character GPT on Tiny Shakespeare for five minutes
   transformer-kernels generate --checkpoint runs/char-gpt --prompt "ROMEO:"
   transformer-kernels train imdb --data aclImdb         train a sentiment classifier on film reviews
@@ -107,10 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_embed(commands)
     _add_fill_mask(commands)
     visualization.add_commands(commands, _command, _add_model_options)
-    demo = _command(commands, "demo", "train a character GPT for two minutes, then time each backend", _demo)
-    demo.add_argument("--seconds", type=float, default=120.0, help="training time in seconds (default: %(default)g)")
+    demo = _command(commands, "demo", "train a character GPT beside the reference, then time each backend", _demo)
+    demo.add_argument("--seconds", type=float, default=35.0, help="training time of each model (default: %(default)g)")
     demo.add_argument("--backend", choices=options.BACKENDS, default="auto", help="training backend (default: auto)")
-    demo.add_argument("--out", default="", help="output folder for checkpoints and the log (default: a new runs/demo)")
+    demo.add_argument("--out", default="", help="output folder for the checkpoint (default: a new runs/demo)")
     _add_speedrun(commands)
     info = _command(
         commands, "info", "print versions, devices, available backends and the verification state of the kernels", _info
@@ -502,7 +502,7 @@ def _evaluate(chosen: argparse.Namespace) -> None:
 
 
 def _demo(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.report import demo
+    from transformer_kernels.training.demo import demo
 
     demo(seconds=chosen.seconds, backend=chosen.backend, out=chosen.out)
 

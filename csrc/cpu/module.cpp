@@ -61,8 +61,11 @@ void use(const std::string& name) {
     for (Compilations* kernel : kernels()) kernel->chosen = best(*kernel, in_use);
     return;
   }
-  throw std::invalid_argument("the instruction set must be one that this processor has and that was built (" + known +
-                              "); got " + name + "; TRANSFORMER_KERNELS_CPU_LEVELS=all pip install . builds every one");
+  bool lacking = false;
+  for (int level = widest() + 1; level < LEVELS; ++level) lacking |= NAMES[level] == name;
+  throw std::invalid_argument("the instruction set must be one that this processor has and that was built (" + known + "); got " + name +
+                              (lacking ? ", which this processor lacks: unset TRANSFORMER_KERNELS_CPU_ISA, or name another one"
+                                       : "; TRANSFORMER_KERNELS_CPU_LEVELS=all pip install . builds every one"));
 }
 
 // Whether each of `count` indices is in [0, limit) or equal to `ignored`.

@@ -28,6 +28,8 @@ TK_INLINE Lanes product(Lanes lanes, uint32_t factor) {
   return (Lanes)_mm256_mul_epu32((__m256i)lanes, _mm256_set1_epi64x(factor));
 #elif defined(__x86_64__)
   return (Lanes)_mm_mul_epu32((__m128i)lanes, _mm_set1_epi64x(factor));
+#elif defined(__aarch64__)
+  return (Lanes)vmull_n_u32(vmovn_u64((uint64x2_t)lanes), factor);
 #else
   return (lanes & 0xFFFFFFFFu) * factor;
 #endif
@@ -43,6 +45,10 @@ TK_INLINE uint64_t reached(Lanes low, Lanes high, uint32_t threshold) {
   const __m256i a = _mm256_cmpeq_epi16(_mm256_max_epu16((__m256i)low, least), (__m256i)low);
   const __m256i b = _mm256_cmpeq_epi16(_mm256_max_epu16((__m256i)high, least), (__m256i)high);
   return static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xD8)));
+#elif defined(__aarch64__)
+  const uint16x8_t least = vdupq_n_u16(static_cast<uint16_t>(threshold)), bit = {1, 2, 4, 8, 16, 32, 64, 128};
+  const uint16_t a = vaddvq_u16(vandq_u16(vcgeq_u16((uint16x8_t)low, least), bit));
+  return a | static_cast<uint64_t>(vaddvq_u16(vandq_u16(vcgeq_u16((uint16x8_t)high, least), bit))) << 8;
 #else
   uint16_t drawn[2 * sizeof(Lanes) / 2];
   memcpy(drawn, &low, sizeof low);

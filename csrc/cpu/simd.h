@@ -7,6 +7,8 @@
 #include <immintrin.h>  // half a second of every compilation that includes it
 #elif defined(__SSE2__)
 #include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>  // which every such processor has
 #endif
 
 namespace transformer_kernels {
@@ -75,9 +77,7 @@ TK_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #elif defined(__AVX2__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__aarch64__)
-  Floats sum;
-  for (int i = 0; i < WIDTH; ++i) sum[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return sum;
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -121,6 +121,9 @@ template <class F> TK_INLINE float folded(Floats x, const F& f) {
   x = f(x, (Floats)_mm256_permute2f128_ps((__m256)x, (__m256)x, 1));
   x = f(x, (Floats)_mm256_shuffle_ps((__m256)x, (__m256)x, 0x4E));
   return f(x, (Floats)_mm256_shuffle_ps((__m256)x, (__m256)x, 0xB1))[0];
+#elif defined(__aarch64__)
+  x = f(x, (Floats)vextq_f32((float32x4_t)x, (float32x4_t)x, 2));
+  return f(x, (Floats)vrev64q_f32((float32x4_t)x))[0];
 #else
   for (int half = WIDTH / 2; half; half /= 2) {
     Floats other = x;
@@ -172,6 +175,8 @@ TK_INLINE Floats widened(Halves bits, Half) {
   return (Floats)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__AVX2__)
   return (Floats)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+  return (Floats)vcvt_f32_f16((float16x4_t)bits);
 #else
   const Words wide = __builtin_convertvector(bits, Words), magnitude = (wide & 0x7FFFu) << 13;
   const Words special = (wide & 0x7C00u) == 0x7C00u ? magnitude | 0x7F800000u : (Words)((Floats)magnitude * 0x1p112f);
@@ -184,6 +189,8 @@ TK_INLINE Halves rounded(Floats x, Half) {
   return (Halves)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__AVX2__)
   return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  return (Halves)vcvt_f16_f32((float32x4_t)x);
 #else
   const Words sign = (Words)x & 0x80000000u, magnitude = (Words)x ^ sign;
   // Below 2^-14 the unit is 2^-24, which is that of a float in [0.5, 1).
@@ -296,6 +303,9 @@ TK_INLINE float element(Half x) { return load(&x, Part{1})[0]; }
 TK_INLINE Floats kept(uint32_t bits, Floats x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), (__m512)x);
+#elif defined(__aarch64__)
+  const uint32x4_t lanes = vtstq_u32(vdupq_n_u32(bits), uint32x4_t{1, 2, 4, 8});
+  return (Floats)vandq_u32(lanes, (uint32x4_t)x);
 #else
   Words lanes;
   for (int i = 0; i < WIDTH; ++i) lanes[i] = 1u << i;

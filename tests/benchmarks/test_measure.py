@@ -110,7 +110,9 @@ def test_a_failure_is_a_row_and_a_lost_device_is_not(bench: Bench) -> None:
         measure(workload, Candidate("loses", lambda *_: loses), bench)
 
 
-@pytest.mark.skipif(cpu.unavailable(CPU) is not None, reason="needs the CPU kernels")
+@pytest.mark.skipif(
+    cpu.unavailable(CPU) is not None or not hasattr(cpu.load(), "register_rate"), reason="needs an in-place build"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_product_is_faster_than_registers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread, in processor time, which passes only while it runs; it may share a core: the best of some attempts.

@@ -307,8 +307,11 @@ CPU_LEVELS = {
 }
 """The instruction sets of the CPU backend, narrowest first, with the flags of GCC and Clang."""
 
-CPU_FOLDERS = {"rows": ("plain", "avx2", "avx512"), "products": tuple(CPU_LEVELS)}
-"""For which of them the kernels of a folder of csrc/cpu are compiled; others use the next narrower one."""
+CPU_FOLDERS = {"rows": ("plain", "avx2", "avx512"), "products": tuple(CPU_LEVELS), "measures": tuple(CPU_LEVELS)}
+"""For which of them the kernels of a folder of csrc/cpu are compiled; others use the next narrower one.
+
+Those of measures are for tests and benchmarks: only an in-place build (present) has them.
+"""
 
 
 def cpu_source_hash(csrc: Path = CSRC) -> str:
@@ -320,8 +323,10 @@ def cpu_source_hash(csrc: Path = CSRC) -> str:
 
 OTHER_PROCESSOR = (
     "they are for x86-64 processors on Linux and macOS, and this is {}; the torch backend runs every operation. "
-    "TRANSFORMER_KERNELS_CPU_LEVELS=plain pip install . compiles the portable ones, which no test ran there"
+    "TRANSFORMER_KERNELS_CPU_LEVELS=plain pip install . compiles {}"
 )
+NEON_KERNELS = "those for NEON, which pass their tests under qemu-user; their speed was never measured"
+PORTABLE_KERNELS = "the portable ones, which no test ran there"
 
 
 def cpu_levels_named() -> str:
@@ -340,7 +345,9 @@ def other_processor() -> str:
     """Why this kind of machine has no CPU kernels by default; empty where it has."""
     if _is_x86() and platform.system() != "Windows":
         return ""
-    return OTHER_PROCESSOR.format(f"{platform.machine()} on {platform.system()}")
+    kernels = NEON_KERNELS if platform.machine().lower() in ("aarch64", "arm64") else PORTABLE_KERNELS
+    why = OTHER_PROCESSOR.format(f"{platform.machine()} on {platform.system()}", kernels)
+    return why.split(". ")[0] if platform.system() == "Windows" else why  # where none are compiled
 
 
 def _is_x86() -> bool:
@@ -451,6 +458,8 @@ def _cpu_kernels(csrc: Path, wanted: list[str]) -> list[tuple[str, Path, list[st
     order = list(CPU_LEVELS)
     compilations = []
     for folder, own in CPU_FOLDERS.items():
+        if folder == "measures" and cpu_levels_named() != "present":
+            continue
         levels = {[level for level in own if order.index(level) <= order.index(each)][-1]: None for each in wanted}
         present = [f"-DTK_HAS_{level.upper()}" for level in levels]
         for level in levels:

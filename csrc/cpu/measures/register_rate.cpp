@@ -1,6 +1,6 @@
 // Multiplications and additions from registers alone, on every thread: the rate that no product exceeds. Benchmarks time it.
 #include "../kernel.h"
-#include "pairs.h"
+#include "../products/pairs.h"
 
 namespace transformer_kernels::TK_LEVEL {
 
