@@ -18,7 +18,7 @@ SOURCES := pyproject.toml setup.py constraints.txt
 .PHONY: help demo test gates mutants lint gpu bench wheel clean
 
 help:
-	@echo "make demo   train a character GPT on this machine and compare the backends (a few minutes)"
+	@echo "make demo   train a character GPT beside the reference and compare the backends (two minutes)"
 	@echo "make test   the test suite (about five minutes on two cores)"
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
 	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"
