@@ -18,7 +18,7 @@ SOURCES := pyproject.toml setup.py constraints.txt
 .PHONY: help demo test gates matrix mutants lint site gpu bench wheel clean
 
 help:
-	@echo "make demo   train a character GPT on this machine and compare the backends (a few minutes)"
+	@echo "make demo   train a character GPT beside the reference and compare the backends (two minutes)"
 	@echo "make test   the test suite (about five minutes on two cores)"
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
 	@echo "make matrix  the tests of patched models on several releases of transformers, in throwaway environments"

@@ -91,13 +91,15 @@ class Run:
 
 def train(runs: list[Run], seconds: float) -> None:
     """Trains each for `seconds`: the one that used less takes the next step. Prints a row after each part."""
-    print("  time   " + "   ".join(f"{run.name:<24}" for run in runs))
+    print("  time   " + "   ".join(f"{run.name:<24}" for run in runs).rstrip())
     for run in runs:
         run.trainer.model.train()
     for row in range(1, ROWS + 1):
         while (run := min(runs, key=lambda run: run.seconds)).seconds < seconds * row / ROWS:
             run.step()
-        print(f"{seconds * row / ROWS:>5.1f}s   " + "   ".join(f"{run.recent():<24}" for run in runs), flush=True)
+        print(
+            f"{seconds * row / ROWS:>5.1f}s   " + "   ".join(f"{run.recent():<24}" for run in runs).rstrip(), flush=True
+        )
 
 
 def speeds(recipe: CharGPT, device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
