@@ -33,12 +33,11 @@ def kernel_sources(op: str, backend: str, checkout: Path = CHECKOUT) -> list[Pat
     if backend == "triton":
         return sorted(_closure(sorted(folder.glob("_triton*.py")), lambda path: _imported(path, checkout)))
     csrc = checkout / "csrc"
-    files = [path for path in sorted(folder.glob("_c*.py")) if path.stem in ("_cuda", "_compiled")]
-    named = _closure(files, lambda path: _imported(path, checkout, "_cuda"))
     own = [path for name in sorted({op, family}) for path in _compiled(csrc / "ops", name)]
-    if not files or not own:
+    host = folder / "_compiled.py"
+    if not host.is_file() or not own:
         return []
-    return sorted({*named, *_closure(own, lambda path: _included(path, csrc))})
+    return sorted({host, *_closure(own, lambda path: _included(path, csrc))})
 
 
 def machine_code_sources(source: str, checkout: Path = CHECKOUT) -> list[Path]:
@@ -72,16 +71,15 @@ def _included(path: Path, csrc: Path) -> Iterator[Path]:
                 break
 
 
-def _imported(path: Path, checkout: Path, prefix: str = "_triton") -> Iterator[Path]:
-    """Files of a backend that a Python source imports from this package."""
+def _imported(path: Path, checkout: Path) -> Iterator[Path]:
+    """Files of the backend triton that a Python source imports from this package."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("transformer_kernels"):
             continue
         assert node.module is not None
         for module in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]:
             file = checkout.joinpath(*module.split(".")).with_suffix(".py")
-            shared = prefix == "_triton" and file.match("backends/triton*.py")
-            if (shared or file.name.startswith(prefix)) and file.is_file():
+            if (file.name.startswith("_triton") or file.match("backends/triton*.py")) and file.is_file():
                 yield file
 
 

@@ -76,8 +76,8 @@ def forward(call: LinearCall) -> LinearResult:
         return _own_forward(call)
     small = _is_small_batch(call)
     if call.activation is None:
-        return LinearResult(_small_batch(call), call.x.new_empty(0)) if small else unactivated(call)
-    before = _small_batch(call) if small else product(call, call.bias)
+        return _small_batch(call) if small else unactivated(call)
+    before = _small_batch(call).y if small else product(call, call.bias)
     y = before if call.activation == "relu" else torch.empty_like(before)
     ACTIVATION.run(ActivationCall(before, None, None, call.activation, False), y)
     return LinearResult(y, before)
@@ -161,9 +161,9 @@ def _own_forward(call: LinearCall) -> LinearResult:
     return _multiplied(call, cpu.load().linear_forward, cpu.parameter(bias), activation)
 
 
-def _small_batch(call: LinearCall) -> Tensor:
-    """x W^T + b."""
-    return _multiplied(call, cpu.load().linear_small_batch, call.bias, None).y
+def _small_batch(call: LinearCall) -> LinearResult:
+    """x W^T + b, whatever the activation."""
+    return _multiplied(call, cpu.load().linear_small_batch, call.bias, None)
 
 
 def _own_backward(call: LinearCall, result: LinearResult, dy: Tensor, wanted: Wanted) -> Gradients:
