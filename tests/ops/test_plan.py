@@ -419,7 +419,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_calls_that_are_made_of_copies_are_not_planned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(_plan.Plan, "find", lambda plan, values: made.append(plan))
+    monkeypatch.setattr(_plan.Plan, "find", lambda plan, given: made.append(plan))
     for _ in range(3):
         torch.testing.assert_close(norm(X.t()), expected(X.t()))
     assert len(made) == 1 and plans("layer_norm") == [None]
