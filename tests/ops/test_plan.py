@@ -384,6 +384,10 @@ def test_tracers_and_transforms_after_a_plan() -> None:
         norm(forward_ad.make_dual(X, torch.ones_like(X)))
     traced = torch.jit.trace(lambda x: norm(x), (X,), check_trace=False)
     torch.testing.assert_close(traced(X.square()), norm(X.square()))
+    scalar = torch.randn(())  # whose shape a trace does not record
+    tk.gelu(scalar)
+    traced = torch.jit.trace(lambda x: tk.gelu(x), (scalar,), check_trace=False)
+    torch.testing.assert_close(traced(scalar + 1), tk.gelu(scalar + 1))
     compiled = torch.compile(norm, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(X), norm())
     torch.testing.assert_close(norm(X.as_subclass(Subclass)).as_subclass(Tensor), norm())
@@ -415,7 +419,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_calls_that_are_made_of_copies_are_not_planned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(_plan.Plan, "find", lambda plan, values: made.append(plan))
+    monkeypatch.setattr(_plan.Plan, "find", lambda plan, given: made.append(plan))
     for _ in range(3):
         torch.testing.assert_close(norm(X.t()), expected(X.t()))
     assert len(made) == 1 and plans("layer_norm") == [None]

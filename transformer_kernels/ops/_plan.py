@@ -100,21 +100,22 @@ class Plan:
             fields[self._seed] = draw_seed(fields[0].device)
         return _new(self._record, fields)
 
-    def find(self, values: tuple[Any, ...]) -> bool:
-        """Find among the arguments the tensors of the call; whether all are there, but for a leading axis as given."""
+    def find(self, given: dict[int, tuple[int, Tensor]]) -> bool:
+        """Find the tensors of the call among the arguments, by id; whether all are there, but for a leading axis."""
         for place, value in enumerate(self._fields):
             if isinstance(value, Tensor):
-                found = [index for index, given in enumerate(values) if given is value or _is_unsqueezed(value, given)]
-                if len(found) == 1:
-                    self._places.append((place, found[0], values[found[0]] is not value))
-                elif not found and self._record._fields[place] == "seed":
+                found = given.get(id(value))
+                if found is None and self._record._fields[place] == "seed":
                     self._seed = place
-                else:  # it was copied, or one tensor was given twice
-                    return False
+                else:
+                    index = _unsqueezed(value, given) if found is None else found[0]
+                    if index is None:  # it was copied
+                        return False
+                    self._places.append((place, index, found is None))
                 self._fields[place] = None
-            elif hasattr(value, "_fields"):
+            elif isinstance(value, tuple) and hasattr(value, "_fields"):
                 plan = Plan(value)
-                if not plan.find(values):
+                if not plan.find(given):
                     return False
                 if plan._places:
                     self._nested.append((place, plan))
@@ -128,15 +129,18 @@ Plans = dict[Hashable, Plan | None]
 
 def remember(plans: Plans, layout: Hashable, values: tuple[Any, ...], plan: Plan) -> None:
     """Keep the plan of the call that was made of these arguments."""
-    if not any(isinstance(each, Tensor) and each.dtype in INDICES for each in values):
+    tensors = [(index, each) for index, each in enumerate(values) if isinstance(each, Tensor)]
+    if not any(each.dtype in INDICES for _, each in tensors):
         plan.check = None
+    given = {id(each): (index, each) for index, each in tensors}
     if len(plans) >= MOST_PLANS:
         plans.clear()
-    plans[layout] = plan if plan.find(values) else None
+    plans[layout] = plan if len(given) == len(tensors) and plan.find(given) else None  # none of them is given twice
 
 
-def _is_unsqueezed(value: Tensor, given: Any) -> bool:
-    """Whether a tensor of a call is the given one, seen with a leading axis."""
-    if not isinstance(given, Tensor) or given.dtype is not value.dtype or value.shape != (1, *given.shape):
-        return False
-    return value.data_ptr() == given.data_ptr() and value.stride()[1:] == given.stride()
+def _unsqueezed(value: Tensor, given: dict[int, tuple[int, Tensor]]) -> int | None:
+    """The index of the argument that a tensor of a call is, seen with a leading axis; None if there is none."""
+    for index, each in given.values():
+        if value.data_ptr() == each.data_ptr() and value.shape == (1, *each.shape) and value.dtype is each.dtype:
+            return index if value.stride()[1:] == each.stride() else None
+    return None
