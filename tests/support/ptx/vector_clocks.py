@@ -1,7 +1,7 @@
-"""Happens-before where parts of a CTA meet: at named barriers and at mbarriers, which also count bytes of copies.
+"""Vector clocks: happens-before where parts of a CTA synchronize, at named barriers and mbarriers.
 
-Each thread knows, of each other thread and of the copies that each mbarrier counts, up to where all that they did comes
-before its next access. Releasing (an arrival) publishes that knowledge, acquiring (a wait) takes it over.
+The vector of a thread has, for each other thread and for the copies that each mbarrier counts, the latest clock whose
+accesses are ordered before this thread's next one. An arrival releases the vector, a wait acquires it.
 """
 
 from __future__ import annotations
