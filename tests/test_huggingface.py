@@ -20,6 +20,8 @@ masking = pytest.importorskip("transformers.masking_utils")
 
 def with_our_attention(model):
     ours = copy.deepcopy(model)
+    if not ours._can_set_attn_implementation():
+        pytest.skip("this release of transformers does not let the attention of this model be chosen")  # T5 before 5.18
     ours.set_attn_implementation(huggingface.NAME)
     assert ours.config._attn_implementation == huggingface.NAME
     return ours

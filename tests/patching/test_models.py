@@ -206,7 +206,11 @@ def test_saved_and_loaded(family, tmp_path):
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_copies_stay_patched(family, duplicate):
-    _, ours = pair(family)
+    eager, ours = pair(family)
+    try:
+        duplicate(eager)
+    except AttributeError as error:  # Llama before 5.23, with the package kernels
+        pytest.skip(f"the unpatched model cannot be copied: {error}")
     twin = duplicate(ours)
     assert [type(module) for module in twin.modules()] == [type(module) for module in ours.modules()]
     batch = models.inputs(family)
