@@ -99,7 +99,7 @@ def test_imdb_notebook_is_what_the_python_defaults_are():
 
 def test_the_default_of_the_command_has_the_size_that_it_promises():
     config = make_config("char-gpt", read_config_file(CharGPTConfig.default_config))
-    assert CharGPT.build(config, LETTERS).num_parameters() == 1_783_680
+    assert CharGPT.build(config, LETTERS).num_parameters() == 1_784_192
     assert (config.time_limit, config.steps, config.context, config.batch_size) == (300.0, None, 256, 8)
     assert (config.optimizer, config.schedule, config.dtype) == ("muon", "linear", "auto")
 
