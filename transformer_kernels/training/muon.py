@@ -15,7 +15,7 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024: singular values ar
 RMS = 0.2  # of an update of AdamW (Liu et al. 2025, section 2.2)
 
 
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """The weights of the linear layers in the model's blocks: not embeddings, outputs, norms, biases and experts."""
     return [
         module.weight
@@ -60,7 +60,7 @@ class Muon(torch.optim.AdamW):
     def __init__(
         self,
         params: Any,
-        matrices: Iterable[nn.Parameter],
+        matrices: Iterable[Tensor],
         *,
         momentum: float = 0.95,
         products: torch.dtype = torch.float32,
@@ -68,7 +68,7 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, **options, fused=True)
         self.momentum, self.products = momentum, products
-        self.shapes: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        self.shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
         for each in matrices:
             self.shapes[each.shape].append(each)
 
@@ -90,12 +90,12 @@ class Muon(torch.optim.AdamW):
             for each, gradient in zip(matrices, gradients, strict=True):
                 each.grad = gradient
 
-    def _update(self, matrices: list[nn.Parameter]) -> None:
+    def _update(self, matrices: list[Tensor]) -> None:
         """Update matrices of one shape."""
         if not matrices:
             return
         group, scale = self.param_groups[0], getattr(self, "grad_scale", None)
-        gradients = torch.stack([each.grad for each in matrices])  # (N, R, C)
+        gradients = torch.stack([each.grad for each in matrices if each.grad is not None])  # (N, R, C)
         if scale is not None:
             gradients = gradients / scale
         momenta = [self._momentum(each) for each in matrices]
@@ -106,7 +106,7 @@ class Muon(torch.optim.AdamW):
         torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(matrices, list(updates.unbind()))
 
-    def _momentum(self, matrix: nn.Parameter) -> Tensor:
+    def _momentum(self, matrix: Tensor) -> Tensor:
         state = self.state[matrix]
         if not state:
             state["momentum"] = torch.zeros_like(matrix, memory_format=torch.preserve_format)

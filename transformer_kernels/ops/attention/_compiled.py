@@ -72,19 +72,22 @@ class Kernels:
             like_output(x) if needed or machine is cuda else None
             for x, needed in zip((call.q, call.k, call.v), wanted, strict=False)
         )
-        summed = bias is not None and wanted[3] and bias.shape[3] > 1
-        dbias = machine.sum_like(bias, True) if summed else None
+        summed = bias if bias is not None and wanted[3] and bias.shape[3] > 1 else None
+        dbias = None if summed is None else machine.sum_like(summed, True)
         delta = machine.workspace(result.lse)
         self._run(
             machine.load().attention_backward, call, result, angles, _view(dout), _view(dq), _view(dk), _view(dv),
             address(dlse), address(dbias), address(delta),
         )  # fmt: skip
         if angles is not None and machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
+            assert dk is not None  # a GPU's kernels compute all three
             heads = Heads(dk, None)
             RotaryKernels(machine).rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
         if bias is None or not wanted[3]:
             return dq, dk, dv, None
-        return dq, dk, dv, in_dtype_of(bias, dbias) if summed else shift_gradient(dlse, result.statistics, bias)
+        if summed is None:
+            return dq, dk, dv, shift_gradient(dlse, result.statistics, bias)
+        return dq, dk, dv, in_dtype_of(bias, dbias)
 
     def _run(
         self,
