@@ -13,9 +13,9 @@ namespace {
 enum Slot { PANELS = 8, RESULT, SUMS, LEFT, PRODUCT };
 
 constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are multiplied with one panel after the other
-// Products that one register adds up; longer sums are made of such. A panel of so many steps stays in the first-level cache, or,
-// where registers are wide enough to read it from there, in the second.
-constexpr int64_t LONGEST_SUM = !FUSES ? 32 : WIDTH == 16 ? 512 : 256;
+// Products that one register accumulates; longer sums are made of such. With 512 the error exceeds twice that of MKL at K = 1024.
+// A panel of so many steps stays in the first-level cache, or, where registers are wide enough, in the second.
+constexpr int64_t LONGEST_SUM = FUSES ? 256 : 32;
 constexpr int64_t DEPTH_STEPS = 96;    // steps of x and dz whose products one tile of a weight gradient adds up
 constexpr int64_t PAIRED_COLUMNS = 32;  // a multiple of which is packed of the left operand of a weight gradient
 constexpr int LINES_AHEAD = 4;  // of each operand of a weight gradient, fetched each 16 steps

@@ -57,7 +57,7 @@ def linear(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 2.
     """
-    return OPERATION(prepare(x, weight, bias, activation=activation), backend)
+    return OPERATION.run(backend, x, weight, bias, activation=activation)
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> LinearCall:

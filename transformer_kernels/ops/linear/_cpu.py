@@ -72,9 +72,9 @@ def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | 
 
 def forward(call: LinearCall) -> LinearResult:
     """y, and y or the sums before the activation for the gradient."""
-    if fuses(call) or _forwards_alone(call):
-        return _own_forward(call)
     small = _is_small_batch(call)
+    if not small and (fuses(call) or _forwards_alone(call)):
+        return _own_forward(call)
     if call.activation is None:
         return _small_batch(call) if small else unactivated(call)
     before = _small_batch(call).y if small else product(call, call.bias)
