@@ -337,7 +337,7 @@ def _train_config(chosen: argparse.Namespace) -> tuple[Any, Path | None]:
 
     given = {key: value for key, value in vars(chosen).items() if key not in NOT_IN_CONFIG}
     source = chosen.config
-    if not source and not chosen.resume and not given.get("init"):  # which determines the model's sizes
+    if not source and not chosen.resume and not given.get("init") and not given.get("preset"):  # which choose the model
         source = options.bundled_configs().get(find_recipe(chosen.recipe).Config.default_config)
     from_file = options.read_config_file(source) if source else {}
     if from_file:

@@ -529,7 +529,7 @@ WITH_99_KIB = (86, 89, 120)
 
 
 @pytest.fixture(params=ARCHITECTURES, ids="sm_{}".format)
-def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, unplanned: None) -> int:
     if not _extension.emulating():
         pytest.skip("a device is what it is")
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", str(request.param))

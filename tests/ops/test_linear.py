@@ -40,7 +40,9 @@ def make(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 65, 128), (97, 601, 31), (100, 96, 64), (2100, 130, 17), (256, 512, 1024)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (3, 65, 128), (97, 601, 31), (100, 96, 64), (2100, 130, 17), (256, 512, 1024)], ids=str
+)
 def test_matches_reference(
     backend: str, dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int], activation: str | None
 ) -> None:

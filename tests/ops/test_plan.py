@@ -429,11 +429,11 @@ MOST_CALLS: dict[str, tuple[int, int]] = {
     "gelu": (38, 47),
     "softmax": (35, 48),
     "swiglu": (39, 48),
-    "layer_norm": (50, 57),
-    "add_layer_norm": (53, 61),
+    "layer_norm": (51, 58),
+    "add_layer_norm": (55, 63),
     "cross_entropy": (70, 85),
     "embedding": (62, 69),
-    "rotary": (67, 78),
+    "rotary": (69, 80),
     "attention": (81, 94),
 }
 """Python and C functions that a planned call on a CPU calls, (without gradients, forward with gradients)."""

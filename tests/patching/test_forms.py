@@ -238,3 +238,22 @@ def test_an_old_release_is_refused_before_anything_changes(monkeypatch):
         tk.patch(model)
     assert [type(module) for module in model.modules()] == kinds
     assert model.config._attn_implementation == "eager"
+
+
+class _Recursive(torch.nn.Module):
+    def forward(self, x, depth=2):
+        return x if depth == 0 else self.again(x, depth)
+
+    def again(self, x, depth):
+        return _Recursive.forward(self, x, depth - 1) if depth % 2 else self.again(x, depth - 1)
+
+
+def _countdown(x, depth):
+    return x if depth == 0 else _countdown(x, depth - 1)
+
+
+def test_code_that_calls_itself_has_a_fingerprint():
+    """Following its calls ended in a RecursionError."""
+    assert _forms.forward_fingerprint(_Recursive) is not None
+    assert _forms.fingerprint(_countdown) is not None
+    assert not tk.patch(_Recursive()).patched

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transformer_kernels.backends import cpu
@@ -54,7 +55,7 @@ def _not_made_of_others(op: str, name: str, value: Tensor) -> None:
 def tensor(op: str, name: str, value: Any) -> None:
     """A strided floating tensor."""
     if type(value) in PLAIN and value.dtype in FLOATING and value.layout is torch.strided and not value.is_nested:
-        if value.is_neg():  # the sign is not in memory
+        if not is_compiling() and value.is_neg():  # the sign is not in memory
             raise TypeError(f"{op}: {name} must not be a negated view; pass {name}.resolve_neg()")
         return
     if not isinstance(value, Tensor):

@@ -1,8 +1,8 @@
 """What a class computes, recognised by the code of its forward and not by the name of its module.
 
 Two forwards have one fingerprint if their syntax trees agree but for docstrings, annotations, the names of local
-variables and decorators that only warn or select kernels. The functions that a forward calls, its own methods and those
-of its module, are a part of its fingerprint. A forward that differs in anything else has another one, and is left as it
+variables and decorators that only warn or select kernels. The functions that a forward calls, its own methods and all
+but torch's, are a part of its fingerprint. A forward that differs in anything else has another one, and is left as it
 is. (A numerical probe would accept code that differs for other dtypes, shapes or modes than those probed.)
 
 `python -m transformer_kernels.patching._forms transformers.models.llama.modeling_llama` prints those of a module.
@@ -18,6 +18,7 @@ import inspect
 import re
 import sys
 import textwrap
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -33,19 +34,28 @@ INTERFACE = "eager_attention_forward"
 SKIPPED = ("annotation", "returns", "ctx", "type_comment", "type_params", "kind", "lineno", "simple")
 
 
+_pending: set[Any] = set()
+_lock = threading.RLock()  # of `_pending`
+
+
 @functools.cache
 def fingerprint(function: Any, owner: type | None = None) -> str | None:
-    """The fingerprint of a function, or of a method of `owner`; None without its source."""
+    """The fingerprint of a function, or of a method of `owner`; None without its source, or of one that calls itself."""
     bare = inspect.unwrap(_function_in(function))
     if not isinstance(bare, types.FunctionType):
         return None
-    tree = _tree(bare)
-    if tree is None:
-        return None
-    parts = [tree.args, *_statements(tree), *(each for each in tree.decorator_list if not _is_transparent(each))]
-    form = _Form(tree)
-    text = "".join(form.text(part) for part in parts)
-    called = [fingerprint(each, owner) for each in _called(bare, tree, owner)]
+    with _lock:
+        tree = None if bare in _pending else _tree(bare)
+        if tree is None:
+            return None
+        parts = [tree.args, *_statements(tree), *(each for each in tree.decorator_list if not _is_transparent(each))]
+        form = _Form(tree)
+        text = "".join(form.text(part) for part in parts)
+        _pending.add(bare)
+        try:
+            called = [fingerprint(each, owner) for each in _called(bare, tree, owner)]
+        finally:
+            _pending.remove(bare)
     return hashlib.sha256(repr((text, called)).encode()).hexdigest()[:12]
 
 
@@ -111,11 +121,11 @@ def _is_transparent(decorator: ast.expr) -> bool:
 
 
 def _called(function: types.FunctionType, tree: ast.AST, owner: type | None) -> Iterator[Any]:
-    """The functions of its module, and the methods of its class, that a function names, in order."""
+    """The functions but for torch's, and the methods of its class, that a function names, in order."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id != INTERFACE:
+        if isinstance(node, ast.Name) and node.id not in (INTERFACE, *TRANSPARENT):
             found = _function_in(function.__globals__.get(node.id))
-            if isinstance(found, types.FunctionType) and inspect.unwrap(found).__module__ == function.__module__:
+            if isinstance(found, types.FunctionType) and not inspect.unwrap(found).__module__.startswith("torch."):
                 yield found
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
             method = getattr(owner, node.attr, None)

@@ -329,7 +329,6 @@ def replacement_of(kind: type) -> Any:
     return None if kind.__module__.startswith("torch.") else FORMS.get(str(forward_fingerprint(kind)))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[misc]
 def replacement_for(module: nn.Module) -> Any:
     """The replacement of a module."""
     return replacement_of(original_class(module))

@@ -136,7 +136,7 @@ def _with_backend(recipe: CharGPT, backend: str, device: torch.device) -> CharGP
 
 def _chosen(device: torch.device) -> str:
     """The backend that "auto" selects for LayerNorm on this device."""
-    from transformer_kernels import explain
+    from transformer_kernels.backends.dispatch import explain
 
     x = torch.zeros(2, 64, device=device)
     return str(explain("layer_norm", x, x[0], x[0]).chosen)

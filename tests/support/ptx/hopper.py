@@ -19,7 +19,7 @@ from tests.support.ptx.cases import Outcome, outcome, poisoned, problems
 from tests.support.ptx.cuda import by_ptx
 from tests.support.ptx.launch import Edit
 from tests.support.ptx.types import Fault
-from transformer_kernels.ops.attention import _cuda
+from transformer_kernels.ops.attention import _compiled
 
 Tensors = dict[str, Tensor | None]
 
@@ -58,7 +58,7 @@ VARIANTS: dict[str, tuple[int, dict[str, Any], Callable[[], dict[str, Tensor]]]]
 
 def forward(given: Tensors, options: dict[str, Any], edit: Edit | None = None, op: str = "attention") -> Outcome:
     """One call without gradients within the budget of tests/support/parity.py; the emulation must be one of sm_90."""
-    with mock.patch.object(_cuda, "path", "sm90"), by_ptx("attention_sm90", edit=edit) as executions, poisoned():
+    with mock.patch.object(_compiled, "path", "sm90"), by_ptx("attention_sm90", edit=edit) as executions, poisoned():
         share = check_parity(op, "cuda", given, options, seed=7)
     return outcome(share, executions, 0.0)
 
