@@ -40,7 +40,7 @@ _lock = threading.RLock()  # of `_pending`
 
 @functools.cache
 def fingerprint(function: Any, owner: type | None = None) -> str | None:
-    """The fingerprint of a function, or of a method of `owner`; None without its source, or of one that calls itself."""
+    """The fingerprint of a function, or of a method of `owner`; None without its source, or where it calls itself."""
     bare = inspect.unwrap(_function_in(function))
     if not isinstance(bare, types.FunctionType):
         return None
