@@ -6,6 +6,7 @@ program maps too, and in which `python -m pytest -p tests.support.aarch64.plugin
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from transformer_kernels.backends import build, cpu
+from transformer_kernels.backends import build
 
 HERE = Path(__file__).parent
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -104,9 +105,14 @@ class Emulated:
         if name != "plain":
             raise ValueError(f"the instruction set must be one that this processor has (plain); got {name}")
 
+    @staticmethod
+    def within(indices: int, count: int, limit: int, ignored: int) -> bool:
+        """As the function of csrc/cpu/module.cpp, which is no kernel."""
+        values = torch.frombuffer((ctypes.c_int64 * count).from_address(indices), dtype=torch.int64)
+        return bool((((values >= 0) & (values < limit)) | (values == ignored)).all())
+
     def call(self, name: str, arguments: tuple[Any, ...]) -> None:
-        shared: list[torch.Tensor] = []  # what the kernel reads is kept until it returned
-        line = " ".join([name, *_words(arguments, shared)])
+        line = " ".join([name, *_words(arguments)])
         with self._lock:
             assert self._driver.stdin is not None and self._driver.stdout is not None
             self._driver.stdin.write(line + "\n")
@@ -116,15 +122,12 @@ class Emulated:
             raise RuntimeError(f"{name} on aarch64: {answer or f'ended with status {self._driver.wait()}'}: {line}")
 
 
-def _words(values: Any, shared: list[torch.Tensor]) -> list[str]:
-    """Numbers as the driver reads them, structures field by field; integers of an array are copied to shared memory."""
+def _words(values: Any) -> list[str]:
+    """Numbers as the driver reads them, structures field by field."""
     words = []
     for value in values:
         if isinstance(value, tuple):
-            words += _words(value, shared)
-        elif isinstance(value, cpu.Held):
-            shared.append(torch.tensor(list(value.owner), dtype=torch.int64))
-            words.append(str(shared[-1].data_ptr()))
+            words += _words(value)
         else:
             words.append(value.hex() if isinstance(value, float) else str(int(value)))
     return words
