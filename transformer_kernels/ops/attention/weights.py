@@ -135,9 +135,11 @@ class _OnSoftmax:
         q, k = _operands(call)
         hidden = SoftmaxCall(None, None, False, 1.0)  # type: ignore[arg-type]
         dy, sinks, dsinks = grads[0].to(q.dtype), call.scores.sinks, None
+        if sinks is not None or weights.dtype is not q.dtype:  # rounded weights do not sum to 1
+            weights = self._softmax(call)
         if sinks is not None:
-            weights, dy = self._softmax(call), torch.nn.functional.pad(dy, (0, 1))
-        (dscores,) = self.kernels.backward(hidden, weights.to(q.dtype), (dy,), (True,))
+            dy = torch.nn.functional.pad(dy, (0, 1))
+        (dscores,) = self.kernels.backward(hidden, weights, (dy,), (True,))
         if sinks is not None:
             dsinks = dscores[..., -1].sum(dim=(0, 2)).to(sinks.dtype)
             dscores = dscores[..., :-1]
