@@ -1,8 +1,8 @@
 """Planted bugs: edits applied one at a time to a copy of the sources, each of which must make a named test fail.
 
     python -m tests.mutants                    all
-    python -m tests.mutants --sample 4         a sample that changes each day (`--seed` repeats it), without those that
-                                               need two minutes of compilation
+    python -m tests.mutants --sample 4         a sample that changes with the day of the last commit (`--seed` repeats
+                                               it), without those that need two minutes of compilation
 
 Prints one line each: caught, or MISSED with the edit. Exits 1 if one was missed or an edit no longer applies.
 """
@@ -10,7 +10,6 @@ Prints one line each: caught, or MISSED with the edit. Exits 1 if one was missed
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import random
 import shutil
@@ -19,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.support.day import day
 
 ROOT = Path(__file__).parents[1]
 NEEDED = ("python_ref", "transformer_kernels", "csrc", "tests", "benchmarks", "examples", "pyproject.toml", "README.md")
@@ -298,7 +299,7 @@ MUTANTS = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, help="number of mutants (default: all)")
-    parser.add_argument("--seed", default=datetime.date.today().isoformat())
+    parser.add_argument("--seed", default=day())
     parser.add_argument("--matching", default="", help="only mutants of files whose name contains this")
     arguments = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if arguments.matching in mutant.file]

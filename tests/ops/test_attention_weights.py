@@ -52,6 +52,15 @@ def test_bias_has_a_gradient(backend: str, device: torch.device) -> None:
         check_parity(OP, backend, {**make(torch.float32, device), "attn_bias": bias}, {"causal": True})
 
 
+def test_gradients_do_not_depend_on_the_rounding_of_the_weights(
+    backend: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The weights of a row sum to 1, whatever they are: a constant incoming gradient gives 0."""
+    inputs = {name: x.requires_grad_() for name, x in make(dtype, device).items()}
+    tk.attention_weights(**inputs, backend=backend).sum().backward()
+    assert all(x.grad is not None and float(x.grad.abs().max()) < 1e-5 for x in inputs.values())
+
+
 def test_a_query_whose_bias_hides_every_key_has_no_weights(backend: str, device: torch.device) -> None:
     bias = normal(7, 9, dtype=torch.float32, device=device, seed=3).detach().clone()
     bias[2], bias[4, :5] = -torch.inf, -torch.inf
@@ -103,7 +112,7 @@ def test_scores_are_float32_also_under_autocast(device: torch.device) -> None:
     assert torch.equal(weights, tk.attention_weights(**low, backend="torch"))
 
 
-def test_wrong_arguments_are_told_as_of_attention() -> None:
+def test_errors_name_attention() -> None:
     with pytest.raises(ValueError, match="k must have the head dimension of q"):
         tk.attention_weights(torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 4))
 

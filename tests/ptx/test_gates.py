@@ -1,11 +1,10 @@
-"""In the gates: every operation, the parity grid's small shapes, and the random calls of the day, by their PTX.
+"""In the gates: every operation, the parity grid's small shapes, and random calls, by their PTX.
 
 TRANSFORMER_KERNELS_GATES_EVERY thins them.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from benchmarks.compilers.triton import OPERATIONS
 from tests.ptx.test_operations import DTYPES, PER_DTYPE, PER_TARGET, TARGETS
+from tests.support.day import day
 from tests.support.operations import EXAMPLES
 from tests.support.ptx.cases import KNOWN, Outcome, decoded, example, lengths, problems, random_call
 from tests.support.ptx.worker import in_worker
@@ -21,9 +21,8 @@ from tests.support.random_calls import DRAWN
 pytest.importorskip("triton", reason="Triton is not installed")
 
 EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
-DAY, _, _ = os.environ.get("TRANSFORMER_KERNELS_RANDOM", datetime.date.today().isoformat()).partition(":")
-SECONDS = 8.0 / EVERY
-"""CPU time for the random calls of each operation."""
+CALLS = max(2, 16 // EVERY)
+"""Random calls of each operation."""
 LENGTHS = [(1, 1), (17, 17), (128, 128), (129, 129), (1, 129), (17, 128), (129, 17), (65, 257)]
 BY_PTX = sorted({*OPERATIONS, "packed_attention", "linear_cross_entropy"})
 pytestmark = pytest.mark.slow
@@ -58,12 +57,8 @@ def test_attention_matches_reference_over_lengths(queries: int, keys: int, dtype
 
 @pytest.mark.parametrize("op", [op for op in DRAWN if op in BY_PTX])
 def test_random_calls_of_the_day_match_reference(op: str) -> None:
-    number, spent = 0, 0.0
-    while spent < SECONDS and number < 200:
-        outcome = in_worker(random_call, DAY, op, number, TARGETS[number % 2])
-        spent += outcome.seconds
-        check(outcome)
-        number += 1
+    for number in range(CALLS):
+        check(in_worker(random_call, day(), op, number, TARGETS[number % 2]))
 
 
 @pytest.mark.parametrize("target", (*TARGETS, "sm_120"))
@@ -71,7 +66,7 @@ def test_random_calls_of_the_day_match_reference(op: str) -> None:
 def test_a_sample_of_the_launches_of_the_day_is_known(operation: str, target: str) -> None:
     """No instruction of theirs is refused; test_census.py has all forms that were found so far."""
     count = 4 if target == "sm_120" else 12
-    assert in_worker(decoded, operation, target, DAY, max(1, count // EVERY)) > 0
+    assert in_worker(decoded, operation, target, day(), max(1, count // EVERY)) > 0
 
 
 def test_every_operation_with_kernels_runs() -> None:

@@ -7,7 +7,8 @@ dropped elements, unused rows of tables, tokens after the last packed sequence),
 The tolerance does not depend on eager PyTorch. The oracle runs three more times with rounding errors of random sign in
 each step (`RandomRounding`): float32 in each step, the call's dtype in the factors and results of products. An
 implementation's error is a sum of the same number of roundings in another order, so its largest error is similar: at
-most LARGEST times the largest of these, plus a rounding at the largest element.
+most LARGEST times the largest of these, plus a rounding at the largest element. One more run has what backward reads
+of a 16-bit result (the sum before a norm, the weights of softmax) as it was stored.
 """
 
 from __future__ import annotations
@@ -414,6 +415,9 @@ def _check(op: str, backend: str, draw: Draw, tensors: dict[str, Tensor], option
     if op.startswith("add_") and draw.dtype.itemsize == 2:  # backward reads the sum as it was stored
         stored = _with_rounded_sum(tensors, exact.outputs[1], draw.dtype)
         draws.append(run(exact_function, stored, options, cotangents, torch.float64, draw.seed))
+    if op == "softmax" and draw.dtype.itemsize == 2:  # backward reads the weights as they were stored
+        with mock.patch.object(oracle, "weights_and_lse", _weights_stored_as(draw.dtype)):
+            draws.append(once(exact_function, torch.float64))
     if draw.unread is not None and cotangents[0] is not None and draw.unread.dim() == cotangents[0].dim():
         draw.poison(cotangents[0], draw.unread)
     ours = once(getattr(tk, op), backend=backend)
@@ -439,6 +443,19 @@ def _with_rounded_sum(tensors: dict[str, Tensor], total: Tensor, dtype: torch.dt
     residual, moved = tensors["residual"], total.to(dtype).double() - total
     shifted = residual.detach().double() + moved.masked_fill(~moved.isfinite(), 0.0)
     return {**tensors, "residual": shifted.requires_grad_(residual.requires_grad)}
+
+
+def _weights_stored_as(dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The oracle's softmax, whose gradient is w * (dw - sum(w * dw)) with the rounded weights w."""
+    softmax = oracle.weights_and_lse
+
+    def weights_and_lse(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        weights, lse = (x.detach() for x in softmax(scores, visible))
+        w, scores = weights.to(dtype).double(), torch.where(visible, scores, 0.0)
+        of_gradient = w * (scores - (w * scores).sum(-1, keepdim=True))
+        return weights + of_gradient - of_gradient.detach(), lse
+
+    return weights_and_lse
 
 
 def _cotangent(draw: Draw, shape: torch.Size) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,8 +47,6 @@ class Outcome:
     findings: dict[str, int]
     """How often each message was reported."""
     lines: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    work: int = 0
 
 
 @contextmanager
@@ -67,7 +64,7 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def outcome(share: float, executions: list[Execution], started: float) -> Outcome:
+def outcome(share: float, executions: list[Execution]) -> Outcome:
     findings: Counter[str] = Counter()
     lines = []
     for each in executions:
@@ -75,8 +72,7 @@ def outcome(share: float, executions: list[Execution], started: float) -> Outcom
             findings[message] += count
             lines.append(f"{each.kernel}: {kind}: {message}; at {text[:100]}")
     kernels = [each.kernel for each in executions]
-    work = sum(each.work for each in executions)
-    return Outcome(share, kernels, dict(findings), lines, time.process_time() - started, work)
+    return Outcome(share, kernels, dict(findings), lines)
 
 
 def parity(
@@ -89,11 +85,10 @@ def parity(
     edit: Edit | None = None,
 ) -> Outcome:
     """One call and its backward pass, held to the budget of tests/support/parity.py."""
-    started = time.process_time()
     torch.manual_seed(0)
     with package_launches(target, races, edit) as executions, poisoned():
         share = check_parity(op, "triton", tensors, options, seed=7)
-    return outcome(share, executions, started)
+    return outcome(share, executions)
 
 
 def example(op: str, target: str, dtype: torch.dtype, rows: int, columns: int, options: dict[str, Any]) -> Outcome:
@@ -111,7 +106,6 @@ def any_length(target: str, dtype: torch.dtype) -> Outcome:
 
 def forward(op: str, target: str, tensors: dict[str, Any], options: dict[str, Any], edit: Edit | None) -> Outcome:
     """One call without gradients, held to the budget of outputs."""
-    started = time.process_time()
     inputs = {name: value.detach() for name, value in tensors.items()}
     dtype = next(iter(inputs.values())).dtype
     textbook = getattr(reference, op)
@@ -119,7 +113,7 @@ def forward(op: str, target: str, tensors: dict[str, Any], options: dict[str, An
     with package_launches(target, True, edit) as executions, poisoned():
         got = budget.run(getattr(tk, op), inputs, {**options, "backend": "triton"}).outputs[0]
     share = budget.assert_within_budget(op, got, exact, eager, budget.OUTPUT_FACTOR, dtype)
-    return outcome(share, executions, started)
+    return outcome(share, executions)
 
 
 def lengths(target: str, dtype: torch.dtype, queries: int, keys: int) -> Outcome:
@@ -138,13 +132,12 @@ def random_call(day: str, op: str, number: int, target: str) -> Outcome:
     Raises:
         AssertionError: with the call, so that it can be repeated.
     """
-    started = time.process_time()
     try:
         with package_launches(target, True, None) as executions, poisoned():
             share = random_calls.check(op, "triton", Draw(f"{day}:{op}:{number}"))
     except Exception as error:
         raise AssertionError(f"{day}:{op}:{number} on {target}: {error}") from error
-    return outcome(share, executions, started)
+    return outcome(share, executions)
 
 
 def problems(result: Outcome) -> list[str]:

@@ -39,8 +39,6 @@ class Execution:
     ctas: int = 0
     instructions: int = 0
     """Executed, each by all threads that run in step."""
-    work: int = 0
-    """Executed, counted by thread."""
     findings: Counter[Finding] = field(default_factory=Counter)
 
     def check(self, *expected: str) -> None:
@@ -105,7 +103,6 @@ def execute(
         result.findings.update(machine.findings)
         result.ctas += len(ctas)
         result.instructions += machine.executed
-        result.work += machine.work
 
 
 def _span(x: Tensor) -> tuple[int, int]:

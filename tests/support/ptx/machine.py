@@ -76,7 +76,7 @@ class Machine:
         self.changed: list[Any] = [0] * len(self.number)
         """The instruction, counted as executed, that last wrote each register; of each warp group where they differ."""
         self.by_group = any(each.opcode == "wgmma" for each in kernel.code)
-        self.executed = self.work = 0
+        self.executed = 0
         self.findings: Counter[Finding] = Counter()
         self.current = ""
         self.pc = np.zeros(self.N, np.int64)
@@ -286,7 +286,6 @@ class Machine:
                     active = mask & active
                 elif active.all():
                     active = None
-            self.work += self.N if active is None else int(np.count_nonzero(active))
             if step is not None:
                 if active is None or active is mask or active.any():
                     step(active)
