@@ -6,15 +6,14 @@ import os
 import re
 import subprocess
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from transformer_kernels import cli
-from transformer_kernels.training import DataFileError
+from transformer_kernels.training import DataFileError, TrainingDiverged
 from transformer_kernels.training._optional import require
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -60,28 +59,14 @@ def refused(capsys, *arguments):
     return message
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [],
-        ["train"],
-        ["train", "char-gpt"],
-        ["train", "imdb"],
-        ["generate"],
-        ["classify"],
-        ["evaluate"],
-        ["attend"],
-        ["plot"],
-        ["plot", "words"],
-        ["sweep"],
-        ["demo"],
-        ["speedrun"],
-        ["info"],
-    ],
-)
+COMMANDS = ["", "train", "train char-gpt", "train imdb", "generate", "classify", "evaluate", "attend", "plot"]
+COMMANDS += ["plot words", "sweep", "demo", "speedrun", "info"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_worth_reading(capsys, command):
     with pytest.raises(SystemExit) as end:
-        run(*command, "--help")
+        run(*command.split(), "--help")
     assert end.value.code == 0
     assert len(capsys.readouterr().out) > 150
 
@@ -101,9 +86,9 @@ def test_resuming_a_finished_run_says_that_nothing_is_left(folder, capsys, tmp_p
     assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
-        f"{tmp_path / 'run'}: the run has ended (steps) after step 2 of 2, so nothing was trained; to continue it, "
-        f"pass --resume {tmp_path / 'run'} with --steps N above 2\n"
+        f"{tmp_path / 'run'}: the run has ended (steps) after step 2 of 2, so nothing was trained;"
     )
+    assert f"pass --resume {tmp_path / 'run'} with --steps N above 2\n" in printed
     assert "nan" not in printed and "0 tokens/s" not in printed and "validation       loss" in printed
 
 
@@ -162,30 +147,20 @@ def test_an_empty_text_is_refused(folder, capsys):
 
 def test_a_wrong_checkpoint_names_the_remedy(folder, capsys, tmp_path):
     message = refused(capsys, "generate", "--checkpoint", folder / "nothing")
-    assert message == (
-        f"transformer-kernels: error: {folder / 'nothing'}: no such checkpoint; pass a folder that "
-        "`transformer-kernels train` wrote, such as runs/char-gpt\n"
-    )
+    assert f"{folder / 'nothing'}: no such checkpoint; pass a folder that `transformer-kernels train` wrote" in message
     (tmp_path / "config.json").write_text("{}")
     message = refused(capsys, "generate", "--checkpoint", tmp_path)
-    assert message == (
-        f"transformer-kernels: error: {tmp_path}: expected a checkpoint folder, found no manifest.json in it; a "
-        "pretrained model is passed as --model\n"
-    )
+    assert message.endswith("found no manifest.json in it; a pretrained model is passed as --model\n")
     (tmp_path / "config.json").unlink()
     (tmp_path / "log.jsonl").write_text("")
     message = refused(capsys, "generate", "--checkpoint", tmp_path)
-    assert message.endswith(
-        ": expected a checkpoint folder, found no manifest.json in it; the run has no checkpoint yet\n"
-    )
+    assert message.endswith("found no manifest.json in it; the run has no checkpoint yet\n")
 
 
 def test_a_model_name_names_the_download(capsys):
     message = refused(capsys, "generate", "--model", "openai-community/gpt2")
-    assert message == (
-        "transformer-kernels: error: openai-community/gpt2: no such folder or file; models are read from local "
-        "folders: download it first, with `hf download openai-community/gpt2 --local-dir gpt2`\n"
-    )
+    assert "openai-community/gpt2: no such folder or file" in message
+    assert "with `hf download openai-community/gpt2 --local-dir gpt2`" in message
 
 
 def test_no_command_is_a_usage_error(capsys):
@@ -292,21 +267,10 @@ def test_generate_continues_several_prompts(folder, capsys):
 
 
 def test_generate_stops_before_the_stop_text(folder, capsys):
-    run("generate", "--checkpoint", folder / "gpt", "--prompt", "the ", "--length", 30, "--seed", 1)
+    command = ["generate", "--checkpoint", folder / "gpt", "--prompt", "the ", "--length", 30, "--seed", 1]
+    run(*command)
     whole = capsys.readouterr().out[4:-1]
-    run(
-        "generate",
-        "--checkpoint",
-        folder / "gpt",
-        "--prompt",
-        "the ",
-        "--length",
-        30,
-        "--seed",
-        1,
-        "--stop",
-        whole[10:13],
-    )
+    run(*command, "--stop", whole[10:13])
     assert capsys.readouterr().out == "the " + whole[: whole.index(whole[10:13])] + "\n"
 
 
@@ -368,16 +332,6 @@ def test_info_tells_versions_backends_and_reasons(capsys, monkeypatch):
     message = capsys.readouterr().out
     for part in ("transformer_kernels 0", "torch ", "supported: 3.4 or newer", "backends on", "triton", "cuda", "auto"):
         assert part in message
-
-
-def test_info_tells_the_state_of_each_kernel(capsys, monkeypatch):
-    monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)
-    status = ModuleType("benchmarks.compilers.status")
-    status.__spec__ = ModuleSpec(status.__name__, None)
-    status.summary = lambda: ["softmax/triton verified on a GPU"]
-    monkeypatch.setitem(sys.modules, status.__name__, status)
-    assert run("info") == 0
-    assert "kernels\n  softmax/triton verified on a GPU" in capsys.readouterr().out
 
 
 def test_info_says_once_what_kernels_share(capsys, monkeypatch):
@@ -476,6 +430,7 @@ def test_commands_of_other_modules_are_forwarded_or_told(command, capsys, monkey
         (KeyboardInterrupt(), 130, "interrupted"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), 1, "--batch-size"),
         (DataFileError("no file"), 1, "error: no file"),
+        (TrainingDiverged("the loss is nan"), 1, "error: the loss is nan"),
         (ImportError("tqdm is needed"), 1, "error: tqdm is needed"),
     ],
 )
