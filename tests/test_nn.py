@@ -165,11 +165,6 @@ def test_attention_matches_torch(bias, batch_first, inputs):
     assert_same_with_gradients(Sharing(ours), Sharing(theirs), *tensors)
 
 
-def test_attention_without_a_batch():
-    ours, theirs = attention_pair()
-    assert_same_with_gradients(Sharing(ours), Sharing(theirs), torch.randn(5, 12), torch.randn(7, 12))
-
-
 PADDING = torch.tensor([[False, False, True, True, True], [False, False, False, False, True]])
 CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
 PENALTY = PADDING.double() * -2.5
