@@ -98,11 +98,13 @@ def test_options_match_the_reference_over_dtypes_and_widths(
     check_parity(OP, backend, make(dtype, device, 9, classes), options)
 
 
-def test_a_class_that_is_ignored_has_no_part_in_a_weighted_mean(backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_a_class_that_is_ignored_has_no_part_in_the_mean(backend: str, device: torch.device, weighted: bool) -> None:
     tensors = make(torch.float32, device, 40, 5, ignored=0.0)
-    weight = torch.tensor([0.1, 0.2, 0.05, 4.0, 0.3], device=device)
-    expected, gradient = theirs(tensors, weight=weight.double(), ignore_index=3, label_smoothing=0.2)
-    loss = tk.cross_entropy(**tensors, weight=weight, ignore_index=3, label_smoothing=0.2, backend=backend)
+    weight = torch.tensor([0.1, 0.2, 0.05, 4.0, 0.3], device=device) if weighted else None
+    options: dict[str, Any] = {"ignore_index": 3, "label_smoothing": 0.2}
+    expected, gradient = theirs(tensors, weight=None if weight is None else weight.double(), **options)
+    loss = tk.cross_entropy(**tensors, weight=weight, **options, backend=backend)
     loss.backward()
     torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(tensors["logits"].grad.double(), gradient, atol=1e-7, rtol=1e-5)
@@ -279,6 +281,13 @@ def test_entries_of_minus_infinity(backend: str, device: torch.device, classes: 
     kept = torch.tensor([0, 1, 4])
     torch.testing.assert_close(tensors["logits"].grad[kept].double(), gradient[kept], atol=1e-6, rtol=1e-5)
     assert losses[2] == torch.inf and torch.isnan(losses[3]) and losses[0] == 0.0
+
+
+def test_int32_targets(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 9, 20)
+    expected = tk.cross_entropy(**tensors, backend=backend)
+    tensors["targets"] = tensors["targets"].int()
+    assert torch.equal(tk.cross_entropy(**tensors, backend=backend), expected)
 
 
 @pytest.mark.parametrize("dloss", [1.0, 0.3])

@@ -117,6 +117,15 @@ def test_dropout_is_the_reference_mask(
     check_parity(OP, backend, tensors, {"dropout_p": dropout_p}, seed=5)
 
 
+def test_int32_ids(backend: str, device: torch.device) -> None:
+    tensors = make(torch.float32, device, 24)
+    wide = tk.embedding(**tensors, position_ids=positions_of(tensors["tokens"]), backend=backend)
+    tensors["tokens"] = tensors["tokens"].int()
+    narrow = tk.embedding(**tensors, position_ids=positions_of(tensors["tokens"], torch.int32), backend=backend)
+    assert torch.equal(wide, narrow)
+    check_parity(OP, backend, tensors | {"position_ids": positions_of(tensors["tokens"], torch.int32)})
+
+
 @pytest.mark.parametrize("scale", [1.0, 11.3])
 @pytest.mark.parametrize("vocabulary", [1, 2, 1000])
 def test_repeated_and_absent_tokens(

@@ -97,6 +97,14 @@ def test_only_the_wanted_gradients(backend: str, device: torch.device, only: str
     check_parity(OP, backend, tensors)
 
 
+@pytest.mark.usefixtures("in_chunks")
+def test_losses_without_gradients_are_the_same(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = make(dtype, device, 37, 65)
+    with torch.no_grad():
+        without = tk.linear_cross_entropy(**tensors, backend=backend)
+    torch.testing.assert_close(without, tk.linear_cross_entropy(**tensors, backend=backend).detach())
+
+
 @pytest.mark.usefixtures("rows_at_once")
 def test_matches_pytorch_over_batched_rows_of_any_layout(backend: str, device: torch.device) -> None:
     tensors = make(torch.float32, device, 42, 50)
