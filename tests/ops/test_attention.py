@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import transformer_kernels as tk
-from tests.support.arguments import normal
+from tests.support.arguments import LAYOUTS, expanded, normal
 from tests.support.parity import check_parity, dropout_boundary, require
 from transformer_kernels import UnsupportedByBackend
 from transformer_kernels.backends import cpu, dispatch
@@ -277,6 +277,15 @@ def test_bias_broadcasts_and_has_a_gradient(
 def test_float32_bias_beside_low_precision_operands(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     tensors = make(dtype, device, (33, 45))
     tensors["attn_bias"] = torch.randn(1, 2, 33, 45, device=device).requires_grad_()
+    check_parity("attention", backend, tensors, {"causal": True})
+
+
+# Reported of other packages: pytorch/pytorch#112577, #163597, #181133.
+@pytest.mark.parametrize("layout", [*LAYOUTS, expanded], ids=lambda f: f.__name__)
+def test_keys_and_values_of_any_layout(backend: str, device: torch.device, layout: Any) -> None:
+    tensors = make(torch.float32, device)
+    for name in "kv":
+        tensors[name] = layout(tensors[name].detach()).requires_grad_()
     check_parity("attention", backend, tensors, {"causal": True})
 
 
