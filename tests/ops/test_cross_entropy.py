@@ -98,14 +98,17 @@ def test_options_match_the_reference_over_dtypes_and_widths(
     check_parity(OP, backend, make(dtype, device, 9, classes), options)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_a_class_that_is_ignored_has_no_part_in_the_mean(backend: str, device: torch.device, weighted: bool) -> None:
+def test_a_class_that_is_ignored_has_no_part(
+    backend: str, device: torch.device, weighted: bool, reduction: str
+) -> None:
     tensors = make(torch.float32, device, 40, 5, ignored=0.0)
     weight = torch.tensor([0.1, 0.2, 0.05, 4.0, 0.3], device=device) if weighted else None
-    options: dict[str, Any] = {"ignore_index": 3, "label_smoothing": 0.2}
+    options: dict[str, Any] = {"ignore_index": 3, "label_smoothing": 0.2, "reduction": reduction}
     expected, gradient = theirs(tensors, weight=None if weight is None else weight.double(), **options)
     loss = tk.cross_entropy(**tensors, weight=weight, **options, backend=backend)
-    loss.backward()
+    loss.sum().backward()
     torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(tensors["logits"].grad.double(), gradient, atol=1e-7, rtol=1e-5)
 
