@@ -71,6 +71,21 @@ def test_an_output_layer_by_hand() -> None:
     assert both.flops == 3 * 2 * 10 * 30 * 4 + (4 + 5) * 300
 
 
+@pytest.mark.parametrize("op", workloads.OPERATIONS)
+def test_inputs_are_random_and_fresh(op: str) -> None:
+    if op == "attention":
+        work = workloads.attention(FP32, "forward", B=1, H=2, L=16, D=8)
+    elif op == "linear_cross_entropy":
+        work = workloads.output_layer(FP32, "forward", M=16, E=2, V=16)
+    else:
+        work = workloads.rows(op, FP32, "forward", M=16, N=16)
+    first, second, again = (work.inputs(torch.device("cpu"), seed) for seed in (0, 1, 0))
+    for name, tensor in first.items():
+        assert (
+            tensor.double().std() > 0.5 and not torch.equal(tensor, second[name]) and torch.equal(tensor, again[name])
+        )
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_plan_covers_every_operation_and_repeats_nothing(device: str) -> None:
     tasks = plan(torch.device(device))
