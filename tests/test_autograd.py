@@ -14,9 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import python_ref
 import transformer_kernels as tk
-from python_ref import ops as reference
 from tests.support.operations import EXAMPLES, prepared
 from tests.support.operations import function as public
 from transformer_kernels.backends import dispatch
@@ -93,55 +91,11 @@ def test_double_backward_is_an_error_in_every_way_to_ask(op: str, way: str) -> N
                 torch.autograd.grad(grads[i].sum(), inputs, retain_graph=True, allow_unused=True)
 
 
-@REFUSING
-def test_the_functional_transforms_by_double_backward_are_refused_too(op: str) -> None:
-    function, inputs = call_of(op)
-    message = f"{op}: double backward is not supported"
-    scalar = lambda *leaves: total(function(*leaves))  # noqa: E731
-    fixed = tuple(x.detach() for x in inputs)
-    for transform in (torch.autograd.functional.hvp, torch.autograd.functional.jvp):
-        with pytest.raises(RuntimeError, match=message):
-            transform(scalar, fixed, tuple(torch.ones_like(x) for x in fixed))
-    with pytest.raises(RuntimeError, match=message):
-        torch.autograd.functional.hessian(scalar, fixed)
-
-
 @pytest.mark.parametrize("op", SECOND_ORDER)
 def test_second_derivatives_are_right(op: str) -> None:
     """gradgradcheck in float64; the example of bias_relu avoids its kink."""
     function, inputs = call_of(op, 3, 5, torch.float64)
     assert torch.autograd.gradgradcheck(function, tuple(inputs))
-
-
-@pytest.mark.parametrize("op", SECOND_ORDER)
-def test_hessian_and_its_products_are_those_of_the_reference(op: str) -> None:
-    function, inputs = call_of(op, 2, 3, torch.float64)
-    tensors = EXAMPLES[op].make(2, 3, torch.float64)
-    names = [name for name, tensor in tensors.items() if tensor.requires_grad]
-
-    def definition(*leaves: Tensor) -> Tensor:
-        arguments = {**tensors, **dict(zip(names, leaves, strict=True))}
-        return total(getattr(reference, op)(**arguments, **EXAMPLES[op].options))
-
-    def ours(*leaves: Tensor) -> Tensor:
-        return total(function(*leaves))
-
-    fixed = tuple(x.detach() for x in inputs)
-    directions = tuple(torch.ones_like(x) for x in fixed)
-    for transform in (torch.autograd.functional.hvp, torch.autograd.functional.vhp, torch.autograd.functional.jvp):
-        torch.testing.assert_close(transform(ours, fixed, directions), transform(definition, fixed, directions))
-    hessian = torch.autograd.functional.hessian
-    torch.testing.assert_close(hessian(ours, fixed), hessian(definition, fixed))
-
-
-def test_an_outer_gradient_through_an_inner_step_is_right() -> None:
-    """One step of MAML through layer_norm and gelu, against PyTorch."""
-    results = []
-    for layer_norm, gelu in ((tk.layer_norm, tk.gelu), (python_ref.ops.layer_norm, python_ref.ops.gelu)):
-        weight, x = leaf(6, dtype=torch.float64), leaf(4, 6, dtype=torch.float64).detach()
-        (step,) = torch.autograd.grad(gelu(layer_norm(x, weight)).square().sum(), weight, create_graph=True)
-        results.append(torch.autograd.grad(gelu(layer_norm(x, weight - 0.1 * step)).sum(), weight)[0])
-    torch.testing.assert_close(*results)
 
 
 @OPERATIONS
@@ -335,13 +289,6 @@ def test_autocast_of_mixed_dtypes(dtype: torch.dtype) -> None:
         assert tk.softmax(low).dtype == dtype
     (summed.sum() + normed.square().sum()).backward()
     assert x.grad.dtype == torch.float32
-
-
-def test_gradients_only_where_they_are_wanted() -> None:
-    x, r, w = leaf(3, 6), leaf(3, 6).detach(), leaf(6).detach()
-    normed, _ = tk.add_layer_norm(x, r, w, backend="torch")
-    normed.sum().backward()
-    assert x.grad is not None and r.grad is None and w.grad is None
 
 
 def test_no_graph_is_kept_without_gradients() -> None:

@@ -6,15 +6,14 @@ import os
 import re
 import subprocess
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from transformer_kernels import cli
-from transformer_kernels.training import DataFileError
+from transformer_kernels.training import DataFileError, TrainingDiverged
 from transformer_kernels.training._optional import require
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -60,28 +59,14 @@ def refused(capsys, *arguments):
     return message
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [],
-        ["train"],
-        ["train", "char-gpt"],
-        ["train", "imdb"],
-        ["generate"],
-        ["classify"],
-        ["evaluate"],
-        ["attend"],
-        ["plot"],
-        ["plot", "words"],
-        ["sweep"],
-        ["demo"],
-        ["speedrun"],
-        ["info"],
-    ],
-)
+COMMANDS = ["", "train", "train char-gpt", "train imdb", "generate", "classify", "evaluate", "attend", "plot"]
+COMMANDS += ["plot words", "sweep", "demo", "speedrun", "info"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_worth_reading(capsys, command):
     with pytest.raises(SystemExit) as end:
-        run(*command, "--help")
+        run(*command.split(), "--help")
     assert end.value.code == 0
     assert len(capsys.readouterr().out) > 150
 
@@ -97,13 +82,13 @@ def test_help_of_training_names_every_option_and_its_default(capsys):
 def test_resuming_a_finished_run_says_that_nothing_is_left(folder, capsys, tmp_path):
     options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", tmp_path / "run", *TINY]
     assert run("train", "char-gpt", *options, "--no-sample") == 0
-    capsys.readouterr()
+    assert "It writes:" not in capsys.readouterr().out
     assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
-        f"{tmp_path / 'run'}: the run has ended (steps) after step 2 of 2, so nothing was trained; to continue it, "
-        f"pass --resume {tmp_path / 'run'} with --steps N above 2\n"
+        f"{tmp_path / 'run'}: the run has ended (steps) after step 2 of 2, so nothing was trained;"
     )
+    assert f"pass --resume {tmp_path / 'run'} with --steps N above 2\n" in printed
     assert "nan" not in printed and "0 tokens/s" not in printed and "validation       loss" in printed
 
 
@@ -162,36 +147,20 @@ def test_an_empty_text_is_refused(folder, capsys):
 
 def test_a_wrong_checkpoint_names_the_remedy(folder, capsys, tmp_path):
     message = refused(capsys, "generate", "--checkpoint", folder / "nothing")
-    assert message == (
-        f"transformer-kernels: error: {folder / 'nothing'}: no such checkpoint; pass a folder that "
-        "`transformer-kernels train` wrote, such as runs/char-gpt\n"
-    )
+    assert f"{folder / 'nothing'}: no such checkpoint; pass a folder that `transformer-kernels train` wrote" in message
     (tmp_path / "config.json").write_text("{}")
     message = refused(capsys, "generate", "--checkpoint", tmp_path)
-    assert message == (
-        f"transformer-kernels: error: {tmp_path}: expected a checkpoint folder, found no manifest.json in it; a "
-        "pretrained model is passed as --model\n"
-    )
+    assert message.endswith("found no manifest.json in it; a pretrained model is passed as --model\n")
     (tmp_path / "config.json").unlink()
     (tmp_path / "log.jsonl").write_text("")
     message = refused(capsys, "generate", "--checkpoint", tmp_path)
-    assert message.endswith(
-        ": expected a checkpoint folder, found no manifest.json in it; the run has no checkpoint yet\n"
-    )
+    assert message.endswith("found no manifest.json in it; the run has no checkpoint yet\n")
 
 
 def test_a_model_name_names_the_download(capsys):
     message = refused(capsys, "generate", "--model", "openai-community/gpt2")
-    assert message == (
-        "transformer-kernels: error: openai-community/gpt2: no such folder or file; models are read from local "
-        "folders: download it first, with `hf download openai-community/gpt2 --local-dir gpt2`\n"
-    )
-
-
-def test_no_command_is_a_usage_error(capsys):
-    with pytest.raises(SystemExit) as end:
-        run()
-    assert end.value.code == 2
+    assert "openai-community/gpt2: no such folder or file" in message
+    assert "with `hf download openai-community/gpt2 --local-dir gpt2`" in message
 
 
 def test_training_tells_how_it_ended(folder, capsys):
@@ -201,7 +170,7 @@ def test_training_tells_how_it_ended(folder, capsys):
         == 0
     )
     message = capsys.readouterr().out
-    for part in ("ended by steps after step 2 of 2", "validation", "tokens/s", "peak memory", str(out)):
+    for part in ("ended by steps after step 2 of 2", "validation", "tokens/s", "peak memory", str(out), "It writes:"):
         assert part in message
     assert {"best", "last", "log.jsonl"} <= set(os.listdir(out))
 
@@ -225,14 +194,6 @@ def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path, capsy
     saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
     assert (saved["steps"], saved["time_limit"]) == (None, 3600.0)
     assert "time_limit must be a duration" in refused(capsys, "train", "char-gpt", "--time-limit", "5 minutes")
-
-
-def test_a_config_comes_by_its_name_and_its_model_is_changed_by_fields(folder, tmp_path):
-    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", tmp_path / "run", *TINY]
-    assert run("train", "char-gpt", "--config", "char_gpt_cpu", *options) == 0
-    saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
-    assert (saved["beta2"], saved["context"]) == (0.99, 8)
-    assert saved["model"].items() > {"layers": 1, "width": 16, "heads": 2, "norm": "pre", "tied": True}.items()
 
 
 def test_training_without_a_config_uses_the_default_of_the_command(folder, tmp_path, capsys):
@@ -292,21 +253,10 @@ def test_generate_continues_several_prompts(folder, capsys):
 
 
 def test_generate_stops_before_the_stop_text(folder, capsys):
-    run("generate", "--checkpoint", folder / "gpt", "--prompt", "the ", "--length", 30, "--seed", 1)
+    command = ["generate", "--checkpoint", folder / "gpt", "--prompt", "the ", "--length", 30, "--seed", 1]
+    run(*command)
     whole = capsys.readouterr().out[4:-1]
-    run(
-        "generate",
-        "--checkpoint",
-        folder / "gpt",
-        "--prompt",
-        "the ",
-        "--length",
-        30,
-        "--seed",
-        1,
-        "--stop",
-        whole[10:13],
-    )
+    run(*command, "--stop", whole[10:13])
     assert capsys.readouterr().out == "the " + whole[: whole.index(whole[10:13])] + "\n"
 
 
@@ -350,16 +300,11 @@ def test_evaluate_reports_on_the_test_reviews(folder, capsys):
         assert part in message
 
 
-def test_evaluate_reports_on_the_validation_text(folder, capsys):
-    assert run("evaluate", "--checkpoint", folder / "gpt") == 0
-    message = capsys.readouterr().out
-    assert "bits per character" in message and "on 168 characters" in message
-
-
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_a_model_runs_with_another_backend(folder, capsys, backend):
     assert run("evaluate", "--checkpoint", folder / "gpt", "--backend", backend) == 0
-    assert "loss 3." in capsys.readouterr().out
+    message = capsys.readouterr().out
+    assert "loss 3." in message and "bits per character" in message and "on 168 characters" in message
 
 
 def test_info_tells_versions_backends_and_reasons(capsys, monkeypatch):
@@ -368,16 +313,6 @@ def test_info_tells_versions_backends_and_reasons(capsys, monkeypatch):
     message = capsys.readouterr().out
     for part in ("transformer_kernels 0", "torch ", "supported: 3.4 or newer", "backends on", "triton", "cuda", "auto"):
         assert part in message
-
-
-def test_info_tells_the_state_of_each_kernel(capsys, monkeypatch):
-    monkeypatch.delenv("TRANSFORMER_KERNELS_EMULATE", raising=False)
-    status = ModuleType("benchmarks.compilers.status")
-    status.__spec__ = ModuleSpec(status.__name__, None)
-    status.summary = lambda: ["softmax/triton verified on a GPU"]
-    monkeypatch.setitem(sys.modules, status.__name__, status)
-    assert run("info") == 0
-    assert "kernels\n  softmax/triton verified on a GPU" in capsys.readouterr().out
 
 
 def test_info_says_once_what_kernels_share(capsys, monkeypatch):
@@ -476,6 +411,7 @@ def test_commands_of_other_modules_are_forwarded_or_told(command, capsys, monkey
         (KeyboardInterrupt(), 130, "interrupted"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), 1, "--batch-size"),
         (DataFileError("no file"), 1, "error: no file"),
+        (TrainingDiverged("the loss is nan"), 1, "error: the loss is nan"),
         (ImportError("tqdm is needed"), 1, "error: tqdm is needed"),
     ],
 )
@@ -517,14 +453,6 @@ def test_a_gpt_on_bytes_is_trained_and_writes(folder, capsys, tmp_path):
     config = json.loads((tmp_path / "gpt" / "last" / "config.json").read_text())
     chosen = {"layers": 1, "width": 16, "heads": 2}  # the small size is not written over it
     assert config["model"].items() > chosen.items() and config["optimizer"] == "muon"
-
-
-def test_the_sample_after_training_can_be_turned_off(folder, capsys, tmp_path):
-    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, *TINY]
-    assert run("train", "char-gpt", *options, "--out", tmp_path / "one") == 0
-    assert "It writes:" in capsys.readouterr().out
-    assert run("train", "char-gpt", *options, "--out", tmp_path / "two", "--no-sample") == 0
-    assert "It writes:" not in capsys.readouterr().out
 
 
 def test_an_option_of_another_recipe_is_refused_by_evaluate(folder, capsys):

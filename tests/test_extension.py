@@ -45,19 +45,14 @@ def test_not_built(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
         _extension.load()
 
 
-def test_cpu_tensors_without_emulation(fresh: pytest.MonkeyPatch) -> None:
-    reason = _extension.unavailable(CPU)
-    assert reason is not None and "TRANSFORMER_KERNELS_EMULATE=1" in reason
-
-
-def test_gpu_tensors_with_emulation(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("TRANSFORMER_KERNELS_EMULATE", "1")
-    reason = _extension.unavailable(CUDA)
-    assert reason is not None and "unset it" in reason
-
-
-def test_other_devices(fresh: pytest.MonkeyPatch) -> None:
-    assert "meta" in (_extension.unavailable(torch.device("meta")) or "")
+@pytest.mark.parametrize(
+    ("device", "emulate", "part"),
+    [(CPU, "0", "TRANSFORMER_KERNELS_EMULATE=1"), (CUDA, "1", "unset it"), (torch.device("meta"), "0", "meta")],
+    ids=str,
+)
+def test_why_a_device_is_not_served(fresh: pytest.MonkeyPatch, device: torch.device, emulate: str, part: str) -> None:
+    fresh.setenv("TRANSFORMER_KERNELS_EMULATE", emulate)
+    assert part in (_extension.unavailable(device) or "")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF truncated", b"not a library at all"], ids=["empty", "cut", "text"])

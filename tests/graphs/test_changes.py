@@ -133,36 +133,11 @@ def globals_set(name, value):
     return change
 
 
-def class_forward(world, monkeypatch):
-    monkeypatch.setattr(Block, "forward", lambda self, x: x * 2)
+def patched(owner, name, value):
+    def change(world, monkeypatch):
+        monkeypatch.setattr(owner, name, value)
 
-
-def class_attribute(world, monkeypatch):
-    monkeypatch.setattr(Shape, "power", 5)
-
-
-def class_method(world, monkeypatch):
-    monkeypatch.setattr(Shape, "apply", lambda self, x: x * 7)
-
-
-def library_forward(world, monkeypatch):
-    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x * 2)
-
-
-def module_attribute(world, monkeypatch):
-    monkeypatch.setattr(MODULE, "offset", 2.0)
-
-
-def attribute_of_a_function(world, monkeypatch):
-    monkeypatch.setattr(helper, "extra", 0.75)
-
-
-def code_of_a_function(world, monkeypatch):
-    monkeypatch.setattr(helper, "__code__", (lambda x: x + 3).__code__)
-
-
-def function_of_a_module(world, monkeypatch):
-    monkeypatch.setattr(F, "hardtanh", lambda x, *args: x * 3)
+    return change
 
 
 def hook_of_all_modules(world, monkeypatch):
@@ -214,8 +189,8 @@ ASKED = {
     "activation": assigned("model.0", "activation", lambda: F.relu),
     "forward": assigned("model.0", "forward", lambda: lambda x: x * 3),
     "forward of a layer of PyTorch": assigned("model.0.linear", "forward", lambda: lambda x: x * 3),
-    "forward of a class": class_forward,
-    "forward of a class of PyTorch": library_forward,
+    "forward of a class": patched(Block, "forward", lambda self, x: x * 2),
+    "forward of a class of PyTorch": patched(nn.LayerNorm, "forward", lambda self, x: x * 2),
     "class": reclassed,
     "eps": assigned("model.0.norm", "eps", lambda: 0.5),
     "number": assigned("model.0", "scale", lambda: 0.5),
@@ -225,9 +200,9 @@ ASKED = {
     "dict": assigned("model.0", "options", lambda: {"gain": 0.5, "more": [1.0, 0.5]}),
     "attribute of an object of a layer": assigned("model.0.shape", "gain", lambda: 0.5),
     "object of a layer": assigned("model.0", "shape", lambda: types.SimpleNamespace(apply=torch.exp)),
-    "class attribute": class_attribute,
+    "class attribute": patched(Shape, "power", 5),
     "shadowed class attribute": assigned("shape", "power", lambda: 8),
-    "method of a class": class_method,
+    "method of a class": patched(Shape, "apply", lambda self, x: x * 7),
     "hook": lambda world: world.model[0].register_forward_hook(lambda module, args, result: result * 2),
     "hook before": lambda world: world.model[0].linear.register_forward_pre_hook(lambda module, args: args[0] * 2),
     "hook of all modules": hook_of_all_modules,
@@ -243,10 +218,10 @@ ASKED = {
     "global tensor": globals_set("GAIN", torch.tensor(9.0)),
     "global number": globals_set("FACTOR", 0.1),
     "global function": globals_set("helper", torch.sin),
-    "attribute of a Python module": module_attribute,
-    "attribute of a function": attribute_of_a_function,
-    "code of a function": code_of_a_function,
-    "function of PyTorch": function_of_a_module,
+    "attribute of a Python module": patched(MODULE, "offset", 2.0),
+    "attribute of a function": patched(helper, "extra", 0.75),
+    "code of a function": patched(helper, "__code__", (lambda x: x + 3).__code__),
+    "function of PyTorch": patched(F, "hardtanh", lambda x, *args: x * 3),
     "backend": backend,
     "default dtype": default_dtype,
     "autocast": assigned("", "context", lambda: functools.partial(torch.autocast, "cpu", torch.bfloat16)),

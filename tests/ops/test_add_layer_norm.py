@@ -57,17 +57,6 @@ def test_dropout_is_the_reference_mask(
     check_parity(OP, backend, make(dtype, device, *shape), {"dropout_p": dropout_p}, seed=5)
 
 
-def test_without_bias(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    tensors = make(dtype, device, 37, 256)
-    tensors["bias"] = None
-    check_parity(OP, backend, tensors, {"dropout_p": 0.1})
-
-
-def test_float32_parameters(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    tensors = make(dtype, device, 37, 256, parameters=torch.float32)
-    check_parity(OP, backend, tensors, {"dropout_p": 0.1})
-
-
 @pytest.mark.parametrize("used", [0, 1])
 def test_gradient_when_one_output_is_used(backend: str, dtype: torch.dtype, device: torch.device, used: int) -> None:
     gradients = []

@@ -83,19 +83,6 @@ def test_dropout_is_the_reference_mask(
     check_parity("attention", backend, tensors, {"cu_seqlens": cu_seqlens, "dropout_p": dropout_p}, seed=5)
 
 
-def test_equals_each_sequence_alone(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    starts = STARTS["several"]
-    tensors = make(starts[-1], dtype, device)
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    packed = tk.attention(**tensors, cu_seqlens=cu_seqlens, causal=True, backend=backend)
-    parts = [
-        tk.attention(**{name: x[:, :, start:end] for name, x in tensors.items()}, causal=True, backend=backend)
-        for start, end in itertools.pairwise(starts)
-    ]
-    unit = 8 * torch.finfo(dtype).eps  # other tile boundaries, so another order of summation
-    torch.testing.assert_close(packed, torch.cat(parts, dim=2), atol=unit, rtol=unit)
-
-
 def test_nothing_crosses_a_border(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     tensors = make(100, dtype, device)
     cu_seqlens = torch.tensor([0, 37, 81], dtype=torch.int32, device=device)

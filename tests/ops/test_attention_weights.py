@@ -78,16 +78,6 @@ def test_packed_sequences(backend: str, device: torch.device) -> None:
         check_parity(OP, backend, {**tensors, **packing, "alibi_slopes": slopes}, options)
 
 
-def test_attention_mixes_values_with_these_weights(device: torch.device) -> None:
-    tensors = make(torch.float32, device)
-    v = normal(2, 2, 9, 16, dtype=torch.float32, device=device, seed=4)
-    options = {"causal": True, "key_padding_mask": PADDED.to(device)}
-    weights = tk.attention_weights(**tensors, **options, backend="torch")
-    mixed = weights @ v.repeat_interleave(2, dim=1)
-    torch.testing.assert_close(mixed, tk.attention(**tensors, v=v, **options, backend="torch"))
-    assert not weights[1, :, :, 6:].any()
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["padding", "behind the last sequence"])
 def test_nan_that_is_never_read_does_not_get_out(backend: str, device: torch.device, packed: bool) -> None:
     tensors = make(torch.float32, device, 9, batch=1 if packed else 2)

@@ -19,10 +19,3 @@ def test_no_call_is_taken_apart_by_position() -> None:
         if BY_POSITION.search(line)
     ]
     assert not found, "\n".join(found)
-
-
-def test_the_pattern_finds_what_it_is_for() -> None:
-    for line in ("q, k, v = call[:3]", "call[7:12]", "x = call[1]", "EmbeddingCall._make((x, y))"):
-        assert BY_POSITION.search(line), line
-    for line in ("call[0].device", "calls[1]", "call.q[:3]"):
-        assert not BY_POSITION.search(line), line

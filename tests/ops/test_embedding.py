@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -144,19 +143,6 @@ def test_float32_norm_parameters(backend: str, dtype: torch.dtype, device: torch
     check_parity(OP, backend, make(dtype, device, 96, 9, 9, parameters=torch.float32), {"dropout_p": 0.1})
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
-@pytest.mark.parametrize("norm", [False, True])
-def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], norm: bool) -> None:
-    tensors = make(dtype, device, 24, *shape)
-    if not norm:
-        tensors["norm_weight"] = tensors["norm_bias"] = None
-    y = tk.embedding(**tensors, dropout_p=0.1, backend=backend)
-    assert y.shape == (*shape, 24)
-    y.sum().backward()
-    gradients = [value.grad for name, value in tensors.items() if value is not None and name != "tokens"]
-    assert not any(gradient.any() for gradient in gradients)
-
-
 def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device) -> None:
     if backend == "torch":
         pytest.skip("PyTorch's LayerNorm rounds x * rstd and mean * rstd separately; see test_layer_norm")
@@ -246,16 +232,3 @@ def test_the_backward_pass_keeps_nothing_of_the_size_of_the_result(backend: str,
         tk.embedding(**tensors, dropout_p=0.1, backend=backend)
     fresh = [x for x in saved if not any(x is value for value in tensors.values())]
     assert sum(x.numel() for x in fresh) <= 2 * 7 * 9 + 1, "mean, rstd and the seed"
-
-
-@pytest.mark.parametrize("with_ids", [False, True])
-def test_gradcheck_in_float64(device: torch.device, with_ids: bool) -> None:
-    tensors = make(torch.float64, device, 5, 2, 3, vocabulary=4)
-    tokens = tensors.pop("tokens")
-    ids = positions_of(tokens) if with_ids else None
-
-    def function(*parameters: Tensor) -> Tensor:
-        torch.manual_seed(1)
-        return tk.embedding(tokens, *parameters, position_ids=ids, scale=math.pi, dropout_p=0.4, backend="torch")
-
-    assert torch.autograd.gradcheck(function, tuple(tensors.values()))

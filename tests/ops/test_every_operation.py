@@ -163,8 +163,3 @@ def test_gradcheck_in_float64(op: str, device: torch.device) -> None:
         return function(op, "torch")(**{**tensors, **dict(zip(names, leaves, strict=True))})
 
     assert torch.autograd.gradcheck(run, tuple(tensors[name] for name in names))
-
-
-def test_normal_draws_the_same_values_in_every_dtype() -> None:
-    wide, low = (normal(3, dtype=dtype, device=torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16))
-    assert torch.equal(wide.to(torch.bfloat16), low)

@@ -68,11 +68,6 @@ def test_options_of_scores(backend: str, device: torch.device, rotated: bool) ->
         check_parity("packed_attention", backend, {**tensors, **masks}, {"heads": 4, **options})
 
 
-def test_strided_projection(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    tensors = {"qkv": torch.randn(2, 33, 7, 40).to(device, dtype)[:, :, 1:, 3:35].requires_grad_()}
-    check_parity("packed_attention", backend, tensors, {"heads": 2})
-
-
 @pytest.mark.parametrize("length", [33, 1])
 @pytest.mark.parametrize(("dropout_p", "rotated"), [(0.0, False), (0.3, False), (0.0, True)])
 def test_is_attention_on_views(
@@ -97,15 +92,6 @@ def test_is_attention_on_views(
     assert packed.is_contiguous() and packed.shape == (2, length, 128)
     assert torch.equal(packed, out.transpose(1, 2).flatten(2))
     assert torch.equal(gradient, wanted)
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 6, 32), (2, 0, 6, 32)], ids=str)
-def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> None:
-    qkv = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
-    out = tk.packed_attention(qkv, heads=2, backend=backend)
-    assert out.shape == (*shape[:2], 64)
-    out.sum().backward()
-    assert qkv.grad is not None and qkv.grad.shape == shape
 
 
 @pytest.mark.parametrize("rotated", [False, True], ids=["in place", "rotated"])

@@ -105,11 +105,3 @@ def test_a_mask_of_five_axes_and_no_columns(backend: str, device: torch.device) 
     mask = torch.ones(2, 1, 2, 4, 0, dtype=torch.bool, device=device)
     tk.softmax(x, mask=mask, backend=backend).sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
-def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> None:
-    tensors = make(dtype, device, *shape)
-    y = tk.softmax(**tensors, backend=backend)
-    assert y.shape == shape
-    y.sum().backward()

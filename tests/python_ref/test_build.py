@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import python_ref
-from python_ref import GPT, BERTClassifier, GPTConfig
 
 
 @pytest.mark.parametrize(
@@ -24,11 +23,6 @@ def test_preset_has_exactly_as_many_parameters(name, parameters):
     with torch.device("meta"):
         model = python_ref.build(name)
     assert model.num_parameters() == parameters
-
-
-def test_presets_are_of_the_right_kind():
-    assert isinstance(python_ref.build("char_gpt"), GPT)
-    assert isinstance(python_ref.build("imdb_bert", vocab_size=100), BERTClassifier)
 
 
 def test_override_replaces_a_field():
@@ -55,13 +49,6 @@ def test_unknown_preset_names_the_presets():
         "'swin_tiny', 'translator', 'vit_base', 'vit_digits'; got 'gpt3'",
     ):
         python_ref.build("gpt3")
-
-
-def test_256_wide_with_6_heads_is_refused():
-    with pytest.raises(
-        ValueError, match="hidden size must be divisible by the number of heads; got width=256 with heads=6"
-    ):
-        python_ref.build("imdb_bert", heads=6)
 
 
 def test_same_seed_gives_the_same_weights():
@@ -118,9 +105,3 @@ def test_layers_call_the_operations_they_were_given():
     python_ref.build("char_gpt", ops=ops, layers=2)(tokens)
     block = [*attention, "linear", "linear", "add_layer_norm"]
     assert ops.calls == ["embedding", *block, *block, "linear"]
-
-
-def test_config_is_frozen():
-    config = GPTConfig(vocab_size=10, context=8, width=8, layers=1, heads=2)
-    with pytest.raises(AttributeError):
-        config.width = 16

@@ -59,26 +59,6 @@ def test_padding_on_the_left_changes_nothing(fields):
         torch.testing.assert_close(whole[row, count:], alone, rtol=1e-5, atol=1e-5)
 
 
-def continued(model, prompt, count, cache=None):
-    tokens, new = prompt, prompt
-    for _ in range(count):
-        logits = model(tokens, last_only=True) if cache is None else model(new, cache=cache, last_only=True)
-        new = logits.argmax(-1)  # (B, 1)
-        tokens = torch.cat((tokens, new), dim=1)
-    return tokens
-
-
-@pytest.mark.parametrize(
-    "fields", [FAMILY["gpt2"], FAMILY["grouped"], FAMILY["window"]], ids=["full", "grouped", "window"]
-)
-def test_a_hundred_greedy_tokens_are_equal(fields):
-    model = make(**fields, context=110)
-    prompt = torch.randint(13, (2, 10))
-    with torch.no_grad():
-        expected = continued(model, prompt, 100)
-        assert torch.equal(continued(model, prompt, 100, model.new_cache(2, 110)), expected)
-
-
 def test_a_model_of_windows_reads_on_for_ever():
     fields = {"window": 5, "positions": "rotary", "kv_heads": 2}
     model, longer = make(**fields), make(**fields, context=120)

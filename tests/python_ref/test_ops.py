@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -82,48 +81,6 @@ def test_the_mean_stays_for_probabilities_between_two_of_sixteen_bits(p: float) 
     kept = 65536 - round(p * 65536)
     scaled = ops._dropout(torch.ones(1, dtype=torch.float64), torch.tensor([True]), p)
     assert float(scaled) * kept == pytest.approx(65536 if kept else 0, rel=1e-15)
-
-
-@functools.cache
-def drawn_halves(seed: int) -> torch.Tensor:
-    """The 16 bits of each of 4 heads x 64 rows x 4096 columns."""
-    group, row, head = torch.arange(4096 // 8), torch.arange(64)[:, None], torch.arange(4)[:, None, None]
-    words = ops.philox4x32(torch.tensor([seed]), (group, row, head, torch.zeros_like(group)))
-    return torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1).flatten(2)
-
-
-def chi_square_deviations(counts: torch.Tensor) -> float:
-    """How many standard deviations the chi-square statistic of equally likely cells is from its mean."""
-    expected = counts.sum().double() / counts.numel()
-    freedom = counts.numel() - 1
-    return float((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 0x7234567890ABCDEF])
-@pytest.mark.parametrize("shift", [0, 4, 8], ids="bits {}+".format)
-def test_sixteen_bits_are_uniform(seed: int, shift: int) -> None:
-    halves = drawn_halves(seed)
-    assert abs(chi_square_deviations(torch.bincount((halves >> shift & 0xFF).flatten(), minlength=256))) < 4.5
-    for half in range(8):  # each 16-bit part of a counter separately
-        counts = torch.bincount((halves[..., half::8] >> shift & 0xFF).flatten(), minlength=256)
-        assert abs(chi_square_deviations(counts)) < 4.5
-
-
-@pytest.mark.parametrize("seed", [0, 1, 0x7234567890ABCDEF])
-@pytest.mark.parametrize(
-    "lag",
-    [(0, 0, 1), (0, 0, 2), (0, 0, 4), (0, 0, 8), (0, 1, 0), (1, 0, 0)],
-    ids="head {0[0]} row {0[1]} column {0[2]}".format,
-)
-def test_neighbours_are_independent(seed: int, lag: tuple[int, int, int]) -> None:
-    """The serial test: pairs of 4-bit values that lie `lag` apart fill 256 cells evenly, and nearby seeds as well."""
-    upper = drawn_halves(seed) >> 12
-    moved = upper[lag[0] :, lag[1] :, lag[2] :]
-    heads, rows, columns = moved.shape
-    pairs = upper[:heads, :rows, :columns] * 16 + moved
-    assert abs(chi_square_deviations(torch.bincount(pairs.flatten(), minlength=256))) < 4.5
-    next_seed = upper * 16 + (drawn_halves(seed + 1) >> 12)
-    assert abs(chi_square_deviations(torch.bincount(next_seed.flatten(), minlength=256))) < 4.5
 
 
 def test_attention_is_that_of_pytorch() -> None:

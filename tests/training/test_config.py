@@ -88,13 +88,10 @@ def test_every_bundled_config_names_its_recipe_and_makes_a_model(name):
     assert find_recipe(values["recipe"]).build(config, tokenizer).num_parameters() > 0
 
 
-def test_notebook_is_what_the_python_defaults_are():
+@pytest.mark.parametrize(("name", "config"), [("notebook", CharGPTConfig), ("imdb_notebook", ImdbConfig)])
+def test_a_notebook_config_is_what_the_python_defaults_are(name, config):
     """`sweep` and `demo` use the defaults of `CharGPTConfig`."""
-    assert make_config("char-gpt", read_config_file("notebook")) == CharGPTConfig()
-
-
-def test_imdb_notebook_is_what_the_python_defaults_are():
-    assert make_config("imdb", read_config_file("imdb_notebook")) == ImdbConfig()
+    assert make_config(config.recipe, read_config_file(name)) == config()
 
 
 def test_the_default_of_the_command_has_the_size_that_it_promises():
@@ -107,11 +104,6 @@ def test_the_default_of_the_command_has_the_size_that_it_promises():
 def test_a_config_of_another_recipe_is_refused():
     with pytest.raises(ValueError, match="imdb_small: written for the recipe 'imdb', not for 'char-gpt'"):
         make_config("char-gpt", read_config_file("imdb_small"), "imdb_small")
-
-
-def test_the_larger_character_model_has_the_size_that_it_promises():
-    model = CharGPT.build(make_config("char-gpt", read_config_file("char_gpt_10m")), LETTERS)
-    assert model.num_parameters() - model.embedding.positions.numel() == 10_646_784
 
 
 def test_a_file_is_preferred_to_a_config_of_its_name(tmp_path, monkeypatch):

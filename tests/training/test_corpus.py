@@ -19,12 +19,6 @@ def test_tinyshakespeare_comes_from_a_folder(data_folder):
     assert text == read_corpus("tinyshakespeare", str(data_folder / "tinyshakespeare"))
 
 
-def test_a_wrong_tinyshakespeare_tells_both_hashes(tmp_path):
-    (tmp_path / "input.txt").write_text("To be")
-    with pytest.raises(DataFileError, match=r"input\.txt: expected SHA-256 86c4e6aa\w+, got \w{64} \(5 bytes\)"):
-        read_corpus("tinyshakespeare", str(tmp_path))
-
-
 def test_auto_is_tinyshakespeare_where_it_is_and_else_says_where_to_get_it(tmp_path, monkeypatch, capsys, cache):
     def put(folder):
         (folder / "tinyshakespeare").mkdir(parents=True)
@@ -57,18 +51,6 @@ def test_bytes_that_are_no_text_are_told(tmp_path):
     (tmp_path / "text").write_bytes(b"abc\xff")
     with pytest.raises(ValueError, match="not UTF-8 text: invalid start byte at byte 3"):
         read_corpus(str(tmp_path / "text"))
-
-
-def test_an_unknown_corpus_is_told():
-    with pytest.raises(ValueError, match="stdlib, tinyshakespeare or a text file; there is no file 'wikipedia'"):
-        read_corpus("wikipedia")
-
-
-@pytest.mark.parametrize("text, told", [("", "has 0 characters"), ("short", "has 4 characters; .* at least 9")])
-def test_an_empty_or_short_corpus_states_its_length_and_what_is_needed(tmp_path, text, told):
-    (tmp_path / "text").write_text(text)
-    with pytest.raises(ValueError, match=told):
-        CharGPT(CharGPTConfig(corpus=str(tmp_path / "text"), context=8))
 
 
 def test_windows_are_the_text_and_what_follows():

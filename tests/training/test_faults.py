@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import resource
 import shutil
 import signal
@@ -18,12 +17,10 @@ import torch
 from transformer_kernels import cli
 from transformer_kernels.training import (
     CharGPT,
-    Checkpoint,
     Processes,
     RunFolderError,
     Trainer,
     load_checkpoint,
-    save_checkpoint,
 )
 from transformer_kernels.training.checkpoint import claimed
 from transformer_kernels.training.distributed import choose_device
@@ -99,12 +96,6 @@ def holds_a_run(session):
     refusal = session.train("run", "--seed", 1)
     session.refused(refusal, session.folder / "run", "contains a run already", "--resume", "--overwrite", "--out")
     assert snapshot(session.folder / "run") == before
-
-
-@row("a folder that holds a run already: continued with --resume")
-def holds_a_run_and_is_resumed(session):
-    assert session.train("run")[0] == session.train(None, "--resume", session.folder / "run", steps=6)[0] == 0
-    assert session.step("run/last") == 6
 
 
 @row("a folder that holds a run already: replaced with --overwrite")
@@ -226,12 +217,6 @@ def damaged_checkpoint(session):
     session.refused(session.train(None, "--resume", session.folder / "run", steps=6), *told)
 
 
-@row("hostile checkpoint: a pickle is not loaded")
-def pickle_as_checkpoint(session):
-    torch.save({"weight": torch.ones(2)}, session.folder / "model.pt")
-    session.refused(session.run("evaluate", "--checkpoint", session.folder / "model.pt"), "pickles", "never loaded")
-
-
 @row("checkpoint of another model: strict list of mismatched keys")
 def checkpoint_of_another_model(session):
     assert session.train("run")[0] == session.train("wide", "--model", "width=32")[0] == 0
@@ -252,19 +237,6 @@ def checkpoint_of_other_data(session):
     for content, told in ((text.upper(), "another vocabulary"), (text[::-1], "other data")):
         session.text.write_text(content)
         session.refused(session.train(None, "--resume", session.folder / "run", steps=6), told)
-
-
-@row("resume: bit-exact on the CPU")
-def exact_resumption(session):
-    usual = ("--schedule", "constant", "--eval-every", 2)
-    assert session.train("whole", *usual, steps=6)[0] == session.train("half", *usual, steps=2)[0] == 0
-    assert session.train(None, "--resume", session.folder / "half", steps=6)[0] == 0
-    whole, half = (session.folder / folder / "last" for folder in ("whole", "half"))
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (whole / name).read_bytes() == (half / name).read_bytes(), name
-    states = [json.loads((folder / "trainer.json").read_text()) for folder in (whole, half)]
-    assert all(state.pop("seconds") > 0 for state in states)  # which differ
-    assert states[0] == states[1]
 
 
 @row("data file with the wrong hash: expected and actual hash, path and remedy")
@@ -291,23 +263,6 @@ def unusable_corpus(session):
     session.refused(session.train("run", corpus=session.folder), "is a folder")
     session.refused(session.train("run", corpus=session.folder / "none"), "there is no file")
     assert not (session.folder / "run").exists()
-
-
-@row("NaN loss: stop with step, learning rate and batch; never saved as the best")
-def nan_loss(session):
-    result = session.train("run", "--lr", "1e30", "--warmup-steps", 0, "--clip", 0, "--eval-every", 1, steps=9)
-    session.refused(result, "is nan at step", "learning rate 9.73e+29", "batch of items", "try a lower --lr")
-    weights = load_checkpoint(session.folder / "run" / "best").weights
-    assert all(weight.isfinite().all() for weight in weights.values())
-
-
-@row("out of memory in a step: a remedy")
-def out_of_memory(session):
-    def exhausted(self, batch):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    session.monkeypatch.setattr("transformer_kernels.training.graphs.TrainingStep.__call__", exhausted)
-    session.refused(session.train("run"), "Tried to allocate 2.00 GiB; try a smaller --batch-size")
 
 
 @row("a device that is not there, or no device: told")
@@ -347,51 +302,3 @@ def test_faults(name, session):
 def snapshot(folder):
     """The content of every file but the lock."""
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
-
-
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_kill_9_at_random_moments_of_saves_loses_no_checkpoint(tmp_path, kills):
-    """Row "killed while a checkpoint is written": what was reported as saved, or newer, can be loaded."""
-    generator, inside, step = random.Random(kills), 0, 0
-    for _ in range(kills):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            save_for_ever(tmp_path / "last", step, writer)
-        os.close(writer)
-        seen = wait_for_saves(reader, 1)
-        time.sleep(generator.uniform(0.0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        reported = seen + wait_for_saves(reader, None)
-        os.close(reader)
-        inside += (tmp_path / ".last.partial").exists() or (tmp_path / ".last.previous").exists()
-        checkpoint = load_checkpoint(tmp_path / "last")
-        assert checkpoint.trainer["step"] - (step + reported) in (0, 1)
-        assert (checkpoint.weights["weight"] == checkpoint.trainer["step"]).all()
-        step = checkpoint.trainer["step"]
-    assert inside >= kills // 4  # else the kills missed the saves
-    save_checkpoint(tmp_path / "last", numbered(step + 1))
-    assert os.listdir(tmp_path) == ["last"]
-
-
-def numbered(step):
-    return Checkpoint({"weight": torch.full((64, 64), float(step))}, {}, CharGPT.Config(), {}, {"step": step})
-
-
-def save_for_ever(folder, step, writer):
-    while True:
-        step += 1
-        save_checkpoint(folder, numbered(step))
-        os.write(writer, b".")
-
-
-def wait_for_saves(reader, count):
-    """How many saves were reported: `count` of them, or all before the end."""
-    seen = 0
-    while count is None or seen < count:
-        data = os.read(reader, 1)
-        if not data:
-            break
-        seen += len(data)
-    return seen

@@ -97,14 +97,6 @@ def test_a_bad_download_leaves_nothing_behind(server, tmp_path, name, told):
     assert time.monotonic() - start < 5
 
 
-def test_offline_tells_url_path_and_remedy(tmp_path):
-    path = tmp_path / "file"
-    with pytest.raises(DataFileError) as error:
-        fetch("http://127.0.0.1:9/data", path, SHA256, max_bytes=10, remedy="look elsewhere", timeout=2)
-    for part in ("http://127.0.0.1:9/data", str(path), "look elsewhere"):
-        assert part in str(error.value)
-
-
 def test_two_processes_at_once_download_once(server, tmp_path):
     url = f"http://127.0.0.1:{server.server_address[1]}/good"
     task = {"url": url, "path": tmp_path / "file", "sha256": SHA256, "max_bytes": 1000, "remedy": ""}

@@ -1,9 +1,7 @@
 import csv
 import gzip
-import io
 import json
 import lzma
-import multiprocessing
 
 import pytest
 import torch
@@ -163,29 +161,6 @@ def test_a_damaged_entry_is_made_again(cache, damage):
     assert path.read_bytes() == data
 
 
-def test_two_processes_at_once_end_well(cache):
-    reviews = Reviews(["film"] * 3000, [0] * 3000)
-    both = [multiprocessing.get_context("fork").Process(target=tokenise, args=(reviews, ByteTokenizer())) for _ in "ab"]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join(timeout=60)
-    assert [process.exitcode for process in both] == [0, 0]
-    assert [path.suffix for path in sorted((cache / "tokens").iterdir())] == [".safetensors", ".lock"]
-    tokenizer = CountingTokenizer()
-    assert len(tokenise(reviews, tokenizer).ids) == 4 * 3000
-    assert tokenizer.calls == 0
-
-
 def test_a_few_texts_leave_no_trace(cache):
     assert ids(tokenise_uncached(["good"], ByteTokenizer())) == ["good"]
     assert not cache.exists()
-
-
-def test_progress_is_written_to_a_terminal_only(cache, monkeypatch):
-    for terminal in (False, True):
-        stream = io.StringIO()
-        stream.isatty = lambda terminal=terminal: terminal
-        monkeypatch.setattr("sys.stderr", stream)
-        tokenise(Reviews([f"good {terminal}"], [1]), CountingTokenizer(), progress=True)
-        assert ("tokenising" in stream.getvalue()) == terminal

@@ -93,18 +93,6 @@ def test_frequent_words_are_subsampled(config):
     assert counts[1][eat].item() / counts[0][eat].item() == pytest.approx((1e-2 / frequency) ** 0.5, rel=0.05)
 
 
-def test_a_resumed_run_ends_with_the_same_vectors(config, tmp_path):
-    """Five steps are an epoch."""
-    same = {"schedule": "constant", "warmup_steps": 0, "batch_size": 4000}
-    vectors = []
-    for name, steps in (("whole", 12), ("half", 7)):
-        Trainer(Word2Vec(config(steps=steps, out=str(tmp_path / name), **same))).fit()
-        if name == "half":
-            assert cli.main(["train", "word2vec", "--resume", str(tmp_path / name), "--steps", "12"]) == 0
-        vectors.append(load_trained(tmp_path / name).model.words)
-    assert torch.equal(*vectors)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
