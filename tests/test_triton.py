@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from python_ref import ops as reference
+from tests.support.interpreter import hardened
 from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton_tiles import (
     TUNED,
@@ -242,3 +243,36 @@ def test_bfloat16_is_rounded_to_nearest_even_and_read_exactly() -> None:
     round_trip_kernel[(1,)](x, rounded, read, 512)
     torch.testing.assert_close(rounded, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(read, rounded.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@requires_interpreter
+def test_a_write_past_the_end_is_found() -> None:
+    from tests.support.triton_kernels import overrun_kernel
+
+    with (
+        pytest.raises(AssertionError, match=r"wrote after a buffer of 6 .* at \[0\]"),
+        hardened(0),
+    ):
+        overrun_kernel[(1,)](torch.empty(6), 8)
+
+
+@requires_interpreter
+def test_what_is_not_written_is_nan_and_what_is_read_beyond_too() -> None:
+    with hardened(0) as buffers:
+        y = torch.empty(2, 3).add_(1.0)
+        assert torch.isnan(y).all()
+        assert torch.isnan(buffers[0].storage).all()
+
+
+@requires_interpreter
+def test_programs_run_in_the_order_of_the_seed() -> None:
+    from tests.support.triton_kernels import running_total_kernel
+
+    def order(seed: int) -> list[float]:
+        found = torch.zeros(16)
+        with hardened(seed):
+            running_total_kernel[(16,)](torch.zeros(1), found)
+        return found.tolist()
+
+    assert order(1) == order(1) != order(2)
+    assert sorted(order(1)) == sorted(order(2)) == list(range(16))

@@ -27,6 +27,21 @@ def philox_kernel(seed, counter, words):
 
 
 @triton.jit
+def overrun_kernel(y, BLOCK: tl.constexpr):
+    """A kernel with a bug: it writes one element out of bounds."""
+    lanes = tl.arange(0, BLOCK)
+    tl.store(y + lanes, lanes.to(tl.float32), mask=lanes < BLOCK - 1)
+
+
+@triton.jit
+def running_total_kernel(total, order):
+    """A kernel with a bug: its result depends on the order of programs."""
+    program = tl.program_id(0)
+    tl.store(order + program, tl.load(total))
+    tl.store(total, tl.load(total) + 1.0)
+
+
+@triton.jit
 def real_keys_kernel(padding, found, start, end, length, CHUNK: tl.constexpr):
     """`real_keys` for the keys [start, end) of one sequence."""
     first_real, end_real, contiguous = real_keys(Mask(padding, 0, None, 1, length, 0, 0), start, end, CHUNK)
