@@ -265,6 +265,15 @@ def unusable_corpus(session):
     assert not (session.folder / "run").exists()
 
 
+@row("out of memory in a step: a remedy")
+def out_of_memory(session):
+    def exhausted(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    session.monkeypatch.setattr("transformer_kernels.training.graphs.TrainingStep.__call__", exhausted)
+    session.refused(session.train("run"), "Tried to allocate 2.00 GiB; try a smaller --batch-size")
+
+
 @row("a device that is not there, or no device: told")
 def no_device(session):
     session.refused(session.train("run", "--device", "gpu"), "device must be auto, cpu, cuda, cuda:1, ...; got 'gpu'")
