@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from transformer_kernels._version import __version__
+from transformer_kernels import __version__
 from transformer_kernels.training import config as options
 from transformer_kernels.training.recipes import find_recipe, make_config, recipes
 from transformer_kernels.visualization import commands as visualization
