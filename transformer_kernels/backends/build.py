@@ -22,9 +22,9 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 RELEASE_ARCHITECTURES = "80;90a;100;120+PTX"
 """Machine code runs on the later GPUs of its generation too: that of sm_80 on sm_86, sm_87 and sm_89, that of sm_100 on
-sm_103, that of sm_120 on sm_121. No kernel has an instruction that those add; PTX serves the generations to come."""
+sm_103, that of sm_120 on sm_121. No kernel has an instruction that those add; PTX covers later generations."""
 BUILD_NOTE = "_kernels_build.txt"
-"""Beside the extension, or in its place: what the installation built for GPUs and why, for `info` and errors."""
+"""Beside the extension, or instead of it: what the installation built for GPUs and why, for `info` and errors."""
 CPU_BUILD_NOTE = "_cpu_build.txt"
 """The same for the CPU backend."""
 
@@ -172,7 +172,7 @@ def find_host_compiler() -> str:
 
 
 def _python_flags() -> list[str]:
-    """Python's headers, with its stable ABI where it has one: one build then serves every Python from 3.10 on."""
+    """Python's headers, with its stable ABI where it has one: one build then runs on every Python from 3.10 on."""
     folder = Path(sysconfig.get_paths()["include"])
     if not (folder / "Python.h").is_file():
         raise CompilerMissing(
@@ -261,8 +261,8 @@ def _compression(nvcc: Path) -> list[str]:
 
     Before, it would ask for driver 550 where 525 does.
     """
-    said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
-    release = re.search(r"release (\d+)", said)
+    output = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)", output)
     return ["--compress-mode=size"] if release and int(release[1]) >= 13 else []
 
 
@@ -522,8 +522,8 @@ def build_emulated(sanitizer: str = "", csrc: Path = CSRC) -> Path:
     compiler = find_host_compiler()
     digest = source_hash(csrc, emulated=True)
     target_name = f"_kernels-{digest[:16]}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    place = hashlib.sha256(f"{csrc}\0{compiler}\0{sys.version}".encode()).hexdigest()[:12]
-    folder = private_folder(cache_folder() / "emulation" / f"{place}-{sanitizer or 'plain'}")
+    key = hashlib.sha256(f"{csrc}\0{compiler}\0{sys.version}".encode()).hexdigest()[:12]
+    folder = private_folder(cache_folder() / "emulation" / f"{key}-{sanitizer or 'plain'}")
     target = folder / target_name
     if target.is_file() and hasattr(os, "getuid") and target.stat().st_uid != os.getuid():
         raise BuildError(f"another user owns {target}, which is not loaded: remove it")

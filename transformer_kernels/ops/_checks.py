@@ -1,4 +1,4 @@
-"""Argument errors: one place, so that every backend raises the same exception with the same text.
+"""Argument validation, shared so that every backend raises the same exception with the same text.
 
 Each helper returns quietly or raises; a message names the operation, the argument, what was expected and what came.
 """
@@ -127,13 +127,13 @@ FIRST_NAMES = {"attention": "q", "cross_entropy": "logits", "embedding": "weight
 
 
 def same_device(op: str, first: Tensor, **others: Tensor | None) -> None:
-    """All the tensors that are given live on the device of the first."""
+    """All tensors are on the device of the first; None is ignored."""
     device = first.device
     for value in others.values():
         if value is not None and value.device != device:
             name = FIRST_NAMES.get(op, "x")
             given = {name: device, **{key: each.device for key, each in others.items() if each is not None}}
-            listed = ", ".join(f"{key} on {place}" for key, place in given.items())
+            listed = ", ".join(f"{key} on {each}" for key, each in given.items())
             raise RuntimeError(f"{op}: all tensors must be on one device; got {listed}")
 
 
@@ -204,7 +204,7 @@ def integer(op: str, name: str, value: Any) -> None:
 
 
 def choice(op: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """One of a few names."""
+    """One of several names."""
     if value not in choices:
         listed = ", ".join(f'"{each}"' for each in choices[:-1])
         raise ValueError(f'{op}: {name} must be {listed} or "{choices[-1]}"; got {value!r}')

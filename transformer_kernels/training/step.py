@@ -42,7 +42,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Totals(NamedTuple):
-    """Sums over targets, which processes can add up."""
+    """Sums over targets, which are additive over processes."""
 
     loss: float
     correct: float

@@ -101,8 +101,8 @@ def bias_activation_forward_kernel(
 
 @triton.jit(do_not_specialize=["M", "N"])
 def bias_activation_backward_kernel(
-    dy, saved, bias, dx, partials, M, N, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy, saved, bias, dx, partials, M, N, ACTIVATION: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: dx, and its sum for dbias.
 
@@ -113,7 +113,7 @@ def bias_activation_backward_kernel(
     shares = tl.num_programs(1)
     rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
-    if HAS_BIAS:
+    if bias is not None:
         shift = to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))
     dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for tile in tl.range(share, tl.cdiv(M, ROWS), shares, num_stages=STAGES):
@@ -121,7 +121,7 @@ def bias_activation_backward_kernel(
         inside = (row < M) & (columns < N)
         gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
         values = to_fp32(tl.load(saved + row * N + columns, mask=inside, other=0.0))
-        if HAS_BIAS:
+        if bias is not None:
             values += shift
         gradient = activated_backward(gradient, values, ACTIVATION)
         dbias_sum += gradient
@@ -220,7 +220,7 @@ def backward(call: ActivationCall, result: Tensor | None, grads: Grads, wanted: 
     M = saved.numel() // N
     tile = tiles.find(_triton.capability(saved.device), saved.element_size(), N)
     programs = tile.programs * _triton.multiprocessors(saved.device)
-    shares, launch = _backward_launch(tile, M, N, saved.element_size(), call.kind, bias is not None, programs)
+    shares, launch = _backward_launch(tile, M, N, saved.element_size(), call.kind, programs)
     partials = torch.empty((1, shares, N), dtype=torch.float32, device=saved.device)
     launch(dy, saved, bias, dx, partials)
     (dbias,) = sum_partials(partials, call.bias.dtype)
@@ -248,13 +248,13 @@ def _forward_launch(tile: RowTile, M: int, N: int, itemsize: int, activation: st
 
 @_triton.planned
 def _backward_launch(
-    tile: RowTile, M: int, N: int, itemsize: int, activation: str, has_bias: bool, programs: int
+    tile: RowTile, M: int, N: int, itemsize: int, activation: str, programs: int
 ) -> tuple[int, _triton.Launch]:
     """The number of splits of the rows, and the launch."""
     column_blocks = _triton.ceil_div(N, tile.columns)
     shares = min(_triton.ceil_div(M, tile.rows), _triton.ceil_div(programs, column_blocks))
     vector = _triton.vector_width(itemsize, N)
-    constants = (ACTIVATIONS[activation], has_bias, vector, tile.num_stages, tile.rows, tile.columns)
+    constants = (ACTIVATIONS[activation], vector, tile.num_stages, tile.rows, tile.columns)
     grid = (column_blocks, shares)
     return shares, _triton.Launch(
         bias_activation_backward_kernel, grid, (M, N), constants, tile.num_warps, tile.num_stages
