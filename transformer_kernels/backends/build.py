@@ -1,6 +1,6 @@
 """Builds csrc: with nvcc for GPUs, with a host compiler for their emulation and for the CPU backend.
 
-Standard library only and no import of this package: setup.py loads this file before torch is installed.
+setup.py loads this file before torch is installed: no import of this package, and at the top only the standard library.
 """
 
 from __future__ import annotations
@@ -529,7 +529,9 @@ def build_emulated(sanitizer: str = "", csrc: Path = CSRC) -> Path:
         raise BuildError(f"another user owns {target}, which is not loaded: remove it")
     if target.is_file():
         return target
-    with _locked(folder / "lock"):
+    from filelock import FileLock  # a dependency of torch, without which setup.py loads this file
+
+    with FileLock(folder / "lock"):
         if not target.is_file():  # another process may have built it meanwhile
             os.replace(_build_emulated(folder, shlex.split(compiler), sanitizer, csrc, digest), target)
             _keep_newest(folder, 3)
@@ -552,22 +554,6 @@ def _build_emulated(folder: Path, compiler: list[str], sanitizer: str, csrc: Pat
     linking = _link(compiler, objects, folder / "_kernels.so", [*link_flags, "-lpthread"])
     linking.record.unlink(missing_ok=True)  # its file is moved away
     return _make(objects, linking, min(2, _jobs()))
-
-
-class _locked:
-    """Holds an advisory lock on a file; it vanishes with the process."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __enter__(self) -> None:
-        import fcntl
-
-        self.file = open(self.path, "w")
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *error: object) -> None:
-        self.file.close()
 
 
 def _keep_newest(folder: Path, count: int) -> None:

@@ -116,6 +116,12 @@ def cause() -> BaseException | None:
     return None if _failure is None else _failure.__cause__
 
 
+def has_bfloat16_products() -> bool:
+    """Whether PyTorch multiplies matrices of bfloat16 on this processor with instructions of its own."""
+    supports = [getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")]
+    return any(support is not None and support() for support in supports)
+
+
 def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """A parameter in float32; the result must be kept alive until the kernel has returned."""
     return parameter if parameter is None or parameter.dtype is torch.float32 else parameter.float()

@@ -82,11 +82,7 @@ def boolean_mask(op: str, name: str, value: Any) -> None:
 
 def class_indices(op: str, name: str, value: Any, shape: torch.Size) -> None:
     """An integer tensor with one class for each row of the logits."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
-    _not_made_of_others(op, name, value)
-    if value.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{op}: {name} must be int64 or int32, one class for each row; got {value.dtype}")
+    row_ids(op, name, value, ", one class for each row")
     if value.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, one for each row; got {tuple(value.shape)}")
 
@@ -104,13 +100,13 @@ def classes_in_range(op: str, name: str, value: Tensor, classes: int, ignored: i
         )
 
 
-def row_ids(op: str, name: str, value: Any) -> None:
-    """An integer tensor that names rows of a table."""
+def row_ids(op: str, name: str, value: Any, meaning: str = "") -> None:
+    """An integer tensor of indices, such as rows of a table."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
     _not_made_of_others(op, name, value)
     if value.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{op}: {name} must be int64 or int32; got {value.dtype}")
+        raise TypeError(f"{op}: {name} must be int64 or int32{meaning}; got {value.dtype}")
 
 
 def rows_in_range(op: str, name: str, value: Tensor, count: int) -> None:
@@ -181,8 +177,7 @@ def window(op: str, value: Any) -> None:
 
 
 def positive_integer(op: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
+    integer(op, name, value)
     if value < 1:
         raise ValueError(f"{op}: {name} must be positive; got {value}")
 

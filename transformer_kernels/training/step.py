@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from transformer_kernels.backends import cpu
 from transformer_kernels.training.optimisation import SparseEmbeddingAdamW
 
 IGNORED = -100  # a target that is excluded from loss and accuracy
@@ -55,9 +56,7 @@ def choose_dtype(name: str, device: torch.device) -> str:
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    supports = [getattr(torch.cpu, each, None) for each in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")]
-    found = device.type == "cpu" and any(support is not None and support() for support in supports)
-    return "bfloat16" if found else "float32"
+    return "bfloat16" if device.type == "cpu" and cpu.has_bfloat16_products() else "float32"
 
 
 def autocast(device_type: str, dtype: str) -> AbstractContextManager:

@@ -194,14 +194,12 @@ def forward(call: ActivationCall) -> Tensor:
     """f(x + bias), or f(gate) * up."""
     y = output_like(call)
     if call.gated:
-        _gated_launch(gated_forward_kernel, y, call.kind)(call.x, call.up, y)
+        _gated_launch(gated_forward_kernel, *GATED.of_rows(y), y.element_size(), call.kind)(call.x, call.up, y)
     elif call.bias is None:
         _flat_launch(gelu_forward_kernel, GELU_FORWARD, call)(call.x, y)
     else:
         tiles = BIAS_RELU_FORWARD if call.kind == "relu" else BIAS_GELU_FORWARD
-        N = y.shape[-1]
-        tile = tiles.find(_triton.capability(y.device), y.element_size(), N)
-        _forward_launch(tile, y.numel() // N, N, y.element_size(), call.kind)(call.x, call.bias, y)
+        _forward_launch(*tiles.of_rows(y), y.element_size(), call.kind)(call.x, call.bias, y)
     return y
 
 
@@ -210,15 +208,14 @@ def backward(call: ActivationCall, result: Tensor | None, grads: Grads, wanted: 
     (dy,), saved = grads, call.x if result is None else result
     dx, dup = torch.empty_like(saved), None if call.up is None else torch.empty_like(call.up)
     if call.gated:
-        _gated_launch(gated_backward_kernel, dy, call.kind)(dy, saved, call.up, dx, dup)
+        launch = _gated_launch(gated_backward_kernel, *GATED.of_rows(dy), dy.element_size(), call.kind)
+        launch(dy, saved, call.up, dx, dup)
         return dx, None, dup
     if call.bias is None:
         _flat_launch(gelu_backward_kernel, GELU_BACKWARD, call)(dy, saved, dx)
         return dx, None, None
     tiles, bias = (BIAS_GELU_BACKWARD, call.bias) if result is None else (BIAS_RELU_BACKWARD, None)
-    N = saved.shape[-1]
-    M = saved.numel() // N
-    tile = tiles.find(_triton.capability(saved.device), saved.element_size(), N)
+    tile, M, N = tiles.of_rows(saved)
     programs = tile.programs * _triton.multiprocessors(saved.device)
     shares, launch = _backward_launch(tile, M, N, saved.element_size(), call.kind, programs)
     partials = torch.empty((1, shares, N), dtype=torch.float32, device=saved.device)
@@ -261,15 +258,8 @@ def _backward_launch(
     )
 
 
-def _gated_launch(kernel: Any, y: Tensor, kind: str) -> _triton.Launch:
-    """A launch over the rows of y."""
-    N, itemsize = y.shape[-1], y.element_size()
-    tile = GATED.find(_triton.capability(y.device), itemsize, N)
-    return _planned_gated_launch(kernel, tile, y.numel() // N, N, itemsize, kind)
-
-
 @_triton.planned
-def _planned_gated_launch(kernel: Any, tile: RowTile, M: int, N: int, itemsize: int, kind: str) -> _triton.Launch:
+def _gated_launch(kernel: Any, tile: RowTile, M: int, N: int, itemsize: int, kind: str) -> _triton.Launch:
     grid = _triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns)
     constants = (kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
     return _triton.Launch(kernel, grid, (M, N), constants, tile.num_warps)

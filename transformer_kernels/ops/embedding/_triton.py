@@ -139,12 +139,11 @@ def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[in
 def forward(call: EmbeddingCall) -> EmbeddingResult:
     """(y, mean, rstd); mean and rstd fp32 (M,), None without LayerNorm."""
     weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
-    sizes = M, N, *_ = _sizes(weight, tokens, positions)
-    tile = FORWARD.find(_triton.capability(weight.device), weight.element_size(), N)
+    tile, _, N = FORWARD.of_rows(weight)
     y = torch.empty((*tokens.shape, N), dtype=weight.dtype, device=weight.device)
-    mean = None if norm_weight is None else torch.empty(M, dtype=torch.float32, device=weight.device)
+    mean = None if norm_weight is None else torch.empty(tokens.numel(), dtype=torch.float32, device=weight.device)
     rstd = None if mean is None else torch.empty_like(mean)
-    numbers = (*sizes, scale, eps, *dropout_numbers(dropout_p))
+    numbers = (*_sizes(weight, tokens, positions), scale, eps, *dropout_numbers(dropout_p))
     launch = _launch(embedding_forward_kernel, tile, numbers, weight.element_size())
     launch(weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd)
     return EmbeddingResult(y, mean, rstd)
@@ -167,12 +166,11 @@ def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted:
     if norm_weight is None:
         ds = dy if seed is None else _undropped(dy, seed, dropout_p)
         return *table_gradients(call, ds, wanted), None, None
-    sizes = M, N, *_ = _sizes(weight, tokens, positions)
-    tile = BACKWARD.find(_triton.capability(weight.device), weight.element_size(), N)
-    programs = min(_triton.ceil_div(M, tile.rows), tile.programs * _triton.multiprocessors(weight.device))
+    tile, _, N = BACKWARD.of_rows(weight)
+    programs = min(_triton.ceil_div(tokens.numel(), tile.rows), tile.programs * _triton.multiprocessors(weight.device))
     ds = torch.empty_like(dy)
     partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=weight.device)
-    numbers = (*sizes, scale, *dropout_numbers(dropout_p))
+    numbers = (*_sizes(weight, tokens, positions), scale, *dropout_numbers(dropout_p))
     launch = _backward_launch(tile, programs, numbers, has_bias, weight.element_size())
     launch(dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials)
     sums = sum_partials(partials, norm_weight.dtype)
@@ -190,9 +188,7 @@ def _backward_launch(
 
 def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
     """The gradient of dropout's input."""
-    N = dy.shape[-1]
-    M = dy.numel() // N
-    tile = FORWARD.find(_triton.capability(dy.device), dy.element_size(), N)
+    tile, M, N = FORWARD.of_rows(dy)
     ds = torch.empty_like(dy)
     _launch(embedding_dropout_kernel, tile, (M, N, *dropout_numbers(dropout_p)), dy.element_size())(dy, seed, ds)
     return ds

@@ -363,9 +363,7 @@ def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, w
     (dloss,), logits, targets = grads, call.logits, call.targets
     reduction, options = call.reduction, call.row_loss()
     _, statistics, count = result
-    N = logits.shape[-1]
-    M = logits.numel() // N
-    tile = BACKWARD.find(_triton.capability(logits.device), logits.element_size(), N)
+    tile, M, N = BACKWARD.of_rows(logits)
     dlogits = torch.empty_like(logits)
     launch = _backward_launch(tile, M, N, logits.element_size(), _numbers(options), reduction)
     launch(dloss, logits, targets, options.weights, statistics, count, dlogits)

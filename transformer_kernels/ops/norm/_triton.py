@@ -286,9 +286,7 @@ def layer_norm_backward_columns_kernel(
 def forward(call: NormCall) -> NormResult:
     """y, the sum if any, and fp32 statistics per row."""
     x = call.x
-    N = x.shape[-1]
-    M = x.numel() // N
-    tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
+    tile, M, N = FORWARD.of_rows(x)
     y = torch.empty_like(x)
     summed = None if call.residual is None else torch.empty_like(x)
     mean = torch.empty(M, dtype=torch.float32, device=x.device) if call.centred else None
@@ -304,9 +302,7 @@ def backward(call: NormCall, result: NormResult, grads: Grads, wanted: Wanted) -
     dy, *others = grads
     dsummed = others[0] if others else None
     x, weight, seed = rows_of(call, result), call.weight, call.seed
-    N = x.shape[-1]
-    M = x.numel() // N
-    tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), N)
+    tile, M, N = BACKWARD.of_rows(x)
     dresidual = torch.empty_like(x)
     dx = None if seed is None else torch.empty_like(x)
     has_bias = call.bias is not None

@@ -181,9 +181,7 @@ def softmax_backward_two_pass_kernel(dy, y, dx, M, N, scale, VECTOR: tl.constexp
 def forward(call: SoftmaxCall) -> Tensor:
     """softmax(scale * x) over the visible entries of the last axis; x contiguous (..., N)."""
     x, mask, causal, scale = call
-    N = x.shape[-1]
-    M = x.numel() // N
-    tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
+    tile, M, N = FORWARD.of_rows(x)
     y = torch.empty_like(x)
     layout = None if mask is None else (mask.shape, mask.stride())
     queries = x.shape[-2] if causal else None
@@ -231,9 +229,7 @@ def _rows_launch(
 def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dx from the saved output y."""
     (dy,), scale = grads, call.scale
-    N = y.shape[-1]
-    M = y.numel() // N
-    tile = BACKWARD.find(_triton.capability(y.device), y.element_size(), N)
+    tile, M, N = BACKWARD.of_rows(y)
     dx = torch.empty_like(y)
     _backward_launch(tile, M, N, y.element_size(), scale)(dy, y, dx)
     return (dx,)
