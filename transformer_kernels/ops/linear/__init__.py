@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops.activation import activated
 
 OP = "linear"
-APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
-ACTIVATIONS = (None, "relu", *APPROXIMATIONS)
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
 
 
 class LinearCall(NamedTuple):
@@ -89,15 +89,6 @@ def _is_by_columns(x: Tensor, weight: Tensor, activation: str | None) -> bool:
 def _fitting(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     kept = parameter.dtype is torch.float32 and dtype is not torch.float64
     return parameter if kept else parameter.to(dtype)
-
-
-def activated(x: Tensor, activation: str | None) -> Tensor:
-    """The activation in PyTorch's operators."""
-    if activation is None:
-        return x
-    if activation == "relu":
-        return torch.relu(x)
-    return torch.nn.functional.gelu(x, approximate=APPROXIMATIONS[activation])
 
 
 def _second_order(
