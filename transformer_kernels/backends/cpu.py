@@ -155,13 +155,8 @@ def workspace(like: torch.Tensor) -> None:
     """None: threads have memory of their own."""
 
 
-def partials(x: torch.Tensor, rows: int, columns: int, sums: int) -> tuple[None, int]:
+def partials(x: torch.Tensor, rows: int, columns: int, sums: int, by_columns: bool = False) -> tuple[None, int]:
     """None: each thread allocates its partial sums."""
-    return None, 0
-
-
-def partials_of_columns(x: torch.Tensor, rows: int, columns: int) -> tuple[None, int]:
-    """None, as in `partials`."""
     return None, 0
 
 

@@ -349,8 +349,8 @@ def _plan(
     column_blocks = _triton.ceil_div(N, COLUMN_TILE.columns)
     shares = _triton.ceil_div(COLUMN_TILE.programs * multiprocessors, column_blocks)
     programs = min(_triton.ceil_div(M, COLUMN_TILE.rows), shares)
-    constants = (vector, tile.columns)
-    rows = _triton.Launch(layer_norm_backward_two_pass_kernel, (M,), numbers, constants, tile.num_warps)
+    kind = (vector, tile.columns)
+    rows = _triton.Launch(layer_norm_backward_two_pass_kernel, (M,), numbers, kind, tile.num_warps)
     columns = _triton.Launch(
         layer_norm_backward_columns_kernel, (column_blocks, programs), (M, N),
         (has_bias, vector, COLUMN_TILE.rows, COLUMN_TILE.columns), COLUMN_TILE.num_warps,
