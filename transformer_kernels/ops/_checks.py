@@ -45,8 +45,8 @@ def spelled_unlike_torch(torchs: str, ours: str) -> Callable[[Callable[P, R]], C
     return decorate
 
 
-def _not_made_of_others(op: str, name: str, value: Tensor) -> None:
-    """A tensor with memory of its own: a kernel would be given no address of a DTensor."""
+def _check_plain(op: str, name: str, value: Tensor) -> None:
+    """A tensor with memory of its own, unlike a DTensor, which has no address for a kernel."""
     if type(value) not in PLAIN and is_traceable_wrapper_subclass(value):
         kind = type(value).__name__
         raise TypeError(f"{op}: {name} must be a plain tensor; got {kind}: give the tensors that it is made of")
@@ -63,7 +63,7 @@ def tensor(op: str, name: str, value: Any) -> None:
     if value.layout is not torch.strided or value.is_nested:
         layout = "nested" if value.is_nested else value.layout
         raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {layout}")
-    _not_made_of_others(op, name, value)
+    _check_plain(op, name, value)
     if value.dtype not in FLOATING:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
         raise TypeError(f"{op}: {name} must have one of the dtypes {supported}; got {value.dtype}")
@@ -75,7 +75,7 @@ def boolean_mask(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be a bool tensor; got {type(value).__name__}")
     if value.layout is not torch.strided or value.is_nested:
         raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {value.layout}")
-    _not_made_of_others(op, name, value)
+    _check_plain(op, name, value)
     if value.dtype is not torch.bool:
         raise TypeError(f"{op}: {name} must be bool, True = keep; got {value.dtype}: use {name}.bool()")
 
@@ -93,10 +93,10 @@ def classes_in_range(op: str, name: str, value: Tensor, classes: int, ignored: i
         return
     if cpu.within(value, classes, ignored):
         return
-    strays = value[(value != ignored) & ((value < 0) | (value >= classes))]
-    if strays.numel():
+    outside = value[(value != ignored) & ((value < 0) | (value >= classes))]
+    if outside.numel():
         raise IndexError(
-            f"{op}: {name} must be in [0, {classes}) or equal to ignore_index ({ignored}); got {int(strays[0])}"
+            f"{op}: {name} must be in [0, {classes}) or equal to ignore_index ({ignored}); got {int(outside[0])}"
         )
 
 
@@ -104,7 +104,7 @@ def row_ids(op: str, name: str, value: Any, meaning: str = "") -> None:
     """An integer tensor of indices, such as rows of a table."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
-    _not_made_of_others(op, name, value)
+    _check_plain(op, name, value)
     if value.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{op}: {name} must be int64 or int32{meaning}; got {value.dtype}")
 
