@@ -259,7 +259,7 @@ def _jobs() -> int:
 def _compression(nvcc: Path) -> list[str]:
     """nvcc's flag for the smallest machine code, a seventh: from CUDA 13 on, whose code needs driver 580 anyway.
 
-    Before, it would ask for driver 550 where 525 does.
+    Before, the flag would require driver 550 instead of 525.
     """
     output = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
     release = re.search(r"release (\d+)", output)
@@ -334,7 +334,7 @@ def cpu_levels_named() -> str:
 
 
 def no_cpu_kernels() -> str:
-    """Why an installation compiles nothing for the CPU backend, before any compiler is asked; empty where it does."""
+    """Why an installation compiles nothing for the CPU backend, before a compiler runs; empty where it does."""
     named = cpu_levels_named()
     if named == "none":
         return "TRANSFORMER_KERNELS_CPU_LEVELS is none"
@@ -384,7 +384,7 @@ def cpu_levels(compiler: list[str]) -> list[str]:
 
 
 def _levels_of(compiler: list[str]) -> list[str]:
-    """The instruction sets that the compiler knows."""
+    """The instruction sets that the compiler supports."""
     known = []
     for level, flags in CPU_LEVELS.items():
         command = [*compiler, *flags.split(), "-x", "c++", "-fsyntax-only", os.devnull]
@@ -403,7 +403,7 @@ def _levels_of(compiler: list[str]) -> list[str]:
 
 
 def _best_level(compiler: list[str]) -> int:
-    """The index in CPU_LEVELS of this processor's best instruction set, by the code that the module asks."""
+    """The index in CPU_LEVELS of this processor's best instruction set, by the function that the module uses."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "level"
         source = f'#include "{CSRC / "cpu" / "processor.h"}"\nint main() {{ return transformer_kernels::widest(); }}\n'

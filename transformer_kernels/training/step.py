@@ -152,7 +152,9 @@ class TrainingStep:
         """Clip and step; returns the gradient norm."""
         norm = torch.zeros_like(loss)
         if self.scaler.is_enabled():
-            self._clip_scaled()
+            if self.clip:  # the scaler skips a step whose gradients overflow, so their norm is not checked
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.parameters, self.clip)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif not self.clip:
@@ -162,12 +164,6 @@ class TrainingStep:
             self.check("gradient norm", norm)
             self._step_divided(norm)
         return norm
-
-    def _clip_scaled(self) -> None:
-        """Clip unscaled gradients. The scaler skips a step whose gradients overflow, so their norm is not checked."""
-        if self.clip:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.parameters, self.clip)
 
     def _step_divided(self, norm: Tensor) -> None:
         """Step with gradients clipped to the norm `clip`; the fused AdamW divides them as it reads them."""

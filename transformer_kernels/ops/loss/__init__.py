@@ -347,10 +347,6 @@ def _fake_linear(call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
     return LinearCrossEntropyResult(scalar, torch.empty_like(scalar), *grads)
 
 
-def _check_linear_when_run(call: LinearCrossEntropyCall) -> None:
-    _checks.classes_in_range(LINEAR_OP, "targets", call.targets, call.weight.shape[0], call.ignore_index)
-
-
 CROSS_ENTROPY = _operation.Operation(
     OP,
     CrossEntropyCall,
@@ -379,5 +375,7 @@ LINEAR_CROSS_ENTROPY = _operation.Operation(
     sizes=(),
     kernels="loss",
     adapt=_chunked.ChunkedCrossEntropy,
-    check_when_run=_check_linear_when_run,
+    check_when_run=lambda call: _checks.classes_in_range(
+        LINEAR_OP, "targets", call.targets, call.weight.shape[0], call.ignore_index
+    ),
 )
