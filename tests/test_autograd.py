@@ -301,12 +301,12 @@ def test_no_graph_is_kept_without_gradients() -> None:
 
 def test_the_dropout_mask_is_forgotten_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dropout, "compiled", lambda: None)
-    before = len(_dropout._remembered)
+    before = len(_dropout._cached)
     tensors = (leaf(4, 8), leaf(4, 8), leaf(8))
     normed, _ = tk.add_layer_norm(*tensors, dropout_p=0.5, backend="torch")
-    assert len(_dropout._remembered) == before + 1
+    assert len(_dropout._cached) == before + 1
     del normed, _
-    assert len(_dropout._remembered) == before
+    assert len(_dropout._cached) == before
 
 
 class WithoutGradient(torch.autograd.Function):

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from transformer_kernels._version import __version__
+from transformer_kernels import __version__
 from transformer_kernels.training import config as options
 from transformer_kernels.training.recipes import find_recipe, make_config, recipes
 from transformer_kernels.visualization import commands as visualization
@@ -382,16 +382,10 @@ def _load_trained(chosen: argparse.Namespace, command: str) -> Any:
 
 
 def _generate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.generation import Sampling, decoded, text_until
+    from transformer_kernels.training.generation import decoded, text_until
     from transformer_kernels.training.report import most_likely
 
-    sampling = Sampling(
-        temperature=0.0 if chosen.greedy else chosen.temperature,
-        top_k=chosen.top_k,
-        top_p=chosen.top_p,
-        repetition_penalty=chosen.repetition_penalty,
-        seed=chosen.seed,
-    )
+    sampling = _sampling(chosen, chosen.greedy, repetition_penalty=chosen.repetition_penalty)
     prompts = chosen.prompt or ["\n"]
     if chosen.top and len(prompts) > 1:
         raise ValueError(f"--top lists the tokens after one --prompt; got {len(prompts)}")
@@ -420,6 +414,13 @@ def _generate(chosen: argparse.Namespace) -> None:
         print()
 
 
+def _sampling(chosen: argparse.Namespace, greedy: bool, **more: float) -> Any:
+    from transformer_kernels.training.generation import Sampling
+
+    temperature = 0.0 if greedy else chosen.temperature
+    return Sampling(temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p, seed=chosen.seed, **more)
+
+
 def _texts(chosen: argparse.Namespace, what: str) -> list[str]:
     texts = chosen.texts or [line for line in sys.stdin.read().splitlines() if line.strip()]
     if not texts:
@@ -431,15 +432,9 @@ def _texts(chosen: argparse.Namespace, what: str) -> list[str]:
 
 
 def _translate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.generation import Sampling
     from transformer_kernels.training.translation import BeamSearch
 
-    search: Any = Sampling(
-        temperature=chosen.temperature if chosen.sample else 0.0,
-        top_k=chosen.top_k,
-        top_p=chosen.top_p,
-        seed=chosen.seed,
-    )
+    search = _sampling(chosen, greedy=not chosen.sample)
     if chosen.beam is not None:
         search = BeamSearch(width=chosen.beam, length_penalty=chosen.length_penalty)
     trained = _load_trained(chosen, "translate")

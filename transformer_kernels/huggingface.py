@@ -181,9 +181,9 @@ def _attention_by_pattern(
 def leaves_causality(path: str) -> bool:
     """Whether the models of a module are written for SDPA, whose masks leave causality to the layers.
 
-    Other models add a mask to the scores, as eager attention does, and their layers need not say whether they are
-    causal. A model that SDPA lacks the soft cap for counts as written for it; one that it lacks the sinks for does so
-    if FlashAttention, which takes no mask, supports it: others compute with their masks.
+    Other models add a mask to the scores, as eager attention does, and their layers may lack a flag for causality. A
+    model for whose soft cap SDPA has no argument counts as written for it; one with sinks does so if FlashAttention,
+    which takes no mask, supports it: others compute with their masks.
     """
     found = vars(sys.modules[path]).values() if path in sys.modules else ()
     kinds = [each for each in found if isinstance(each, type) and each.__module__ == path]
@@ -216,7 +216,7 @@ def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:
 
 
 def _parted(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, bool]:
-    """(keys that are real, bias of the scores, whether the mask says all there is to say)."""
+    """(keys that are real, bias of the scores, whether it already contains causality and window)."""
     if mask is None:
         return None, None, False
     if mask.dim() == 2:
@@ -310,23 +310,23 @@ def _reach(function: Any) -> _Reach | None:
     name = _composers().get(getattr(function, "__code__", None))
     if name is None:
         return None
-    held = inspect.getclosurevars(function).nonlocals
+    closure = inspect.getclosurevars(function).nonlocals
     if name == "and_masks":
-        parts = [_reach(part) for part in held["mask_functions"]]
+        parts = [_reach(part) for part in closure["mask_functions"]]
         whole: _Reach | None = _Reach()
         for part in parts:
             whole = None if whole is None or part is None else whole.and_also(part)
         return whole
     if name == "sliding_window_overlay":  # kv > q - window
-        return _Reach(left=held["sliding_window"] - 1)
+        return _Reach(left=closure["sliding_window"] - 1)
     if name == "sliding_window_bidirectional_overlay":  # |q - kv| <= window
-        return _Reach(left=held["sliding_window"], right=held["sliding_window"])
+        return _Reach(left=closure["sliding_window"], right=closure["sliding_window"])
     if name == "packed_sequence_mask_function":
-        return _Reach(sequences=held["packed_sequence_mask"])
-    inner = _reach(held["mask_function"])  # of the positions in each sequence
+        return _Reach(sequences=closure["packed_sequence_mask"])
+    inner = _reach(closure["mask_function"])  # of the positions in each sequence
     if inner is None or inner.sequences is not None or inner.positions is not None:
         return None
-    return inner._replace(positions=held["position_ids"])
+    return inner._replace(positions=closure["position_ids"])
 
 
 @functools.cache
@@ -350,7 +350,7 @@ def _pattern(pattern: dict[str, Any], make: Callable[[], Any], device: Any) -> M
     first, first_key, mask = pattern["q_offset"], pattern["kv_offset"], pattern["attention_mask"]
     given = [x for x in (first, mask, *(reach or ())) if isinstance(x, Tensor)]
     if reach is None or torch.compiler.is_compiling() or any(is_traced(x) or x.device.type != "cpu" for x in given):
-        return None  # a GPU would have to tell the host
+        return None  # reading a value on a GPU would synchronise
     make_of = functools.partial(MaskPattern.of, (batch, 1, queries, keys), device, make)
     if reach.sequences is not None or reach.positions is not None:
         bounds = None if mask is not None or queries != keys or first or first_key else _bounds(reach, batch, queries)
@@ -375,7 +375,7 @@ def _pattern(pattern: dict[str, Any], make: Callable[[], Any], device: Any) -> M
 
 
 def _bounds(reach: _Reach, batch: int, length: int) -> Tensor | None:
-    """cu_seqlens of packed rows, one behind the other; None unless positions rise by one within each sequence.
+    """cu_seqlens of packed rows in order; None unless positions rise by one within each sequence.
 
     transformers 5.23 and later compute the mask function at positions, earlier releases at indices.
     """

@@ -298,11 +298,13 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
             assert isinstance(out, Tensor)  # a pair only with return_lse
             mixed = out
         joined = self.out_proj(self._join_heads(mixed, batched))
-        weights = self._weights(q, k, real, bias, causal) if need_weights else None
-        if weights is not None:
-            weights = weights.mean(dim=1) if average_attn_weights else weights
-            weights = weights if batched else weights.squeeze(0)
-        return joined, weights
+        if not need_weights:
+            return joined, None
+        weights = ops.attention_weights(
+            q, k, causal=causal, key_padding_mask=real, attn_bias=bias, backend=self.backend
+        )  # (B, H, L, S)
+        weights = weights.mean(dim=1) if average_attn_weights else weights
+        return joined, weights if batched else weights.squeeze(0)
 
     def _check_widths(self, **inputs: Tensor) -> None:
         for name, x in inputs.items():
@@ -379,15 +381,6 @@ class MultiHeadAttention(_WithBackend, torch.nn.MultiheadAttention):
                 padding = _as_bias("key_padding_mask", key_padding_mask, q.dtype)[:, None, None, :]
                 bias = padding if bias is None else bias + padding
         return real, bias
-
-    def _weights(self, q: Tensor, k: Tensor, real: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor:
-        """The attention weights (B, H, L, S), recomputed from queries and keys."""
-        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
-        scores = scores if bias is None else scores + bias
-        visible = scores != -math.inf
-        if real is not None:
-            visible = visible & real[:, None, None, :]
-        return ops.softmax(scores, mask=visible, causal=is_causal, backend=self.backend)
 
 
 class Embedding(_WithBackend, torch.nn.Embedding):

@@ -26,7 +26,7 @@ def products(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.M
         if backend != "cpu":
             pytest.skip("only the cpu backend selects products")
         chooser = import_module("transformer_kernels.ops.linear._cpu")
-        monkeypatch.setattr(chooser, "LARGEST_WEIGHT", 0)
+        monkeypatch.setattr(chooser, "LIMITS", {})
 
 
 def make(
@@ -104,7 +104,8 @@ def test_the_largest_weights_are_multiplied_once(
     if backend != "cpu":
         pytest.skip("only the cpu backend has a threshold on weights")
     linear_cpu = import_module("transformer_kernels.ops.linear._cpu")
-    monkeypatch.setattr(linear_cpu, "largest_weight", lambda x, forward_alone=False: 65 * 32 if forward_alone else 64)
+    limits = {(torch.float32, "all", ""): ((0, 64),), (torch.float32, "forward", ""): ((0, 65 * 32),)}
+    monkeypatch.setattr(linear_cpu, "LIMITS", limits)
     names = ("linear_forward", "linear_backward_data", "linear_backward_weight")
     for columns, wanted in ((65, ["linear_forward"]), (66, [])):
         tensors, calls = make(37, columns, 32, torch.float32, device), []
@@ -153,13 +154,13 @@ def test_threads_do_not_change_the_bits_of_bfloat16(backend: str) -> None:
 
 @pytest.mark.parametrize(("instruction_set", "ours"), [("avx2", True), ("avx512_bf16", True), ("amx", False)])
 def test_tiles_are_left_to_pytorch(
-    backend: str, products: None, monkeypatch: pytest.MonkeyPatch, instruction_set: str, ours: bool
+    backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, instruction_set: str, ours: bool
 ) -> None:
-    if backend != "cpu":
-        pytest.skip("only the cpu backend chooses")
+    if backend != "cpu" or "PyTorch's products" in request.node.name:
+        pytest.skip("only the cpu backend as chosen")
     chooser = import_module("transformer_kernels.ops.linear._cpu")
-    monkeypatch.setattr(chooser, "LARGEST_WEIGHT", 1 << 19)
-    monkeypatch.setattr(chooser.cpu, "load", lambda: SimpleNamespace(instruction_set=lambda: instruction_set))
+    loaded = SimpleNamespace(vendor="GenuineIntel", instruction_set=lambda: instruction_set)
+    monkeypatch.setattr(chooser.cpu, "load", lambda: loaded)
     operation = import_module("transformer_kernels.ops.linear")
     assert chooser.fuses(operation.prepare(**make(40, 33, 20, torch.bfloat16, "cpu"))) is ours
     assert chooser.fuses(operation.prepare(**make(511, 1024, 1024, torch.bfloat16, "cpu"))) is False

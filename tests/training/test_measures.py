@@ -18,8 +18,12 @@ CUDA = torch.device("cuda")
 )
 def test_the_peak_is_that_of_the_precision(monkeypatch, dtype, precision, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    assert peak_flops(CUDA, dtype) == expected
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert peak_flops(CUDA, dtype) == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_an_unknown_device_has_no_peak(monkeypatch):

@@ -27,7 +27,7 @@ def loaded():
 
 def test_the_vectors_of_a_word(loaded):
     found = word_in_context(loaded, "fox", "foxes; Fox, ox")  # the first is another word
-    assert found.places == [7, 8, 9] and "".join(found.names[7:10]) == "Fox"
+    assert found.indices == [7, 8, 9] and "".join(found.names[7:10]) == "Fox"
     tokens = torch.tensor([loaded.tokenizer.encode("foxes; Fox, ox")])
     torch.testing.assert_close(found.contextual, loaded.model.hidden_states(tokens)[0, 7:10].mean(0))
     torch.testing.assert_close(found.static, loaded.model.embedding.tokens.weight[tokens[0, 7:10]].mean(0))

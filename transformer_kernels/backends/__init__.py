@@ -32,11 +32,11 @@ class Machine(Protocol):
     def workspace(self, like: Tensor) -> Tensor | None:
         """Memory for an intermediate result with the shape and dtype of a tensor; None where kernels have their own."""
 
-    def partials(self, x: Tensor, rows: int, columns: int, sums: int) -> tuple[Tensor | None, int]:
-        """Memory for the partial sums of `sums` such gradients by a kernel over rows, and how many rows it has."""
-
-    def partials_of_columns(self, x: Tensor, rows: int, columns: int) -> tuple[Tensor | None, int]:
-        """The same of one gradient by a kernel over tiles of columns."""
+    def partials(
+        self, x: Tensor, rows: int, columns: int, sums: int, by_columns: bool = False
+    ) -> tuple[Tensor | None, int]:
+        """Memory for the partial sums of `sums` such gradients by a kernel over whole rows, or over tiles of columns,
+        and how many rows it has."""
 
 
 def address(tensor: Tensor | None) -> int:

@@ -1,6 +1,6 @@
 """Builds csrc: with nvcc for GPUs, with a host compiler for their emulation and for the CPU backend.
 
-Standard library only and no import of this package: setup.py loads this file before torch is installed.
+setup.py loads this file before torch is installed: no import of this package, and at the top only the standard library.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 RELEASE_ARCHITECTURES = "80;90a;100;120+PTX"
 """Machine code runs on the later GPUs of its generation too: that of sm_80 on sm_86, sm_87 and sm_89, that of sm_100 on
-sm_103, that of sm_120 on sm_121. No kernel has an instruction that those add; PTX serves the generations to come."""
+sm_103, that of sm_120 on sm_121. No kernel has an instruction that those add; PTX covers later generations."""
 BUILD_NOTE = "_kernels_build.txt"
-"""Beside the extension, or in its place: what the installation built for GPUs and why, for `info` and errors."""
+"""Beside the extension, or instead of it: what the installation built for GPUs and why, for `info` and errors."""
 CPU_BUILD_NOTE = "_cpu_build.txt"
 """The same for the CPU backend."""
 
@@ -172,7 +172,7 @@ def find_host_compiler() -> str:
 
 
 def _python_flags() -> list[str]:
-    """Python's headers, with its stable ABI where it has one: one build then serves every Python from 3.10 on."""
+    """Python's headers, with its stable ABI where it has one: one build then runs on every Python from 3.10 on."""
     folder = Path(sysconfig.get_paths()["include"])
     if not (folder / "Python.h").is_file():
         raise CompilerMissing(
@@ -259,10 +259,10 @@ def _jobs() -> int:
 def _compression(nvcc: Path) -> list[str]:
     """nvcc's flag for the smallest machine code, a seventh: from CUDA 13 on, whose code needs driver 580 anyway.
 
-    Before, it would ask for driver 550 where 525 does.
+    Before, the flag would require driver 550 instead of 525.
     """
-    said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
-    release = re.search(r"release (\d+)", said)
+    output = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)", output)
     return ["--compress-mode=size"] if release and int(release[1]) >= 13 else []
 
 
@@ -334,7 +334,7 @@ def cpu_levels_named() -> str:
 
 
 def no_cpu_kernels() -> str:
-    """Why an installation compiles nothing for the CPU backend, before any compiler is asked; empty where it does."""
+    """Why an installation compiles nothing for the CPU backend, before a compiler runs; empty where it does."""
     named = cpu_levels_named()
     if named == "none":
         return "TRANSFORMER_KERNELS_CPU_LEVELS is none"
@@ -384,7 +384,7 @@ def cpu_levels(compiler: list[str]) -> list[str]:
 
 
 def _levels_of(compiler: list[str]) -> list[str]:
-    """The instruction sets that the compiler knows."""
+    """The instruction sets that the compiler supports."""
     known = []
     for level, flags in CPU_LEVELS.items():
         command = [*compiler, *flags.split(), "-x", "c++", "-fsyntax-only", os.devnull]
@@ -403,7 +403,7 @@ def _levels_of(compiler: list[str]) -> list[str]:
 
 
 def _best_level(compiler: list[str]) -> int:
-    """The index in CPU_LEVELS of this processor's best instruction set, by the code that the module asks."""
+    """The index in CPU_LEVELS of this processor's best instruction set, by the function that the module uses."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "level"
         source = f'#include "{CSRC / "cpu" / "processor.h"}"\nint main() {{ return transformer_kernels::widest(); }}\n'
@@ -522,14 +522,16 @@ def build_emulated(sanitizer: str = "", csrc: Path = CSRC) -> Path:
     compiler = find_host_compiler()
     digest = source_hash(csrc, emulated=True)
     target_name = f"_kernels-{digest[:16]}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    place = hashlib.sha256(f"{csrc}\0{compiler}\0{sys.version}".encode()).hexdigest()[:12]
-    folder = private_folder(cache_folder() / "emulation" / f"{place}-{sanitizer or 'plain'}")
+    key = hashlib.sha256(f"{csrc}\0{compiler}\0{sys.version}".encode()).hexdigest()[:12]
+    folder = private_folder(cache_folder() / "emulation" / f"{key}-{sanitizer or 'plain'}")
     target = folder / target_name
     if target.is_file() and hasattr(os, "getuid") and target.stat().st_uid != os.getuid():
         raise BuildError(f"another user owns {target}, which is not loaded: remove it")
     if target.is_file():
         return target
-    with _locked(folder / "lock"):
+    from filelock import FileLock  # a dependency of torch, without which setup.py loads this file
+
+    with FileLock(folder / "lock"):
         if not target.is_file():  # another process may have built it meanwhile
             os.replace(_build_emulated(folder, shlex.split(compiler), sanitizer, csrc, digest), target)
             _keep_newest(folder, 3)
@@ -552,22 +554,6 @@ def _build_emulated(folder: Path, compiler: list[str], sanitizer: str, csrc: Pat
     linking = _link(compiler, objects, folder / "_kernels.so", [*link_flags, "-lpthread"])
     linking.record.unlink(missing_ok=True)  # its file is moved away
     return _make(objects, linking, min(2, _jobs()))
-
-
-class _locked:
-    """Holds an advisory lock on a file; it vanishes with the process."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __enter__(self) -> None:
-        import fcntl
-
-        self.file = open(self.path, "w")
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *error: object) -> None:
-        self.file.close()
 
 
 def _keep_newest(folder: Path, count: int) -> None:

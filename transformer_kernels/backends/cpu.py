@@ -116,6 +116,12 @@ def cause() -> BaseException | None:
     return None if _failure is None else _failure.__cause__
 
 
+def has_bfloat16_products() -> bool:
+    """Whether PyTorch multiplies matrices of bfloat16 on this processor with instructions of its own."""
+    supports = [getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")]
+    return any(support is not None and support() for support in supports)
+
+
 def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """A parameter in float32; the result must be kept alive until the kernel has returned."""
     return parameter if parameter is None or parameter.dtype is torch.float32 else parameter.float()
@@ -149,13 +155,8 @@ def workspace(like: torch.Tensor) -> None:
     """None: threads have memory of their own."""
 
 
-def partials(x: torch.Tensor, rows: int, columns: int, sums: int) -> tuple[None, int]:
+def partials(x: torch.Tensor, rows: int, columns: int, sums: int, by_columns: bool = False) -> tuple[None, int]:
     """None: each thread allocates its partial sums."""
-    return None, 0
-
-
-def partials_of_columns(x: torch.Tensor, rows: int, columns: int) -> tuple[None, int]:
-    """None, as in `partials`."""
     return None, 0
 
 

@@ -102,16 +102,6 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
     return index, torch._C._cuda_getCurrentRawStream(index)
 
 
-def partial_rows(device_index: int, rows: int, rows_per_block: int) -> int:
-    """The number of blocks of a sum over rows; each writes one partial row.
-
-    At least four rows per group of threads, which limits the traffic of partial rows, and at most the number of
-    concurrent blocks. It depends on the device, so sums are bitwise equal on equal devices only.
-    """
-    blocks = -(-rows // (ROWS_PER_THREAD_GROUP * rows_per_block))
-    return min(blocks, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device_index))
-
-
 def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """The parameter itself: kernels read it in its own dtype."""
     return parameter
@@ -132,21 +122,16 @@ def workspace(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like)
 
 
-def rows_per_block(columns: int) -> int:
-    """Rows per block of a kernel over whole rows."""
-    return 4 if columns <= WIDEST_ROW_PER_WARP else 1
+def partials(x: torch.Tensor, rows: int, columns: int, sums: int, by_columns: bool = False) -> tuple[torch.Tensor, int]:
+    """Memory for the partial sums of a kernel over whole rows, or over tiles of columns, and its number of rows.
 
-
-def partials(x: torch.Tensor, rows: int, columns: int, sums: int) -> tuple[torch.Tensor, int]:
-    """Memory for the partial sums of a kernel over whole rows, and its number of rows."""
-    count = partial_rows(stream_of(x)[0], rows, rows_per_block(columns))
+    Each block writes one row. A block has at least four rows per group of threads, which limits the traffic of partial
+    rows, and blocks are at most as many as run concurrently. Sums are bitwise equal on equal devices only.
+    """
+    rows_per_block = COLUMN_TILE_ROWS if by_columns else 4 if columns <= WIDEST_ROW_PER_WARP else 1
+    blocks = -(-rows // (ROWS_PER_THREAD_GROUP * rows_per_block))
+    count = min(blocks, BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(stream_of(x)[0]))
     return x.new_empty((sums, count, columns), dtype=torch.float32), count
-
-
-def partials_of_columns(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, int]:
-    """`partials` for a kernel over tiles of columns with one sum."""
-    count = partial_rows(stream_of(x)[0], rows, COLUMN_TILE_ROWS)
-    return x.new_empty((count, columns), dtype=torch.float32), count
 
 
 @functools.cache

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
+from transformer_kernels.backends import triton as _triton
 from transformer_kernels.backends.triton import Capability, next_power_of_2
 
 ELEMENTS = 2048
@@ -93,6 +96,11 @@ class Tiles:
         if tile is None:
             tile = self._found[key] = self._choose(*key)
         return tile
+
+    def of_rows(self, x: Tensor) -> tuple[RowTile, int, int]:
+        """The tile for the rows of a tensor (..., N) on its device, their number and N."""
+        N = x.shape[-1]
+        return self.find(_triton.capability(x.device), x.element_size(), N), x.numel() // N, N
 
     def _choose(self, capability: Capability, itemsize: int, columns: int) -> RowTile:
         """The tuned tile for the newest capability up to the device's, or the rule's."""

@@ -108,7 +108,8 @@ def _mentions(call: Call, tensor: Tensor) -> bool:
     if isinstance(function, partial):
         function, own = function.func, function.keywords
     bound = getattr(function, "__self__", None)
-    if not isinstance(bound, Tensor) and not isinstance(function, torch._ops.OpOverload) and _is_python(function):
+    is_python = hasattr(function, "__code__") or hasattr(function, "__func__")
+    if is_python and not isinstance(bound, Tensor) and not isinstance(function, torch._ops.OpOverload):
         return True  # it may refer to tensors that are not among its arguments
     storage = tensor.untyped_storage()
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
@@ -119,7 +120,3 @@ def _mentions(call: Call, tensor: Tensor) -> bool:
         elif isinstance(each, int) and begin <= each < end:
             return True
     return False
-
-
-def _is_python(function: Any) -> bool:
-    return hasattr(function, "__code__") or hasattr(function, "__func__")

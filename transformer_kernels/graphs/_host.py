@@ -250,7 +250,8 @@ class Recording(TorchDispatchMode):
             self.fixed.discard(_address(self._placed(result)))
             return result
         written = tensors(result)
-        if written and not function.is_view and not _share_memory(written, tensors((args, kwargs))):
+        shared = set(map(_address, tensors((args, kwargs)))).issuperset(map(_address, written))
+        if written and not function.is_view and not shared:
             self._note(function, args, kwargs, written)  # batch_norm writes to its arguments too
         elif function._schema.is_mutable:
             self.calls.append((partial(function, **self._aliases(kwargs)), self._aliases(args)))
@@ -394,11 +395,6 @@ def tensors(values: Any) -> list[Tensor]:
 def _address(tensor: Tensor) -> int:
     """The address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _share_memory(results: list[Tensor], inputs: list[Tensor]) -> bool:
-    """Whether the results are views of the inputs."""
-    return set(map(_address, inputs)).issuperset(map(_address, results))
 
 
 def _into(function: Any, results: int) -> tuple[Any, list[str]] | None:

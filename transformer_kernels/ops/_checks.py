@@ -1,4 +1,4 @@
-"""Argument errors: one place, so that every backend raises the same exception with the same text.
+"""Argument validation, shared so that every backend raises the same exception with the same text.
 
 Each helper returns quietly or raises; a message names the operation, the argument, what was expected and what came.
 """
@@ -45,8 +45,8 @@ def spelled_unlike_torch(torchs: str, ours: str) -> Callable[[Callable[P, R]], C
     return decorate
 
 
-def _not_made_of_others(op: str, name: str, value: Tensor) -> None:
-    """A tensor with memory of its own: a kernel would be given no address of a DTensor."""
+def _check_plain(op: str, name: str, value: Tensor) -> None:
+    """A tensor with memory of its own, unlike a DTensor, which has no address for a kernel."""
     if type(value) not in PLAIN and is_traceable_wrapper_subclass(value):
         kind = type(value).__name__
         raise TypeError(f"{op}: {name} must be a plain tensor; got {kind}: give the tensors that it is made of")
@@ -63,7 +63,7 @@ def tensor(op: str, name: str, value: Any) -> None:
     if value.layout is not torch.strided or value.is_nested:
         layout = "nested" if value.is_nested else value.layout
         raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {layout}")
-    _not_made_of_others(op, name, value)
+    _check_plain(op, name, value)
     if value.dtype not in FLOATING:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
         raise TypeError(f"{op}: {name} must have one of the dtypes {supported}; got {value.dtype}")
@@ -75,18 +75,14 @@ def boolean_mask(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be a bool tensor; got {type(value).__name__}")
     if value.layout is not torch.strided or value.is_nested:
         raise TypeError(f"{op}: {name} must be a dense strided tensor; got layout {value.layout}")
-    _not_made_of_others(op, name, value)
+    _check_plain(op, name, value)
     if value.dtype is not torch.bool:
         raise TypeError(f"{op}: {name} must be bool, True = keep; got {value.dtype}: use {name}.bool()")
 
 
 def class_indices(op: str, name: str, value: Any, shape: torch.Size) -> None:
     """An integer tensor with one class for each row of the logits."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
-    _not_made_of_others(op, name, value)
-    if value.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{op}: {name} must be int64 or int32, one class for each row; got {value.dtype}")
+    row_ids(op, name, value, ", one class for each row")
     if value.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, one for each row; got {tuple(value.shape)}")
 
@@ -97,20 +93,20 @@ def classes_in_range(op: str, name: str, value: Tensor, classes: int, ignored: i
         return
     if cpu.within(value, classes, ignored):
         return
-    strays = value[(value != ignored) & ((value < 0) | (value >= classes))]
-    if strays.numel():
+    outside = value[(value != ignored) & ((value < 0) | (value >= classes))]
+    if outside.numel():
         raise IndexError(
-            f"{op}: {name} must be in [0, {classes}) or equal to ignore_index ({ignored}); got {int(strays[0])}"
+            f"{op}: {name} must be in [0, {classes}) or equal to ignore_index ({ignored}); got {int(outside[0])}"
         )
 
 
-def row_ids(op: str, name: str, value: Any) -> None:
-    """An integer tensor that names rows of a table."""
+def row_ids(op: str, name: str, value: Any, meaning: str = "") -> None:
+    """An integer tensor of indices, such as rows of a table."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be an int64 or int32 tensor; got {type(value).__name__}")
-    _not_made_of_others(op, name, value)
+    _check_plain(op, name, value)
     if value.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{op}: {name} must be int64 or int32; got {value.dtype}")
+        raise TypeError(f"{op}: {name} must be int64 or int32{meaning}; got {value.dtype}")
 
 
 def rows_in_range(op: str, name: str, value: Tensor, count: int) -> None:
@@ -127,13 +123,13 @@ FIRST_NAMES = {"attention": "q", "cross_entropy": "logits", "embedding": "weight
 
 
 def same_device(op: str, first: Tensor, **others: Tensor | None) -> None:
-    """All the tensors that are given live on the device of the first."""
+    """All tensors are on the device of the first; None is ignored."""
     device = first.device
     for value in others.values():
         if value is not None and value.device != device:
             name = FIRST_NAMES.get(op, "x")
             given = {name: device, **{key: each.device for key, each in others.items() if each is not None}}
-            listed = ", ".join(f"{key} on {place}" for key, place in given.items())
+            listed = ", ".join(f"{key} on {each}" for key, each in given.items())
             raise RuntimeError(f"{op}: all tensors must be on one device; got {listed}")
 
 
@@ -181,8 +177,7 @@ def window(op: str, value: Any) -> None:
 
 
 def positive_integer(op: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
+    integer(op, name, value)
     if value < 1:
         raise ValueError(f"{op}: {name} must be positive; got {value}")
 
@@ -204,7 +199,7 @@ def integer(op: str, name: str, value: Any) -> None:
 
 
 def choice(op: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """One of a few names."""
+    """One of several names."""
     if value not in choices:
         listed = ", ".join(f'"{each}"' for each in choices[:-1])
         raise ValueError(f'{op}: {name} must be {listed} or "{choices[-1]}"; got {value!r}')

@@ -2,7 +2,7 @@
 
 A mask is a pure function of its seed. On the CPU a compiled kernel (csrc/cpu/rows/dropout.cpp) draws it while it is
 applied, and draws it again in the backward pass, as the kernels do. Where it was not built, on other devices and for
-other dtypes the mask is made in tensor algebra; that costs eighty passes, so it is remembered for as long as its seed
+other dtypes the mask is made in tensor algebra; that costs eighty passes, so it is cached for as long as its seed
 lives. The bits are the same.
 """
 
@@ -25,9 +25,9 @@ WORD = 0xFFFFFFFF
 
 GROUPS_AT_ONCE = 1 << 17  # enough for all cores to share an operation, and few enough to stay in the cache
 
-Place = tuple[int, int, int, int, int, int]  # first head, heads, rows, columns, first row, first column
+Region = tuple[int, int, int, int, int, int]  # first head, heads, rows, columns, first row, first column
 
-_remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_cached: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def compiled() -> Any | None:
@@ -74,50 +74,32 @@ def drop(
     """
     *heads, rows, columns = x.shape
     first_column = first if first_column is None else first_column
-    place = (first_head, math.prod(heads), rows, columns, first, first_column)
+    shape = math.prod(heads), rows, columns
     alike = x.device.type == "cpu" and x.dtype in cpu.DTYPE_CODES and first == first_column
     kernels = compiled() if alike else None
     if kernels is not None:
-        return _drop_compiled(kernels, x, seed, p, scale, residual, place, x if in_place else torch.empty_like(x))
-    mask = _dropped(seed, p, place).view(x.shape)
+        out = x if in_place else torch.empty_like(x)
+        addresses = x.data_ptr(), address(residual), out.data_ptr(), seed.data_ptr()
+        kernels.dropout(cpu.DTYPE_CODES[x.dtype], *addresses, p, scale, first_head, *shape, first)
+        return out
+    mask = _dropped(seed, p, (first_head, *shape, first, first_column)).view(x.shape)
     kept = x.masked_fill_(mask, 0.0) if in_place else x.masked_fill(mask, 0.0)
     if residual is not None:
         return torch.add(residual, kept, alpha=scale)
     return kept if scale == 1.0 else kept.mul_(scale)
 
 
-def _drop_compiled(
-    kernels: Any, x: Tensor, seed: Tensor, p: float, scale: float, residual: Tensor | None, place: Place, out: Tensor
-) -> Tensor:
-    first_head, heads, rows, columns, first, _ = place
-    kernels.dropout(
-        cpu.DTYPE_CODES[x.dtype],
-        x.data_ptr(),
-        address(residual),
-        out.data_ptr(),
-        seed.data_ptr(),
-        p,
-        scale,
-        first_head,
-        heads,
-        rows,
-        columns,
-        first,
-    )
-    return out
-
-
-def _dropped(seed: Tensor, p: float, place: Place) -> Tensor:
+def _dropped(seed: Tensor, p: float, region: Region) -> Tensor:
     """Where dropout drops, bool (heads, rows, columns)."""
-    masks = _remembered.setdefault(seed, {})
-    if (p, place) not in masks:
-        masks[p, place] = _draw(seed, p, place)
-    return masks[p, place]
+    masks = _cached.setdefault(seed, {})
+    if (p, region) not in masks:
+        masks[p, region] = _draw(seed, p, region)
+    return masks[p, region]
 
 
-def _draw(seed: Tensor, p: float, place: Place) -> Tensor:
+def _draw(seed: Tensor, p: float, region: Region) -> Tensor:
     """The mask, made in chunks of whole rows that stay in the cache."""
-    first_head, heads, rows, columns, first, first_column = place
+    first_head, heads, rows, columns, first, first_column = region
     skipped = first_column % 8  # columns of the first group of eight
     groups = -(-(skipped + columns) // 8)
     total = heads * rows

@@ -53,7 +53,9 @@ def demo(*, seconds: float = 35.0, backend: str = "auto", out: str = "") -> None
     validation = {run.name: run.trainer.evaluate()["loss"] for run in runs}
     runs[1].trainer.save("last")
     print("\nTiming a training step with each backend ...", flush=True)
-    working, missing = speeds(recipe, device)
+    reasons = {backend: unavailable(backend, device) for backend in BACKENDS}
+    available = [backend for backend, reason in reasons.items() if reason is None]
+    working = training_speeds(recipe, [REFERENCE, *available], device)
     print(f"\nValidation loss after {seconds:g} s of training")
     for run in runs:
         loss = validation[run.name]
@@ -61,8 +63,9 @@ def demo(*, seconds: float = 35.0, backend: str = "auto", out: str = "") -> None
     print("\nTraining speed, tokens/s")
     for each, speed in working.items():
         print(f"  {each:<11} {speed:>8,.0f}   {_bar(speed, max(working.values()))} {speed / working[REFERENCE]:.2f}x")
-    for each, reason in missing.items():
-        print(f"  {each:<11} {'-':>8}   {'needs a GPU' if each in GPU_BACKENDS else reason}")
+    for each, reason in reasons.items():
+        if reason is not None:
+            print(f"  {each:<11} {'-':>8}   {'needs a GPU' if each in GPU_BACKENDS else reason}")
     print(f"\nThe model of {runs[1].name} continues {PROMPT!r}:\n\n{_sample(recipe, runs[1].trainer)}\n")
     print(_next_commands(f"{out}/last"))
 
@@ -100,14 +103,6 @@ def train(runs: list[Run], seconds: float) -> None:
         print(
             f"{seconds * row / ROWS:>5.1f}s   " + "   ".join(f"{run.recent():<24}" for run in runs).rstrip(), flush=True
         )
-
-
-def speeds(recipe: CharGPT, device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
-    """Tokens per second of a training step with the reference and each backend, and why others are unavailable."""
-    reasons = {backend: unavailable(backend, device) for backend in BACKENDS}
-    working = [REFERENCE, *(backend for backend, reason in reasons.items() if reason is None)]
-    missing = {backend: reason for backend, reason in reasons.items() if reason is not None}
-    return training_speeds(recipe, working, device), missing
 
 
 def training_speeds(recipe: CharGPT, backends: list[str], device: torch.device) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from transformer_kernels.backends.triton import fp32_precision
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.files import naming
 
@@ -37,16 +38,9 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
         if key in name.split("NVIDIA ")[-1]:
             tf32 = half / 2
             if dtype == "float32":
-                return tf32 if _allows_tf32() else float32
+                return tf32 if fp32_precision() == "tf32" else float32
             return tf32 if dtype == "tf32" else half
     return None
-
-
-def _allows_tf32() -> bool:
-    try:
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # torch.backends' fp32_precision was set instead
-        return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def peak_memory(device: torch.device) -> int:

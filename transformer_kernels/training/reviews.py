@@ -150,7 +150,8 @@ def tokenise(reviews: Reviews, tokenizer: ReviewTokenizer, *, progress: bool = F
         tensors = _read(path)
         if tensors is None:
             tensors = _encode(reviews.texts, tokenizer, progress)
-            write_atomically(path, _pack(tensors))
+            pack = require("safetensors.torch").save
+            write_atomically(path, pack(tensors, metadata={"sha256": _digest(tensors)}))
     return TokenisedReviews(tensors["ids"], tensors["offsets"], torch.tensor(reviews.labels))
 
 
@@ -178,10 +179,6 @@ def _encode(texts: list[str], tokenizer: ReviewTokenizer, progress: bool) -> dic
             bar.update(len(chunk))
     lengths = torch.tensor([0] + [len(review) for review in ids])
     return {"ids": torch.cat(ids), "offsets": lengths.cumsum(0)}
-
-
-def _pack(tensors: dict[str, Tensor]) -> bytes:
-    return require("safetensors.torch").save(tensors, metadata={"sha256": _digest(tensors)})
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:

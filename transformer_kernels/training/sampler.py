@@ -82,14 +82,9 @@ class PackedSampler(ShuffledSampler):
     def __init__(self, lengths: Tensor, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
         self.lengths = lengths
         super().__init__(len(lengths), batch_size, seed, rank, world_size)
-        self.budget = self._budget()
-
-    def _budget(self) -> int:
-        """The i-th kept item by length is at most as long as item i + left_out of all items."""
-        group = self.batches_per_epoch * self.world_size
-        left_out = len(self.lengths) - group * self.batch_size
-        longest = self.lengths.sort().values[left_out + group - 1 :: group]
-        return int(longest.sum())
+        group = self.batches_per_epoch * world_size
+        left_out = len(lengths) - group * self.batch_size  # kept item i by length is not longer than item i + left_out
+        self.budget = int(lengths.sort().values[left_out + group - 1 :: group].sum())
 
     def _arrange(self, order: Tensor, generator: torch.Generator) -> Tensor:
         by_length = order[self.lengths[order].argsort(stable=True)]

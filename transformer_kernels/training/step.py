@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from transformer_kernels.backends import cpu
 from transformer_kernels.training.optimisation import SparseEmbeddingAdamW
 
 IGNORED = -100  # a target that is excluded from loss and accuracy
@@ -42,7 +43,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Totals(NamedTuple):
-    """Sums over targets, which processes can add up."""
+    """Sums over targets, which are additive over processes."""
 
     loss: float
     correct: float
@@ -55,9 +56,7 @@ def choose_dtype(name: str, device: torch.device) -> str:
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    supports = [getattr(torch.cpu, each, None) for each in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")]
-    found = device.type == "cpu" and any(support is not None and support() for support in supports)
-    return "bfloat16" if found else "float32"
+    return "bfloat16" if device.type == "cpu" and cpu.has_bfloat16_products() else "float32"
 
 
 def autocast(device_type: str, dtype: str) -> AbstractContextManager:
@@ -153,7 +152,9 @@ class TrainingStep:
         """Clip and step; returns the gradient norm."""
         norm = torch.zeros_like(loss)
         if self.scaler.is_enabled():
-            self._clip_scaled()
+            if self.clip:  # the scaler skips a step whose gradients overflow, so their norm is not checked
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.parameters, self.clip)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif not self.clip:
@@ -163,12 +164,6 @@ class TrainingStep:
             self.check("gradient norm", norm)
             self._step_divided(norm)
         return norm
-
-    def _clip_scaled(self) -> None:
-        """Clip unscaled gradients. The scaler skips a step whose gradients overflow, so their norm is not checked."""
-        if self.clip:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.parameters, self.clip)
 
     def _step_divided(self, norm: Tensor) -> None:
         """Step with gradients clipped to the norm `clip`; the fused AdamW divides them as it reads them."""

@@ -72,16 +72,9 @@ def draw_positions(kind: str, length: int, width: int, path: str | Path) -> None
     signed = bool((codes < 0).any())
     colours = "RdBu" if signed else "Blues"
     most = float(codes.abs().max()) or 1.0
+    of_codes = TITLES.get(kind, "a vector of ones, rotated")
     panels = (
-        (
-            left,
-            codes,
-            "column",
-            TITLES.get(kind, "a vector of ones, rotated"),
-            colours,
-            (-most * signed, most),
-            "value",
-        ),
+        (left, codes, "column", of_codes, colours, (-most * signed, most), "value"),
         (right, unit @ unit.T, "position", "cosine of two positions", "viridis", (None, 1.0), "cosine"),
     )
     for axes, values, across, title, colours, (low, high), label in panels:

@@ -22,13 +22,13 @@ class WordInContext(NamedTuple):
 
     Attributes:
         sentence: the sentence that contains it.
-        places: indices of the word's tokens in the sentence.
+        indices: those of the word's tokens in the sentence.
         hidden: (L, E) float32, the last hidden states of the sentence's tokens. names: their names.
         static: (E,) float32, the mean of the embeddings of the word's tokens.
     """
 
     sentence: str
-    places: list[int]
+    indices: list[int]
     hidden: Tensor
     names: list[str]
     static: Tensor
@@ -36,7 +36,7 @@ class WordInContext(NamedTuple):
     @property
     def contextual(self) -> Tensor:
         """(E,), the mean of the hidden states of the word's tokens."""
-        return self.hidden[self.places].mean(0)
+        return self.hidden[self.indices].mean(0)
 
 
 @torch.inference_mode()
@@ -47,10 +47,10 @@ def word_in_context(loaded: Any, word: str, sentence: str) -> WordInContext:
         raise ValueError(f"the word {word!r} is not in {sentence!r}")
     reading = read(loaded, sentence)
     first, last = found.span()
-    places = [index for index, (start, end) in enumerate(reading.spans) if start < last and end > first]
+    indices = [index for index, (start, end) in enumerate(reading.spans) if start < last and end > first]
     hidden = loaded.model.hidden_states(reading.tokens)[0].float().cpu()
-    static = loaded.model.embedding.tokens.weight[reading.tokens[0, places]].float().mean(0).cpu()
-    return WordInContext(sentence, places, hidden, reading.names, static)
+    static = loaded.model.embedding.tokens.weight[reading.tokens[0, indices]].float().mean(0).cpu()
+    return WordInContext(sentence, indices, hidden, reading.names, static)
 
 
 def principal_components(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,10 +78,10 @@ def draw_words(found: list[WordInContext], word: str, path: str | Path) -> None:
         colour = f"C{number}"
         sentence = f"{number + 1}: {each.sentence}"
         axes.scatter(*part[:-1].T.tolist(), s=14, color=colour, label=literal(sentence))
-        axes.scatter(*part[each.places].T.tolist(), s=90, facecolors="none", edgecolors=colour, linewidths=2)
+        axes.scatter(*part[each.indices].T.tolist(), s=90, facecolors="none", edgecolors=colour, linewidths=2)
         arrows += _arrow(axes, star.tolist(), part[-1].tolist(), colour)
         for index, (name, point) in enumerate(zip(each.names, part.tolist(), strict=False)):
-            names.append((point, literal(name), colour, "bold" if index in each.places else "normal"))
+            names.append((point, literal(name), colour, "bold" if index in each.indices else "normal"))
     axes.scatter(*star.tolist(), s=140, marker="*", color="black", zorder=3)
     axes.set_xlabel(f"first component ({shares[0]:.0%} of the variance)")
     axes.set_ylabel(f"second component ({shares[1]:.0%})")

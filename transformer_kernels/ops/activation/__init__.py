@@ -235,8 +235,10 @@ def _gate_and_up(op: str, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tens
     return gate.contiguous(), None if up is None else up.contiguous()
 
 
-def activated(x: Tensor, kind: str) -> Tensor:
-    """f(x) in PyTorch's operators."""
+def activated(x: Tensor, kind: str | None) -> Tensor:
+    """f(x) in PyTorch's operators; x for None."""
+    if kind is None:
+        return x
     if kind == "relu":
         return torch.relu(x)
     if kind == "silu":

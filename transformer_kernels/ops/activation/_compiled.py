@@ -60,7 +60,7 @@ class Kernels:
         dbias = partials = None
         partial_rows = 0
         if call.bias is not None and (dbias := machine.sum_like(call.bias, wanted[1])) is not None:
-            partials, partial_rows = machine.partials_of_columns(dy, rows, columns)
+            partials, partial_rows = machine.partials(dy, rows, columns, 1, by_columns=True)
         bias = None if result is not None else machine.parameter(call.bias)
         device, stream = machine.stream_of(dy)
         machine.load().activation_backward(

@@ -25,12 +25,6 @@ BIAS_RELU_FORWARD = Tiles("bias_relu forward", column_blocks, widest=256, narrow
 BIAS_RELU_BACKWARD = Tiles("bias_relu backward", persistent_blocks, widest=256, narrowest=64)
 GATED = Tiles("gated activation", column_blocks, widest=512)
 
-ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2}
-"""The values of ACTIVATION in the kernels with a bias."""
-
-GELU_TANH = tl.constexpr(ACTIVATIONS["gelu_tanh"])
-RELU = tl.constexpr(ACTIVATIONS["relu"])
-
 
 @triton.jit(do_not_specialize=["count"])
 def gelu_forward_kernel(x, y, count, TANH: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -68,24 +62,29 @@ def gelu_backward_kernel(dy, x, dx, count, TANH: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
-    """f(x) in fp32 for one of ACTIVATIONS."""
-    if ACTIVATION == RELU:
+def activated(x, KIND: tl.constexpr):
+    """f(x) in fp32 for a kind of `ActivationCall`."""
+    if KIND == "relu":
         return tl.where(x <= 0.0, 0.0, x)  # propagates NaN
-    return gelu_value(x, ACTIVATION == GELU_TANH)
+    if KIND == "silu":
+        return x * tl.sigmoid(x)
+    return gelu_value(x, KIND == "gelu_tanh")
 
 
 @triton.jit
-def activated_backward(gradient, x, ACTIVATION: tl.constexpr):
+def activated_backward(gradient, x, KIND: tl.constexpr):
     """gradient * f'(x) in fp32. relu takes f(x) as x and selects: 0 also for an infinite gradient."""
-    if ACTIVATION == RELU:
+    if KIND == "relu":
         return tl.where(x <= 0.0, 0.0, gradient)
-    return gradient * gelu_slope(x, ACTIVATION == GELU_TANH)
+    if KIND == "silu":
+        gate = tl.sigmoid(x)
+        return gradient * (gate + x * gate * (1.0 - gate))
+    return gradient * gelu_slope(x, KIND == "gelu_tanh")
 
 
 @triton.jit(do_not_specialize=["M", "N"])
 def bias_activation_forward_kernel(
-    x, bias, y, M, N, ACTIVATION: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+    x, bias, y, M, N, KIND: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """One program owns a tile of ROWS x BLOCK_N elements; adjacent programs own adjacent columns."""
     N = N // VECTOR * VECTOR  # a multiple of VECTOR: aligned rows without specialising N
@@ -96,13 +95,13 @@ def bias_activation_forward_kernel(
     inside = (row < M) & (columns < N)
     shift = to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
     values = to_fp32(tl.load(x + row * N + columns, mask=inside, other=0.0)) + shift  # [ROWS, BLOCK_N]
-    tl.store(y + row * N + columns, from_fp32(activated(values, ACTIVATION), y.dtype.element_ty), mask=inside)
+    tl.store(y + row * N + columns, from_fp32(activated(values, KIND), y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "N"])
 def bias_activation_backward_kernel(
-    dy, saved, bias, dx, partials, M, N, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy, saved, bias, dx, partials, M, N, KIND: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_N columns of every num_programs(1)-th tile of rows: dx, and its sum for dbias.
 
@@ -113,7 +112,7 @@ def bias_activation_backward_kernel(
     shares = tl.num_programs(1)
     rows = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
-    if HAS_BIAS:
+    if bias is not None:
         shift = to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))
     dbias_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for tile in tl.range(share, tl.cdiv(M, ROWS), shares, num_stages=STAGES):
@@ -121,26 +120,13 @@ def bias_activation_backward_kernel(
         inside = (row < M) & (columns < N)
         gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
         values = to_fp32(tl.load(saved + row * N + columns, mask=inside, other=0.0))
-        if HAS_BIAS:
+        if bias is not None:
             values += shift
-        gradient = activated_backward(gradient, values, ACTIVATION)
+        gradient = activated_backward(gradient, values, KIND)
         dbias_sum += gradient
         tl.store(dx + row * N + columns, from_fp32(gradient, dx.dtype.element_ty), mask=inside)
     partial = partials + share.to(tl.int64) * N + columns  # [1, BLOCK_N] of (shares, N)
     tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
-
-
-@triton.jit
-def activation(x, KIND: tl.constexpr):
-    """f(x) and f'(x) for the kind "silu", "gelu" or "gelu_tanh"."""
-    if KIND == "silu":
-        gate = tl.sigmoid(x)
-        value = x * gate
-        slope = gate + value * (1.0 - gate)
-    else:
-        value = gelu_value(x, KIND == "gelu_tanh")
-        slope = gelu_slope(x, KIND == "gelu_tanh")
-    return value, slope
 
 
 @triton.jit
@@ -166,8 +152,7 @@ def gated_forward_kernel(
     source = gate + N if up is None else up
     values = to_fp32(tl.load(gate + gate_offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
     factor = to_fp32(tl.load(source + gate_offsets, mask=inside, other=0.0))
-    value, _ = activation(values, KIND)
-    tl.store(y + offsets, from_fp32(value * factor, y.dtype.element_ty), mask=inside)
+    tl.store(y + offsets, from_fp32(activated(values, KIND) * factor, y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -182,9 +167,10 @@ def gated_backward_kernel(
     gradient = to_fp32(tl.load(dy + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
     values = to_fp32(tl.load(gate + gate_offsets, mask=inside, other=0.0))
     factor = to_fp32(tl.load(source + gate_offsets, mask=inside, other=0.0))
-    value, slope = activation(values, KIND)
-    tl.store(dgate + gate_offsets, from_fp32(gradient * factor * slope, dgate.dtype.element_ty), mask=inside)
-    tl.store(target + gate_offsets, from_fp32(gradient * value, dgate.dtype.element_ty), mask=inside)
+    result = activated_backward(gradient * factor, values, KIND)
+    tl.store(dgate + gate_offsets, from_fp32(result, dgate.dtype.element_ty), mask=inside)
+    result = gradient * activated(values, KIND)
+    tl.store(target + gate_offsets, from_fp32(result, dgate.dtype.element_ty), mask=inside)
 
 
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
@@ -194,14 +180,12 @@ def forward(call: ActivationCall) -> Tensor:
     """f(x + bias), or f(gate) * up."""
     y = output_like(call)
     if call.gated:
-        _gated_launch(gated_forward_kernel, y, call.kind)(call.x, call.up, y)
+        _gated_launch(gated_forward_kernel, *GATED.of_rows(y), y.element_size(), call.kind)(call.x, call.up, y)
     elif call.bias is None:
         _flat_launch(gelu_forward_kernel, GELU_FORWARD, call)(call.x, y)
     else:
         tiles = BIAS_RELU_FORWARD if call.kind == "relu" else BIAS_GELU_FORWARD
-        N = y.shape[-1]
-        tile = tiles.find(_triton.capability(y.device), y.element_size(), N)
-        _forward_launch(tile, y.numel() // N, N, y.element_size(), call.kind)(call.x, call.bias, y)
+        _forward_launch(*tiles.of_rows(y), y.element_size(), call.kind)(call.x, call.bias, y)
     return y
 
 
@@ -210,17 +194,16 @@ def backward(call: ActivationCall, result: Tensor | None, grads: Grads, wanted: 
     (dy,), saved = grads, call.x if result is None else result
     dx, dup = torch.empty_like(saved), None if call.up is None else torch.empty_like(call.up)
     if call.gated:
-        _gated_launch(gated_backward_kernel, dy, call.kind)(dy, saved, call.up, dx, dup)
+        launch = _gated_launch(gated_backward_kernel, *GATED.of_rows(dy), dy.element_size(), call.kind)
+        launch(dy, saved, call.up, dx, dup)
         return dx, None, dup
     if call.bias is None:
         _flat_launch(gelu_backward_kernel, GELU_BACKWARD, call)(dy, saved, dx)
         return dx, None, None
     tiles, bias = (BIAS_GELU_BACKWARD, call.bias) if result is None else (BIAS_RELU_BACKWARD, None)
-    N = saved.shape[-1]
-    M = saved.numel() // N
-    tile = tiles.find(_triton.capability(saved.device), saved.element_size(), N)
+    tile, M, N = tiles.of_rows(saved)
     programs = tile.programs * _triton.multiprocessors(saved.device)
-    shares, launch = _backward_launch(tile, M, N, saved.element_size(), call.kind, bias is not None, programs)
+    shares, launch = _backward_launch(tile, M, N, saved.element_size(), call.kind, programs)
     partials = torch.empty((1, shares, N), dtype=torch.float32, device=saved.device)
     launch(dy, saved, bias, dx, partials)
     (dbias,) = sum_partials(partials, call.bias.dtype)
@@ -240,36 +223,29 @@ def _planned_flat_launch(kernel: Any, tile: RowTile, count: int, kind: str) -> _
 
 
 @_triton.planned
-def _forward_launch(tile: RowTile, M: int, N: int, itemsize: int, activation: str) -> _triton.Launch:
+def _forward_launch(tile: RowTile, M: int, N: int, itemsize: int, kind: str) -> _triton.Launch:
     grid = (_triton.ceil_div(M, tile.rows) * _triton.ceil_div(N, tile.columns),)
-    constants = (ACTIVATIONS[activation], _triton.vector_width(itemsize, N), tile.rows, tile.columns)
+    constants = (kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
     return _triton.Launch(bias_activation_forward_kernel, grid, (M, N), constants, tile.num_warps)
 
 
 @_triton.planned
 def _backward_launch(
-    tile: RowTile, M: int, N: int, itemsize: int, activation: str, has_bias: bool, programs: int
+    tile: RowTile, M: int, N: int, itemsize: int, kind: str, programs: int
 ) -> tuple[int, _triton.Launch]:
     """The number of splits of the rows, and the launch."""
     column_blocks = _triton.ceil_div(N, tile.columns)
     shares = min(_triton.ceil_div(M, tile.rows), _triton.ceil_div(programs, column_blocks))
     vector = _triton.vector_width(itemsize, N)
-    constants = (ACTIVATIONS[activation], has_bias, vector, tile.num_stages, tile.rows, tile.columns)
+    constants = (kind, vector, tile.num_stages, tile.rows, tile.columns)
     grid = (column_blocks, shares)
     return shares, _triton.Launch(
         bias_activation_backward_kernel, grid, (M, N), constants, tile.num_warps, tile.num_stages
     )
 
 
-def _gated_launch(kernel: Any, y: Tensor, kind: str) -> _triton.Launch:
-    """A launch over the rows of y."""
-    N, itemsize = y.shape[-1], y.element_size()
-    tile = GATED.find(_triton.capability(y.device), itemsize, N)
-    return _planned_gated_launch(kernel, tile, y.numel() // N, N, itemsize, kind)
-
-
 @_triton.planned
-def _planned_gated_launch(kernel: Any, tile: RowTile, M: int, N: int, itemsize: int, kind: str) -> _triton.Launch:
+def _gated_launch(kernel: Any, tile: RowTile, M: int, N: int, itemsize: int, kind: str) -> _triton.Launch:
     grid = _triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns)
     constants = (kind, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
     return _triton.Launch(kernel, grid, (M, N), constants, tile.num_warps)

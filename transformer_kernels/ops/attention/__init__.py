@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,24 +156,9 @@ def attention(
 
 
 def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    window: Window = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, return_lse: bool = False, **options: Any
 ) -> AttentionCall:
-    """The validated call."""
+    """The validated call; `options` are those of `checked_scores`."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         _checks.tensor(OP, name, value)
         if value.dim() != 4:
@@ -183,12 +168,9 @@ def prepare(
     _check_qkv(q, k, v)
     _checks.flag(OP, "return_lse", return_lse)
     _checks.probability(OP, "dropout_p", dropout_p)
-    scores = checked_scores(
-        q, k, q.shape[1], causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window, scale,
-        softcap, sinks,
-    )  # fmt: skip
+    scores = checked_scores(q, k, q.shape[1], **options)
     check_devices(q, scores, k=k, v=v)
-    _operation.refuse_transforms(OP, q, k, v, attn_bias, sinks)
+    _operation.refuse_transforms(OP, q, k, v, scores.bias, scores.sinks)
     seed = draw_seed(q.device) if dropout_p > 0.0 else None
     wide = max(q.shape[3], v.shape[3])
     q, k, v = (last_axis_contiguous(_widened(x, wide)) for x in (q, k, v))

@@ -157,8 +157,10 @@ def _fused_forward(call: AttentionCall) -> AttentionResult:
             q, k, v, _aligned(mask, q, k), True, 0.0, is_causal, scale=scale
         )
         lse = lse[..., : q.shape[2]]  # its rows are padded to a multiple of 32
-    out, lse = _laid_out(out), lse.contiguous()
-    return AttentionResult(out, lse if mask is None else _mark_fully_masked_rows(lse, mask), None)
+    out, lse = out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+    if mask is not None:  # the fused kernel returns an lse of 0 for fully masked rows
+        lse = lse.masked_fill(mask.amax(dim=-1) == -math.inf, -math.inf)
+    return AttentionResult(out, lse, None)
 
 
 def _is_large(lse: Tensor, q: Tensor) -> bool:
@@ -237,17 +239,6 @@ def _fused_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
     return mask[(None,) * (4 - mask.dim())], False
 
 
-def _mark_fully_masked_rows(lse: Tensor, mask: Tensor) -> Tensor:
-    """lse with -inf in fully masked rows, for which the fused kernel returns 0."""
-    fully_masked = mask.amax(dim=-1) == -math.inf  # (B or 1, Hq or 1, Lq or 1)
-    return lse.masked_fill(fully_masked, -math.inf)
-
-
 def _finite(lse: Tensor) -> Tensor:
     """lse with 0 for -inf: exp(score - lse) of a fully masked row is then 0, not NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)
-
-
-def _laid_out(x: Tensor) -> Tensor:
-    """x (B, H, L, D) in the memory layout of a contiguous (B, L, H, D)."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)

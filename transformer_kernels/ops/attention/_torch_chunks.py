@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
+from transformer_kernels.backends import cpu
 from transformer_kernels.ops._dropout import drop, keep_scale
 from transformer_kernels.ops._operation import Grads
 from transformer_kernels.ops._softcap import cap, cap_slope
@@ -92,16 +92,9 @@ def backward_in_chunks(
     return as_dtype_of(bias, dbias)
 
 
-@functools.cache
-def _has_bfloat16_products() -> bool:
-    """Whether this processor has bfloat16 matrix products with float32 accumulation."""
-    supports = [getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")]
-    return any(support is not None and support() for support in supports)
-
-
 def _operand_dtype(q: Tensor) -> torch.dtype:
     """The dtype of the products' operands: float32 for 16-bit tensors, unless bfloat16 products are much faster."""
-    if q.dtype is torch.bfloat16 and q.device.type == "cpu" and _has_bfloat16_products():
+    if q.dtype is torch.bfloat16 and q.device.type == "cpu" and cpu.has_bfloat16_products():
         return torch.bfloat16
     return torch.promote_types(q.dtype, torch.float32)
 

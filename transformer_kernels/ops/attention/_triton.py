@@ -81,8 +81,11 @@ def backward(
     """dq, dk, dv and, if required, dbias; dq, dk and dv are written to `into` if given."""
     (dout, dlse), statistics, q, k, v = grads, result.statistics, call.q, call.k, call.v
     out = result.out if result.out.transpose(1, 2).is_contiguous() else like_output(q).copy_(result.out)
-    dq, dk, dv = into or _gradients_like(out, k)
-    alike = into is None or dk.stride() == dv.stride()  # kernels take one set of strides for both
+    if into is None:  # in the layout of `out`, cheaper than `like_output`
+        dk = torch.empty_like(out) if k.shape == out.shape else like_output(k)
+        into = torch.empty_like(out), dk, torch.empty_like(dk)
+    dq, dk, dv = into
+    alike = dk.stride() == dv.stride()  # kernels take one set of strides for both
     own = (dk, dv) if alike else (like_output(k), like_output(v))
     inputs = _Inputs(call, angles, dout, dq, own[0])
     plan = inputs.plan
@@ -101,12 +104,6 @@ def backward(
         dk.copy_(own[0])
         dv.copy_(own[1])
     return dq, dk, dv, dbias
-
-
-def _gradients_like(out: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised dq, dk and dv in the layout of `out`, cheaper than `like_output`."""
-    dk = torch.empty_like(out) if k.shape == out.shape else like_output(k)
-    return torch.empty_like(out), dk, torch.empty_like(dk)
 
 
 class _Plan:

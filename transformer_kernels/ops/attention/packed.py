@@ -115,29 +115,19 @@ def prepare(
     qkv: Tensor,
     *,
     heads: int,
-    causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
-    window: Window = None,
     dropout_p: float = 0.0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    **options: Any,
 ) -> PackedAttentionCall:
-    """The validated call."""
+    """The validated call; `options` are those of `checked_scores`."""
     qkv = _checked(qkv, heads)
     x = qkv.detach().transpose(1, 2)  # of the lengths and the width of q and k
     _checks.probability("attention", "dropout_p", dropout_p)
-    scores = checked_scores(
-        x, x, heads, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, None, window, scale, softcap, sinks
-    )
+    scores = checked_scores(x, x, heads, cu_seqlens_k=None, **options)
     check_devices(x, scores)
-    _operation.refuse_transforms(OP, qkv, attn_bias, sinks)
+    _operation.refuse_transforms(OP, qkv, scores.bias, scores.sinks)
     seed = draw_seed(qkv.device) if dropout_p > 0.0 else None
     _checks.flag(OP, "interleaved", interleaved)
     if cos is not None and sin is not None:
@@ -199,8 +189,7 @@ class _Packed:
         self.rotates = getattr(kernels, "rotates", lambda call: False)  # which calls its kernels rotate themselves
 
     def unsupported(self, call: PackedAttentionCall) -> str | None:
-        refusal = getattr(self.kernels, "unsupported", None)
-        return None if refusal is None else refusal(_on_views(call))
+        return self.kernels.unsupported(_on_views(call))
 
     def forward(self, call: PackedAttentionCall) -> AttentionResult:
         inner, options = self._inner(call)

@@ -49,16 +49,17 @@ def checked_scores(
     q: Tensor,
     k: Tensor,
     heads: int,
-    causal: bool,
-    key_padding_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    window: Window,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Scores:
     """The validated record of a call with queries (B, ..., Lq, D), of so many heads, and keys (B, ..., Lk, D)."""
     _checks.flag(OP, "causal", causal)
@@ -143,9 +144,7 @@ def _checked_packing(
     cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     if cu_seqlens is None:
-        raise ValueError(
-            f"{OP}: cu_seqlens_k is given without cu_seqlens, which says where the queries' sequences begin"
-        )
+        raise ValueError(f"{OP}: cu_seqlens_k is given without cu_seqlens, the offsets of the queries' sequences")
     cu_seqlens = _checked_sequences("cu_seqlens", cu_seqlens, q.shape[2])
     if q.shape[0] != 1 or (cu_seqlens_k is None and q.shape[2] != k.shape[2]):
         wanted = "1 and q as long as k" if cu_seqlens_k is None else "1"
@@ -177,7 +176,7 @@ def _checked_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def check_starts(name: str, cu_seqlens: Tensor | None, tokens: int) -> None:
-    """Refuse sequences that do not lie one behind the other; on the CPU only, since on a GPU that would synchronise."""
+    """Raise unless the offsets rise within the tokens; on the CPU only, since on a GPU that would synchronise."""
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
         starts = cu_seqlens.tolist()
         if starts[0] != 0 or starts[-1] > tokens or any(a > b for a, b in itertools.pairwise(starts)):

@@ -1,4 +1,4 @@
-"""Token embedding, positions, LayerNorm and dropout in one pass: what stands below the first block of a transformer."""
+"""Token embedding, positions, LayerNorm and dropout in one pass: the input of the first block of a transformer."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def prepare(
     _checks.row_ids(OP, "tokens", tokens)
     if tokens.dim() != 2:
         raise ValueError(f"{OP}: tokens must have shape (batch, length); got {tuple(tokens.shape)}")
-    _check_places(tokens, weight, positions, position_ids)
+    _check_positions(tokens, weight, positions, position_ids)
     _check_norm(weight, norm_weight, norm_bias)
     others = {"positions": positions, "norm_weight": norm_weight, "norm_bias": norm_bias, "position_ids": position_ids}
     _checks.same_device(OP, weight, tokens=tokens, **others)
@@ -156,7 +156,7 @@ def _check_table(name: str, value: Any, rows: str, weight: Tensor | None) -> Non
         raise TypeError(f"{OP}: weight and {name} must have one dtype; got {weight.dtype} and {value.dtype}")
 
 
-def _check_places(tokens: Tensor, weight: Tensor, positions: Tensor | None, position_ids: Tensor | None) -> None:
+def _check_positions(tokens: Tensor, weight: Tensor, positions: Tensor | None, position_ids: Tensor | None) -> None:
     if positions is None:
         if position_ids is not None:
             raise ValueError(f"{OP}: position_ids need positions; got None")

@@ -21,15 +21,12 @@ def scattered(ds: Tensor, ids: Tensor, count: int, scale: float = 1.0) -> Tensor
     scale_after = count <= ids.numel()  # scale the smaller tensor
     if scale != 1.0 and not scale_after:
         ds = ds * scale
-    total = aten.embedding_dense_backward.default(_summable(ds), ids, count, NO_ROW, False)
+    # on a GPU PyTorch sums every dtype in float32 or wider
+    summable = ds.to(torch.promote_types(ds.dtype, torch.float32)) if ds.device.type == "cpu" else ds
+    total = aten.embedding_dense_backward.default(summable, ids, count, NO_ROW, False)
     if scale != 1.0 and scale_after:
         total = total.mul_(scale)
     return total.to(ds.dtype)
-
-
-def _summable(ds: Tensor) -> Tensor:
-    """ds in a dtype that PyTorch sums in float32 or wider; on a GPU this holds for every dtype."""
-    return ds.to(torch.promote_types(ds.dtype, torch.float32)) if ds.device.type == "cpu" else ds
 
 
 def table_gradients(call: EmbeddingCall, ds: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:

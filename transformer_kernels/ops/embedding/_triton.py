@@ -24,17 +24,14 @@ BACKWARD = Tiles("embedding backward", persistent_rows, widest=WIDEST_NORMALISED
 
 
 @triton.jit
-def gathered(
-    weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale,
-    HAS_POSITIONS: tl.constexpr, HAS_IDS: tl.constexpr,
-):  # fmt: skip
+def gathered(weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale):
     """scale * weight[token] + positions[position] for rows [R, 1] and columns [1, C], fp32; NaN for an unknown id."""
     token = tl.load(tokens + row, mask=row < M, other=0).to(tl.int64)  # [R, 1]
     known = (token >= 0) & (token < V)
     inside = (row < M) & (columns < N)
     values = to_fp32(tl.load(weight + token * N + columns, mask=inside & known, other=0.0)) * scale  # [R, C]
-    if HAS_POSITIONS:
-        if HAS_IDS:
+    if positions is not None:
+        if position_ids is not None:
             position = tl.load(position_ids + row, mask=row < M, other=0).to(tl.int64)
             known &= (position >= 0) & (position < P)
         else:
@@ -46,8 +43,7 @@ def gathered(
 @triton.jit(do_not_specialize=["M", "N", "L", "V", "P", "threshold"])
 def embedding_forward_kernel(
     weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd, M, N, L, V, P, scale, eps,
-    threshold, keep_scale, HAS_POSITIONS: tl.constexpr, HAS_IDS: tl.constexpr, NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    threshold, keep_scale, VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK_N columns of ROWS rows in registers, all columns with LayerNorm."""
     N = N // VECTOR * VECTOR  # a multiple of VECTOR: aligned rows without specialising N
@@ -55,21 +51,17 @@ def embedding_forward_kernel(
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     groups = tl.program_id(1) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)[None, :]
     inside = (row < M) & (columns < N)
-    values = gathered(
-        weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale, HAS_POSITIONS, HAS_IDS
-    )  # [ROWS, BLOCK_N]
-    if NORM:
-        pivot = gathered(
-            weight, tokens, positions, position_ids, row, tl.zeros([1, 1], tl.int32), M, N, L, V, P, scale,
-            HAS_POSITIONS, HAS_IDS,
-        )  # fmt: skip
+    values = gathered(weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale)  # [ROWS, BLOCK_N]
+    if norm_weight is not None:
+        first = tl.zeros([1, 1], tl.int32)
+        pivot = gathered(weight, tokens, positions, position_ids, row, first, M, N, L, V, P, scale)  # [ROWS, 1]
         values, row_shift, row_rstd = centred_rows(values, pivot, inside, N, eps)
         tl.store(mean + row, pivot + row_shift, mask=row < M)
         tl.store(rstd + row, row_rstd, mask=row < M)
         values *= row_rstd * to_fp32(tl.load(norm_weight + columns, mask=columns < N, other=0.0))
-        if HAS_BIAS:
+        if norm_bias is not None:
             values += to_fp32(tl.load(norm_bias + columns, mask=columns < N, other=0.0))
-    if DROPOUT:
+    if seed is not None:
         values = dropped_out(values, seed, row, groups, threshold, keep_scale)
     tl.store(y + row * N + columns, from_fp32(values, y.dtype.element_ty), mask=inside)
 
@@ -77,8 +69,8 @@ def embedding_forward_kernel(
 @triton.jit(do_not_specialize=["M", "N", "L", "V", "P", "threshold"])
 def embedding_backward_kernel(
     dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials, M, N, L, V, P, scale,
-    threshold, keep_scale, HAS_POSITIONS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    threshold, keep_scale, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns every num_programs-th tile of ROWS rows: ds, and partial sums of dnorm_weight and dnorm_bias.
 
@@ -98,11 +90,9 @@ def embedding_backward_kernel(
         row = tl.cast(tile, tl.int64) * ROWS + rows
         inside = (row < M) & (columns < N)
         gradient = to_fp32(tl.load(dy + row * N + columns, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
-        if DROPOUT:
+        if seed is not None:
             gradient = dropped_out(gradient, seed, row, groups, threshold, keep_scale)
-        values = gathered(
-            weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale, HAS_POSITIONS, HAS_IDS
-        )  # [ROWS, BLOCK_N]
+        values = gathered(weight, tokens, positions, position_ids, row, columns, M, N, L, V, P, scale)
         row_mean = tl.load(mean + row, mask=row < M, other=0.0)  # [ROWS, 1]
         row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)
         normed = tl.where(inside, (values - row_mean) * row_rstd, 0.0)
@@ -149,29 +139,22 @@ def _sizes(weight: Tensor, tokens: Tensor, positions: Tensor | None) -> tuple[in
 def forward(call: EmbeddingCall) -> EmbeddingResult:
     """(y, mean, rstd); mean and rstd fp32 (M,), None without LayerNorm."""
     weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, scale, eps, dropout_p = call
-    sizes = M, N, *_ = _sizes(weight, tokens, positions)
-    tile = FORWARD.find(_triton.capability(weight.device), weight.element_size(), N)
+    tile, _, N = FORWARD.of_rows(weight)
     y = torch.empty((*tokens.shape, N), dtype=weight.dtype, device=weight.device)
-    mean = None if norm_weight is None else torch.empty(M, dtype=torch.float32, device=weight.device)
+    mean = None if norm_weight is None else torch.empty(tokens.numel(), dtype=torch.float32, device=weight.device)
     rstd = None if mean is None else torch.empty_like(mean)
-    given = (
-        positions is not None, position_ids is not None, norm_weight is not None, norm_bias is not None,
-        seed is not None,
-    )  # fmt: skip
-    numbers = (*sizes, scale, eps, *dropout_numbers(dropout_p))
-    launch = _launch(embedding_forward_kernel, tile, numbers, given, weight.element_size())
+    numbers = (*_sizes(weight, tokens, positions), scale, eps, *dropout_numbers(dropout_p))
+    launch = _launch(embedding_forward_kernel, tile, numbers, weight.element_size())
     launch(weight, tokens, positions, position_ids, norm_weight, norm_bias, seed, y, mean, rstd)
     return EmbeddingResult(y, mean, rstd)
 
 
 @_triton.planned
-def _launch(
-    kernel: Any, tile: RowTile, numbers: tuple[float, ...], given: tuple[bool, ...], itemsize: int
-) -> _triton.Launch:
+def _launch(kernel: Any, tile: RowTile, numbers: tuple[float, ...], itemsize: int) -> _triton.Launch:
     """A launch over tiles of rows and columns; M and N precede the numbers."""
     M, N = int(numbers[0]), int(numbers[1])
     grid = (_triton.ceil_div(M, tile.rows), _triton.ceil_div(N, tile.columns))
-    constants = (*given, _triton.vector_width(itemsize, N), tile.rows, tile.columns)
+    constants = (_triton.vector_width(itemsize, N), tile.rows, tile.columns)
     return _triton.Launch(kernel, grid, numbers, constants, tile.num_warps)
 
 
@@ -183,14 +166,12 @@ def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted:
     if norm_weight is None:
         ds = dy if seed is None else _undropped(dy, seed, dropout_p)
         return *table_gradients(call, ds, wanted), None, None
-    sizes = M, N, *_ = _sizes(weight, tokens, positions)
-    tile = BACKWARD.find(_triton.capability(weight.device), weight.element_size(), N)
-    programs = min(_triton.ceil_div(M, tile.rows), tile.programs * _triton.multiprocessors(weight.device))
+    tile, _, N = BACKWARD.of_rows(weight)
+    programs = min(_triton.ceil_div(tokens.numel(), tile.rows), tile.programs * _triton.multiprocessors(weight.device))
     ds = torch.empty_like(dy)
     partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=weight.device)
-    given = (positions is not None, position_ids is not None, has_bias, seed is not None)
-    numbers = (*sizes, scale, *dropout_numbers(dropout_p))
-    launch = _backward_launch(tile, programs, numbers, given, weight.element_size())
+    numbers = (*_sizes(weight, tokens, positions), scale, *dropout_numbers(dropout_p))
+    launch = _backward_launch(tile, programs, numbers, has_bias, weight.element_size())
     launch(dy, weight, tokens, positions, position_ids, norm_weight, mean, rstd, seed, ds, partials)
     sums = sum_partials(partials, norm_weight.dtype)
     return *table_gradients(call, ds, wanted), sums[0], sums[1] if has_bias else None
@@ -198,18 +179,16 @@ def backward(call: EmbeddingCall, result: EmbeddingResult, grads: Grads, wanted:
 
 @_triton.planned
 def _backward_launch(
-    tile: RowTile, programs: int, numbers: tuple[float, ...], given: tuple[bool, ...], itemsize: int
+    tile: RowTile, programs: int, numbers: tuple[float, ...], has_bias: bool, itemsize: int
 ) -> _triton.Launch:
     vector = _triton.vector_width(itemsize, int(numbers[1]))
-    constants = (*given, vector, tile.num_stages, tile.rows, tile.columns)
+    constants = (has_bias, vector, tile.num_stages, tile.rows, tile.columns)
     return _triton.Launch(embedding_backward_kernel, (programs,), numbers, constants, tile.num_warps, tile.num_stages)
 
 
 def _undropped(dy: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
     """The gradient of dropout's input."""
-    N = dy.shape[-1]
-    M = dy.numel() // N
-    tile = FORWARD.find(_triton.capability(dy.device), dy.element_size(), N)
+    tile, M, N = FORWARD.of_rows(dy)
     ds = torch.empty_like(dy)
-    _launch(embedding_dropout_kernel, tile, (M, N, *dropout_numbers(dropout_p)), (), dy.element_size())(dy, seed, ds)
+    _launch(embedding_dropout_kernel, tile, (M, N, *dropout_numbers(dropout_p)), dy.element_size())(dy, seed, ds)
     return ds

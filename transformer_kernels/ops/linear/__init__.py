@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
+from transformer_kernels.ops.activation import activated
 
 OP = "linear"
-APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
-ACTIVATIONS = (None, "relu", *APPROXIMATIONS)
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
 
 
 class LinearCall(NamedTuple):
@@ -75,29 +75,16 @@ def prepare(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation
     if autocast is not None:
         x = x if x.dtype is torch.float64 else x.to(autocast)
         weight, bias = _fitting(weight, x.dtype), None if bias is None else _fitting(bias, x.dtype)
-    if not weight.is_contiguous() and not _is_by_columns(x, weight, activation):
+    # a transposed view is read in place where nothing is traced
+    by_columns = activation is None and x.dtype is torch.float32 and weight.stride() == (1, len(weight))
+    if not by_columns or _operation.is_traced(x):
         weight = weight.contiguous()
     return LinearCall(x.contiguous(), weight, None if bias is None else bias.contiguous(), activation)
-
-
-def _is_by_columns(x: Tensor, weight: Tensor, activation: str | None) -> bool:
-    """Whether the weight is a transposed view that products read in place; a traced one is copied."""
-    plain = activation is None and x.dtype is torch.float32 and weight.stride() == (1, len(weight))
-    return plain and not _operation.is_traced(x)
 
 
 def _fitting(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     kept = parameter.dtype is torch.float32 and dtype is not torch.float64
     return parameter if kept else parameter.to(dtype)
-
-
-def activated(x: Tensor, activation: str | None) -> Tensor:
-    """The activation in PyTorch's operators."""
-    if activation is None:
-        return x
-    if activation == "relu":
-        return torch.relu(x)
-    return torch.nn.functional.gelu(x, approximate=APPROXIMATIONS[activation])
 
 
 def _second_order(

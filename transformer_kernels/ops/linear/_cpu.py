@@ -19,50 +19,54 @@ from transformer_kernels.ops.activation._compiled import Kernels as Activation
 from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
 from transformer_kernels.ops.linear._products import Gradients, gradients, product, unactivated
 
-LARGEST_WEIGHT = 1 << 19
-"""Elements beyond which a weight does not stay in a second-level cache; on Intel's processors MKL is then faster."""
-LARGER_ON_AMD, LARGER_FORWARD_ON_AMD, ROWS_ON_AMD = 16, 128, 256
-"""There MKL is slower: ours answer for weights so many times as large, forward alone so many times, from so many rows
-of x on."""
-LARGER, ROWS_FOR_LARGER = 8, 512
-"""In bfloat16 ours is the faster product for weights that are so many times as large, from so many rows of x on."""
 SMALL_BATCH = 4
 """Rows of x up to which reading the weights is what a product costs."""
-NEAR_WEIGHT, MANY_ROWS = 1 << 16, 2048
-"""In bfloat16 our gradient is the faster one for weights of at most so many elements, and for larger ones from so many
-rows of x on."""
 SMALLEST_READ = 1 << 18
-"""Elements of a weight below which it may lie in a cache still, and PyTorch's product is called in less time."""
+"""Elements of a weight below which it may be in a cache, and PyTorch's product is called in less time."""
 
+# Written by benchmarks/linear_limits.py.
+LIMITS: dict[tuple[torch.dtype, str, str], tuple[tuple[int, int], ...]] = {
+    (torch.float32, "all", ""): ((0, 1 << 19),),
+    (torch.float32, "all", "AMD"): ((0, 1 << 19), (256, 1 << 23)),
+    (torch.float32, "forward", "AMD"): ((256, 1 << 26),),
+    (torch.bfloat16, "all", ""): ((0, 1 << 19), (512, 1 << 22)),
+    (torch.bfloat16, "all", "AMX"): (),
+    (torch.bfloat16, "weight gradient", ""): ((0, 1 << 16), (2048, 1 << 19)),
+}
+"""By dtype, products and processor: (rows of x, elements of the largest weight for which our products are faster)."""
 
 ACTIVATION = Activation(cpu)
 
 
 def fuses(call: LinearCall) -> bool:
-    """Whether our product of many rows answers: in float32 and bfloat16, for weights that are not too large.
-
-    AMX tiles, which oneDNN takes for 16 bits, are faster than our vdpbf16ps.
-    """
-    if _is_small_batch(call):
-        return False
-    elements = call.weight.numel()
-    if call.x.dtype is torch.bfloat16:
-        paid = LARGEST_WEIGHT * (LARGER if _sizes(call)[0] >= ROWS_FOR_LARGER else 1)
-        return elements <= paid and cpu.load().instruction_set() != "amx"
-    return elements <= largest_weight(call.x) and call.x.dtype is torch.float32
+    """Whether these kernels compute all three products, of many rows."""
+    return not _is_small_batch(call) and call.weight.numel() <= _limit(call.x, "all")
 
 
 def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
-    """Elements of the largest weight whose float32 products with x (..., K) are ours."""
+    """Elements of the largest weight whose products with x (..., K) are ours."""
+    return max(_limit(x, "all"), _limit(x, "forward") if forward_alone else -1)
+
+
+def _limit(x: Tensor, products: str) -> int:
+    """Elements of the largest weight for which LIMITS names our products with x, -1 for none."""
+    steps = LIMITS.get((x.dtype, products, processor()))
+    if steps is None:
+        steps = LIMITS.get((x.dtype, products, ""), ())
+    return max((largest for rows, largest in steps if x.numel() >= rows * x.shape[-1]), default=-1)
+
+
+def processor() -> str:
+    """The name in LIMITS of this processor at the instruction set in use; "" is any other."""
     kernels = cpu.load()
-    mkl_is_slow = kernels.vendor == "AuthenticAMD" and kernels.instruction_set() not in ("plain", "avx2")
-    if not mkl_is_slow or x.numel() < ROWS_ON_AMD * x.shape[-1]:
-        return LARGEST_WEIGHT
-    return LARGEST_WEIGHT * (LARGER_FORWARD_ON_AMD if forward_alone else LARGER_ON_AMD)
+    level = kernels.instruction_set()
+    if level == "amx":  # oneDNN multiplies 16 bits in tiles
+        return "AMX"
+    return "AMD" if level not in ("plain", "avx2") and kernels.vendor == "AuthenticAMD" else ""  # MKL is slower there
 
 
 def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
-    """PyTorch's product where it answers alone: its own record costs less than an operation's."""
+    """PyTorch's product where none of ours is faster: its own record costs less than an operation's."""
     if not recorded or call.activation is not None or fuses(call) or _forwards_alone(call):
         return None
     if call.weight.requires_grad and _owns_gradient(call):
@@ -108,12 +112,8 @@ def _is_small_batch(call: LinearCall) -> bool:
 
 
 def _owns_gradient(call: LinearCall) -> bool:
-    """Whether our gradient of the weight answers."""
-    M, N, K = _sizes(call)
-    elements = N * K
-    if call.x.dtype is not torch.bfloat16 or elements > LARGEST_WEIGHT or (elements > NEAR_WEIGHT and M < MANY_ROWS):
-        return False
-    return not _is_small_batch(call)
+    """Whether of the three products the gradient of the weight is ours."""
+    return call.weight.numel() <= _limit(call.x, "weight gradient") and not _is_small_batch(call)
 
 
 def _gradients(call: LinearCall, dz: Tensor, wanted: Wanted) -> Gradients:

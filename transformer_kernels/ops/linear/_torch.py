@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops._operation import Grads, Wanted
-from transformer_kernels.ops.activation import bias_gelu
-from transformer_kernels.ops.linear import APPROXIMATIONS, LinearCall, LinearResult, activated
+from transformer_kernels.ops.activation import APPROXIMATIONS, activated, bias_gelu
+from transformer_kernels.ops.linear import LinearCall, LinearResult
 from transformer_kernels.ops.linear._products import gradients, product, unactivated
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -158,53 +160,35 @@ def linear_cross_entropy(
     # also while a step is recorded, so that its bits are the same
     own = not torch.compiler.is_compiling()
     logits = linear(x, weight, bias, backend=backend) if own else F.linear(x, weight, bias)
+    smoothing, reduction = call.label_smoothing, call.reduction
     inner = CrossEntropyCall(
-        logits,
-        call.targets,
-        call.ignore_index,
-        call.label_smoothing,
-        call.reduction,
-        call.class_weight,
-        call.z_loss,
-        call.softcap,
+        logits, call.targets, call.ignore_index, smoothing, reduction, call.class_weight, call.z_loss, call.softcap
     )
     return CROSS_ENTROPY(inner, backend)
 
 
-def _prepare(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-) -> CrossEntropyCall:
-    """The validated arguments."""
+def _prepare(logits: Tensor, targets: Tensor, *, weight: Tensor | None = None, **options: Any) -> CrossEntropyCall:
+    """The validated arguments; `options` are those of `_checked_options`."""
     _checks.tensor(OP, "logits", logits)
     _checks.at_least_1d(OP, logits)
+    checked = _checked_options(OP, **options)
     if logits.dim() > 2 and isinstance(targets, Tensor):
         logits = _classes_last(logits, targets)
     if logits.shape[-1] == 0:
         raise ValueError(f"{OP}: logits must have at least one class; got shape {tuple(logits.shape)}")
     probabilities = isinstance(targets, Tensor) and targets.is_floating_point()
     if probabilities:
-        _check_probabilities(logits, targets, ignore_index)
+        _check_probabilities(logits, targets, checked["ignore_index"])
     else:
         _checks.class_indices(OP, "targets", targets, logits.shape[:-1])
-    check_class_weight(OP, "weight", weight, logits.shape[-1])
+    _check_class_weight(OP, "weight", weight, logits.shape[-1])
     _checks.same_device(OP, logits, targets=targets, weight=weight)
-    check_options(OP, ignore_index, label_smoothing, z_loss, softcap, reduction)
     _operation.refuse_transforms(OP, logits, targets)
     if not _operation.is_traced(logits) and not probabilities:
-        _checks.classes_in_range(OP, "targets", targets, logits.shape[-1], ignore_index)
+        _checks.classes_in_range(OP, "targets", targets, logits.shape[-1], checked["ignore_index"])
     targets = (targets if probabilities else targets.long()).contiguous()
-    numbers = int(ignore_index), float(label_smoothing), reduction
-    added = float(z_loss), None if softcap is None else float(softcap)
     return CrossEntropyCall(
-        logits.contiguous(), targets, *numbers, None if weight is None else weight.contiguous(), *added
+        logits.contiguous(), targets, weight=None if weight is None else weight.contiguous(), **checked
     )
 
 
@@ -241,7 +225,7 @@ def _check_probabilities(logits: Tensor, targets: Tensor, ignore_index: int) -> 
         raise ValueError(f"{OP}: ignore_index is of targets that are classes; got {ignore_index} beside probabilities")
 
 
-def check_class_weight(op: str, name: str, weight: Tensor | None, classes: int) -> None:
+def _check_class_weight(op: str, name: str, weight: Tensor | None, classes: int) -> None:
     """A floating tensor (V,) without a gradient, or None."""
     if weight is None:
         return
@@ -252,10 +236,16 @@ def check_class_weight(op: str, name: str, weight: Tensor | None, classes: int) 
         raise ValueError(f"{op}: {name} has no gradient; detach it, or use python_ref.ops.{op}")
 
 
-def check_options(
-    op: str, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str
-) -> None:
-    """The options that are no tensors."""
+def _checked_options(
+    op: str,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> dict[str, Any]:
+    """The options that are no tensors, validated, as fields of a call."""
     _checks.integer(op, "ignore_index", ignore_index)
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"{op}: ignore_index must fit into 64 bits; got {ignore_index}")
@@ -267,6 +257,13 @@ def check_options(
         _checks.positive(op, "softcap", softcap)
         _checks.finite(op, "softcap", softcap)
     _checks.choice(op, "reduction", reduction, REDUCTIONS)
+    return {
+        "ignore_index": int(ignore_index),
+        "label_smoothing": float(label_smoothing),
+        "z_loss": float(z_loss),
+        "softcap": None if softcap is None else float(softcap),
+        "reduction": reduction,
+    }
 
 
 def _fake(call: CrossEntropyCall) -> CrossEntropyResult:
@@ -316,13 +313,9 @@ def _prepare_linear(
     bias: Tensor | None = None,
     *,
     class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
+    **options: Any,
 ) -> LinearCrossEntropyCall:
-    """The checked arguments."""
+    """The validated arguments; `options` are those of `_checked_options`."""
     _checks.tensor(LINEAR_OP, "x", x)
     _checks.at_least_1d(LINEAR_OP, x)
     autocast = _operation.autocast_dtype(x)
@@ -330,18 +323,16 @@ def _prepare_linear(
     if bias is not None:
         _checks.linear_parameter(LINEAR_OP, "bias", bias, (weight.shape[0],), x, autocast is not None)
     _checks.class_indices(LINEAR_OP, "targets", targets, x.shape[:-1])
-    check_class_weight(LINEAR_OP, "class_weight", class_weight, weight.shape[0])
+    _check_class_weight(LINEAR_OP, "class_weight", class_weight, weight.shape[0])
     _checks.same_device(LINEAR_OP, x, weight=weight, targets=targets, bias=bias, class_weight=class_weight)
-    check_options(LINEAR_OP, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    checked = _checked_options(LINEAR_OP, **options)
     _operation.refuse_transforms(LINEAR_OP, x, weight, bias)
     if not _operation.is_traced(x):
-        _checks.classes_in_range(LINEAR_OP, "targets", targets, weight.shape[0], ignore_index)
+        _checks.classes_in_range(LINEAR_OP, "targets", targets, weight.shape[0], checked["ignore_index"])
     dtype = x.dtype if autocast is None or x.dtype is torch.float64 else autocast
-    options = int(ignore_index), float(label_smoothing), reduction, dtype
+    checked |= {"class_weight": None if class_weight is None else class_weight.contiguous(), "dtype": dtype}
     wanted = [_operation.needs_grad(each) for each in (x, weight, bias)]
-    class_weight = None if class_weight is None else class_weight.contiguous()
-    added = class_weight, float(z_loss), None if softcap is None else float(softcap)
-    return LinearCrossEntropyCall(x, weight, targets.long().contiguous(), bias, *options, wanted, *added)
+    return LinearCrossEntropyCall(x, weight, targets.long().contiguous(), bias, wanted=wanted, **checked)
 
 
 def _fake_linear(call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
@@ -354,10 +345,6 @@ def _fake_linear(call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
         for like, want in zip(likes, call.wanted, strict=True)
     )
     return LinearCrossEntropyResult(scalar, torch.empty_like(scalar), *grads)
-
-
-def _check_linear_when_run(call: LinearCrossEntropyCall) -> None:
-    _checks.classes_in_range(LINEAR_OP, "targets", call.targets, call.weight.shape[0], call.ignore_index)
 
 
 CROSS_ENTROPY = _operation.Operation(
@@ -388,5 +375,7 @@ LINEAR_CROSS_ENTROPY = _operation.Operation(
     sizes=(),
     kernels="loss",
     adapt=_chunked.ChunkedCrossEntropy,
-    check_when_run=_check_linear_when_run,
+    check_when_run=lambda call: _checks.classes_in_range(
+        LINEAR_OP, "targets", call.targets, call.weight.shape[0], call.ignore_index
+    ),
 )

@@ -23,20 +23,12 @@ class RowLoss(NamedTuple):
         return self.weights is None and self.z_loss == 0.0 and self.softcap is None
 
 
-def row_loss(
-    ignore_index: int,
-    label_smoothing: float,
-    weight: Tensor | None,
-    z_loss: float,
-    softcap: float | None,
-    dtype: torch.dtype,
-) -> RowLoss:
-    """The options from those of a call; weights in `dtype`."""
-    weights = None
+def _row_loss(call: CrossEntropyCall | LinearCrossEntropyCall, weight: Tensor | None, dtype: torch.dtype) -> RowLoss:
+    """The options of a call with weights (V,) of the classes, which are converted to at least float32."""
     if weight is not None:
-        weight = weight.to(dtype)
-        weights = torch.cat([weight, weight.mean(dim=0, keepdim=True)])
-    return RowLoss(ignore_index, label_smoothing, weights, z_loss, softcap)
+        weight = weight.to(torch.promote_types(dtype, torch.float32))
+        weight = torch.cat([weight, weight.mean(dim=0, keepdim=True)])
+    return RowLoss(call.ignore_index, call.label_smoothing, weight, call.z_loss, call.softcap)
 
 
 def weighted_mean(losses: Tensor, targets: Tensor, ignore_index: int, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,10 +52,7 @@ class CrossEntropyCall(NamedTuple):
 
     def row_loss(self) -> RowLoss:
         """The options of each row."""
-        if self.weight is None:
-            return RowLoss(self.ignore_index, self.label_smoothing, None, self.z_loss, self.softcap)
-        dtype = torch.promote_types(self.logits.dtype, torch.float32)
-        return row_loss(self.ignore_index, self.label_smoothing, self.weight, self.z_loss, self.softcap, dtype)
+        return _row_loss(self, self.weight, self.logits.dtype)
 
     def beyond_classes(self) -> str | None:
         """Why kernels for class targets do not support the call, or None."""
@@ -101,8 +90,7 @@ class LinearCrossEntropyCall(NamedTuple):
 
     def row_loss(self) -> RowLoss:
         """The options of each row."""
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        return row_loss(self.ignore_index, self.label_smoothing, self.class_weight, self.z_loss, self.softcap, dtype)
+        return _row_loss(self, self.class_weight, self.dtype)
 
 
 class LinearCrossEntropyResult(NamedTuple):

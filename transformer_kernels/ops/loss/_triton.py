@@ -282,9 +282,7 @@ unsupported = CrossEntropyCall.beyond_classes
 def forward(call: CrossEntropyCall) -> CrossEntropyResult:
     """The loss, (maximum, 1 / sum of exponentials) per row as (2, M), and the denominator of a mean."""
     logits, targets, options = call.logits, call.targets, call.row_loss()
-    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
-    _launch_rows(logits.view(-1, logits.shape[-1]), targets, losses, statistics, options)
+    losses, statistics = _rows(logits.view(-1, logits.shape[-1]), targets, options)
     if call.reduction == "none":
         return CrossEntropyResult(losses, statistics, None)
     loss, count = reduced(losses, targets, call.ignore_index, call.reduction, options.weights)
@@ -293,17 +291,12 @@ def forward(call: CrossEntropyCall) -> CrossEntropyResult:
 
 def row_losses(logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
     """The loss of each row; logits (M, V) with any row stride, targets (M,)."""
-    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    statistics = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
-    _launch_rows(logits, targets, losses, statistics, options)
-    return losses
+    return _rows(logits, targets, options)[0]
 
 
 def row_losses_and_gradient(logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
     """`row_losses`, and the gradient of their sum, which overwrites the logits."""
-    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    _launch_rows(logits, targets, losses, None, options)
-    return losses, logits
+    return _rows(logits, targets, options, in_place=True)[0], logits
 
 
 Numbers = tuple[int, float, float | None, float | None]
@@ -314,12 +307,15 @@ def _numbers(options: RowLoss) -> Numbers:
     return options.ignore_index, options.label_smoothing, options.z_loss or None, options.softcap
 
 
-def _launch_rows(logits: Tensor, targets: Tensor, losses: Tensor, statistics: Tensor | None, options: RowLoss) -> None:
-    """Launch the forward kernel; without `statistics` the gradient overwrites the logits (M, V)."""
+def _rows(logits: Tensor, targets: Tensor, options: RowLoss, in_place: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The losses of logits (M, V) and the statistics (2, M), or None where their gradient is written `in_place`."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    statistics = None if in_place else losses.new_empty((2, targets.numel()))
     (M, N), S = logits.shape, logits.stride(0)
     tile = FORWARD.find(_triton.capability(logits.device), logits.element_size(), S)
-    launch = _forward_launch(tile, M, N, S, logits.element_size(), _numbers(options), statistics is None)
+    launch = _forward_launch(tile, M, N, S, logits.element_size(), _numbers(options), in_place)
     launch(logits, targets, options.weights, losses, statistics)
+    return losses, statistics
 
 
 @_triton.planned
@@ -363,9 +359,7 @@ def backward(call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, w
     (dloss,), logits, targets = grads, call.logits, call.targets
     reduction, options = call.reduction, call.row_loss()
     _, statistics, count = result
-    N = logits.shape[-1]
-    M = logits.numel() // N
-    tile = BACKWARD.find(_triton.capability(logits.device), logits.element_size(), N)
+    tile, M, N = BACKWARD.of_rows(logits)
     dlogits = torch.empty_like(logits)
     launch = _backward_launch(tile, M, N, logits.element_size(), _numbers(options), reduction)
     launch(dloss, logits, targets, options.weights, statistics, count, dlogits)

@@ -30,12 +30,10 @@ def dropped_out(values, seed, row, group, threshold, keep_scale):
 
 
 @triton.jit
-def added(
-    x, residual, seed, summed, offsets, inside, row, group, threshold, keep_scale, DROPOUT: tl.constexpr
-):  # fmt: skip
+def added(x, residual, seed, summed, offsets, inside, row, group, threshold, keep_scale):
     """dropout(x) + residual, stored to `summed` and rounded to its dtype, since backward reads `summed`."""
     values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
-    if DROPOUT:
+    if seed is not None:
         values = dropped_out(values, seed, row, group, threshold, keep_scale)
     values += to_fp32(tl.load(residual + offsets, mask=inside, other=0.0))
     tl.store(summed + offsets, from_fp32(values, summed.dtype.element_ty), mask=inside)
@@ -58,8 +56,7 @@ def centred_rows(values, pivot, inside, N, eps):
 @triton.jit(do_not_specialize=["M", "N", "threshold"])
 def layer_norm_forward_kernel(
     x, residual, seed, weight, bias, y, summed, mean, rstd, M, N, eps, threshold, keep_scale,
-    ADD: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns ROWS whole rows in registers; the variance is computed from centred values."""
     N = N // VECTOR * VECTOR  # a multiple of VECTOR: aligned rows without specialising N
@@ -67,9 +64,9 @@ def layer_norm_forward_kernel(
     columns = tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
     inside = (row < M) & (columns < N)
     offsets = row * N + columns
-    if ADD:
+    if residual is not None:
         groups = tl.arange(0, BLOCK_N // 8)[None, :]
-        values = added(x, residual, seed, summed, offsets, inside, row, groups, threshold, keep_scale, DROPOUT)
+        values = added(x, residual, seed, summed, offsets, inside, row, groups, threshold, keep_scale)
     else:
         values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))  # [ROWS, BLOCK_N]
 
@@ -77,7 +74,7 @@ def layer_norm_forward_kernel(
         centred = values
         row_rstd = tl.rsqrt(tl.sum(values * values, axis=1, keep_dims=True) / N + eps)
     else:
-        source = residual if ADD else x
+        source = x if residual is None else residual
         pivot = to_fp32(tl.load(source + row * N, mask=row < M, other=0.0))  # [ROWS, 1]
         centred, row_shift, row_rstd = centred_rows(values, pivot, inside, N, eps)
         tl.store(mean + row, pivot + row_shift, mask=row < M)
@@ -85,7 +82,7 @@ def layer_norm_forward_kernel(
 
     scale = to_fp32(tl.load(weight + columns, mask=columns < N, other=0.0))  # [1, BLOCK_N]
     result = centred * row_rstd * scale
-    if HAS_BIAS:
+    if bias is not None:
         result += to_fp32(tl.load(bias + columns, mask=columns < N, other=0.0))
     tl.store(y + offsets, from_fp32(result, y.dtype.element_ty), mask=inside)
 
@@ -93,7 +90,7 @@ def layer_norm_forward_kernel(
 @triton.jit(do_not_specialize=["M", "N", "threshold"])
 def layer_norm_forward_two_pass_kernel(
     x, residual, seed, weight, bias, y, summed, mean, rstd, M, N, eps, threshold, keep_scale,
-    ADD: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns one row: Welford's update per lane and one merge (Chan et al. 1983), then a second pass."""
     N = N // VECTOR * VECTOR
@@ -107,10 +104,9 @@ def layer_norm_forward_two_pass_kernel(
         columns = start + lanes
         inside = columns < N
         offsets = row * N + columns
-        if ADD:
-            values = added(
-                x, residual, seed, summed, offsets, inside, row, start // 8 + groups, threshold, keep_scale, DROPOUT
-            )
+        if residual is not None:
+            group = start // 8 + groups
+            values = added(x, residual, seed, summed, offsets, inside, row, group, threshold, keep_scale)
         else:
             values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0, eviction_policy="evict_last"))
         if mean is None:
@@ -140,25 +136,24 @@ def layer_norm_forward_two_pass_kernel(
         columns = start + lanes
         inside = columns < N
         offsets = row * N + columns
-        source = summed if ADD else x
+        source = x if summed is None else summed
         values = to_fp32(tl.load(source + offsets, mask=inside, other=0.0, eviction_policy="evict_first"))
         result = (values - pivot - row_shift) * row_rstd
         result *= to_fp32(tl.load(weight + columns, mask=inside, other=0.0))
-        if HAS_BIAS:
+        if bias is not None:
             result += to_fp32(tl.load(bias + columns, mask=inside, other=0.0))
         tl.store(y + offsets, from_fp32(result, y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def store_gradients(
-    gradient, dsummed, seed, dx, dresidual, offsets, inside, row, group, threshold, keep_scale,
-    HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr,
+    gradient, dsummed, seed, dx, dresidual, offsets, inside, row, group, threshold, keep_scale
 ):  # fmt: skip
     """dresidual = gradient + dsummed; with dropout also dx = keep * dresidual / (1 - p), from the unrounded sum."""
-    if HAS_DSUMMED:
+    if dsummed is not None:
         gradient += to_fp32(tl.load(dsummed + offsets, mask=inside, other=0.0))
     tl.store(dresidual + offsets, from_fp32(gradient, dresidual.dtype.element_ty), mask=inside)
-    if DROPOUT:
+    if seed is not None:
         dropped = dropped_out(gradient, seed, row, group, threshold, keep_scale)
         tl.store(dx + offsets, from_fp32(dropped, dx.dtype.element_ty), mask=inside)
 
@@ -184,8 +179,7 @@ def normalised_gradient(gradient, normed, scale, row_rstd, N, CENTRED: tl.conste
 @triton.jit(do_not_specialize=["M", "N", "threshold"])
 def layer_norm_backward_kernel(
     dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual, partials, M, N, threshold, keep_scale,
-    HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns every num_programs-th tile of ROWS rows: gradients, and partial sums of dweight and dbias.
 
@@ -212,10 +206,7 @@ def layer_norm_backward_kernel(
         dweight_sum += gradient * normed
         dbias_sum += gradient
         result = normalised_gradient(gradient, normed, scale, row_rstd, N, mean is not None)
-        store_gradients(
-            result, dsummed, seed, dx, dresidual, offsets, inside, row, groups, threshold, keep_scale,
-            HAS_DSUMMED, DROPOUT,
-        )  # fmt: skip
+        store_gradients(result, dsummed, seed, dx, dresidual, offsets, inside, row, groups, threshold, keep_scale)
 
     partial = partials + program.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, programs, N)
     tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
@@ -227,7 +218,7 @@ def layer_norm_backward_kernel(
 @triton.jit(do_not_specialize=["M", "N", "threshold"])
 def layer_norm_backward_two_pass_kernel(
     dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual, M, N, threshold, keep_scale,
-    HAS_DSUMMED: tl.constexpr, DROPOUT: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns one row too wide for registers: one pass for two sums, one for dx."""
     N = N // VECTOR * VECTOR
@@ -260,10 +251,8 @@ def layer_norm_backward_two_pass_kernel(
         values = to_fp32(tl.load(x + offsets, mask=inside, other=0.0))
         normed = centred(values, mean, row, True) * row_rstd
         result = row_rstd * (scaled - mean_scaled - normed * mean_product)
-        store_gradients(
-            result, dsummed, seed, dx, dresidual, offsets, inside, row, start // 8 + groups, threshold, keep_scale,
-            HAS_DSUMMED, DROPOUT,
-        )  # fmt: skip
+        group = start // 8 + groups
+        store_gradients(result, dsummed, seed, dx, dresidual, offsets, inside, row, group, threshold, keep_scale)
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -297,16 +286,13 @@ def layer_norm_backward_columns_kernel(
 def forward(call: NormCall) -> NormResult:
     """y, the sum if any, and fp32 statistics per row."""
     x = call.x
-    N = x.shape[-1]
-    M = x.numel() // N
-    tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
+    tile, M, N = FORWARD.of_rows(x)
     y = torch.empty_like(x)
     summed = None if call.residual is None else torch.empty_like(x)
     mean = torch.empty(M, dtype=torch.float32, device=x.device) if call.centred else None
     # separate buffers: the alignment of half a buffer, and so the compiled variant, would depend on M
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    given = (call.residual is not None, call.seed is not None, call.bias is not None)
-    launch = _forward_launch(tile, M, N, x.element_size(), call.eps, call.dropout_p, given)
+    launch = _forward_launch(tile, M, N, x.element_size(), call.eps, call.dropout_p)
     launch(x, call.residual, call.seed, call.weight, call.bias, y, summed, mean, rstd)
     return NormResult(y, summed, mean, rstd)
 
@@ -316,14 +302,12 @@ def backward(call: NormCall, result: NormResult, grads: Grads, wanted: Wanted) -
     dy, *others = grads
     dsummed = others[0] if others else None
     x, weight, seed = rows_of(call, result), call.weight, call.seed
-    N = x.shape[-1]
-    M = x.numel() // N
-    tile = BACKWARD.find(_triton.capability(x.device), x.element_size(), N)
+    tile, M, N = BACKWARD.of_rows(x)
     dresidual = torch.empty_like(x)
     dx = None if seed is None else torch.empty_like(x)
     has_bias = call.bias is not None
-    given = (dsummed is not None, seed is not None, has_bias)
-    programs, launches = _plan(tile, M, N, x.element_size(), call.dropout_p, given, _triton.multiprocessors(x.device))
+    multiprocessors = _triton.multiprocessors(x.device)
+    programs, launches = _plan(tile, M, N, x.element_size(), call.dropout_p, has_bias, multiprocessors)
     partials = torch.empty((1 + has_bias, programs, N), dtype=torch.float32, device=x.device)
     pointers = (dy, dsummed, x, seed, weight, result.mean, result.rstd, dx, dresidual)
     if len(launches) == 1:
@@ -336,15 +320,13 @@ def backward(call: NormCall, result: NormResult, grads: Grads, wanted: Wanted) -
 
 
 @_triton.planned
-def _forward_launch(
-    tile: RowTile, M: int, N: int, itemsize: int, eps: float, dropout_p: float, given: tuple[bool, bool, bool]
-) -> _triton.Launch:
+def _forward_launch(tile: RowTile, M: int, N: int, itemsize: int, eps: float, dropout_p: float) -> _triton.Launch:
     numbers = (M, N, eps, *dropout_numbers(dropout_p))
-    kind = (*given, _triton.vector_width(itemsize, N))
+    vector = _triton.vector_width(itemsize, N)
     if tile.columns < N:
-        return _triton.Launch(layer_norm_forward_two_pass_kernel, (M,), numbers, (*kind, tile.columns), tile.num_warps)
+        return _triton.Launch(layer_norm_forward_two_pass_kernel, (M,), numbers, (vector, tile.columns), tile.num_warps)
     grid = (_triton.ceil_div(M, tile.rows),)
-    return _triton.Launch(layer_norm_forward_kernel, grid, numbers, (*kind, tile.rows, tile.columns), tile.num_warps)
+    return _triton.Launch(layer_norm_forward_kernel, grid, numbers, (vector, tile.rows, tile.columns), tile.num_warps)
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:
@@ -354,29 +336,21 @@ def dropout_numbers(dropout_p: float) -> tuple[int, float]:
 
 @_triton.planned
 def _plan(
-    tile: RowTile,
-    M: int,
-    N: int,
-    itemsize: int,
-    dropout_p: float,
-    given: tuple[bool, bool, bool],
-    multiprocessors: int,
+    tile: RowTile, M: int, N: int, itemsize: int, dropout_p: float, has_bias: bool, multiprocessors: int
 ) -> tuple[int, tuple[_triton.Launch, ...]]:
     """The number of partial sums, and one launch (rows in registers) or two."""
-    has_dsummed, dropped, has_bias = given
     vector = _triton.vector_width(itemsize, N)
     numbers = (M, N, *dropout_numbers(dropout_p))
     if tile.columns >= N:
         programs = min(_triton.ceil_div(M, tile.rows), tile.programs * multiprocessors)
-        constants = (has_dsummed, dropped, has_bias, vector, tile.num_stages, tile.rows, tile.columns)
+        constants = (has_bias, vector, tile.num_stages, tile.rows, tile.columns)
         kernel, stages = layer_norm_backward_kernel, tile.num_stages
         return programs, (_triton.Launch(kernel, (programs,), numbers, constants, tile.num_warps, stages),)
     column_blocks = _triton.ceil_div(N, COLUMN_TILE.columns)
     shares = _triton.ceil_div(COLUMN_TILE.programs * multiprocessors, column_blocks)
     programs = min(_triton.ceil_div(M, COLUMN_TILE.rows), shares)
-    rows = _triton.Launch(
-        layer_norm_backward_two_pass_kernel, (M,), numbers, (has_dsummed, dropped, vector, tile.columns), tile.num_warps
-    )
+    kind = (vector, tile.columns)
+    rows = _triton.Launch(layer_norm_backward_two_pass_kernel, (M,), numbers, kind, tile.num_warps)
     columns = _triton.Launch(
         layer_norm_backward_columns_kernel, (column_blocks, programs), (M, N),
         (has_bias, vector, COLUMN_TILE.rows, COLUMN_TILE.columns), COLUMN_TILE.num_warps,

@@ -16,6 +16,8 @@ from transformer_kernels.ops.softmax import SoftmaxCall
 FORWARD = Tiles("softmax forward", whole_rows, widest=32768)
 BACKWARD = Tiles("softmax backward", whole_rows, widest=16384)
 
+SIZES = ["M", "N", "Lq", "d1", "d2", "stride_0", "stride_1", "stride_2", "stride_column"]
+
 
 @triton.jit
 def mask_offsets(row, d1, d2, stride_0, stride_1, stride_2, VECTOR: tl.constexpr):
@@ -28,14 +30,13 @@ def mask_offsets(row, d1, d2, stride_0, stride_1, stride_2, VECTOR: tl.constexpr
 
 @triton.jit
 def visible_columns(
-    columns, inside, row, mask, mask_start, stride_column, last, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK_CONTIGUOUS: tl.constexpr,
+    columns, inside, mask, mask_start, stride_column, last, CAUSAL: tl.constexpr, MASK_CONTIGUOUS: tl.constexpr
 ):  # fmt: skip
     """`inside` [ROWS, BLOCK_N] restricted to the mask and, if causal, column <= last."""
     visible = inside
     if CAUSAL:
         visible = visible & (columns <= last)
-    if HAS_MASK:
+    if mask is not None:
         if MASK_CONTIGUOUS:
             keep = tl.load(mask + mask_start + columns, mask=inside, other=0)
         else:
@@ -44,12 +45,10 @@ def visible_columns(
     return visible
 
 
-@triton.jit(
-    do_not_specialize=["M", "N", "Lq", "d1", "d2", "stride_0", "stride_1", "stride_2", "stride_column"],
-)
+@triton.jit(do_not_specialize=SIZES)
 def softmax_forward_kernel(
     x, mask, y, M, N, Lq, d1, d2, stride_0, stride_1, stride_2, stride_column, scale,
-    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_CONTIGUOUS: tl.constexpr,
+    CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_CONTIGUOUS: tl.constexpr,
     MASK_VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns ROWS whole rows in registers: x is read once."""
@@ -65,31 +64,27 @@ def softmax_forward_kernel(
         last = row % Lq + (N - Lq)
         readable = inside & (columns < (last + VECTOR) // VECTOR * VECTOR)  # whole vectors up to the diagonal
     mask_start = row
-    if HAS_MASK:
+    if mask is not None:
         mask_start = mask_offsets(row, d1, d2, stride_0, stride_1, stride_2, MASK_VECTOR)
-    visible = visible_columns(
-        columns, readable, row, mask, mask_start, stride_column, last, HAS_MASK, CAUSAL, MASK_CONTIGUOUS
-    )
+    visible = visible_columns(columns, readable, mask, mask_start, stride_column, last, CAUSAL, MASK_CONTIGUOUS)
 
     scores = to_fp32(tl.load(x + offsets, mask=readable, other=0.0)) * scale
     scores = tl.where(visible, scores, float("-inf"))  # [ROWS, BLOCK_N]
     highest = tl.max(scores, axis=1, keep_dims=True)  # [ROWS, 1]
-    if HAS_MASK or CAUSAL:
+    if mask is not None or CAUSAL:
         highest = tl.where(highest == float("-inf"), 0.0, highest)
     exponentials = tl.exp2((scores - highest) * LOG2_E)  # subtracted before scaling, to avoid rounding a large product
     total = tl.sum(exponentials, axis=1, keep_dims=True)
     inverse = 1.0 / total
-    if HAS_MASK or CAUSAL:
+    if mask is not None or CAUSAL:
         inverse = tl.where(total == 0.0, 0.0, inverse)
     tl.store(y + offsets, from_fp32(exponentials * inverse, y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["M", "N", "Lq", "d1", "d2", "stride_0", "stride_1", "stride_2", "stride_column"],
-)
+@triton.jit(do_not_specialize=SIZES)
 def softmax_forward_two_pass_kernel(
     x, mask, y, M, N, Lq, d1, d2, stride_0, stride_1, stride_2, stride_column, scale,
-    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_CONTIGUOUS: tl.constexpr,
+    CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_CONTIGUOUS: tl.constexpr,
     MASK_VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program owns one row: one pass for maximum and sum (Milakov and Gimelshein 2018), one for the result.
@@ -105,7 +100,7 @@ def softmax_forward_two_pass_kernel(
         last = row % Lq + (N - Lq)
         end = tl.minimum(N, (last.to(tl.int32) + VECTOR) // VECTOR * VECTOR)
     mask_start = row
-    if HAS_MASK:
+    if mask is not None:
         mask_start = mask_offsets(row, d1, d2, stride_0, stride_1, stride_2, MASK_VECTOR)
 
     lane_highest = tl.full([BLOCK_N], float("-inf"), tl.float32)
@@ -113,9 +108,7 @@ def softmax_forward_two_pass_kernel(
     for start in range(0, end, BLOCK_N):
         columns = start + lanes
         readable = columns < end
-        visible = visible_columns(
-            columns, readable, row, mask, mask_start, stride_column, last, HAS_MASK, CAUSAL, MASK_CONTIGUOUS
-        )
+        visible = visible_columns(columns, readable, mask, mask_start, stride_column, last, CAUSAL, MASK_CONTIGUOUS)
         scores = to_fp32(tl.load(x + row * N + columns, mask=readable, other=0.0, eviction_policy="evict_last")) * scale
         scores = tl.where(visible, scores, float("-inf"))
         new_highest = tl.maximum(lane_highest, scores)
@@ -128,16 +121,14 @@ def softmax_forward_two_pass_kernel(
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(lane_total * tl.exp2((lane_highest - highest) * LOG2_E), axis=0)
     inverse = 1.0 / total
-    if HAS_MASK or CAUSAL:
+    if mask is not None or CAUSAL:
         inverse = tl.where(total == 0.0, 0.0, inverse)
 
     for start in range(0, N, BLOCK_N):
         columns = start + lanes
         inside = columns < N
         readable = columns < end
-        visible = visible_columns(
-            columns, readable, row, mask, mask_start, stride_column, last, HAS_MASK, CAUSAL, MASK_CONTIGUOUS
-        )
+        visible = visible_columns(columns, readable, mask, mask_start, stride_column, last, CAUSAL, MASK_CONTIGUOUS)
         scores = (
             to_fp32(tl.load(x + row * N + columns, mask=readable, other=0.0, eviction_policy="evict_first")) * scale
         )
@@ -190,9 +181,7 @@ def softmax_backward_two_pass_kernel(dy, y, dx, M, N, scale, VECTOR: tl.constexp
 def forward(call: SoftmaxCall) -> Tensor:
     """softmax(scale * x) over the visible entries of the last axis; x contiguous (..., N)."""
     x, mask, causal, scale = call
-    N = x.shape[-1]
-    M = x.numel() // N
-    tile = FORWARD.find(_triton.capability(x.device), x.element_size(), N)
+    tile, M, N = FORWARD.of_rows(x)
     y = torch.empty_like(x)
     layout = None if mask is None else (mask.shape, mask.stride())
     queries = x.shape[-2] if causal else None
@@ -214,13 +203,13 @@ def _forward_launch(
     vector, causal = _triton.vector_width(itemsize, N), queries is not None
     if mask is None:
         sizes: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
-        kind = (False, causal, vector, False, 1)
+        kind = (causal, vector, False, 1)
     else:
         shape, strides = mask
         sizes = (shape[1], shape[2], *strides)
         contiguous = strides[3] == 1
         mask_vector = _triton.vector_width(itemsize, *strides[:3]) if contiguous else 1
-        kind = (True, causal, vector, contiguous, mask_vector)
+        kind = (causal, vector, contiguous, mask_vector)
     numbers = (M, N, queries or 1, *sizes, scale)
     kernels = (softmax_forward_kernel, softmax_forward_two_pass_kernel)
     return _rows_launch(kernels, tile, numbers, kind)
@@ -240,9 +229,7 @@ def _rows_launch(
 def backward(call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
     """dx from the saved output y."""
     (dy,), scale = grads, call.scale
-    N = y.shape[-1]
-    M = y.numel() // N
-    tile = BACKWARD.find(_triton.capability(y.device), y.element_size(), N)
+    tile, M, N = BACKWARD.of_rows(y)
     dx = torch.empty_like(y)
     _backward_launch(tile, M, N, y.element_size(), scale)(dy, y, dx)
     return (dx,)
