@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +32,56 @@ NO_ANGLES = (0, 0, 0, 0, False)
 NO_BIAS = (1, 1, 1, 1), (0, 0, 0, 0)
 
 
-class Kernels:
-    """Forward and backward by the compiled kernels of one machine."""
+class Layout(NamedTuple):
+    """What the kernels take of a call's layout; strides are those of batches, heads and rows."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine, self.__name__ = machine, machine.__name__
+    dtype: int
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    bias_is_float32: bool
+    bias_sizes: tuple[int, ...]
+    bias_strides: tuple[int, ...]
+    slope_strides: tuple[int, ...]
+    sequences: int
+
+
+class Kernels:
+    """Forward and backward by the compiled kernels of one machine, with `layout` for calls of one layout."""
+
+    def __init__(self, machine: Machine, layout: Layout | None = None) -> None:
+        self._machine, self._layout, self.__name__ = machine, layout, machine.__name__
+
+    def bound(self, call: AttentionCall) -> Kernels:
+        """The kernels for calls of this layout."""
+        return Kernels(self._machine, self._layout_of(call))
+
+    def _layout_of(self, call: AttentionCall) -> Layout:
+        q, k, v, scores = call.q, call.k, call.v, call.scores
+        bias, slopes, starts = scores.bias, scores.alibi_slopes, scores.cu_seqlens
+        batch, heads, queries, width = q.shape
+        sizes, strides = NO_BIAS if bias is None else (tuple(bias.shape), broadcast_strides(bias))
+        return Layout(
+            self._machine.DTYPE_CODES[q.dtype],
+            *(x.stride()[:3] for x in (q, k, v)),
+            batch,
+            heads,
+            k.shape[1],
+            queries,
+            k.shape[2],
+            width,
+            bias is not None and bias.dtype is torch.float32,
+            sizes,
+            strides,
+            (0, 0) if slopes is None else broadcast_strides(slopes)[:2],
+            0 if starts is None else len(starts) - 1,
+        )
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Why these kernels cannot take this call, or None."""
@@ -48,12 +93,12 @@ class Kernels:
 
     def forward(self, call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
         """out (B, Hq, Lq, D), in memory (B, Lq, Hq, D), lse (B, Hq, Lq) and statistics (B, Hq, 2, Lq)."""
-        q = call.q
-        batch, heads, queries, _ = q.shape
+        q, layout = call.q, self._layout or self._layout_of(call)
+        batch, heads, queries = layout.batch, layout.heads, layout.queries
         lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
         statistics = q.new_empty((batch, heads, 2, queries), dtype=torch.float32)
         result = AttentionResult(like_output(q), lse, statistics)
-        self._run(self._machine.load().attention_forward, call, result, angles)
+        self._run(self._machine.load().attention_forward, layout, call, result, angles)
         return result
 
     def backward(
@@ -76,8 +121,8 @@ class Kernels:
         dbias = None if summed is None else machine.sum_like(summed, True)
         delta = machine.workspace(result.lse)
         self._run(
-            machine.load().attention_backward, call, result, angles, _view(dout), _view(dq), _view(dk), _view(dv),
-            address(dlse), address(dbias), address(delta),
+            machine.load().attention_backward, self._layout or self._layout_of(call), call, result, angles,
+            _view(dout), _view(dq), _view(dk), _view(dv), address(dlse), address(dbias), address(delta),
         )  # fmt: skip
         if angles is not None and machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
             assert dk is not None  # a GPU's kernels compute all three
@@ -92,6 +137,7 @@ class Kernels:
     def _run(
         self,
         kernel: Any,
+        layout: Layout,
         call: AttentionCall,
         result: AttentionResult,
         angles: Angles | None,
@@ -103,42 +149,42 @@ class Kernels:
         dbias: int = 0,
         delta: int = 0,
     ) -> None:
-        q, k, scores, machine = call.q, call.k, call.scores, self._machine
-        bias, slopes, starts = scores.bias, scores.alibi_slopes, scores.cu_seqlens
-        batch, heads, queries, width = q.shape
-        sizes, strides = NO_BIAS if bias is None else (bias.shape, broadcast_strides(bias))
-        device, stream = machine.stream_of(q)
+        q, k, v, scores, seed, dropout_p = call
+        code, q_strides, k_strides, v_strides, *sizes = layout
+        batch, heads, kv_heads, queries, keys, width, wide, bias_sizes, bias_strides, slope_strides, sequences = sizes
+        scale, left, right, softcap, bias, slopes, _, padding, starts, starts_k = scores
+        device, stream = self._machine.stream_of(q)
         kernel(
-            dtype=machine.DTYPE_CODES[q.dtype],
-            q=_view(q),
-            k=_view(k),
-            v=_view(call.v),
+            dtype=code,
+            q=(q.data_ptr(), *q_strides),
+            k=(k.data_ptr(), *k_strides),
+            v=(v.data_ptr(), *v_strides),
             out=_view(result.out),
             lse=result.lse.data_ptr(),
             statistics=address(result.statistics),
             batch=batch,
             heads=heads,
-            kv_heads=k.shape[1],
+            kv_heads=kv_heads,
             queries=queries,
-            keys=k.shape[2],
+            keys=keys,
             width=width,
-            scale=scores.scale,
-            left=scores.left,
-            right=scores.right,
-            softcap=scores.softcap,
+            scale=scale,
+            left=left,
+            right=right,
+            softcap=softcap,
             bias=address(bias),
-            bias_is_float32=bias is not None and bias.dtype is torch.float32,
-            bias_sizes=sizes,
-            bias_strides=strides,
+            bias_is_float32=wide,
+            bias_sizes=bias_sizes,
+            bias_strides=bias_strides,
             alibi_slopes=address(slopes),
-            slope_strides=(0, 0) if slopes is None else broadcast_strides(slopes)[:2],
-            key_padding_mask=address(scores.key_padding_mask),
+            slope_strides=slope_strides,
+            key_padding_mask=address(padding),
             cu_seqlens=address(starts),
-            cu_seqlens_k=address(starts if scores.cu_seqlens_k is None else scores.cu_seqlens_k),
-            sequences=0 if starts is None else len(starts) - 1,
+            cu_seqlens_k=address(starts if starts_k is None else starts_k),
+            sequences=sequences,
             angles=NO_ANGLES if angles is None else angles.addresses(),
-            seed=address(call.seed),
-            dropout_p=call.dropout_p,
+            seed=address(seed),
+            dropout_p=dropout_p,
             dout=dout,
             dq=dq,
             dk=dk,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -197,6 +198,12 @@ class _Packed:
         self.kernels = WithSinks(kernels)
         self.rotary = dispatch.family("transformer_kernels.ops.rotary", kernels.__name__.rpartition(".")[2].lstrip("_"))
         self.rotates = getattr(kernels, "rotates", lambda call: False)  # which calls its kernels rotate themselves
+
+    def bound(self, call: PackedAttentionCall) -> _Packed:
+        """The same for calls of one layout."""
+        packed = copy(self)
+        packed.kernels = self.kernels.bound(_on_views(call))
+        return packed
 
     def unsupported(self, call: PackedAttentionCall) -> str | None:
         refusal = getattr(self.kernels, "unsupported", None)
