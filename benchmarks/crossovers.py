@@ -3,8 +3,8 @@
     python -m benchmarks.crossovers [--operations layer_norm,softmax] [--seconds 0.5] [--write]
 
 Each call is measured at powers of two elements, interleaved with PyTorch's, in minimum CPU time on one thread, which is
-robust to other load. The crossover is the size from which the kernel takes at most 95 % of PyTorch's time at every
-larger size. `--write` replaces the entries of the instruction set in use.
+robust to other load. At the crossover the kernel takes at most 95 % of PyTorch's time, and at no larger size more than
+PyTorch. `--write` replaces the entries of the instruction set in use.
 """
 
 from __future__ import annotations
@@ -108,16 +108,17 @@ def ratio(name: str, elements: int, dtype: torch.dtype, gradients: bool, seconds
 
 
 def crossover(ratios: dict[int, float]) -> int:
-    """The size from which the ratio is at most GAIN; NEVER if it is above at the largest."""
+    """The least size whose ratio is at most GAIN, and 1 at all larger sizes; NEVER if there is none."""
     found = _crossovers.NEVER
     for elements in sorted(ratios, reverse=True):
-        if ratios[elements] > GAIN:
+        if ratios[elements] > 1.0:
             break
-        found = elements
+        if ratios[elements] <= GAIN:
+            found = elements
     return 0 if found == min(ratios) else found
 
 
-def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int], tuple[int, ...]]]:
+def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int], tuple[int, int]]]:
     """The entries of the table, printed with their ratios."""
     for name in names:
         for dtype in (torch.float32, torch.bfloat16):
@@ -126,17 +127,17 @@ def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int]
             limits = []
             for gradients in (False, True):
                 torch.manual_seed(0)
-                sizes = [1 << power for power in range(SMALLEST, LARGEST + 1)]
+                sizes = [1 << power for power in range(LARGEST, SMALLEST - 1, -1)]  # malloc adapts to the largest
                 ratios = {size: ratio(name, size, dtype, gradients, seconds) for size in sizes}
                 limits.append(crossover(ratios))
                 shown = " ".join(f"2^{size.bit_length() - 1}:{1 / each:.2f}" for size, each in ratios.items())
                 print(
                     f"{name} {dtype} {'with gradients' if gradients else 'forward'}: {limits[-1]}: {shown}", flush=True
                 )
-            yield (name, dtype.itemsize), tuple(limits)
+            yield (name, dtype.itemsize), (limits[0], limits[1])
 
 
-def written(table: dict[str, dict[tuple[str, int], tuple[int, ...]]]) -> str:
+def written(table: dict[str, dict[tuple[str, int], tuple[int, int]]]) -> str:
     """The module of the table."""
     doc, _, _ = Path(_crossovers.TABLE_FILE).read_text().partition("TABLE: ")
 

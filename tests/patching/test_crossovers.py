@@ -144,8 +144,9 @@ def test_a_written_table_is_the_module():
 
 def test_a_crossover_is_where_all_larger_sizes_are_faster():
     assert crossovers.crossover({8: 0.9, 4: 0.5, 2: 1.2}) == 4
-    assert crossovers.crossover({8: 0.9, 4: 1.0, 2: 0.5}) == 8
-    assert crossovers.crossover({8: 1.0, 4: 0.5, 2: 0.5}) == _crossovers.NEVER
+    assert crossovers.crossover({8: 0.9, 4: 1.1, 2: 0.5}) == 8
+    assert crossovers.crossover({8: 1.0, 4: 0.5, 2: 0.96}) == 4
+    assert crossovers.crossover({8: 1.1, 4: 0.5, 2: 0.5}) == _crossovers.NEVER
     assert crossovers.crossover({8: 0.9, 4: 0.5, 2: 0.5}) == 0
 
 

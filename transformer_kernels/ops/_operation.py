@@ -175,10 +175,10 @@ class Operation:
             call = self.prepare(*arguments, **options)
             if layout is None or layout in self.plans or is_traced(call[0]):
                 return self(call, backend)
-            plan = self._plan(call, backend)
+            plan = self._planned(call, backend)
             _plan.remember(self.plans, layout, plan, values, call)
         else:
-            call = plan.record.make(values)
+            call = plan.call(values)
             if plan.check is not None:
                 plan.check(call)
         if plan.recorded or self.composed is not None:
@@ -193,12 +193,12 @@ class Operation:
         if plan is None:
             if is_traced(call[0]):
                 return self._traced(call, backend)
-            plan = self._plan(call, backend)
+            plan = self._planned(call, backend)
             if layout is not None:
                 _plan.keep(self.calls, layout, plan)
         return self._computed(plan, call, backend)
 
-    def _plan(self, call: Any, backend: str | None) -> _plan.Plan:
+    def _planned(self, call: Any, backend: str | None) -> _plan.Plan:
         return _plan.Plan(self, call, dispatch.select(self, backend, call), needs_grad(*self._inputs(call)))
 
     def _computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
@@ -376,8 +376,8 @@ class Operation:
         *call, ctx.backend = inputs
         ctx.numbers, tensors = self._saved_numbers(call), self._saved_tensors(call)
         dropped = self.dropped_in(self.nested(call))
-        tensors = [None if i in dropped else each for i, each in zip(self._kept_call, tensors, strict=True)]
-        ctx.save_for_backward(*tensors, *self.saved_results(output if self.result else (output,)))
+        saved = [None if i in dropped else each for i, each in zip(self._kept_call, tensors, strict=True)]
+        ctx.save_for_backward(*saved, *self.saved_results(output if self.result else (output,)))
         ctx.set_materialize_grads(False)  # else there would be one for each result, the public ones and the others
         if self.result is not None:
             ctx.mark_non_differentiable(*output[self.public :])

@@ -128,7 +128,7 @@ class Plan:
         ahead: its `forward_with_gradient`, or None.
         recorded: whether autograd records the call.
         check: what is checked in every call, or None.
-        record: how the call is made of the arguments; None until it is remembered.
+        call: the arguments -> the validated call, once the plan is remembered.
     """
 
     def __init__(self, operation: Any, call: Any, module: Any, recorded: bool) -> None:
@@ -136,7 +136,7 @@ class Plan:
         self.forward: Any = getattr(module, "forward_alone", None) or getattr(module, "forward", None)
         self.ahead: Any = getattr(module, "forward_with_gradient", None) if operation.ahead else None
         self.operation, self.recorded, self.check = operation, recorded, operation.check_when_run
-        self.record: Record | None = None
+        self.call: Callable[[tuple[Any, ...]], Any]
         if recorded:
             self._find_saved(operation, call)
 
@@ -160,7 +160,7 @@ class Plan:
         operation = self.operation
         tensors = self._saved(operation.flat(call) if self._flat else call)
         if self._described:  # outside autograd's check of writes
-            tensors = [x.data if i in self._described else x for i, x in enumerate(tensors)]
+            tensors = tuple(x.data if i in self._described else x for i, x in enumerate(tensors))
         ctx.save_for_backward(*tensors, *operation.saved_results(results), *more)
         if operation.public > 1:
             ctx.set_materialize_grads(False)
@@ -183,8 +183,9 @@ def remember(plans: Plans, layout: Hashable, plan: Plan, values: tuple[Any, ...]
     if not any(each.dtype in INDICES for _, each in tensors):
         plan.check = None
     given = {id(each): (index, each) for index, each in tensors}
-    plan.record = Record(call)
-    found = len(given) == len(tensors) and plan.record.find(given)  # none of them is given twice
+    record = Record(call)
+    plan.call = record.make
+    found = len(given) == len(tensors) and record.find(given)  # none of them is given twice
     keep(plans, layout, plan if found else None)
 
 

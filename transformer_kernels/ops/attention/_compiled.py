@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_kernels.backends import Machine, address, cuda, in_dtype_of
 from transformer_kernels.ops._operation import Grads, Wanted
-from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._compiled import Kernels as RotaryKernels
@@ -39,6 +39,8 @@ class Layout(NamedTuple):
     q: tuple[int, ...]
     k: tuple[int, ...]
     v: tuple[int, ...]
+    like_q: tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides of out and dq, and of dk and dv
+    like_k: tuple[tuple[int, ...], tuple[int, ...]]
     batch: int
     heads: int
     kv_heads: int
@@ -69,7 +71,11 @@ class Kernels:
         sizes, strides = NO_BIAS if bias is None else (tuple(bias.shape), broadcast_strides(bias))
         return Layout(
             self._machine.DTYPE_CODES[q.dtype],
-            *(x.stride()[:3] for x in (q, k, v)),
+            q.stride()[:3],
+            k.stride()[:3],
+            v.stride()[:3],
+            _output_layout(q),
+            _output_layout(k),
             batch,
             heads,
             k.shape[1],
@@ -97,7 +103,7 @@ class Kernels:
         batch, heads, queries = layout.batch, layout.heads, layout.queries
         lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
         statistics = q.new_empty((batch, heads, 2, queries), dtype=torch.float32)
-        result = AttentionResult(like_output(q), lse, statistics)
+        result = AttentionResult(q.new_empty_strided(*layout.like_q), lse, statistics)
         self._run(self._machine.load().attention_forward, layout, call, result, angles)
         return result
 
@@ -112,16 +118,17 @@ class Kernels:
     ) -> tuple[Tensor | None, ...]:
         """dq, dk, dv, which are `into` where it is given, and dbias, bit for bit the same each time."""
         machine, bias, (dout, dlse) = self._machine, call.scores.bias, grads
+        layout = self._layout or self._layout_of(call)
         dout = torch.zeros_like(result.out) if dout is None else dout
         dq, dk, dv = into or (
-            like_output(x) if needed or machine is cuda else None
-            for x, needed in zip((call.q, call.k, call.v), wanted, strict=False)
+            call.q.new_empty_strided(*like) if needed or machine is cuda else None
+            for like, needed in zip((layout.like_q, layout.like_k, layout.like_k), wanted, strict=False)
         )
         summed = bias if bias is not None and wanted[3] and bias.shape[3] > 1 else None
         dbias = None if summed is None else machine.sum_like(summed, True)
         delta = machine.workspace(result.lse)
         self._run(
-            machine.load().attention_backward, self._layout or self._layout_of(call), call, result, angles,
+            machine.load().attention_backward, layout, call, result, angles,
             _view(dout), _view(dq), _view(dk), _view(dv), address(dlse), address(dbias), address(delta),
         )  # fmt: skip
         if angles is not None and machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
@@ -150,7 +157,7 @@ class Kernels:
         delta: int = 0,
     ) -> None:
         q, k, v, scores, seed, dropout_p = call
-        code, q_strides, k_strides, v_strides, *sizes = layout
+        code, q_strides, k_strides, v_strides, _, _, *sizes = layout
         batch, heads, kv_heads, queries, keys, width, wide, bias_sizes, bias_strides, slope_strides, sequences = sizes
         scale, left, right, softcap, bias, slopes, _, padding, starts, starts_k = scores
         device, stream = self._machine.stream_of(q)
@@ -213,6 +220,13 @@ def _unsupported_on_gpu(call: AttentionCall) -> str | None:
                 "bfloat16, or backend='torch'"
             )
     return None
+
+
+def _output_layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a tensor of x's shape (B, H, L, D) that is laid out in memory as (B, L, H, D)."""
+    batch, heads, length, width = x.shape
+    row = heads * width
+    return (batch, heads, length, width), (length * row, width, row, 1)
 
 
 def _view(x: Tensor | None) -> View:

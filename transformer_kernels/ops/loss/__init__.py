@@ -140,7 +140,7 @@ def linear_cross_entropy(
 
     Wijmans et al., "Cut your losses in large-vocabulary language models", 2024, section 2 (logits are not stored).
     """
-    options = {
+    options: dict[str, Any] = {
         "class_weight": class_weight,
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
