@@ -24,7 +24,7 @@ from transformer_kernels.ops import _crossovers
 from transformer_kernels.ops._crossover_table import TABLE
 
 COLUMNS, CLASSES, HEAD_DIM = 256, 1024, 64
-SMALLEST, LARGEST = 10, 20
+SMALLEST, LARGEST = 10, 23
 GAIN = 0.95
 Function = Callable[..., Tensor]
 

@@ -471,15 +471,17 @@ def test_calls_that_are_made_of_copies_are_not_planned_again_and_again(monkeypat
 
 
 MOST_CALLS: dict[str, tuple[int, int]] = {
-    "gelu": (38, 47),
-    "softmax": (35, 48),
-    "swiglu": (39, 48),
-    "layer_norm": (51, 58),
-    "add_layer_norm": (55, 63),
-    "cross_entropy": (70, 85),
-    "embedding": (62, 69),
-    "rotary": (69, 80),
-    "attention": (81, 94),
+    "gelu": (37, 47),
+    "softmax": (34, 45),
+    "swiglu": (39, 46),
+    "layer_norm": (50, 55),
+    "add_layer_norm": (54, 60),
+    "cross_entropy": (67, 79),
+    "embedding": (62, 67),
+    "rotary": (67, 73),
+    "attention": (65, 71),
+    "attention_weights": (90, 98),
+    "linear_cross_entropy": (156, 182),
 }
 """Python and C functions that a planned call on a CPU calls, (without gradients, forward with gradients)."""
 
@@ -499,8 +501,11 @@ def test_the_host_calls_few_functions(op: str) -> None:
         "embedding": [X],
         "rotary": [*heads[:2]],
         "attention": [*heads],
+        "attention_weights": [*heads[:2]],
+        "linear_cross_entropy": [X, torch.randn(6, 6)],
     }
-    more = {"cross_entropy": [torch.arange(6)], "rotary": [*angles]}.get(op, [])
+    classes = [torch.arange(6)]
+    more = {"cross_entropy": classes, "linear_cross_entropy": classes, "rotary": [*angles]}.get(op, [])
     ids = [torch.tensor([[0, 5]])] if op == "embedding" else []
     function, counts = getattr(tk, op), []
     for recorded in (False, True):

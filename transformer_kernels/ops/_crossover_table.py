@@ -46,7 +46,7 @@ TABLE: dict[str, dict[tuple[str, int], tuple[int, int]]] = {
         ("gelu", 2): (NEVER, NEVER),
         ("gelu_tanh", 4): (1 << 12, 1 << 14),
         ("gelu_tanh", 2): (1 << 12, 1 << 14),
-        ("layer_norm", 4): (1 << 16, NEVER),
+        ("layer_norm", 4): (1 << 16, 1 << 23),
         ("layer_norm", 2): (1 << 16, 1 << 16),
         ("linear", 4): (NEVER, 0),
         ("rms_norm", 4): (0, 0),

@@ -200,9 +200,10 @@ class _Packed:
         self.rotates = getattr(kernels, "rotates", lambda call: False)  # which calls its kernels rotate themselves
 
     def bound(self, call: PackedAttentionCall) -> _Packed:
-        """The same for calls of one layout."""
-        packed = copy(self)
-        packed.kernels = self.kernels.bound(_on_views(call))
+        """The same for calls of one layout; rotated copies have another one."""
+        inner, packed = _on_views(call), copy(self)
+        if call.cos is None or self.rotates(inner):
+            packed.kernels = self.kernels.bound(inner)
         return packed
 
     def unsupported(self, call: PackedAttentionCall) -> str | None:
