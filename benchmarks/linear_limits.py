@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="replace this processor's entries in ops/linear/_cpu.py")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    processor = _cpu.processor()
+    processor = _cpu.processor(_cpu.cpu.load())
     found = {(dtype, name, processor): measured(dtype, name) for name, dtypes in PRODUCTS.items() for dtype in dtypes}
     print(*(f"{key}: {steps}" for key, steps in found.items()), sep="\n")
     if chosen.write:

@@ -46,6 +46,7 @@ def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for operation in OPERATIONS.values():
         monkeypatch.setattr(operation, "plans", _Forgotten())
+        monkeypatch.setattr(operation, "calls", _Forgotten())
 
 
 @pytest.fixture

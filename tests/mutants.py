@@ -49,8 +49,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/_operation.py",
-        "first = torch.zeros_like(tensors[len(self._kept_call)]) if first is None",
-        "first = torch.ones_like(tensors[len(self._kept_call)]) if first is None",
+        "first = torch.zeros_like(results[self.kept_results[0]]) if first is None",
+        "first = torch.ones_like(results[self.kept_results[0]]) if first is None",
         "tests/ops/test_add_layer_norm.py -k one_output_is_used",
     ),
     Mutant(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,7 +159,7 @@ def test_tiles_are_left_to_pytorch(
     if backend != "cpu" or "PyTorch's products" in request.node.name:
         pytest.skip("only the cpu backend as chosen")
     chooser = import_module("transformer_kernels.ops.linear._cpu")
-    loaded = SimpleNamespace(vendor="GenuineIntel", instruction_set=lambda: instruction_set)
+    loaded = Mock(vendor="GenuineIntel", instruction_set=lambda: instruction_set)
     monkeypatch.setattr(chooser.cpu, "load", lambda: loaded)
     operation = import_module("transformer_kernels.ops.linear")
     assert chooser.fuses(operation.prepare(**make(40, 33, 20, torch.bfloat16, "cpu"))) is ours

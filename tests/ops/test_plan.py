@@ -21,10 +21,7 @@ from tests.support.operations import EXAMPLES, function
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops import _plan
 
-NOT_PLANNED = ("linear", "linear_cross_entropy", "attention_weights")
-"""Calls that are composed of others."""
-
-PLANNED = [op for op in EXAMPLES if op not in NOT_PLANNED]
+PLANNED = list(EXAMPLES)
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +29,7 @@ def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
     for operation in dispatch.OPERATIONS.values():
         monkeypatch.setattr(operation, "plans", {})
+        monkeypatch.setattr(operation, "calls", {})
 
 
 def plans(op: str) -> list[Any]:
@@ -333,6 +331,53 @@ def test_options_that_are_tensors() -> None:
             torch.testing.assert_close(dbias, want)
 
 
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 1), (6, 6)])
+def test_a_view_of_an_argument(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = [torch.rand(shape) < share for share in (0.3, 0.6, 0.9)]
+    expected = [tk.softmax(X, mask=mask.expand(6, 6).contiguous()) for mask in masks]
+    tk.softmax(X, mask=masks[0])
+    dispatched = used("softmax", monkeypatch)
+    for mask, want in zip(masks, expected, strict=True):
+        assert torch.equal(tk.softmax(X, mask=mask), want)
+    assert not dispatched
+    q, k, v = torch.randn(3, 2, 2, 5, 8).unbind(0)
+    for slopes in (torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.1])):
+        bias = -slopes[:, None, None] * (torch.arange(5)[:, None] - torch.arange(5)).abs()
+        want = F.scaled_dot_product_attention(q, k, v, bias)
+        torch.testing.assert_close(tk.attention(q, k, v, alibi_slopes=slopes), want)
+    assert dispatched == ["attention"]
+
+
+def test_two_arguments_in_one_memory() -> None:
+    """A view in the call may be of either: such calls are not planned."""
+    memory = torch.tensor([0.5, 2.0, 1.0])
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
+    for _ in range(2):
+        for slopes, sinks in (
+            (memory[:2], memory[:2].clone()),
+            (memory[:2].clone(), memory[:2]),
+            (memory[:2], memory[:2]),
+        ):
+            want = tk.attention(q, k, v, alibi_slopes=slopes.clone(), sinks=sinks.clone(), backend="torch")
+            torch.testing.assert_close(tk.attention(q, k, v, alibi_slopes=slopes, sinks=sinks), want)
+
+
+def test_the_second_layout_of_a_composed_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, targets = torch.randn(9, 6), torch.tensor([0, 8, -100, 3, 1, 2])
+    for recorded in (False, True):
+        x = X.clone().requires_grad_(recorded)
+        for each in (weight, weight.double().float(), weight.bfloat16().float(), weight.t().contiguous().t()):
+            want = F.cross_entropy(F.linear(x, each), targets)
+            got = tk.linear_cross_entropy(x, each, targets)
+            torch.testing.assert_close(got, want)
+            assert got.requires_grad == recorded
+    dispatched = used("linear_cross_entropy", monkeypatch)
+    tk.linear_cross_entropy(X, weight, targets)
+    assert not dispatched
+    with pytest.raises(IndexError, match=r"targets must be in \[0, 9\)"):
+        tk.linear_cross_entropy(X, weight, targets + 1)
+
+
 def test_dropout_draws_a_seed_in_every_call() -> None:
     x = torch.ones(64, 6)
 
@@ -419,22 +464,24 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_calls_that_are_made_of_copies_are_not_planned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(_plan.Plan, "find", lambda plan, given: made.append(plan))
+    monkeypatch.setattr(_plan.Record, "find", lambda record, given: made.append(record))
     for _ in range(3):
         torch.testing.assert_close(norm(X.t()), expected(X.t()))
     assert len(made) == 1 and plans("layer_norm") == [None]
 
 
 MOST_CALLS: dict[str, tuple[int, int]] = {
-    "gelu": (38, 47),
-    "softmax": (35, 48),
-    "swiglu": (39, 48),
-    "layer_norm": (51, 58),
-    "add_layer_norm": (55, 63),
-    "cross_entropy": (70, 85),
-    "embedding": (62, 69),
-    "rotary": (69, 80),
-    "attention": (81, 94),
+    "gelu": (37, 47),
+    "softmax": (34, 45),
+    "swiglu": (39, 46),
+    "layer_norm": (50, 55),
+    "add_layer_norm": (54, 60),
+    "cross_entropy": (67, 79),
+    "embedding": (62, 67),
+    "rotary": (67, 73),
+    "attention": (65, 71),
+    "attention_weights": (90, 98),
+    "linear_cross_entropy": (156, 182),
 }
 """Python and C functions that a planned call on a CPU calls, (without gradients, forward with gradients)."""
 
@@ -454,8 +501,11 @@ def test_the_host_calls_few_functions(op: str) -> None:
         "embedding": [X],
         "rotary": [*heads[:2]],
         "attention": [*heads],
+        "attention_weights": [*heads[:2]],
+        "linear_cross_entropy": [X, torch.randn(6, 6)],
     }
-    more = {"cross_entropy": [torch.arange(6)], "rotary": [*angles]}.get(op, [])
+    classes = [torch.arange(6)]
+    more = {"cross_entropy": classes, "linear_cross_entropy": classes, "rotary": [*angles]}.get(op, [])
     ids = [torch.tensor([[0, 5]])] if op == "embedding" else []
     function, counts = getattr(tk, op), []
     for recorded in (False, True):

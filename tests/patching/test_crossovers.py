@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import transformer_kernels as tk
+from benchmarks import crossovers
 from tests.support import transformers_models as models
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
 from transformer_kernels import huggingface
@@ -41,7 +43,9 @@ def patched(family, backend=None):
 
 
 @pytest.mark.parametrize("family", FEW_TOKENS)
-def test_inference_of_few_tokens_is_pytorchs(family, computed):
+def test_inference_of_few_tokens_is_pytorchs(family, computed, monkeypatch):
+    never = dict.fromkeys(_crossovers.TABLE["avx2"], (_crossovers.NEVER, _crossovers.NEVER))
+    monkeypatch.setitem(_crossovers.TABLE, _crossovers.level(), never)
     plain = models.make(family, attention="sdpa").eval()
     ours = copy.deepcopy(plain)
     tk.patch(ours)
@@ -71,8 +75,7 @@ def test_training_is_this_packages_at_every_size(family, computed):
 
 
 def test_large_inference_is_this_packages(computed, monkeypatch):
-    sizes = {**_crossovers.CROSSOVERS, **{(name, 4): (0, 0) for name, _ in _crossovers.CROSSOVERS}}
-    monkeypatch.setattr(_crossovers, "CROSSOVERS", sizes)
+    monkeypatch.setitem(_crossovers.TABLE, _crossovers.level(), {})
     ours, batch = patched("bert"), models.inputs("bert", None)
     with torch.no_grad():
         ours(**batch)
@@ -96,7 +99,8 @@ def test_small_attention_means_the_same(queries, causal, heads, biased):
             torch.testing.assert_close(small, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_layer_asks_for_is_not_lost(computed):
+def test_what_a_layer_asks_for_is_not_lost(computed, monkeypatch):
+    monkeypatch.setitem(_crossovers.TABLE[_crossovers.level()], ("attention", 4), (1 << 16, 1 << 16))
     q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
     layer = SimpleNamespace(is_causal=False)
     options = [{"sliding_window": 2}, {"softcap": 5.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.5}]
@@ -109,3 +113,47 @@ def test_what_a_layer_asks_for_is_not_lost(computed):
         out, weights = huggingface.attention_forward(layer, q, k, v, output_attentions=True)
     assert computed[-1] == "attention_weights"
     torch.testing.assert_close(weights @ v, out.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_each_instruction_set_has_a_table_of_its_own(monkeypatch):
+    x = torch.randn(1 << 13)
+    limits = {"avx2": (0, 0), "avx512": (1 << 13, 1 << 14), "amx": (1 << 14, 1 << 13)}
+    for name, limit in limits.items():
+        monkeypatch.setitem(_crossovers.TABLE[name], ("gelu", 4), limit)
+    sets = {"plain": "avx2", "avx2": "avx2", "avx512": "avx512", "avx512_bf16": "avx512", "amx": "amx"}
+    for instruction_set, name in sets.items():
+        module = SimpleNamespace(instruction_set=lambda found=instruction_set: found)
+        monkeypatch.setattr(_crossovers, "compiled", lambda found=module: found)
+        assert _crossovers.level() == name and _crossovers.crossover("gelu", 4) == limits[name]
+        with torch.no_grad():
+            assert _crossovers.is_small("gelu", x, x.numel(), None) == (name == "amx")
+            assert not _crossovers.is_small("gelu", x, x.numel(), "cpu")
+        assert not _crossovers.is_small("gelu", x, x.numel(), None)  # with gradients
+    monkeypatch.setattr(_crossovers, "compiled", lambda: None)
+    assert _crossovers.level() == "avx2"
+
+
+def test_the_tables_have_the_same_entries():
+    assert _crossovers.TABLE.keys() == {"avx2", "avx512", "amx"}
+    assert len({frozenset(entries) for entries in _crossovers.TABLE.values()}) == 1
+
+
+def test_a_written_table_is_the_module():
+    assert crossovers.written(_crossovers.TABLE) == Path(_crossovers.TABLE_FILE).read_text()
+
+
+def test_a_crossover_is_where_all_larger_sizes_are_faster():
+    assert crossovers.crossover({8: 0.9, 4: 0.5, 2: 1.2}) == 4
+    assert crossovers.crossover({8: 0.9, 4: 1.1, 2: 0.5}) == 8
+    assert crossovers.crossover({8: 1.0, 4: 0.5, 2: 0.96}) == 4
+    assert crossovers.crossover({8: 1.1, 4: 0.5, 2: 0.5}) == _crossovers.NEVER
+    assert crossovers.crossover({8: 0.9, 4: 0.5, 2: 0.5}) == 0
+
+
+def test_explain_reports_the_crossover(monkeypatch):
+    monkeypatch.setitem(_crossovers.TABLE[_crossovers.level()], ("layer_norm", 4), (1 << 10, _crossovers.NEVER))
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    shown = str(tk.explain("layer_norm", x, weight, backend="auto"))
+    assert "calls of fewer than 1024 elements, with gradients of any size, to PyTorch" in shown
+    assert tk.explain("layer_norm", x, weight, backend="torch").crossover is None
+    assert "gelu" not in str(tk.explain("rotary", x[None, None], x[None, None], *torch.randn(2, 2, 4)).crossover)

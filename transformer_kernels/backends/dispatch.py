@@ -183,16 +183,21 @@ def _automatic(operation: Operation, call: Any, device: torch.device) -> tuple[s
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: the operation, the requested backend, the selected one, and why the others are not."""
+    """What `explain` found: the operation, the requested backend, the selected one, and why the others are not.
+
+    `crossover` says which calls of the operation `patch` and `accelerate` leave to PyTorch; None: they leave none.
+    """
 
     operation: str
     requested: str
     chosen: str | None
     reasons: dict[str, str]
+    crossover: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.operation}: requested {self.requested}, selected {self.chosen or 'none'}"]
-        return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.reasons.items()])
+        lines += [f"  {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join(lines + ([] if self.crossover is None else [f"  {self.crossover}"]))
 
 
 def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
@@ -227,4 +232,7 @@ def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None
     order = AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE)
     supported = f"supports the call; auto tries in the order {', '.join(order)} on {device.type} tensors"
     shown = {each: reason or ("selected" if each == chosen else supported) for each, reason in reasons.items()}
-    return Explanation(op, name, chosen, shown)
+    from transformer_kernels.ops import _crossovers  # it imports this module
+
+    kind = "gelu_tanh" if getattr(call, "kind", None) == "gelu_tanh" else op
+    return Explanation(op, name, chosen, shown, _crossovers.described(kind, call[0]) if name == "auto" else None)

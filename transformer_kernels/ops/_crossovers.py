@@ -8,43 +8,41 @@ from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_kernels.backends.dispatch import requested
+from transformer_kernels.ops import _crossover_table
+from transformer_kernels.ops._crossover_table import NEVER, TABLE
+from transformer_kernels.ops._dropout import compiled
 from transformer_kernels.ops._plan import dispatch_modes, is_jit_tracing
 
-NEVER = 1 << 62
-CROSSOVERS: dict[tuple[str, int], tuple[int, int]] = {
-    ("attention", 4): (1 << 16, 1 << 17),
-    ("attention", 2): (1 << 16, 1 << 10),
-    ("add_layer_norm", 4): (1 << 18, 0),
-    ("add_rms_norm", 4): (1 << 14, 0),
-    ("cross_entropy", 4): (1 << 17, 1 << 16),
-    ("cross_entropy", 2): (1 << 17, 1 << 16),
-    ("embedding", 4): (NEVER, NEVER),
-    ("embedding", 2): (NEVER, NEVER),
-    ("gelu", 4): (NEVER, NEVER),
-    ("gelu", 2): (NEVER, NEVER),
-    ("gelu_tanh", 4): (1 << 15, 1 << 15),
-    ("gelu_tanh", 2): (1 << 15, 1 << 15),
-    ("layer_norm", 4): (1 << 19, 1 << 19),
-    ("layer_norm", 2): (1 << 19, 1 << 18),
-    ("linear", 4): (NEVER, 0),
-    ("rms_norm", 4): (1 << 15, 1 << 15),
-    ("rms_norm", 2): (1 << 15, 1 << 14),
-    ("softmax", 4): (1 << 16, 1 << 19),
-    ("softmax", 2): (1 << 18, NEVER),
-}
-"""For "auto" on a CPU: elements from which our kernel is no slower than PyTorch's, (forward alone, with gradients).
+TABLE_FILE = _crossover_table.__file__
+LEVELS = {"avx512": "avx512", "avx512_bf16": "avx512", "amx": "amx"}
+"""The table of an instruction set; "avx2" that of all others."""
 
-By the bytes of an element. Counted are the elements of the first tensor, of the result in an embedding, and the scores
-in attention; with gradients `linear` has a rule of its own (`are_ours`). CPU time of interleaved calls on two cores, in
-float32 and bfloat16, of a Xeon with AMX; add_layer_norm, add_rms_norm and linear on an EPYC with AVX2.
-"""
+
+def level() -> str:
+    """The table of the instruction set that the CPU kernels use."""
+    module = compiled()
+    return "avx2" if module is None else LEVELS.get(module.instruction_set(), "avx2")
+
+
+def crossover(name: str, itemsize: int) -> tuple[int, int]:
+    """Elements from which our kernel is the faster one, forward alone and with gradients; 0 without an entry."""
+    return TABLE[level()].get((name, itemsize), (0, 0))
+
+
+def described(name: str, x: Tensor) -> str | None:
+    """Which calls `patch` and `accelerate` leave to PyTorch in "auto" on a CPU, for `explain`."""
+    forward, training = crossover(name, x.dtype.itemsize)
+    if not x.is_cpu or (forward, training) == (0, 0):
+        return None
+    sizes = ["of any size" if each == NEVER else f"of fewer than {each} elements" for each in (forward, training)]
+    return f"patch and accelerate leave calls {sizes[0]}, with gradients {sizes[1]}, to PyTorch ({level()})"
 
 
 def is_small(name: str, x: Tensor, elements: int, backend: str | None) -> bool:
     """Whether an operation of so many elements is inference on a CPU in which PyTorch's operators are faster."""
-    if torch.is_grad_enabled() or elements >= CROSSOVERS.get((name, x.dtype.itemsize), (0, 0))[0]:
+    if torch.is_grad_enabled() or not is_automatic(x, backend):
         return False
-    return is_automatic(x, backend)
+    return elements < crossover(name, x.dtype.itemsize)[0]
 
 
 def is_automatic(x: Tensor, backend: str | None) -> bool:

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops import _plan
-from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing
+from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing, items
 
 Grads = tuple[Any, ...]
 """The incoming gradients of a backend's backward; None in one that did not come in, where there are several."""
@@ -149,19 +149,20 @@ class Operation:
         self._kept_call = tuple(fields.index(field) for field in tensors if field not in always)
         self._dropped = frozenset(fields.index(field) for field in dropped)
         self.dropped_when = dropped_when
-        self._described = frozenset(fields.index(field) for field in described)
-        self._kept_results = tuple(results.index(field) for field in kept)
+        self.described = frozenset(fields.index(field) for field in described)
+        self.results, self.kept_results = len(results), tuple(results.index(field) for field in kept)
+        self.saved_results = items(self.kept_results)
         self._numbers = tuple(i for i, field in enumerate(fields) if field not in tensors)
-        saved = {field: place for place, field in enumerate((*self._kept_call, *self._numbers))}
-        self._saved_tensors, self._saved_numbers = _items(self._kept_call), _items(self._numbers)
-        self._restored = _items([saved.get(i, -1) for i in range(len(fields))])
-        self._saved_results = _items(self._kept_results)
-        found = {result: place for place, result in enumerate(self._kept_results)}
-        self._restored_results = _items([found.get(i, -1) for i in range(len(results))])
+        saved = {field: index for index, field in enumerate((*self._kept_call, *self._numbers))}
+        self._saved_tensors, self._saved_numbers = items(self._kept_call), items(self._numbers)
+        self._restored = items([saved.get(i, -1) for i in range(len(fields))])
+        found = {result: index for index, result in enumerate(self.kept_results)}
+        self._restored_results = items([found.get(i, -1) for i in range(len(results))])
         self._like = {fields.index(field): results.index(other) for field, other in (like or {}).items()}
-        self.plans: _plan.Plans = {}
+        self.plans: _plan.Plans = {}  # by the layout of the arguments
+        self.calls: _plan.Plans = {}  # by that of the call
         dispatch.OPERATIONS[name] = self
-        self._register(types, len(results))
+        self._register(types)
 
     def run(self, backend: str | None, *arguments: Any, **options: Any) -> Any:
         """The public outputs for the arguments of `prepare`: one tensor or a tuple of them."""
@@ -172,35 +173,43 @@ class Operation:
         plan = self.plans.get(layout)
         if plan is None:
             call = self.prepare(*arguments, **options)
-            if layout is None or is_traced(call[0]):
+            if layout is None or layout in self.plans or is_traced(call[0]):
                 return self(call, backend)
-            module, recorded = dispatch.select(self, backend, call), needs_grad(*self._inputs(call))
-            if layout not in self.plans:
-                _plan.remember(self.plans, layout, values, _plan.Plan(call, module, recorded, self.check_when_run))
-            return self._computed(module, call, backend, recorded)
-        call = plan.call(values)
-        if plan.check is not None:
-            plan.check(call)
+            plan = self._planned(call, backend)
+            _plan.remember(self.plans, layout, plan, values, call)
+        else:
+            call = plan.call(values)
+            if plan.check is not None:
+                plan.check(call)
         if plan.recorded or self.composed is not None:
-            return self._computed(plan.module, call, backend, plan.recorded)
+            return self._computed(plan, call, backend)
         outputs = plan.forward(call)
         return outputs if self.result is None else self._outputs(outputs)
 
     def __call__(self, call: Any, backend: str | None) -> Any:
         """The public outputs of a validated call, by the cheapest route that it allows."""
-        if is_traced(call[0]):
-            return self._traced(call, backend)
-        return self._computed(dispatch.select(self, backend, call), call, backend, needs_grad(*self._inputs(call)))
+        layout = None if is_compiling() else _plan.layout(backend, call)
+        plan = self.calls.get(layout)
+        if plan is None:
+            if is_traced(call[0]):
+                return self._traced(call, backend)
+            plan = self._planned(call, backend)
+            if layout is not None:
+                _plan.keep(self.calls, layout, plan)
+        return self._computed(plan, call, backend)
 
-    def _computed(self, module: Any, call: Any, backend: str | None, recorded: bool) -> Any:
+    def _planned(self, call: Any, backend: str | None) -> _plan.Plan:
+        return _plan.Plan(self, call, dispatch.select(self, backend, call), needs_grad(*self._inputs(call)))
+
+    def _computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""
         if self.composed is not None:
-            output = self.composed(module, call, backend, recorded)
+            output = self.composed(plan.module, call, backend, plan.recorded)
             if output is not None:
                 return output
-        if recorded:
-            return _recorded(self, module, call, *self._inputs(call))
-        outputs = module.forward(call)
+        if plan.recorded:
+            return _recorded(plan, call, *self._inputs(call))
+        outputs = plan.forward(call)
         return outputs if self.result is None else self._outputs(outputs)
 
     def _traced(self, call: Any, backend: str | None) -> Any:
@@ -244,43 +253,27 @@ class Operation:
 
     # What is kept between forward and backward
 
-    def keep(self, ctx: Any, call: Any, results: Any, *more: Tensor) -> None:
-        """Save on an autograd context what `kept` finds again, and `more` behind it."""
-        results = (results,) if self.result is None else results
-        values = self.flat(call)
-        ctx.numbers = self._saved_numbers(values)
-        tensors = self._saved_tensors(values)
-        if self.dropped_when is not None and self.dropped_when(call):
-            pairs = zip(self._kept_call, tensors, strict=True)
-            tensors = tuple(None if i in self._dropped else each for i, each in pairs)
-        ctx.save_for_backward(*tensors, *self._saved_results(results), *more)
-        if self.public > 1:
-            ctx.set_materialize_grads(False)
-
-    def undescribed(self, call: Any) -> Any:
-        """The call with the described fields outside autograd's watch over writes."""
-        if not self._described:
-            return call
-        values = enumerate(self.flat(call))
-        return self.nested([x.data if i in self._described and x is not None else x for i, x in values])
+    def dropped_in(self, call: Any) -> frozenset[int]:
+        """The fields that backward of this call does without."""
+        return self._dropped if self.dropped_when is None or self.dropped_when(call) else frozenset()
 
     def kept(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
-        """The call and the results from what was saved of them, None in the other fields."""
-        inputs, outputs = len(self._kept_call), len(self._kept_call) + len(self._kept_results)
+        """The call and the results from what the operator saved of them, None in the other fields."""
+        inputs = len(self._kept_call)
         call = self.nested(self._restored((*tensors[:inputs], *numbers, None)))
-        results = self._restored_results((*tensors[inputs:outputs], None))
+        results = self._restored_results((*tensors[inputs:], None))
         return call, results[0] if self.result is None else self.result(*results)
 
-    def incoming(self, tensors: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    def incoming(self, results: Any, grads: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
         """The gradients of the outputs in the layout of the kernels; zeros for an absent one of the first output."""
-        first = grads[0]
-        first = torch.zeros_like(tensors[len(self._kept_call)]) if first is None else self.layout(first.resolve_neg())
+        first, *others = grads
+        first = torch.zeros_like(results[self.kept_results[0]]) if first is None else self.layout(first.resolve_neg())
         if self.public == 1:
             return (first,)
-        return first, *[None if grad is None else grad.resolve_neg().contiguous() for grad in grads[1:]]
+        return first, *[None if grad is None else grad.resolve_neg().contiguous() for grad in others]
 
     def _placed(self, gradients: Iterable[Any], wanted: tuple[bool, ...]) -> list[Any]:
-        """The gradients at their fields' places among the arguments."""
+        """The gradients at the positions of their fields."""
         placed: list[Any] = [None] * len(self.fields)
         for i, gradient, want in zip(self.differentiable, gradients, wanted, strict=True):
             placed[i] = gradient if want else None
@@ -288,9 +281,9 @@ class Operation:
 
     # The registered operator
 
-    def _register(self, types: Mapping[str, str], results: int) -> None:
+    def _register(self, types: Mapping[str, str]) -> None:
         name = self.name
-        returned = ", ".join(["Tensor"] * results)
+        returned = ", ".join(["Tensor"] * self.results)
         fields = tuple(field.rpartition(".")[2] for field in types)
         spelled = tuple(types.values())
         signature = ", ".join(f"{kind} {field}" for kind, field in zip(spelled, fields, strict=True))
@@ -301,7 +294,7 @@ class Operation:
         )
         kept = [f"{'Tensor?' if i in self._dropped else spelled[i]} {fields[i]}" for i in self._kept_call]
         arguments = [f"Tensor? grad{i}" for i in range(self.public)] + kept
-        arguments += [f"Tensor result{i}" for i in self._kept_results]
+        arguments += [f"Tensor result{i}" for i in self.kept_results]
         arguments += [f"{spelled[i]} {fields[i]}" for i in self._numbers]
         gradients = ", ".join(["Tensor"] * len(self.differentiable))
         self._registered_backward = _define(
@@ -346,9 +339,9 @@ class Operation:
         """The kept call and results, the incoming gradients, what is wanted and the backend."""
         *values, wanted, backend = arguments
         grads, values = tuple(values[: self.public]), values[self.public :]
-        tensors = len(self._kept_call) + len(self._kept_results)
+        tensors = len(self._kept_call) + len(self.kept_results)
         call, results = self.kept(values[:tensors], values[tensors:])
-        return call, results, self.incoming(tuple(values), grads), tuple(wanted), backend
+        return call, results, self.incoming(results, grads), tuple(wanted), backend
 
     def run_backward(self, *arguments: Any) -> Any:
         """What its gradient's operator returns."""
@@ -363,7 +356,7 @@ class Operation:
         return self._returned(_absent_as_empty(gradients, wanted, grads[0]))
 
     def _with_shapes(self, call: Any, results: Any) -> Any:
-        """The kept call, with a kept result of its shape in the place of each field that was dropped for one."""
+        """The kept call, with a kept result of its shape for each field that was dropped for one."""
         if not self._like:
             return call
         values = list(self.flat(call))
@@ -381,7 +374,10 @@ class Operation:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *call, ctx.backend = inputs
-        self.keep(ctx, self.nested(call), output)
+        ctx.numbers, tensors = self._saved_numbers(call), self._saved_tensors(call)
+        dropped = self.dropped_in(self.nested(call))
+        saved = [None if i in dropped else each for i, each in zip(self._kept_call, tensors, strict=True)]
+        ctx.save_for_backward(*saved, *self.saved_results(output if self.result else (output,)))
         ctx.set_materialize_grads(False)  # else there would be one for each result, the public ones and the others
         if self.result is not None:
             ctx.mark_non_differentiable(*output[self.public :])
@@ -403,35 +399,36 @@ class _Recorded(torch.autograd.Function):
     """A call that autograd records: forward, and the backend's backward."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Operation, module: Any, call: Any, *inputs: Tensor | None) -> Any:
+    def forward(ctx: Any, plan: _plan.Plan, call: Any, *inputs: Tensor | None) -> Any:
         """`inputs` are the call's differentiable tensors once more: autograd sees those that stand alone."""
-        made = None
-        if operation.ahead and hasattr(module, "forward_with_gradient"):
-            made = module.forward_with_gradient(call)
-        results, *gradient = (module.forward(call),) if made is None else made
-        ctx.operation, ctx.module, ctx.made_ahead = operation, module, made is not None
-        operation.keep(ctx, operation.undescribed(call), results, *gradient)
+        operation, ctx.plan = plan.operation, plan
+        made = None if plan.ahead is None else plan.ahead(call)
+        ctx.made_ahead = made is not None
+        results = plan.module.forward(call) if made is None else made[0]
+        plan.keep(ctx, call, results if operation.result else (results,), *(made or ())[1:])
         return results if operation.result is None else operation._outputs(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        operation: Operation = ctx.operation
-        needed, tensors = ctx.needs_input_grad, ctx.saved_tensors
-        wanted = needed[3:]
+        plan: _plan.Plan = ctx.plan
+        operation, needed, tensors = plan.operation, ctx.needs_input_grad, ctx.saved_tensors
+        wanted = needed[2:]
         if torch.is_grad_enabled():  # under create_graph
             if operation.second_order is None:
-                gradients = _OnlyOnce.apply(operation, ctx.module, ctx.numbers, wanted, *grads, *tensors)
+                gradients = _OnlyOnce.apply(plan, wanted, *grads, *tensors)
             else:
-                call, results = operation.kept(tensors, ctx.numbers)
-                gradients = operation.second_order(call, results, operation.incoming(tensors, grads), wanted)
+                call, results = plan.kept(tensors)
+                gradients = operation.second_order(call, results, operation.incoming(results, grads), wanted)
         elif ctx.made_ahead:
             ctx.made_ahead = False  # it is the caller's from here on, to write to: a second backward pass makes its own
             gradients = (tensors[-1].data,)
-            ctx.module.scale_gradient(*gradients, *grads)
+            plan.module.scale_gradient(*gradients, *grads)
         else:
-            call, results = operation.kept(tensors, ctx.numbers)
-            gradients = ctx.module.backward(call, results, operation.incoming(tensors, grads), wanted)
-        return None, None, None, *[grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
+            call, results = plan.kept(tensors)
+            gradients = plan.module.backward(call, results, operation.incoming(results, grads), wanted)
+        if False not in wanted:
+            return None, None, *gradients
+        return None, None, *[grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
 
 
 _recorded = super(torch.autograd.Function, _Recorded).apply
@@ -442,13 +439,11 @@ class _OnlyOnce(torch.autograd.Function):
     """A backward pass that stands in the graph between its gradients and all that they depend on, and refuses there."""
 
     @staticmethod
-    def forward(
-        ctx: Any, operation: Operation, module: Any, numbers: list[Any], wanted: tuple[bool, ...], *given: Any
-    ) -> Any:
-        ctx.operation = operation
+    def forward(ctx: Any, plan: _plan.Plan, wanted: tuple[bool, ...], *given: Any) -> Any:
+        operation = ctx.operation = plan.operation
         grads, tensors = given[: operation.public], given[operation.public :]
-        call, results = operation.kept(tensors, numbers)
-        gradients = module.backward(call, results, operation.incoming(tensors, grads), wanted)
+        call, results = plan.kept(tensors)
+        gradients = plan.module.backward(call, results, operation.incoming(results, grads), wanted)
         return tuple(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
 
     @staticmethod
@@ -490,13 +485,6 @@ def _parts(hints: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
         else:
             yield None, start
             start += 1
-
-
-def _items(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """The function that picks the items at these indices from a sequence."""
-    if len(indices) > 1:
-        return operator.itemgetter(*indices)
-    return lambda values: tuple(values[i] for i in indices)
 
 
 def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

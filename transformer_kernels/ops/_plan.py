@@ -7,7 +7,8 @@ values of integer tensors, ids and classes, are checked in every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -67,80 +68,148 @@ def layout(backend: str | None, values: tuple[Any, ...]) -> Hashable:
     return tuple(key)
 
 
+def bound(module: Any, call: Any) -> Any:
+    """A backend's module for calls of one layout, what depends on the layout alone computed once where it can."""
+    return module.bound(call) if hasattr(module, "bound") else module
+
+
+class Record:
+    """How a call, or a record in one, is made of the arguments."""
+
+    __slots__ = ("_fields", "_kind", "_positions", "_records", "_seed")
+
+    def __init__(self, record: Any) -> None:
+        self._kind, self._fields = type(record), list(record)
+        self._seed: int | None = None
+        self._positions: list[tuple[int, int, Callable[[Tensor], Tensor] | None]] = []
+        self._records: list[tuple[int, Record]] = []
+
+    def make(self, values: tuple[Any, ...]) -> Any:
+        """The record of these arguments."""
+        fields = self._fields.copy()
+        for position, index, view in self._positions:
+            fields[position] = values[index] if view is None else view(values[index])
+        for position, record in self._records:
+            fields[position] = record.make(values)
+        if self._seed is not None:
+            fields[self._seed] = draw_seed(fields[0].device)
+        return _new(self._kind, fields)
+
+    def find(self, given: dict[int, tuple[int, Tensor]]) -> bool:
+        """Find the record's tensors among the arguments, by id, and views of them; whether all are there."""
+        for position, value in enumerate(self._fields):
+            if isinstance(value, Tensor):
+                found = given.get(id(value))
+                if found is not None:
+                    self._positions.append((position, found[0], None))
+                elif self._kind._fields[position] == "seed":
+                    self._seed = position
+                elif (viewed := _viewed(value, given)) is not None:
+                    self._positions.append((position, *viewed))
+                else:  # it was copied
+                    return False
+                self._fields[position] = None
+            elif isinstance(value, tuple) and hasattr(value, "_fields"):
+                record = Record(value)
+                if not record.find(given):
+                    return False
+                if record._positions:
+                    self._records.append((position, record))
+                    self._fields[position] = None
+        return True
+
+
 class Plan:
-    """What computes the calls of one layout, and how the call is made of their arguments.
+    """What computes the calls of one layout, and what autograd saves of them.
 
     Attributes:
         module: the backend's `forward` and `backward`.
         forward: its `forward`, or `forward_alone`, which has no backward, where it has that.
+        ahead: its `forward_with_gradient`, or None.
         recorded: whether autograd records the call.
         check: what is checked in every call, or None.
+        call: the arguments -> the validated call, once the plan is remembered.
     """
 
-    __slots__ = ("_fields", "_nested", "_places", "_record", "_seed", "check", "forward", "module", "recorded")
-
-    def __init__(
-        self, call: Any, module: Any = None, recorded: bool = False, check: Callable[[Any], None] | None = None
-    ) -> None:
-        self.module, self.recorded, self.check = module, recorded, check
+    def __init__(self, operation: Any, call: Any, module: Any, recorded: bool) -> None:
+        self.module = module = bound(module, call)
         self.forward: Any = getattr(module, "forward_alone", None) or getattr(module, "forward", None)
-        self._record, self._fields = type(call), list(call)
-        self._seed: int | None = None
-        self._places: list[tuple[int, int, bool]] = []
-        self._nested: list[tuple[int, Plan]] = []
+        self.ahead: Any = getattr(module, "forward_with_gradient", None) if operation.ahead else None
+        self.operation, self.recorded, self.check = operation, recorded, operation.check_when_run
+        self.call: Callable[[tuple[Any, ...]], Any]
+        if recorded:
+            self._find_saved(operation, call)
 
-    def call(self, values: tuple[Any, ...]) -> Any:
-        """The validated call of these arguments."""
-        fields = self._fields.copy()
-        for place, index, leading in self._places:
-            fields[place] = values[index].unsqueeze(0) if leading else values[index]
-        for place, plan in self._nested:
-            fields[place] = plan.call(values)
-        if self._seed is not None:
-            fields[self._seed] = draw_seed(fields[0].device)
-        return _new(self._record, fields)
+    def _find_saved(self, operation: Any, call: Any) -> None:
+        """Find the fields of the call that are saved; the others are constants of the layout, or dropped."""
+        self._flat = any(isinstance(each, Tensor) for value in call if isinstance(value, tuple) for each in value)
+        values = operation.flat(call) if self._flat else call
+        dropped, described = operation.dropped_in(call), operation.described
+        saved = [i for i, each in enumerate(values) if isinstance(each, Tensor) and i not in dropped]
+        self._described = [position for position, i in enumerate(saved) if i in described]
+        constants = [i for i, each in enumerate(values) if not isinstance(each, Tensor)]
+        self._constants = None, *(values[i] for i in constants)
+        position = {i: index for index, i in enumerate((*constants, *saved), start=1)}
+        self._saved, self._record = items(saved), type(call)
+        self._fields = items([position.get(i, 0) for i in range(len(values))])
+        results = {i: index for index, i in enumerate(operation.kept_results, start=len(position) + 1)}
+        self._results = items([results.get(i, 0) for i in range(operation.results)])
 
-    def find(self, given: dict[int, tuple[int, Tensor]]) -> bool:
-        """Find the tensors of the call among the arguments, by id; whether all are there, but for a leading axis."""
-        for place, value in enumerate(self._fields):
-            if isinstance(value, Tensor):
-                found = given.get(id(value))
-                if found is None and self._record._fields[place] == "seed":
-                    self._seed = place
-                else:
-                    index = _unsqueezed(value, given) if found is None else found[0]
-                    if index is None:  # it was copied
-                        return False
-                    self._places.append((place, index, found is None))
-                self._fields[place] = None
-            elif isinstance(value, tuple) and hasattr(value, "_fields"):
-                plan = Plan(value)
-                if not plan.find(given):
-                    return False
-                if plan._places:
-                    self._nested.append((place, plan))
-                    self._fields[place] = None
-        return True
+    def keep(self, ctx: Any, call: Any, results: Any, *more: Tensor) -> None:
+        """Save on an autograd context what `kept` restores, and `more` behind it."""
+        operation = self.operation
+        tensors = self._saved(operation.flat(call) if self._flat else call)
+        if self._described:  # outside autograd's check of writes
+            tensors = tuple(x.data if i in self._described else x for i, x in enumerate(tensors))
+        ctx.save_for_backward(*tensors, *operation.saved_results(results), *more)
+        if operation.public > 1:
+            ctx.set_materialize_grads(False)
+
+    def kept(self, tensors: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The call and the results from what was saved of them, None in the other fields."""
+        values, operation = (*self._constants, *tensors), self.operation
+        fields, results = self._fields(values), self._results(values)
+        call = operation.nested(fields) if self._flat else _new(self._record, fields)
+        return call, results[0] if operation.result is None else _new(operation.result, results)
 
 
 Plans = dict[Hashable, Plan | None]
 """By layout; None where calls are not made of their arguments as they are."""
 
 
-def remember(plans: Plans, layout: Hashable, values: tuple[Any, ...], plan: Plan) -> None:
+def remember(plans: Plans, layout: Hashable, plan: Plan, values: tuple[Any, ...], call: Any) -> None:
     """Keep the plan of the call that was made of these arguments."""
     tensors = [(index, each) for index, each in enumerate(values) if isinstance(each, Tensor)]
     if not any(each.dtype in INDICES for _, each in tensors):
         plan.check = None
     given = {id(each): (index, each) for index, each in tensors}
+    record = Record(call)
+    plan.call = record.make
+    found = len(given) == len(tensors) and record.find(given)  # none of them is given twice
+    keep(plans, layout, plan if found else None)
+
+
+def keep(plans: Plans, layout: Hashable, plan: Plan | None) -> None:
+    """Keep a plan, and at most MOST_PLANS of them."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
-    plans[layout] = plan if len(given) == len(tensors) and plan.find(given) else None  # none of them is given twice
+    plans[layout] = plan
 
 
-def _unsqueezed(value: Tensor, given: dict[int, tuple[int, Tensor]]) -> int | None:
-    """The index of the argument that a tensor of a call is, seen with a leading axis; None if there is none."""
-    for index, each in given.values():
-        if value.data_ptr() == each.data_ptr() and value.shape == (1, *each.shape) and value.dtype is each.dtype:
-            return index if value.stride()[1:] == each.stride() else None
-    return None
+def items(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The function that picks the items at these indices from a sequence."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda values: tuple(values[i] for i in indices)
+
+
+def _viewed(value: Tensor, given: dict[int, tuple[int, Tensor]]) -> tuple[int, Callable[[Tensor], Tensor]] | None:
+    """The index of the argument that a tensor of a call is a view of, and how it is viewed; None if there is none."""
+    found = [(index, each) for index, each in given.values() if each.data_ptr() == value.data_ptr()]
+    if len(found) != 1 or found[0][1].dtype is not value.dtype or not value.numel():
+        return None
+    index, each = found[0]
+    if not each.requires_grad:
+        return index, operator.methodcaller("as_strided", tuple(value.shape), value.stride())
+    leading = value.shape == (1, *each.shape) and value.stride()[1:] == each.stride()
+    return (index, operator.methodcaller("unsqueeze", 0)) if leading else None

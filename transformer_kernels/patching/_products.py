@@ -16,6 +16,8 @@ from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.patching._swap import Mixin
 
 FEWEST_ROWS = 256
+FEWEST_PRODUCTS = 3 << 19
+"""Products of a weight (K, N), whose kernels transpose it, from which ours are faster with gradients."""
 
 
 def is_eager_cpu(x: Tensor) -> bool:
@@ -49,6 +51,7 @@ class Linear(Mixin):
 
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     """x W + b, x (..., K), weight (K, N)."""
-    if torch.is_grad_enabled() and are_ours(x, weight, backend):
+    enough = torch.is_grad_enabled() and x.numel() * weight.shape[1] >= FEWEST_PRODUCTS
+    if enough and are_ours(x, weight, backend):
         return ops.linear(x, weight.t(), bias, backend=backend)
     return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)

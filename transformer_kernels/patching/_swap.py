@@ -14,31 +14,32 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from transformer_kernels.ops._crossovers import NEVER, is_automatic
+from transformer_kernels.ops._crossovers import crossover, is_automatic
 
-FEWEST = {
+FEWEST: dict[str, int | str] = {
     "Activation": 1 << 10,
     "BertEmbeddings": 1 << 8,
     "DistilBertEmbeddings": 1 << 8,
-    "GELU": NEVER,
-    "GELUActivation": NEVER,
-    "GELUTanh": 1 << 15,
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
     "GatedMLP": 1 << 15,
-    "LayerNorm": 1 << 20,
+    "LayerNorm": "layer_norm",
     "RMSNorm": 1 << 14,
     "PackedGatedMLP": 1 << 17,
     "RobertaEmbeddings": 1 << 8,
     "RotaryAttention": 1 << 17,
     "RoundedRMSNorm": 1 << 12,
     "ShiftedRMSNorm": 1 << 14,
-    "Softmax": 1 << 16,
+    "Softmax": "softmax",
     "T5GatedMLP": 1 << 15,
     "T5Norm": 1 << 14,
 }
 """Elements of the first argument from which a patched module is faster in inference on a CPU than the original one.
 
-By the name of the original class or of what replaces it; in int64 tokens for embeddings. Measured by
-`python -m benchmarks.patched --modules`, in float32 with AVX2.
+By the name of the original class or of what replaces it; in int64 tokens for embeddings. A module that is one operator
+of PyTorch has the crossover of that operation. The others were measured by `python -m benchmarks.patched --modules`, in
+float32 with AVX2.
 """
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -105,14 +106,16 @@ def _with_signature(function: Any, original: Any) -> Any:
     return copied
 
 
-def _left_if_small(ours: Any, original: Any, fewest: int) -> Any:
+def _left_if_small(ours: Any, original: Any, fewest: int | str) -> Any:
     """The patched forward, or the original one for inference of few elements."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and not self.training:
             x = args[0] if args else next(iter(kwargs.values()), None)
-            if isinstance(x, torch.Tensor) and x.numel() < fewest and is_automatic(x, self.backend):
-                return original(self, *args, **kwargs)
+            if isinstance(x, torch.Tensor) and is_automatic(x, self.backend):
+                limit = fewest if isinstance(fewest, int) else crossover(fewest, x.dtype.itemsize)[0]
+                if x.numel() < limit:
+                    return original(self, *args, **kwargs)
         return ours(self, *args, **kwargs)
 
     forward.__doc__, forward.__signature__ = original.__doc__, inspect.signature(original)  # type: ignore[attr-defined]

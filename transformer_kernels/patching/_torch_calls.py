@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import unavailable
 from transformer_kernels.nn import without_gradient
-from transformer_kernels.ops._crossovers import CROSSOVERS
+from transformer_kernels.ops._crossovers import TABLE, crossover
 from transformer_kernels.patching._products import are_ours
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,12 +28,15 @@ REDUCTIONS = ("none", "mean", "sum")
 
 AUTOCAST = "autocast chooses the dtype of its result"
 SMALL = "below the size from which our kernel is the faster one"
-FEWEST = {
-    **{name: min(min(limits) for (each, _), limits in CROSSOVERS.items() if each == name) for name, _ in CROSSOVERS},
-    "attention": 0,
-    "gelu": min(CROSSOVERS["gelu_tanh", 4]),
-    "linear": 1 << 11,
-}
+
+
+def _fewest(operation: str) -> int:
+    """The least crossover of any instruction set."""
+    names = (operation, "gelu_tanh") if operation == "gelu" else (operation,)
+    return min(min(limits) for entries in TABLE.values() for (name, _), limits in entries.items() if name in names)
+
+
+FEWEST = {name: _fewest(name) for name, _ in TABLE["avx2"]} | {"attention": 0, "linear": 1 << 11}
 """Elements of the first argument below which a call is left before anything else is looked at."""
 
 
@@ -62,7 +65,7 @@ def refusal(name: str, backend: str, elements: int, dtype: torch.dtype, *tensors
     """Why a call of plain tensors that has an exact counterpart is not rerouted; a named backend takes it in any case.
 
     Args:
-        name: a key of CROSSOVERS, with the size of `dtype`.
+        name: an operation of the table of crossovers.
         elements: what decides there.
         dtype: in which it is computed.
         tensors: those that the call reads, the first of them never None.
@@ -77,7 +80,7 @@ def refusal(name: str, backend: str, elements: int, dtype: torch.dtype, *tensors
     if device.type == "cuda":
         missing = all(unavailable(each, device) is not None for each in ("triton", "cuda"))
         return "no backend for CUDA tensors is available" if missing else None
-    forward, training = CROSSOVERS[name, dtype.itemsize]
+    forward, training = crossover(name, dtype.itemsize)
     if elements < forward or elements < training:
         recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
         if elements < (training if recorded else forward):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_kernels.backends import Machine, address, cuda, in_dtype_of
 from transformer_kernels.ops._operation import Grads, Wanted
-from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into, like_output
+from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._compiled import Kernels as RotaryKernels
@@ -32,11 +32,62 @@ NO_ANGLES = (0, 0, 0, 0, False)
 NO_BIAS = (1, 1, 1, 1), (0, 0, 0, 0)
 
 
-class Kernels:
-    """Forward and backward by the compiled kernels of one machine."""
+class Layout(NamedTuple):
+    """What the kernels take of a call's layout; strides are those of batches, heads and rows."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine, self.__name__ = machine, machine.__name__
+    dtype: int
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    like_q: tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides of out and dq, and of dk and dv
+    like_k: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    bias_is_float32: bool
+    bias_sizes: tuple[int, ...]
+    bias_strides: tuple[int, ...]
+    slope_strides: tuple[int, ...]
+    sequences: int
+
+
+class Kernels:
+    """Forward and backward by the compiled kernels of one machine, with `layout` for calls of one layout."""
+
+    def __init__(self, machine: Machine, layout: Layout | None = None) -> None:
+        self._machine, self._layout, self.__name__ = machine, layout, machine.__name__
+
+    def bound(self, call: AttentionCall) -> Kernels:
+        """The kernels for calls of this layout."""
+        return Kernels(self._machine, self._layout_of(call))
+
+    def _layout_of(self, call: AttentionCall) -> Layout:
+        q, k, v, scores = call.q, call.k, call.v, call.scores
+        bias, slopes, starts = scores.bias, scores.alibi_slopes, scores.cu_seqlens
+        batch, heads, queries, width = q.shape
+        sizes, strides = NO_BIAS if bias is None else (tuple(bias.shape), broadcast_strides(bias))
+        return Layout(
+            self._machine.DTYPE_CODES[q.dtype],
+            q.stride()[:3],
+            k.stride()[:3],
+            v.stride()[:3],
+            _output_layout(q),
+            _output_layout(k),
+            batch,
+            heads,
+            k.shape[1],
+            queries,
+            k.shape[2],
+            width,
+            bias is not None and bias.dtype is torch.float32,
+            sizes,
+            strides,
+            (0, 0) if slopes is None else broadcast_strides(slopes)[:2],
+            0 if starts is None else len(starts) - 1,
+        )
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Why these kernels cannot take this call, or None."""
@@ -48,12 +99,12 @@ class Kernels:
 
     def forward(self, call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
         """out (B, Hq, Lq, D), in memory (B, Lq, Hq, D), lse (B, Hq, Lq) and statistics (B, Hq, 2, Lq)."""
-        q = call.q
-        batch, heads, queries, _ = q.shape
+        q, layout = call.q, self._layout or self._layout_of(call)
+        batch, heads, queries = layout.batch, layout.heads, layout.queries
         lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
         statistics = q.new_empty((batch, heads, 2, queries), dtype=torch.float32)
-        result = AttentionResult(like_output(q), lse, statistics)
-        self._run(self._machine.load().attention_forward, call, result, angles)
+        result = AttentionResult(q.new_empty_strided(*layout.like_q), lse, statistics)
+        self._run(self._machine.load().attention_forward, layout, call, result, angles)
         return result
 
     def backward(
@@ -67,17 +118,18 @@ class Kernels:
     ) -> tuple[Tensor | None, ...]:
         """dq, dk, dv, which are `into` where it is given, and dbias, bit for bit the same each time."""
         machine, bias, (dout, dlse) = self._machine, call.scores.bias, grads
+        layout = self._layout or self._layout_of(call)
         dout = torch.zeros_like(result.out) if dout is None else dout
         dq, dk, dv = into or (
-            like_output(x) if needed or machine is cuda else None
-            for x, needed in zip((call.q, call.k, call.v), wanted, strict=False)
+            call.q.new_empty_strided(*like) if needed or machine is cuda else None
+            for like, needed in zip((layout.like_q, layout.like_k, layout.like_k), wanted, strict=False)
         )
         summed = bias if bias is not None and wanted[3] and bias.shape[3] > 1 else None
         dbias = None if summed is None else machine.sum_like(summed, True)
         delta = machine.workspace(result.lse)
         self._run(
-            machine.load().attention_backward, call, result, angles, _view(dout), _view(dq), _view(dk), _view(dv),
-            address(dlse), address(dbias), address(delta),
+            machine.load().attention_backward, layout, call, result, angles,
+            _view(dout), _view(dq), _view(dk), _view(dv), address(dlse), address(dbias), address(delta),
         )  # fmt: skip
         if angles is not None and machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
             assert dk is not None  # a GPU's kernels compute all three
@@ -92,6 +144,7 @@ class Kernels:
     def _run(
         self,
         kernel: Any,
+        layout: Layout,
         call: AttentionCall,
         result: AttentionResult,
         angles: Angles | None,
@@ -103,42 +156,42 @@ class Kernels:
         dbias: int = 0,
         delta: int = 0,
     ) -> None:
-        q, k, scores, machine = call.q, call.k, call.scores, self._machine
-        bias, slopes, starts = scores.bias, scores.alibi_slopes, scores.cu_seqlens
-        batch, heads, queries, width = q.shape
-        sizes, strides = NO_BIAS if bias is None else (bias.shape, broadcast_strides(bias))
-        device, stream = machine.stream_of(q)
+        q, k, v, scores, seed, dropout_p = call
+        code, q_strides, k_strides, v_strides, _, _, *sizes = layout
+        batch, heads, kv_heads, queries, keys, width, wide, bias_sizes, bias_strides, slope_strides, sequences = sizes
+        scale, left, right, softcap, bias, slopes, _, padding, starts, starts_k = scores
+        device, stream = self._machine.stream_of(q)
         kernel(
-            dtype=machine.DTYPE_CODES[q.dtype],
-            q=_view(q),
-            k=_view(k),
-            v=_view(call.v),
+            dtype=code,
+            q=(q.data_ptr(), *q_strides),
+            k=(k.data_ptr(), *k_strides),
+            v=(v.data_ptr(), *v_strides),
             out=_view(result.out),
             lse=result.lse.data_ptr(),
             statistics=address(result.statistics),
             batch=batch,
             heads=heads,
-            kv_heads=k.shape[1],
+            kv_heads=kv_heads,
             queries=queries,
-            keys=k.shape[2],
+            keys=keys,
             width=width,
-            scale=scores.scale,
-            left=scores.left,
-            right=scores.right,
-            softcap=scores.softcap,
+            scale=scale,
+            left=left,
+            right=right,
+            softcap=softcap,
             bias=address(bias),
-            bias_is_float32=bias is not None and bias.dtype is torch.float32,
-            bias_sizes=sizes,
-            bias_strides=strides,
+            bias_is_float32=wide,
+            bias_sizes=bias_sizes,
+            bias_strides=bias_strides,
             alibi_slopes=address(slopes),
-            slope_strides=(0, 0) if slopes is None else broadcast_strides(slopes)[:2],
-            key_padding_mask=address(scores.key_padding_mask),
+            slope_strides=slope_strides,
+            key_padding_mask=address(padding),
             cu_seqlens=address(starts),
-            cu_seqlens_k=address(starts if scores.cu_seqlens_k is None else scores.cu_seqlens_k),
-            sequences=0 if starts is None else len(starts) - 1,
+            cu_seqlens_k=address(starts if starts_k is None else starts_k),
+            sequences=sequences,
             angles=NO_ANGLES if angles is None else angles.addresses(),
-            seed=address(call.seed),
-            dropout_p=call.dropout_p,
+            seed=address(seed),
+            dropout_p=dropout_p,
             dout=dout,
             dq=dq,
             dk=dk,
@@ -167,6 +220,13 @@ def _unsupported_on_gpu(call: AttentionCall) -> str | None:
                 "bfloat16, or backend='torch'"
             )
     return None
+
+
+def _output_layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a tensor of x's shape (B, H, L, D) that is laid out in memory as (B, L, H, D)."""
+    batch, heads, length, width = x.shape
+    row = heads * width
+    return (batch, heads, length, width), (length * row, width, row, 1)
 
 
 def _view(x: Tensor | None) -> View:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._plan import bound
 
 if TYPE_CHECKING:
     from transformer_kernels.ops.attention import AttentionCall, AttentionResult
@@ -27,6 +28,10 @@ class WithSinks:
         self.kernels = kernels
         self.unsupported = getattr(kernels, "unsupported", lambda call: None)
         self.unit = getattr(kernels, "score_unit", lambda dtype: 1.0)
+
+    def bound(self, call: AttentionCall) -> WithSinks:
+        """The same for calls of one layout."""
+        return WithSinks(bound(self.kernels, call))
 
     def forward(self, call: AttentionCall, **options: Any) -> AttentionResult:
         """Output and lse with sinks."""

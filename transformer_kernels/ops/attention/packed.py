@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -187,6 +188,13 @@ class _Packed:
         self.kernels = WithSinks(kernels)
         self.rotary = dispatch.family("transformer_kernels.ops.rotary", kernels.__name__.rpartition(".")[2].lstrip("_"))
         self.rotates = getattr(kernels, "rotates", lambda call: False)  # which calls its kernels rotate themselves
+
+    def bound(self, call: PackedAttentionCall) -> _Packed:
+        """The same for calls of one layout; rotated copies have another one."""
+        inner, packed = _on_views(call), copy(self)
+        if call.cos is None or self.rotates(inner):
+            packed.kernels = self.kernels.bound(inner)
+        return packed
 
     def unsupported(self, call: PackedAttentionCall) -> str | None:
         return self.kernels.unsupported(_on_views(call))

@@ -69,7 +69,8 @@ def attention_weights(
 
     Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """
-    call = prepare(
+    return OPERATION.run(
+        backend,
         q,
         k,
         causal=causal,
@@ -83,7 +84,6 @@ def attention_weights(
         softcap=softcap,
         sinks=sinks,
     )
-    return OPERATION(call, backend)
 
 
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:

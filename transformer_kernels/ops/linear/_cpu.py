@@ -6,6 +6,7 @@ weight_gradient.cpp.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,15 +51,19 @@ def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
 
 def _limit(x: Tensor, products: str) -> int:
     """Elements of the largest weight for which LIMITS names our products with x, -1 for none."""
-    steps = LIMITS.get((x.dtype, products, processor()))
+    steps = LIMITS.get((x.dtype, products, processor(cpu.load())))
     if steps is None:
         steps = LIMITS.get((x.dtype, products, ""), ())
-    return max((largest for rows, largest in steps if x.numel() >= rows * x.shape[-1]), default=-1)
+    largest, elements, width = -1, x.numel(), x.shape[-1]
+    for rows, limit in steps:  # which increase
+        if elements >= rows * width:
+            largest = limit
+    return largest
 
 
-def processor() -> str:
-    """The name in LIMITS of this processor at the instruction set in use; "" is any other."""
-    kernels = cpu.load()
+@functools.cache
+def processor(kernels: Any) -> str:
+    """The name in LIMITS of this processor at the instruction set that the kernels use; "" is any other."""
     level = kernels.instruction_set()
     if level == "amx":  # oneDNN multiplies 16 bits in tiles
         return "AMX"

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_kernels.backends.dispatch import select
 from transformer_kernels.ops import _checks, _operation
 from transformer_kernels.ops.linear import linear
 from transformer_kernels.ops.loss import _chunked
@@ -141,29 +140,32 @@ def linear_cross_entropy(
 
     Wijmans et al., "Cut your losses in large-vocabulary language models", 2024, section 2 (logits are not stored).
     """
-    call = _prepare_linear(
-        x,
-        weight,
-        targets,
-        bias,
-        class_weight=class_weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        reduction=reduction,
-    )
-    if call.targets.numel() > _chunked.rows_at_once(weight.shape[0], call.dtype, x.device):
-        return LINEAR_CROSS_ENTROPY(call, backend)
-    if not _operation.is_traced(x):
-        select(LINEAR_CROSS_ENTROPY, backend, call)  # an error names this operation
+    options: dict[str, Any] = {
+        "class_weight": class_weight,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "reduction": reduction,
+    }
+    if not torch.compiler.is_compiling():
+        return LINEAR_CROSS_ENTROPY.run(backend, x, weight, targets, bias, **options)
+    call = _prepare_linear(x, weight, targets, bias, **options)
+    loss = _in_one_chunk(None, call, backend)
+    return LINEAR_CROSS_ENTROPY(call, backend) if loss is None else loss
+
+
+def _in_one_chunk(
+    module: Any, call: LinearCrossEntropyCall, backend: str | None, recorded: bool = True
+) -> Tensor | None:
+    """A linear layer and `cross_entropy` where all rows fit into one chunk, else None."""
+    x, weight, targets, bias, ignore_index, smoothing, reduction, dtype, _, class_weight, z_loss, softcap = call
+    if targets.numel() > _chunked.rows_at_once(weight.shape[0], dtype, x.device):
+        return None
     # also while a step is recorded, so that its bits are the same
     own = not torch.compiler.is_compiling()
     logits = linear(x, weight, bias, backend=backend) if own else F.linear(x, weight, bias)
-    smoothing, reduction = call.label_smoothing, call.reduction
-    inner = CrossEntropyCall(
-        logits, call.targets, call.ignore_index, smoothing, reduction, call.class_weight, call.z_loss, call.softcap
-    )
+    inner = CrossEntropyCall(logits, targets, ignore_index, smoothing, reduction, class_weight, z_loss, softcap)
     return CROSS_ENTROPY(inner, backend)
 
 
@@ -374,6 +376,7 @@ LINEAR_CROSS_ENTROPY = _operation.Operation(
     like={"x": "dx", "weight": "dweight", "bias": "dbias"},
     sizes=(),
     kernels="loss",
+    composed=_in_one_chunk,
     adapt=_chunked.ChunkedCrossEntropy,
     check_when_run=lambda call: _checks.classes_in_range(
         LINEAR_OP, "targets", call.targets, call.weight.shape[0], call.ignore_index

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Machine, address
+from transformer_kernels.backends import Machine, address, cpu
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.loss._calls import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
 
@@ -16,10 +14,15 @@ ROWS_OF_ONE_BLOCK = 1 << 16
 
 
 class Kernels:
-    """Forward and backward by the compiled kernels of one machine."""
+    """Forward and backward by the compiled kernels of one machine, with `options` for calls of one layout."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, options: RowLoss | None = None) -> None:
+        self._machine, self._options = machine, options
+        self._on_cpu = machine is cpu
+
+    def bound(self, call: CrossEntropyCall) -> Kernels:
+        """The kernels for calls of this layout."""
+        return Kernels(self._machine, call.row_loss() if call.weight is None else None)
 
     def unsupported(self, call: CrossEntropyCall) -> str | None:
         """Why the kernels do not take the call; None if they do."""
@@ -34,7 +37,7 @@ class Kernels:
         return self._forward(call, None) if self._on_cpu else self.forward(call)
 
     def _forward(self, call: CrossEntropyCall, statistics: Tensor | None) -> CrossEntropyResult:
-        logits, targets, options = call.logits, call.targets, call.row_loss()
+        logits, targets, options = call.logits, call.targets, self._options or call.row_loss()
         losses = self._rows(logits, logits.shape[-1], targets, options, statistics)
         if call.reduction == "none":
             return CrossEntropyResult(losses, statistics, None)
@@ -44,7 +47,7 @@ class Kernels:
 
     def forward_with_gradient(self, call: CrossEntropyCall) -> tuple[CrossEntropyResult, Tensor] | None:
         """`forward` and the gradient of the loss, computed while a row is cached; None where backward computes it."""
-        logits, targets, options = call.logits, call.targets, call.row_loss()
+        logits, targets, options = call.logits, call.targets, self._options or call.row_loss()
         if not self._made_ahead(call, options):
             return None
         statistics = logits.new_empty(2, targets.numel(), dtype=torch.float32)
@@ -68,10 +71,6 @@ class Kernels:
         if call.reduction == "none" or call.logits.dtype is torch.float16 or not options.is_plain():
             return False
         return self._on_cpu
-
-    @functools.cached_property
-    def _on_cpu(self) -> bool:
-        return hasattr(self._machine.load(), "cross_entropy_scale")
 
     def row_losses(self, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
         """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
@@ -157,7 +156,7 @@ class Kernels:
         self, call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor]:
         """dloss * (softmax - the smoothed target), divided by what a mean is over."""
-        (dloss,), logits, options, machine = grads, call.logits, call.row_loss(), self._machine
+        (dloss,), logits, options, machine = grads, call.logits, self._options or call.row_loss(), self._machine
         _, statistics, count = result
         assert statistics is not None
         dlogits = torch.empty_like(logits)

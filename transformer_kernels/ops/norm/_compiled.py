@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,39 +12,58 @@ from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.norm import NormCall, NormResult, rows_of
 
 
-class Kernels:
-    """Forward and backward by the compiled kernels of one machine."""
+class Sizes(NamedTuple):
+    """What the kernels take of a call's layout: the code of the dtype, the rows and columns, and two dtypes."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    dtype: int
+    rows: int
+    columns: int
+    weight_is_float32: bool
+    bias_is_float32: bool
+
+
+class Kernels:
+    """Forward and backward by the compiled kernels of one machine, with `sizes` for calls of one layout."""
+
+    def __init__(self, machine: Machine, sizes: Sizes | None = None) -> None:
+        self._machine, self._sizes = machine, sizes
+
+    def bound(self, call: NormCall) -> Kernels:
+        """The kernels for calls of this layout."""
+        return Kernels(self._machine, self._sizes_of(call.x, call))
+
+    def _sizes_of(self, x: Tensor, call: NormCall) -> Sizes:
+        columns, parameter = x.shape[-1], self._machine.parameter
+        wide = [each is not None and parameter(each).dtype is torch.float32 for each in (call.weight, call.bias)]
+        return Sizes(self._machine.DTYPE_CODES[x.dtype], x.numel() // columns, columns, *wide)
 
     def forward(self, call: NormCall) -> NormResult:
         """y, the sum if there is one, and the statistics of each row in float32."""
-        x, residual, machine = call.x, call.residual, self._machine
-        columns = x.shape[-1]
-        rows = x.numel() // columns
+        x, residual, weight, bias, seed, eps, dropout_p, centred = call
+        machine = self._machine
+        dtype, rows, columns, weight_is_float32, bias_is_float32 = self._sizes or self._sizes_of(x, call)
         y, summed = torch.empty_like(x), None if residual is None else torch.empty_like(x)
-        mean = x.new_empty(rows, dtype=torch.float32) if call.centred else None
+        mean = x.new_empty(rows, dtype=torch.float32) if centred else None
         rstd = x.new_empty(rows, dtype=torch.float32)
-        weight, bias = machine.parameter(call.weight), machine.parameter(call.bias)
+        weight, bias = machine.parameter(weight), machine.parameter(bias)
         device, stream = machine.stream_of(x)
         machine.load().norm_forward(
-            dtype=machine.DTYPE_CODES[x.dtype],
+            dtype=dtype,
             x=x.data_ptr(),
             residual=address(residual),
             weight=weight.data_ptr(),
             bias=address(bias),
-            seed=address(call.seed),
-            dropout_p=call.dropout_p,
+            seed=address(seed),
+            dropout_p=dropout_p,
             summed=address(summed),
             y=y.data_ptr(),
             mean=address(mean),
             rstd=rstd.data_ptr(),
             rows=rows,
             columns=columns,
-            eps=call.eps,
-            weight_is_float32=weight.dtype is torch.float32,
-            bias_is_float32=bias is not None and bias.dtype is torch.float32,
+            eps=eps,
+            weight_is_float32=weight_is_float32,
+            bias_is_float32=bias_is_float32,
             device=device,
             stream=stream,
         )
@@ -57,8 +78,7 @@ class Kernels:
         """
         dy, *others = grads
         x, seed, mean, machine = rows_of(call, result), call.seed, result.mean, self._machine
-        columns = x.shape[-1]
-        rows = x.numel() // columns
+        dtype, rows, columns, weight_is_float32, _ = self._sizes or self._sizes_of(x, call)
         dx, dresidual = None if seed is None else torch.empty_like(x), torch.empty_like(x)
         dweight = machine.sum_like(call.weight, wanted[2])
         dbias = None if call.bias is None else machine.sum_like(call.weight, wanted[3])
@@ -66,7 +86,7 @@ class Kernels:
         partials, partial_rows = machine.partials(x, rows, columns, 1 if mean is None else 2)
         weight = machine.parameter(call.weight)
         machine.load().norm_backward(
-            dtype=machine.DTYPE_CODES[x.dtype],
+            dtype=dtype,
             dy=dy.data_ptr(),
             dsummed=address(others[0]) if others else 0,
             x=x.data_ptr(),
@@ -84,7 +104,7 @@ class Kernels:
             partial_rows=partial_rows,
             rows=rows,
             columns=columns,
-            weight_is_float32=weight.dtype is torch.float32,
+            weight_is_float32=weight_is_float32,
             device=device,
             stream=stream,
         )

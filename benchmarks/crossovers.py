@@ -1,0 +1,174 @@
+"""Sizes from which the CPU kernels are faster than PyTorch's operators, written to `ops/_crossover_table.py`.
+
+    python -m benchmarks.crossovers [--operations layer_norm,softmax] [--seconds 0.5] [--write]
+
+Each call is measured at powers of two elements, interleaved with PyTorch's, in minimum CPU time on one thread, which is
+robust to other load. At the crossover the kernel takes at most 95 % of PyTorch's time, and at no larger size more than
+PyTorch. `--write` replaces the entries of the instruction set in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import transformer_kernels as tk
+from transformer_kernels.ops import _crossovers
+from transformer_kernels.ops._crossover_table import TABLE
+
+COLUMNS, CLASSES, HEAD_DIM = 256, 1024, 64
+SMALLEST, LARGEST = 10, 23
+GAIN = 0.95
+Function = Callable[..., Tensor]
+
+
+def cases(name: str, elements: int, dtype: torch.dtype) -> tuple[Function, Function, list[Tensor]]:
+    """Ours, PyTorch's, and the floating inputs of an operation with so many elements."""
+    rows = elements // COLUMNS
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype)
+
+    x, w, b = normal(max(rows, 1), COLUMNS), normal(COLUMNS), normal(COLUMNS)
+    shape = (COLUMNS,)
+    if name == "attention":
+        heads = 4 << elements.bit_length() % 2
+        length = round((elements // heads) ** 0.5)
+        qkv = [normal(1, heads, length, HEAD_DIM) for _ in range(3)]
+        return tk.attention, F.scaled_dot_product_attention, qkv  # type: ignore[return-value]
+    if name == "cross_entropy":
+        logits = normal(max(elements // CLASSES, 1), CLASSES)
+        targets = torch.randint(CLASSES, (len(logits),))
+        return lambda x: tk.cross_entropy(x, targets), lambda x: F.cross_entropy(x, targets), [logits]
+    if name == "embedding":
+        ids = torch.randint(CLASSES, (1, max(rows, 1)))
+        return lambda w: tk.embedding(ids, w), lambda w: F.embedding(ids, w), [normal(CLASSES, COLUMNS)]
+    functions: dict[str, tuple[Function, Function, list[Tensor]]] = {
+        "add_layer_norm": (
+            lambda x, r, w, b: tk.add_layer_norm(x, r, w, b)[0],
+            lambda x, r, w, b: F.layer_norm(x + r, shape, w, b),
+            [x, torch.randn_like(x), w, b],
+        ),
+        "add_rms_norm": (
+            lambda x, r, w: tk.add_rms_norm(x, r, w)[0],
+            lambda x, r, w: F.rms_norm(x + r, shape, w),
+            [x, torch.randn_like(x), w],
+        ),
+        "gelu": (tk.gelu, F.gelu, [x]),
+        "gelu_tanh": (lambda x: tk.gelu(x, approximate="tanh"), lambda x: F.gelu(x, approximate="tanh"), [x]),
+        "layer_norm": (tk.layer_norm, lambda x, w, b: F.layer_norm(x, shape, w, b), [x, w, b]),
+        "rms_norm": (tk.rms_norm, lambda x, w: F.rms_norm(x, shape, w), [x, w]),
+        "softmax": (tk.softmax, lambda x: F.softmax(x, -1), [x]),
+    }
+    return functions[name]
+
+
+def least(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
+    """The minimum CPU seconds of each call, interleaved in batches of about a tenth of a millisecond."""
+    best, batches = [float("inf")] * len(calls), []
+    for call in calls:
+        call()
+        start = time.process_time()
+        for _ in range(5):
+            call()
+        batches.append(max(1, int(5e-4 / max(time.process_time() - start, 1e-6))))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for index, call in enumerate(calls):
+            start = time.process_time()
+            for _ in range(batches[index]):
+                call()
+            best[index] = min(best[index], (time.process_time() - start) / batches[index])
+    return best
+
+
+def ratio(name: str, elements: int, dtype: torch.dtype, gradients: bool, seconds: float) -> float:
+    """Our time divided by PyTorch's, forward alone or with gradients."""
+    *functions, inputs = cases(name, elements, dtype)
+    inputs = [each.requires_grad_(gradients) for each in inputs]
+    calls: list[Callable[[], Any]] = []
+    for function in functions:
+        cotangent = torch.ones_like(function(*inputs))  # type: ignore[operator]
+
+        def call(function: Any = function, cotangent: Tensor = cotangent) -> Any:
+            out = function(*inputs)
+            return torch.autograd.grad(out, inputs, cotangent) if gradients else out
+
+        calls.append(call)
+    with torch.set_grad_enabled(gradients):
+        ours, theirs = least(calls, seconds)
+    return ours / theirs
+
+
+def crossover(ratios: dict[int, float]) -> int:
+    """The least size whose ratio is at most GAIN, and 1 at all larger sizes; NEVER if there is none."""
+    found = _crossovers.NEVER
+    for elements in sorted(ratios, reverse=True):
+        if ratios[elements] > 1.0:
+            break
+        if ratios[elements] <= GAIN:
+            found = elements
+    return 0 if found == min(ratios) else found
+
+
+def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int], tuple[int, int]]]:
+    """The entries of the table, printed with their ratios."""
+    for name in names:
+        for dtype in (torch.float32, torch.bfloat16):
+            if (name, dtype.itemsize) not in TABLE[_crossovers.level()]:
+                continue
+            limits = []
+            for gradients in (False, True):
+                torch.manual_seed(0)
+                sizes = [1 << power for power in range(LARGEST, SMALLEST - 1, -1)]  # malloc adapts to the largest
+                ratios = {size: ratio(name, size, dtype, gradients, seconds) for size in sizes}
+                limits.append(crossover(ratios))
+                shown = " ".join(f"2^{size.bit_length() - 1}:{1 / each:.2f}" for size, each in ratios.items())
+                print(
+                    f"{name} {dtype} {'with gradients' if gradients else 'forward'}: {limits[-1]}: {shown}", flush=True
+                )
+            yield (name, dtype.itemsize), (limits[0], limits[1])
+
+
+def written(table: dict[str, dict[tuple[str, int], tuple[int, int]]]) -> str:
+    """The module of the table."""
+    doc, _, _ = Path(_crossovers.TABLE_FILE).read_text().partition("TABLE: ")
+
+    def size(limit: int) -> str:
+        return "NEVER" if limit == _crossovers.NEVER else "0" if not limit else f"1 << {limit.bit_length() - 1}"
+
+    lines = [f"{doc}TABLE: dict[str, dict[tuple[str, int], tuple[int, int]]] = {{"]
+    for level, entries in table.items():
+        lines.append(f'    "{level}": {{')
+        for (name, itemsize), limits in sorted(entries.items(), key=lambda entry: (entry[0][0], -entry[0][1])):
+            lines.append(f'        ("{name}", {itemsize}): ({", ".join(map(size, limits))}),')
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, and with `--write` replace the entries of this instruction set."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    level = _crossovers.level()
+    names = sorted({name for name, _ in TABLE[level]} - {"linear"})  # `linear` has a rule of its own
+    parser.add_argument("--operations", default=",".join(names))
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each size")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print(tk.backends.cpu.describe())
+    with tk.use_backend("cpu"):
+        found = dict(measured(options.operations.split(","), options.seconds))
+    if options.write:
+        Path(_crossovers.TABLE_FILE).write_text(written({**TABLE, level: {**TABLE[level], **found}}))
+
+
+if __name__ == "__main__":
+    main()
