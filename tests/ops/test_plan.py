@@ -461,6 +461,12 @@ def test_tensors_that_are_not_strided(convert: Callable[[Tensor], Tensor]) -> No
         norm(convert(X))
 
 
+def test_negated_views() -> None:
+    norm(), norm()
+    with pytest.raises(TypeError, match="x must not be a negated view"):
+        norm(torch._neg_view(X))
+
+
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_plan, "MOST_PLANS", 5)
     for rows in range(1, 20):
