@@ -242,6 +242,12 @@ def test_autocast() -> None:
         low = q.bfloat16()
         assert tk.swiglu(low, q).dtype is torch.float32
     assert tk.attention(q, k, v).dtype is torch.float32
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype):
+                assert tk.attention(q, k, v).dtype is dtype
+                with torch.autocast("cpu", enabled=False):
+                    assert tk.attention(q, k, v).dtype is torch.float32
     with pytest.raises(TypeError, match="one dtype"):
         tk.swiglu(low, q)
 
@@ -455,6 +461,12 @@ def test_tensors_that_are_not_strided(convert: Callable[[Tensor], Tensor]) -> No
         norm(convert(X))
 
 
+def test_negated_views() -> None:
+    norm(), norm()
+    with pytest.raises(TypeError, match="x must not be a negated view"):
+        norm(torch._neg_view(X))
+
+
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_plan, "MOST_PLANS", 5)
     for rows in range(1, 20):
@@ -481,7 +493,7 @@ MOST_CALLS: dict[str, tuple[int, int]] = {
     "rotary": (67, 73),
     "attention": (65, 71),
     "attention_weights": (90, 98),
-    "linear_cross_entropy": (156, 182),
+    "linear_cross_entropy": (157, 183),
 }
 """Python and C functions that a planned call on a CPU calls, (without gradients, forward with gradients)."""
 

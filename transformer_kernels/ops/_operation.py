@@ -188,7 +188,7 @@ class Operation:
 
     def __call__(self, call: Any, backend: str | None) -> Any:
         """The public outputs of a validated call, by the cheapest route that it allows."""
-        layout = None if is_compiling() else _plan.layout(backend, call)
+        layout = None if is_compiling() else _plan.layout(backend, self.flat(call))
         plan = self.calls.get(layout)
         if plan is None:
             if is_traced(call[0]):

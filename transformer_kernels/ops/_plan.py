@@ -31,21 +31,19 @@ is_jit_tracing = torch._C._is_tracing
 _strided, _new = torch.strided, tuple.__new__
 
 
-def layout(backend: str | None, values: tuple[Any, ...]) -> Hashable:
+def layout(backend: str | None, values: Sequence[Any]) -> Hashable:
     """The layout of a call with these arguments; None if it is not planned.
 
-    Not planned are calls that a tracer, a transform or autocast changes, and those with a tensor of a subclass, without
-    strides or with a negative bit, or with an option of another class.
+    Not planned are calls that a tracer or a transform changes, and those with a tensor of a subclass, without strides
+    or with a negative bit, or with an option of another class.
     """
     if dispatch_modes() or functorch_is_active() or forward_ad._current_level >= 0 or is_jit_tracing():
-        return None
-    if any_autocast():
         return None
     if backend is None:
         backend = get_backend()
     elif type(backend) is not str:
         return None
-    key: list[Any] = [backend, torch.is_grad_enabled()]
+    key: list[Any] = [backend, torch.is_grad_enabled(), any_autocast() and _autocast()]
     try:
         for value in values:
             if value is None or value is False or value is True:
@@ -66,6 +64,11 @@ def layout(backend: str | None, values: tuple[Any, ...]) -> Hashable:
     except RuntimeError:  # a nested tensor has no shape
         return None
     return tuple(key)
+
+
+def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
+    """The state of autocast on the devices whose calls it changes."""
+    return tuple((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda"))
 
 
 def bound(module: Any, call: Any) -> Any:

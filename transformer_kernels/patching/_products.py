@@ -51,7 +51,7 @@ class Linear(Mixin):
 
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     """x W + b, x (..., K), weight (K, N)."""
-    enough = torch.is_grad_enabled() and x.numel() * weight.shape[1] >= FEWEST_PRODUCTS
-    if enough and are_ours(x, weight, backend):
+    ours = torch.is_grad_enabled() and are_ours(x, weight, backend)
+    if ours and x.numel() * weight.shape[1] >= FEWEST_PRODUCTS:
         return ops.linear(x, weight.t(), bias, backend=backend)
     return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
