@@ -75,7 +75,7 @@ def test_help_of_training_names_every_option_and_its_default(capsys):
     with pytest.raises(SystemExit):
         run("train", "imdb", "--help")
     message = " ".join(capsys.readouterr().out.split())
-    for part in ("--warmup-steps", "--vocab-dir", "rate (default: 1e-3)", "(default: imdb_small)", "(default: 32)"):
+    for part in ("--warmup-steps", "--vocab-dir", "rate (default: 4e-3)", "(default: imdb_cpu)", "(default: 32)"):
         assert part in message
 
 

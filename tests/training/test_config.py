@@ -3,6 +3,7 @@ import pytest
 from transformer_kernels.training import CharGPT, CharGPTConfig, ImdbConfig
 from transformer_kernels.training.config import bundled_configs, read_config_file, resumed_config
 from transformer_kernels.training.recipes import find_recipe, make_config
+from transformer_kernels.training.recipes.translate import PairTokenizer, TranslateConfig
 from transformer_kernels.training.tokenizers import ByteTokenizer, CharacterTokenizer
 
 LETTERS = CharacterTokenizer(map(chr, range(65)))
@@ -84,7 +85,8 @@ def test_every_bundled_config_names_its_recipe_and_makes_a_model(name):
     values = read_config_file(name)
     assert name in bundled_configs(values["recipe"])
     config = make_config(values["recipe"], values, name)
-    tokenizer = ByteTokenizer() if values["recipe"] == "gpt" else LETTERS
+    tokenizers = {"gpt": ByteTokenizer(), "translate": PairTokenizer(LETTERS, LETTERS)}
+    tokenizer = tokenizers.get(values["recipe"], LETTERS)
     assert find_recipe(values["recipe"]).build(config, tokenizer).num_parameters() > 0
 
 
@@ -92,6 +94,17 @@ def test_every_bundled_config_names_its_recipe_and_makes_a_model(name):
 def test_a_notebook_config_is_what_the_python_defaults_are(name, config):
     """`sweep` and `demo` use the defaults of `CharGPTConfig`."""
     assert make_config(config.recipe, read_config_file(name)) == config()
+
+
+def test_translate_notebook_is_what_the_python_defaults_are():
+    assert make_config("translate", read_config_file("translate_notebook")) == TranslateConfig()
+
+
+@pytest.mark.parametrize("recipe", ["char-gpt", "gpt", "imdb", "translate"])
+def test_the_default_of_a_command_ends_after_ten_minutes(recipe):
+    """The documents' configurations, with a number of steps or epochs, are named ones."""
+    config = make_config(recipe, read_config_file(find_recipe(recipe).Config.default_config))
+    assert config.recipe == recipe and 0 < config.time_limit <= 600
 
 
 def test_the_default_of_the_command_has_the_size_that_it_promises():

@@ -14,11 +14,10 @@ SHAPES = [(6, 6), (4, 12), (12, 4)]
 
 
 def definition(matrix):
-    """The Newton-Schulz polynomial of the singular values, float64."""
+    """The Newton-Schulz polynomials of the singular values, float64."""
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-    values = values / matrix.double().norm()
-    a, b, c = COEFFICIENTS
-    for _ in range(5):
+    values = values / values.norm(4)
+    for a, b, c in COEFFICIENTS:
         values = a * values + b * values**3 + c * values**5
     return left * values @ right
 

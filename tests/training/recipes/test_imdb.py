@@ -46,6 +46,23 @@ def read_lines(path, count):
         return [next(file) for _ in range(count)]
 
 
+@pytest.mark.parametrize("batching", ["shuffled", "packed"])
+def test_training_masks_tokens_and_smooths_labels(imdb_config, batching):
+    recipe = Imdb(imdb_config(batching=batching, token_dropout=0.25, label_smoothing=0.1))
+    recipe.sampler(Processes())
+    batch, seen = recipe.batch(torch.arange(32), torch.device("cpu")), {}
+
+    class Model:
+        def loss(self, labels, tokens, **options):
+            seen.update(options, tokens=tokens)
+
+    recipe.loss(Model(), batch.inputs, batch.targets)
+    changed = seen["tokens"] != batch.inputs[0]
+    assert seen["tokens"][changed].eq(recipe.tokenizer.mask).all()
+    assert 0.2 < changed.float().mean() < 0.3 and seen["label_smoothing"] == 0.1
+    assert ("cu_seqlens" in seen) == (batching == "packed") != ("padding_mask" in seen)
+
+
 def test_padding_wider_changes_nothing(imdb_config):
     recipe, wide = Imdb(imdb_config()), Imdb(imdb_config(padding="max"))
     model = recipe.build_model().eval()

@@ -78,7 +78,7 @@ class ImdbConfig(ReviewsConfig):
     """A BERT classifier of film reviews (positive or negative)."""
 
     recipe: ClassVar[str] = "imdb"
-    default_config: ClassVar[str] = "imdb_small"
+    default_config: ClassVar[str] = "imdb_cpu"
     default_length: ClassVar[tuple[str, int]] = ("epochs", 3)
 
     batch_size: int = option(16, "batch size per process, in reviews", fixed=True)
@@ -103,9 +103,17 @@ class ImdbConfig(ReviewsConfig):
         "their moments do not decay; single process only",
         fixed=True,
     )
+    token_dropout: float = option(0.0, "probability that a training step replaces a token by MASK", fixed=True)
+    label_smoothing: float = option(0.0, "label smoothing", fixed=True)
     baseline: bool = option(
         False, "also report the accuracy of TF-IDF with logistic regression", later={"evaluate": "baseline"}
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("token_dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
 
 
 def truncate(review: Tensor, length: int, truncation: str) -> Tensor:
@@ -216,10 +224,13 @@ class Imdb(ReviewRecipe):
 
     def loss(self, model: Any, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
         """The model's mean loss over the labels of a padded or packed batch."""
-        if self.config.batching != "packed":
-            return super().loss(model, inputs, targets)
-        tokens, cu_seqlens, position_ids = inputs
-        return model.loss(targets, tokens, cu_seqlens=cu_seqlens, position_ids=position_ids)
+        tokens, *others = inputs
+        if self.config.token_dropout:
+            dropped = torch.rand(tokens.shape, device=tokens.device) < self.config.token_dropout
+            tokens = torch.where(dropped, self.tokenizer.mask, tokens)
+        names = ("cu_seqlens", "position_ids") if self.config.batching == "packed" else ("padding_mask",)
+        options = dict(zip(names, others, strict=True))
+        return model.loss(targets, tokens, label_smoothing=self.config.label_smoothing, **options)
 
     def begin(self, model: nn.Module) -> None:
         """Load the encoder of the `--init` folder."""

@@ -42,6 +42,7 @@ class TranslateConfig(TrainingConfig):
     """An encoder-decoder translator."""
 
     recipe: ClassVar[str] = "translate"
+    default_config: ClassVar[str] = "translate_small"
     default_length: ClassVar[tuple[str, int]] = ("steps", 1500)
 
     data: str = option("", "tab-separated file of sentence pairs, one per line", later={"evaluate": "data"})
