@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from transformer_kernels._version import __version__
+from transformer_kernels import __version__
 from transformer_kernels.training import config as options
 from transformer_kernels.training.recipes import find_recipe, make_config, recipes
 from transformer_kernels.visualization import commands as visualization
@@ -382,8 +382,8 @@ def _load_trained(chosen: argparse.Namespace, command: str) -> Any:
 
 
 def _generate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.generation import Sampling, decoded, text_until
-    from transformer_kernels.training.report import most_likely
+    from transformer_kernels.training import Sampling
+    from transformer_kernels.training.report import decoded, most_likely, text_until
 
     sampling = Sampling(
         temperature=0.0 if chosen.greedy else chosen.temperature,
@@ -431,7 +431,7 @@ def _texts(chosen: argparse.Namespace, what: str) -> list[str]:
 
 
 def _translate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.generation import Sampling
+    from transformer_kernels.training import Sampling
     from transformer_kernels.training.translation import BeamSearch
 
     search: Any = Sampling(
