@@ -116,7 +116,7 @@ def test_no_fast_path_passes_a_backend_by():
 def test_single_modules_wherever_they_stand():
     model = nn.Sequential(nn.LayerNorm(12), nn.ModuleDict({"a": nn.Sequential(nn.GELU("tanh"), nn.Softmax(-2))})["a"])
     report = tk.patch(ours := copy.deepcopy(model))
-    assert [row.answered for row in report.rows] == ["layer_norm", "gelu", "softmax"]
+    assert [row.operation for row in report.rows] == ["layer_norm", "gelu", "softmax"]
     x = torch.randn(3, 4, 12)
     torch.testing.assert_close(ours(x), model(x))
     assert isinstance(ours[0], nn.LayerNorm) and list(ours.state_dict()) == list(model.state_dict())
