@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**COMMON, **dict.fromkeys((f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")), 0)},
     ),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": TOKENS}),
+    "gpt2-lora": ("GPT2LMHeadModel", {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "vocab_size": TOKENS}),
     "gpt2-124m": ("GPT2LMHeadModel", {}),
     "llama": ("LlamaForCausalLM", GROUPED),
     "mistral": ("MistralForCausalLM", GROUPED),
@@ -69,7 +70,12 @@ def built(name: str) -> nn.Module:
     kind, options = MODELS[name]
     made: Any = getattr(transformers, kind)
     attention = "eager" if name == "gemma2" else "sdpa"  # SDPA lacks its soft cap
-    return made._from_config(made.config_class(**options), attn_implementation=attention)
+    model = made._from_config(made.config_class(**options), attn_implementation=attention)
+    if name == "gpt2-lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True))
+    return model
 
 
 def inputs(name: str, mode: str) -> dict[str, Any]:
@@ -145,7 +151,7 @@ def modules(plain: nn.Module, patched: nn.Module, given: dict[str, Any]) -> Iter
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas")
+    parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas; gpt2-lora needs peft")
     parser.add_argument("--modes", default=",".join(SHAPES), help="train, eval, short, generate")
     parser.add_argument("--modules", action="store_true", help="each kind of module instead of whole models")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +50,14 @@ def test_public_names() -> None:
     }
     assert all(hasattr(tk, name) for name in tk.__all__)
     assert tk.ops.__all__ == sorted(OPERATIONS)
+
+
+def test_dir_and_help_show_the_public_names() -> None:
+    """In help(tk) before the modules of the package."""
+    assert dir(tk) == sorted([*tk.__all__, "nn"])
+    overview = pydoc.render_doc(tk, renderer=pydoc.plaintext).partition("PACKAGE CONTENTS")[0]
+    missing = [name for name in tk.__all__ if not re.search(rf"\b{name}\b", overview)]
+    assert missing == ["__version__"]
 
 
 def test_the_reference_imports_nothing_of_the_package() -> None:

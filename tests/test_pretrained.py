@@ -459,19 +459,16 @@ def test_minilm():
 @pytest.mark.slow
 @torch.no_grad()
 def test_smollm2():
-    from transformer_kernels.training.generation import Sampling, generate
-
-    path = smollm2()
-    model = tk.load_pretrained(path)
-    tokenizer = load_tokenizer(path, model.config.vocab_size)
-    prompt = tokenizer.encode("The meaning of life is").ids
+    model = tk.load_pretrained(smollm2())
+    prompt = model.tokenizer.encode("The meaning of life is").ids
     assert prompt == [504, 2455, 282, 1029, 314]
     likely = model(torch.tensor([prompt]))[0, -1].softmax(-1).topk(3)
-    assert [tokenizer.decode([token]) for token in likely.indices] == [" not", " a", " often"]
+    assert [model.tokenizer.decode([token]) for token in likely.indices] == [" not", " a", " often"]
     torch.testing.assert_close(likely.values, torch.tensor([0.0996, 0.0912, 0.0785]), rtol=0, atol=2e-3)
-    choices = generate(model, prompt, 18, Sampling(temperature=0.0), context=64, device=torch.device("cpu"))
-    written = tokenizer.decode([choice.token for choice in choices])
-    assert written == " not just a random choice, but a choice made by someone who has chosen to live."
+    written = model.generate("The meaning of life is", max_new_tokens=18)
+    assert written == (
+        "The meaning of life is not just a random choice, but a choice made by someone who has chosen to live."
+    )
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])

@@ -3,8 +3,19 @@
 import transformer_kernels as tk
 
 y = tk.attention(q, k, v, causal=True)             # the fastest backend that supports the call
+print(tk.patch(model))                             # a model of torch.nn or transformers, in place
 model = tk.build("char_gpt", backend="triton")     # the same model definition as python_ref.build("char_gpt")
-print(tk.explain("attention", q, k, v, causal=True))
+
+models      patch, unpatch, accelerate, build, bind, graphed
+pretrained  load_pretrained, export_pretrained
+attention   attention, packed_attention, attention_weights, rotary
+norm        layer_norm, rms_norm, add_layer_norm, add_rms_norm
+activation  softmax, gelu, bias_gelu, bias_relu, swiglu, geglu
+products    linear, embedding, cross_entropy, linear_cross_entropy
+backend     explain, use_backend, set_backend, get_backend, BACKENDS, BackendUnavailable, UnsupportedByBackend
+modules     nn: the operations as modules with the state dicts of torch.nn
+
+help(tk.attention) documents one of them.
 """
 
 from transformer_kernels._bind import bind, build
@@ -36,3 +47,7 @@ __all__ = [
     "use_backend",
     *_operations,
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "nn"]

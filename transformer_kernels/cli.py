@@ -382,8 +382,7 @@ def _load_trained(chosen: argparse.Namespace, command: str) -> Any:
 
 
 def _generate(chosen: argparse.Namespace) -> None:
-    from transformer_kernels.training.generation import decoded, text_until
-    from transformer_kernels.training.report import most_likely
+    from transformer_kernels.training.report import decoded, most_likely, text_until
 
     sampling = _sampling(chosen, chosen.greedy, repetition_penalty=chosen.repetition_penalty)
     prompts = chosen.prompt or ["\n"]
@@ -415,7 +414,7 @@ def _generate(chosen: argparse.Namespace) -> None:
 
 
 def _sampling(chosen: argparse.Namespace, greedy: bool, **more: float) -> Any:
-    from transformer_kernels.training.generation import Sampling
+    from transformer_kernels.training import Sampling
 
     temperature = 0.0 if greedy else chosen.temperature
     return Sampling(temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p, seed=chosen.seed, **more)

@@ -97,7 +97,8 @@ def attention_forward(
         sliding_window: with i' = i + Lk - Lq, a query sees i' - j < sliding_window.
         softcap: the scores become softcap * tanh(scores / softcap) before anything is added (Gemma 2).
         s_aux: (H,), a logit of each head that joins the denominator of the softmax (gpt-oss).
-        kwargs: with `output_attentions` or `return_attention` true, the weights are returned beside the result.
+        kwargs: with `output_attentions` or `return_attention` true, the weights are returned beside the result. Without
+            a mask, `cu_seq_lens_q` and `cu_seq_lens_k` are the bounds of packed sequences, as in FlashAttention.
     Returns:
         (B, Lq, H, D), and the weights before dropout (B, H, Lq, Lk), or None. A query that sees no key gives zeros.
     Raises:
@@ -110,7 +111,8 @@ def attention_forward(
     sinks = None if s_aux is None else s_aux.flatten()
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": sinks, "backend": backend}
     mixed = None
-    whole = attention_mask is None and (sliding_window is None or sliding_window >= key.shape[2])
+    bounds = kwargs.get("cu_seq_lens_q") if attention_mask is None else None
+    whole = attention_mask is None and bounds is None and (sliding_window is None or sliding_window >= key.shape[2])
     if whole and softcap is None and s_aux is None and not dropout:
         small = small_attention(
             query, key, value, _typed(position_bias, query),
@@ -141,6 +143,8 @@ def attention_forward(
         "key_padding_mask": padding,
         "attn_bias": bias,
         "window": sliding_window,
+        "cu_seqlens": bounds,
+        "cu_seqlens_k": None if bounds is None else _key_bounds(bounds, kwargs.get("cu_seq_lens_k")),
         **shared,
     }
     if mixed is None:
@@ -148,6 +152,11 @@ def attention_forward(
         assert isinstance(out, Tensor)  # a pair only with return_lse
         mixed = out.transpose(1, 2)
     return mixed, ops.attention_weights(query, key, **options) if wanted else None
+
+
+def _key_bounds(bounds: Tensor, key_bounds: Tensor | None) -> Tensor | None:
+    """The bounds of packed keys where they differ from those of the queries."""
+    return None if key_bounds is None or torch.equal(bounds, key_bounds) else key_bounds
 
 
 def _typed(bias: Tensor | None, query: Tensor) -> Tensor | None:

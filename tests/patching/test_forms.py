@@ -67,7 +67,7 @@ def pair(family, dtype=torch.float32):
 def test_forward_and_gradients_match_eager(family, padding):
     eager, ours, report = pair(family)
     assert {row.kind for row in report.left} == FAMILIES[family][1]
-    assert {row.answered for row in report.patched} >= {"rotary, attention"}
+    assert {row.operation for row in report.patched} >= {"rotary, attention"}
     batch = models.inputs("llama", padding)
     outcomes = [models.run("llama", model, batch) for model in (ours, eager)]
     for name, value in outcomes[1].items():
@@ -212,14 +212,14 @@ def test_tables_of_another_layout_leave_the_rotation_to_the_model():
     tk.unpatch(ours)
     ours.model.other = type("OtherRotaryEmbedding", (torch.nn.Module,), {})()
     report = tk.patch(ours)
-    answered = {row.answered for row in report.patched if row.kind == "StableLmAttention"}
-    assert answered == {"attention"}
+    operation = {row.operation for row in report.patched if row.kind == "StableLmAttention"}
+    assert operation == {"attention"}
 
 
 def test_rms_norm_of_torch():
     eager = torch.nn.Sequential(torch.nn.RMSNorm(12), torch.nn.RMSNorm(12, eps=0.1, elementwise_affine=False))
     ours = copy.deepcopy(eager)
-    assert [row.answered for row in tk.patch(ours).rows] == ["rms_norm"] * 2
+    assert [row.operation for row in tk.patch(ours).rows] == ["rms_norm"] * 2
     several = torch.nn.RMSNorm((3, 12))
     assert tk.patch(several).left[0].reason == "it is over several axes"
     x = torch.randn(5, 12, requires_grad=True)

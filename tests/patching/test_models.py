@@ -170,7 +170,7 @@ def test_every_patched_module_asks_its_backend(family):
     fused = ("LayerNorm", "RMSNorm", "Activation", "Dropout")  # where the module around them computes for them
     fused += ("Linear",)  # which gives the logits by PyTorch's products
     for name, module in ours.named_modules():
-        if not isinstance(module, Patched) or any(word in type(module).__name__ for word in fused):
+        if not hasattr(module, "operation") or any(word in type(module).__name__ for word in fused):
             continue
         if name.endswith("c_fc"):  # which GPT2MLP multiplies by
             continue
@@ -337,6 +337,23 @@ def test_adapters_and_hooks_are_called(family, first):
     batch = models.inputs(family, None)
     torch.testing.assert_close(ours(**batch).logits, eager(**batch).logits, rtol=1e-4, atol=1e-5)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("family", ("bert", "roberta"))
+def test_feed_forward_networks_in_chunks(family, monkeypatch):
+    """Without chunks, transformers' function for them, which inspects a signature, is not called."""
+    eager = models.make(family, chunk_size_feed_forward=3).eval()
+    ours = copy.deepcopy(eager)
+    tk.patch(ours)
+    batch = {name: value[:, :6] for name, value in models.inputs(family, None, labels=False).items()}
+    expected = eager(**batch).logits
+    torch.testing.assert_close(ours(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    whole = models.make(family).eval()
+    tk.patch(whole)
+    signature, inspected = inspect.signature, []
+    monkeypatch.setattr("inspect.signature", lambda function: inspected.append(function) or signature(function))
+    torch.testing.assert_close(whole(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not inspected
 
 
 def test_the_loss_of_a_part_of_a_batch():

@@ -82,7 +82,7 @@ def test_linear_layers_of_a_patched_model(monkeypatch: pytest.MonkeyPatch) -> No
     eager, batch = make("bert"), inputs("bert", padding=None)
     ours, counts, losses = copy.deepcopy(eager), [], []
     report = tk.patch(ours, backend="cpu")
-    assert not any(row.kind == "Linear" for row in report.rows if row.answered == "linear")
+    assert not any(row.kind == "Linear" for row in report.rows if row.operation == "linear")
     for model in (ours, eager):
         with cpu.recorded(calls := []):
             losses.append(model(**batch).loss)
@@ -94,6 +94,17 @@ def test_linear_layers_of_a_patched_model(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
     tk.unpatch(ours)
     assert {type(each) for each in ours.modules() if isinstance(each, nn.Linear)} == {nn.Linear}
+
+
+@pytest.mark.parametrize(("processor", "expected"), [("", 0), ("AMD", 1)])
+def test_inference_is_ours_where_mkl_is_slow(monkeypatch: pytest.MonkeyPatch, processor: str, expected: int) -> None:
+    monkeypatch.setattr(linear_cpu, "processor", lambda kernels: processor)
+    layer, x = nn.Linear(37, 70), torch.randn(ROWS, 37)
+    swap(layer, _products.Linear, "cpu")
+    with torch.no_grad(), cpu.recorded(calls := []):
+        given = layer(x)
+    assert sum(kernel.__name__ == "linear_forward" for kernel, _ in calls) == expected
+    torch.testing.assert_close(given, nn.functional.linear(x, layer.weight, layer.bias))
 
 
 @pytest.mark.parametrize("change", ["few rows", "another type", "autocast", "torch", "a view"])

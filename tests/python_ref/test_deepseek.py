@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import python_ref
 import transformer_kernels as tk
 from python_ref.deepseek import MixtureOfExperts
-from transformer_kernels.training.generation import Sampling, generate_many
+from transformer_kernels.pretrained.generation import Sampling, generate_many
 
 SMALL = {
     "vocab_size": 29,

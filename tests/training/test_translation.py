@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from python_ref.translator import Translator, TranslatorConfig
-from transformer_kernels.training.generation import Sampling
+from transformer_kernels.pretrained.generation import Sampling
 from transformer_kernels.training.translation import GREEDY, BeamSearch, translate_batch
 
 BEGIN, END = 2, 3

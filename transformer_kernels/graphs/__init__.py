@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import get_backend
 from transformer_kernels.graphs._cuda import CudaGraphs
 from transformer_kernels.graphs._host import HostGraphs, Work, in_one_piece, tensors
@@ -40,6 +41,7 @@ __all__ = [
     "Graphed",
     "Graphs",
     "Work",
+    "dispatched_to_cpu",
     "graphed",
     "graphs_on",
     "in_one_piece",
@@ -77,6 +79,11 @@ class Graphs(Protocol):
     def has_read(self, tensor: Tensor) -> bool:
         """Whether the current capture is known to have read a tensor."""
         ...
+
+
+def dispatched_to_cpu(backend: str | None, device: torch.device) -> bool:
+    """Whether calls of a model with this backend are dispatched to the cpu backend."""
+    return (backend or get_backend()) in ("auto", "cpu") and cpu.unavailable(device) is None
 
 
 def graphs_on(device: torch.device, *, distributed: bool = False) -> Graphs:

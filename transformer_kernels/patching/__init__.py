@@ -11,9 +11,10 @@ from transformer_kernels.backends.dispatch import requested, unavailable
 from transformer_kernels.backends.errors import BackendUnavailable
 from transformer_kernels.patching import _rotary, _torch, _transformers
 from transformer_kernels.patching._accelerate import Acceleration, accelerate
-from transformer_kernels.patching._left import left_modules
+from transformer_kernels.patching._left import REMEDY, left_modules
 from transformer_kernels.patching._models import patch_models, unpatch_models
 from transformer_kernels.patching._report import CallReport, CallRow, PatchReport, Row
+from transformer_kernels.patching._sentences import pack_inputs, pad_inputs
 from transformer_kernels.patching._swap import Patched, class_path, original_class, replaced_method, restore, swap
 
 __all__ = ["Acceleration", "CallReport", "CallRow", "PatchReport", "Row", "accelerate", "patch", "unpatch"]
@@ -30,7 +31,8 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     forwards; this covers Llama, Mistral, Qwen, Gemma, Phi-3, OLMo 2, SmolLM3, Granite, Cohere, GLM, GPT-NeoX, T5, ViT
     and every model with the same code; code that differs is not patched. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT
     also the residual additions with their dropout and LayerNorm, the embeddings (BERT's families) and the products of
-    Conv1D (GPT-2). On a CPU, float32 products of linear layers, where this package's are faster.
+    Conv1D (GPT-2). Encoders of sentence-transformers 6.2 pack texts instead of padding them. On a CPU, float32 products
+    of linear layers, where this package's are faster.
 
     With "auto" on a CPU, the original modules compute inference (evaluation mode, no gradients) that is too small for
     these kernels to be faster.
@@ -70,6 +72,7 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     for name, module in list(model.named_modules()):
         if name not in patched and (row := _patch_module(name, module, backend)) is not None:
             rows.append(row)
+    rows.extend(pack_inputs(model))
     rows.extend(left_modules(model, {row.name for row in rows}))
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return PatchReport(backend, tuple(sorted(rows, key=lambda row: order.get(row.name, -1))))
@@ -97,6 +100,7 @@ def unpatch(model: nn.Module) -> None:
             name = name or "the model"
             raise RuntimeError(f"unpatch: {name} became a {type(module).__name__} after patch; undo that first")
     unpatch_models(model)
+    pad_inputs(model)
     for _, module in patched:
         restore(module)
 
@@ -119,14 +123,14 @@ def _patch_module(name: str, module: Any, backend: str | None) -> Row | None:
         known = next((known for known in _torch.REPLACEMENTS if isinstance(module, known)), None)
         if known is None or known is nn.TransformerEncoder or type(module).__module__ == "transformer_kernels.nn":
             return None
-        return Row(name, kind, None, f"a subclass of torch.nn.{known.__name__} with its own code")
+        return Row(name, kind, None, f"a subclass of torch.nn.{known.__name__} with its own code{REMEDY}")
     if not isinstance(module, Patched):
         if (method := replaced_method(module)) is not None:
             return Row(name, kind, None, f"its method {method} is replaced on this instance")
         if (reason := getattr(mixin, "refuses", lambda _: None)(module)) is not None:
             return Row(name, kind, None, reason)
         swap(module, mixin, backend)
-    return Row(name, kind, mixin.answered) if hasattr(mixin, "answered") else None
+    return Row(name, kind, mixin.operation) if hasattr(mixin, "operation") else None
 
 
 def _mixin_of(module: nn.Module) -> Any:

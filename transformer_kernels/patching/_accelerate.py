@@ -49,7 +49,7 @@ def _active() -> Acceleration | None:
 
 
 class _Rerouted:
-    """What takes the place of a function of torch. It is an object because, as a builtin, it must not bind as a method.
+    """A function of torch, rerouted. It is an object because, as a builtin, it must not bind as a method.
 
     A copy or a pickle of it is the name under which torch has the function.
     """
@@ -73,7 +73,7 @@ class _Rerouted:
 
 
 class Acceleration:
-    """A block in which calls of torch's functions are rerouted, and what became of them; made by `accelerate`."""
+    """A block in which calls of torch's functions are rerouted, and their counts; made by `accelerate`."""
 
     def __init__(self, backend: str | None) -> None:
         if backend is not None:
@@ -158,7 +158,7 @@ class Acceleration:
         if isinstance(result, str):
             self._count(operation, None, result)
             return original(*args, **kwargs)
-        self._count(operation, _answering(backend, result), None)
+        self._count(operation, _backend_of(result, backend), None)
         return result
 
     def _count(self, operation: str, backend: str | None, reason: str | None) -> None:
@@ -175,8 +175,8 @@ def _binds(handler: Handler, backend: str, args: Any, kwargs: dict[str, Any]) ->
     return True
 
 
-def _answering(backend: str, result: Tensor) -> str:
-    """The backend's name in reports; what "auto" took of the kernels for GPUs is not looked up for each call."""
+def _backend_of(result: Tensor, backend: str) -> str:
+    """The backend's name in reports; what "auto" selects for a GPU is not looked up for each call."""
     return "cpu" if backend == "auto" and result.device.type == "cpu" else backend
 
 
@@ -186,17 +186,17 @@ class _Installed:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks = 0
-        self._places: list[tuple[Any, str, Any, Any]] = []
-        """Owner, name, what stood there, and what stands there during a block."""
+        self._exchanges: list[tuple[Any, str, Any, Any]] = []
+        """Owner, name, the original, and what replaces it during a block."""
 
     def add(self) -> None:
         with self._lock:
             self._blocks += 1
             if self._blocks > 1:
                 return
-            self._places = self._places or list(_places())
-            for owner, name, before, now in self._places:
-                if getattr(owner, name) is before:  # else another library has taken the place
+            self._exchanges = self._exchanges or list(_exchanges())
+            for owner, name, before, now in self._exchanges:
+                if getattr(owner, name) is before:  # else another library has replaced it
                     setattr(owner, name, now)
 
     def remove(self) -> None:
@@ -204,7 +204,7 @@ class _Installed:
             self._blocks -= 1
             if self._blocks:
                 return
-            for owner, name, before, now in self._places:
+            for owner, name, before, now in self._exchanges:
                 if vars(owner).get(name) is not now:
                     continue
                 if owner is Tensor:
@@ -216,7 +216,7 @@ class _Installed:
 _installed = _Installed()
 
 
-def _places() -> Iterator[tuple[Any, str, Any, Any]]:
+def _exchanges() -> Iterator[tuple[Any, str, Any, Any]]:
     for owner, name, operation, handler in FUNCTIONS:
         rerouted = _Rerouted(owner, name, operation, handler)
         _known_to_scripts(rerouted)

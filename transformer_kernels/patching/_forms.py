@@ -31,6 +31,9 @@ TRANSPARENT = ("deprecate_kwarg", "use_kernel_forward_from_hub", "use_kernel_fun
 INTERFACE = "eager_attention_forward"
 """A name of transformers for the function that `AttentionInterface` replaces."""
 
+LAYOUTS = {"torch.cat((x, x), dim=-1)": "halves", "torch.repeat_interleave(x, 2, dim=-1)": "pairs"}
+"""How the tables of rotary positions repeat the angles x."""
+
 SKIPPED = ("annotation", "returns", "ctx", "type_comment", "type_params", "kind", "lineno", "simple")
 
 
@@ -79,25 +82,27 @@ def table_layout(kind: type) -> str | None:
     their products and conversions.
     """
     tree = _tree(kind.forward)  # type: ignore[attr-defined]
-    layouts = {"torch.cat((x, x), dim=-1)": "halves", "torch.repeat_interleave(x, 2, dim=-1)": "pairs"}
-    if tree is None:
-        return None
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
-            continue
-        argument = next(
-            (each.id for each in ast.walk(node.value) if isinstance(each, ast.Name) and each.id != "torch"), ""
-        )
-        layout = layouts.get(re.sub(rf"\b{argument}\b", "x", ast.unparse(node.value)))
-        if layout is not None:
-            later = [each for each in ast.walk(tree) if getattr(each, "lineno", 0) > node.lineno]
-            called = [each.func for each in later if isinstance(each, ast.Call)]
-            calls = [each for each in called if isinstance(each, ast.Attribute)]
-            known = len(calls) == len(called) and all(call.attr in ("cos", "sin", "to") for call in calls)
-            angles = {ast.unparse(call.value) for call in calls if call.attr != "to"}
-            plain = not any(isinstance(each, ast.Subscript) for each in later)
-            return layout if known and plain and angles == {node.targets[0].id} else None
+    for node in () if tree is None else ast.walk(tree):
+        if isinstance(node, ast.Assign) and (layout := _repetition(node)) is not None:
+            return layout if _only_cosine_and_sine_follow(tree, node) else None
     return None
+
+
+def _repetition(assignment: ast.Assign) -> str | None:
+    """The layout of what is assigned to a variable; None if it is no repetition of another one."""
+    names = [node.id for node in ast.walk(assignment.value) if isinstance(node, ast.Name) and node.id != "torch"]
+    if not names or not isinstance(assignment.targets[0], ast.Name):
+        return None
+    return LAYOUTS.get(re.sub(rf"\b{names[0]}\b", "x", ast.unparse(assignment.value)))
+
+
+def _only_cosine_and_sine_follow(tree: Any, assignment: ast.Assign) -> bool:
+    later = [node for node in ast.walk(tree) if getattr(node, "lineno", 0) > assignment.lineno]
+    called: list[Any] = [node.func for node in later if isinstance(node, ast.Call)]
+    if not all(isinstance(call, ast.Attribute) and call.attr in ("cos", "sin", "to") for call in called):
+        return False
+    angles = {ast.unparse(call.value) for call in called if call.attr != "to"}
+    return angles == {ast.unparse(assignment.targets[0])} and not any(isinstance(node, ast.Subscript) for node in later)
 
 
 def _tree(function: Any) -> ast.FunctionDef | None:

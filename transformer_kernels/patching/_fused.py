@@ -87,20 +87,20 @@ def rows(table: Any) -> Tensor:
 def embedded(
     tokens: Tensor,
     table: Any,
-    places: Tensor,
-    place_ids: Tensor | None,
+    positions: Tensor,
+    position_ids: Tensor | None,
     norm: Any,
     dropout: Any,
     backend: str | None,
 ) -> Tensor:
-    """dropout(norm(table[tokens] + places[place_ids])) of plain parts."""
+    """dropout(norm(table[tokens] + positions[position_ids])) of plain parts."""
     return ops.embedding(
         tokens,
         rows(table),
-        places,
+        positions,
         norm.weight,
         norm.bias,
-        position_ids=None if place_ids is None else place_ids.expand_as(tokens),
+        position_ids=None if position_ids is None else position_ids.expand_as(tokens),
         eps=norm.eps,
         dropout_p=dropout.p if dropout.training else 0.0,
         backend=backend,

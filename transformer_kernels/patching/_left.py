@@ -1,4 +1,4 @@
-"""The attention, norms, activations, MLPs and losses that `patch` does not know, each with the reason."""
+"""Adapters, and attention, norms, activations, MLPs and losses that `patch` does not know, each with the reason."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ REASONS = {
     "MLP": "its code is not that of a known MLP",
     "loss": "it is called with arguments that are known to its caller only",
 }
+ADAPTER = "an adapter: it is called unchanged and not fused with its neighbours"
 REMEDY = "; `accelerate` reroutes its calls of torch"
 
 
@@ -37,11 +38,14 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def left_modules(model: nn.Module, known: set[str]) -> Iterator[Row]:
-    """The innermost modules of each kind that are neither patched nor in `known`, by their names in the model.
+    """The adapters, and the innermost modules of each kind that are neither patched nor in `known`.
 
     A norm or an activation directly inside a patched module is computed by that module.
     """
     modules: dict[str, Any] = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            yield Row(name, original_class(module).__name__, None, ADAPTER)
     kinds = {name: kind_of(module) for name, module in modules.items()}
     around: set[tuple[str, str]] = set()
     """The modules that have one of a kind inside them."""

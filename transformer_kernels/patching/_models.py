@@ -21,19 +21,19 @@ from transformer_kernels.patching._transformers import LOSSES
 CONFIGS = "_configs_of_patch"
 """Where a patched module stores its own configuration and the one that it had."""
 
-ASKS_FOR_WEIGHTS = ("return_attention", "output_attentions")
+WEIGHT_OPTIONS = ("return_attention", "output_attentions")
 
 
 def hand_on_weights(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """`return_attention` is `output_attentions` of transformers, which not every model hands on to its attention."""
-    asked = any(kwargs.get(name) for name in ASKS_FOR_WEIGHTS)
-    return (args, {**kwargs, **dict.fromkeys(ASKS_FOR_WEIGHTS, True)}) if asked else None
+    requested = any(kwargs.get(name) for name in WEIGHT_OPTIONS)
+    return (args, {**kwargs, **dict.fromkeys(WEIGHT_OPTIONS, True)}) if requested else None
 
 
 class Attention(Mixin):
     """An attention layer that asks for its function by `config._attn_implementation`; it reads `backend` from here."""
 
-    answered = "attention"
+    operation = "attention"
 
 
 def pretrained_models(model: nn.Module) -> list[tuple[str, Any]]:
@@ -103,7 +103,7 @@ def _patch_attention(name: str, model: Any, backend: str | None, ours: str) -> I
             layer.backend = backend
         else:
             swap(layer, mixin, backend)
-        yield Row(path, kind, mixin.answered)
+        yield Row(path, kind, mixin.operation)
 
 
 def _asks_for_its_function(layer: nn.Module) -> bool:
@@ -165,7 +165,7 @@ def _patch_output(name: str, model: Any, backend: str | None) -> Iterator[Row]:
                 layer.backend = backend
             else:
                 swap(layer, OutputLayer, backend)
-            yield Row(path, "Linear", OutputLayer.answered)
+            yield Row(path, "Linear", OutputLayer.operation)
 
 
 def _patch_loss(name: str, model: Any, backend: str | None) -> Iterator[Row]:

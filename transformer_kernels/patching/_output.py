@@ -14,17 +14,17 @@ from transformer_kernels.patching._products import are_ours, is_eager_cpu
 from transformer_kernels.patching._swap import Mixin
 
 FEW = 0.75  # of the rows; for more of them, gathering does not pay
-COLUMNS_THAT_TELL = 64  # a softmax has a gradient for each class
+FIRST_COLUMNS = 64  # a softmax has a gradient for each class
 
 
 class OutputLayer(Mixin):
     """x weight^T + bias, whose gradients on a CPU are computed from those rows that have one.
 
     The tokens that a loss ignores (85 % of them in masked language modelling, padding, prompts) have none, and two of
-    the three products of the largest layer are over them. A GPU would have to tell the host how many there are.
+    the three products of the largest layer are over them. A GPU would have to copy their number to the host.
     """
 
-    answered = "products of rows with a gradient"
+    operation = "products of rows with a gradient"
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or not is_eager_cpu(input):
@@ -58,8 +58,8 @@ class _RowsWithGradient(torch.autograd.Function):
 
 
 def _with_gradient(grads: Tensor) -> Tensor:
-    """Which rows of (N, V) are not all zero, in order; the first columns tell of most that are not."""
-    found = _not_zero(grads[:, :COLUMNS_THAT_TELL])
+    """Which rows of (N, V) are not all zero, in order; the first columns identify most of them."""
+    found = _not_zero(grads[:, :FIRST_COLUMNS])
     rest = (~found).nonzero().squeeze(1)
     if len(rest) > (1 - FEW) * len(grads):
         found = _not_zero(grads)
@@ -77,13 +77,13 @@ def _write_gradients(
     grads: Tensor, rows: Tensor, weight: Tensor, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
 ) -> None:
     """From the rows (N, E) with a gradient (N, V) to dx (N, E), dweight (V, E) and dbias (V)."""
-    places = None
+    indices = None
     if grads.numel():
         kept = _with_gradient(grads)
         if len(kept) <= FEW * len(rows):
-            rows, grads, places = rows[kept], grads.index_select(0, kept), kept
+            rows, grads, indices = rows[kept], grads.index_select(0, kept), kept
     if dx is not None:
-        torch.mm(grads, weight, out=dx) if places is None else dx.zero_().index_copy_(0, places, grads @ weight)
+        torch.mm(grads, weight, out=dx) if indices is None else dx.zero_().index_copy_(0, indices, grads @ weight)
     if dweight is not None:
         torch.mm(grads.t(), rows, out=dweight)
     if dbias is not None:

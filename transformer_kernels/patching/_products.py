@@ -1,6 +1,6 @@
-"""Products of patched layers that autograd records: this package's own where those are the faster ones.
+"""Products of patched layers: this package's own where those are the faster ones.
 
-Without gradients PyTorch's are: the forward product alone is at best as fast in ours.
+A forward product alone, without gradients, is at best as fast in ours where MKL is not slow, which it is on AMD.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from transformer_kernels import ops
@@ -22,7 +23,7 @@ FEWEST_PRODUCTS = 3 << 19
 
 def is_eager_cpu(x: Tensor) -> bool:
     """Whether a call is on a CPU, as its tensors stand, with nothing that watches or transforms it but autograd."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch.is_autocast_enabled("cpu"):
+    if is_compiling() or torch._C._is_tracing() or torch.is_autocast_enabled("cpu"):
         return False
     if x.device.type != "cpu" or x.dim() < 2:
         return False
@@ -35,8 +36,10 @@ def are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool
         return False
     if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or x.numel() < FEWEST_ROWS * x.shape[-1]:
         return False
-    from transformer_kernels.ops.linear._cpu import largest_weight
+    from transformer_kernels.ops.linear._cpu import largest_weight, processor
 
+    if not torch.is_grad_enabled() and processor(cpu.load()) != "AMD":
+        return False
     return weight.is_contiguous() and 0 < weight.numel() <= largest_weight(x, forward_alone)
 
 
@@ -44,14 +47,15 @@ class Linear(Mixin):
     """x W^T + b of a layer inside a model; the report does not list it, as it is PyTorch's but for these products."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and are_ours(input, self.weight, self.backend):
-            return ops.linear(input, self.weight, self.bias, backend=self.backend)
-        return F.linear(input, self.weight, self.bias)
+        few = not is_compiling() and input.numel() < FEWEST_ROWS * self.in_features
+        if few or not are_ours(input, self.weight, self.backend):
+            return F.linear(input, self.weight, self.bias)
+        return ops.linear(input, self.weight, self.bias, backend=self.backend)
 
 
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     """x W + b, x (..., K), weight (K, N)."""
-    ours = torch.is_grad_enabled() and are_ours(x, weight, backend)
-    if ours and x.numel() * weight.shape[1] >= FEWEST_PRODUCTS:
+    fewest = FEWEST_PRODUCTS if torch.is_grad_enabled() else FEWEST_ROWS * weight.numel()
+    if not is_compiling() and x.numel() * weight.shape[1] >= fewest and are_ours(x, weight, backend):
         return ops.linear(x, weight.t(), bias, backend=backend)
     return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)

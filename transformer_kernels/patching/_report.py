@@ -17,16 +17,16 @@ class Row:
 
     name: str
     kind: str
-    answered: str | None
+    operation: str | None
     reason: str | None = None
 
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What became of each module that `patch` knows. It prints as a table, equal layers on one line.
+    """A row for each module that `patch` knows. It prints as a table, equal layers on one line.
 
     Attributes:
-        backend: the backend that was asked for, None for the default at each call.
+        backend: the requested backend, None for the default at each call.
         rows: one `Row` for each module, in the model's order.
     """
 
@@ -36,12 +36,12 @@ class PatchReport:
     @property
     def patched(self) -> tuple[Row, ...]:
         """The rows that an operation computes."""
-        return tuple(row for row in self.rows if row.answered is not None)
+        return tuple(row for row in self.rows if row.operation is not None)
 
     @property
     def left(self) -> tuple[Row, ...]:
         """The rows that stayed as they were."""
-        return tuple(row for row in self.rows if row.answered is None)
+        return tuple(row for row in self.rows if row.operation is None)
 
     def __str__(self) -> str:
         summary = f"{len(self.patched)} modules patched, {len(self.left)} not patched; {_named(self.backend)}"
@@ -51,7 +51,7 @@ class PatchReport:
         counts: dict[tuple[str, str, str], int] = {}
         for row in self.rows:
             name = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name) or "(the model)"
-            key = (name, row.kind, row.answered or f"not patched: {row.reason}")
+            key = (name, row.kind, row.operation or f"not patched: {row.reason}")
             counts[key] = counts.get(key, 0) + 1
         for key, count in counts.items():
             yield (*key, str(count))
@@ -68,10 +68,10 @@ class CallRow(NamedTuple):
 
 @dataclass(frozen=True)
 class CallReport:
-    """What became of the calls in a block of `accelerate`. It prints as a table.
+    """The calls in a block of `accelerate`. It prints as a table.
 
     Attributes:
-        backend: the backend that was asked for, None for the default at each call.
+        backend: the requested backend, None for the default at each call.
         rows: one `CallRow` for each operation, backend and reason; the rerouted ones first.
     """
 

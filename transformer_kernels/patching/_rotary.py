@@ -16,7 +16,7 @@ from transformer_kernels.backends.dispatch import BACKENDS, requested
 from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.patching._forms import fingerprint, forward_fingerprint, table_layout
 from transformer_kernels.patching._fused import activated, add_norm, gelu_kind
-from transformer_kernels.patching._swap import Mixin, class_path, is_plain, original_class
+from transformer_kernels.patching._swap import Mixin, class_path, is_plain, original_class, with_global
 
 SILU_CLASSES = ("transformers.activations.SiLUActivation", "torch.nn.modules.activation.SiLU")
 ROTATE = "apply_rotary_pos_emb"
@@ -26,7 +26,7 @@ ROTATE = "apply_rotary_pos_emb"
 class RMSNorm(Mixin):
     """weight * normed(x).to(dtype): the result has the wider dtype of input and weight (Llama)."""
 
-    answered = "rms_norm"
+    operation = "rms_norm"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm_of(self, hidden_states, self.backend)
@@ -55,7 +55,7 @@ class T5Norm(RMSNorm):
 class RoundedRMSNorm(Mixin):
     """(weight * normed(x)).to(dtype), rounded once (OLMo 2, gpt-oss, Helium)."""
 
-    answered = "rms_norm"
+    operation = "rms_norm"
 
     def scale(self, x: Tensor) -> Tensor:
         """What normed rows of x are multiplied by."""
@@ -77,7 +77,7 @@ class ShiftedRMSNorm(RoundedRMSNorm):
 class RoundedLayerNorm(Mixin):
     """(weight * normed(x)).to(dtype) of centred x, without a bias (Cohere)."""
 
-    answered = "layer_norm"
+    operation = "layer_norm"
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -96,7 +96,7 @@ def _weight_for(x: Tensor, weight: Tensor) -> Tensor:
 class DecoderLayer(Mixin):
     """The residual addition after attention is fused with the norm that reads the sum."""
 
-    answered = "add_rms_norm"
+    operation = "add_rms_norm"
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = self.by_name(args, kwargs)
@@ -145,7 +145,7 @@ def has_plain_silu(module: Any) -> bool:
 class GatedMLP(Mixin):
     """down(act(gate(x)) * up(x)) of a SiLU or GELU."""
 
-    answered = "swiglu or geglu"
+    operation = "swiglu or geglu"
 
     def forward(self, x: Tensor) -> Tensor:
         gate = gate_of(self.act_fn)
@@ -157,7 +157,7 @@ class GatedMLP(Mixin):
 class PackedGatedMLP(Mixin):
     """down(up * act(gate)) of a SiLU or GELU, gate and up from one projection (Phi-3, GLM)."""
 
-    answered = "swiglu or geglu"
+    operation = "swiglu or geglu"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate = gate_of(self.activation_fn)
@@ -169,7 +169,7 @@ class PackedGatedMLP(Mixin):
 class T5GatedMLP(Mixin):
     """wo(dropout(gelu(wi_0(x)) * wi_1(x)))."""
 
-    answered = "geglu"
+    operation = "geglu"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate = gate_of(self.act)
@@ -185,7 +185,7 @@ class T5GatedMLP(Mixin):
 class MLP(Mixin):
     """last(act(first(x))) (ViT, CLIP)."""
 
-    answered = "linear"
+    operation = "linear"
     first, activation, last = "fc1", "activation_fn", "fc2"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class UpDownMLP(MLP):
 class GPT2MLP(Mixin):
     """dropout(proj(act(fc(x)))) (GPT-2, GPT-Neo)."""
 
-    answered = "bias_gelu"
+    operation = "bias_gelu"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.dropout(self.c_proj(activated(hidden_states, self.c_fc, self.act, self.backend)))
@@ -217,7 +217,7 @@ class GPT2MLP(Mixin):
 class RotaryAttention(Mixin):
     """The original forward, in which `rotary` replaces `apply_rotary_pos_emb`, and with it our attention function."""
 
-    answered = "rotary, attention"
+    operation = "rotary, attention"
     _by_backend: dict[str | None, Any]
 
     @staticmethod
@@ -225,7 +225,7 @@ class RotaryAttention(Mixin):
         """What the patched class has besides: a forward for each backend."""
         options = ROTATIONS[str(fingerprint(_rotation_of(original)))]
         rotations = {each: functools.partial(_rotate, backend=each, **options) for each in (None, "auto", *BACKENDS)}
-        return {"_by_backend": {each: _with_global(original.forward, ROTATE, f) for each, f in rotations.items()}}
+        return {"_by_backend": {each: with_global(original.forward, ROTATE, f) for each, f in rotations.items()}}
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.backend not in self._by_backend:
@@ -265,23 +265,6 @@ def _rotation_of(layer_class: Any) -> Any:
     forward = inspect.unwrap(layer_class.forward)
     named = isinstance(forward, types.FunctionType) and ROTATE in forward.__code__.co_names
     return forward.__globals__.get(ROTATE) if named else None
-
-
-def _with_global(function: Any, name: str, value: Any) -> Any:
-    """A copy of a function, under its decorators, in which one global name has another value."""
-    inner = getattr(function, "__wrapped__", None)
-    scope, closure = function.__globals__, function.__closure__
-    if inner is None:
-        scope = {key: each for key, each in scope.items() if key != "__name__"} | {name: value}  # it is no module's
-    else:
-        changed = _with_global(inner, name, value)
-        cells = (changed if cell.cell_contents is inner else cell.cell_contents for cell in closure or ())
-        closure = tuple(types.CellType(each) for each in cells)
-    copied: Any = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
-    copied.__kwdefaults__, copied.__module__ = function.__kwdefaults__, function.__module__
-    if inner is not None:
-        copied.__wrapped__ = changed
-    return copied
 
 
 def rotates_by_tables(model: nn.Module, layer: nn.Module) -> bool:

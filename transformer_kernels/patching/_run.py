@@ -75,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "transformer-kernels run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    told = "torch, cpu, triton, cuda or auto (default: as set by the environment, else auto)"
-    parser.add_argument("--backend", choices=(*BACKENDS, "auto"), help=told)
+    backends = "torch, cpu, triton, cuda or auto (default: as set by the environment, else auto)"
+    parser.add_argument("--backend", choices=(*BACKENDS, "auto"), help=backends)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script, as python -m does")
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments"

@@ -46,7 +46,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Patched:
-    """Mixed into the class of a patched module. `backend` is the one that was asked for; None follows the default."""
+    """Mixed into the class of a patched module. `backend` is the requested one; None follows the default."""
 
     backend: str | None = None
     _mixin: type
@@ -61,7 +61,7 @@ class Patched:
 class Mixin(nn.Module):
     """What a patched module of transformers does otherwise; its parts are those of the class that it is mixed into."""
 
-    answered: str
+    operation: str
     backend: str | None
     _arguments: tuple[str, ...]
     """The names of the parameters of the original forward after `self`, in order."""
@@ -82,7 +82,7 @@ def _blank(mixin: Any, original: Any) -> nn.Module:
 
 @functools.cache
 def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
-    """The subclass of `original` that behaves as `mixin` says, under the same name."""
+    """The subclass of `original` that behaves as `mixin`, under the same name."""
     bases = (Patched, mixin) if issubclass(mixin, original) else (Patched, mixin, original)
     content = {"_mixin": mixin, "_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
     if hasattr(mixin, "content"):
@@ -103,6 +103,23 @@ def _with_signature(function: Any, original: Any) -> Any:
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__doc__ = original.__doc__
     copied.__signature__ = inspect.signature(original)
+    return copied
+
+
+def with_global(function: Any, name: str, value: Any) -> Any:
+    """A copy of a function, under its decorators, in which one global name has another value."""
+    inner = getattr(function, "__wrapped__", None)
+    scope, closure = function.__globals__, function.__closure__
+    if inner is None:
+        scope = {key: each for key, each in scope.items() if key != "__name__"} | {name: value}  # it is no module's
+    else:
+        changed = with_global(inner, name, value)
+        cells = (changed if cell.cell_contents is inner else cell.cell_contents for cell in closure or ())
+        closure = tuple(types.CellType(each) for each in cells)
+    copied: Any = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__, copied.__module__ = function.__kwdefaults__, function.__module__
+    if inner is not None:
+        copied.__wrapped__ = changed
     return copied
 
 
@@ -155,7 +172,7 @@ def class_path(module: Any) -> str:
 
 
 def is_plain(module: Any, *kinds: type) -> bool:
-    """Whether a module is just what its class says, so that what it does may be done elsewhere.
+    """Whether a module has the behaviour of its class alone, so that what it does may be done elsewhere.
 
     Adapters replace modules, quantisation and sharding replace their class, and offloading replaces their `forward`;
     hooks want to be called. All of these are called as they stand.

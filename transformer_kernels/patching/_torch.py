@@ -1,4 +1,4 @@
-"""What takes the place of the modules of torch.nn."""
+"""The replacements of the modules of torch.nn."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformer_kernels.patching._rotary import rms_norm_of
 
 
 class LayerNorm(ours.LayerNorm):
-    answered = "layer_norm"
+    operation = "layer_norm"
 
 
 class RMSNorm(nn.RMSNorm):
-    answered = "rms_norm"
+    operation = "rms_norm"
     backend: str | None
 
     @staticmethod
@@ -28,11 +28,11 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GELU(ours.GELU):
-    answered = "gelu"
+    operation = "gelu"
 
 
 class Softmax(ours.Softmax):
-    answered = "softmax"
+    operation = "softmax"
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -40,7 +40,7 @@ class Softmax(ours.Softmax):
 
 
 class MultiHeadAttention(ours.MultiHeadAttention):
-    answered = "attention"
+    operation = "attention"
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -69,7 +69,7 @@ class TransformerEncoder(nn.TransformerEncoder):
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """Self-attention and a feed-forward network, each fused with its dropout, residual addition and LayerNorm."""
 
-    answered = "add_layer_norm and linear"
+    operation = "add_layer_norm and linear"
     backend: str | None
 
     def forward(
@@ -86,7 +86,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """Self-attention, cross-attention and a feed-forward network, fused as in the encoder's layer."""
 
-    answered = "add_layer_norm and linear"
+    operation = "add_layer_norm and linear"
     backend: str | None
 
     def forward(

@@ -304,7 +304,7 @@ def _broadcasts(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 
 def _padding(mask: Tensor, batch: int, keys: int) -> Tensor | None:
-    """The keys (B, Lk) that every query and head may see, if a mask says no more than that."""
+    """The keys (B, Lk) that every query and head may see, if a mask specifies no more than that."""
     if mask.dtype is not torch.bool or mask.dim() != 4 or mask.shape[3] != keys:
         return None
     if any(mask.shape[axis] > 1 and mask.stride(axis) != 0 for axis in (1, 2)):

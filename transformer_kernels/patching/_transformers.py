@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -13,13 +15,13 @@ from transformer_kernels.ops import _checks
 from transformer_kernels.patching import _fused
 from transformer_kernels.patching._fused import activated, add_norm, dropped, embedded, is_plain_table, rows
 from transformer_kernels.patching._products import by_columns
-from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap
+from transformer_kernels.patching._swap import Mixin, MovedDropout, is_plain, swap, with_global
 
 
 class Activation(Mixin):
     """A GELU of transformers.activations."""
 
-    answered = "gelu"
+    operation = "gelu"
 
     def forward(self, x: Tensor) -> Tensor:
         approximate = _fused.GELU_CLASSES[_fused.class_path(self)]
@@ -29,7 +31,7 @@ class Activation(Mixin):
 class ResidualNorm(Mixin):
     """LayerNorm(dropout(dense(x)) + residual): the output of BERT's attention and feed-forward network."""
 
-    answered = "add_layer_norm"
+    operation = "add_layer_norm"
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         branch = self.dense(hidden_states)
@@ -39,30 +41,45 @@ class ResidualNorm(Mixin):
 class Intermediate(Mixin):
     """activation(dense(x)) of BERT."""
 
-    answered = "linear"
+    operation = "linear"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return activated(hidden_states, self.dense, self.intermediate_act_fn, self.backend)
 
 
+class Layer(Mixin):
+    """The original forward of BERT's layer, without inspecting the signature of the feed-forward network."""
+
+    @staticmethod
+    def content(original: Any) -> dict[str, Any]:
+        """The patched class's own attributes."""
+        chunk = inspect.unwrap(original.forward).__globals__[CHUNK]
+        return {"forward": with_global(original.forward, CHUNK, functools.partial(_chunked, chunk))}
+
+
+def _chunked(chunk: Any, function: Any, size: int, dim: int, *inputs: Tensor) -> Any:
+    """`apply_chunking_to_forward` of transformers, which inspects the signature of the function at each call."""
+    return chunk(function, size, dim, *inputs) if size else function(*inputs)
+
+
 class _Embeddings(Mixin):
     """Token + position + segment, LayerNorm, dropout."""
 
-    answered = "embedding"
+    operation = "embedding"
 
     def _is_plain(self) -> bool:
         tables = [self.word_embeddings, self.position_embeddings, getattr(self, "token_type_embeddings", None)]
         parts = is_plain(self.LayerNorm, nn.LayerNorm) and is_plain(self.dropout, nn.Dropout)
         return parts and all(table is None or is_plain_table(table) for table in tables)
 
-    def _embed(self, tokens: Tensor, places: Tensor, ids: Tensor | None) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, ids: Tensor | None) -> Tensor:
         parts = (self.LayerNorm, self.dropout, self.backend)
-        return embedded(tokens, self.word_embeddings, places, ids, *parts)
+        return embedded(tokens, self.word_embeddings, positions, ids, *parts)
 
     def _embed_with_segments(
         self, tokens: Tensor, segments: Tensor | None, position_ids: Tensor | None, first: int
     ) -> Tensor:
-        """One table of places holds position + segment for each pair of them."""
+        """One table has position + segment for each pair of them."""
         positions, kinds = rows(self.position_embeddings), rows(self.token_type_embeddings)
         if position_ids is None:
             positions = positions[first : first + tokens.shape[1]]
@@ -74,8 +91,8 @@ class _Embeddings(Mixin):
                 _checks.rows_in_range("embedding", "position_ids", position_ids, positions.shape[0])
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)
-        places = (positions + kinds[:, None]).flatten(0, 1)  # (segments * P, E)
-        return self._embed(tokens, places, segments * positions.shape[0] + position_ids)
+        table = (positions + kinds[:, None]).flatten(0, 1)  # (segments * P, E)
+        return self._embed(tokens, table, segments * positions.shape[0] + position_ids)
 
 
 class BertEmbeddings(_Embeddings):
@@ -107,14 +124,15 @@ class DistilBertEmbeddings(_Embeddings):
         if input_ids is None or inputs_embeds is not None or not self._is_plain():
             return super().forward(input_ids, inputs_embeds, position_ids)
         positions = rows(self.position_embeddings)
-        places = positions[: input_ids.shape[1]] if position_ids is None else positions
-        return self._embed(input_ids, places, position_ids)
+        if position_ids is None:
+            positions = positions[: input_ids.shape[1]]
+        return self._embed(input_ids, positions, position_ids)
 
 
 class DistilBertBlock(Mixin):
     """Attention and the feed-forward network, each fused with its residual addition and LayerNorm."""
 
-    answered = "add_layer_norm"
+    operation = "add_layer_norm"
 
     def _adopt(self) -> None:
         move(self.ffn, "dropout", self.backend)
@@ -127,7 +145,7 @@ class DistilBertBlock(Mixin):
 
 
 class DistilBertFFN(Mixin):
-    answered = "linear"
+    operation = "linear"
 
     def ff_chunk(self, input: Tensor) -> Tensor:
         return self.dropout(self.lin2(activated(input, self.lin1, self.activation, self.backend)))
@@ -136,7 +154,7 @@ class DistilBertFFN(Mixin):
 class GPT2Block(Mixin):
     """The residual addition after attention is fused with its dropout and the LayerNorm that reads the sum."""
 
-    answered = "add_layer_norm"
+    operation = "add_layer_norm"
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -160,7 +178,7 @@ class GPT2Block(Mixin):
 class Conv1D(Mixin):
     """x W + b with the weight as (K, N)."""
 
-    answered = "linear"
+    operation = "linear"
 
     def forward(self, x: Tensor) -> Tensor:
         return by_columns(x, self.weight, self.bias, self.backend)
@@ -169,7 +187,7 @@ class Conv1D(Mixin):
 class ViTLayer(Mixin):
     """The residual addition after attention is fused with its dropout and the LayerNorm that reads the sum."""
 
-    answered = "add_layer_norm"
+    operation = "add_layer_norm"
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
@@ -180,7 +198,7 @@ class ViTLayer(Mixin):
 class LabelsOutside(Mixin):
     """A model that computes torch's cross-entropy of its logits and labels inside its forward: here it is ours."""
 
-    answered = "cross_entropy"
+    operation = "cross_entropy"
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None:
@@ -263,12 +281,15 @@ def moved_dropout(dropout: nn.Module) -> nn.Module | None:
 BERT, ROBERTA = "transformers.models.bert.modeling_bert.Bert", "transformers.models.roberta.modeling_roberta.Roberta"
 DISTILBERT = "transformers.models.distilbert.modeling_distilbert."
 GPT2, VIT = "transformers.models.gpt2.modeling_gpt2.GPT2", "transformers.models.vit.modeling_vit.ViT"
+CHUNK = "apply_chunking_to_forward"
 T5 = "transformers.models.t5.modeling_t5.T5"
 
 REPLACEMENTS: dict[str, type] = {
     **dict.fromkeys(_fused.GELU_CLASSES, Activation),
     **{f"{family}{name}": ResidualNorm for family in (BERT, ROBERTA) for name in ("SelfOutput", "Output")},
     **{f"{family}Intermediate": Intermediate for family in (BERT, ROBERTA)},
+    f"{BERT}Layer": Layer,
+    f"{ROBERTA}Layer": Layer,
     f"{BERT}Embeddings": BertEmbeddings,
     f"{ROBERTA}Embeddings": RobertaEmbeddings,
     f"{DISTILBERT}Embeddings": DistilBertEmbeddings,

@@ -1,7 +1,7 @@
 """Pretrained weights: conversion between Hugging Face folders or GGUF files and this package's models.
 
-model = transformer_kernels.load_pretrained("all-MiniLM-L6-v2")
-tokenizer = transformer_kernels.pretrained.load_tokenizer("all-MiniLM-L6-v2")
+model = transformer_kernels.load_pretrained("distilgpt2")
+print(model.generate("Once upon a time", max_new_tokens=40))
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from transformer_kernels.pretrained.tutorials import load_tutorial
 
 if TYPE_CHECKING:
     from python_ref.encoder import Encoder
-    from python_ref.gpt import GPT
     from python_ref.vit import ViT
     from transformer_kernels.pretrained.architectures import Architecture, Entry
+    from transformer_kernels.pretrained.language_model import PretrainedGPT
 
 __all__ = ["export_pretrained", "load_pretrained", "load_tokenizer", "load_tutorial"]
 
@@ -32,7 +32,7 @@ PICKLED = (".pt", ".pth", ".bin")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 
 
-def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) -> GPT | Encoder | ViT:
+def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) -> PretrainedGPT | Encoder | ViT:
     """Load a pretrained model.
 
     Args:
@@ -42,9 +42,10 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
         backend: as in `build`.
 
     Returns:
-        `python_ref.GPT`: tokens (B, L) -> logits (B, L, V), `python_ref.Encoder`: tokens, padding_mask -> hidden states
-        (B, L, E), with the heads whose weights exist, or `python_ref.ViT`. RoBERTa's positions start at 0, so padding
-        must follow the text. Parameters are float32; the model is in evaluation mode.
+        `PretrainedGPT`, a `python_ref.GPT`: tokens (B, L) -> logits (B, L, V), with `generate` for text and tokens;
+        `python_ref.Encoder`: tokens, padding_mask -> hidden states (B, L, E), with the heads whose weights exist; or
+        `python_ref.ViT`. RoBERTa's positions start at 0, so padding must follow the text. Parameters are float32; the
+        model is in evaluation mode.
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
@@ -58,6 +59,8 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
         >>> model(torch.randint(65, (1, 16))).shape
         torch.Size([1, 16, 65])
     """
+    from transformer_kernels.pretrained.language_model import PretrainedGPT
+
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder or file; {download_remedy(path)}")
@@ -73,6 +76,8 @@ def load_pretrained(path: str | os.PathLike[str], backend: str | None = None) ->
     except UNUSABLE as error:
         raise ValueError(f"{path}: it contains values that no model has: {error}") from error
     model.load_state_dict(_ours(path, architecture, config, weights, model.state_dict()), assign=True)
+    if isinstance(model, PretrainedGPT):
+        model.source = path.absolute()
     return model.eval()
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from python_ref import GPT, GPTConfig
+from python_ref import GPTConfig
 from python_ref.encoder import Encoder, EncoderConfig
 from python_ref.vit import ViT, ViTConfig
+from transformer_kernels.pretrained.language_model import PretrainedGPT
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
@@ -50,8 +51,8 @@ class Architecture:
     describe: Callable[[Any], dict[str, Any]]
     entries: Callable[[Any], Iterator[Entry]]
 
-    def make(self, config: Any, ops: Any) -> GPT | Encoder | ViT:
-        models: dict[type, Any] = {GPTConfig: GPT, EncoderConfig: Encoder, ViTConfig: ViT}
+    def make(self, config: Any, ops: Any) -> PretrainedGPT | Encoder | ViT:
+        models: dict[type, Any] = {GPTConfig: PretrainedGPT, EncoderConfig: Encoder, ViTConfig: ViT}
         return models[type(config)](config, ops)
 
 

@@ -1,5 +1,6 @@
 """Training: `Trainer(CharGPT(CharGPTConfig(steps=200))).fit()`."""
 
+from transformer_kernels.pretrained.generation import Sampling, generate, generate_many
 from transformer_kernels.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -17,7 +18,6 @@ from transformer_kernels.training.distributed import (
     joined_processes,
 )
 from transformer_kernels.training.files import DataFileError
-from transformer_kernels.training.generation import Sampling, generate, generate_many
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.recipes.imdb import Imdb, ImdbConfig
 from transformer_kernels.training.trainer import Result, Trainer

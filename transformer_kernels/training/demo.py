@@ -15,8 +15,8 @@ import torch
 
 from transformer_kernels.backends.dispatch import BACKENDS, unavailable
 from transformer_kernels.graphs import WARM_UP_CALLS
+from transformer_kernels.pretrained.generation import Sampling
 from transformer_kernels.training.files import numbered_folder
-from transformer_kernels.training.generation import Sampling
 from transformer_kernels.training.recipes import Trained
 from transformer_kernels.training.recipes.char_gpt import CharGPT, CharGPTConfig
 from transformer_kernels.training.trainer import Trainer

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from transformer_kernels.backends import cpu
-from transformer_kernels.backends.dispatch import get_backend
-from transformer_kernels.graphs import WARM_UP_CALLS, Graphed, Graphs, graphs_on, tensors
+from transformer_kernels.graphs import WARM_UP_CALLS, Graphed, Graphs, dispatched_to_cpu, graphs_on, tensors
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.step import Batch, Check, TrainingStep
@@ -48,11 +46,6 @@ def _reason_against_recording(config: TrainingConfig, device: torch.device, proc
     if getattr(config, "sparse_embedding", False):
         return "--sparse-embedding reads the rows of a batch on the host"
     return None
-
-
-def dispatched_to_cpu(backend: str | None, device: torch.device) -> bool:
-    """Whether calls of a model with this backend are dispatched to the cpu backend."""
-    return (backend or get_backend()) in ("auto", "cpu") and cpu.unavailable(device) is None
 
 
 def choose_graphs(config: TrainingConfig, device: torch.device, processes: Processes) -> tuple[Graphs | None, str]:

@@ -12,9 +12,9 @@ from python_ref import GPT
 from python_ref.encoder import Encoder
 from python_ref.vit import ViT
 from transformer_kernels.pretrained import load_pretrained, load_tokenizer
+from transformer_kernels.pretrained.generation import Choice, Sampling, generate_many
 from transformer_kernels.pretrained.tokenizers import end_tokens
 from transformer_kernels.training.distributed import Processes, choose_device
-from transformer_kernels.training.generation import Choice, Sampling, generate_many
 
 MASK = "[MASK]"
 ROBERTA_MASK = "<mask>"
@@ -41,7 +41,7 @@ def generate(loaded: Pretrained, prompts: list[str], count: int, sampling: Sampl
     """Generate `count` tokens after each prompt, step by step; fewer if all texts end earlier."""
     if not isinstance(loaded.model, GPT):
         raise ValueError("generate: --model must be a language model; this one is an encoder: use embed or fill-mask")
-    tokens = [loaded.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    tokens = [loaded.tokenizer.encode(prompt).ids for prompt in prompts]
     context = loaded.model.config.context
     return generate_many(loaded.model, tokens, count, sampling, context=context, device=loaded.device, ends=loaded.ends)
 

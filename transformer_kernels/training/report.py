@@ -1,12 +1,15 @@
-"""Console output: the summary of a run, and likely next tokens."""
+"""Console output: the summary of a run, likely next tokens, and text as it is generated."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from transformer_kernels.training.generation import Choice
+from transformer_kernels.pretrained.generation import Choice
 from transformer_kernels.training.trainer import Result, Trainer
+
+LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, hence its maximum number of tokens
 
 
 def describe_result(trainer: Trainer, result: Result) -> str:
@@ -51,3 +54,37 @@ def most_likely(choice: Choice, tokenizer: Any, count: int) -> str:
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     listed = "  ".join(f"{tokenizer.decode([index])!r} {probability:.4f}" for index, probability in pairs)
     return f"{tokenizer.decode([choice.token])!r:>6} | {listed}"
+
+
+def decoded(tokens: Iterable[int], tokenizer: Any) -> Iterator[str]:
+    """The decoded text, token by token; an incomplete UTF-8 character is buffered until its last byte arrives."""
+    buffered: list[int] = []
+    for token in tokens:
+        buffered.append(token)
+        piece = tokenizer.decode(buffered)
+        if not piece.endswith("\ufffd") or len(buffered) == LONGEST_CHARACTER:
+            yield piece
+            buffered = []
+    if buffered:
+        yield tokenizer.decode(buffered)
+
+
+def text_until(pieces: Iterable[str], stop: str = "") -> Iterator[str]:
+    """The text before `stop`, streamed; a possible beginning of `stop` is buffered."""
+    buffered = ""
+    for piece in pieces:
+        buffered += piece
+        if stop and stop in buffered:
+            buffered = buffered[: buffered.index(stop)]
+            break
+        safe = len(buffered) - _overlap(buffered, stop)
+        if safe:
+            yield buffered[:safe]
+        buffered = buffered[safe:]
+    if buffered:
+        yield buffered
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest suffix of `text` that is a prefix of `stop`."""
+    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.training.generation import Sampling, draw
+from transformer_kernels.pretrained.generation import Sampling, draw
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from transformer_kernels.pretrained.generation import Choice, Sampling
 from transformer_kernels.training.config import TrainingConfig
 from transformer_kernels.training.distributed import Processes
-from transformer_kernels.training.generation import Choice, Sampling
 from transformer_kernels.training.sampler import ShuffledSampler
 from transformer_kernels.training.step import Batch, evaluation_totals
 from transformer_kernels.training.tokenizers import from_description

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from transformer_kernels.pretrained.generation import Sampling
 from transformer_kernels.training._optional import require
 from transformer_kernels.training.config import TrainingConfig, build_preset, option
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.files import DataFileError
-from transformer_kernels.training.generation import Sampling
 from transformer_kernels.training.recipes import Alignment, Recipe, Trained, Translated
 from transformer_kernels.training.sampler import BucketedSampler
 from transformer_kernels.training.step import IGNORED, Batch, to_device

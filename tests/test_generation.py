@@ -9,8 +9,15 @@ from tests.support.host_graphs import CountedHostGraphs
 from transformer_kernels.backends import cpu
 from transformer_kernels.graphs import WARM_UP_CALLS
 from transformer_kernels.graphs._host import HostGraphs
-from transformer_kernels.training import Sampling, generate, generate_many, generation
-from transformer_kernels.training.generation import decoded, penalised, sampling_distribution, text_until
+from transformer_kernels.pretrained import generation
+from transformer_kernels.pretrained.generation import (
+    Sampling,
+    generate,
+    generate_many,
+    penalised,
+    sampling_distribution,
+)
+from transformer_kernels.training.report import decoded, text_until
 from transformer_kernels.training.tokenizers import ByteTokenizer
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()

