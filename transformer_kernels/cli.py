@@ -529,7 +529,7 @@ def _info(chosen: argparse.Namespace) -> None:
         return
     from transformer_kernels.info import describe_installation
 
-    print(describe_installation())
+    print(f"transformer_kernels {__version__}\n\n{describe_installation()}")
     with contextlib.suppress(ImportError):
         status = _of_the_checkout("benchmarks.compilers.status", "info")
         print("\nkernels\n" + "\n".join(f"  {line}" for line in status.summary()))

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from transformer_kernels._version import __version__
 from transformer_kernels.backends import cpu as _cpu
 from transformer_kernels.backends import cuda as _cuda
 from transformer_kernels.backends import triton as _triton
@@ -40,7 +39,7 @@ def _versions() -> tuple[str, list[str]]:
         f"{'triton':<20} {_installed('triton')} (supported: {_triton.SUPPORTED_VERSIONS})",
         *(f"{package:<20} {_installed(package)}" for package in PACKAGES),
     ]
-    return f"transformer_kernels {__version__}", lines
+    return "versions", lines
 
 
 def _installed(package: str) -> str:

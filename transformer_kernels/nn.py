@@ -20,6 +20,7 @@ from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.ops import _checks
 from transformer_kernels.ops._crossovers import small_attention
+from transformer_kernels.ops.embedding._padding import without_gradient
 
 __all__ = [
     "GELU",
@@ -421,27 +422,6 @@ class Embedding(_WithBackend, torch.nn.Embedding):
         weight = without_gradient(self.weight, self.padding_idx)
         rows = ops.embedding(tokens.reshape(1, -1), weight, backend=self.backend)
         return rows.view(*tokens.shape, self.embedding_dim)
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """The identity on a table; the gradient of one row is zero."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, row: int) -> Tensor:
-        ctx.row = row
-        return table.view_as(table)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():  # create_graph: the incoming gradient may be needed unchanged
-            return grad.index_fill(0, torch.tensor([ctx.row], device=grad.device), 0.0), None
-        grad[ctx.row] = 0.0  # allocated for this table by the embedding; a copy would cost as much as the gather
-        return grad, None
-
-
-def without_gradient(table: Tensor, row: int | None) -> Tensor:
-    """The table without a gradient for `row`: the meaning of `padding_idx` in torch.nn.Embedding."""
-    return table if row is None else _WithoutGradient.apply(table, row)
 
 
 class CrossEntropyLoss(_WithBackend, torch.nn.CrossEntropyLoss):

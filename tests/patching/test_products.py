@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_what_goes_to_pytorch(change: str) -> None:
     ],
 )
 def test_the_largest_weight(monkeypatch: pytest.MonkeyPatch, vendor: str, level: str, rows: int, largest: int) -> None:
-    monkeypatch.setattr(cpu, "_module", SimpleNamespace(vendor=vendor, instruction_set=lambda: level))
+    monkeypatch.setattr(cpu, "_module", Mock(vendor=vendor, instruction_set=lambda: level))
     x = torch.empty(rows, 8)
     assert linear_cpu.largest_weight(x) == largest
     assert linear_cpu.largest_weight(x, forward_alone=True) == (largest if largest == 1 << 19 else 1 << 26)

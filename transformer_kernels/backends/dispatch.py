@@ -38,6 +38,9 @@ class Operation(Protocol):
     def is_empty(self, call: Any) -> bool:
         """Whether there is nothing to launch."""
 
+    def crossover(self, call: Any) -> str | None:
+        """Which calls `patch` and `accelerate` leave to PyTorch, or None."""
+
 
 OPERATIONS: dict[str, Operation] = {}
 """Every operation by name; each registers itself where it is defined."""
@@ -232,7 +235,4 @@ def explain(operation: str | Callable[..., Any], *args: Any, backend: str | None
     order = AUTO_ORDER.get(device.type, AUTO_ORDER_ELSEWHERE)
     supported = f"supports the call; auto tries in the order {', '.join(order)} on {device.type} tensors"
     shown = {each: reason or ("selected" if each == chosen else supported) for each, reason in reasons.items()}
-    from transformer_kernels.ops import _crossovers  # it imports this module
-
-    kind = "gelu_tanh" if getattr(call, "kind", None) == "gelu_tanh" else op
-    return Explanation(op, name, chosen, shown, _crossovers.described(kind, call[0]) if name == "auto" else None)
+    return Explanation(op, name, chosen, shown, OPERATIONS[op].crossover(call) if name == "auto" else None)

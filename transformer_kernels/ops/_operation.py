@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from transformer_kernels.backends import dispatch
-from transformer_kernels.ops import _plan
+from transformer_kernels.ops import _crossovers, _plan
 from transformer_kernels.ops._plan import any_autocast, dispatch_modes, functorch_is_active, is_jit_tracing, items
 
 Grads = tuple[Any, ...]
@@ -223,11 +223,16 @@ class Operation:
         return outputs if self.result is None else self._outputs(outputs)
 
     def is_empty(self, call: Any) -> bool:
-        """Whether there is nothing to launch; such calls are answered in PyTorch."""
+        """Whether there is nothing to launch; such calls run in PyTorch."""
         for tensor in self._sizes(call):  # noqa: SIM110 - any() of a generator takes as long as the rest of dispatch
             if not tensor.numel():
                 return True
         return False
+
+    def crossover(self, call: Any) -> str | None:
+        """Which calls `patch` and `accelerate` leave to PyTorch, or None."""
+        kind = "gelu_tanh" if getattr(call, "kind", None) == "gelu_tanh" else self.name
+        return _crossovers.described(kind, call[0])
 
     def flat(self, call: Any) -> Any:
         """The values of `fields`: those of the call, with those of a record that it holds in the record's position."""

@@ -1,4 +1,4 @@
-"""The fused forms that patched modules call, for parts that are plain; other parts are called as they stand."""
+"""The fused forms that patched modules call, for parts that are plain; other parts are called as they are."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from transformer_kernels import ops
-from transformer_kernels.nn import without_gradient
 from transformer_kernels.ops._crossovers import is_small
+from transformer_kernels.ops.embedding._padding import without_gradient
 from transformer_kernels.patching._products import by_columns
 from transformer_kernels.patching._swap import MovedDropout, class_path, is_plain, original_class
 

@@ -18,7 +18,7 @@ from transformer_kernels.patching._swap import Mixin
 
 FEWEST_ROWS = 256
 FEWEST_PRODUCTS = 3 << 19
-"""Products of a weight (K, N), whose kernels transpose it, from which ours are faster with gradients."""
+"""Products of a weight (K, N), which the kernels transpose, from which ours are faster."""
 
 
 def is_eager_cpu(x: Tensor) -> bool:
@@ -55,7 +55,7 @@ class Linear(Mixin):
 
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     """x W + b, x (..., K), weight (K, N)."""
-    fewest = FEWEST_PRODUCTS if torch.is_grad_enabled() else FEWEST_ROWS * weight.numel()
-    if not is_compiling() and x.numel() * weight.shape[1] >= fewest and are_ours(x, weight, backend):
+    few = not torch.is_grad_enabled() and not is_compiling() and x.numel() < FEWEST_ROWS * x.shape[-1]
+    if not few and are_ours(x, weight, backend) and x.numel() * weight.shape[1] >= FEWEST_PRODUCTS:
         return ops.linear(x, weight.t(), bias, backend=backend)
     return x @ weight if bias is None else torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)

@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 
 from transformer_kernels import ops
 from transformer_kernels.backends.dispatch import unavailable
-from transformer_kernels.nn import without_gradient
 from transformer_kernels.ops._crossovers import TABLE, crossover
+from transformer_kernels.ops.embedding._padding import without_gradient
 from transformer_kernels.patching._products import are_ours
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
