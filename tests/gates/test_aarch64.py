@@ -21,6 +21,7 @@ REST = (
     "tests/ops/test_linear.py",
     "tests/ops/test_rotary.py",
     "tests/ops/test_cross_entropy.py",
+    "tests/test_dropout.py::test_drops_what_the_reference_drops",
     "tests/test_cpu.py::test_vector_functions_keep_their_bounds",
     "tests/graphs/test_fusion.py",
 )
@@ -59,8 +60,8 @@ def run(driver: Path, tensors: Path, *arguments: str) -> subprocess.CompletedPro
 
 def test_every_kernel_passes_the_tests_of_its_operation(driver: Path, tensors: Path) -> None:
     """In float32 with TRANSFORMER_KERNELS_GATES_EVERY, else in every dtype."""
-    chosen = "cpu and float32 or vector or fusion" if EVERY > 1 else "cpu or vector or fusion"
-    files = REST if EVERY > 1 else ("tests/ops", *REST[-2:])
+    chosen = f"{'cpu and float32' if EVERY > 1 else 'cpu'} or drops or vector or fusion"
+    files = REST if EVERY > 1 else ("tests/ops", *REST[-3:])
     result = run(driver, tensors, *files, "-k", chosen, f"--deselect={EXCEEDED}")
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     executed = result.stdout.split("executed on aarch64: ")[1].splitlines()[0].split()

@@ -6,7 +6,6 @@ The emulation compiles the sources with g++; here nvcc's front end and optimiser
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 import torch
@@ -48,11 +47,10 @@ def sources_of(op: str, dtype: torch.dtype) -> list[str]:
 
 def parity(op: str, tensors: dict[str, torch.Tensor | None], edit: Edit | None = None) -> Outcome:
     """Forward and backward within the budget of tests/support/parity.py, by the PTX of each launch."""
-    started = time.process_time()
     dtype = next(value.dtype for value in tensors.values() if value is not None and value.is_floating_point())
     with by_ptx(*sources_of(op, dtype), edit=edit) as executions, poisoned():
         share = check_parity(op, "cuda", tensors, EXAMPLES[op].options, seed=7)
-    return outcome(share, executions, started)
+    return outcome(share, executions)
 
 
 def check(result: Outcome) -> None:

@@ -60,7 +60,7 @@ def forward(given: Tensors, options: dict[str, Any], edit: Edit | None = None, o
     """One call without gradients within the budget of tests/support/parity.py; the emulation must be one of sm_90."""
     with mock.patch.object(_compiled, "path", "sm90"), by_ptx("attention_sm90", edit=edit) as executions, poisoned():
         share = check_parity(op, "cuda", given, options, seed=7)
-    return outcome(share, executions, 0.0)
+    return outcome(share, executions)
 
 
 def with_options(length: int, edit: Edit | None = None) -> Outcome:
