@@ -198,6 +198,8 @@ def test_errors_are_torchs() -> None:
         lambda: F.gelu(3),
         lambda: F.scaled_dot_product_attention(*qkv(shared=2)),
         lambda: F.cross_entropy(leaf(6, 7), TOKENS.flatten().int()),
+        lambda: F.cross_entropy(leaf(6, 7), TOKENS.flatten(), leaf(7)),
+        lambda: F.cross_entropy(leaf(6, 7), TOKENS.flatten(), leaf(7).detach().float()),
         lambda: torch.softmax(leaf(5), "x"),
     ]
     for call in calls:
