@@ -44,6 +44,7 @@ def test_distributions():
     assert distribution(top_p=0.8) == [0.625, 0.375, 0, 0]
     assert distribution(top_p=0.81) == [0.5263, 0.3158, 0.1579, 0]
     assert distribution(top_p=0.01) == [1, 0, 0, 0]
+    assert sampling_distribution(torch.zeros(4), Sampling(top_p=0.5)).tolist() == [0.5, 0.5, 0, 0]  # half is reached
     squares = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
     assert distribution(temperature=0.5) == pytest.approx((squares / squares.sum()).tolist(), abs=1e-4)
 

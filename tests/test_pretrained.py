@@ -360,10 +360,11 @@ STORED = {
 @pytest.mark.parametrize("form", STORED)
 def test_stored_forms(form, tmp_path):
     number, content, expected = STORED[form]
-    write_gguf(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"x": ((2, 16), number, content)})
-    file = GGUF(tmp_path / "a.gguf")
-    assert file.metadata == {"general.architecture": "llama"}
-    assert torch.equal(file.tensor("x"), torch.tensor(expected, dtype=torch.float32).view(2, 16))
+    for architecture in ("llama" + "a" * more for more in range(32)):  # the header ends at every offset from a multiple
+        write_gguf(tmp_path / "a.gguf", {"general.architecture": architecture}, {"x": ((2, 16), number, content)})
+        file = GGUF(tmp_path / "a.gguf")
+        assert file.metadata == {"general.architecture": architecture}
+        assert torch.equal(file.tensor("x"), torch.tensor(expected, dtype=torch.float32).view(2, 16))
 
 
 GGUF_LAYERS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate"}

@@ -41,6 +41,10 @@ def test_merging_keeps_the_newer_of_two_and_adds_the_rest() -> None:
         ("flex", 3.0),
     ]
     assert results.merged_rows(new, old)[0]["seconds"] == 0.5, "an older record must not replace a newer one"
+    assert results.merged_rows(old, [operation_row(4.0)])[0]["seconds"] == 4.0, "of the same time"
+    for other in ("skipped", "out of memory", "failed"):
+        (kept, _) = results.merged_rows(old, [operation_row(9.0, date=LATER, status=other)])
+        assert kept["status"] == ("failed" if other == "failed" else "ok"), "only a failure replaces a time"
 
 
 def test_merge_writes_a_record_for_the_device(tmp_path: Path) -> None:

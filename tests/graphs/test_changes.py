@@ -25,8 +25,8 @@ MODULE = types.ModuleType("module")
 MODULE.offset = 0.25
 
 
-def helper(x):
-    return F.hardtanh(x, -99.0, 99.0) * FACTOR + MODULE.offset + helper.extra
+def helper(x, *, shift=0.0):
+    return F.hardtanh(x, -99.0, 99.0) * FACTOR + MODULE.offset + helper.extra + shift
 
 
 helper.extra = 0.5
@@ -221,6 +221,11 @@ ASKED = {
     "attribute of a Python module": patched(MODULE, "offset", 2.0),
     "attribute of a function": patched(helper, "extra", 0.75),
     "code of a function": patched(helper, "__code__", (lambda x: x + 3).__code__),
+    "default of a function": patched(World.ask, "__defaults__", (3.0,)),
+    "default of a keyword": patched(helper, "__kwdefaults__", {"shift": 2.0}),
+    "default of a keyword in place": lambda world, monkeypatch: monkeypatch.setitem(
+        helper.__kwdefaults__, "shift", 2.0
+    ),
     "function of PyTorch": patched(F, "hardtanh", lambda x, *args: x * 3),
     "backend": backend,
     "default dtype": default_dtype,

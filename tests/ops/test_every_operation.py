@@ -59,9 +59,9 @@ def test_misaligned_in_16_bits(op: str, backend: str, dtype: torch.dtype, device
 
 @PER_OPERATION
 def test_gradient_of_any_layout(op: str, backend: str, device: torch.device) -> None:
-    """Expanded along the first axis, except for a scalar. The CUDA kernels load whole vectors of it."""
+    """Expanded along the first axis, except for a scalar, or negated. The CUDA kernels load whole vectors of it."""
     tensors = EXAMPLES[op].make(device=device)
-    for layout in (expanded, strided, *((misaligned,) if backend == "cuda" else ())):
+    for layout in (expanded, strided, lambda dy: torch._neg_view(-dy), *((misaligned,) if backend == "cuda" else ())):
         parity(op, backend, tensors, transform=lambda dy, layout=layout: layout(dy) if dy.dim() else dy)
 
 

@@ -35,17 +35,14 @@ def make(rows: int, width: int, dtype: torch.dtype, device: torch.device, shift:
 @pytest.mark.usefixtures("_walked")
 @pytest.mark.parametrize("shift", [0.0, 1000.0])
 @pytest.mark.parametrize("width", [65, 128, 129, 200])
+@pytest.mark.parametrize(("op", "bias"), [("layer_norm", True), ("layer_norm", False), ("rms_norm", False)])
 def test_two_passes_match_the_reference(
-    backend: str, dtype: torch.dtype, device: torch.device, width: int, shift: float
+    op: str, bias: bool, backend: str, dtype: torch.dtype, device: torch.device, width: int, shift: float
 ) -> None:
-    check_parity(OP, backend, make(29, width, dtype, device, shift))
-
-
-@pytest.mark.usefixtures("_walked")
-def test_two_passes_without_a_bias(backend: str, device: torch.device) -> None:
-    tensors = make(9, 150, torch.float32, device)
-    del tensors["bias"]
-    check_parity(OP, backend, tensors)
+    tensors = make(29, width, dtype, device, shift)
+    if not bias:
+        del tensors["bias"]
+    check_parity(op, backend, tensors)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(700, 17), (301, 128), (50, 600)])

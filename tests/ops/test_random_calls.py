@@ -2,7 +2,8 @@
 
 They change with each day, and a commit always draws the same ones. TRANSFORMER_KERNELS_RANDOM is another day, or one
 call as printed by a failure: `2026-11-22:17`. TRANSFORMER_KERNELS_RANDOM_CALLS is their number per operation in
-`torch` and `cpu`; the other backends, which run on emulations, get a quarter.
+`torch` and `cpu`; the other backends, which run on emulations, get a quarter. The quick suite runs an eighth of those
+of `torch` and `cpu`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.support.random_calls import DRAWN, Draw
 ONE = os.environ.get("TRANSFORMER_KERNELS_RANDOM", "").partition(":")[2]
 CALLS = int(os.environ.get("TRANSFORMER_KERNELS_RANDOM_CALLS", "24"))
 backend = backend_fixture(*tk.BACKENDS)
+quick_backend = backend_fixture("torch", "cpu")
 
 
 def test_every_operation_is_drawn() -> None:
@@ -34,6 +36,13 @@ def test_random_calls(op: str, backend: str, device: torch.device) -> None:
     calls = CALLS if backend in ("torch", "cpu") else CALLS // 4
     for number in [int(ONE)] if ONE else range(calls):
         check(op, backend, device, number)
+
+
+@pytest.mark.skipif(ONE != "", reason="one call is named")
+@pytest.mark.parametrize("op", DRAWN)
+def test_some_random_calls(op: str, quick_backend: str, device: torch.device) -> None:
+    for number in range(CALLS // 8):
+        check(op, quick_backend, device, number)
 
 
 def check(op: str, backend: str, device: torch.device, number: int) -> None:

@@ -44,6 +44,7 @@ def qkv(queries: int = L, keys: int = L, shared: int = H, width: int = D) -> lis
 PADDING = torch.tensor([[True] * L, [True] * 3 + [False] * 3])
 TRIANGLE = torch.ones(L, L, dtype=torch.bool).tril()
 PROBABILITIES = leaf(6, 7).detach().softmax(1)
+SMALL = (0.01 * leaf(5, 7).detach()).requires_grad_()  # its squares are below the eps of 16 bits
 TOKENS = torch.tensor([[1, 0, 4], [2, 2, 5]])
 
 REROUTED: dict[str, tuple[str, Any]] = {
@@ -81,7 +82,7 @@ REROUTED: dict[str, tuple[str, Any]] = {
     "layer_norm": ("layer_norm", lambda: (F.layer_norm, [leaf(3, 5, 7), (7,), leaf(7), leaf(7, seed=3)], {})),
     "layer_norm without bias": ("layer_norm", lambda: (torch.layer_norm, [leaf(5, 7), [7], leaf(7), None, 0.1], {})),
     "rms_norm": ("rms_norm", lambda: (F.rms_norm, [leaf(3, 5, 7), (7,), leaf(7)], {"eps": 0.01})),
-    "rms_norm, no weight or eps": ("rms_norm", lambda: (F.rms_norm, [leaf(5, 7), torch.Size([7])], {})),
+    "rms_norm, no weight or eps": ("rms_norm", lambda: (F.rms_norm, [SMALL, torch.Size([7])], {})),
     "gelu": ("gelu", lambda: (F.gelu, [leaf(4, 9)], {})),
     "gelu tanh": ("gelu", lambda: (F.gelu, [leaf(4, 9)], {"approximate": "tanh"})),
     "softmax": ("softmax", lambda: (F.softmax, [leaf(4, 3, 9)], {"dim": 2})),
@@ -197,6 +198,8 @@ def test_errors_are_torchs() -> None:
         lambda: F.gelu(3),
         lambda: F.scaled_dot_product_attention(*qkv(shared=2)),
         lambda: F.cross_entropy(leaf(6, 7), TOKENS.flatten().int()),
+        lambda: F.cross_entropy(leaf(6, 7), TOKENS.flatten(), leaf(7)),
+        lambda: F.cross_entropy(leaf(6, 7), TOKENS.flatten(), leaf(7).detach().float()),
         lambda: torch.softmax(leaf(5), "x"),
     ]
     for call in calls:
@@ -568,14 +571,14 @@ def test_the_report_prints() -> None:
     with tk.accelerate(backend="torch") as block:
         F.gelu(x)
         F.gelu(x)
-        F.softmax(x, 0)
+        F.cross_entropy(x, x.detach())
     text = str(block.report()).splitlines()
     assert text[0].split() == ["operation", "computed", "by", "calls"]
     assert text[2].split() == ["gelu", "torch", "2"]
-    assert text[3].split() == ["softmax", "PyTorch:", "it", "is", "not", "over", "the", "last", "axis", "1"]
+    assert text[3].split() == ["cross_entropy", "PyTorch:", "the", "targets", "are", "probabilities", "1"]
     assert text[4] == "2 calls rerouted, 1 left to PyTorch; backend 'torch'"
     assert block.report().line() == (
-        "2 calls rerouted, 1 left to PyTorch: gelu 2 (torch), softmax 1 (it is not over the last axis)"
+        "2 calls rerouted, 1 left to PyTorch: gelu 2 (torch), cross_entropy 1 (the targets are probabilities)"
     )
     assert tk.accelerate().report().line() == "0 calls rerouted, 0 left to PyTorch"
 

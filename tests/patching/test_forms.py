@@ -6,6 +6,7 @@ import copy
 import hashlib
 import importlib
 import inspect
+import itertools
 import linecache
 import re
 import sys
@@ -17,6 +18,7 @@ import torch
 
 import transformer_kernels as tk
 from tests.support import transformers_models as models
+from tests.support.arguments import DTYPES
 from tests.support.transformers_models import one_thread  # noqa: F401  # a fixture of every test here
 from transformer_kernels.patching import _forms, _rotary
 
@@ -222,11 +224,25 @@ def test_rms_norm_of_torch():
     assert [row.operation for row in tk.patch(ours).rows] == ["rms_norm"] * 2
     several = torch.nn.RMSNorm((3, 12))
     assert tk.patch(several).left[0].reason == "it is over several axes"
-    x = torch.randn(5, 12, requires_grad=True)
-    outcomes = [model(x) for model in (ours, eager)]
-    torch.testing.assert_close(*outcomes)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):  # with squares near the eps of 16 bits
+        x = (0.1 * torch.randn(5, 12)).to(dtype).requires_grad_()
+        outcomes = [model(x) for model in (ours, eager)]
+        torch.testing.assert_close(*outcomes)
     gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in outcomes]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("stream", "stored"), list(itertools.product(DTYPES, repeat=2)), ids=str)
+@pytest.mark.parametrize("kind", ["llama.LlamaRMSNorm", "t5.T5LayerNorm", "gemma.GemmaRMSNorm", "olmo2.Olmo2RMSNorm"])
+def test_norms_of_any_two_dtypes(kind, stream, stored):
+    model, _, name = kind.partition(".")
+    eager = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)(12)
+    eager.weight.data = torch.rand(12).add(0.5).to(stored)
+    ours = copy.deepcopy(eager)
+    assert tk.patch(ours).patched
+    x = torch.randn(5, 12).to(stream)
+    tolerance = max(torch.finfo(each).eps for each in (stream, stored))
+    torch.testing.assert_close(ours(x), eager(x), rtol=4 * tolerance, atol=tolerance)
 
 
 def test_an_old_release_is_refused_before_anything_changes(monkeypatch):

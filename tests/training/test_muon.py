@@ -26,6 +26,7 @@ def definition(matrix):
 def test_orthogonalised_matches_the_polynomial_of_singular_values(shape):
     torch.manual_seed(0)
     matrices = torch.randn(3, *shape)
+    assert not orthogonalised(torch.zeros(1, *shape)).any()
     found = orthogonalised(matrices)
     for matrix, each in zip(matrices, found, strict=True):
         torch.testing.assert_close(each.double(), definition(matrix), rtol=1e-4, atol=1e-5)

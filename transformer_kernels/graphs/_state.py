@@ -41,7 +41,7 @@ LIBRARIES = (
 LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_GLOBAL", "LOAD_NAME")
 END = object()
 
-_cell_contents, _code_of = attrgetter("cell_contents"), attrgetter("__code__", "__defaults__")
+_cell_contents, _code_of = attrgetter("cell_contents"), attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _hooks_of = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -299,8 +299,10 @@ class State:
             return
         self._visited.add((code, id(owner)))
         self._functions[id(function)] = function
-        self.tokens[f"{path}.{function.__qualname__}"] = id(code), id(function.__defaults__)
-        self._alive[id(code)], self._alive[id(function.__defaults__)] = code, function.__defaults__
+        parts = _code_of(function)
+        self.tokens[f"{path}.{function.__qualname__}"] = tuple(map(id, parts))
+        self._alive.update((id(each), each) for each in parts)
+        self._watch(function.__kwdefaults__)
         known: dict[str, tuple[str, Any]] = {}
         positional = code.co_varnames[: code.co_argcount]
         defaults = dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))

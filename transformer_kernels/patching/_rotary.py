@@ -17,6 +17,7 @@ from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.patching._forms import fingerprint, forward_fingerprint, table_layout
 from transformer_kernels.patching._fused import activated, add_norm, gelu_kind
 from transformer_kernels.patching._swap import Mixin, class_path, is_plain, original_class, with_global
+from transformer_kernels.patching._torch_calls import default_eps
 
 SILU_CLASSES = ("transformers.activations.SiLUActivation", "torch.nn.modules.activation.SiLU")
 ROTATE = "apply_rotary_pos_emb"
@@ -36,7 +37,7 @@ def rms_norm_of(module: Any, x: Tensor, backend: str | None) -> Tensor:
     """What an RMSNorm of transformers or torch.nn over the last axis makes of x."""
     wide = x.dtype if module.weight is None else torch.promote_types(x.dtype, module.weight.dtype)
     weight = x.new_ones(x.shape[-1]) if module.weight is None else module.weight.to(wide)
-    eps = torch.finfo(x.dtype).eps if _eps(module) is None else _eps(module)
+    eps = default_eps(x.dtype) if _eps(module) is None else _eps(module)
     return ops.rms_norm(x.to(wide), weight, eps=eps, backend=backend)
 
 

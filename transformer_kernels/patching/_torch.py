@@ -24,7 +24,7 @@ class RMSNorm(nn.RMSNorm):
         return "it is over several axes" if len(module.normalized_shape) > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm_of(self, x, self.backend)
+        return rms_norm_of(self, x, self.backend).to(x.dtype)
 
 
 class GELU(ours.GELU):

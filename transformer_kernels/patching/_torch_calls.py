@@ -30,6 +30,15 @@ AUTOCAST = "autocast chooses the dtype of its result"
 SMALL = "below the size from which our kernel is the faster one"
 
 
+EPS_IS_WIDE = bool(torch.ops.aten.rms_norm(torch.full((1,), 1e-3, dtype=torch.bfloat16, device="cpu"), [1]) > 0.5)
+"""Whether the default eps of this torch's RMSNorm is that of the dtype it computes in, as in recent releases."""
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    """The eps of torch.nn.functional.rms_norm without one, for rows of this dtype."""
+    return torch.finfo(torch.promote_types(dtype, torch.float32) if EPS_IS_WIDE else dtype).eps
+
+
 def _fewest(operation: str) -> int:
     """The least crossover of any instruction set."""
     names = (operation, "gelu_tanh") if operation == "gelu" else (operation,)
@@ -153,7 +162,7 @@ def rms_norm(
     if (reason := refusal("rms_norm", backend, input.numel(), input.dtype, input, weight)) is not None:
         return reason
     weight = input.new_ones(input.shape[-1]) if weight is None else weight
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    eps = default_eps(input.dtype) if eps is None else eps
     return ops.rms_norm(input, weight, eps=eps, backend=backend)
 
 
