@@ -98,7 +98,7 @@ def test_python_of_docs(
 
 
 def commands(page: Path) -> list[list[str]]:
-    lines = [line for block in blocks(page, "") for line in block.splitlines()]
+    lines = [line for block in blocks(page, "") for line in block.replace("\\\n", "").splitlines()]
     assert all(line.startswith(COMMAND) for line in lines)
     return [shlex.split(line.removeprefix(COMMAND)) for line in lines]
 
