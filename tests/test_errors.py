@@ -1,10 +1,6 @@
 """Invalid arguments raise the same exception with the same text in every backend, before any launch."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ tokens = torch.tensor([[0, 4, 1, 1], [2, 2, 2, 2]])
 table = torch.randn(5, 6)
 
 
-def starts(*positions: int) -> torch.Tensor:
+def starts(*positions):
     return torch.tensor(positions, dtype=torch.int32)
 
 
@@ -186,7 +182,7 @@ CASES = [*((TypeError, *case) for case in TYPE_ERRORS), *((ValueError, *case) fo
 @pytest.mark.parametrize(
     ("error", "function", "arguments", "options", "text"), CASES, ids=lambda v: v if isinstance(v, str) else None
 )
-def test_errors(error: Any, function: Any, arguments: Any, options: Any, text: str, backend: str) -> None:
+def test_errors(error, function, arguments, options, text, backend):
     with pytest.raises(error) as caught:
         function(*arguments, **options, backend=backend)
     assert text in str(caught.value) and str(caught.value).startswith(function.__name__)
@@ -206,14 +202,14 @@ def test_errors(error: Any, function: Any, arguments: Any, options: Any, text: s
         lambda: tk.linear_cross_entropy(x, head.to("meta"), t),
     ],
 )
-def test_tensors_on_different_devices_are_listed(call: Any) -> None:
+def test_tensors_on_different_devices_are_listed(call):
     with pytest.raises(RuntimeError, match=r"all tensors must be on one device; got .* on cpu.* on meta"):
         call()
 
 
 @pytest.mark.parametrize("backend", tk.BACKENDS)
 @pytest.mark.parametrize("stray", [-1, 6])
-def test_a_target_outside_the_classes(stray: int, backend: str) -> None:
+def test_a_target_outside_the_classes(stray, backend):
     targets = torch.tensor([0, stray, -100])
     text = rf"targets must be in \[0, 6\) or equal to ignore_index \(-100\); got {stray}"
     with pytest.raises(IndexError, match=f"^cross_entropy: {text}"):
@@ -223,7 +219,7 @@ def test_a_target_outside_the_classes(stray: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_a_head_dimension_above_the_maximum_names_who_takes_it(backend: str) -> None:
+def test_a_head_dimension_above_the_maximum_names_who_takes_it(backend):
     require("attention", backend, q.device, q.dtype)
     wide = torch.randn(1, 1, 2, 257)
     message = rf"^attention: backend '{backend}' does not support .*257.*backend='torch'"
@@ -248,6 +244,6 @@ def test_a_head_dimension_above_the_maximum_names_who_takes_it(backend: str) -> 
     ],
     ids=["is_causal", "attn_mask", "axis", "dim", "approximate", "layer_norm", "rms_norm", "weight", "padding_idx", "bool"],
 )  # fmt: skip
-def test_pytorchs_spelling_is_answered_by_ours(call: Callable[[torch.Tensor], object], message: str) -> None:
+def test_pytorchs_spelling_is_answered_by_ours(call, message):
     with pytest.raises(TypeError, match=message):
         call(torch.randn(1, 2, 4, 8))

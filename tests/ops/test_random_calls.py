@@ -5,8 +5,6 @@ call as printed by a failure: `2026-11-22:17`. TRANSFORMER_KERNELS_RANDOM_CALLS 
 `torch` and `cpu`; the other backends, which run on emulations, get a quarter.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -24,19 +22,19 @@ CALLS = int(os.environ.get("TRANSFORMER_KERNELS_RANDOM_CALLS", "24"))
 backend = backend_fixture(*tk.BACKENDS)
 
 
-def test_every_operation_is_drawn() -> None:
+def test_every_operation_is_drawn():
     assert DRAWN.keys() == EXAMPLES.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", DRAWN)
-def test_random_calls(op: str, backend: str, device: torch.device) -> None:
+def test_random_calls(op, backend, device):
     calls = CALLS if backend in ("torch", "cpu") else CALLS // 4
     for number in [int(ONE)] if ONE else range(calls):
         check(op, backend, device, number)
 
 
-def check(op: str, backend: str, device: torch.device, number: int) -> None:
+def check(op, backend, device, number):
     """One call; a failure prints the command that repeats it."""
     draw = Draw(f"{day()}:{op}:{number}")
     if draw.dtype is torch.bfloat16 and backend == "triton" and "attention" in op and device.type == "cpu":

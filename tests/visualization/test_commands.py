@@ -1,7 +1,5 @@
 """`attend`, `plot` and `sweep`, as a user types them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
