@@ -4,20 +4,11 @@ import pytest
 import torch
 
 import transformer_kernels as tk
-from tests.support.arguments import normal
+from tests.support.arguments import rows
 from tests.support.parity import check_parity, dropout_boundary, require
 
 OP = "add_layer_norm"
-
-
-def make(dtype, device, *shape, parameters=None):
-    parameters = parameters or dtype
-    return {
-        "x": normal(*shape, dtype=dtype, device=device, seed=1),
-        "residual": normal(*shape, dtype=dtype, device=device, seed=2),
-        "weight": normal(shape[-1], dtype=parameters, device=device, seed=3),
-        "bias": normal(shape[-1], dtype=parameters, device=device, seed=4),
-    }
+make = rows("weight", "bias", like_x=("residual",))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])

@@ -3,18 +3,12 @@
 import pytest
 import torch
 
-from tests.support.arguments import normal
+from tests.support.arguments import rows
 from tests.support.parity import check_parity
 
 OP = "bias_gelu"
 APPROXIMATIONS = ("none", "tanh")
-
-
-def make(dtype, device, *shape, parameters=None):
-    return {
-        "x": normal(*shape, dtype=dtype, device=device, seed=1),
-        "bias": normal(shape[-1], dtype=parameters or dtype, device=device, seed=2),
-    }
+make = rows("bias")
 
 
 @pytest.mark.parametrize("approximate", APPROXIMATIONS)
@@ -26,4 +20,4 @@ def test_matches_reference_over_shapes(backend, dtype, device, shape, approximat
 
 
 def test_float32_bias(backend, dtype, device):
-    check_parity(OP, backend, make(dtype, device, 33, 96, parameters=torch.float32))
+    check_parity(OP, backend, make(dtype, device, 33, 96, parameters_in=torch.float32))

@@ -6,17 +6,11 @@ import pytest
 import torch
 
 import transformer_kernels as tk
-from tests.support.arguments import normal
+from tests.support.arguments import rows
 from tests.support.parity import check_parity
 
 OP = "bias_relu"
-
-
-def make(dtype, device, *shape, parameters=None):
-    return {
-        "x": normal(*shape, dtype=dtype, device=device, seed=1),
-        "bias": normal(shape[-1], dtype=parameters or dtype, device=device, seed=2),
-    }
+make = rows("bias")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +23,7 @@ def test_matches_reference_over_shapes(backend, dtype, device, shape):
 
 
 def test_float32_bias(backend, dtype, device):
-    check_parity(OP, backend, make(dtype, device, 133, 96, parameters=torch.float32))
+    check_parity(OP, backend, make(dtype, device, 133, 96, parameters_in=torch.float32))
 
 
 def test_the_sum_is_not_rounded_before_its_sign_is_taken(backend, device):

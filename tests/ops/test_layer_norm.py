@@ -4,19 +4,11 @@ import pytest
 import torch
 
 import transformer_kernels as tk
-from tests.support.arguments import normal
+from tests.support.arguments import rows
 from tests.support.parity import check_parity
 
 OP = "layer_norm"
-
-
-def make(dtype, device, *shape, parameters=None):
-    parameters = parameters or dtype
-    return {
-        "x": normal(*shape, dtype=dtype, device=device, seed=1),
-        "weight": normal(shape[-1], dtype=parameters, device=device, seed=2),
-        "bias": normal(shape[-1], dtype=parameters, device=device, seed=3),
-    }
+make = rows("weight", "bias")
 
 
 @pytest.mark.parametrize("width", [1, 3, 17, 127, 128, 129, 256, 768, 1000, 1024, 1025, 2047, 4097])
@@ -42,7 +34,7 @@ def test_without_bias(backend, dtype, device):
 
 
 def test_float32_parameters(backend, dtype, device):
-    check_parity(OP, backend, make(dtype, device, 37, 256, parameters=torch.float32))
+    check_parity(OP, backend, make(dtype, device, 37, 256, parameters_in=torch.float32))
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1e-5, 1.0])

@@ -49,27 +49,3 @@ def test_only_the_keys_have_a_gradient(backend, device):
     k.square().sum().backward()
     torch.testing.assert_close(tensors["k"].grad, 2 * tensors["k"].detach())  # a rotation keeps lengths
     assert tensors["q"].grad is None or not tensors["q"].grad.any()
-
-
-Q, K = torch.ones(2, 4, 5, 16), torch.ones(2, 2, 5, 16)
-COS, SIN = reference.rotary_table(torch.arange(5), 16)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((Q[0], K, COS, SIN), ValueError, r"q must have 4 dimensions \(B, H, L, D\); got \(4, 5, 16\)"),
-        ((Q, K.half(), COS, SIN), TypeError, "q and k must have one dtype; got torch.float32 and torch.float16"),
-        ((Q, K[:, :, :4], COS, SIN), ValueError, "k must have the shape of q but for its heads"),
-        ((Q, K, COS[:4], SIN[:4]), ValueError, r"cos must have shape \(L, R / 2\) .* L = 5 .*; got \(4, 8\)"),
-        ((Q, K, COS.repeat(1, 2), SIN), ValueError, r"R at most 16; got \(5, 16\)"),
-        ((Q, K, COS[:, :0], SIN[:, :0]), ValueError, r"R at most 16; got \(5, 0\)"),
-        ((Q, K, COS, SIN[:, :4]), ValueError, "cos and sin must have one shape and dtype"),
-        ((Q, K, COS.double(), SIN), TypeError, "cos must have the dtype of q"),
-        ((Q, K, COS.clone().requires_grad_(), SIN), ValueError, "cos has no gradient; detach it"),
-        ((Q, K, COS.to("meta"), SIN), RuntimeError, "all tensors must be on one device"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, error, message):
-    with pytest.raises(error, match=f"rotary: .*{message}"):
-        tk.rotary(*arguments)

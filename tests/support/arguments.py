@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,22 @@ def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0)
     """A standard normal leaf that requires grad, the same in every dtype up to rounding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(device).requires_grad_()
+
+
+def rows(*parameters: str, like_x: tuple[str, ...] = ()) -> Callable[..., dict[str, Any]]:
+    """Makes x (..., N), others of its shape, and parameters (N,), which may have a dtype of their own."""
+
+    def make(
+        dtype: torch.dtype, device: torch.device, *shape: int, parameters_in: torch.dtype | None = None
+    ) -> dict[str, Any]:
+        shapes = {**dict.fromkeys(("x", *like_x), shape), **dict.fromkeys(parameters, shape[-1:])}
+        dtypes = dict.fromkeys(parameters, parameters_in or dtype)
+        return {
+            name: normal(*shape, dtype=dtypes.get(name, dtype), device=device, seed=seed)
+            for seed, (name, shape) in enumerate(shapes.items(), start=1)
+        }
+
+    return make
 
 
 def transposed(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import transformer_kernels as tk
 from python_ref import ops as reference
+from tests.support import arguments
 from tests.support.arguments import normal
 from transformer_kernels.backends import dispatch
 
@@ -37,15 +38,8 @@ class Example:
 
 def _rows(*parameters: str, like_x: tuple[str, ...] = ()) -> Callable[..., Tensors]:
     """x (rows, columns), others of its shape, and parameters (columns,)."""
-
-    def make(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
-        shapes = {**dict.fromkeys(("x", *like_x), (rows, columns)), **dict.fromkeys(parameters, (columns,))}
-        return {
-            name: normal(*shape, dtype=dtype, device=device, seed=i)
-            for i, (name, shape) in enumerate(shapes.items(), start=1)
-        }
-
-    return make
+    make = arguments.rows(*parameters, like_x=like_x)
+    return lambda rows, columns, dtype, device: make(dtype, device, rows, columns)
 
 
 def _targets(rows: int, classes: int, device: torch.device) -> Tensor:
