@@ -238,7 +238,7 @@ def test_tensors_on_different_devices_are_listed(call):
 
 
 @pytest.mark.parametrize("backend", tk.BACKENDS)
-@pytest.mark.parametrize("stray", [-1, 6])
+@pytest.mark.parametrize("stray", [-1, 6, 2**40])
 def test_a_target_outside_the_classes(stray, backend):
     targets = torch.tensor([0, stray, -100])
     text = rf"targets must be in \[0, 6\) or equal to ignore_index \(-100\); got {stray}"
