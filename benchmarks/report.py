@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -55,7 +56,7 @@ def _how(rows: Sequence[Row]) -> str:
         products = ", ".join(f"{dtype} {rate / 1e12:,.3g} TFLOP/s" for dtype, rate in newest["compute"].items())
         text += f" Limits measured in the run: memory {newest['memory'] / 1e9:,.0f} GB/s; multiplications {products}."
         text += " On a CPU the copy includes the read that allocates a line before its write."
-    return text
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def _tests(tests: dict[str, Any] | None) -> str:

@@ -18,7 +18,7 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return
     reason = pytest.mark.skip(reason="needs a CUDA device")
@@ -28,19 +28,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class _Forgotten(dict):
     """Keeps nothing."""
 
-    def __setitem__(self, key: object, value: object) -> None:
+    def __setitem__(self, key, value):
         pass
 
 
 @pytest.fixture
-def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
+def unplanned(monkeypatch):
     """Every call is validated and dispatched as the first one of its layout is: for tests that replace what does so."""
     from transformer_kernels.backends.dispatch import OPERATIONS
 
@@ -50,7 +50,7 @@ def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def data_folder() -> Path:
+def data_folder():
     """The folder containing tinyshakespeare, imdb and gpt2_bpe."""
     folder = Path(os.environ.get("TRANSFORMER_KERNELS_DATA") or CHECKOUT.parent / "shared" / "data")
     if not folder.is_dir():

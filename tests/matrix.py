@@ -7,8 +7,6 @@ Each argument is one row: requirements, separated by spaces, that are installed 
 follows `--tests` is passed to pytest. Prints a Markdown table; the exit status is 1 if a row failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -34,7 +32,7 @@ print(json.dumps([found.get(name, "-") for name in {PACKAGES}]))
 """
 
 
-def environment(folder: Path, requirements: list[str]) -> Path:
+def environment(folder, requirements):
     """The interpreter of a new environment with the packages of this one, under those of the requirements."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
@@ -45,11 +43,11 @@ def environment(folder: Path, requirements: list[str]) -> Path:
     return python
 
 
-def _output(python: Path, *arguments: str) -> str:
+def _output(python, *arguments):
     return subprocess.run([python, *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def run(python: Path, options: list[str]) -> tuple[dict[str, int], str]:
+def run(python, options):
     """The outcomes of pytest by their number, and the end of its output."""
     command = [python, "-m", "pytest", *options, "-m", "not slow", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(command, cwd=CHECKOUT, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
@@ -61,7 +59,7 @@ def run(python: Path, options: list[str]) -> tuple[dict[str, int], str]:
     return counts, "\n".join(line for line in lines if line.startswith(("FAILED", "ERROR", "E   ")))
 
 
-def row(requirements: list[str], options: list[str]) -> bool:
+def row(requirements, options):
     """Install, run, and print one row; whether every test passed."""
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
         try:
@@ -76,7 +74,7 @@ def row(requirements: list[str], options: list[str]) -> bool:
     return not counts.get("failed") and not counts.get("errors")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="REQUIREMENTS", help="one row each")
     parser.add_argument("--tests", nargs=argparse.REMAINDER, default=TESTS, help="what pytest is given")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -35,23 +34,21 @@ SECOND_ORDER = [
 """The operations that support second derivatives."""
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def leaf(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).requires_grad_()
 
 
-def total(result: Any) -> Tensor:
+def total(result):
     results = result if isinstance(result, tuple) else (result,)
     return sum((part.float().square().sum() for part in results), torch.zeros(()))
 
 
-def call_of(
-    op: str, rows: int = 4, columns: int = 6, dtype: torch.dtype = torch.float32, backend: str = "torch"
-) -> tuple[Any, list[Tensor]]:
+def call_of(op, rows=4, columns=6, dtype=torch.float32, backend="torch"):
     """The operation as a function of its differentiable tensors, in one backend, and those tensors."""
     tensors = EXAMPLES[op].make(rows, columns, dtype)
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
 
-    def function(*leaves: Tensor) -> Any:
+    def function(*leaves):
         others = {name: x.to(leaves[0].device) for name, x in tensors.items()}
         return public(op, backend)(**{**others, **dict(zip(names, leaves, strict=True))})
 
@@ -59,7 +56,7 @@ def call_of(
 
 
 @pytest.fixture
-def fresh_compiler() -> None:
+def fresh_compiler():
     """All operations share one function, so their compilations count towards the same limit."""
     torch._dynamo.reset()
 
@@ -68,7 +65,7 @@ OPERATIONS = pytest.mark.parametrize("op", list(EXAMPLES))
 REFUSING = pytest.mark.parametrize("op", [op for op in EXAMPLES if op not in (*SECOND_ORDER, "linear_cross_entropy")])
 
 
-def gradients(op: str) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+def gradients(op):
     """The inputs, and the gradients of a scalar, computed with create_graph."""
     function, inputs = call_of(op)
     return inputs, torch.autograd.grad(total(function(*inputs)), inputs, create_graph=True)
@@ -76,7 +73,7 @@ def gradients(op: str) -> tuple[list[Tensor], tuple[Tensor, ...]]:
 
 @REFUSING
 @pytest.mark.parametrize("way", ["backward", "backward to inputs", "grad", "grad of each gradient"])
-def test_double_backward_is_an_error_in_every_way_to_ask(op: str, way: str) -> None:
+def test_double_backward_is_an_error_in_every_way_to_ask(op, way):
     inputs, grads = gradients(op)
     message = rf"{op}: double backward is not supported; use python_ref.ops.{op}"
     for i, x in enumerate(inputs):
@@ -92,14 +89,14 @@ def test_double_backward_is_an_error_in_every_way_to_ask(op: str, way: str) -> N
 
 
 @pytest.mark.parametrize("op", SECOND_ORDER)
-def test_second_derivatives_are_right(op: str) -> None:
+def test_second_derivatives_are_right(op):
     """gradgradcheck in float64; the example of bias_relu avoids its kink."""
     function, inputs = call_of(op, 3, 5, torch.float64)
     assert torch.autograd.gradgradcheck(function, tuple(inputs))
 
 
 @OPERATIONS
-def test_vmap_is_refused(op: str) -> None:
+def test_vmap_is_refused(op):
     function, inputs = call_of(op)
     inputs = [tensor.detach() for tensor in inputs]
     with pytest.raises(RuntimeError, match=rf"{op}: vmap and the transforms of torch.func are not supported"):
@@ -107,7 +104,7 @@ def test_vmap_is_refused(op: str) -> None:
 
 
 @OPERATIONS
-def test_forward_mode_is_refused(op: str) -> None:
+def test_forward_mode_is_refused(op):
     function, inputs = call_of(op)
     inputs = [tensor.detach() for tensor in inputs]
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=f"{op}: forward-mode AD is not supported"):
@@ -115,7 +112,7 @@ def test_forward_mode_is_refused(op: str) -> None:
 
 
 @OPERATIONS
-def test_retain_graph_and_a_second_backward(op: str) -> None:
+def test_retain_graph_and_a_second_backward(op):
     function, inputs = call_of(op)
     loss = total(function(*inputs))
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
@@ -124,7 +121,7 @@ def test_retain_graph_and_a_second_backward(op: str) -> None:
 
 
 @OPERATIONS
-def test_activation_checkpointing_draws_the_same_dropout(op: str) -> None:
+def test_activation_checkpointing_draws_the_same_dropout(op):
     function, _ = call_of(op)
     results = []
     for wrapped in (function, lambda *inputs: checkpoint(function, *inputs, use_reentrant=False)):
@@ -135,7 +132,7 @@ def test_activation_checkpointing_draws_the_same_dropout(op: str) -> None:
 
 
 @OPERATIONS
-def test_meta_tensors_give_shapes(op: str) -> None:
+def test_meta_tensors_give_shapes(op):
     function, inputs = call_of(op)
     expected, got = function(*inputs), function(*(tensor.to("meta") for tensor in inputs))
     for want, have in zip(*((r if isinstance(r, tuple) else (r,)) for r in (expected, got)), strict=True):
@@ -145,7 +142,7 @@ def test_meta_tensors_give_shapes(op: str) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @OPERATIONS
-def test_compiles_into_one_graph(op: str) -> None:
+def test_compiles_into_one_graph(op):
     function, _ = call_of(op)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     results = []
@@ -164,7 +161,7 @@ def test_compiles_into_one_graph(op: str) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @OPERATIONS
-def test_compiled_without_gradients_and_for_any_length(op: str) -> None:
+def test_compiled_without_gradients_and_for_any_length(op):
     function, inputs = call_of(op)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch.no_grad():
@@ -177,7 +174,7 @@ def test_compiled_without_gradients_and_for_any_length(op: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @OPERATIONS
 @torch.no_grad()
-def test_a_trace_of_jit_computes_anew(op: str) -> None:
+def test_a_trace_of_jit_computes_anew(op):
     function, inputs = call_of(op, backend="auto")  # on a CPU kernels that are opaque to a trace
     traced = torch.jit.trace(lambda *given: total(function(*given)), inputs, check_trace=False)
     given = [2 * each for each in inputs]
@@ -190,15 +187,15 @@ def test_a_trace_of_jit_computes_anew(op: str) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @OPERATIONS
-def test_what_pytorch_makes_by_default_is_not_what_is_computed_in(op: str, backend: str) -> None:
+def test_what_pytorch_makes_by_default_is_not_what_is_computed_in(op, backend):
     function, inputs = call_of(op, backend=backend)
     if op == "attention":
         inputs = [*inputs, leaf(1, 4, 4, 4)]  # a bias, whose gradient is summed in separate memory
 
-        def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+        def function(q, k, v, bias):
             return tk.attention(q, k, v, attn_bias=bias, causal=True, return_lse=True, backend=backend)
 
-    def run() -> list[Tensor]:
+    def run():
         torch.manual_seed(9)
         outputs = function(*inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -216,7 +213,7 @@ def test_what_pytorch_makes_by_default_is_not_what_is_computed_in(op: str, backe
         assert all(torch.equal(each, want) and each.dtype is want.dtype for each in got)
 
 
-def test_use_backend_reaches_into_a_compiled_function() -> None:
+def test_use_backend_reaches_into_a_compiled_function():
     compiled = torch.compile(lambda x: tk.gelu(x) * 2, fullgraph=True, backend="aot_eager")
     x = torch.randn(4)
     with tk.use_backend("torch"):
@@ -248,18 +245,18 @@ MORE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("backend", ["torch", None])
 @OPERATIONS
-def test_opcheck(op: str, backend: str | None) -> None:
+def test_opcheck(op, backend):
     tensors = EXAMPLES[op].make(4, 6)
     check_operators(op, prepared(op, **tensors, **EXAMPLES[op].options), backend)
 
 
 @pytest.mark.parametrize("index", range(len(MORE_CALLS)))
-def test_opcheck_of_other_calls(index: int) -> None:
+def test_opcheck_of_other_calls(index):
     op, arguments, options = MORE_CALLS[index]
     check_operators(op, prepared(op, *arguments, **options), "torch")
 
 
-def check_operators(op: str, call: Any, backend: str | None) -> None:
+def check_operators(op, call, backend):
     """opcheck of the operator, and of its backward operator with the arguments of autograd."""
     operation = dispatch.OPERATIONS[op]
     values = operation.flat(call)
@@ -276,7 +273,7 @@ def check_operators(op: str, call: Any, backend: str | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_of_mixed_dtypes(dtype: torch.dtype) -> None:
+def test_autocast_of_mixed_dtypes(dtype):
     x, w, bias = leaf(2, 5, 8), leaf(8), leaf(8)
     with torch.autocast("cpu", dtype=dtype):
         low = torch.nn.functional.linear(x, torch.randn(8, 8))
@@ -291,7 +288,7 @@ def test_autocast_of_mixed_dtypes(dtype: torch.dtype) -> None:
     assert x.grad.dtype == torch.float32
 
 
-def test_no_graph_is_kept_without_gradients() -> None:
+def test_no_graph_is_kept_without_gradients():
     x = leaf(3, 6)
     with torch.no_grad():
         assert tk.gelu(x).grad_fn is None
@@ -299,7 +296,7 @@ def test_no_graph_is_kept_without_gradients() -> None:
         assert tk.softmax(x).is_inference()
 
 
-def test_the_dropout_mask_is_forgotten_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dropout_mask_is_forgotten_with_its_seed(monkeypatch):
     monkeypatch.setattr(_dropout, "compiled", lambda: None)
     before = len(_dropout._cached)
     tensors = (leaf(4, 8), leaf(4, 8), leaf(8))
@@ -313,22 +310,22 @@ class WithoutGradient(torch.autograd.Function):
     """The sum of its inputs, without a gradient for the first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx, x, y):
         return x.sum() + y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx, *grads):
         return None, grads[0]
 
 
 class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mode", [nullcontext, Watching])
 @pytest.mark.parametrize("op", EXAMPLES)
-def test_where_no_gradient_comes_in_none_or_zeros_go_out(op: str, mode: Any) -> None:
+def test_where_no_gradient_comes_in_none_or_zeros_go_out(op, mode):
     call, tensors = call_of(op)
     y = torch.zeros((), requires_grad=True)
     with mode():
@@ -339,19 +336,19 @@ def test_where_no_gradient_comes_in_none_or_zeros_go_out(op: str, mode: Any) -> 
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_gradients_through_conjugates(backend: str) -> None:
+def test_gradients_through_conjugates(backend):
     """The gradient of the second part of a conjugate is a view whose negative bit is set."""
     x = torch.randn(2, 4, 8, dtype=torch.float64 if backend == "torch" else torch.float32, requires_grad=True)
     weight = torch.randn(4, 8, dtype=torch.complex64)
 
-    def loss(function: Callable[[Tensor], Tensor]) -> Tensor:
+    def loss(function):
         return (torch.complex(function(x[0]), function(x[1])).conj() * weight).real.sum()
 
     expected = torch.autograd.grad(loss(torch.nn.functional.gelu), x)
     torch.testing.assert_close(torch.autograd.grad(loss(partial(tk.gelu, backend=backend)), x), expected)
 
 
-def test_negated_views_are_refused() -> None:
+def test_negated_views_are_refused():
     negated = torch.randn(4, 8, dtype=torch.complex64).conj().imag
     for _ in range(2):
         tk.gelu(torch.randn(4, 16)[:, ::2])  # a call of the same layout

@@ -26,12 +26,12 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
 @needs_compiler
-def test_only_what_changed_is_compiled_again(tmp_path: Path) -> None:
+def test_only_what_changed_is_compiled_again(tmp_path):
     (tmp_path / "a header.h").write_text("#define VALUE 1\n")
     (tmp_path / "a.cpp").write_text('#include "a header.h"\nint a() { return VALUE; }\n')
     (tmp_path / "b.cpp").write_text("int b() { return 2; }\n")
 
-    def compiled(*flags: str) -> set[str]:
+    def compiled(*flags):
         objects = [
             build.Step.compile(tmp_path / f"{name}.o", tmp_path / f"{name}.cpp", [str(COMPILER), "-fPIC", *flags])
             for name in "ab"
@@ -56,7 +56,7 @@ def test_only_what_changed_is_compiled_again(tmp_path: Path) -> None:
 # Instruction sets
 
 
-def levels(monkeypatch: pytest.MonkeyPatch, named: str, best: str = "avx512_bf16") -> list[str]:
+def levels(monkeypatch, named, best="avx512_bf16"):
     monkeypatch.setenv("TRANSFORMER_KERNELS_CPU_LEVELS", named)
     monkeypatch.setattr(build, "_levels_of", lambda compiler: list(build.CPU_LEVELS))
     monkeypatch.setattr(build, "_best_level", lambda compiler: list(build.CPU_LEVELS).index(best))
@@ -74,11 +74,11 @@ def levels(monkeypatch: pytest.MonkeyPatch, named: str, best: str = "avx512_bf16
         ("amx, avx2", "plain", "plain avx2 amx"),
     ],
 )
-def test_instruction_sets_are_chosen(monkeypatch: pytest.MonkeyPatch, named: str, best: str, wanted: str) -> None:
+def test_instruction_sets_are_chosen(monkeypatch, named, best, wanted):
     assert levels(monkeypatch, named, best) == wanted.split()
 
 
-def test_row_kernels_use_the_next_narrower_level() -> None:
+def test_row_kernels_use_the_next_narrower_level():
     compilations = build._cpu_kernels(build.CSRC, ["plain", "avx512_bf16"])
     rows = {level for level, source, _ in compilations if source.parent.name == "rows"}
     products = {level for level, source, _ in compilations if source.parent.name == "products"}
@@ -86,18 +86,18 @@ def test_row_kernels_use_the_next_narrower_level() -> None:
 
 
 @pytest.mark.parametrize("named", ["native", "all", "present"])
-def test_measuring_kernels_belong_to_an_in_place_build(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_measuring_kernels_belong_to_an_in_place_build(monkeypatch, named):
     monkeypatch.setenv("TRANSFORMER_KERNELS_CPU_LEVELS", named)
     folders = {source.parent.name for _, source, _ in build._cpu_kernels(build.CSRC, ["plain", "avx2"])}
     assert folders == {"rows", "products", *(["measures"] if named == "present" else [])}
 
 
-def test_a_list_with_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_with_an_unknown_level_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"must be native, present, all, none, or a list of plain, .*; got sse9"):
         levels(monkeypatch, "avx2,sse9")
 
 
-def test_a_level_that_the_compiler_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_that_the_compiler_lacks_is_refused(monkeypatch):
     monkeypatch.setenv("TRANSFORMER_KERNELS_CPU_LEVELS", "amx")
     monkeypatch.setattr(build, "_levels_of", lambda compiler: ["plain", "avx2"])
     with pytest.raises(build.BuildError, match=r"g\+\+ does not compile for amx, .*: use a newer compiler"):
@@ -105,7 +105,7 @@ def test_a_level_that_the_compiler_lacks_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @needs_compiler
-def test_a_processor_without_the_level_runs_the_portable_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_the_level_runs_the_portable_one(tmp_path, monkeypatch):
     """An environment copied from another machine: a module without a kernel, built for plain only."""
     csrc = tmp_path / "csrc"
     shutil.copytree(build.CSRC / "cpu", csrc / "cpu", ignore=shutil.ignore_patterns("rows", "products"))
@@ -129,13 +129,13 @@ def test_a_processor_without_the_level_runs_the_portable_one(tmp_path: Path, mon
 # The cache
 
 
-def test_a_cache_that_cannot_be_written_to_names_the_variable(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_to_names_the_variable(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(build.BuildError, match=r"cannot be written to .*TRANSFORMER_KERNELS_CACHE"):
         build.private_folder(tmp_path / "file" / "emulation")
 
 
-def test_folders_of_compiled_files_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_compiled_files_are_private(tmp_path, monkeypatch):
     (tmp_path / "open").mkdir(mode=0o777)
     for name in ("new", "open"):
         assert build.private_folder(tmp_path / name).stat().st_mode & 0o777 == 0o700
@@ -147,14 +147,14 @@ def test_folders_of_compiled_files_are_private(tmp_path: Path, monkeypatch: pyte
 # Installing
 
 
-def test_setup_without_nvcc_goes_on_and_says_so_in_one_line(tmp_path: Path) -> None:
+def test_setup_without_nvcc_goes_on_and_says_so_in_one_line(tmp_path):
     result = run_setup(tmp_path, CUDA_HOME=str(tmp_path / "none"), PATH=path_without_nvcc())
     said = [line for line in result.stderr.splitlines() if "without the CUDA extension" in line]
     assert result.returncode == 0 and len(said) == 1 and "no nvcc" in said[0], result.stderr
     assert "installing without the CPU kernels" in result.stderr
 
 
-def test_setup_with_nvcc_and_no_gpu_builds_nothing_and_leaves_a_note(tmp_path: Path) -> None:
+def test_setup_with_nvcc_and_no_gpu_builds_nothing_and_leaves_a_note(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
@@ -165,7 +165,7 @@ def test_setup_with_nvcc_and_no_gpu_builds_nothing_and_leaves_a_note(tmp_path: P
     assert (tmp_path / "lib" / "transformer_kernels" / build.BUILD_NOTE).read_text().strip() == build.NO_GPU
 
 
-def test_setup_with_a_failing_nvcc_shows_its_last_lines(tmp_path: Path) -> None:
+def test_setup_with_a_failing_nvcc_shows_its_last_lines(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64" / "libcudart_static.a").touch()
@@ -181,13 +181,13 @@ def test_setup_with_a_failing_nvcc_shows_its_last_lines(tmp_path: Path) -> None:
     assert result.returncode != 0 and "unsupported host compiler" in result.stderr
 
 
-def path_without_nvcc() -> str:
+def path_without_nvcc():
     return os.pathsep.join(
         folder for folder in os.environ["PATH"].split(os.pathsep) if not os.path.exists(os.path.join(folder, "nvcc"))
     )
 
 
-def run_setup(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_setup(folder, **variables):
     """`setup.py build_ext` into a new folder, with these environment variables.
 
     The C++ compiler fails, because the CPU kernels, which an installation also builds, take minutes.
@@ -206,7 +206,7 @@ def run_setup(folder: Path, **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_setup_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
+def test_setup_without_a_compiler_says_what_to_install(tmp_path):
     result = run_setup(tmp_path, CXX="", PATH=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "without the CPU kernels: no C++ compiler was found: install g++, or name one in CXX" in result.stderr
@@ -224,7 +224,7 @@ def test_setup_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
     ids=["not at all", "no headers", "no kernel"],
 )
 @needs_compiler
-def test_setup_with_a_broken_compiler_goes_on(tmp_path: Path, script: str, sentence: str) -> None:
+def test_setup_with_a_broken_compiler_goes_on(tmp_path, script, sentence):
     compiler = tmp_path / "compiler"
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)
@@ -250,7 +250,7 @@ runpy.run_path("setup.py", run_name="__main__")
         ("AMD64", "Windows", "runs every operation"),
     ],
 )
-def test_other_processors_get_pure_python(tmp_path: Path, machine: str, system: str, remedy: str) -> None:
+def test_other_processors_get_pure_python(tmp_path, machine, system, remedy):
     environment = {**os.environ, "TRANSFORMER_KERNELS_CUDA_ARCHS": "none", "TRANSFORMER_KERNELS_CPU_LEVELS": ""}
     command = [sys.executable, "-c", OTHER_MACHINE, machine, system, str(tmp_path)]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
@@ -285,7 +285,7 @@ print(tk.__file__, describe_installation())
 
 
 @pytest.mark.slow
-def test_it_installs_without_a_network(tmp_path: Path) -> None:
+def test_it_installs_without_a_network(tmp_path):
     """As setup.py describes: with the setuptools that is there."""
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "tests", "runs", "dist", "*.so"))

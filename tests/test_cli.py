@@ -37,9 +37,8 @@ def folder(tmp_path_factory):
     (folder / "test.csv").write_text(REVIEWS)
     before = os.environ.get("TRANSFORMER_KERNELS_CACHE")
     os.environ["TRANSFORMER_KERNELS_CACHE"] = str(folder / "cache")
-    gpt = ["--corpus", folder / "text.txt", "--context", "8", "--steps", "4", "--out", folder / "gpt"]
     imdb = ["--data", folder, "--tokenizer", "bytes", "--max-length", "32", "--epochs", "1", "--out", folder / "imdb"]
-    assert run("train", "char-gpt", *gpt, *TINY) == run("train", "imdb", *imdb, *TINY) == 0
+    assert train(folder, folder / "gpt", "--steps", 4) == run("train", "imdb", *imdb, *TINY) == 0
     os.environ.pop("TRANSFORMER_KERNELS_CACHE") if before is None else os.environ.update(
         TRANSFORMER_KERNELS_CACHE=before
     )
@@ -48,6 +47,12 @@ def folder(tmp_path_factory):
 
 def run(*arguments):
     return cli.main([str(argument) for argument in arguments])
+
+
+def train(folder, out, *options):
+    """A run of a tiny character GPT."""
+    shared = ["--corpus", folder / "text.txt", "--context", 8, "--out", out, *TINY]
+    return run("train", "char-gpt", *shared, *options)
 
 
 def refused(capsys, *arguments):
@@ -80,8 +85,7 @@ def test_help_of_training_names_every_option_and_its_default(capsys):
 
 
 def test_resuming_a_finished_run_says_that_nothing_is_left(folder, capsys, tmp_path):
-    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", tmp_path / "run", *TINY]
-    assert run("train", "char-gpt", *options, "--no-sample") == 0
+    assert train(folder, tmp_path / "run", "--steps", 2, "--no-sample") == 0
     assert "It writes:" not in capsys.readouterr().out
     assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
     printed = capsys.readouterr().out
@@ -93,27 +97,15 @@ def test_resuming_a_finished_run_says_that_nothing_is_left(folder, capsys, tmp_p
 
 
 def test_resuming_after_early_stopping_names_patience(folder, capsys, tmp_path):
-    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 50, "--out", tmp_path / "run", *TINY]
     stopping = ["--patience", 1, "--eval-every", 1, "--lr", 1e-30, "--no-sample"]
-    assert run("train", "char-gpt", *options, *stopping) == 0
+    assert train(folder, tmp_path / "run", "--steps", 50, *stopping) == 0
     capsys.readouterr()
     assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
     assert "with a larger --patience, or --patience 0" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_resuming_after_the_time_is_over_names_the_time_limit(folder, capsys, tmp_path):
-    options = [
-        "--corpus",
-        folder / "text.txt",
-        "--context",
-        8,
-        "--time-limit",
-        "0.3s",
-        "--out",
-        tmp_path / "run",
-        *TINY,
-    ]
-    assert run("train", "char-gpt", *options, "--no-sample") == 0
+    assert train(folder, tmp_path / "run", "--time-limit", "0.3s", "--no-sample") == 0
     step = json.loads((tmp_path / "run" / "last" / "trainer.json").read_text())["step"]
     assert capsys.readouterr().out.startswith(f"ended by time limit after step {step}\n")
     assert run("train", "char-gpt", "--resume", tmp_path / "run") == 0
@@ -123,8 +115,8 @@ def test_resuming_after_the_time_is_over_names_the_time_limit(folder, capsys, tm
 
 
 def test_a_misspelt_model_field_gets_a_suggestion(folder, capsys, tmp_path):
-    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, "--out", tmp_path / "run"]
-    message = refused(capsys, "train", "char-gpt", *options, "--model", "widht=64")
+    options = ["--corpus", folder / "text.txt", "--context", 8, "--model", "widht=64"]
+    message = refused(capsys, "train", "char-gpt", *options)
     assert message == ("transformer-kernels: error: model: build: char_gpt has no field widht; did you mean width?\n")
 
 
@@ -165,10 +157,7 @@ def test_a_model_name_names_the_download(capsys):
 
 def test_training_tells_how_it_ended(folder, capsys):
     out = folder / "message"
-    assert (
-        run("train", "char-gpt", "--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", out, *TINY)
-        == 0
-    )
+    assert train(folder, out, "--steps", 2) == 0
     message = capsys.readouterr().out
     for part in ("ended by steps after step 2 of 2", "validation", "tokens/s", "peak memory", str(out), "It writes:"):
         assert part in message
@@ -197,12 +186,11 @@ def test_a_config_file_is_overridden_by_the_command_line(folder, tmp_path, capsy
 
 
 def test_training_without_a_config_uses_the_default_of_the_command(folder, tmp_path, capsys):
-    options = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 1, "--out", tmp_path / "run", *TINY]
-    assert run("train", "char-gpt", *options) == 0
+    assert train(folder, tmp_path / "run", "--steps", 1) == 0
     saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
     assert (saved["time_limit"], saved["lr"], saved["beta2"], saved["steps"]) == (0.0, 6e-3, 0.99, 1)
     assert saved["model"].items() > {"width": 16, "norm": "rms", "positions": "rotary"}.items()
-    assert run("train", "char-gpt", *options, "--config", "notebook", "--overwrite") == 0
+    assert train(folder, tmp_path / "run", "--steps", 1, "--config", "notebook", "--overwrite") == 0
     saved = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
     assert (saved["lr"], saved["model"]) == (3e-3, {"layers": 1, "width": 16, "heads": 2})
     capsys.readouterr()
@@ -221,8 +209,7 @@ def test_an_unknown_key_in_a_config_file_is_an_error(tmp_path, capsys):
 
 def test_resuming_goes_on_from_the_last_checkpoint(folder, tmp_path, capsys):
     out = tmp_path / "run"
-    first = ["--corpus", folder / "text.txt", "--context", 8, "--steps", 2, "--out", out, *TINY]
-    assert run("train", "char-gpt", *first) == 0
+    assert train(folder, out, "--steps", 2) == 0
     assert run("train", "char-gpt", "--resume", out, "--steps", 4) == 0
     assert "after step 4 of 4" in capsys.readouterr().out
     assert "batch_size cannot change: 4 in the checkpoint, 8 asked for" in refused(

@@ -8,9 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ INFINITY = 0x7F800000
 
 
 @pytest.fixture(params=KERNELS.instruction_sets)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+def instruction_set(request):
     used = KERNELS.instruction_set()
     KERNELS.use(request.param)
     yield request.param
@@ -45,7 +44,7 @@ LARGEST = 2**63 - 1
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("count", [1, 7, 64, 1000])
-def test_indices_within_a_range(count: int, dtype: torch.dtype) -> None:
+def test_indices_within_a_range(count, dtype):
     inside = torch.arange(count).remainder(5).to(dtype)
     assert cpu.within(inside, 5) and not cpu.within(inside, int(inside.max()))
     assert cpu.within(inside.repeat_interleave(2)[::2], 5)
@@ -58,7 +57,7 @@ def test_indices_within_a_range(count: int, dtype: torch.dtype) -> None:
                 assert cpu.within(given, 5, stray) and not cpu.within(given, 5, stray ^ 1)
 
 
-def test_the_widest_range_of_indices() -> None:
+def test_the_widest_range_of_indices():
     ends = torch.tensor([0, LARGEST - 1])
     assert cpu.within(ends, LARGEST) and not cpu.within(ends, LARGEST - 1)
     assert not cpu.within(torch.zeros(1, dtype=torch.int64), 0)
@@ -94,7 +93,7 @@ EVERY = int(os.environ.get("TRANSFORMER_KERNELS_GATES_EVERY", "1"))
 """Every n-th block of floats is checked, and the known excesses; all by default."""
 
 
-def largest_excess(name: str, bits: Tensor) -> float:
+def largest_excess(name, bits):
     """By how much a function exceeds its bound, over the floats with these bits; 0 within."""
     number, exact, _, relative, places, _, _ = FUNCTIONS[name]
     x = bits.view(torch.float32)
@@ -114,7 +113,7 @@ needs_measures = pytest.mark.skipif(not hasattr(KERNELS, "vector_function"), rea
 
 @needs_measures
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_vector_functions_keep_their_bounds(name: str, instruction_set: str) -> None:
+def test_vector_functions_keep_their_bounds(name, instruction_set):
     magnitudes = torch.arange(0, INFINITY + 2**20, 4099, dtype=torch.int64)
     for bits in (magnitudes, magnitudes - 2**31):
         assert largest_excess(name, bits.to(torch.int32)) <= 0.0
@@ -123,7 +122,7 @@ def test_vector_functions_keep_their_bounds(name: str, instruction_set: str) -> 
 @needs_measures
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_vector_functions_keep_their_bounds_everywhere(name: str, instruction_set: str) -> None:
+def test_vector_functions_keep_their_bounds_everywhere(name, instruction_set):
     """Every float whose value differs from those at 0 and infinity, which the test above covers."""
     if instruction_set not in ("plain", "avx2", "avx512"):
         pytest.skip("uses the row kernels of avx512")
@@ -138,7 +137,7 @@ def test_vector_functions_keep_their_bounds_everywhere(name: str, instruction_se
 # Instruction sets and threads
 
 
-def results(op: str, tensors: dict[str, Any], options: dict[str, Any], backend: str) -> list[Tensor]:
+def results(op, tensors, options, backend):
     """Outputs and gradients."""
     leaves = {
         name: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
@@ -157,9 +156,7 @@ def results(op: str, tensors: dict[str, Any], options: dict[str, Any], backend: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("shape", [(6, 1), (10, 37), (150, 128), (4, 515)], ids=str)
 @pytest.mark.parametrize("op", row_operations("cpu"))
-def test_each_instruction_set_is_within_the_budget(
-    op: str, shape: tuple[int, int], dtype: torch.dtype, instruction_set: str
-) -> None:
+def test_each_instruction_set_is_within_the_budget(op, shape, dtype, instruction_set):
     rows, columns = shape
     tensors, options = (
         EXAMPLES[op].make(rows, max(columns, 2) if op == "rotary" else columns, dtype),
@@ -179,7 +176,7 @@ def test_each_instruction_set_is_within_the_budget(
 
 
 @pytest.mark.parametrize("op", row_operations("cpu"))
-def test_threads_do_not_change_the_bits(op: str, instruction_set: str) -> None:
+def test_threads_do_not_change_the_bits(op, instruction_set):
     tensors, threads = EXAMPLES[op].make(700, 264), torch.get_num_threads()
     seen = []
     try:
@@ -192,14 +189,14 @@ def test_threads_do_not_change_the_bits(op: str, instruction_set: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
 
 
-def test_an_unknown_instruction_set_is_refused() -> None:
+def test_an_unknown_instruction_set_is_refused():
     used = KERNELS.instruction_set()
     with pytest.raises(ValueError, match=r"that this processor has and that was built \(plain.*\); got avx9000"):
         KERNELS.use("avx9000")
     assert KERNELS.instruction_set() == used
 
 
-def test_a_level_that_the_processor_lacks_is_refused() -> None:
+def test_a_level_that_the_processor_lacks_is_refused():
     levels = list(build.CPU_LEVELS)
     if KERNELS.processor == levels[-1]:
         pytest.skip("this processor has every level")
@@ -211,7 +208,7 @@ def test_a_level_that_the_processor_lacks_is_refused() -> None:
 # Processes
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(code, **environment):
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environment},
@@ -222,14 +219,14 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_environment_names_the_instruction_set() -> None:
+def test_the_environment_names_the_instruction_set():
     code = "from transformer_kernels.backends import cpu; print(cpu.load().instruction_set())"
     assert run_python(code, TRANSFORMER_KERNELS_CPU_ISA="plain").stdout == "plain\n"
     refused = run_python(code, TRANSFORMER_KERNELS_CPU_ISA="mmx")
     assert refused.returncode != 0 and "got mmx" in refused.stderr
 
 
-def test_a_forked_process_computes_the_same() -> None:
+def test_a_forked_process_computes_the_same():
     """GNU's OpenMP has no threads in the child; a parallel region would deadlock."""
     code = """
 import os, torch, transformer_kernels as tk
@@ -248,7 +245,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 # The module
 
 
-def test_kernels_leave_nothing_that_the_linker_could_share(tmp_path: Path) -> None:
+def test_kernels_leave_nothing_that_the_linker_could_share(tmp_path):
     """The linker keeps one copy of an inline function: one compiled for AVX-512 would crash other processors."""
     source = build.CSRC / "cpu" / "rows" / "norm.cpp"
     if not source.is_file():
@@ -258,7 +255,7 @@ def test_kernels_leave_nothing_that_the_linker_could_share(tmp_path: Path) -> No
     assert not [symbol for symbol in shared if not symbol.startswith("DW.ref.")]  # those are addresses, not code
 
 
-def defined_weakly(source: Path, folder: Path) -> list[str]:
+def defined_weakly(source, folder):
     compiler = build.find_host_compiler().split()
     flags = ["-std=c++17", "-O0", "-fPIC", "-c", "-DTK_LEVEL=avx512", *build.CPU_LEVELS["avx512"].split()]
     target = folder / "kernel.o"
@@ -269,7 +266,7 @@ def defined_weakly(source: Path, folder: Path) -> list[str]:
     return [line.split(" ", 2)[2] for line in listed.stdout.splitlines() if line.split(" ", 2)[1] in "WVu"]
 
 
-def test_attention_fetches_while_it_multiplies() -> None:
+def test_attention_fetches_while_it_multiplies():
     """A compiler may remove calls of functions that only prefetch: GCC did, in the whole backward pass."""
     fetches = instructions_of_functions(Path(KERNELS.__file__), "prefetch")
     for level in KERNELS.instruction_sets:
@@ -280,7 +277,7 @@ def test_attention_fetches_while_it_multiplies() -> None:
         assert max(count for name, count in fetches.items() if inlined.search(name)) >= 10, level
 
 
-def test_ends_of_rows_stay_in_registers() -> None:
+def test_ends_of_rows_stay_in_registers():
     """Without mask registers, GCC copied the tail of each row with calls of memcpy."""
     calls = instructions_of_functions(Path(KERNELS.__file__), "memcpy")
     kernels = re.compile(r"::avx\w+::.*(norm_|softmax_|cross_entropy_|embedding_|::strip<)")
@@ -291,7 +288,7 @@ def test_ends_of_rows_stay_in_registers() -> None:
     assert not any(found.values()), [name for name, count in found.items() if count]
 
 
-def instructions_of_functions(module: Path, kind: str) -> dict[str, int]:
+def instructions_of_functions(module, kind):
     """The number of occurrences of `kind` in the code of each function of a library; the minimum for equal names."""
     if platform.machine() not in ("x86_64", "AMD64") or not shutil.which("objdump"):
         pytest.skip("no objdump for this processor")
@@ -306,7 +303,7 @@ def instructions_of_functions(module: Path, kind: str) -> dict[str, int]:
     return functions
 
 
-def test_a_module_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(cpu, "_module", None)
     monkeypatch.setattr(cpu, "_failure", None)
     monkeypatch.setattr(cpu._build, "cpu_source_hash", lambda: "0" * 64)
@@ -316,7 +313,7 @@ def test_a_module_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert tk.explain("gelu", torch.ones(3)).chosen == "torch"
 
 
-def test_a_missing_module_is_no_error_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_is_no_error_for_auto(monkeypatch):
     monkeypatch.setattr(cpu, "_module", None)
     monkeypatch.setattr(cpu, "_failure", None)
     monkeypatch.setitem(sys.modules, "transformer_kernels._cpu", None)
@@ -325,6 +322,6 @@ def test_a_missing_module_is_no_error_for_auto(monkeypatch: pytest.MonkeyPatch) 
         tk.gelu(torch.ones(3), backend="cpu")
 
 
-def test_auto_asks_the_cpu_kernels_first() -> None:
+def test_auto_asks_the_cpu_kernels_first():
     assert tk.explain("gelu", torch.ones(3)).chosen == "cpu"
     assert tk.explain("gelu", torch.ones(3).double()).chosen == "torch"

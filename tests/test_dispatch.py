@@ -1,7 +1,5 @@
 """Selection of the backend: precedence of settings, errors without fallback, and explain."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys
@@ -19,19 +17,19 @@ from transformer_kernels.backends import build, dispatch
 ROOT = Path(__file__).parents[1]
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code, **environment):
     """Run code in a process without the variables that the test suite sets."""
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **environment}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
 
 
 @pytest.fixture(autouse=True)
-def no_default(monkeypatch: pytest.MonkeyPatch, unplanned: None) -> None:
+def no_default(monkeypatch, unplanned):
     monkeypatch.delenv("TRANSFORMER_KERNELS_BACKEND", raising=False)
     monkeypatch.setattr(dispatch, "_default", None)
 
 
-def test_strength_of_the_ways_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strength_of_the_ways_to_ask(monkeypatch):
     assert tk.get_backend() == "auto"
     monkeypatch.setenv("TRANSFORMER_KERNELS_BACKEND", "cuda")
     assert tk.get_backend() == "cuda"
@@ -47,13 +45,13 @@ def test_strength_of_the_ways_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tk.get_backend() == "cuda"
 
 
-def test_use_backend_is_left_after_an_error() -> None:
+def test_use_backend_is_left_after_an_error():
     with pytest.raises(KeyError), tk.use_backend("torch"):
         raise KeyError
     assert tk.get_backend() == "auto"
 
 
-def test_use_backend_belongs_to_its_thread() -> None:
+def test_use_backend_belongs_to_its_thread():
     seen = []
     with tk.use_backend("torch"):
         thread = threading.Thread(target=lambda: seen.append(tk.get_backend()))
@@ -63,18 +61,18 @@ def test_use_backend_belongs_to_its_thread() -> None:
 
 
 @pytest.mark.parametrize("ask", [tk.set_backend, tk.bind, lambda name: tk.gelu(torch.ones(3), backend=name)])
-def test_an_unknown_backend_is_named_with_the_known_ones(ask: object) -> None:
+def test_an_unknown_backend_is_named_with_the_known_ones(ask):
     with pytest.raises(ValueError, match=r"backend must be one of torch, cpu, triton, cuda, auto.*; got 'tritn'"):
         ask("tritn")
 
 
-def test_an_unknown_backend_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_backend_in_the_environment(monkeypatch):
     monkeypatch.setenv("TRANSFORMER_KERNELS_BACKEND", "rocm")
     with pytest.raises(ValueError, match="'rocm'"):
         tk.gelu(torch.ones(3))
 
 
-def test_a_named_backend_never_falls_back_and_auto_is_quiet() -> None:
+def test_a_named_backend_never_falls_back_and_auto_is_quiet():
     result = python(
         "import torch, transformer_kernels as tk\n"
         "tk.gelu(torch.ones(3)); print(tk.explain('gelu', torch.ones(3)))\n"
@@ -89,7 +87,7 @@ def test_a_named_backend_never_falls_back_and_auto_is_quiet() -> None:
     assert f"requested auto, selected {'cpu' if built else 'torch'}" in result.stdout
 
 
-def test_float64_is_for_torch_only(device: torch.device) -> None:
+def test_float64_is_for_torch_only(device):
     x = torch.ones(3, dtype=torch.float64, device=device)
     if dispatch.unavailable("triton", device) is not None:
         pytest.skip("needs Triton, at least its interpreter")
@@ -97,7 +95,7 @@ def test_float64_is_for_torch_only(device: torch.device) -> None:
         tk.gelu(x, backend="triton")
 
 
-def test_explain_tells_who_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_tells_who_and_why(monkeypatch):
     monkeypatch.setattr(dispatch, "unavailable", lambda name, device: "no such device" if name == "cuda" else None)
     x = torch.ones(4, 8, dtype=torch.float64)
     explanation = tk.explain("layer_norm", x, x[0])
@@ -107,14 +105,14 @@ def test_explain_tells_who_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "selected none" in str(tk.explain("layer_norm", x, x[0], backend="cuda"))
 
 
-def test_explain_checks_its_arguments() -> None:
+def test_explain_checks_its_arguments():
     with pytest.raises(ValueError, match="operation must be one of add_layer_norm, "):
         tk.explain("relu", torch.ones(3))
     with pytest.raises(TypeError, match="gelu: x must be a tensor"):
         tk.explain("gelu", 3)
 
 
-def test_auto_takes_the_first_that_supports_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_first_that_supports_the_call(monkeypatch):
     monkeypatch.setitem(dispatch.AUTO_ORDER, "cpu", ("cuda", "triton", "torch"))
     monkeypatch.setattr(dispatch, "unavailable", lambda name, device: "none here" if name == "cuda" else None)
     refused = {"triton": "not this call"}
@@ -123,7 +121,7 @@ def test_auto_takes_the_first_that_supports_the_call(monkeypatch: pytest.MonkeyP
     assert name == "torch" and refusals == {"cuda": "none here", "triton": "not this call"}
 
 
-def test_bound_operations_have_the_signatures_of_the_reference() -> None:
+def test_bound_operations_have_the_signatures_of_the_reference():
     bound = tk.bind("torch")
     for name in dispatch.OPERATIONS:
         ours, theirs = (inspect.signature(getattr(each, name)).parameters for each in (bound, reference))
@@ -134,7 +132,7 @@ def test_bound_operations_have_the_signatures_of_the_reference() -> None:
         assert [*ours, "backend"] == list(public.parameters)
 
 
-def test_bound_operations_use_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_operations_use_their_backend(monkeypatch):
     import copy
     import pickle
 
@@ -149,7 +147,7 @@ def test_bound_operations_use_their_backend(monkeypatch: pytest.MonkeyPatch) -> 
     assert tk.bind("reference") is reference
 
 
-def test_the_named_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_named_backend_computes(monkeypatch):
     """Not another backend with the same results."""
     kernels = SimpleNamespace(forward=lambda call: torch.full_like(call.x, 7.0))
     monkeypatch.setattr(dispatch, "unavailable", lambda *_: None)
@@ -157,7 +155,7 @@ def test_the_named_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tk.gelu(torch.ones(2), backend="cuda").tolist() == [7.0, 7.0]
 
 
-def test_kernels_that_do_not_build_are_no_reason_to_skip_their_tests() -> None:
+def test_kernels_that_do_not_build_are_no_reason_to_skip_their_tests():
     """Parity tests skip a backend that cannot run here; with a compiler, the sources must build."""
     try:
         build.find_host_compiler()

@@ -18,7 +18,7 @@ PAPER = re.compile(r'".+", \d{4}')
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_sections(name: str) -> None:
+def test_sections(name):
     """Each argument is documented by its name; the site shows sections only after an empty line."""
     function = getattr(tk, name)
     text = inspect.getdoc(function) or ""
@@ -33,7 +33,7 @@ def test_sections(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_examples(name: str) -> None:
+def test_examples(name):
     text = getattr(tk, name).__doc__
     known = {each: getattr(tk, each) for each in tk.__all__} | {"tk": tk, "torch": torch, "tempfile": tempfile}
     example = doctest.DocTestParser().get_doctest(inspect.cleandoc(text), known, name, None, 0)

@@ -1,10 +1,7 @@
 """Dropout of the torch backend: compiled and in tensor algebra, both with the reference's mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from python_ref import ops as reference
 from transformer_kernels.ops import _dropout
@@ -14,7 +11,7 @@ ROUTES = ("compiled", "tensor algebra")
 
 
 @pytest.fixture(params=ROUTES)
-def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def route(request, monkeypatch):
     if request.param == "tensor algebra":
         monkeypatch.setattr(_dropout, "compiled", lambda: None)
     elif _dropout.compiled() is None:
@@ -22,7 +19,7 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
-def expected(x: Tensor, p: float, scale: float, residual: Tensor | None, first_head: int, first: int) -> Tensor:
+def expected(x, p, scale, residual, first_head, first):
     """In float64, from the mask of the reference."""
     *_, rows, columns = x.shape
     heads = x.numel() // max(rows * columns, 1)
@@ -37,9 +34,7 @@ SHAPES = [(1, 1, 1), (2, 3, 5), (7, 64), (3, 5, 130), (2, 2, 33, 31), (1, 1, 257
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(("first_head", "first"), [(0, 0), (3, 0), (0, 1), (0, 12), (2, 39), (0, 64)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_drops_what_the_reference_drops(
-    route: str, shape: tuple[int, ...], first_head: int, first: int, dtype: torch.dtype
-) -> None:
+def test_drops_what_the_reference_drops(route, shape, first_head, first, dtype):
     x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     for added in (None, residual):
         got = _dropout.drop(x, SEED.clone(), 0.3, scale=1.25, residual=added, first_head=first_head, first=first)
@@ -49,7 +44,7 @@ def test_drops_what_the_reference_drops(
 
 
 @pytest.mark.parametrize("p", [0.0, 2**-17, 0.1, 0.999999, 1.0])
-def test_extreme_probabilities(route: str, p: float) -> None:
+def test_extreme_probabilities(route, p):
     x = torch.randn(3, 200)
     kept = _dropout.drop(x, SEED.clone(), p)
     assert torch.equal(kept, expected(x, p, 1.0, None, 0, 0).float())
@@ -57,14 +52,14 @@ def test_extreme_probabilities(route: str, p: float) -> None:
     assert p not in (0.999999, 1.0) or not kept.any()
 
 
-def test_nothing_of_a_dropped_element_remains(route: str) -> None:
+def test_nothing_of_a_dropped_element_remains(route):
     x = torch.full((4, 100), float("nan"))
     keep = reference.dropout_keep(SEED, 1, 4, 100, 0.5)[0]
     dropped = _dropout.drop(x, SEED.clone(), 0.5)
     assert torch.equal(torch.isnan(dropped), keep)
 
 
-def test_in_place(route: str) -> None:
+def test_in_place(route):
     x = torch.randn(5, 70)
     want = _dropout.drop(x, SEED.clone(), 0.5, scale=2.0)
     got = _dropout.drop(x, SEED.clone(), 0.5, scale=2.0, in_place=True)
@@ -72,11 +67,11 @@ def test_in_place(route: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 2, 3)], ids=str)
-def test_empty(route: str, shape: tuple[int, ...]) -> None:
+def test_empty(route, shape):
     assert _dropout.drop(torch.empty(shape), SEED.clone(), 0.5).shape == shape
 
 
-def test_threads_do_not_change_the_bits() -> None:
+def test_threads_do_not_change_the_bits():
     if _dropout.compiled() is None:
         pytest.skip("the package was installed without a C++ compiler")
     x, threads = torch.randn(3, 700, 513), torch.get_num_threads()
@@ -91,7 +86,7 @@ def test_threads_do_not_change_the_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_instruction_sets_do_not_change_the_bits(dtype: torch.dtype) -> None:
+def test_instruction_sets_do_not_change_the_bits(dtype):
     if _dropout.compiled() is None:
         pytest.skip("the package was installed without a C++ compiler")
     x, residual = torch.randn(2, 70, 131).to(dtype), torch.randn(2, 70, 131).to(dtype)
@@ -107,7 +102,7 @@ def test_instruction_sets_do_not_change_the_bits(dtype: torch.dtype) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_bfloat16_rounds_as_pytorch_does() -> None:
+def test_bfloat16_rounds_as_pytorch_does():
     if _dropout.compiled() is None:
         pytest.skip("the package was installed without a C++ compiler")
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)

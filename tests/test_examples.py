@@ -1,7 +1,5 @@
 """The examples and the code of README and docs run unchanged; commands at small sizes on small data."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -32,7 +30,7 @@ SHOWN = [page for page in PAGES if page.stem != "README"]
 COMMAND = "transformer-kernels "
 
 
-def run(*arguments: str, folder: Path = ROOT) -> str:
+def run(*arguments, folder=ROOT):
     command, variables = [sys.executable, *arguments], {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=240, env=variables)
     assert result.returncode == 0, result.stderr
@@ -40,18 +38,18 @@ def run(*arguments: str, folder: Path = ROOT) -> str:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path: Path) -> None:
+def test_example(path):
     code = f"import runpy, sys; sys.path.insert(0, '.'); runpy.run_path({str(path)!r}, run_name='__main__')"
     assert SAYS[path.stem] in run("-c", code)
 
 
-def blocks(path: Path, language: str) -> list[str]:
+def blocks(path, language):
     found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return [content for kind, content in found if kind == language]
 
 
 @pytest.mark.parametrize("index", range(len(blocks(ROOT / "README.md", "python"))))
-def test_python_of_the_readme(index: int, tmp_path: Path) -> None:
+def test_python_of_the_readme(index, tmp_path):
     """Each block runs by itself, and prints something; distilgpt2 is a small model with random weights."""
     code = blocks(ROOT / "README.md", "python")[index]
     if "load_pretrained" in code:
@@ -65,25 +63,20 @@ def test_python_of_the_readme(index: int, tmp_path: Path) -> None:
 # docs/
 
 
-def test_the_pages_of_docs_are_in_their_index() -> None:
+def test_the_pages_of_docs_are_in_their_index():
     index = (ROOT / "docs" / "README.md").read_text()
     assert len(SHOWN) == 6 and all(f"]({page.name})" in index for page in SHOWN)
     assert "docs/README.md" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_links_of_docs(page: Path) -> None:
+def test_links_of_docs(page):
     links = re.findall(r"\]\(([^)#]+)", page.read_text("utf-8"))
     assert all((page.parent / link).exists() for link in links), links
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda path: path.stem)
-def test_python_of_docs(
-    page: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_python_of_docs(page, capsys, caplog, monkeypatch):
     """Each block runs by itself without warnings, and prints the comment after each print."""
     assert blocks(page, "python")
     for code in blocks(page, "python"):
@@ -97,13 +90,13 @@ def test_python_of_docs(
         assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", code)
 
 
-def commands(page: Path) -> list[list[str]]:
-    lines = [line for block in blocks(page, "") for line in block.splitlines()]
+def commands(page):
+    lines = [line for block in blocks(page, "") for line in block.replace("\\\n", "").splitlines()]
     assert all(line.startswith(COMMAND) for line in lines)
     return [shlex.split(line.removeprefix(COMMAND)) for line in lines]
 
 
-def test_the_site_has_each_page() -> None:
+def test_the_site_has_each_page():
     """mkdocs.yml lists the pages; `make site` checks the links between them."""
     site = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert [page.name for page in PAGES if f": {page.name}\n" not in site] == []
@@ -112,7 +105,7 @@ def test_the_site_has_each_page() -> None:
 REPEATABLE = ("plot positions", "plot activations", "plot gradients", "plot performer")  # equal on every machine
 
 
-def test_outputs_of_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_of_docs(tmp_path, monkeypatch, capsys):
     """What the pages show below a command, where it does not depend on data or on the machine's rounding."""
     monkeypatch.chdir(tmp_path)
     checked = 0
@@ -131,7 +124,7 @@ def test_outputs_of_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda path: path.stem)
-def test_commands_of_docs_are_understood(page: Path) -> None:
+def test_commands_of_docs_are_understood(page):
     assert commands(page)
     for arguments in commands(page):
         cli._parser().parse_args(arguments)
@@ -158,7 +151,7 @@ REVIEWS = 'review,sentiment\n"a great film",positive\n"a dull film",negative\n'
 
 
 @pytest.fixture
-def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def small_world(tmp_path, monkeypatch):
     """A folder with inputs of the commands: a corpus, reviews, and random models of transformers with tokenizers."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     tokenizers = pytest.importorskip("tokenizers")
@@ -190,7 +183,7 @@ def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SHOWN, ids=lambda path: path.stem)
-def test_commands_of_docs_run(page: Path, small_world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_docs_run(page, small_world, capsys):
     torch.set_num_threads(1)
     for arguments in commands(page):
         line = " ".join(arguments)

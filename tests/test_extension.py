@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def fresh(monkeypatch):
     """The extension before its first use, not emulated."""
     monkeypatch.setattr(_extension, "_module", None)
     monkeypatch.setattr(_extension, "_failure", None)
@@ -36,7 +35,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_not_built(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_not_built(fresh, tmp_path):
     fresh.setattr(_extension, "_built_file", lambda: None)
     fresh.setattr(_extension, "PACKAGE", tmp_path)  # without a note of the installation
     reason = _extension.unavailable(CUDA)
@@ -50,13 +49,13 @@ def test_not_built(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [(CPU, "0", "TRANSFORMER_KERNELS_EMULATE=1"), (CUDA, "1", "unset it"), (torch.device("meta"), "0", "meta")],
     ids=str,
 )
-def test_why_a_device_is_not_served(fresh: pytest.MonkeyPatch, device: torch.device, emulate: str, part: str) -> None:
+def test_why_a_device_is_not_served(fresh, device, emulate, part):
     fresh.setenv("TRANSFORMER_KERNELS_EMULATE", emulate)
     assert part in (_extension.unavailable(device) or "")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF truncated", b"not a library at all"], ids=["empty", "cut", "text"])
-def test_a_broken_file(fresh: pytest.MonkeyPatch, tmp_path: Path, content: bytes) -> None:
+def test_a_broken_file(fresh, tmp_path, content):
     path = tmp_path / "_kernels.so"
     path.write_bytes(content)
     fresh.setattr(_extension, "_built_file", lambda: path)
@@ -69,7 +68,7 @@ def test_a_broken_file(fresh: pytest.MonkeyPatch, tmp_path: Path, content: bytes
     assert _extension.cause() is caught.value.__cause__
 
 
-def test_a_foreign_file(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_foreign_file(fresh, tmp_path):
     """A valid library that is not this module: it has no initialiser of the expected name."""
     import _struct
 
@@ -86,7 +85,7 @@ class _Built:
     source_hash = "0123456789abcdef0123"
 
 
-def test_a_stale_file(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stale_file(fresh, tmp_path):
     fresh.setattr(_extension, "_built_file", lambda: tmp_path / "_kernels.so")
     fresh.setattr(_extension, "_import_from", lambda path: _Built())
     with pytest.raises(BackendUnavailable, match=r"other sources \(0123456789abcdef, expected") as caught:
@@ -94,7 +93,7 @@ def test_a_stale_file(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, ImportError)
 
 
-def test_an_installed_file_is_compared_with_the_recorded_hash(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_installed_file_is_compared_with_the_recorded_hash(fresh, tmp_path):
     fresh.setattr(_extension, "_built_file", lambda: tmp_path / "_kernels.so")
     fresh.setattr(_extension, "_import_from", lambda path: _Built())
     fresh.setattr(_build, "CSRC", tmp_path / "absent")
@@ -113,12 +112,12 @@ def test_an_installed_file_is_compared_with_the_recorded_hash(fresh: pytest.Monk
         ("the driver supports CUDA up to 11.4; update the driver", ("up to 11.4; update the driver",)),
     ],
 )
-def test_a_gpu_that_cannot_run_it(fresh: pytest.MonkeyPatch, problem: str, message: tuple[str, ...]) -> None:
+def test_a_gpu_that_cannot_run_it(fresh, problem, message):
     class Module:
         architectures = "sm_80 sm_90a compute_80"
 
         @staticmethod
-        def device_problem(index: int) -> str:
+        def device_problem(index):
             return problem
 
     fresh.setattr(_extension, "_module", Module)
@@ -127,19 +126,19 @@ def test_a_gpu_that_cannot_run_it(fresh: pytest.MonkeyPatch, problem: str, messa
     assert ("ARCHS" in reason) == ("image" in problem)
 
 
-def test_emulation_without_sources(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_emulation_without_sources(fresh, tmp_path):
     with pytest.raises(_build.CompilerMissing, match="checkout or the sdist"):
         _build.build_emulated(csrc=tmp_path / "absent")
 
 
-def test_an_unknown_sanitizer(fresh: pytest.MonkeyPatch) -> None:
+def test_an_unknown_sanitizer(fresh):
     fresh.setenv("TRANSFORMER_KERNELS_EMULATE", "1")
     fresh.setenv("TRANSFORMER_KERNELS_EMULATE_SANITIZER", "memory")
     with pytest.raises(BackendUnavailable, match="address or thread"):
         _extension.load()
 
 
-def test_the_hash_sees_names_and_contents(tmp_path: Path) -> None:
+def test_the_hash_sees_names_and_contents(tmp_path):
     (tmp_path / "ops").mkdir()
     (tmp_path / "emulation").mkdir()
     source = tmp_path / "ops" / "a.cu"
@@ -155,7 +154,7 @@ def test_the_hash_sees_names_and_contents(tmp_path: Path) -> None:
     assert len({first, changed, _build.source_hash(tmp_path)}) == 3
 
 
-def test_architectures_are_read() -> None:
+def test_architectures_are_read():
     flags, names = _build.gencode_flags("8.0; sm_90a,80+PTX")
     assert names == "sm_80 sm_90a compute_80"
     assert flags[0] == "-gencode=arch=compute_80,code=sm_80" and flags[2].endswith("=compute_80,code=compute_80")
@@ -174,7 +173,7 @@ def test_architectures_are_read() -> None:
             _build.gencode_flags(bad)
 
 
-def test_kernels_of_one_gpu_are_compiled_for_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_one_gpu_are_compiled_for_it_alone(tmp_path, monkeypatch):
     (tmp_path / "libcudart_static.a").touch()
     toolkit = _build.Toolkit(tmp_path / "nvcc", library=[tmp_path])
     monkeypatch.setattr(_build, "_compression", lambda nvcc: [])
@@ -187,7 +186,7 @@ def test_kernels_of_one_gpu_are_compiled_for_it_alone(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_code_for_sm_120_does_not_depend_on_whose_ptx_it_is_made_of(tmp_path: Path) -> None:
+def test_the_code_for_sm_120_does_not_depend_on_whose_ptx_it_is_made_of(tmp_path):
     toolkit = _build.find_toolkit()
     if toolkit is None or disassembler() is None:
         pytest.skip("no nvcc or no cuobjdump")
@@ -202,7 +201,7 @@ def test_the_code_for_sm_120_does_not_depend_on_whose_ptx_it_is_made_of(tmp_path
 
 
 @pytest.fixture
-def nvidia_smi(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+def nvidia_smi(fresh, tmp_path):
     """Puts a program of that name first on PATH, and nvcc into CUDA_HOME."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
@@ -210,7 +209,7 @@ def nvidia_smi(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Non
     fresh.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     fresh.delenv("TRANSFORMER_KERNELS_CUDA_ARCHS", raising=False)
 
-    def install(script: str) -> None:
+    def install(script):
         path = tmp_path / "bin" / "nvidia-smi"
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
@@ -218,9 +217,7 @@ def nvidia_smi(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Non
     return install
 
 
-def test_an_installation_builds_for_the_gpus_that_are_there(
-    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installation_builds_for_the_gpus_that_are_there(nvidia_smi, monkeypatch):
     nvidia_smi("echo 9.0; echo 8.6; echo 9.0; echo '[N/A]'")
     assert _build.wanted_architectures() == ("86;90a", "the GPUs of the machine it was installed on")
     nvidia_smi("echo 'NVIDIA-SMI has failed' >&2; exit 9")
@@ -233,7 +230,7 @@ def test_an_installation_builds_for_the_gpus_that_are_there(
     assert _build.wanted_architectures() == ("", _build.NOT_WANTED)
 
 
-def test_the_error_says_what_the_installation_did(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_says_what_the_installation_did(fresh, tmp_path):
     fresh.setattr(_extension, "PACKAGE", tmp_path)
     with pytest.raises(BackendUnavailable, match="is not built: no nvcc"):
         _extension.load()
@@ -245,7 +242,7 @@ def test_the_error_says_what_the_installation_did(fresh: pytest.MonkeyPatch, tmp
         _extension.load()
 
 
-def test_emulation_without_pythons_headers(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_emulation_without_pythons_headers(fresh, tmp_path):
     fresh.setenv("TRANSFORMER_KERNELS_EMULATE", "1")
     fresh.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path))
     fresh.setattr(_build.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
@@ -253,10 +250,10 @@ def test_emulation_without_pythons_headers(fresh: pytest.MonkeyPatch, tmp_path: 
         _extension.load()
 
 
-def test_threads_that_come_together_build_and_load_once(fresh: pytest.MonkeyPatch) -> None:
+def test_threads_that_come_together_build_and_load_once(fresh):
     calls: list[int] = []
 
-    def load_slowly() -> object:
+    def load_slowly():
         calls.append(1)
         return object()
 
@@ -273,7 +270,7 @@ FAKE_SOURCES = {
 
 
 @pytest.mark.slow
-def test_processes_that_come_together_both_get_the_file(tmp_path: Path) -> None:
+def test_processes_that_come_together_both_get_the_file(tmp_path):
     csrc = tmp_path / "csrc"
     csrc.mkdir()
     for name, text in FAKE_SOURCES.items():

@@ -1,7 +1,6 @@
 """A module imports only from floors below its own: the list of floors, checked against the imports."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -31,7 +30,7 @@ REFERENCE_FLOORS = (
 """The modules of python_ref, top floor first."""
 
 
-def imported_names(path: Path, package: str) -> Iterator[str]:
+def imported_names(path, package):
     """Modules of `package` that a file imports, at any depth of its code."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -45,7 +44,7 @@ def imported_names(path: Path, package: str) -> Iterator[str]:
                     yield rest.split(".")[0] or "__init__"
 
 
-def arrows(package: str) -> set[tuple[str, str]]:
+def arrows(package):
     """Pairs (importing, imported) of modules (top-level files and folders)."""
     root = CHECKOUT / package
     modules = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
@@ -57,7 +56,7 @@ def arrows(package: str) -> set[tuple[str, str]]:
     return {(own, name) for own, name in found if own != name}
 
 
-def check(package: str, floors: tuple[tuple[str, ...], ...]) -> None:
+def check(package, floors):
     level = {module: number for number, modules in enumerate(reversed(floors)) for module in modules}
     found = arrows(package)
     assert {module for arrow in found for module in arrow} <= level.keys(), "a module has no floor: add it to the list"
@@ -65,19 +64,19 @@ def check(package: str, floors: tuple[tuple[str, ...], ...]) -> None:
     assert not wrong, wrong
 
 
-def test_imports_go_down_only() -> None:
+def test_imports_go_down_only():
     check("transformer_kernels", FLOORS)
 
 
-def test_imports_of_the_reference_go_down_only() -> None:
+def test_imports_of_the_reference_go_down_only():
     check("python_ref", REFERENCE_FLOORS)
 
 
-def test_the_number_of_dependencies_does_not_grow() -> None:
+def test_the_number_of_dependencies_does_not_grow():
     assert len(arrows("transformer_kernels")) <= MOST_ARROWS
 
 
-def test_the_package_without_its_models_imports_nothing_of_the_reference() -> None:
+def test_the_package_without_its_models_imports_nothing_of_the_reference():
     for folder in ("backends", "graphs", "ops"):
         for path in (CHECKOUT / "transformer_kernels" / folder).rglob("*.py"):
             assert not list(imported_names(path, "python_ref")), path

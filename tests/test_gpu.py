@@ -1,11 +1,8 @@
 """Tests that require a GPU: graphs, streams, compiled execution, and tensors of more than 2^31 elements."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import transformer_kernels as tk
 from tests.support.parity import require
@@ -16,17 +13,17 @@ KERNELS = pytest.mark.parametrize("backend", ["triton", "cuda"])
 CUDA = torch.device("cuda")
 
 
-def test_auto_takes_a_kernel_and_says_so() -> None:
+def test_auto_takes_a_kernel_and_says_so():
     q = torch.randn(2, 4, 128, 64, device=CUDA, dtype=torch.float16)
     assert tk.explain("attention", q, q, q).chosen in ("triton", "cuda")
 
 
 @KERNELS
-def test_a_captured_step_draws_new_dropout_at_each_replay(backend: str) -> None:
+def test_a_captured_step_draws_new_dropout_at_each_replay(backend):
     require("add_layer_norm", backend, CUDA, torch.float32)
     x, residual, weight = (torch.randn(shape, device=CUDA) for shape in ((64, 128), (64, 128), (128,)))
 
-    def step() -> Tensor:
+    def step():
         return tk.add_layer_norm(x, residual, weight, dropout_p=0.5, backend=backend)[1]
 
     stream = torch.cuda.Stream()
@@ -48,7 +45,7 @@ def test_a_captured_step_draws_new_dropout_at_each_replay(backend: str) -> None:
 
 @KERNELS
 @pytest.mark.parametrize("name", ["char_gpt", "imdb_bert"])
-def test_compiled_models_compute_the_same(name: str, backend: str) -> None:
+def test_compiled_models_compute_the_same(name, backend):
     for op in ("attention", "layer_norm", "add_layer_norm", "bias_gelu", "bias_relu", "embedding"):
         require(op, backend, CUDA, torch.float32)
     torch.manual_seed(0)
@@ -61,7 +58,7 @@ def test_compiled_models_compute_the_same(name: str, backend: str) -> None:
 
 
 @KERNELS
-def test_kernels_run_on_the_current_stream(backend: str) -> None:
+def test_kernels_run_on_the_current_stream(backend):
     require("gelu", backend, CUDA, torch.float32)
     x = torch.randn(1 << 22, device=CUDA)
     stream = torch.cuda.Stream()
@@ -76,7 +73,7 @@ def test_kernels_run_on_the_current_stream(backend: str) -> None:
 
 @KERNELS
 @pytest.mark.parametrize("op", ["gelu", "softmax", "layer_norm"])
-def test_more_than_two_billion_elements(op: str, backend: str) -> None:
+def test_more_than_two_billion_elements(op, backend):
     require(op, backend, CUDA, torch.bfloat16)
     rows, columns = (1 << 21) + 3, 1024
     x = torch.empty(rows, columns, device=CUDA, dtype=torch.bfloat16).normal_()
@@ -87,7 +84,7 @@ def test_more_than_two_billion_elements(op: str, backend: str) -> None:
 
 
 @KERNELS
-def test_attention_over_more_than_two_billion_elements(backend: str) -> None:
+def test_attention_over_more_than_two_billion_elements(backend):
     require("attention", backend, CUDA, torch.bfloat16)
     batch = (1 << 17) + 1
     q = torch.empty(batch, 4, 64, 64, device=CUDA, dtype=torch.bfloat16).normal_()

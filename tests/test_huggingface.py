@@ -1,7 +1,5 @@
 """`attn_implementation="transformer_kernels"`: models of transformers have the results of eager attention."""
 
-from __future__ import annotations
-
 import copy
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The package `kernels` with layers of this installation: kernelized models have the same results."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

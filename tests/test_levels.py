@@ -4,8 +4,6 @@ A process selects its level once, so every level runs in a separate pytest. The 
 restricted with it, so that a machine with AVX-512 computes the results of one without.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -46,7 +44,7 @@ SAMPLE = (
 pytestmark = pytest.mark.skipif(cpu.unavailable(CPU) is not None, reason="needs the CPU kernels")
 
 
-def run_at(level: str, *arguments: str) -> str:
+def run_at(level, *arguments):
     """The last lines of a pytest in which the kernels and PyTorch use this level; skips unsupported levels."""
     own = cpu.load().instruction_set()
     if list(LEVELS).index(level) > list(LEVELS).index(own):
@@ -62,14 +60,14 @@ def run_at(level: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("level", ["plain", "avx2"])
-def test_a_sample_passes_at_each_level(level: str) -> None:
+def test_a_sample_passes_at_each_level(level):
     last = run_at(level, *SAMPLE, "-m", "not slow", "-k", "cpu and float32")
     assert " passed" in last, last
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_test_of_the_cpu_kernels_passes_at_each_level(level: str) -> None:
+def test_every_test_of_the_cpu_kernels_passes_at_each_level(level):
     """The tests of the CPU and of PyTorch; with TRANSFORMER_KERNELS_GATES_EVERY every n-th of their files."""
     files = sorted(path.as_posix() for path in (ROOT / "tests" / "ops").glob("test_*.py"))
     chosen = [str(ROOT / "tests" / "test_cpu.py"), *files][list(LEVELS).index(level) % EVERY :: EVERY]

@@ -1,7 +1,5 @@
 """The public names, the one-way imports, and what an import costs."""
 
-from __future__ import annotations
-
 import ast
 import pydoc
 import re
@@ -15,7 +13,7 @@ from transformer_kernels.backends.dispatch import OPERATIONS
 ROOT = Path(__file__).parents[1]
 
 
-def imports(path: Path) -> set[str]:
+def imports(path):
     """Absolute names of the modules that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -27,7 +25,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_public_names() -> None:
+def test_public_names():
     assert len(tk.__all__) == len(set(tk.__all__))
     assert set(tk.__all__) == {
         "BACKENDS",
@@ -52,7 +50,7 @@ def test_public_names() -> None:
     assert tk.ops.__all__ == sorted(OPERATIONS)
 
 
-def test_dir_and_help_show_the_public_names() -> None:
+def test_dir_and_help_show_the_public_names():
     """In help(tk) before the modules of the package."""
     assert dir(tk) == sorted([*tk.__all__, "nn"])
     overview = pydoc.render_doc(tk, renderer=pydoc.plaintext).partition("PACKAGE CONTENTS")[0]
@@ -60,12 +58,12 @@ def test_dir_and_help_show_the_public_names() -> None:
     assert missing == ["__version__"]
 
 
-def test_the_reference_imports_nothing_of_the_package() -> None:
+def test_the_reference_imports_nothing_of_the_package():
     for path in (ROOT / "python_ref").rglob("*.py"):
         assert not any(name.startswith("transformer_kernels") for name in imports(path)), path
 
 
-def test_backends_never_import_each_other() -> None:
+def test_backends_never_import_each_other():
     for path in (ROOT / "transformer_kernels" / "ops").rglob("_*.py"):
         backend = next((name for name in tk.BACKENDS if path.stem.startswith(f"_{name}")), None)
         others = [f"_{name}" for name in tk.BACKENDS if backend and name != backend]
@@ -73,7 +71,7 @@ def test_backends_never_import_each_other() -> None:
         assert not modules & set(others), path
 
 
-def test_an_import_brings_nothing_that_is_not_needed() -> None:
+def test_an_import_brings_nothing_that_is_not_needed():
     code = "import torch, sys; before = {*sys.modules}; import transformer_kernels.nn; print(*{*sys.modules} - before)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     brought = set(result.stdout.split())
@@ -82,7 +80,7 @@ def test_an_import_brings_nothing_that_is_not_needed() -> None:
     assert not brought & unwanted
 
 
-def test_the_package_imports_without_triton() -> None:
+def test_the_package_imports_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, transformer_kernels as tk\n"

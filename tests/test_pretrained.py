@@ -1,7 +1,5 @@
 """Pretrained folders and files: results of transformers, export, and errors of invalid files."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

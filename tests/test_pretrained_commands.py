@@ -1,7 +1,5 @@
 """`generate --model`, `embed` and `fill-mask` on models saved by transformers."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

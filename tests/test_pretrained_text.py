@@ -1,7 +1,5 @@
 """`load_pretrained(folder).generate(prompt)`: text and tokens, against transformers on the same folder."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """`transformer-kernels run`: a program runs as under plain Python, and a closing line counts its calls."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -51,13 +49,13 @@ print(__name__, __file__, sys.argv, beside.here)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "beside.py").write_text("here = 'beside the script'\n")
     (tmp_path / "train.py").write_text(TRAINS)
     return tmp_path
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(folder, *arguments):
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     environment.pop("TRANSFORMER_KERNELS_BACKEND", None)
@@ -66,11 +64,11 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments):
     return python(folder, "-m", "transformer_kernels", "run", *arguments)
 
 
-def test_a_training_script(folder: Path) -> None:
+def test_a_training_script(folder):
     plain, ours = python(folder, "train.py", "3"), run(folder, "--backend", BEST, "train.py", "3")
     assert (ours.returncode, plain.returncode) == (0, 0), ours.stderr
     assert ours.stdout == plain.stdout and "beside the script" in ours.stdout
@@ -80,7 +78,7 @@ def test_a_training_script(folder: Path) -> None:
     assert f"softmax 1 ({BEST})" in ours.stderr and "softmax 1 (it is not over the last axis)" in ours.stderr
 
 
-def test_a_module(folder: Path) -> None:
+def test_a_module(folder):
     plain, ours = python(folder, "-m", "train", "3", "--backend"), run(folder, "-m", "train", "3", "--backend")
     assert (ours.stdout, ours.returncode) == (plain.stdout, 0), ours.stderr
     assert CLOSING.search(ours.stderr)
@@ -97,7 +95,7 @@ def test_a_module(folder: Path) -> None:
         "import sys; sys.excepthook = lambda *error: print('caught', error[0].__name__); 1 / 0",
     ],
 )
-def test_ends_are_plain_pythons(tmp_path: Path, program: str) -> None:
+def test_ends_are_plain_pythons(tmp_path, program):
     (tmp_path / "program.py").write_text(program)
     plain, ours = python(tmp_path, str(tmp_path / "program.py")), run(tmp_path, str(tmp_path / "program.py"))
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
@@ -108,7 +106,7 @@ def test_ends_are_plain_pythons(tmp_path: Path, program: str) -> None:
         assert ours.returncode == -signal.SIGINT
 
 
-def test_an_error_of_torch(tmp_path: Path) -> None:
+def test_an_error_of_torch(tmp_path):
     """The error is raised by the same call, with the frames of the replaced function after that line."""
     program = "import torch\ntorch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))"
     (tmp_path / "program.py").write_text(program)
@@ -118,7 +116,7 @@ def test_an_error_of_torch(tmp_path: Path) -> None:
     assert lines[-1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
 
 
-def test_what_cannot_be_run(tmp_path: Path) -> None:
+def test_what_cannot_be_run(tmp_path):
     absent = run(tmp_path, "absent.py")
     assert absent.returncode == 2 and "can't open file 'absent.py'" in absent.stderr
     nothing = run(tmp_path)
@@ -127,7 +125,7 @@ def test_what_cannot_be_run(tmp_path: Path) -> None:
     assert "--backend" in run(tmp_path, "--help").stdout
 
 
-def test_a_main_module_that_is_pickled(tmp_path: Path) -> None:
+def test_a_main_module_that_is_pickled(tmp_path):
     (tmp_path / "program.py").write_text(
         "import pickle, sys\nclass Thing: pass\n"
         "thing = pickle.loads(pickle.dumps(Thing()))\nprint(type(thing), sys.modules['__main__'].Thing is Thing)\n"

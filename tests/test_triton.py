@@ -1,7 +1,5 @@
 """Triton's common code: lazy import with a reason, tables, conversions, dropout."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -28,7 +26,7 @@ requires_interpreter = pytest.mark.skipif(
 )
 
 
-def run_python(source: str, **environment: str | None) -> str:
+def run_python(source, **environment):
     merged = {**os.environ, **{name: value for name, value in environment.items() if value is not None}}
     for name, value in environment.items():
         if value is None:
@@ -38,11 +36,11 @@ def run_python(source: str, **environment: str | None) -> str:
     return finished.stdout.strip()
 
 
-def test_importing_the_package_does_not_import_triton() -> None:
+def test_importing_the_package_does_not_import_triton():
     assert run_python("import sys, transformer_kernels; print('triton' in sys.modules)") == "False"
 
 
-def test_a_missing_triton_is_a_reason_not_an_error() -> None:
+def test_a_missing_triton_is_a_reason_not_an_error():
     source = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch; from transformer_kernels.backends import triton as _triton\n"
@@ -53,7 +51,7 @@ def test_a_missing_triton_is_a_reason_not_an_error() -> None:
 
 
 @pytest.mark.parametrize("version", ["3.3.1", "4.0.0"])
-def test_an_unsupported_version_states_the_range(version: str) -> None:
+def test_an_unsupported_version_states_the_range(version):
     source = (
         f"import torch, triton; triton.__version__ = '{version}'\n"
         "from transformer_kernels.backends import triton as _triton\n"
@@ -63,7 +61,7 @@ def test_an_unsupported_version_states_the_range(version: str) -> None:
     assert version in found and _triton.SUPPORTED_VERSIONS in found
 
 
-def test_cpu_tensors_need_the_interpreter() -> None:
+def test_cpu_tensors_need_the_interpreter():
     source = (
         "import torch; from transformer_kernels.backends import triton as _triton\n"
         "print(_triton.unavailable(torch.device('cpu')))"
@@ -72,7 +70,7 @@ def test_cpu_tensors_need_the_interpreter() -> None:
     assert run_python(source, TRITON_INTERPRET="1") == "None"
 
 
-def test_the_variable_set_after_triton_was_imported_is_refused() -> None:
+def test_the_variable_set_after_triton_was_imported_is_refused():
     source = (
         "import os, torch, triton.language; os.environ['TRITON_INTERPRET'] = '1'\n"
         "from transformer_kernels.backends import triton as _triton\n"
@@ -81,7 +79,7 @@ def test_the_variable_set_after_triton_was_imported_is_refused() -> None:
     assert "before the process starts" in run_python(source, TRITON_INTERPRET=None)
 
 
-def test_tiles_follow_the_rule_or_what_was_tuned_for_the_newest_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_follow_the_rule_or_what_was_tuned_for_the_newest_capability(monkeypatch):
     old, new = (RowTile(rows=1, columns=64, num_warps=warps) for warps in (1, 2))
     monkeypatch.setitem(TUNED, ("sample", (8, 0), 2, 64), (old, "measured"))
     monkeypatch.setitem(TUNED, ("sample", (9, 0), 2, 64), (new, "measured"))
@@ -96,7 +94,7 @@ def test_tiles_follow_the_rule_or_what_was_tuned_for_the_newest_capability(monke
 
 @pytest.mark.parametrize("columns", [2**power for power in range(4, 17)])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_a_rule_gives_every_thread_about_as_much(columns: int, itemsize: int) -> None:
+def test_a_rule_gives_every_thread_about_as_much(columns, itemsize):
     for rule in (whole_rows, persistent_rows, column_blocks):
         tile = rule(columns, itemsize, 16384)
         assert 8 <= tile.rows * tile.columns / (32 * tile.num_warps) <= 16
@@ -104,7 +102,7 @@ def test_a_rule_gives_every_thread_about_as_much(columns: int, itemsize: int) ->
         assert tile.num_stages == 1 or prefetched <= 99 * 1024
 
 
-def test_what_kernels_cannot_count_is_refused() -> None:
+def test_what_kernels_cannot_count_is_refused():
     with pytest.raises(ValueError, match="rows of up to 2147418111 elements; got 2147418112"):
         Tiles("rows", whole_rows, 256).find((9, 0), 2, 2147418112)
     assert Tiles("elements", flat, 1).find((9, 0), 2, 2**40) == flat(2, 2, 1)
@@ -113,13 +111,13 @@ def test_what_kernels_cannot_count_is_refused() -> None:
             _triton.Launch(None, grid, (), (), 4)
 
 
-def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch):
     for found, served in (((8, 6), (8, 6)), ((9, 0), (9, 0)), ((10, 0), (10, 0)), ((12, 0), (8, 0)), ((12, 1), (8, 0))):
         monkeypatch.setattr(_triton, "_device_capability", lambda index, found=found: found)
         assert _triton.capability(torch.device("cuda:0")) == served
 
 
-def test_a_compilation_is_launched_again_only_where_triton_would() -> None:
+def test_a_compilation_is_launched_again_only_where_triton_would():
     """The key contains everything that affects compilation; otherwise a wrong kernel would be launched."""
     found = json.loads(run_python(LAUNCHES, TRITON_INTERPRET=None, PYTHONPATH=os.pathsep.join(sys.path)))
     assert found == {case: "asked" if case in ASKED else "again" for case in found} and set(found) > ASKED
@@ -185,7 +183,7 @@ print(json.dumps(said))
 """
 
 
-def test_float32_products_follow_either_setting() -> None:
+def test_float32_products_follow_either_setting():
     matmul = torch.backends.cuda.matmul
     if not hasattr(matmul, "fp32_precision"):
         pytest.skip("this torch has one setting")
@@ -198,14 +196,14 @@ def test_float32_products_follow_either_setting() -> None:
         matmul.fp32_precision = before
 
 
-def test_a_vector_needs_every_size_to_be_a_multiple() -> None:
+def test_a_vector_needs_every_size_to_be_a_multiple():
     assert _triton.vector_width(2, 768, 16) == 8
     assert _triton.vector_width(4, 768, 20) == 4
     assert _triton.vector_width(2, 768, 20) == 1
 
 
 @requires_interpreter
-def test_dropout_keeps_what_the_reference_keeps() -> None:
+def test_dropout_keeps_what_the_reference_keeps():
     from transformer_kernels.ops.norm import NormCall
     from transformer_kernels.ops.norm import _triton as norm
 
@@ -216,7 +214,7 @@ def test_dropout_keeps_what_the_reference_keeps() -> None:
 
 
 @requires_interpreter
-def test_philox_matches_random123() -> None:
+def test_philox_matches_random123():
     """Random123's known result for the zero counter and key, and the reference for others."""
     from tests.support.triton_kernels import philox_kernel
 
@@ -234,7 +232,7 @@ SPECIAL = [0.0, -0.0, 1e-40, -1e-45, 3.4e38, torch.inf, -torch.inf, torch.nan, 1
 
 
 @requires_interpreter
-def test_bfloat16_is_rounded_to_nearest_even_and_read_exactly() -> None:
+def test_bfloat16_is_rounded_to_nearest_even_and_read_exactly():
     from tests.support.triton_kernels import round_trip_kernel
 
     x = torch.randn(512, generator=torch.Generator().manual_seed(0))
@@ -246,7 +244,7 @@ def test_bfloat16_is_rounded_to_nearest_even_and_read_exactly() -> None:
 
 
 @requires_interpreter
-def test_a_write_past_the_end_is_found() -> None:
+def test_a_write_past_the_end_is_found():
     from tests.support.triton_kernels import overrun_kernel
 
     with (
@@ -257,7 +255,7 @@ def test_a_write_past_the_end_is_found() -> None:
 
 
 @requires_interpreter
-def test_what_is_not_written_is_nan_and_what_is_read_beyond_too() -> None:
+def test_what_is_not_written_is_nan_and_what_is_read_beyond_too():
     with hardened(0) as buffers:
         y = torch.empty(2, 3).add_(1.0)
         assert torch.isnan(y).all()
@@ -265,10 +263,10 @@ def test_what_is_not_written_is_nan_and_what_is_read_beyond_too() -> None:
 
 
 @requires_interpreter
-def test_programs_run_in_the_order_of_the_seed() -> None:
+def test_programs_run_in_the_order_of_the_seed():
     from tests.support.triton_kernels import running_total_kernel
 
-    def order(seed: int) -> list[float]:
+    def order(seed):
         found = torch.zeros(16)
         with hardened(seed):
             running_total_kernel[(16,)](torch.zeros(1), found)

@@ -1,7 +1,5 @@
 """Weights of handwritten models under their usual names give the results of our definitions."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

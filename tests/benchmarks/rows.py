@@ -1,9 +1,5 @@
 """Rows as a run would have written them, with times from a formula."""
 
-from __future__ import annotations
-
-from typing import Any
-
 STAMP = {
     "device": "NVIDIA Test",
     "torch": "2.11.0",
@@ -14,7 +10,7 @@ STAMP = {
 }
 
 
-def operation_row(seconds: float, *, candidate: str = "ours triton", **changes: Any) -> dict[str, Any]:
+def operation_row(seconds, *, candidate="ours triton", **changes):
     """A timed row of attention; keyword arguments replace its columns."""
     row = {
         "kind": "operation",
@@ -44,7 +40,7 @@ def operation_row(seconds: float, *, candidate: str = "ours triton", **changes: 
     return row | changes
 
 
-def sweep(candidate: str, time_power: float, memory_power: float) -> list[dict[str, Any]]:
+def sweep(candidate, time_power, memory_power):
     """Attention over five lengths whose time and memory per sequence follow the given powers of the length."""
     rows = []
     for length in (256, 512, 1024, 2048, 4096):
@@ -57,7 +53,7 @@ def sweep(candidate: str, time_power: float, memory_power: float) -> list[dict[s
     return rows
 
 
-def whole_record() -> list[dict[str, Any]]:
+def whole_record():
     """Something of each kind, for pictures and reports."""
     rows = sweep("ours triton", 2.0, 1.0) + sweep("eager", 2.0, 2.0)
     for op, axis in (("softmax", "N"), ("layer_norm", "N"), ("linear_cross_entropy", "V")):

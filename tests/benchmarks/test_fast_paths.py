@@ -15,11 +15,11 @@ TRITON = [path for path in PATHS if path.backend == "triton"]
 SHORT = next(path for path in PATHS if path.backend == "cuda" and path.name == "short sequences")
 
 
-def launches(path: FastPath, case: Case, monkeypatch: pytest.MonkeyPatch) -> set[object]:
+def launches(path, case, monkeypatch):
     """The kernels of a call with their tiles and numbers, none of which runs."""
     found: set[object] = set()
 
-    def record(launch: backend.Launch, *pointers: object) -> None:
+    def record(launch, *pointers):
         found.add((launch._kernel, launch._grid, launch._arguments, tuple(launch._options.items())))
 
     with monkeypatch.context() as context:
@@ -30,7 +30,7 @@ def launches(path: FastPath, case: Case, monkeypatch: pytest.MonkeyPatch) -> set
 
 
 @pytest.mark.parametrize("path", TRITON, ids=lambda path: path.name)
-def test_a_path_that_is_off_launches_something_else(path: FastPath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_off_launches_something_else(path, monkeypatch):
     for case in path.cases:
         on = launches(path, case, monkeypatch)
         with path.off():
@@ -40,7 +40,7 @@ def test_a_path_that_is_off_launches_something_else(path: FastPath, monkeypatch:
 
 
 @pytest.mark.parametrize(("slower", "verdict"), [(1.2, "keep"), (1.05, "delete")])
-def test_the_verdict(slower: float, verdict: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_the_verdict(slower, verdict, monkeypatch, device):
     times = iter((1.0, slower, 1.01))
     monkeypatch.setattr(timing, "time_calls", lambda *_: timing.Timing((next(times),), "clock"))
     row = fast_paths.measure(SHORT, Case(1, 2, 16, 32, backward=True), device)
@@ -48,7 +48,7 @@ def test_the_verdict(slower: float, verdict: str, monkeypatch: pytest.MonkeyPatc
     assert fast_paths.line(row).startswith(verdict)
 
 
-def test_results_that_differ_are_wrong(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_results_that_differ_are_wrong(monkeypatch, device):
     monkeypatch.setattr(timing, "time_calls", lambda *_: timing.Timing((1.0,), "clock"))
     outputs = iter((1.0, math.nan))
     monkeypatch.setattr(Case, "call", lambda *_: lambda: (torch.full((2,), next(outputs)),))

@@ -1,7 +1,5 @@
 """The command that measures the limits of the CPU's linear kernels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_table_is_as_the_command_writes_it() -> None:
+def test_the_table_is_as_the_command_writes_it():
     from transformer_kernels.ops.linear import _cpu
 
     source = Path(str(_cpu.__file__)).read_text()
@@ -23,7 +21,7 @@ def test_the_table_is_as_the_command_writes_it() -> None:
 
 
 @pytest.mark.parametrize("products", linear_limits.PRODUCTS)
-def test_both_sides_compute_the_same(products: str) -> None:
+def test_both_sides_compute_the_same(products):
     for dtype in linear_limits.PRODUCTS[products]:
         ours, theirs = (call() for call in linear_limits.pair(dtype, products, 64, 48, 32))
         leaves = [
@@ -34,7 +32,7 @@ def test_both_sides_compute_the_same(products: str) -> None:
             torch.testing.assert_close(mine.float(), wanted.float(), rtol=3e-2, atol=3e-2 * wanted.abs().max().item())
 
 
-def test_an_entry_ends_at_the_first_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_ends_at_the_first_loss(monkeypatch):
     limit = {32: 16, 256: 16, 512: 20, 2048: 18}
     monkeypatch.setattr(linear_limits, "gain", lambda _, __, rows, exponent: 1.2 if exponent <= limit[rows] else 0.9)
     assert linear_limits.measured(torch.float32, "all") == ((0, 1 << 16), (512, 1 << 20))

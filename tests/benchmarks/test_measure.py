@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,21 +25,21 @@ STAMP = dict.fromkeys(("device", "torch", "triton", "driver", "commit", "date"))
 
 
 @pytest.fixture
-def bench() -> Bench:
+def bench():
     return Bench(CPU, seconds=0.005, limits=timing.Limits(1e30, {"float32": 1e14}), stamp=dict(STAMP))
 
 
-def attention_work(direction: str, **options: Any) -> workloads.Workload:
+def attention_work(direction, **options):
     return workloads.attention(torch.float32, direction, B=2, H=4, Hk=2, L=40, D=16, **options)
 
 
 class _WrongGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(ctx, dy):
         return 1.01 * dy
 
 
@@ -68,7 +66,7 @@ WRONG: dict[str, tuple[workloads.Workload, Callable[..., Tensor]]] = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_kernel_is_refused_a_time(bench: Bench, fault: str) -> None:
+def test_a_wrong_kernel_is_refused_a_time(bench, fault):
     workload, function = WRONG[fault]
     row = measure(workload, Candidate("wrong", lambda *_: function), bench)
     assert row["status"] == "wrong" and row["reason"], row
@@ -77,7 +75,7 @@ def test_a_wrong_kernel_is_refused_a_time(bench: Bench, fault: str) -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "both"])
 @pytest.mark.parametrize("op", workloads.OPERATIONS)
-def test_each_operation_is_measured_in_each_direction(bench: Bench, op: str, direction: str) -> None:
+def test_each_operation_is_measured_in_each_direction(bench, op, direction):
     if op == "attention":
         workload = attention_work(direction, causal=True) if direction == "both" else attention_work(direction)
     elif op == "linear_cross_entropy":
@@ -95,13 +93,13 @@ def test_each_operation_is_measured_in_each_direction(bench: Bench, op: str, dir
         assert row["peak_memory"] > 0 and row["method"] == "clock"
 
 
-def test_a_failure_is_a_row_and_a_lost_device_is_not(bench: Bench) -> None:
+def test_a_failure_is_a_row_and_a_lost_device_is_not(bench):
     workload = workloads.rows("softmax", torch.float32, "forward", M=4, N=8)
 
-    def fails(x: Tensor) -> Tensor:
+    def fails(x):
         raise RuntimeError("no such thing")
 
-    def loses(x: Tensor) -> Tensor:
+    def loses(x):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     row = measure(workload, Candidate("fails", lambda *_: fails), bench)
@@ -114,7 +112,7 @@ def test_a_failure_is_a_row_and_a_lost_device_is_not(bench: Bench) -> None:
     cpu.unavailable(CPU) is not None or not hasattr(cpu.load(), "register_rate"), reason="needs an in-place build"
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_product_is_faster_than_registers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_product_is_faster_than_registers(dtype, monkeypatch):
     """One thread, in processor time, which passes only while it runs; it may share a core: the best of some attempts.
 
     Where PyTorch has no fast product of this dtype, the package's own has to reach a tenth of the limit.
@@ -136,7 +134,7 @@ def test_no_product_is_faster_than_registers(dtype: torch.dtype, monkeypatch: py
     pytest.fail(f"the fastest product has {fastest:.3e} FLOP/s, the registers {limit:.3e}")
 
 
-def test_a_row_faster_than_its_limit_fails(bench: Bench) -> None:
+def test_a_row_faster_than_its_limit_fails(bench):
     workload = workloads.rows("gelu", torch.float32, "forward", M=64, N=64)
     bench.limits = timing.Limits(1e10, {"float32": 1.0})
     row = measure(workload, {each.name: each for each in candidates("gelu")}["eager"], bench)
@@ -144,15 +142,15 @@ def test_a_row_faster_than_its_limit_fails(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("record", sorted(RESULTS.glob("*/rows.jsonl")), ids=lambda path: path.parent.name)
-def test_no_recorded_row_is_faster_than_its_limit(record: Path) -> None:
+def test_no_recorded_row_is_faster_than_its_limit(record):
     beyond = [row for row in load_rows(record) if row.get("fraction", 0.0) > timing.MOST_OF_A_LIMIT]
     assert not beyond, beyond[:3]
 
 
-def test_a_copy_is_counted_with_its_write_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_counted_with_its_write_allocate(monkeypatch):
     copied = []
 
-    def timed(device: torch.device, calls: list[Callable[[], Tensor]], seconds: float) -> timing.Timing:
+    def timed(device, calls, seconds):
         copied.append(calls[0]())
         return timing.Timing((2.0, 1.0, 3.0), "clock")
 
@@ -163,10 +161,10 @@ def test_a_copy_is_counted_with_its_write_allocate(monkeypatch: pytest.MonkeyPat
     assert copied[0].nbytes == 2**20  # twice the cache
 
 
-def test_peak_memory_is_the_most_at_one_time() -> None:
+def test_peak_memory_is_the_most_at_one_time():
     x = torch.randn(1000, 250)  # 1 MB
 
-    def call() -> Tensor:
+    def call():
         y = x + 1.0
         z = y * 2.0
         del y
@@ -178,7 +176,7 @@ def test_peak_memory_is_the_most_at_one_time() -> None:
 SMALL = Recipe("char_gpt", 2, 8)
 
 
-def test_a_training_step_is_checked_and_timed(bench: Bench) -> None:
+def test_a_training_step_is_checked_and_timed(bench):
     named = {rung.name: rung for rung in rungs(CPU)}
     timed = ("reference, fp32", "SDPA + fused AdamW, fp32", "ours torch, bf16")
     rows = {
@@ -194,9 +192,7 @@ def test_a_training_step_is_checked_and_timed(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("name", other_models.MODELS)
-def test_a_patched_model_of_transformers_is_held_against_itself(
-    name: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patched_model_of_transformers_is_held_against_itself(name, bench, monkeypatch):
     pytest.importorskip("transformers")
     bert = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
     for sizes, small in ((other_models.BERT, bert), (other_models.GPT2, {"n_layer": 1, "n_embd": 32, "n_head": 2})):
@@ -207,7 +203,7 @@ def test_a_patched_model_of_transformers_is_held_against_itself(
         assert row["status"] == "ok" and row["case"] == "training step, dropout 0", row
 
 
-def test_a_step_that_learns_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_learns_something_else_is_refused(monkeypatch):
     only_values = lambda qkv, heads, **options: qkv[:, :, -heads:].flatten(2)  # noqa: E731
     monkeypatch.setattr("benchmarks.pytorch.packed_attention", only_values)
     rung = next(rung for rung in ladder() if rung.operations == "pytorch")

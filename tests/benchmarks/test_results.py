@@ -1,11 +1,8 @@
 """Merging, comparing, growth, pictures, the report, and the verdict on each kernel."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import matplotlib.image
 import pytest
@@ -21,7 +18,7 @@ LATER = "2026-02-02T00:00:00+00:00"
 ENVIRONMENT = {**STAMP, "device_type": "cuda", "sources": "x"}
 
 
-def write(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
+def write(folder, rows, **changes):
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | changes))
@@ -31,7 +28,7 @@ def write(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
 # Merging
 
 
-def test_merging_keeps_the_newer_of_two_and_adds_the_rest() -> None:
+def test_merging_keeps_the_newer_of_two_and_adds_the_rest():
     old = [operation_row(1.0), operation_row(2.0, candidate="eager")]
     new = [operation_row(0.5, date=LATER), operation_row(3.0, candidate="flex", date=LATER)]
     merged = results.merged_rows(old, new)
@@ -47,7 +44,7 @@ def test_merging_keeps_the_newer_of_two_and_adds_the_rest() -> None:
         assert kept["status"] == ("failed" if other == "failed" else "ok"), "only a failure replaces a time"
 
 
-def test_merge_writes_a_record_for_the_device(tmp_path: Path) -> None:
+def test_merge_writes_a_record_for_the_device(tmp_path):
     source = write(tmp_path / "out", [operation_row(1.0)])
     tests = [
         {"test": "tests/ops/test_softmax.py::test_a[triton]", "outcome": "passed", "seconds": 0.1, "why": ""},
@@ -66,7 +63,7 @@ def test_merge_writes_a_record_for_the_device(tmp_path: Path) -> None:
 # Comparing
 
 
-def test_compare_flags_what_is_slower_beyond_its_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_flags_what_is_slower_beyond_its_spread(tmp_path, capsys):
     shapes = [{"L": length} for length in (1, 2, 3, 4)]
     before = [operation_row(1.0, shape=shape) for shape in shapes]
     after = [
@@ -87,7 +84,7 @@ def test_compare_flags_what_is_slower_beyond_its_spread(tmp_path: Path, capsys: 
 # Growth
 
 
-def test_growth_finds_the_exponents() -> None:
+def test_growth_finds_the_exponents():
     fits = {fit.candidate: fit for fit in results.growth(sweep("ours triton", 2.0, 1.0) + sweep("eager", 1.5, 2.0))}
     assert fits["ours triton"].time_exponent == pytest.approx(2.0, abs=1e-6)
     assert fits["ours triton"].memory_exponent == pytest.approx(1.0, abs=1e-3)
@@ -95,7 +92,7 @@ def test_growth_finds_the_exponents() -> None:
     assert fits["eager"].memory_exponent == pytest.approx(2.0, abs=1e-3)
 
 
-def test_ours_is_held_against_the_fastest_peer() -> None:
+def test_ours_is_held_against_the_fastest_peer():
     ours, slow = operation_row(2.0), operation_row(4.0, candidate="ours cuda")
     rows = [ours, slow, operation_row(8.0, candidate="eager"), operation_row(6.0, candidate="sdpa flash")]
     assert results.against_peers(rows) == {identity(ours): 3.0, identity(slow): 1.5}
@@ -106,7 +103,7 @@ def test_ours_is_held_against_the_fastest_peer() -> None:
 # Pictures and report
 
 
-def test_every_picture_is_drawn_and_is_not_empty(tmp_path: Path) -> None:
+def test_every_picture_is_drawn_and_is_not_empty(tmp_path):
     files = draw_all(whole_record(), tmp_path)
     names = {"attention_throughput", "bandwidth", "training_ladder", "roofline", "growth"}
     assert {path.name for path in files} == {f"{name}.png" for name in names}
@@ -116,14 +113,14 @@ def test_every_picture_is_drawn_and_is_not_empty(tmp_path: Path) -> None:
         assert pixels.shape[0] > 200 and 0.005 < inked < 0.5, (path.name, inked)
 
 
-def test_the_roofline_has_each_measured_operation() -> None:
+def test_the_roofline_has_each_measured_operation():
     rows = [row for row in whole_record() if row["kind"] == "operation" and row["status"] == "ok"]
     figure = roofline(whole_record())
     assert figure is not None
     assert sum(len(points.get_offsets()) for points in figure.axes[0].collections) == len(rows) > 0
 
 
-def test_the_report_gathers_everything() -> None:
+def test_the_report_gathers_everything():
     page = report(whole_record(), [Path("plots/roofline.png")], {"passed": 3, "failures": []})
     for text in (
         "NVIDIA Test, torch 2.11.0, Triton 3.6.0, driver 580.0, commit 0123456789ab, 2026-01-02",
@@ -139,7 +136,7 @@ def test_the_report_gathers_everything() -> None:
 # Verdicts on kernels
 
 
-def test_a_verdict_is_complete_only_when_all_sessions_ended() -> None:
+def test_a_verdict_is_complete_only_when_all_sessions_ended():
     passed = {"test": "tests/ops/test_gelu.py::test_a[cuda]", "outcome": "passed"}
     end = {"test": evidence.FINISHED, "outcome": "0"}
     interrupted = {"test": evidence.FINISHED, "outcome": "2"}
@@ -150,7 +147,7 @@ def test_a_verdict_is_complete_only_when_all_sessions_ended() -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     """A copy of the sources, to change."""
     for folder in ("csrc", "transformer_kernels"):
         shutil.copytree(status.CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
@@ -158,11 +155,11 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def state(checkout: Path, kernel: str) -> str:
+def state(checkout, kernel):
     return next(line for line in status.verification(checkout) if line.startswith(kernel))
 
 
-def note(checkout: Path, **changes: Any) -> None:
+def note(checkout, **changes):
     """Record that all kernels passed their tests in their present state."""
     entries = []
     for op in status.OPERATIONS:
@@ -173,7 +170,7 @@ def note(checkout: Path, **changes: Any) -> None:
     (checkout / "benchmarks" / "results" / "nvidia-test" / "kernels.json").write_text(json.dumps(entries))
 
 
-def test_a_kernel_is_verified_until_something_it_is_made_of_changes(checkout: Path) -> None:
+def test_a_kernel_is_verified_until_something_it_is_made_of_changes(checkout):
     assert "on no GPU yet" in state(checkout, "layer_norm/cuda")
     note(checkout)
     assert "verified on NVIDIA Test, 2026-02-02 (5 tests)" in state(checkout, "layer_norm/cuda")

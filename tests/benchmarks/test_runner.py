@@ -1,12 +1,9 @@
 """The time budget, resuming, and workers that die."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,28 +18,28 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def task(number: int, clock: Clock, takes: float, **changes: Any) -> Task:
+def task(number, clock, takes, **changes):
     row = operation_row(1e-3, shape={"L": number}) | changes
 
-    def run(bench: Bench) -> dict[str, Any]:
+    def run(bench):
         clock.now += takes
         return dict(row)
 
     return Task(identity(row), row["op"], row["candidate"], run)
 
 
-def bench() -> Bench:
+def bench():
     return Bench(CPU, stamp=dict(STAMP))
 
 
-def test_work_stops_when_the_time_is_over_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_work_stops_when_the_time_is_over_and_goes_on_where_it_was(tmp_path):
     clock, path = Clock(), tmp_path / "rows.jsonl"
     tasks = [task(number, clock, takes=3.0) for number in range(5)]
     assert runner.work(tasks, bench(), runner.Budget(7.0, clock), path) == 2
@@ -59,14 +56,12 @@ def test_work_stops_when_the_time_is_over_and_goes_on_where_it_was(tmp_path: Pat
         ("import os; os.abort()", "ended its process (-6)"),
     ],
 )
-def test_how_a_worker_ended(tmp_path: Path, code: str, reason: str | None) -> None:
+def test_how_a_worker_ended(tmp_path, code, reason):
     process = subprocess.Popen([sys.executable, "-c", code])
     assert runner._watch(process, tmp_path / "current", runner.Budget(30.0)) == reason
 
 
-def test_record_merge_plot_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_record_merge_plot_from_the_command_line(tmp_path, monkeypatch, capsys):
     out, recorded = tmp_path / "out", tmp_path / "results"
     monkeypatch.setattr("benchmarks.results.RESULTS", recorded)
     monkeypatch.setenv("TIME_BUDGET", "50")
@@ -95,7 +90,7 @@ def test_record_merge_plot_from_the_command_line(
         (["--compare", "nowhere.json", "nowhere.json"], "no benchmark rows at"),
     ],
 )
-def test_wrong_use_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_told(arguments, message, capsys):
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -112,9 +107,7 @@ def test_elsewhere():
 """
 
 
-def test_the_suite_leaves_each_result_and_a_verdict_on_each_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_suite_leaves_each_result_and_a_verdict_on_each_kernel(tmp_path, monkeypatch, capsys):
     file = tmp_path / "test_gelu.py"
     file.write_text(SUITE)
     broken = tmp_path / "test_broken.py"
@@ -139,7 +132,7 @@ def test_the_suite_leaves_each_result_and_a_verdict_on_each_kernel(
         ("Neoverse-V2", "neoverse-v2"),
     ],
 )
-def test_a_processor_has_a_folder_of_its_own(model: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_has_a_folder_of_its_own(model, folder, monkeypatch):
     """Rows of two processors are never merged into one record."""
     monkeypatch.setattr(Path, "read_text", lambda path: f"flags : x\nmodel name\t: {model}\n")
     name = environment.folder_name({"device": environment.device_name(CPU)})

@@ -1,7 +1,5 @@
 """Bytes and FLOPs against counts by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,14 +9,14 @@ from benchmarks.plan import plan
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def test_attention_forward_by_hand() -> None:
+def test_attention_forward_by_hand():
     work = workloads.attention(BF16, "forward", B=2, H=4, L=128, D=64)
     one = 2 * 4 * 128 * 64 * 2  # bytes of each of q, k, v, out
     assert work.bytes == 4 * one + 2 * 4 * 128 * 4
     assert work.flops == 2 * (2 * 2 * 4 * 128 * 128 * 64)  # two products of 2 B H L L D
 
 
-def test_attention_backward_is_two_and_a_half_forwards() -> None:
+def test_attention_backward_is_two_and_a_half_forwards():
     forward, backward, both = (
         workloads.attention(BF16, direction, B=2, H=4, L=128, D=64) for direction in workloads.DIRECTIONS
     )
@@ -29,7 +27,7 @@ def test_attention_backward_is_two_and_a_half_forwards() -> None:
     assert both.bytes == forward.bytes + backward.bytes
 
 
-def test_padding_is_not_counted_as_work() -> None:
+def test_padding_is_not_counted_as_work():
     work = workloads.attention(FP32, "forward", B=3, H=2, L=100, D=8, padded=True)
     assert work.key_lengths == (100, 75, 50)
     assert work.flops == 4 * 2 * 100 * (100 + 75 + 50) * 8
@@ -37,7 +35,7 @@ def test_padding_is_not_counted_as_work() -> None:
     assert mask.sum(1).tolist() == [100, 75, 50] and mask[1, 74] and not mask[1, 75]
 
 
-def test_decode_reads_each_key_head_once() -> None:
+def test_decode_reads_each_key_head_once():
     work = workloads.attention(BF16, "forward", B=2, H=8, Hk=2, Lq=1, L=1000, D=128)
     assert work.bytes == 2 * (2 * 8 * 128 * 2) + 2 * (2 * 2 * 1000 * 128 * 2) + 2 * 8 * 4
     assert work.flops == 4 * 2 * 8 * 1000 * 128
@@ -57,13 +55,13 @@ def test_decode_reads_each_key_head_once() -> None:
         ("swiglu", 3 * 600, 5 * 600),
     ],
 )
-def test_row_bytes_by_hand(op: str, forward: int, backward: int) -> None:
+def test_row_bytes_by_hand(op, forward, backward):
     # 10 rows of 30 bf16 are 600 bytes, one row 60, mean and rstd of 10 rows 80
     counts = [workloads.rows(op, BF16, direction, M=10, N=30).bytes for direction in workloads.DIRECTIONS]
     assert counts == [forward, backward, forward + backward]
 
 
-def test_an_output_layer_by_hand() -> None:
+def test_an_output_layer_by_hand():
     forward, both = (workloads.output_layer(BF16, direction, M=10, E=4, V=30) for direction in ("forward", "both"))
     assert forward.bytes == 2 * (10 * 4 + 30 * 4) + 8 * 10  # x, weight, targets; the logits need no memory
     assert both.bytes == 2 * 2 * (10 * 4 + 30 * 4) + 8 * 10  # and dx, dweight
@@ -72,7 +70,7 @@ def test_an_output_layer_by_hand() -> None:
 
 
 @pytest.mark.parametrize("op", workloads.OPERATIONS)
-def test_inputs_are_random_and_fresh(op: str) -> None:
+def test_inputs_are_random_and_fresh(op):
     if op == "attention":
         work = workloads.attention(FP32, "forward", B=1, H=2, L=16, D=8)
     elif op == "linear_cross_entropy":
@@ -87,7 +85,7 @@ def test_inputs_are_random_and_fresh(op: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_plan_covers_every_operation_and_repeats_nothing(device: str) -> None:
+def test_a_plan_covers_every_operation_and_repeats_nothing(device):
     tasks = plan(torch.device(device))
     assert len({task.key for task in tasks}) == len(tasks)
     assert {task.op for task in tasks} == {*workloads.OPERATIONS, "step"}

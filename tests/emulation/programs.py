@@ -1,7 +1,5 @@
 """Compiles the small C++ programs of this folder against csrc, once for each state of the sources."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os
@@ -16,7 +14,7 @@ BUILDS = ("plain", "address", "thread")
 
 
 @functools.cache
-def program(name: str, build: str) -> Path:
+def program(name, build):
     """The executable of tests/emulation/<name>.cu in one of the BUILDS."""
     sanitizer = "" if build == "plain" else build
     kernel_flags, own_flags, link_flags = _build.emulation_flags(sanitizer)
@@ -42,12 +40,12 @@ def program(name: str, build: str) -> Path:
     return executable
 
 
-def _run(command: list[str]) -> None:
+def _run(command):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{shlex.join(command)}\n{result.stderr[-3000:]}"
 
 
-def run(name: str, build: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(name, build, *arguments):
     """Runs a program; a sanitizer's first report ends it with status 66."""
     environment = {
         **os.environ,

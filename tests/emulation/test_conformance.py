@@ -1,9 +1,6 @@
 """The primitives against the PTX ISA's tables and other definitions, emulated and on a device, which must agree."""
 
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from transformer_kernels.backends import build as _build
 @pytest.mark.parametrize(
     "build", [pytest.param(build, marks=() if build == "plain" else pytest.mark.slow) for build in BUILDS]
 )
-def test_primitives_follow_their_definitions(build: str, architecture: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_primitives_follow_their_definitions(build, architecture, monkeypatch):
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", str(architecture))
     result = run("conformance", build)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -24,7 +21,7 @@ def test_primitives_follow_their_definitions(build: str, architecture: int, monk
 
 
 @pytest.mark.gpu
-def test_the_device_gives_the_words_of_the_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_gives_the_words_of_the_emulation(tmp_path, monkeypatch):
     toolkit = _build.find_toolkit()
     if toolkit is None:
         pytest.skip("needs nvcc")

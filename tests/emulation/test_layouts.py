@@ -1,7 +1,5 @@
 """Fragments, tiles in shared memory and descriptors against CuTe, whose headers the package nvidia-cutlass has."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -14,7 +12,7 @@ from transformer_kernels.backends import build as _build
 
 
 @pytest.fixture
-def cute() -> Path:
+def cute():
     package = importlib.util.find_spec("cutlass_library")
     headers = Path(package.origin).parent / "source" / "include" if package and package.origin else Path()
     if not (headers / "cute").is_dir():
@@ -23,7 +21,7 @@ def cute() -> Path:
 
 
 @pytest.mark.slow
-def test_layouts_are_those_of_cute(cute: Path, tmp_path: Path) -> None:
+def test_layouts_are_those_of_cute(cute, tmp_path):
     toolkit = _build.find_toolkit()
     if toolkit is None:
         pytest.skip("needs nvcc, for CUDA's headers")

@@ -1,7 +1,5 @@
 """The emulation proves itself: bugs planted on purpose, and the builds that must notice each."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -61,14 +59,14 @@ ALL_BUILDS = [pytest.param(build, marks=() if build == "plain" else pytest.mark.
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule[0]}-{schedule[1]}")
 @pytest.mark.parametrize("build", ALL_BUILDS)
-def test_a_correct_kernel_raises_no_alarm(build: str, schedule: tuple[str, int]) -> None:
+def test_a_correct_kernel_raises_no_alarm(build, schedule):
     result = run("planted_bugs", build, "none", schedule[0], str(schedule[1]))
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("build", ALL_BUILDS)
 @pytest.mark.parametrize("bug", FOUND_BY)
-def test_a_planted_bug_is_noticed(bug: str, build: str) -> None:
+def test_a_planted_bug_is_noticed(bug, build):
     if build not in FOUND_BY[bug]:
         pytest.skip(f"{bug} shows in the builds {', '.join(FOUND_BY[bug])}")
     results = [run("planted_bugs", build, bug, kind, str(seed)) for kind, seed in SCHEDULES]
@@ -76,7 +74,7 @@ def test_a_planted_bug_is_noticed(bug: str, build: str) -> None:
 
 
 @pytest.mark.parametrize("bug", BREAKS_A_RULE)
-def test_a_broken_rule_is_named(bug: str) -> None:
+def test_a_broken_rule_is_named(bug):
     for kind, seed in SCHEDULES[::2]:
         result = run("planted_bugs", "plain", bug, kind, str(seed))
         assert result.returncode == 2

@@ -1,13 +1,10 @@
 """The emulated tensor cores against mmasim, a model that was checked bit for bit on GPUs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.emulation.programs import program
 
@@ -22,7 +19,7 @@ CASES = [
 ]
 
 
-def operand(dtype: torch.dtype, *shape: int) -> Tensor:
+def operand(dtype, *shape):
     """A quarter each: normal numbers, a wide range with zeros, every bit pattern that is finite, and small integers."""
     normal, wide = torch.randn(shape), torch.randn(shape) * torch.exp2(torch.randint(-20, 15, shape).float())
     wide[torch.rand(shape) < 0.1] = 0.0
@@ -34,13 +31,13 @@ def operand(dtype: torch.dtype, *shape: int) -> Tensor:
     return kinds.gather(0, (torch.arange(shape[0]) % 4).view(1, -1, 1, 1).expand(1, *shape))[0].to(dtype)
 
 
-def words(values: Tensor) -> bytes:
+def words(values):
     if values.dtype == torch.float32:
         return values.numpy().tobytes()
     return (values.view(torch.int16).int() & 0xFFFF).numpy().tobytes()
 
 
-def multiply(instruction: str, type_: str, architecture: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def multiply(instruction, type_, architecture, a, b, c):
     result = subprocess.run(
         [str(program("tensor_cores", "plain")), instruction, type_, str(len(a))],
         input=b"".join(map(words, (a, b, c))),
@@ -51,7 +48,7 @@ def multiply(instruction: str, type_: str, architecture: int, a: Tensor, b: Tens
     return torch.frombuffer(bytearray(result.stdout), dtype=torch.float32).view(c.shape)
 
 
-def simulate(instruction: str, type_: str, architecture: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def simulate(instruction, type_, architecture, a, b, c):
     mmasim = pytest.importorskip("mmasim.nv_ptx", reason="needs mmasim")
     name = "Ampere" if architecture == 80 else "Hopper"
     if instruction == "mma":
@@ -66,7 +63,7 @@ def simulate(instruction: str, type_: str, architecture: int, a: Tensor, b: Tens
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "instruction", "type_"), CASES)
-def test_every_sum_has_the_bits_of_the_hardware(architecture: int, instruction: str, type_: str) -> None:
+def test_every_sum_has_the_bits_of_the_hardware(architecture, instruction, type_):
     torch.manual_seed(architecture)
     dtype, depth = DTYPE[type_], DEPTH[type_]
     rows, columns = (16, 8) if instruction == "mma" else (64, 64)

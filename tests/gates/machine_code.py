@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import networkx
 
-from benchmarks.compilers.machine_code import Code, Flow, branches, operation
+from benchmarks.compilers.machine_code import Flow, branches, operation
 
 
 class OverlappedLoop(NamedTuple):
@@ -20,7 +20,7 @@ class OverlappedLoop(NamedTuple):
     overlapped: int  # of these, concurrent with the product with the values
 
 
-def overlapped_loop(code: Code) -> OverlappedLoop:
+def overlapped_loop(code):
     """Counts the innermost loop that waits for the scores while the product with the values is in progress."""
     wait = next(address for address, text in code if "DEPBAR.LE gsb0, 0x1" in text)
     end = next(address for address, text in code if "DEPBAR.LE gsb0, 0x0" in text and address > wait)
@@ -44,7 +44,7 @@ def overlapped_loop(code: Code) -> OverlappedLoop:
     )
 
 
-def dropout_instructions(code: Code) -> float:
+def dropout_instructions(code):
     """Instructions per element that a tile skips without dropout: the longest code that a branch skips."""
     found = [[text for address, text in code if at < address < to] for at, to in branches(code)]
     return max(
@@ -54,7 +54,7 @@ def dropout_instructions(code: Code) -> float:
     )
 
 
-def registers_by_role(code: Code) -> dict[int, int]:
+def registers_by_role(code):
     """The registers per thread used by the code after each `setmaxnreg`, by the number that it requests.
 
     Branches and calls are followed: ptxas places parts of one role's code after that of another.
@@ -69,7 +69,7 @@ def registers_by_role(code: Code) -> dict[int, int]:
     return found
 
 
-def _registers(text: str) -> int:
+def _registers(text):
     """One more than the highest register of an instruction, which names the first of a vector or accumulator."""
     name, _, operands = text.partition(" ")
     product, vector = re.match(r"HGMMA\.\d+x(\d+)", name), re.search(r"\.(64|128)\b", name)

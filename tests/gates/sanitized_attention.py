@@ -10,7 +10,6 @@ import sys
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.attention import _compiled, _torch, prepare
@@ -44,17 +43,17 @@ CASES = [
 NONSENSE = ([5, 3, 1000, -7], [5, -(2**31)], [-(2**31), 2**31 - 1], [2**31 - 1], [90, 80, 70, 60, 50])
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+def random(*shape, dtype, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def use(family: str) -> None:
+def use(family):
     """Take the kernels of a family, on the architecture that they are for."""
     _compiled.path = family
     os.environ["TRANSFORMER_KERNELS_EMULATE_ARCH"] = "90" if family == "sm90" else "80"
 
 
-def check_case(case: Case) -> None:
+def check_case(case):
     batch = 1 if case.starts else 2
     q = random(batch, case.heads[0], case.queries, case.width, dtype=case.dtype, seed=1)
     k, v = (random(batch, case.heads[1], case.keys, case.width, dtype=case.dtype, seed=seed) for seed in (2, 3))
@@ -80,7 +79,7 @@ def check_case(case: Case) -> None:
     check(f"{case} backward", gradients, expected)
 
 
-def views_of_one_buffer(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def views_of_one_buffer(q, k):
     """Three gradients, adjacent in memory, with rows not aligned to 16 bytes, the last at the end of the buffer."""
     heads = [q.shape[1], k.shape[1], k.shape[1]]
     buffer = torch.zeros(q.shape[0], q.shape[2], sum(heads), q.shape[3] + 1, dtype=q.dtype)
@@ -88,7 +87,7 @@ def views_of_one_buffer(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-def check_nonsense(starts: list[int]) -> None:
+def check_nonsense(starts):
     """Invalid starts give undefined results, without accesses outside of the tensors."""
     q, k, v = (random(1, 1, 100, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32)
@@ -101,13 +100,13 @@ def check_nonsense(starts: list[int]) -> None:
     KERNELS.backward(call, result, (result.out, None), (True, True, True, False))
 
 
-def check(name: str, ours: tuple[Tensor | None, ...], theirs: tuple[Tensor | None, ...]) -> None:
+def check(name, ours, theirs):
     for got, want in zip(ours, theirs, strict=True):
         if got is not None and want is not None:
             torch.testing.assert_close(got.double(), want.double(), atol=0.08, rtol=0.08, msg=lambda m: f"{name}: {m}")
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     module = _extension.load()
     for number, kind in enumerate(("one_warp_ahead", "random")):

@@ -17,7 +17,7 @@ from tests.support.arguments import normal
 from transformer_kernels.backends import build, cpu
 
 
-def int32(*starts: int) -> torch.Tensor:
+def int32(*starts):
     return torch.tensor(starts, dtype=torch.int32)
 
 
@@ -31,7 +31,7 @@ ATTENTION: list[tuple[int, int, int, int, dict[str, Any]]] = [
 """Batch, queries, keys, head dimension, and options."""
 
 
-def check_attention(dtype: torch.dtype) -> None:
+def check_attention(dtype):
     for batch, queries, keys, width, options in ATTENTION:
         lengths = {"q": (4, queries), "k": (2, keys), "v": (2, keys)}
         tensors = {
@@ -46,7 +46,7 @@ def check_attention(dtype: torch.dtype) -> None:
             torch.testing.assert_close(ours, theirs, atol=0.08, rtol=0.08)
 
 
-def main(path: str) -> None:
+def main(path):
     spec = importlib.util.spec_from_file_location("transformer_kernels._cpu", Path(path))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -32,7 +32,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 """Additional calls of an operation, as changes to its example."""
 
 
-def results(op: str, backend: str, tensors: dict[str, Any], options: dict[str, Any]) -> list[Tensor]:
+def results(op, backend, tensors, options):
     """Outputs and gradients."""
     leaves = {
         name: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for name, x in tensors.items()
@@ -45,7 +45,7 @@ def results(op: str, backend: str, tensors: dict[str, Any], options: dict[str, A
     return [*(output.detach() for output in outputs), *grads]
 
 
-def check(backend: str, op: str, rows: int, columns: int, dtype: torch.dtype, changes: dict[str, Any]) -> None:
+def check(backend, op, rows, columns, dtype, changes):
     rows = 4 if "position_ids" in changes else rows + rows % 2 if op == "embedding" else rows
     arguments = {**EXAMPLES[op].make(rows, columns, dtype), **EXAMPLES[op].options, **changes}
     options = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
@@ -57,7 +57,7 @@ def check(backend: str, op: str, rows: int, columns: int, dtype: torch.dtype, ch
         torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def check_logits_in_place(backend: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+def check_logits_in_place(backend, rows, columns, dtype):
     """The gradient overwrites rows of logits with gaps between them."""
     from transformer_kernels.ops.loss import _torch
     from transformer_kernels.ops.loss._calls import RowLoss
@@ -74,7 +74,7 @@ def check_logits_in_place(backend: str, rows: int, columns: int, dtype: torch.dt
     torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)
 
 
-def check_all(backend: str, dtype: torch.dtype) -> None:
+def check_all(backend, dtype):
     for rows, columns in SHAPES:
         check_logits_in_place(backend, rows, columns, dtype)
         for op in row_operations(backend):
@@ -82,7 +82,7 @@ def check_all(backend: str, dtype: torch.dtype) -> None:
                 check(backend, op, rows, columns, dtype, changes)
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     module = _extension.load()
     for number, (kind, dtype) in enumerate([("lowest_first", torch.float16), ("random", torch.float32)]):

@@ -1,12 +1,9 @@
 """The CPU kernels compiled for aarch64, with NEON, pass the tests of the backend "cpu" under qemu-user."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,17 +32,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(aarch64.missing() != "", reas
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def driver(tmp_path_factory):
     return aarch64.build_driver(tmp_path_factory.mktemp("aarch64"))
 
 
 @pytest.fixture
-def tensors(tmp_path: Path) -> Iterator[Path]:
+def tensors(tmp_path):
     yield tmp_path / "tensors"
     (tmp_path / "tensors").unlink()
 
 
-def run(driver: Path, tensors: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(driver, tensors, *arguments):
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *arguments]
     environment = {**aarch64.environment(driver, tensors), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
@@ -58,7 +55,7 @@ def run(driver: Path, tensors: Path, *arguments: str) -> subprocess.CompletedPro
     )
 
 
-def test_every_kernel_passes_the_tests_of_its_operation(driver: Path, tensors: Path) -> None:
+def test_every_kernel_passes_the_tests_of_its_operation(driver, tensors):
     """In float32 with TRANSFORMER_KERNELS_GATES_EVERY, else in every dtype."""
     chosen = f"{'cpu and float32' if EVERY > 1 else 'cpu'} or drops or vector or fusion"
     files = REST if EVERY > 1 else ("tests/ops", *REST[-3:])
@@ -69,7 +66,7 @@ def test_every_kernel_passes_the_tests_of_its_operation(driver: Path, tensors: P
     assert {*executed} == wanted
 
 
-def test_the_known_excess_is_no_larger(driver: Path, tensors: Path) -> None:
+def test_the_known_excess_is_no_larger(driver, tensors):
     result = run(driver, tensors, EXCEEDED)
     found = re.search(r"attn_bias: largest error (\S+) exceeds its budget (\S+) ", result.stdout)
     assert "1 failed" in result.stdout and found, result.stdout[-3000:]

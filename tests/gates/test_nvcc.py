@@ -1,10 +1,7 @@
 """Every CUDA kernel compiles for every architecture, without spills and with the expected instructions."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Iterable
 
 import pytest
 
@@ -59,7 +56,7 @@ LOADS_OF_A_VECTOR = {
 and for eight vectors of float32, ptxas interleaves some."""
 
 
-def targets(sources: Iterable[str]) -> list[tuple[str, str]]:
+def targets(sources):
     """Each source with each of its architectures."""
     return [
         (source, architecture)
@@ -69,12 +66,12 @@ def targets(sources: Iterable[str]) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(autouse=True)
-def needs_nvcc() -> None:
+def needs_nvcc():
     if _build.find_toolkit() is None:
         pytest.skip("no nvcc in CUDA_HOME, PATH or the pip package nvidia-cuda-nvcc")
 
 
-def compiled(source: str, architecture: str, capsys: pytest.CaptureFixture[str]) -> list[cuda_report.Kernel]:
+def compiled(source, architecture, capsys):
     """The kernels of a source, printed, checked for spills and against the record."""
     run_by = [each for each in cuda_launches.run_by(architecture) if source in cuda_launches.sources(each)]
     kernels = cuda_report.compile_reports(source, architecture, disassemble=bool(run_by))
@@ -95,7 +92,7 @@ def compiled(source: str, architecture: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(("operation", "architecture"), targets(row_operations("cuda")))
-def test_row_kernels(operation: str, architecture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_kernels(operation, architecture, capsys):
     kernels = compiled(operation, architecture, capsys)
     by_vectors = {kernel.name for kernel in kernels if kernel.loads_16_bytes}
     expected = {kernel.name for kernel in kernels} & set(VECTOR_KERNELS)
@@ -114,12 +111,12 @@ ATTENTION_SOURCES = (*TENSOR_CORE_SOURCES, "attention_float32")
 
 
 @pytest.mark.parametrize(("source", "architecture"), targets(ATTENTION_SOURCES))
-def test_attention_kernels(source: str, architecture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_kernels(source, architecture, capsys):
     kernels = compiled(source, architecture, capsys)
     assert any(kernel.mma for kernel in kernels) == (source in TENSOR_CORE_SOURCES)
 
 
-def test_the_hopper_kernel_multiplies_by_warp_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hopper_kernel_multiplies_by_warp_groups(capsys):
     kernels = compiled("attention_sm90", "90a", capsys)
     assert all(kernel.wgmma and not kernel.serialised for kernel in kernels)
     # setmaxnreg deadlocks if the launch has too few registers: 128 threads keep 24, 256 take 240.

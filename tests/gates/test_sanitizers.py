@@ -3,8 +3,6 @@
 The CPU backend's kernels run under the first.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -23,7 +21,7 @@ OPTIONS = {
 LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}
 
 
-def run_sanitized(module: str, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_sanitized(module, sanitizer, *arguments):
     """Runs a Python module with instrumented kernels and the sanitizer's run-time library preloaded."""
     compiler = _build.find_host_compiler().split()[0]
     library = subprocess.run(
@@ -50,7 +48,7 @@ def run_sanitized(module: str, sanitizer: str, *arguments: str) -> subprocess.Co
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["row_kernels", "attention"])
 @pytest.mark.parametrize("sanitizer", OPTIONS)
-def test_kernels(sanitizer: str, kernels: str) -> None:
+def test_kernels(sanitizer, kernels):
     _build.build_emulated(sanitizer)  # without the sanitizer's library, which slows down compilers
     result = run_sanitized(f"tests.gates.sanitized_{kernels}", sanitizer)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
@@ -58,7 +56,7 @@ def test_kernels(sanitizer: str, kernels: str) -> None:
 
 
 @pytest.mark.slow
-def test_cpu_kernels(tmp_path: Path) -> None:
+def test_cpu_kernels(tmp_path):
     built = _build.build_cpu(tmp_path, "address")
     result = run_sanitized("tests.gates.sanitized_cpu_kernels", "address", str(built))
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]

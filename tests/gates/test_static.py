@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,7 @@ from transformer_kernels import cli
 from transformer_kernels.backends import cuda as _extension
 
 
-def test_figures_that_grow_are_named() -> None:
+def test_figures_that_grow_are_named():
     record = static.recorded("triton")
     name, before = next(iter(record["launches"].items()))
     figures = json.loads(json.dumps(before))
@@ -43,18 +42,18 @@ def test_figures_that_grow_are_named() -> None:
     assert not static.grown([report], record)
 
 
-def test_the_pages_of_bounds_are_the_records(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_of_bounds_are_the_records(capsys):
     assert cli.main(["info", "--static"]) == 0
     pages = [(static.FOLDER / f"{backend}.md").read_text() for backend in ("triton", "cuda")]
     assert capsys.readouterr().out.startswith("\n".join(pages))
 
 
-def test_only_what_changed_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_changed_is_compiled_anew(tmp_path, monkeypatch):
     hashes = {"softmax": "1", "gelu": "1"}
     loop = Loop(100, {"float": 100}, 0.5)
     compiled: list[str] = []
 
-    def reports(backend: str, wanted: list[str]) -> list[SimpleNamespace]:
+    def reports(backend, wanted):
         compiled.extend(wanted)
         return [
             SimpleNamespace(
@@ -100,11 +99,11 @@ EXIT
 """
 
 
-def code_of(text: str) -> list[tuple[int, str]]:
+def code_of(text):
     return [(0x10 * number, line) for number, line in enumerate(text.strip().splitlines())]
 
 
-def test_the_innermost_loop_is_classified_and_bound() -> None:
+def test_the_innermost_loop_is_classified_and_bound():
     flow = Flow(code_of(LOOP))
     (loop,) = loops_of(flow, (8, 0), 4)
     assert loop.classes == {"branch": 2, "matrix": 1, "shared": 1, "special": 1, "wait": 1} and loop.instructions == 6
@@ -115,14 +114,14 @@ def test_the_innermost_loop_is_classified_and_bound() -> None:
     assert in_flight(with_tma, 1000, 4, 2) == 2000
 
 
-def test_a_kernel_without_a_loop_is_judged_whole() -> None:
+def test_a_kernel_without_a_loop_is_judged_whole():
     straight = "LDG.E.128 R4, [R2]\n@P0 EXIT\n" + 300 * "FADD R1, R1, R1\n" + "STG.E.64 [R2], R6\nEXIT"
     (whole,) = loops_of(Flow(code_of(straight)), (9, 0), 4)
     assert whole.instructions == 304 and whole.classes["float"] == 300  # 32 lanes move 16 and 8 bytes each
     assert whole.bound == pytest.approx(32 * 24 / (3.35e12 / (4 * 132 * 1.83e9)) / 304, abs=1e-3)
 
 
-def test_calls_are_branches_and_subroutines_no_part_of_a_loop() -> None:
+def test_calls_are_branches_and_subroutines_no_part_of_a_loop():
     code = (
         "LDG.E.128 R4, [R2]\n@P0 CALL.REL.NOINC 0x50\nCALL.REL.NOINC 0xa0\nBRA.CONV ~URZ, 0x40\nFADD R1, R1, R1\n"
         "IADD3 R2, R2, R2, RZ\n@P0 LDG.E.U16 R7, [R2]\n@P1 BRA 0x60\n@P2 BRA 0x0\nEXIT\n"
@@ -132,13 +131,13 @@ def test_calls_are_branches_and_subroutines_no_part_of_a_loop() -> None:
     assert loop.classes == {"global": 2, "branch": 3, "integer": 1} and loop.instructions == 6
 
 
-def test_integers_take_two_clocks() -> None:
+def test_integers_take_two_clocks():
     code = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24\n" + 30 * "IADD3 R1, R1, R1, RZ\n" + "@P0 BRA 0x0\nEXIT"
     (loop,) = loops_of(Flow(code_of(code)), (9, 0), 4)
     assert loop.bound == pytest.approx(32 / 60, abs=1e-3)  # 2 * 16 * 64 * 16 / 1024 clocks of products
 
 
-def test_products_in_tensor_memory_have_their_shape_in_a_descriptor() -> None:
+def test_products_in_tensor_memory_have_their_shape_in_a_descriptor():
     code = (
         "UMOV UR31, 0x8110490\nUTCHMMA gdesc[UR6], gdesc[UR8], tmem[UR15], tmem[UR30], idesc[UR31], !UPT\n"
         "@!UP0 UMOV UR31, 0x8100910\n@P1 UTCHMMA tmem[UR6], gdesc[UR8], tmem[UR15], tmem[UR30], idesc[UR31], UPT\n"
@@ -152,14 +151,14 @@ def test_products_in_tensor_memory_have_their_shape_in_a_descriptor() -> None:
     assert loop.bound == pytest.approx(2 * 4 * 2 * 128 * 64 * 16 / 8 / 8192 / 106, abs=1e-3)
 
 
-def test_programs_are_those_that_the_architecture_holds() -> None:
+def test_programs_are_those_that_the_architecture_holds():
     for capability, programs in (((8, 0), 3), ((8, 6), 2), ((9, 0), 4), ((10, 0), 4), ((12, 0), 2)):
         assert programs_of(64, 48 << 10, 8, capability) == programs  # by shared memory, or registers
     assert [programs_of(16, 0, 1, capability) for capability in DEVICES] == [32, 16, 32, 32, 24]
     assert [programs_of(16, 0, 8, capability) for capability in DEVICES] == [8, 6, 8, 8, 6]  # by warps
 
 
-def test_the_emulation_knows_what_a_call_launches() -> None:
+def test_the_emulation_knows_what_a_call_launches():
     if not _extension.emulating():
         pytest.skip("with a GPU the kernels are not emulated")
     assert cuda_launches.launches("rotary", "80") == [

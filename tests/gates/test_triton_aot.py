@@ -1,11 +1,8 @@
 """Ahead-of-time gates of the Triton kernels: they compile for each architecture, to the expected machine code."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -55,13 +52,13 @@ SERVED = {
 
 
 @pytest.mark.parametrize(("operation", "matching"), QUICK.items(), ids=QUICK)
-def test_a_sample_of_the_launches_passes_its_gates(operation: str, matching: str) -> None:
+def test_a_sample_of_the_launches_passes_its_gates(operation, matching):
     _assert_gates(kernel_report.report([operation], matching, jobs=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", kernel_report.OPERATIONS)
-def test_every_launch_passes_its_gates(operation: str) -> None:
+def test_every_launch_passes_its_gates(operation):
     reports = kernel_report.report([operation], jobs=1, every=EVERY)
     _assert_gates(reports)
     record = static.recorded("triton")
@@ -71,7 +68,7 @@ def test_every_launch_passes_its_gates(operation: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "matching"), SERVED.items(), ids=SERVED)
-def test_a_sample_compiles_where_no_tiles_are_its_own(operation: str, matching: str) -> None:
+def test_a_sample_compiles_where_no_tiles_are_its_own(operation, matching):
     reports = kernel_report.report([operation], matching, jobs=1, capabilities=kernel_report.SERVED)
     assert {row.capability for row in reports} == {(8, 6), (10, 0), (12, 0)}
     _assert_gates(reports)
@@ -82,7 +79,7 @@ def test_a_sample_compiles_where_no_tiles_are_its_own(operation: str, matching: 
 
 
 @pytest.mark.slow
-def test_the_oldest_supported_triton_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_supported_triton_compiles(tmp_path, monkeypatch):
     oldest = ".".join(map(str, (*MINIMUM_VERSION, 0)))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
     if subprocess.run([*pip, f"triton=={oldest}"], capture_output=True).returncode:
@@ -97,31 +94,31 @@ def test_the_oldest_supported_triton_compiles(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     "shapes", ["batches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aligned", "odd"))]
 )
-def test_twenty_shapes_need_no_second_compilation(operation: str, shapes: str) -> None:
+def test_twenty_shapes_need_no_second_compilation(operation, shapes):
     counted = compilations(f"{operation}-{shapes}")
     assert counted and all(one == every for one, every in counted.values()), counted
 
 
 @pytest.mark.slow
-def test_a_raw_call_costs_the_host_little() -> None:
+def test_a_raw_call_costs_the_host_little():
     found = host_costs()
     limits = {"any length forward": 65, "any length backward": 125, "short forward": 60, "short backward": 75}
     assert found.keys() == limits.keys() and all(found[name] <= limits[name] for name in limits), found
 
 
 @pytest.mark.parametrize("operation", kernel_report.OPERATIONS)
-def test_the_calls_of_every_operation_are_known(operation: str) -> None:
+def test_the_calls_of_every_operation_are_known(operation):
     label, call = next(iter(kernel_report.calls_of(operation).calls(operation)))
     assert label.startswith(operation) and callable(call)
 
 
-def test_the_rows_recorded_meet_every_tile() -> None:
+def test_the_rows_recorded_meet_every_tile():
     for target in targets():
         below = {width for width in target.tiles.widths() if width > 2 and width <= target.tiles.widest}
         assert below <= set(WIDTHS) and max(WIDTHS) > target.tiles.widest, target
 
 
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table(capsys):
     assert kernel_report.main(["gelu", "--matching", "tanh bf16 16: gelu_forward", "--jobs", "1"]) == 0
     printed = capsys.readouterr().out
     assert (
@@ -129,7 +126,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_gate_that_fails_is_named() -> None:
+def test_a_gate_that_fails_is_named():
     report = kernel_report.KernelReport(
         "sample", (8, 0), registers=255, spills=2, shared=170_000, programs=1, in_flight=0, loops=(), num_warps=4,
         stack=8, matrix=0, loads=3, wide_loads=0, wide_stores=0, instructions=100, failures=(),
@@ -145,7 +142,7 @@ def test_a_gate_that_fails_is_named() -> None:
     assert "sample" in kernel_report.table([report]) and "170000" in kernel_report.table([report])
 
 
-def _assert_gates(reports: list[kernel_report.KernelReport]) -> None:
+def _assert_gates(reports):
     """Exactly the listed launches fail: a fixed launch must be removed from the list."""
     assert reports
     failing = [row for row in reports if row.failures]

@@ -2,8 +2,6 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ CASES_IN_ONE_DTYPE = 8
 """Number of cases per test that always run in them."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Without a GPU an interpreted or emulated kernel runs each case of a grid in one dtype; the gates run the others.
 
     The dtype alternates between cases, so that the quick suite covers every case and every dtype of a grid (the
@@ -49,13 +47,13 @@ backend = backend_fixture(*tk.BACKENDS)
 
 
 @pytest.fixture(params=DTYPES, ids=dtype_id)
-def dtype(request: pytest.FixtureRequest, backend: str, device: torch.device) -> torch.dtype:
+def dtype(request, backend, device):
     require(tested_operation(request), backend, device, request.param)
     return request.param
 
 
 @pytest.fixture(autouse=True)
-def _hardened_interpreter(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
+def _hardened_interpreter(request, device):
     """Guard bands, poisoned outputs and shuffled programs around every interpreted Triton kernel."""
     parameters = getattr(request.node, "callspec", None)
     if device.type != "cpu" or parameters is None or parameters.params.get("backend") != "triton":
@@ -67,13 +65,13 @@ def _hardened_interpreter(request: pytest.FixtureRequest, device: torch.device) 
 
 
 @pytest.fixture(autouse=True)
-def _same_inputs_each_time() -> None:
+def _same_inputs_each_time():
     """Unseeded random numbers of a test do not depend on earlier tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
-def triton_attention(backend: str) -> Any:
+def triton_attention(backend):
     """Attention's Triton module, imported after the check that the Triton backend runs here."""
     assert backend == "triton"
     from transformer_kernels.ops.attention import _triton as module
@@ -82,7 +80,7 @@ def triton_attention(backend: str) -> Any:
 
 
 @pytest.fixture
-def long_path(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def long_path(triton_attention, monkeypatch):
     """Short sequences use Triton's kernels for any length, with small tiles so that every loop runs."""
     tiles = triton_attention.tiles
     monkeypatch.setattr(tiles, "SHORT_QUERIES", 0)

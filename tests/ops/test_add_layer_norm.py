@@ -1,37 +1,24 @@
 """Dropout, residual addition and LayerNorm in every backend."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import transformer_kernels as tk
-from tests.support.arguments import normal
+from tests.support.arguments import rows
 from tests.support.parity import check_parity, dropout_boundary, require
 
 OP = "add_layer_norm"
-
-
-def make(dtype: torch.dtype, device: torch.device, *shape: int, parameters: torch.dtype | None = None) -> dict:
-    parameters = parameters or dtype
-    return {
-        "x": normal(*shape, dtype=dtype, device=device, seed=1),
-        "residual": normal(*shape, dtype=dtype, device=device, seed=2),
-        "weight": normal(shape[-1], dtype=parameters, device=device, seed=3),
-        "bias": normal(shape[-1], dtype=parameters, device=device, seed=4),
-    }
+make = rows("weight", "bias", like_x=("residual",))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("width", [1, 3, 127, 128, 256, 768, 1000, 1025, 4097])
-def test_matches_reference_over_widths(
-    backend: str, dtype: torch.dtype, device: torch.device, width: int, dropout_p: float
-) -> None:
+def test_matches_reference_over_widths(backend, dtype, device, width, dropout_p):
     check_parity(OP, backend, make(dtype, device, 5, width), {"dropout_p": dropout_p}, seed=11)
 
 
 @pytest.mark.parametrize("width", [512, 513])
-def test_results_stored_past_the_caches(width: int) -> None:
+def test_results_stored_past_the_caches(width):
     # csrc/cpu/rows.h: of 8 MiB or more in float32, where rows are whole vectors.
     cpu = torch.device("cpu")
     require(OP, "cpu", cpu, torch.float32)
@@ -40,25 +27,23 @@ def test_results_stored_past_the_caches(width: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [16384, 65536, 70001])
-def test_matches_reference_over_wide_rows(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+def test_matches_reference_over_wide_rows(backend, dtype, device, width):
     check_parity(OP, backend, make(dtype, device, 3, width), {"dropout_p": 0.1})
 
 
-def test_dropout_keeps_what_reaches_the_threshold(backend: str, device: torch.device) -> None:
+def test_dropout_keeps_what_reaches_the_threshold(backend, device):
     for dropout_p in dropout_boundary(7, device):
         check_parity(OP, backend, make(torch.float32, device, 1, 8), {"dropout_p": dropout_p}, seed=7)
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(128,), (37, 96), (3, 2, 5, 64), (300, 34)], ids=str)
-def test_dropout_is_the_reference_mask(
-    backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], dropout_p: float
-) -> None:
+def test_dropout_is_the_reference_mask(backend, dtype, device, shape, dropout_p):
     check_parity(OP, backend, make(dtype, device, *shape), {"dropout_p": dropout_p}, seed=5)
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_gradient_when_one_output_is_used(backend: str, dtype: torch.dtype, device: torch.device, used: int) -> None:
+def test_gradient_when_one_output_is_used(backend, dtype, device, used):
     gradients = []
     for function in (tk.add_layer_norm, None):
         tensors = make(torch.float64 if function is None else dtype, device, 9, 64)

@@ -1,7 +1,5 @@
 """add_layer_norm in Triton: dropout in two passes over blocks, and the gradients of backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -19,9 +17,9 @@ backend = backend_fixture("triton")
 @pytest.mark.parametrize("width", [65, 129, 200])
 @pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
 def test_two_passes_match_the_reference(
-    op: str, backend: str, dtype: torch.dtype, device: torch.device, width: int, dropout_p: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    op, backend, dtype, device, width, dropout_p,
+    monkeypatch
+):  # fmt: skip
     from transformer_kernels.ops.norm import _triton as norm
 
     table = every_width(RowTile(rows=1, columns=64, num_warps=4))
@@ -35,7 +33,7 @@ def test_two_passes_match_the_reference(
     check_parity(op, backend, tensors, {"dropout_p": dropout_p}, seed=3)
 
 
-def test_without_dropout_both_gradients_are_one_tensor(backend: str, device: torch.device) -> None:
+def test_without_dropout_both_gradients_are_one_tensor(backend, device):
     from transformer_kernels.ops.norm import _triton as norm
 
     x, weight = torch.randn(4, 40, device=device), torch.ones(40, device=device)
@@ -45,7 +43,7 @@ def test_without_dropout_both_gradients_are_one_tensor(backend: str, device: tor
     assert dx is dresidual and dbias is None and dresidual.shape == x.shape
 
 
-def test_dropped_elements_have_no_gradient(backend: str, device: torch.device) -> None:
+def test_dropped_elements_have_no_gradient(backend, device):
     from transformer_kernels.ops.norm import _triton as norm
 
     x, weight = torch.ones(30, 70, device=device), torch.ones(70, device=device)

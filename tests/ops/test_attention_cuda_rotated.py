@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from python_ref.ops import rotary_table
 from tests.support.arguments import dtype_id
 from tests.support.parity import require
 from transformer_kernels.backends import cuda
-from transformer_kernels.ops.attention import AttentionCall, AttentionResult, _compiled, prepare
+from transformer_kernels.ops.attention import _compiled, prepare
 from transformer_kernels.ops.attention._common import Angles
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._compiled import Kernels
@@ -51,20 +50,11 @@ CASES: dict[str, tuple[str, tuple[torch.dtype, ...], dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _cuda_backend(device: torch.device) -> None:
+def _cuda_backend(device):
     require("attention", "cuda", device, torch.float32)
 
 
-def make(
-    dtype: torch.dtype,
-    device: torch.device,
-    length: int,
-    width: int,
-    batch: int,
-    padded: bool,
-    starts: list[int] | None,
-    **options: Any,
-) -> AttentionCall:
+def make(dtype, device, length, width, batch, padded, starts, **options):
     """Two query heads for each of two key heads."""
     generator = torch.Generator().manual_seed(length + width)
     x = torch.randn(batch, length, 8, width, generator=generator).to(device, dtype).transpose(1, 2)
@@ -80,21 +70,19 @@ def make(
     return call if call.seed is None else call._replace(seed=torch.tensor([7], device=device))
 
 
-def rotated(x: Tensor, angles: Angles, inverse: bool = False) -> Tensor:
+def rotated(x, angles, inverse=False):
     out = Heads(torch.empty_like(x), None)
     Kernels(cuda).rotate(RotaryCall(x, x, *angles), Heads(x, None), out, inverse=inverse)
     return out.q
 
 
-def forward_and_backward(
-    call: AttentionCall, angles: Angles | None
-) -> tuple[AttentionResult, tuple[Tensor | None, ...]]:
+def forward_and_backward(call, angles):
     result = KERNELS.forward(call, angles)
     dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(1)).to(result.out)
     return result, KERNELS.backward(call, result, (dout, None), (True, True, True, False), angles=angles)
 
 
-def copied(call: AttentionCall, angles: Angles) -> tuple[AttentionResult, tuple[Tensor | None, ...]]:
+def copied(call, angles):
     """The same by rotary's own kernel before and after attention without angles."""
     on_copies = call._replace(q=rotated(call.q, angles), k=rotated(call.k, angles))
     result, (dq, dk, dv, _) = forward_and_backward(on_copies, None)
@@ -117,9 +105,7 @@ def copied(call: AttentionCall, angles: Angles) -> tuple[AttentionResult, tuple[
         for interleaved in (False, True)
     ],
 )
-def test_equals_rotated_copies(
-    case: str, dtype: torch.dtype, interleaved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equals_rotated_copies(case, dtype, interleaved, device, monkeypatch):
     path, _, options = CASES[case]
     monkeypatch.setattr(_compiled, "path", path)
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "90" if path == "sm90" else "80")

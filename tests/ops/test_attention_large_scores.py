@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import transformer_kernels as tk
 from python_ref import ops
@@ -22,12 +21,12 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Limit of the relative error of a result or gradient in the Euclidean norm."""
 
 
-def quarters(*shape: int, seed: int) -> Tensor:
+def quarters(*shape, seed):
     """-1, 0 and 1 at random."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def make(queries: int, keys: int, near: float, level: float, biased_rows: int) -> dict[str, Tensor]:
+def make(queries, keys, near, level, biased_rows):
     """q, k, v and a bias, `level` in its first rows and small in the others; products are close to `near`."""
     q, k, v = quarters(1, 2, queries, 16, seed=1), quarters(1, 1, keys, 16, seed=2), quarters(1, 1, keys, 16, seed=3)
     if near:
@@ -37,7 +36,7 @@ def make(queries: int, keys: int, near: float, level: float, biased_rows: int) -
     return {"q": q, "k": k, "v": v, "attn_bias": bias}
 
 
-def oracle(tensors: dict[str, Tensor], dout: Tensor, dlse: Tensor) -> list[Tensor]:
+def oracle(tensors, dout, dlse):
     """out, lse, dq, dk, dv and dbias in float64 from scores rounded to float32."""
     q, k, v, bias = (x.double().requires_grad_() for x in tensors.values())
     exact = SCALE * (q @ k.transpose(-2, -1)) + bias
@@ -64,9 +63,7 @@ CASES: dict[str, tuple[float, float]] = {
 @pytest.mark.parametrize("shape", [(4, 65), (20, 33), (70, 150), (1, 700)], ids=str)
 @pytest.mark.parametrize("dtype", LIMITS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_the_rounded_scores(
-    backend: str, case: str, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
-) -> None:
+def test_gradients_are_those_of_the_rounded_scores(backend, case, dtype, shape, device):
     if case == "products" and backend == "torch" and dtype is torch.bfloat16:
         pytest.skip("its products are rounded to bfloat16, as eager PyTorch's are")
     limit = LIMITS[dtype]
@@ -93,7 +90,7 @@ def test_gradients_are_those_of_the_rounded_scores(
             assert error <= limit, f"{name}: relative error {error:.1e}"
 
 
-def test_gradients_without_that_of_lse(backend: str, device: torch.device) -> None:
+def test_gradients_without_that_of_lse(backend, device):
     """PyTorch's fused kernels support such calls."""
     for case, (near, level) in CASES.items():
         tensors = make(4, 65, near, level, biased_rows=1)
@@ -108,7 +105,7 @@ def test_gradients_without_that_of_lse(backend: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (16, 16)], ids=str)
-def test_float64_with_a_float32_bias(device: torch.device, shape: tuple[int, ...]) -> None:
+def test_float64_with_a_float32_bias(device, shape):
     """PyTorch's fused kernel reads the mask as float64."""
     q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64, device=device, requires_grad=True) for _ in range(3))
     bias = torch.randn(shape, device=device)
@@ -121,7 +118,7 @@ def test_float64_with_a_float32_bias(device: torch.device, shape: tuple[int, ...
 
 @pytest.mark.parametrize("queries", [1, 2, 9])
 @pytest.mark.parametrize("keys", [5, 1500])
-def test_a_scale_of_zero_and_padding_everywhere(backend: str, device: torch.device, queries: int, keys: int) -> None:
+def test_a_scale_of_zero_and_padding_everywhere(backend, device, queries, keys):
     """Weights of the real keys are equal; a fully masked query gives 0, not NaN."""
     q, k, v = (torch.randn(2, 2, length, 8, device=device, requires_grad=True) for length in (queries, keys, keys))
     real = torch.zeros(2, keys, dtype=torch.bool, device=device)

@@ -1,13 +1,9 @@
 """Packed sequences: attention within each of several concatenated sequences."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import transformer_kernels as tk
 from tests.support.parity import check_parity
@@ -27,13 +23,13 @@ TOKENS = {"with filler behind": 100, "none": 5}
 
 
 @pytest.fixture(params=STARTS)
-def packing(request: pytest.FixtureRequest, device: torch.device) -> tuple[Tensor, int]:
+def packing(request, device):
     starts = STARTS[request.param]
     return torch.tensor(starts, dtype=torch.int32, device=device), TOKENS.get(request.param, starts[-1])
 
 
 @pytest.fixture(autouse=True)
-def supported(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def supported(backend, dtype, device):
     tensors = make(4, dtype, device)
     try:
         tk.attention(**tensors, cu_seqlens=torch.tensor([0, 4], dtype=torch.int32, device=device), backend=backend)
@@ -41,7 +37,7 @@ def supported(backend: str, dtype: torch.dtype, device: torch.device) -> None:
         pytest.skip(str(error))
 
 
-def make(tokens: int, dtype: torch.dtype, device: torch.device, kv_heads: int = HEADS) -> dict[str, Any]:
+def make(tokens, dtype, device, kv_heads=HEADS):
     generator = torch.Generator().manual_seed(tokens)
     sizes = {"q": HEADS, "k": kv_heads, "v": kv_heads}
     return {
@@ -51,18 +47,14 @@ def make(tokens: int, dtype: torch.dtype, device: torch.device, kv_heads: int = 
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_matches_reference(
-    backend: str, dtype: torch.dtype, device: torch.device, packing: tuple[Tensor, int], causal: bool
-) -> None:
+def test_matches_reference(backend, dtype, device, packing, causal):
     cu_seqlens, tokens = packing
     tensors = make(tokens, dtype, device)
     check_parity("attention", backend, tensors, {"cu_seqlens": cu_seqlens, "causal": causal, "return_lse": True})
 
 
 @pytest.mark.parametrize("use", list(itertools.product([False, True], repeat=4)), ids=str)
-def test_matches_reference_with_all_masks_together(
-    backend: str, dtype: torch.dtype, device: torch.device, use: tuple[bool, ...]
-) -> None:
+def test_matches_reference_with_all_masks_together(backend, dtype, device, use):
     causal, padded, biased, windowed = use
     cu_seqlens = torch.tensor([0, 30, 31, 75, 90], dtype=torch.int32, device=device)
     tensors = make(96, dtype, device, kv_heads=2)
@@ -75,15 +67,13 @@ def test_matches_reference_with_all_masks_together(
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
-def test_dropout_is_the_reference_mask(
-    backend: str, dtype: torch.dtype, device: torch.device, packing: tuple[Tensor, int], dropout_p: float
-) -> None:
+def test_dropout_is_the_reference_mask(backend, dtype, device, packing, dropout_p):
     cu_seqlens, tokens = packing
     tensors = make(tokens, dtype, device)
     check_parity("attention", backend, tensors, {"cu_seqlens": cu_seqlens, "dropout_p": dropout_p}, seed=5)
 
 
-def test_nothing_crosses_a_border(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_nothing_crosses_a_border(backend, dtype, device):
     tensors = make(100, dtype, device)
     cu_seqlens = torch.tensor([0, 37, 81], dtype=torch.int32, device=device)
     with torch.no_grad():
@@ -94,7 +84,7 @@ def test_nothing_crosses_a_border(backend: str, dtype: torch.dtype, device: torc
     assert (out[:, :, 81:] == 0).all()
 
 
-def test_nothing_behind_the_last_sequence_gets_out(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_nothing_behind_the_last_sequence_gets_out(backend, dtype, device):
     tensors = make(90, dtype, device)
     with torch.no_grad():
         for name in "kv":
@@ -106,8 +96,8 @@ def test_nothing_behind_the_last_sequence_gets_out(backend: str, dtype: torch.dt
     assert torch.isfinite(out).all() and all(torch.isfinite(tensors[name].grad).all() for name in "qkv")
 
 
-def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    def once() -> list[Tensor]:
+def test_same_bits_again(backend, dtype, device):
+    def once():
         tensors = make(150, dtype, device)
         cu_seqlens = torch.tensor([0, 20, 149], dtype=torch.int32, device=device)
         torch.manual_seed(1)
@@ -118,7 +108,7 @@ def test_same_bits_again(backend: str, dtype: torch.dtype, device: torch.device)
     assert all(torch.equal(first, second) for first, second in zip(once(), once(), strict=True))
 
 
-def test_starts_that_numpy_changes_before_backward(backend: str) -> None:
+def test_starts_that_numpy_changes_before_backward(backend):
     q, k, v = (torch.randn(1, 2, 8, 16).requires_grad_() for _ in range(3))
     cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
     expected = tk.attention(q, k, v, cu_seqlens=cu_seqlens, backend=backend)

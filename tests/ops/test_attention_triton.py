@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import transformer_kernels as tk
-from python_ref import ops as reference
 from python_ref.ops import rotary_table
 from tests.ops.test_attention import make, padding
 from tests.support.interpreter import guarded
@@ -26,9 +25,7 @@ backend = backend_fixture("triton")
 @pytest.mark.parametrize("window", [None, 7, 33, 64])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(70, 100), (100, 70), (64, 64)], ids=str)
-def test_masked_and_full_blocks_meet(
-    backend: str, device: torch.device, lengths: tuple[int, int], causal: bool, window: int | None
-) -> None:
+def test_masked_and_full_blocks_meet(backend, device, lengths, causal, window):
     """With windows of 33 and 64, the visible keys of a tile's first and last query begin at a block boundary."""
     tensors = make(torch.float16, device, lengths, batch=1, heads=(2, 1))
     check_parity(OP, backend, tensors, {"causal": causal, "window": window, "return_lse": True})
@@ -44,7 +41,7 @@ ROTATED: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("long_path")
 @pytest.mark.parametrize("masks", ["padding", "sequences"])
 @pytest.mark.parametrize(("options", "interleaved"), [("full", False), ("causal", True), ("window, dropout", False)])
-def test_rotated_in_every_loop(backend: str, device: torch.device, options: str, interleaved: bool, masks: str) -> None:
+def test_rotated_in_every_loop(backend, device, options, interleaved, masks):
     """16 of 40 columns of grouped heads are rotated, each sequence with its own positions."""
     sequences = 2 if masks == "padding" else 1
     length = 70 if masks == "padding" else 110
@@ -58,7 +55,7 @@ def test_rotated_in_every_loop(backend: str, device: torch.device, options: str,
     check_parity("packed_attention", backend, tensors, {"heads": 4, "interleaved": interleaved, **ROTATED[options]})
 
 
-def unlike(tensors: dict[str, Any]) -> dict[str, Any]:
+def unlike(tensors):
     """The same values in different layouts between guard bands of NaN: q as (B, H, L, D), k as (B, L, H, D), v with
     gaps between rows."""
     q, k, v = (tensors[name].detach() for name in "qkv")
@@ -73,9 +70,9 @@ def unlike(tensors: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("heads", [(4, 2), (6, 3)], ids=str)
 def test_groups_batches_and_layouts_unlike_each_other(
-    backend: str, triton_attention: Any, device: torch.device, heads: tuple[int, int], causal: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    backend, triton_attention, device, heads, causal,
+    monkeypatch
+):  # fmt: skip
     """Heads in two sections of the L2 cache, with dropout, padding and a bias."""
     monkeypatch.setattr(triton_attention.tiles, "L2_BYTES", 4 * 70 * 32 * 2)  # two heads of keys
     tensors = make(torch.float16, device, (65, 70), batch=2, heads=heads)
@@ -87,9 +84,7 @@ def test_groups_batches_and_layouts_unlike_each_other(
 
 @pytest.mark.parametrize("lengths", [(33, 45), (60, 300)], ids=["short", "long"])
 @pytest.mark.parametrize("shape", [(1, 2, 1, -1), (2, 1, 0, -1)], ids=["row", "full"])
-def test_gradient_of_a_bias_with_lse_and_fully_masked_rows(
-    backend: str, device: torch.device, lengths: tuple[int, int], shape: tuple[int, ...]
-) -> None:
+def test_gradient_of_a_bias_with_lse_and_fully_masked_rows(backend, device, lengths, shape):
     """A window and a padding mask fully mask some queries; the gradient of lse reaches the bias of others."""
     tensors = make(torch.float32, device, lengths, batch=2, heads=(2, 1))
     tensors["key_padding_mask"] = torch.arange(lengths[1], device=device).expand(2, -1) >= lengths[1] - 20
@@ -102,7 +97,7 @@ def test_gradient_of_a_bias_with_lse_and_fully_masked_rows(
 
 @pytest.mark.usefixtures("long_path")
 @pytest.mark.parametrize("kept", [(10, 90), (0, 40), (96, 100), (33, 64)], ids=str)
-def test_padding_on_either_side_is_not_visited(backend: str, device: torch.device, kept: tuple[int, int]) -> None:
+def test_padding_on_either_side_is_not_visited(backend, device, kept):
     tensors = make(torch.float32, device, (70, 100), batch=2)
     positions = torch.arange(100, device=device)
     tensors["key_padding_mask"] = torch.stack([(positions >= kept[0]) & (positions < kept[1]), positions % 3 > 0])
@@ -118,9 +113,7 @@ def test_padding_on_either_side_is_not_visited(backend: str, device: torch.devic
     ids=str,
 )
 @pytest.mark.parametrize("queries", [1, 5, 16])
-def test_decode_splits_the_keys(
-    backend: str, triton_attention: Any, device: torch.device, queries: int, options: dict[str, Any]
-) -> None:
+def test_decode_splits_the_keys(backend, triton_attention, device, queries, options):
     assert triton_attention._splits(1, 16, 3) > 1
     tensors = make(torch.float16, device, (queries, 700), batch=1, heads=(4, 2), width=40)
     tensors["key_padding_mask"] = padding(1, 700, device)
@@ -132,9 +125,9 @@ def test_decode_splits_the_keys(
 @pytest.mark.parametrize("options", [{}, {"window": 1100}], ids=str)
 @pytest.mark.parametrize("queries", [1, 3])
 def test_decode_of_batches_groups_and_many_splits(
-    backend: str, triton_attention: Any, device: torch.device, queries: int, options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    backend, triton_attention, device, queries, options,
+    monkeypatch
+):  # fmt: skip
     """Twenty splits, more than the combine kernel reads per step, of grouped heads with dropout, lse and a bias per
     head, with different layouts of k and v; scores grow along the keys, so each split has another maximum."""
     monkeypatch.setattr(triton_attention, "_splits", lambda programs, blocks, _: blocks)
@@ -147,9 +140,7 @@ def test_decode_of_batches_groups_and_many_splits(
     check_parity(OP, backend, tensors, {**options, "causal": True, "dropout_p": 0.3, "return_lse": True})
 
 
-def test_a_sequence_that_is_not_finite_leaves_the_gradients_of_its_neighbours(
-    backend: str, device: torch.device
-) -> None:
+def test_a_sequence_that_is_not_finite_leaves_the_gradients_of_its_neighbours(backend, device):
     """The boundary is within a tile; the queries, keys, values and incoming gradients of the neighbours are NaN."""
     tensors = make(torch.float16, device, (96, 96), batch=1, heads=(2, 1))
     cu_seqlens = torch.tensor([0, 37, 81], dtype=torch.int32, device=device)
@@ -162,14 +153,14 @@ def test_a_sequence_that_is_not_finite_leaves_the_gradients_of_its_neighbours(
         assert tensor.grad[:, :, :37].isfinite().all() and tensor.grad[:, :, 37:81].isnan().all()
 
 
-def test_splits_fill_the_device(triton_attention: Any) -> None:
+def test_splits_fill_the_device(triton_attention):
     assert triton_attention._splits(120, 64, 132) == 1  # full without splits
     assert triton_attention._splits(8, 4, 132) == 1  # four blocks are not worth a second kernel
     assert triton_attention._splits(8, 64, 132) == 15  # 120 of 132 multiprocessors, in one wave
 
 
 @pytest.mark.usefixtures("long_path")
-def test_long_path_with_an_unequal_window_and_alibi(backend: str, device: torch.device) -> None:
+def test_long_path_with_an_unequal_window_and_alibi(backend, device):
     """Blocks of 32: the window's ends are in different blocks on both sides, for queries and keys. With a softcap."""
     tensors = make(torch.float32, device, (70, 100), batch=1, heads=(2, 1), width=16)
     options = {"window": (9, 40), "alibi_slopes": torch.tensor([0.5, 0.02], device=device), "return_lse": True}
@@ -179,23 +170,19 @@ def test_long_path_with_an_unequal_window_and_alibi(backend: str, device: torch.
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 @pytest.mark.parametrize("lengths", [(20, 30), (80, 300), (2, 600)], ids=["short", "long", "decode"])
-def test_any_sign_of_scale(backend: str, device: torch.device, lengths: tuple[int, int], scale: float) -> None:
+def test_any_sign_of_scale(backend, device, lengths, scale):
     tensors = make(torch.float32, device, lengths, batch=1, heads=(1, 1))
     check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
 
 
 @pytest.mark.parametrize(("lengths", "scale"), [((80, 300), 2.0), ((2, 600), 2.0), ((2, 600), 0.5)], ids=str)
-def test_gradients_of_large_scores_in_float32(
-    backend: str, device: torch.device, lengths: tuple[int, int], scale: float
-) -> None:
+def test_gradients_of_large_scores_in_float32(backend, device, lengths, scale):
     tensors = make(torch.float32, device, lengths, batch=1, heads=(1, 1))
     check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
 
 
 @pytest.mark.parametrize("lengths", [(40, 50), (300, 280)], ids=["short", "long"])
-def test_gradients_are_written_in_the_layouts_that_are_given(
-    backend: str, triton_attention: Any, device: torch.device, lengths: tuple[int, int]
-) -> None:
+def test_gradients_are_written_in_the_layouts_that_are_given(backend, triton_attention, device, lengths):
     tensors = make(torch.float16, device, lengths, batch=2, heads=(2, 1))
     q, k, v = (tensors[name].detach() for name in "qkv")
     call = prepare(q, k, v, causal=True, scale=0.2)
@@ -214,31 +201,14 @@ def test_gradients_are_written_in_the_layouts_that_are_given(
         assert (grad._base == 7.0).sum() == grad._base.numel() - grad.numel()
 
 
-def test_row_strides_beyond_32_bits_within_a_tile(triton_attention: Any) -> None:
+def test_row_strides_beyond_32_bits_within_a_tile(triton_attention):
     assert triton_attention.alignment(2, (64, 64, 64, 64, 64, 1 << 24)) == 0
     assert triton_attention.alignment(2, (1 << 24, 1 << 24, 64)) == 8  # between tiles offsets have 64 bits
     assert triton_attention.alignment(2, (1 << 20, 63, 64)) == 1
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_dropout_keeps_the_bits_of_the_reference(backend: str, device: torch.device, p: float) -> None:
-    queries, keys = 21, 100
-    q, k = torch.zeros(1, 2, queries, 64, device=device), torch.zeros(1, 2, keys, 64, device=device)
-    kept = []
-    for start in range(0, keys, 64):  # with equal weights, v selects sixty-four columns of the mask
-        v = torch.zeros(1, 2, keys, 64, device=device)
-        v[:, :, start : start + 64] = torch.eye(64, device=device)[: min(64, keys - start)]
-        torch.manual_seed(5)
-        kept.append(tk.attention(q, k, v, dropout_p=p, backend=backend) > 0)
-    torch.manual_seed(5)
-    want = reference.dropout_keep(reference.draw_seed(device), 2, queries, keys, p)
-    assert torch.equal(torch.cat(kept, dim=3)[0, :, :, :keys], want.view(2, queries, keys))
-
-
 @pytest.mark.usefixtures("long_path")
-def test_rows_biased_by_the_lowest_number_have_the_gradient_of_uniform_weights(
-    backend: str, device: torch.device
-) -> None:
+def test_rows_biased_by_the_lowest_number_have_the_gradient_of_uniform_weights(backend, device):
     tensors = make(torch.float32, device, (20, 40), batch=1)
     tensors["attn_bias"] = torch.full((1, 1, 1, 40), torch.finfo(torch.float32).min, device=device)
     out = tk.attention(**tensors, backend=backend)
@@ -248,8 +218,8 @@ def test_rows_biased_by_the_lowest_number_have_the_gradient_of_uniform_weights(
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_many_keys_are_read_in_blocks_of_128_where_a_causal_call_reads_64(
-    backend: str, device: torch.device, width: int, triton_attention: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    backend, device, width, triton_attention, monkeypatch
+):
     monkeypatch.setattr(_triton, "INTERPRETED_CAPABILITY", (9, 0))
     tensors = make(torch.float16, device, (130, tiles.LONG_KEYS + 50), batch=1, heads=(1, 1), width=width)
     check_parity(OP, backend, tensors, {"causal": True})
@@ -264,9 +234,7 @@ def test_many_keys_are_read_in_blocks_of_128_where_a_causal_call_reads_64(
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["ampere", "hopper"])
 @pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
-def test_every_table_computes_the_same(
-    backend: str, device: torch.device, capability: tuple[int, int], width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_table_computes_the_same(backend, device, capability, width, monkeypatch):
     monkeypatch.setattr(_triton, "INTERPRETED_CAPABILITY", capability)
     for lengths in ((60, 60), (30, 120), (30, 250), (100, 257)):
         tensors = make(torch.float16, device, lengths, batch=1, heads=(2, 1), width=width)

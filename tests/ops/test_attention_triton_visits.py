@@ -3,17 +3,13 @@
 The interpreter calls one function per block, so that visits can be counted.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import transformer_kernels as tk
 from tests.ops.test_attention import make
@@ -31,16 +27,16 @@ backend = backend_fixture("triton")
 
 
 @pytest.fixture
-def count(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> Count:
+def count(triton_attention, monkeypatch):
     """Lists the positions of every call of a device function."""
     if not _triton.interpreting():
         pytest.skip("only the interpreter's calls can be counted")
 
-    def watch(module: ModuleType, name: str) -> list[Block]:
+    def watch(module, name):
         original, calls = getattr(module, name), []
         signature = inspect.signature(original.fn)
 
-        def counted(*args: Any) -> Any:
+        def counted(*args):
             calls.append(_positions(signature.bind(*args).arguments))
             return original(*args)
 
@@ -50,7 +46,7 @@ def count(triton_attention: Any, monkeypatch: pytest.MonkeyPatch) -> Count:
     return watch
 
 
-def _positions(arguments: dict[str, Any]) -> Block:
+def _positions(arguments):
     """The start of the block, its number of positions, and the number of rows."""
     found = {name: int(arguments[name]) for name in ("start", "first_row") if name in arguments}
     if "keys" in arguments:
@@ -63,11 +59,11 @@ def _positions(arguments: dict[str, Any]) -> Block:
     return found
 
 
-def _sequences(lengths: list[int], device: torch.device) -> Tensor:
+def _sequences(lengths, device):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def _forward_and_backward(tensors: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+def _forward_and_backward(tensors, **options):
     leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
     out = tk.attention(**leaves, **options, backend="triton")
     out.backward(torch.ones_like(out))
@@ -77,7 +73,7 @@ def _forward_and_backward(tensors: dict[str, Any], **options: Any) -> dict[str, 
 @pytest.mark.usefixtures("long_path")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [[128], [64, 64], [32] * 4, [50, 7, 1, 70], [100, 20], [10]], ids=str)
-def test_work_is_the_sum_of_the_squares(count: Count, device: torch.device, lengths: list[int], causal: bool) -> None:
+def test_work_is_the_sum_of_the_squares(count, device, lengths, causal):
     from transformer_kernels.ops.attention import _triton_backward, _triton_backward_key, _triton_forward
 
     tensors = make(torch.float16, device, (128, 128), batch=1, heads=(1, 1))
@@ -103,7 +99,7 @@ def test_work_is_the_sum_of_the_squares(count: Count, device: torch.device, leng
 
 @pytest.mark.usefixtures("long_path")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_gradient_of_a_bias_visits_tiles_of_one_sequence(count: Count, device: torch.device, causal: bool) -> None:
+def test_gradient_of_a_bias_visits_tiles_of_one_sequence(count, device, causal):
     from transformer_kernels.ops.attention import _triton_backward_bias
 
     tensors = make(torch.float16, device, (128, 128), batch=1, heads=(1, 1))
@@ -116,7 +112,7 @@ def test_gradient_of_a_bias_visits_tiles_of_one_sequence(count: Count, device: t
 @pytest.mark.usefixtures("long_path")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [[50, 7, 1, 40], [32, 64], [96], [33, 31, 20]], ids=str)
-def test_borders_within_tiles(backend: str, device: torch.device, lengths: list[int], causal: bool) -> None:
+def test_borders_within_tiles(backend, device, lengths, causal):
     tensors = make(torch.float16, device, (100, 100), batch=1, heads=(2, 1))
     options = {"cu_seqlens": _sequences(lengths, device), "causal": causal, "return_lse": True}
     check_parity("attention", backend, tensors, options)
@@ -124,7 +120,7 @@ def test_borders_within_tiles(backend: str, device: torch.device, lengths: list[
 
 @pytest.mark.usefixtures("long_path")
 @pytest.mark.parametrize("poisoned", ["q", "k", "v"])
-def test_gradients_do_not_cross_a_border(count: Count, device: torch.device, poisoned: str) -> None:
+def test_gradients_do_not_cross_a_border(count, device, poisoned):
     tensors = make(torch.float32, device, (96, 96), batch=1, heads=(2, 1))
     cu_seqlens = _sequences([37, 40], device)
     clean = _forward_and_backward(tensors, cu_seqlens=cu_seqlens)
@@ -139,12 +135,7 @@ def test_gradients_do_not_cross_a_border(count: Count, device: torch.device, poi
 
 @pytest.mark.usefixtures("long_path")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_padding_between_real_keys_is_not_visited(
-    backend: str,
-    count: Count,
-    device: torch.device,
-    causal: bool,
-) -> None:
+def test_padding_between_real_keys_is_not_visited(backend, count, device, causal):
     from transformer_kernels.ops.attention import _triton_backward, _triton_backward_key, _triton_forward
 
     positions = torch.arange(160, device=device)
@@ -166,7 +157,7 @@ def test_padding_between_real_keys_is_not_visited(
     assert sorted(unread) == [64, 64, 96, 96]  # k and v of the two tiles that are all padding
 
 
-def test_decode_visits_from_the_first_real_key_to_the_last(backend: str, count: Count, device: torch.device) -> None:
+def test_decode_visits_from_the_first_real_key_to_the_last(backend, count, device):
     from transformer_kernels.ops.attention import _triton_decode
 
     tensors = {name: x.detach() for name, x in make(torch.float16, device, (2, 700), batch=1, heads=(2, 1)).items()}
@@ -180,7 +171,7 @@ def test_decode_visits_from_the_first_real_key_to_the_last(backend: str, count: 
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 1024), (0, 1025), (100, 5300), (64, 9000)], ids=str)
-def test_the_real_keys_of_any_range(triton_attention: Any, device: torch.device, start: int, end: int) -> None:
+def test_the_real_keys_of_any_range(triton_attention, device, start, end):
     """Short and long ranges use different chunk sizes."""
     from tests.support.triton_kernels import real_keys_kernel
 
@@ -205,7 +196,7 @@ def test_the_real_keys_of_any_range(triton_attention: Any, device: torch.device,
         assert found.tolist() == [low, high, int(len(within) == high - low)], (first, last, hole)
 
 
-def test_the_sequence_of_every_token(triton_attention: Any, device: torch.device) -> None:
+def test_the_sequence_of_every_token(triton_attention, device):
     for lengths, tokens in (([5], 5), ([3, 0, 0, 4], 9), ([], 4), ([0, 0], 3), ([1] * 300, 300), ([256, 256, 1], 600)):
         q = torch.empty(1, 1, tokens, 16, device=device, dtype=torch.float16)
         call = prepare(q, q, q, cu_seqlens=_sequences(lengths, device))

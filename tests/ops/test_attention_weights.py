@@ -1,9 +1,5 @@
 """attention_weights against the reference, and against attention."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,11 +14,11 @@ backend = backend_fixture(*tk.BACKENDS, op="softmax")
 
 
 @pytest.fixture(params=DTYPES, ids=dtype_id)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+def dtype(request):
     return request.param
 
 
-def make(dtype: torch.dtype, device: torch.device, queries: int = 7, keys: int = 9, batch: int = 2) -> dict[str, Any]:
+def make(dtype, device, queries=7, keys=9, batch=2):
     return {
         "q": normal(batch, 4, queries, 16, dtype=dtype, device=device, seed=1),
         "k": normal(batch, 2, keys, 16, dtype=dtype, device=device, seed=2),
@@ -41,34 +37,32 @@ def make(dtype: torch.dtype, device: torch.device, queries: int = 7, keys: int =
     ],
     ids=["all", "causal", "window", "both, capped", "window to both sides", "window after, slopes"],
 )
-def test_matches_reference(backend: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any]) -> None:
+def test_matches_reference(backend, dtype, device, options):
     check_parity(OP, backend, make(dtype, device), options)
     check_parity(OP, backend, {**make(dtype, device), "key_padding_mask": PADDED.to(device)}, options)
 
 
-def test_bias_has_a_gradient(backend: str, device: torch.device) -> None:
+def test_bias_has_a_gradient(backend, device):
     for shape in ((4, 7, 9), (2, 1, 7, 1), (9,)):
         bias = normal(*shape, dtype=torch.float32, device=device, seed=3)
         check_parity(OP, backend, {**make(torch.float32, device), "attn_bias": bias}, {"causal": True})
 
 
-def test_gradients_do_not_depend_on_the_rounding_of_the_weights(
-    backend: str, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_gradients_do_not_depend_on_the_rounding_of_the_weights(backend, dtype, device):
     """The weights of a row sum to 1, whatever they are: a constant incoming gradient gives 0."""
     inputs = {name: x.requires_grad_() for name, x in make(dtype, device).items()}
     tk.attention_weights(**inputs, backend=backend).sum().backward()
     assert all(x.grad is not None and float(x.grad.abs().max()) < 1e-5 for x in inputs.values())
 
 
-def test_a_query_whose_bias_hides_every_key_has_no_weights(backend: str, device: torch.device) -> None:
+def test_a_query_whose_bias_hides_every_key_has_no_weights(backend, device):
     bias = normal(7, 9, dtype=torch.float32, device=device, seed=3).detach().clone()
     bias[2], bias[4, :5] = -torch.inf, -torch.inf
     for options in ({}, {"causal": True}):
         check_parity(OP, backend, {**make(torch.float32, device), "attn_bias": bias}, options)
 
 
-def test_packed_sequences(backend: str, device: torch.device) -> None:
+def test_packed_sequences(backend, device):
     tensors = make(torch.float32, device, 8, 8, batch=1)
     check_parity(OP, backend, {**tensors, "cu_seqlens": SEQUENCES.to(device)}, {"causal": True})
     slopes = torch.tensor([0.5, 0.25, 0.125, 1.0], device=device)
@@ -79,7 +73,7 @@ def test_packed_sequences(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padding", "behind the last sequence"])
-def test_nan_that_is_never_read_does_not_get_out(backend: str, device: torch.device, packed: bool) -> None:
+def test_nan_that_is_never_read_does_not_get_out(backend, device, packed):
     tensors = make(torch.float32, device, 9, batch=1 if packed else 2)
     with torch.no_grad():
         tensors["k"][-1, :, 7:] = torch.nan
@@ -93,7 +87,7 @@ def test_nan_that_is_never_read_does_not_get_out(backend: str, device: torch.dev
     assert not tensors["k"].grad[-1, :, 7:].any()
 
 
-def test_scores_are_float32_also_under_autocast(device: torch.device) -> None:
+def test_scores_are_float32_also_under_autocast(device):
     tensors = make(torch.float32, device)
     with torch.autocast(device.type, torch.bfloat16):
         weights = tk.attention_weights(**tensors, backend="torch")
@@ -102,13 +96,13 @@ def test_scores_are_float32_also_under_autocast(device: torch.device) -> None:
     assert torch.equal(weights, tk.attention_weights(**low, backend="torch"))
 
 
-def test_errors_name_attention() -> None:
+def test_errors_name_attention():
     with pytest.raises(ValueError, match="k must have the head dimension of q"):
         tk.attention_weights(torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 4))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-def test_sinks(backend: str, dtype: torch.dtype, device: torch.device, masked: bool) -> None:
+def test_sinks(backend, dtype, device, masked):
     """A row of weights sums to 1 minus that of the sink; a fully masked row is 0."""
     tensors = make(dtype, device)
     tensors["sinks"] = torch.tensor([0.5, -torch.inf, 1e4, -2.0], dtype=torch.float32, device=device).requires_grad_()

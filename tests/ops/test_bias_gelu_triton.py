@@ -1,7 +1,5 @@
 """bias_gelu in Triton: dbias summed by persistent programs, in one order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,15 +13,13 @@ backend = backend_fixture("triton")
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize(("rows", "width"), [(500, 33), (90, 520), (40, 1030)])
-def test_each_program_walks_over_several_tiles(
-    backend: str, device: torch.device, rows: int, width: int, approximate: str
-) -> None:
+def test_each_program_walks_over_several_tiles(backend, device, rows, width, approximate):
     tensors = {"x": normal(rows, width, dtype=torch.float16, device=device)}
     tensors["bias"] = normal(width, dtype=torch.float16, device=device, seed=1)
     check_parity(OP, backend, tensors, {"approximate": approximate})
 
 
-def test_dbias_does_not_depend_on_the_order_of_programs(backend: str, device: torch.device) -> None:
+def test_dbias_does_not_depend_on_the_order_of_programs(backend, device):
     from tests.support.interpreter import shuffled_programs
     from transformer_kernels.ops.activation import _triton as activation
 

@@ -1,7 +1,5 @@
 """A call is a record: fields are accessed by name, not by position."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -11,7 +9,7 @@ BY_POSITION = re.compile(r"\bcall\[\d*:|\bcall\[[1-9]|\._make\(")
 """A slice of a call, a field of it by number (but the first, its first tensor), or a record of a bare sequence."""
 
 
-def test_no_call_is_taken_apart_by_position() -> None:
+def test_no_call_is_taken_apart_by_position():
     found = [
         f"{path.relative_to(OPS)}:{number}: {line.strip()}"
         for path in sorted(OPS.rglob("*.py"))

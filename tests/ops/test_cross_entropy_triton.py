@@ -1,7 +1,5 @@
 """Cross-entropy kernels in Triton: two passes at narrow widths, gaps between rows, and every table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ backend = backend_fixture("triton")
 
 
 @pytest.fixture
-def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _walked(backend, monkeypatch):
     """Rows of more than 64 columns are processed in blocks of 64."""
     from transformer_kernels.ops.loss import _triton as cross_entropy
 
@@ -29,22 +27,20 @@ def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_walked")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("classes", [65, 128, 129, 200])
-def test_two_passes_match_the_reference(
-    backend: str, dtype: torch.dtype, device: torch.device, classes: int, smoothing: float
-) -> None:
+def test_two_passes_match_the_reference(backend, dtype, device, classes, smoothing):
     check_parity(OP, backend, make(dtype, device, 7, classes), {"label_smoothing": smoothing})
 
 
 @pytest.mark.usefixtures("_walked")
 @pytest.mark.parametrize("first", [-torch.inf, torch.inf, torch.nan])
-def test_two_passes_of_a_row_that_starts_with_no_number(backend: str, device: torch.device, first: float) -> None:
+def test_two_passes_of_a_row_that_starts_with_no_number(backend, device, first):
     tensors = make(torch.float32, device, 7, 200, ignored=0.0)
     with torch.no_grad():
         tensors["logits"][3, 0] = first
     check_parity(OP, backend, {**tensors, "logits": tensors["logits"].detach()}, {"label_smoothing": 0.1})
 
 
-def losses_in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def losses_in_place(logits, targets):
     from transformer_kernels.ops.loss import _triton as cross_entropy
 
     return cross_entropy.row_losses_and_gradient(logits, targets, RowLoss(-100, 0.0))[0]
@@ -52,9 +48,7 @@ def losses_in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.parametrize("walked", [False, True], ids=["in registers", "walked"])
 @pytest.mark.parametrize("classes", [65, 201])
-def test_what_lies_between_rows_is_not_looked_at_and_becomes_zero(
-    backend: str, device: torch.device, classes: int, walked: bool, request: pytest.FixtureRequest
-) -> None:
+def test_what_lies_between_rows_is_not_looked_at_and_becomes_zero(backend, device, classes, walked, request):
     if walked:
         request.getfixturevalue("_walked")
     buffer = torch.full((5, -(-classes // 8) * 8), torch.nan, dtype=torch.float16, device=device)
@@ -70,9 +64,7 @@ def test_what_lies_between_rows_is_not_looked_at_and_becomes_zero(
 
 @pytest.mark.parametrize("stray", [-7, 65, 2**30, 2**40])
 @pytest.mark.parametrize("walked", [False, True], ids=["in registers", "walked"])
-def test_a_target_that_is_no_class_makes_its_row_nan_and_reads_nothing(
-    backend: str, device: torch.device, stray: int, walked: bool, request: pytest.FixtureRequest
-) -> None:
+def test_a_target_that_is_no_class_makes_its_row_nan_and_reads_nothing(backend, device, stray, walked, request):
     if walked:
         request.getfixturevalue("_walked")
     logits = normal(4, 65, dtype=torch.float32, device=device).detach()
@@ -83,9 +75,7 @@ def test_a_target_that_is_no_class_makes_its_row_nan_and_reads_nothing(
 
 @pytest.mark.parametrize("rows", [1, 4096, 4097])
 @pytest.mark.parametrize("limit", [1 << 16, 64], ids=["one program", "by PyTorch"])
-def test_the_sum_of_losses(
-    backend: str, device: torch.device, rows: int, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sum_of_losses(backend, device, rows, limit, monkeypatch):
     from transformer_kernels.ops.loss import _triton as cross_entropy
 
     monkeypatch.setattr(cross_entropy, "ROWS_OF_ONE_PROGRAM", limit)
@@ -99,16 +89,14 @@ def test_the_sum_of_losses(
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_the_table_of_every_capability(
-    backend: str, device: torch.device, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_every_capability(backend, device, capability, monkeypatch):
     monkeypatch.setattr("transformer_kernels.backends.triton.INTERPRETED_CAPABILITY", capability)
     for classes in (2, 300, 2500):
         check_parity(OP, backend, make(torch.float16, device, 5, classes))
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
+def test_more_than_two_to_the_31_elements(device):
     from transformer_kernels.ops.loss import _triton as cross_entropy
 
     classes = 1000

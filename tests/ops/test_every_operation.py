@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -29,17 +27,17 @@ FEWER_PASSES = {"triton": 4, "cuda": 20}
 backend = backend_fixture(*tk.BACKENDS)
 
 
-def parity(op: str, backend: str, tensors: dict[str, Any], **how: Any) -> None:
+def parity(op, backend, tensors, **how):
     check_parity(op, backend, tensors, EXAMPLES[op].options, seed=7, **how)
 
 
-def test_there_is_an_example_of_each() -> None:
+def test_there_is_an_example_of_each():
     assert sorted(EXAMPLES) == sorted(OPERATIONS)
 
 
 @PER_OPERATION
 @pytest.mark.parametrize("layout", [*LAYOUTS, expanded], ids=lambda f: f.__name__)
-def test_any_layout(op: str, backend: str, device: torch.device, layout: Any) -> None:
+def test_any_layout(op, backend, device, layout):
     tensors = EXAMPLES[op].make(device=device)
     name = EXAMPLES[op].view
     tensors[name] = layout(tensors[name].detach()).requires_grad_()
@@ -48,7 +46,7 @@ def test_any_layout(op: str, backend: str, device: torch.device, layout: Any) ->
 
 @PER_OPERATION
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_misaligned_in_16_bits(op: str, backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_misaligned_in_16_bits(op, backend, dtype, device):
     require(op, backend, device, dtype)
     tensors = EXAMPLES[op].make(dtype=dtype, device=device)
     for name, tensor in tensors.items():
@@ -58,19 +56,19 @@ def test_misaligned_in_16_bits(op: str, backend: str, dtype: torch.dtype, device
 
 
 @PER_OPERATION
-def test_gradient_of_any_layout(op: str, backend: str, device: torch.device) -> None:
+def test_gradient_of_any_layout(op, backend, device):
     """Expanded along the first axis, except for a scalar, or negated. The CUDA kernels load whole vectors of it."""
     tensors = EXAMPLES[op].make(device=device)
     for layout in (expanded, strided, lambda dy: torch._neg_view(-dy), *((misaligned,) if backend == "cuda" else ())):
         parity(op, backend, tensors, transform=lambda dy, layout=layout: layout(dy) if dy.dim() else dy)
 
 
-def differentiable(op: str) -> list[str]:
+def differentiable(op):
     return [name for name, tensor in EXAMPLES[op].make().items() if tensor.requires_grad]
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in NAMES for name in differentiable(op)])
-def test_only_one_gradient_is_wanted(op: str, name: str, backend: str, device: torch.device) -> None:
+def test_only_one_gradient_is_wanted(op, name, backend, device):
     tensors = EXAMPLES[op].make(device=device)
     for other in differentiable(op):
         tensors[other].requires_grad_(other == name)
@@ -79,10 +77,10 @@ def test_only_one_gradient_is_wanted(op: str, name: str, backend: str, device: t
 
 @PER_OPERATION
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_bits_again(op: str, backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_same_bits_again(op, backend, dtype, device):
     require(op, backend, device, dtype)
 
-    def once() -> list[Tensor]:
+    def once():
         tensors = EXAMPLES[op].make(60, 40, dtype, device)
         torch.manual_seed(3)
         results = function(op, backend)(**tensors)
@@ -95,7 +93,7 @@ def test_same_bits_again(op: str, backend: str, dtype: torch.dtype, device: torc
 
 
 @pytest.fixture
-def reorder(backend: str, device: torch.device) -> Iterator[Callable[[int], None]]:
+def reorder(backend, device):
     """Gives emulated threads another order for each number; interpreted programs are shuffled at each launch."""
     if backend != "cuda" or device.type != "cpu":
         yield lambda number: None
@@ -107,7 +105,7 @@ def reorder(backend: str, device: torch.device) -> Iterator[Callable[[int], None
 
 @pytest.mark.slow
 @PER_OPERATION
-def test_same_bits_however_often(op: str, backend: str, device: torch.device, reorder: Callable[[int], None]) -> None:
+def test_same_bits_however_often(op, backend, device, reorder):
     tensors = EXAMPLES[op].make(40, 24, device=device)
     leaves = [tensors[name] for name in differentiable(op)]
     torch.manual_seed(3)
@@ -124,7 +122,7 @@ def test_same_bits_however_often(op: str, backend: str, device: torch.device, re
 
 
 @PER_OPERATION
-def test_the_same_without_gradients(op: str, backend: str, device: torch.device) -> None:
+def test_the_same_without_gradients(op, backend, device):
     """The raw route gives the same bits as the recorded one."""
     tensors = EXAMPLES[op].make(device=device)
     results = []
@@ -139,7 +137,7 @@ def test_the_same_without_gradients(op: str, backend: str, device: torch.device)
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 8), (3, 0)], ids=["no rows", "no columns"])
 @PER_OPERATION
-def test_empty(op: str, backend: str, device: torch.device, rows: int, columns: int) -> None:
+def test_empty(op, backend, device, rows, columns):
     if columns == 0 and op not in OF_ANY_WIDTH:
         pytest.skip("it needs a column")
     tensors = EXAMPLES[op].make(rows, columns, device=device)
@@ -154,11 +152,11 @@ def test_empty(op: str, backend: str, device: torch.device, rows: int, columns: 
 
 
 @PER_OPERATION
-def test_gradcheck_in_float64(op: str, device: torch.device) -> None:
+def test_gradcheck_in_float64(op, device):
     tensors = EXAMPLES[op].make(4, 5, torch.float64, device)
     names = differentiable(op)
 
-    def run(*leaves: Tensor) -> Any:
+    def run(*leaves):
         torch.manual_seed(3)
         return function(op, "torch")(**{**tensors, **dict(zip(names, leaves, strict=True))})
 

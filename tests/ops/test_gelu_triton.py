@@ -1,7 +1,5 @@
 """GELU in Triton: the fitted tail of the normal distribution against the formula in float32."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,16 +12,16 @@ OP = "gelu"
 backend = backend_fixture("triton")
 
 
-def exact(x: torch.Tensor) -> torch.Tensor:
+def exact(x):
     return 0.5 * x.double() * torch.erfc(-x.double() / math.sqrt(2.0))
 
 
-def formula(x: torch.Tensor) -> torch.Tensor:
+def formula(x):
     """x (1 + erf(x / sqrt(2))) / 2 in float32, with an exact erf: the same on every host."""
     return 0.5 * x * (1.0 + torch.erf((x * math.sqrt(0.5)).double()).float())
 
 
-def test_exact_gelu_is_closer_than_its_formula(backend: str, device: torch.device) -> None:
+def test_exact_gelu_is_closer_than_its_formula(backend, device):
     from transformer_kernels.ops.activation import _triton as activation
 
     x = torch.linspace(-14.0, 14.0, 60001, device=device)
@@ -37,7 +35,7 @@ def test_exact_gelu_is_closer_than_its_formula(backend: str, device: torch.devic
 
 
 @pytest.mark.parametrize("count", [1, 2047, 2048, 2049, 4096])
-def test_counts_around_a_program(backend: str, dtype: torch.dtype, device: torch.device, count: int) -> None:
+def test_counts_around_a_program(backend, dtype, device, count):
     from transformer_kernels.ops.activation import _triton as activation
 
     x = torch.linspace(-4.0, 4.0, count, device=device).to(dtype)

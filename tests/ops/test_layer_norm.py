@@ -1,60 +1,48 @@
 """LayerNorm in every backend."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import transformer_kernels as tk
-from tests.support.arguments import normal
+from tests.support.arguments import rows
 from tests.support.parity import check_parity
 
 OP = "layer_norm"
-
-
-def make(dtype: torch.dtype, device: torch.device, *shape: int, parameters: torch.dtype | None = None) -> dict:
-    parameters = parameters or dtype
-    return {
-        "x": normal(*shape, dtype=dtype, device=device, seed=1),
-        "weight": normal(shape[-1], dtype=parameters, device=device, seed=2),
-        "bias": normal(shape[-1], dtype=parameters, device=device, seed=3),
-    }
+make = rows("weight", "bias")
 
 
 @pytest.mark.parametrize("width", [1, 3, 17, 127, 128, 129, 256, 768, 1000, 1024, 1025, 2047, 4097])
-def test_matches_reference_over_widths(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+def test_matches_reference_over_widths(backend, dtype, device, width):
     check_parity(OP, backend, make(dtype, device, 5, width))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [8192, 16384, 65536, 70001])
-def test_matches_reference_over_wide_rows(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+def test_matches_reference_over_wide_rows(backend, dtype, device, width):
     check_parity(OP, backend, make(dtype, device, 3, width))
 
 
 @pytest.mark.parametrize("shape", [(128,), (1, 128), (37, 768), (3, 2, 5, 64), (300, 32)], ids=str)
-def test_matches_reference_over_shapes(
-    backend: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]
-) -> None:
+def test_matches_reference_over_shapes(backend, dtype, device, shape):
     check_parity(OP, backend, make(dtype, device, *shape))
 
 
-def test_without_bias(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_without_bias(backend, dtype, device):
     tensors = make(dtype, device, 37, 256)
     tensors["bias"] = None
     check_parity(OP, backend, tensors)
 
 
-def test_float32_parameters(backend: str, dtype: torch.dtype, device: torch.device) -> None:
-    check_parity(OP, backend, make(dtype, device, 37, 256, parameters=torch.float32))
+def test_float32_parameters(backend, dtype, device):
+    check_parity(OP, backend, make(dtype, device, 37, 256, parameters_in=torch.float32))
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1e-5, 1.0])
-def test_eps(backend: str, dtype: torch.dtype, device: torch.device, eps: float) -> None:
+def test_eps(backend, dtype, device, eps):
     check_parity(OP, backend, make(dtype, device, 9, 64), {"eps": eps})
 
 
-def test_a_constant_row_gives_the_bias(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_a_constant_row_gives_the_bias(backend, dtype, device):
     tensors = make(dtype, device, 4, 96)
     with torch.no_grad():
         tensors["x"].fill_(3.0)
@@ -62,7 +50,7 @@ def test_a_constant_row_gives_the_bias(backend: str, dtype: torch.dtype, device:
     torch.testing.assert_close(y, tensors["bias"].expand_as(y), atol=1e-6, rtol=0)
 
 
-def test_a_large_mean(backend: str, device: torch.device) -> None:
+def test_a_large_mean(backend, device):
     tensors = make(torch.float32, device, 16, 512)
     with torch.no_grad():
         tensors["x"].add_(1e6)
@@ -73,7 +61,7 @@ def test_a_large_mean(backend: str, device: torch.device) -> None:
     torch.testing.assert_close(y.double(), exact, atol=0.2 if backend == "torch" else 0.05, rtol=0)
 
 
-def test_denormals(backend: str, device: torch.device) -> None:
+def test_denormals(backend, device):
     tensors = make(torch.float32, device, 4, 64)
     with torch.no_grad():
         tensors["x"].mul_(1e-40)

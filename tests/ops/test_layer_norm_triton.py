@@ -1,7 +1,5 @@
 """LayerNorm kernels in Triton: two passes at narrow widths, the persistent loop, a mean of a million."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ backend = backend_fixture("triton")
 
 
 @pytest.fixture
-def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _walked(backend, monkeypatch):
     """Rows of more than 64 columns are processed in blocks of 64, and their columns summed in blocks of 32."""
     from transformer_kernels.ops.norm import _triton as norm
 
@@ -26,7 +24,7 @@ def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "COLUMN_TILE", RowTile(rows=4, columns=32, num_warps=4, programs=5))
 
 
-def make(rows: int, width: int, dtype: torch.dtype, device: torch.device, shift: float = 0.0) -> dict:
+def make(rows, width, dtype, device, shift=0.0):
     x = (normal(rows, width, dtype=torch.float32, device=device).detach() + shift).to(dtype).requires_grad_()
     parameters = {name: normal(width, dtype=dtype, device=device, seed=i) for i, name in enumerate(("weight", "bias"))}
     return {"x": x, **parameters}
@@ -36,9 +34,7 @@ def make(rows: int, width: int, dtype: torch.dtype, device: torch.device, shift:
 @pytest.mark.parametrize("shift", [0.0, 1000.0])
 @pytest.mark.parametrize("width", [65, 128, 129, 200])
 @pytest.mark.parametrize(("op", "bias"), [("layer_norm", True), ("layer_norm", False), ("rms_norm", False)])
-def test_two_passes_match_the_reference(
-    op: str, bias: bool, backend: str, dtype: torch.dtype, device: torch.device, width: int, shift: float
-) -> None:
+def test_two_passes_match_the_reference(op, bias, backend, dtype, device, width, shift):
     tensors = make(29, width, dtype, device, shift)
     if not bias:
         del tensors["bias"]
@@ -46,14 +42,12 @@ def test_two_passes_match_the_reference(
 
 
 @pytest.mark.parametrize(("rows", "width"), [(700, 17), (301, 128), (50, 600)])
-def test_each_program_walks_over_several_tiles(
-    backend: str, dtype: torch.dtype, device: torch.device, rows: int, width: int
-) -> None:
+def test_each_program_walks_over_several_tiles(backend, dtype, device, rows, width):
     check_parity(OP, backend, make(rows, width, dtype, device))
 
 
 @pytest.mark.parametrize("width", [200, 9000])
-def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device, width: int) -> None:
+def test_a_mean_of_a_million_keeps_its_digits(backend, device, width):
     """A row's first element is subtracted before summing, so only the rounding of x remains."""
     from transformer_kernels.ops.norm import _triton as norm
 
@@ -65,7 +59,7 @@ def test_a_mean_of_a_million_keeps_its_digits(backend: str, device: torch.device
 
 
 @pytest.mark.parametrize("outlier", [0, 130])
-def test_an_outlier_in_the_first_column_costs_nothing(backend: str, device: torch.device, outlier: int) -> None:
+def test_an_outlier_in_the_first_column_costs_nothing(backend, device, outlier):
     tensors = make(5, 131, torch.float32, device)
     with torch.no_grad():
         tensors["x"][:, outlier] = 3e4

@@ -1,13 +1,10 @@
 """A linear layer in every backend that supports it: forward and all gradients against the reference in float64."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
 import transformer_kernels as tk
 from tests.support.arguments import normal
@@ -20,7 +17,7 @@ ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh"]
 
 
 @pytest.fixture(params=["as chosen", "PyTorch's products"], autouse=True)
-def products(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def products(request, backend, monkeypatch):
     """This package's products are used for small weights; all weights of these tests are small."""
     if request.param == "PyTorch's products":
         if backend != "cpu":
@@ -29,9 +26,7 @@ def products(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.M
         monkeypatch.setattr(chooser, "LIMITS", {})
 
 
-def make(
-    M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, bias: bool = True
-) -> dict[str, Tensor | None]:
+def make(M, N, K, dtype, device, bias=True):
     return {
         "x": normal(M, K, dtype=dtype, device=device, seed=1),
         "weight": normal(N, K, dtype=dtype, device=device, seed=2),
@@ -43,31 +38,29 @@ def make(
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (3, 65, 128), (97, 601, 31), (100, 96, 64), (2100, 130, 17), (256, 512, 1024)], ids=str
 )
-def test_matches_reference(
-    backend: str, dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int], activation: str | None
-) -> None:
+def test_matches_reference(backend, dtype, device, sizes, activation):
     check_parity("linear", backend, make(*sizes, dtype, device), {"activation": activation})
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
-def test_few_rows(backend: str, dtype: torch.dtype, device: torch.device, rows: int) -> None:
+def test_few_rows(backend, dtype, device, rows):
     """The weight is large enough for streams, with a tail of three columns and, in depth, of two."""
     check_parity("linear", backend, make(rows, 2051, 130, dtype, device), {"activation": None if rows == 1 else "gelu"})
 
 
-def test_without_a_bias(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_without_a_bias(backend, dtype, device):
     check_parity("linear", backend, make(40, 33, 20, dtype, device, bias=False), {"activation": "relu"})
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
-def test_only_the_wanted_gradients(backend: str, dtype: torch.dtype, device: torch.device, wanted: str) -> None:
+def test_only_the_wanted_gradients(backend, dtype, device, wanted):
     tensors = make(40, 33, 20, dtype, device)
     for name, tensor in tensors.items():
         tensor.requires_grad_(name == wanted)
     check_parity("linear", backend, tensors, {"activation": "gelu"})
 
 
-def test_autocast_takes_its_dtype(backend: str, device: torch.device) -> None:
+def test_autocast_takes_its_dtype(backend, device):
     tensors = make(8, 33, 20, torch.float32, device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y = tk.linear(**tensors, backend=backend)
@@ -75,13 +68,7 @@ def test_autocast_takes_its_dtype(backend: str, device: torch.device) -> None:
     assert y.dtype is torch.bfloat16 and tensors["weight"].grad.dtype is torch.float32
 
 
-@pytest.mark.parametrize("activation", ["silu", 1, "none"])
-def test_an_unknown_activation_is_refused(backend: str, device: torch.device, activation: object) -> None:
-    with pytest.raises(ValueError, match="linear: activation must be None, relu, gelu or gelu_tanh; got "):
-        tk.linear(**make(2, 3, 4, torch.float32, device), activation=activation, backend=backend)
-
-
-def test_a_nan_stays_in_its_row(backend: str, device: torch.device) -> None:
+def test_a_nan_stays_in_its_row(backend, device):
     tensors = make(20, 33, 20, torch.float32, device)
     with torch.no_grad():
         tensors["x"][3] = float("nan")
@@ -90,16 +77,14 @@ def test_a_nan_stays_in_its_row(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
-def test_larger_weights_of_many_rows(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_larger_weights_of_many_rows(backend, dtype, device):
     if backend != "cpu":
         pytest.skip("only the cpu backend has a threshold on rows")
     check_parity("linear", backend, make(520, 700, 751, dtype, device), {"activation": "relu"})
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_largest_weights_are_multiplied_once(
-    backend: str, device: torch.device, activation: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_weights_are_multiplied_once(backend, device, activation, monkeypatch):
     """Of an output layer, the forward product uses this package's kernel, its gradients PyTorch's."""
     if backend != "cpu":
         pytest.skip("only the cpu backend has a threshold on weights")
@@ -117,9 +102,7 @@ def test_the_largest_weights_are_multiplied_once(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 300])
-def test_a_transposed_weight_is_read_in_place(
-    backend: str, dtype: torch.dtype, device: torch.device, rows: int
-) -> None:
+def test_a_transposed_weight_is_read_in_place(backend, dtype, device, rows):
     """In float32 without an activation; of as many elements as small batches read in streams where they are rows."""
     tensors = make(rows, 2051, 130, dtype, device)
     tensors["weight"] = tensors["weight"].detach().t().contiguous().t().requires_grad_()
@@ -130,7 +113,7 @@ def test_a_transposed_weight_is_read_in_place(
         check_parity("linear", backend, tensors, {"activation": activation})
 
 
-def test_threads_do_not_change_the_bits_of_bfloat16(backend: str) -> None:
+def test_threads_do_not_change_the_bits_of_bfloat16(backend):
     """Under autocast, with float32 weights; odd numbers of rows and columns give half a pair."""
     if backend != "cpu":
         pytest.skip("PyTorch's products are not tested here")
@@ -153,9 +136,7 @@ def test_threads_do_not_change_the_bits_of_bfloat16(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("instruction_set", "ours"), [("avx2", True), ("avx512_bf16", True), ("amx", False)])
-def test_tiles_are_left_to_pytorch(
-    backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, instruction_set: str, ours: bool
-) -> None:
+def test_tiles_are_left_to_pytorch(backend, request, monkeypatch, instruction_set, ours):
     if backend != "cpu" or "PyTorch's products" in request.node.name:
         pytest.skip("only the cpu backend as chosen")
     chooser = import_module("transformer_kernels.ops.linear._cpu")
@@ -167,7 +148,7 @@ def test_tiles_are_left_to_pytorch(
     assert chooser.fuses(operation.prepare(**make(512, 1024, 1024, torch.bfloat16, "cpu"))) is ours
 
 
-def test_long_sums_are_made_of_short_ones() -> None:
+def test_long_sums_are_made_of_short_ones():
     """One float32 register for 512 products would give 4.1e-7."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(64, 1024, generator=generator), torch.randn(256, 1024, generator=generator)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,20 +24,18 @@ OP = "linear_cross_entropy"
 
 
 @pytest.fixture(params=[None, 16], ids=["at once", "in chunks"])
-def rows_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int | None]:
+def rows_at_once(request, monkeypatch):
     if request.param is not None:
         monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: request.param)
     yield request.param
 
 
 @pytest.fixture
-def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_chunks(monkeypatch):
     monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: 16)
 
 
-def make(
-    dtype: torch.dtype, device: torch.device, rows: int, classes: int, width: int = 24, bias: bool = True
-) -> dict[str, Tensor | None]:
+def make(dtype, device, rows, classes, width=24, bias=True):
     generator = torch.Generator().manual_seed(rows + classes)
     targets = torch.randint(0, classes, (rows,), generator=generator)
     hidden = torch.rand(rows, generator=generator) < 0.2
@@ -53,9 +50,7 @@ def make(
 @pytest.mark.usefixtures("rows_at_once")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("rows", "classes"), [(1, 2), (17, 65), (40, 128), (33, 1001)])
-def test_matches_reference_over_shapes(
-    backend: str, dtype: torch.dtype, device: torch.device, rows: int, classes: int, smoothing: float
-) -> None:
+def test_matches_reference_over_shapes(backend, dtype, device, rows, classes, smoothing):
     check_parity(OP, backend, make(dtype, device, rows, classes), {"label_smoothing": smoothing})
 
 
@@ -70,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("rows_at_once")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("given", OPTIONS)
-def test_options_match_the_reference(backend: str, device: torch.device, given: str, reduction: str) -> None:
+def test_options_match_the_reference(backend, device, given, reduction):
     """Also class weights with a sum below 1: the denominator of a mean is not a number of rows."""
     options = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in OPTIONS[given].items()}
     check_parity(OP, backend, make(torch.float32, device, 37, 65), {**options, "reduction": reduction})
@@ -78,19 +73,19 @@ def test_options_match_the_reference(backend: str, device: torch.device, given: 
 
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("classes", [33001, 50257])
-def test_wide_vocabularies(backend: str, device: torch.device, classes: int) -> None:
+def test_wide_vocabularies(backend, device, classes):
     check_parity(OP, backend, make(torch.float32, device, 20, classes, width=8), {"reduction": "sum"})
 
 
 @pytest.mark.usefixtures("rows_at_once")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_without_bias(backend: str, dtype: torch.dtype, device: torch.device, reduction: str) -> None:
+def test_without_bias(backend, dtype, device, reduction):
     check_parity(OP, backend, make(dtype, device, 37, 30, bias=False), {"reduction": reduction})
 
 
 @pytest.mark.usefixtures("rows_at_once")
 @pytest.mark.parametrize("only", ["x", "weight", "bias"])
-def test_only_the_wanted_gradients(backend: str, device: torch.device, only: str) -> None:
+def test_only_the_wanted_gradients(backend, device, only):
     tensors = make(torch.float32, device, 37, 30)
     for name in {"x", "weight", "bias"} - {only}:
         tensors[name].requires_grad_(False)
@@ -98,7 +93,7 @@ def test_only_the_wanted_gradients(backend: str, device: torch.device, only: str
 
 
 @pytest.mark.usefixtures("in_chunks")
-def test_losses_without_gradients_are_the_same(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_losses_without_gradients_are_the_same(backend, dtype, device):
     tensors = make(dtype, device, 37, 65)
     with torch.no_grad():
         without = tk.linear_cross_entropy(**tensors, backend=backend)
@@ -106,7 +101,7 @@ def test_losses_without_gradients_are_the_same(backend: str, dtype: torch.dtype,
 
 
 @pytest.mark.usefixtures("rows_at_once")
-def test_matches_pytorch_over_batched_rows_of_any_layout(backend: str, device: torch.device) -> None:
+def test_matches_pytorch_over_batched_rows_of_any_layout(backend, device):
     tensors = make(torch.float32, device, 42, 50)
     tensors["x"] = normal(24, 6, 7, dtype=torch.float32, device=device).detach().permute(1, 2, 0).requires_grad_()
     tensors["weight"] = normal(24, 50, dtype=torch.float32, device=device).detach().T.requires_grad_()
@@ -126,7 +121,7 @@ def test_matches_pytorch_over_batched_rows_of_any_layout(backend: str, device: t
 
 
 @pytest.mark.usefixtures("rows_at_once")
-def test_all_rows_ignored(backend: str, device: torch.device) -> None:
+def test_all_rows_ignored(backend, device):
     tensors = make(torch.float32, device, 37, 30)
     tensors["targets"].fill_(-100)
     loss = tk.linear_cross_entropy(**tensors, backend=backend)
@@ -136,7 +131,7 @@ def test_all_rows_ignored(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("rows_at_once")
-def test_a_nan_gradient_of_an_ignored_row_does_not_get_out(backend: str, device: torch.device) -> None:
+def test_a_nan_gradient_of_an_ignored_row_does_not_get_out(backend, device):
     tensors = make(torch.float32, device, 37, 30)
     tensors["targets"][-1] = -100
     ignored = tensors["targets"] == -100
@@ -147,7 +142,7 @@ def test_a_nan_gradient_of_an_ignored_row_does_not_get_out(backend: str, device:
 
 @pytest.mark.usefixtures("rows_at_once")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_rows(backend: str, dtype: torch.dtype, device: torch.device, reduction: str) -> None:
+def test_no_rows(backend, dtype, device, reduction):
     tensors = make(dtype, device, 0, 30)
     loss = tk.linear_cross_entropy(**tensors, reduction=reduction, backend=backend)
     loss.sum().backward()
@@ -157,7 +152,7 @@ def test_no_rows(backend: str, dtype: torch.dtype, device: torch.device, reducti
 
 
 @pytest.mark.usefixtures("in_chunks")
-def test_chunks_are_summed_in_float32(device: torch.device) -> None:
+def test_chunks_are_summed_in_float32(device):
     """512 chunks add seven each to dbias and dweight, which bfloat16 rounds away above 2048."""
     rows, dtype = 16 * 512, torch.bfloat16
     x = torch.ones(rows, 8, dtype=dtype, device=device)
@@ -170,7 +165,7 @@ def test_chunks_are_summed_in_float32(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("rows_at_once")
-def test_retain_graph_and_a_second_backward(backend: str, device: torch.device) -> None:
+def test_retain_graph_and_a_second_backward(backend, device):
     tensors = make(torch.float32, device, 37, 30)
     inputs = [tensors[name] for name in ("x", "weight", "bias")]
     loss = tk.linear_cross_entropy(**tensors, backend=backend)
@@ -180,7 +175,7 @@ def test_retain_graph_and_a_second_backward(backend: str, device: torch.device) 
         torch.testing.assert_close(2.0 * one, two)
 
 
-def test_double_backward_in_chunks_is_an_error(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_double_backward_in_chunks_is_an_error(device, monkeypatch):
     monkeypatch.setattr(_chunked, "rows_at_once", lambda *_: 16)
     tensors = make(torch.float32, device, 37, 30)
     loss = tk.linear_cross_entropy(**tensors, backend="torch").square()
@@ -190,7 +185,7 @@ def test_double_backward_in_chunks_is_an_error(device: torch.device, monkeypatch
             torch.autograd.grad(grad.sum(), tensors["weight"], retain_graph=True)
 
 
-def test_double_backward_at_once_is_right(device: torch.device) -> None:
+def test_double_backward_at_once_is_right(device):
     results = []
     for dtype in (torch.float32, torch.float64):
         tensors = make(torch.float32, device, 7, 30)
@@ -204,7 +199,7 @@ def test_double_backward_at_once_is_right(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("rows_at_once")
-def test_float16_gradients_survive_loss_scaling(device: torch.device) -> None:
+def test_float16_gradients_survive_loss_scaling(device):
     """A mean over many rows of a wide vocabulary: 1 / (rows * classes) underflows in float16 unless scaled."""
     tensors = make(torch.float16, device, 1000, 3000)
     tensors["weight"].data.mul_(0.01)
@@ -218,7 +213,7 @@ def test_float16_gradients_survive_loss_scaling(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("rows_at_once")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_multiplies_in_its_dtype(device: torch.device, dtype: torch.dtype) -> None:
+def test_autocast_multiplies_in_its_dtype(device, dtype):
     tensors = make(torch.float32, device, 37, 65)
     with torch.autocast(device.type, dtype=dtype):
         loss = tk.linear_cross_entropy(**tensors, backend="torch")
@@ -237,11 +232,11 @@ def test_autocast_multiplies_in_its_dtype(device: torch.device, dtype: torch.dty
 class LargestResult(TorchDispatchMode):
     """Records the largest number of bytes allocated by an operator."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         sizes = [value.numel() * value.element_size() for value in tree_leaves(result) if isinstance(value, Tensor)]
         self.bytes = max([self.bytes, *sizes])
@@ -249,7 +244,7 @@ class LargestResult(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["with gradients", "without"])
-def test_never_holds_all_the_logits(device: torch.device, wanted: bool) -> None:
+def test_never_holds_all_the_logits(device, wanted):
     rows, classes, width = 1100, 16411, 8
     tensors = make(torch.float32, device, rows, classes, width)
     module = dispatch._module(dispatch.OPERATIONS[OP], "torch")  # the chunks are the same in every backend
@@ -266,7 +261,7 @@ def test_never_holds_all_the_logits(device: torch.device, wanted: bool) -> None:
 
 @pytest.mark.parametrize(("classes", "dtype"), [(65, torch.float32), (50257, torch.bfloat16), (262144, torch.float32)])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_chunks_are_bounded(classes: int, dtype: torch.dtype, device_type: str) -> None:
+def test_chunks_are_bounded(classes, dtype, device_type):
     rows = _chunked.rows_at_once(classes, dtype, torch.device(device_type))
     within = rows * classes * dtype.itemsize <= _chunked.CHUNK_BYTES[device_type]
     assert within or rows == _chunked.FEWEST_ROWS
@@ -274,7 +269,7 @@ def test_chunks_are_bounded(classes: int, dtype: torch.dtype, device_type: str) 
 
 @pytest.mark.usefixtures("rows_at_once")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_gradcheck_in_float64(device: torch.device, reduction: str) -> None:
+def test_gradcheck_in_float64(device, reduction):
     tensors = make(torch.float64, device, 19, 5, width=3)
     options = {"label_smoothing": 0.1, "reduction": reduction, "backend": "torch"}
     options |= {"class_weight": torch.linspace(0.2, 2.0, 5, device=device), "z_loss": 0.1, "softcap": 3.0}
@@ -287,8 +282,8 @@ def test_gradcheck_in_float64(device: torch.device, reduction: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.usefixtures("rows_at_once")
-def test_compiles_into_one_graph(device: torch.device, dynamic: bool, reduction: str) -> None:
-    def step(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor) -> Tensor:
+def test_compiles_into_one_graph(device, dynamic, reduction):
+    def step(x, weight, targets, bias):
         options = {"reduction": reduction, "backend": "torch", "class_weight": bias.detach().square(), "softcap": 5.0}
         return (2.0 * tk.linear_cross_entropy(torch.tanh(x), weight, targets, bias, **options)).square().sum()
 

@@ -14,9 +14,7 @@ from tests.support.parity import check_parity
 OP = "attention"
 
 
-def make(
-    dtype: torch.dtype, device: torch.device, heads: int = 6, length: int = 33, batch: int = 2
-) -> dict[str, torch.Tensor | None]:
+def make(dtype, device, heads=6, length=33, batch=2):
     generator = torch.Generator().manual_seed(heads + length)
     return {"qkv": torch.randn(batch, length, heads, 32, generator=generator).to(device, dtype).requires_grad_()}
 
@@ -31,12 +29,12 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("call", "length"), [*((call, 33) for call in CALLS), ("full", 64), ("dropout", 130)])
-def test_matches_reference(backend: str, dtype: torch.dtype, device: torch.device, call: str, length: int) -> None:
+def test_matches_reference(backend, dtype, device, call, length):
     tensors = make(dtype, device, length=length)
     check_parity("packed_attention", backend, tensors, {"heads": 2, **CALLS[call]}, seed=3)
 
 
-def test_grouped_heads_with_padding(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_grouped_heads_with_padding(backend, dtype, device):
     tensors = make(dtype, device, heads=8)
     tensors["key_padding_mask"] = (torch.arange(33) < torch.tensor([[33], [20]])).to(device)
     check_parity("packed_attention", backend, tensors, {"heads": 4, "causal": True})
@@ -44,7 +42,7 @@ def test_grouped_heads_with_padding(backend: str, dtype: torch.dtype, device: to
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("each_its_own", [False, True], ids=["positions", "positions_each"])
-def test_rotated(backend: str, dtype: torch.dtype, device: torch.device, interleaved: bool, each_its_own: bool) -> None:
+def test_rotated(backend, dtype, device, interleaved, each_its_own):
     """24 of 32 columns are rotated; `each_its_own`: positions of the second sequence have a stride of two."""
     tensors = make(dtype, device, heads=8)
     positions = torch.stack((torch.arange(33), torch.arange(40, 106, 2))) if each_its_own else torch.arange(33)
@@ -54,7 +52,7 @@ def test_rotated(backend: str, dtype: torch.dtype, device: torch.device, interle
 
 
 @pytest.mark.parametrize("rotated", [False, True], ids=["in place", "rotated"])
-def test_options_of_scores(backend: str, device: torch.device, rotated: bool) -> None:
+def test_options_of_scores(backend, device, rotated):
     tensors = make(torch.float32, device, heads=8)
     if rotated:
         tensors["cos"], tensors["sin"] = (table.to(device) for table in rotary_table(torch.arange(33), 24))
@@ -70,9 +68,7 @@ def test_options_of_scores(backend: str, device: torch.device, rotated: bool) ->
 
 @pytest.mark.parametrize("length", [33, 1])
 @pytest.mark.parametrize(("dropout_p", "rotated"), [(0.0, False), (0.3, False), (0.0, True)])
-def test_is_attention_on_views(
-    backend: str, dtype: torch.dtype, device: torch.device, dropout_p: float, rotated: bool, length: int
-) -> None:
+def test_is_attention_on_views(backend, dtype, device, dropout_p, rotated, length):
     """Bitwise. For a single position the gradients of q and k are rounding errors of terms that cancel, which have no
     budget: they are compared here only."""
     qkv = make(dtype, device, heads=8, length=length)["qkv"]
@@ -95,7 +91,7 @@ def test_is_attention_on_views(
 
 
 @pytest.mark.parametrize("rotated", [False, True], ids=["in place", "rotated"])
-def test_sinks(backend: str, dtype: torch.dtype, device: torch.device, rotated: bool) -> None:
+def test_sinks(backend, dtype, device, rotated):
     tensors = make(dtype, device, heads=8)
     tensors["sinks"] = torch.tensor([0.5, -torch.inf, 3.0, -2.0], device=device).requires_grad_()
     if rotated:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -25,23 +24,23 @@ PLANNED = list(EXAMPLES)
 
 
 @pytest.fixture(autouse=True)
-def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_plans(monkeypatch):
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
     for operation in dispatch.OPERATIONS.values():
         monkeypatch.setattr(operation, "plans", {})
         monkeypatch.setattr(operation, "calls", {})
 
 
-def plans(op: str) -> list[Any]:
+def plans(op):
     return list(dispatch.OPERATIONS[op].plans.values())  # type: ignore[attr-defined]
 
 
-def used(op: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def used(op, monkeypatch):
     """The operations whose calls are validated and dispatched from here on, one name for each such call."""
     names: list[str] = []
     select = dispatch.select
 
-    def counted(operation: Any, backend: str | None, call: Any) -> Any:
+    def counted(operation, backend, call):
         names.append(operation.name)
         return select(operation, backend, call)
 
@@ -49,12 +48,12 @@ def used(op: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def example(op: str) -> dict[str, Tensor]:
+def example(op):
     tensors = EXAMPLES[op].make()
     return {name: each.clone().detach().requires_grad_(each.requires_grad) for name, each in tensors.items()}
 
 
-def results(op: str, tensors: dict[str, Tensor]) -> list[Tensor]:
+def results(op, tensors):
     """The outputs and all gradients, with the same dropout each time."""
     torch.manual_seed(3)
     outputs = function(op)(**tensors)
@@ -64,7 +63,7 @@ def results(op: str, tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("op", PLANNED)
-def test_a_planned_call_reads_its_own_tensors(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planned_call_reads_its_own_tensors(op, monkeypatch):
     first, second = example(op), example(op)
     for each in second.values():
         if each.is_floating_point():
@@ -80,7 +79,7 @@ def test_a_planned_call_reads_its_own_tensors(op: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("op", PLANNED)
-def test_without_gradients(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients(op, monkeypatch):
     tensors = example(op)
     want = results(op, tensors)[0]
     with torch.no_grad():
@@ -96,15 +95,15 @@ def test_without_gradients(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 X, W, B = torch.randn(6, 6), torch.rand(6) + 0.5, torch.randn(6)
 
 
-def norm(x: Tensor = X, weight: Tensor = W, **options: Any) -> Tensor:
+def norm(x=X, weight=W, **options):
     return tk.layer_norm(x, weight, B, **options)
 
 
-def expected(x: Tensor = X, weight: Tensor = W) -> Tensor:
+def expected(x=X, weight=W):
     return F.layer_norm(x, (x.shape[-1],), weight, B)
 
 
-def test_another_dtype() -> None:
+def test_another_dtype():
     norm()
     assert norm(X.double(), backend="torch").dtype is torch.float64
     assert norm(X.bfloat16()).dtype is torch.bfloat16
@@ -113,7 +112,7 @@ def test_another_dtype() -> None:
         norm(X.long())
 
 
-def test_other_strides_and_shapes() -> None:
+def test_other_strides_and_shapes():
     norm()
     torch.testing.assert_close(norm(X.t()), expected(X.t()))
     torch.testing.assert_close(norm(X[:, ::2].repeat(1, 2)[::2]), expected(X[:, ::2].repeat(1, 2)[::2]))
@@ -123,7 +122,7 @@ def test_other_strides_and_shapes() -> None:
         norm(weight=W[:5])
 
 
-def test_what_requires_gradients() -> None:
+def test_what_requires_gradients():
     norm()
     x, weight = X.clone().requires_grad_(), W.clone().requires_grad_()
     assert norm(x).requires_grad and norm(weight=weight).requires_grad and not norm().requires_grad
@@ -133,7 +132,7 @@ def test_what_requires_gradients() -> None:
         tk.cross_entropy(X, targets.requires_grad_())
 
 
-def test_the_grad_mode() -> None:
+def test_the_grad_mode():
     x = X.clone().requires_grad_()
     with torch.no_grad():
         assert norm(x).grad_fn is None
@@ -151,21 +150,21 @@ class Sevens:
     """A backend whose every result is 7."""
 
     @staticmethod
-    def forward(call: Any) -> Tensor:
+    def forward(call):
         return torch.full_like(call.x, 7.0)
 
 
 @pytest.fixture
-def sevens(monkeypatch: pytest.MonkeyPatch) -> None:
+def sevens(monkeypatch):
     monkeypatch.setitem(dispatch._modules, ("gelu", "torch"), Sevens)
 
 
-def seven(backend: str | None = None) -> bool:
+def seven(backend=None):
     return bool(tk.gelu(X, backend=backend).eq(7).all())
 
 
 @pytest.mark.usefixtures("sevens")
-def test_the_backend_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(dispatch, "_default", None)
     monkeypatch.setitem(dispatch.AUTO_ORDER, "cpu", ("cpu",))
     if dispatch.unavailable("cpu", X.device) is not None:
@@ -194,11 +193,11 @@ def test_the_backend_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sevens")
-def test_use_backend_belongs_to_its_thread() -> None:
+def test_use_backend_belongs_to_its_thread():
     seen: list[bool] = []
     started, finish = threading.Barrier(2), threading.Barrier(2)
 
-    def scoped() -> None:
+    def scoped():
         with tk.use_backend("torch"):
             seven()
             started.wait()
@@ -216,10 +215,10 @@ def test_use_backend_belongs_to_its_thread() -> None:
     assert seen == [True]
 
 
-def test_threads_with_layouts_of_their_own() -> None:
+def test_threads_with_layouts_of_their_own():
     wrong: list[tuple[int, int]] = []
 
-    def work(width: int) -> None:
+    def work(width):
         x, weight = torch.randn(3, width), torch.rand(width)
         want = F.rms_norm(x, (width,), weight, 1e-5)
         for index in range(200):
@@ -234,7 +233,7 @@ def test_threads_with_layouts_of_their_own() -> None:
     assert not wrong
 
 
-def test_autocast() -> None:
+def test_autocast():
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
     assert tk.attention(q, k, v).dtype is torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -252,7 +251,7 @@ def test_autocast() -> None:
         tk.swiglu(low, q)
 
 
-def test_deterministic_algorithms() -> None:
+def test_deterministic_algorithms():
     want = norm()
     torch.use_deterministic_algorithms(True)  # PyTorch fills new tensors, which kernels write all of
     try:
@@ -261,7 +260,7 @@ def test_deterministic_algorithms() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_equal_options_of_other_types() -> None:
+def test_equal_options_of_other_types():
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
     tk.attention(q, k, v, causal=True, window=(2, 0), dropout_p=0.0, return_lse=False)
     calls: list[tuple[dict[str, Any], str]] = [
@@ -281,13 +280,13 @@ def test_equal_options_of_other_types() -> None:
     assert not torch.equal(norm(eps=2.0), norm(eps=1.0))
 
 
-def test_zeros_of_either_sign_scale_alike() -> None:
+def test_zeros_of_either_sign_scale_alike():
     weight, tokens = torch.ones(3, 4), torch.tensor([[0, 2]])
     for scale in (-0.0, 0.0, -0.0):
         assert not tk.embedding(tokens, weight, scale=scale).signbit().any()
 
 
-def test_values_are_checked_in_every_call() -> None:
+def test_values_are_checked_in_every_call():
     targets = torch.tensor([0, 5, -100, 2, 3, 4])
     tk.cross_entropy(X, targets)
     for stray in (6, -1):
@@ -311,7 +310,7 @@ def test_values_are_checked_in_every_call() -> None:
                 tk.attention(q, k, v, cu_seqlens=given)
 
 
-def test_one_tensor_in_two_places() -> None:
+def test_one_tensor_in_two_places():
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
     same, apart = tk.attention(q, q, q), tk.attention(q, k, v)
     torch.testing.assert_close(same, F.scaled_dot_product_attention(q, q, q))
@@ -321,7 +320,7 @@ def test_one_tensor_in_two_places() -> None:
     torch.testing.assert_close(tk.attention(q, q, q), same)
 
 
-def test_options_that_are_tensors() -> None:
+def test_options_that_are_tensors():
     q, k, v = torch.randn(3, 2, 2, 5, 8).unbind(0)
     for length in (5, 3, 4):
         mask = (torch.arange(5) < length).expand(2, 5).contiguous()
@@ -339,7 +338,7 @@ def test_options_that_are_tensors() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 1), (6, 6)])
-def test_a_view_of_an_argument(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_of_an_argument(shape, monkeypatch):
     masks = [torch.rand(shape) < share for share in (0.3, 0.6, 0.9)]
     expected = [tk.softmax(X, mask=mask.expand(6, 6).contiguous()) for mask in masks]
     tk.softmax(X, mask=masks[0])
@@ -355,7 +354,7 @@ def test_a_view_of_an_argument(shape: tuple[int, ...], monkeypatch: pytest.Monke
     assert dispatched == ["attention"]
 
 
-def test_two_arguments_in_one_memory() -> None:
+def test_two_arguments_in_one_memory():
     """A view in the call may be of either: such calls are not planned."""
     memory = torch.tensor([0.5, 2.0, 1.0])
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)
@@ -369,7 +368,7 @@ def test_two_arguments_in_one_memory() -> None:
             torch.testing.assert_close(tk.attention(q, k, v, alibi_slopes=slopes, sinks=sinks), want)
 
 
-def test_the_second_layout_of_a_composed_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_layout_of_a_composed_call(monkeypatch):
     weight, targets = torch.randn(9, 6), torch.tensor([0, 8, -100, 3, 1, 2])
     for recorded in (False, True):
         x = X.clone().requires_grad_(recorded)
@@ -385,10 +384,10 @@ def test_the_second_layout_of_a_composed_call(monkeypatch: pytest.MonkeyPatch) -
         tk.linear_cross_entropy(X, weight, targets + 1)
 
 
-def test_dropout_draws_a_seed_in_every_call() -> None:
+def test_dropout_draws_a_seed_in_every_call():
     x = torch.ones(64, 6)
 
-    def drawn() -> Tensor:
+    def drawn():
         return tk.add_layer_norm(x, torch.zeros_like(x), W, dropout_p=0.5)[1]
 
     torch.manual_seed(1)
@@ -401,11 +400,11 @@ def test_dropout_draws_a_seed_in_every_call() -> None:
 class Watching(TorchDispatchMode):
     """Records the operators that it sees."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.seen.append(str(function))
         return function(*args, **(kwargs or {}))
 
@@ -414,7 +413,7 @@ class Subclass(Tensor):
     pass
 
 
-def test_tracers_and_transforms_after_a_plan() -> None:
+def test_tracers_and_transforms_after_a_plan():
     norm(), norm()
     assert plans("layer_norm")
     with Watching() as watching:
@@ -456,26 +455,26 @@ def test_tracers_and_transforms_after_a_plan() -> None:
     ],
     ids=["coo", "csr", "mkldnn", "nested"],
 )
-def test_tensors_that_are_not_strided(convert: Callable[[Tensor], Tensor]) -> None:
+def test_tensors_that_are_not_strided(convert):
     norm(), norm(torch.ones(()).expand(6, 6))
     with pytest.raises(TypeError, match="x must be a dense strided tensor"):
         norm(convert(X))
 
 
-def test_negated_views() -> None:
+def test_negated_views():
     norm(), norm()
     with pytest.raises(TypeError, match="x must not be a negated view"):
         norm(torch._neg_view(X))
 
 
-def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_plans_is_bounded(monkeypatch):
     monkeypatch.setattr(_plan, "MOST_PLANS", 5)
     for rows in range(1, 20):
         norm(torch.randn(rows, 6))
         assert len(plans("layer_norm")) <= 5
 
 
-def test_calls_that_are_made_of_copies_are_not_planned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_made_of_copies_are_not_planned_again_and_again(monkeypatch):
     made: list[Any] = []
     monkeypatch.setattr(_plan.Record, "find", lambda record, given: made.append(record))
     for _ in range(3):
@@ -500,7 +499,7 @@ MOST_CALLS: dict[str, tuple[int, int]] = {
 
 
 @pytest.mark.parametrize("op", MOST_CALLS)
-def test_the_host_calls_few_functions(op: str) -> None:
+def test_the_host_calls_few_functions(op):
     if dispatch.unavailable("cpu", X.device) is not None:
         pytest.skip("needs the CPU kernels")
     heads, angles = torch.randn(3, 1, 2, 6, 8), torch.randn(2, 6, 4)

@@ -6,8 +6,6 @@ call as printed by a failure: `2026-11-22:17`. TRANSFORMER_KERNELS_RANDOM_CALLS 
 of `torch` and `cpu`.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -26,13 +24,13 @@ backend = backend_fixture(*tk.BACKENDS)
 quick_backend = backend_fixture("torch", "cpu")
 
 
-def test_every_operation_is_drawn() -> None:
+def test_every_operation_is_drawn():
     assert DRAWN.keys() == EXAMPLES.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", DRAWN)
-def test_random_calls(op: str, backend: str, device: torch.device) -> None:
+def test_random_calls(op, backend, device):
     calls = CALLS if backend in ("torch", "cpu") else CALLS // 4
     for number in [int(ONE)] if ONE else range(calls):
         check(op, backend, device, number)
@@ -40,12 +38,12 @@ def test_random_calls(op: str, backend: str, device: torch.device) -> None:
 
 @pytest.mark.skipif(ONE != "", reason="one call is named")
 @pytest.mark.parametrize("op", DRAWN)
-def test_some_random_calls(op: str, quick_backend: str, device: torch.device) -> None:
+def test_some_random_calls(op, quick_backend, device):
     for number in range(CALLS // 8):
         check(op, quick_backend, device, number)
 
 
-def check(op: str, backend: str, device: torch.device, number: int) -> None:
+def check(op, backend, device, number):
     """One call; a failure prints the command that repeats it."""
     draw = Draw(f"{day()}:{op}:{number}")
     if draw.dtype is torch.bfloat16 and backend == "triton" and "attention" in op and device.type == "cpu":

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +23,7 @@ SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("random", 2), ("random
 
 
 @pytest.fixture
-def emulation() -> Iterator[Any]:
+def emulation():
     if not _extension.emulating():
         pytest.skip("counts and schedules require the emulation")
     if (reason := _extension.unavailable(CPU)) is not None:
@@ -36,11 +33,11 @@ def emulation() -> Iterator[Any]:
     module.set_schedule("lowest_first", 0)
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+def random(*shape, dtype, seed=1):
     return normal(*shape, dtype=dtype, device=CPU, seed=seed).detach()
 
 
-def counted(module: Any, function: Any, *arguments: Any) -> dict[str, int]:
+def counted(module, function, *arguments):
     module.reset_counters()
     function(*arguments)
     return module.counters()
@@ -49,7 +46,7 @@ def counted(module: Any, function: Any, *arguments: Any) -> dict[str, int]:
 # Each layout with rows in registers: a row per warp of up to 256, 512 and 1024 columns, per block of 4096 and 8192.
 @pytest.mark.parametrize("columns", [256, 512, 768, 1024, 4096, 8192])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) -> None:
+def test_a_row_is_read_once(emulation, dtype, columns):
     rows = 8
     x, dy = random(rows, columns, dtype=dtype), random(rows, columns, dtype=dtype, seed=2)
     weight = torch.ones(columns)
@@ -68,9 +65,7 @@ def test_a_row_is_read_once(emulation: Any, dtype: torch.dtype, columns: int) ->
 
 @pytest.mark.parametrize(("columns", "threads"), [(256, 32), (1024, 32), (4096, 256), (8192, 512)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_logits_are_read_once_and_their_gradient_is_written_once(
-    emulation: Any, dtype: torch.dtype, columns: int, threads: int
-) -> None:
+def test_logits_are_read_once_and_their_gradient_is_written_once(emulation, dtype, columns, threads):
     rows = 8
     logits, targets = random(rows, columns, dtype=dtype), torch.arange(rows)
     row_bytes = rows * columns * logits.element_size()
@@ -85,9 +80,7 @@ def test_logits_are_read_once_and_their_gradient_is_written_once(
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("columns", [65, 1001, 8201])
-def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(
-    emulation: Any, columns: int, smoothing: float
-) -> None:
+def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(emulation, columns, smoothing):
     buffer = torch.full((5, -(-columns // 8) * 8), torch.nan, dtype=torch.bfloat16)
     logits = buffer[:, :columns].copy_(random(5, columns, dtype=torch.bfloat16))
     expected = logits.clone()
@@ -100,7 +93,7 @@ def test_what_lies_between_rows_of_logits_is_not_looked_at_and_becomes_zero(
 
 @pytest.mark.parametrize("columns", [256, 768, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_an_embedding_reads_each_token_and_each_place_once(emulation: Any, dtype: torch.dtype, columns: int) -> None:
+def test_an_embedding_reads_each_token_and_each_place_once(emulation, dtype, columns):
     """Each vector also reads its id, from the first-level cache; only y and the statistics are stored."""
     rows, norm = 8, torch.ones(columns)
     weight, positions = random(5, columns, dtype=dtype), random(rows, columns, dtype=dtype, seed=2)
@@ -114,7 +107,7 @@ def test_an_embedding_reads_each_token_and_each_place_once(emulation: Any, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
+def test_rows_travel_by_16_bytes(emulation, dtype):
     x = random(4, 768, dtype=dtype)
     for module, call in (
         (SOFTMAX, prepared("softmax", x)),
@@ -128,9 +121,7 @@ def test_rows_travel_by_16_bytes(emulation: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_rotated_heads_are_read_once_and_written_by_16_bytes(
-    emulation: Any, dtype: torch.dtype, interleaved: bool
-) -> None:
+def test_rotated_heads_are_read_once_and_written_by_16_bytes(emulation, dtype, interleaved):
     """Each head reads the angles of its tokens again, from the first-level cache."""
     heads, angles = random(1, 4, 3, 96, dtype=dtype), torch.ones(3, 32)
     call = prepared("rotary", heads, heads, angles, angles, interleaved=interleaved)
@@ -143,9 +134,7 @@ def test_rotated_heads_are_read_once_and_written_by_16_bytes(
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("shift_bytes", [4, 8])
 @pytest.mark.parametrize("columns", [64, 1032])
-def test_a_misaligned_address_takes_the_scalar_path(
-    emulation: Any, dtype: torch.dtype, columns: int, shift_bytes: int
-) -> None:
+def test_a_misaligned_address_takes_the_scalar_path(emulation, dtype, columns, shift_bytes):
     shift = shift_bytes // dtype.itemsize
     storage = random(shift + 5 * columns, dtype=dtype)
     shifted, aligned = storage[shift:].view(5, columns), storage[shift:].clone().view(5, columns)
@@ -164,7 +153,7 @@ def test_a_misaligned_address_takes_the_scalar_path(
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
 
 
-def all_results(rows: int, columns: int) -> list[Tensor]:
+def all_results(rows, columns):
     """The outputs and gradients of every row operation's example."""
     results: list[Tensor] = []
     for op in row_operations("cuda"):
@@ -179,7 +168,7 @@ def all_results(rows: int, columns: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("columns", [40, 45, 1000, 1100, 4100, 8300, 8301])
-def test_every_schedule_gives_the_same_bits(emulation: Any, columns: int) -> None:
+def test_every_schedule_gives_the_same_bits(emulation, columns):
     expected = all_results(12, columns)
     for kind, seed in SCHEDULES[1:]:
         emulation.set_schedule(kind, seed)
@@ -188,7 +177,7 @@ def test_every_schedule_gives_the_same_bits(emulation: Any, columns: int) -> Non
 
 
 @pytest.mark.parametrize("columns", [30, 129, 1030])
-def test_a_mask_of_any_strides_equals_its_copy(emulation: Any, columns: int) -> None:
+def test_a_mask_of_any_strides_equals_its_copy(emulation, columns):
     x = random(2, 3, 4, columns, dtype=torch.float16)
     wide = torch.rand(2, 1, 4, 2 * columns, generator=torch.Generator().manual_seed(3)) > 0.3
     views = [wide[..., ::2], wide[..., 1 : columns + 1], wide[:, :, :1, :columns], wide[..., :1]]
@@ -198,7 +187,7 @@ def test_a_mask_of_any_strides_equals_its_copy(emulation: Any, columns: int) -> 
         assert torch.equal(ours, expected), mask.stride()
 
 
-def test_partial_sums_do_not_depend_on_their_number_of_rows(emulation: Any) -> None:
+def test_partial_sums_do_not_depend_on_their_number_of_rows(emulation):
     """dweight of equal rows is the row count times one term, for any partition into blocks."""
     x = random(1, 96, dtype=torch.float32).expand(67, 96).contiguous()
     weight = torch.ones(96)
@@ -209,7 +198,7 @@ def test_partial_sums_do_not_depend_on_their_number_of_rows(emulation: Any) -> N
     assert dbias is not None and torch.equal(dbias, torch.full_like(dbias, 67.0))
 
 
-def test_launch_limits_are_those_of_the_device(emulation: Any) -> None:
+def test_launch_limits_are_those_of_the_device(emulation):
     x = random(4, 8, dtype=torch.float32)
     workspace = torch.empty(8)
     with pytest.raises(RuntimeError, match=r"bias_gelu_backward with grid \(1, 65536, 1\), block \(256, 1, 1\).*65535"):
@@ -219,7 +208,7 @@ def test_launch_limits_are_those_of_the_device(emulation: Any) -> None:
         emulation.activation_backward(**given, bias_is_float32=True, device=0, stream=0)
 
 
-def test_what_no_launch_can_count_is_refused(emulation: Any) -> None:
+def test_what_no_launch_can_count_is_refused(emulation):
     """Not truncated to 32 bits, which would leave most of a result unwritten. No address is read."""
     wide = (1 << 31) + 8
     with pytest.raises(ValueError, match="rows of up to 2147479551 elements; got 2147483656"):
@@ -231,6 +220,6 @@ def test_what_no_launch_can_count_is_refused(emulation: Any) -> None:
         emulation.activation_forward(0, 1, False, 0, 0, 0, 0, 1 << 42, 1, False, 0, 0)
 
 
-def test_a_wrong_number_of_arguments_is_a_type_error(emulation: Any) -> None:
+def test_a_wrong_number_of_arguments_is_a_type_error(emulation):
     with pytest.raises(TypeError, match="softmax_backward takes 9 arguments, got 1"):
         emulation.softmax_backward(0)

@@ -1,7 +1,5 @@
 """Softmax kernels in Triton: two passes at narrow widths with all masks, and offsets above 2^31."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ backend = backend_fixture("triton")
 
 
 @pytest.fixture
-def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _walked(backend, monkeypatch):
     """Rows of more than 64 columns are processed in blocks of 64."""
     from transformer_kernels.ops.softmax import _triton as softmax
 
@@ -27,13 +25,13 @@ def _walked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_walked")
 @pytest.mark.parametrize("width", [65, 128, 129, 200])
-def test_two_passes_match_the_reference(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> None:
+def test_two_passes_match_the_reference(backend, dtype, device, width):
     check_parity(OP, backend, {"x": normal(7, width, dtype=dtype, device=device)}, {"scale": -1.3})
 
 
 @pytest.mark.usefixtures("_walked")
 @pytest.mark.parametrize("mask", [None, (3, 1, 1, 200), (1, 2, 5, 200), (3, 2, 1, 1)], ids=str)
-def test_two_passes_with_mask_and_diagonal(backend: str, device: torch.device, mask: tuple[int, ...] | None) -> None:
+def test_two_passes_with_mask_and_diagonal(backend, device, mask):
     tensors = {"x": normal(3, 2, 5, 200, dtype=torch.float32, device=device)}
     if mask is not None:
         tensors["mask"] = torch.rand(mask, generator=torch.Generator().manual_seed(0)).to(device) > 0.3
@@ -41,12 +39,12 @@ def test_two_passes_with_mask_and_diagonal(backend: str, device: torch.device, m
 
 
 @pytest.mark.usefixtures("_walked")
-def test_two_passes_where_the_first_queries_see_nothing(backend: str, device: torch.device) -> None:
+def test_two_passes_where_the_first_queries_see_nothing(backend, device):
     check_parity(OP, backend, {"x": normal(80, 70, dtype=torch.float32, device=device)}, {"causal": True})
 
 
 @pytest.mark.usefixtures("_walked")
-def test_two_passes_hide_what_is_masked(backend: str, device: torch.device) -> None:
+def test_two_passes_hide_what_is_masked(backend, device):
     import transformer_kernels as tk
 
     x = normal(4, 200, dtype=torch.float32, device=device).detach()
@@ -60,9 +58,7 @@ def test_two_passes_hide_what_is_masked(backend: str, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_the_table_of_every_capability(
-    backend: str, device: torch.device, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_every_capability(backend, device, capability, monkeypatch):
     monkeypatch.setattr("transformer_kernels.backends.triton.INTERPRETED_CAPABILITY", capability)
     for width in (20, 300, 2500):
         check_parity(OP, backend, {"x": normal(5, width, dtype=torch.float16, device=device)})
@@ -70,7 +66,7 @@ def test_the_table_of_every_capability(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=dtype_id)
-def test_more_than_two_to_the_31_elements(device: torch.device, dtype: torch.dtype) -> None:
+def test_more_than_two_to_the_31_elements(device, dtype):
     from transformer_kernels.ops.softmax import _triton as softmax
 
     width = 1000

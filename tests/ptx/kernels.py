@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.support.ptx.launch import Execution, run_ptx
+from tests.support.ptx.launch import run_ptx
 
 
 @triton.jit
@@ -104,26 +101,26 @@ def locked_kernel(x, total, lock, BLOCK: tl.constexpr):
     tl.atomic_xchg(lock, 0)
 
 
-def add(target: str, kernel: str = "add_kernel", **options: Any) -> tuple[Tensor, Tensor]:
+def add(target, kernel="add_kernel", **options):
     x, y, out = torch.randn(1000), torch.randn(1000), torch.full((1000,), float("nan"))
     args = {"x": x, "y": y, "out": out, "n": 1000, "BLOCK": 256}
     run_ptx(globals()[kernel], (4,), args, target, **options)
     return out, x + y
 
 
-def overlapping(target: str) -> Execution:
+def overlapping(target):
     args = {"x": torch.randn(1000), "out": torch.empty(1000), "n": 1000, "BLOCK": 256}
     return run_ptx(overlapping_kernel, (4,), args, target)
 
 
-def softmax(target: str) -> tuple[Tensor, Tensor]:
+def softmax(target):
     x, out = torch.randn(5, 300), torch.full((5, 300), float("nan"))
     args = {"x": x, "out": out, "row_stride": 300, "columns": 300, "BLOCK": 512}
     run_ptx(softmax_kernel, (5,), args, target)
     return out, torch.softmax(x, -1)
 
 
-def layer_norm(target: str) -> tuple[Tensor, Tensor]:
+def layer_norm(target):
     x, weight, bias = torch.randn(5, 200).half(), torch.randn(200).half(), torch.randn(200).half()
     out = torch.full_like(x, float("nan"))
     args = {"x": x, "weight": weight, "bias": bias, "out": out, "columns": 200, "eps": 1e-5, "BLOCK": 256}
@@ -131,7 +128,7 @@ def layer_norm(target: str) -> tuple[Tensor, Tensor]:
     return out, torch.nn.functional.layer_norm(x.float(), (200,), weight.float(), bias.float()).half()
 
 
-def matmul(target: str, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
+def matmul(target, dtype, **options):
     a, b = torch.randn(100, 144).to(dtype), torch.randn(144, 80).to(dtype)
     c = torch.full((100, 80), float("nan"), dtype=dtype)
     args = {"a": a, "b": b, "c": c, "M": 100, "N": 80, "K": 144, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
@@ -139,7 +136,7 @@ def matmul(target: str, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Ten
     return c, (a.double() @ b.double()).to(dtype)
 
 
-def described_matmul(target: str, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
+def described_matmul(target, dtype, **options):
     a, b = torch.randn(100, 144).to(dtype), torch.randn(144, 80).to(dtype)
     c = torch.full((100, 80), float("nan"), dtype=dtype)
     blocks = {"a": (a, [64, 32]), "b": (b, [32, 64]), "c": (c, [64, 64])}
@@ -149,13 +146,13 @@ def described_matmul(target: str, dtype: torch.dtype, **options: Any) -> tuple[T
     return c, (a.double() @ b.double()).to(dtype)
 
 
-def count(target: str) -> tuple[Tensor, Tensor]:
+def count(target):
     x, counts = torch.randn(1000), torch.zeros(1, dtype=torch.int32)
     run_ptx(count_kernel, (4,), {"x": x, "counts": counts, "n": 1000, "BLOCK": 256}, target)
     return counts, (x > 0).sum(dtype=torch.int32)[None]
 
 
-def locked(target: str, races: bool = False) -> tuple[Tensor, Tensor]:
+def locked(target, races=False):
     x, total, lock = torch.randn(6, 256), torch.zeros(256), torch.zeros(1, dtype=torch.int32)
     run_ptx(locked_kernel, (6,), {"x": x, "total": total, "lock": lock, "BLOCK": 256}, target, races=races)
     assert lock.item() == 0

@@ -1,7 +1,5 @@
 """mbarriers, named barriers and tensor copies on a few lines of PTX each: what orders what, and what is reported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -73,7 +71,7 @@ SOURCE = torch.arange(16 * 4, dtype=torch.int32).reshape(4, 16)
 BOX = TensorMap(0, 4, (16, 4), (64,), (16, 2), 0)
 
 
-def run(body: str, threads: int = 64, tensor: torch.Tensor = SOURCE) -> tuple[torch.Tensor, set[str]]:
+def run(body, threads=64, tensor=SOURCE):
     """%r4: this lane's word of shared memory, %r5: an mbarrier, %rd3: this thread's element, %rd4: a map of a tensor
     [4, 16] and boxes of [2, 16]; %p1: thread 0, %p2: the first warp, %p3: the first lane of a warp.
     """
@@ -85,53 +83,53 @@ def run(body: str, threads: int = 64, tensor: torch.Tensor = SOURCE) -> tuple[to
     return out, {message for _, message, _ in result.findings}
 
 
-def handshake(**changed: str) -> tuple[torch.Tensor, set[str]]:
+def handshake(**changed):
     given = {"init": INIT.format(count=32), "meet": MEET, "warp": "", "arrive": ARRIVE, "wait": WAIT}
     return run(HANDSHAKE.format(**{**given, **changed}))
 
 
-def test_an_mbarrier_orders_two_warps() -> None:
+def test_an_mbarrier_orders_two_warps():
     out, found = handshake()
     assert not found and torch.equal(out[32:], torch.arange(32, dtype=torch.int32))
 
 
-def test_without_its_wait_they_race() -> None:
+def test_without_its_wait_they_race():
     assert "a read after another warp's write to shared memory" in handshake(wait="")[1]
 
 
-def test_a_wait_for_arrivals_that_never_come() -> None:
+def test_a_wait_for_arrivals_that_never_come():
     with pytest.raises(Fault, match=r"thread 32 waits at mbarrier 0 \(phase of parity 0, 32 of 32 arrivals"):
         handshake(arrive="")
     with pytest.raises(Fault, match=r"1 of 33 arrivals and 0 bytes missing"):
         handshake(init=INIT.format(count=33))
 
 
-def test_one_lane_arrives_for_its_warp() -> None:
+def test_one_lane_arrives_for_its_warp():
     """Only after a barrier of the warp does it announce what the others wrote."""
     one = {"init": INIT.format(count=1), "arrive": f"@%p1 {ARRIVE}"}
     assert not handshake(**one, warp="bar.warp.sync -1;")[1]
     assert handshake(**one)[1] == {"a read after another warp's write to shared memory"}
 
 
-def test_more_arrivals_than_announced() -> None:
+def test_more_arrivals_than_announced():
     with pytest.raises(Fault, match="more arrivals than the initialisation announced"):
         handshake(arrive="@%p1 mbarrier.arrive.shared::cta.b64 _, [%r5], 33;")
 
 
-def test_the_initialisation_must_come_before() -> None:
+def test_the_initialisation_must_come_before():
     assert "an mbarrier is used although nothing orders its initialisation before" in handshake(meet="")[1]
     with pytest.raises(Fault, match="byte 2048 of shared memory is no mbarrier"):
         handshake(init="")
 
 
-def test_ordinary_accesses_of_an_mbarrier() -> None:
+def test_ordinary_accesses_of_an_mbarrier():
     assert "a write of an mbarrier by an ordinary instruction" in handshake(warp="st.shared.b32 [%r5], %r1;")[1]
 
 
 @pytest.mark.parametrize(
     ("wait", "found"), [(WAIT, set()), ("", {"a write after another warp's read to shared memory"})]
 )
-def test_an_mbarrier_releases_what_was_read(wait: str, found: set[str]) -> None:
+def test_an_mbarrier_releases_what_was_read(wait, found):
     """The warp that reads runs first: the other jumps behind it in the code."""
     body = f"""
         {INIT.format(count=32)} {MEET}
@@ -155,17 +153,17 @@ NAMED = """
 
 
 @pytest.mark.parametrize("arrive", ["bar.arrive 1, 64;", "bar.sync 1, 64;", "mov.b32 %r6, 1; bar.sync %r6, 64;"])
-def test_a_named_barrier_orders_two_warps(arrive: str) -> None:
+def test_a_named_barrier_orders_two_warps(arrive):
     out, found = run(NAMED.format(arrive=arrive, wait="bar.sync 1, 64;"))
     assert not found and torch.equal(out[32:], torch.arange(32, dtype=torch.int32))
 
 
-def test_who_only_arrives_is_not_ordered() -> None:
+def test_who_only_arrives_is_not_ordered():
     body = NAMED.format(arrive="bar.sync 1, 64;", wait="bar.arrive 1, 64;")
     assert run(body)[1] == {"a read after another warp's write to shared memory"}
 
 
-def test_what_follows_an_arrival_is_not_ordered() -> None:
+def test_what_follows_an_arrival_is_not_ordered():
     late = NAMED.replace("st.shared.b32 [%r4], %r1; {arrive}", "{arrive} st.shared.b32 [%r4], %r1;")
     found = run(late.format(arrive="bar.arrive 1, 64;", wait="bar.sync 1, 64;"))[1]
     assert found == {"a read after another warp's write to shared memory"}
@@ -176,29 +174,29 @@ def test_what_follows_an_arrival_is_not_ordered() -> None:
 
 
 @pytest.mark.parametrize("wait", ["bar.sync 2, 64;", "bar.sync 1, 96;"])
-def test_barriers_that_do_not_meet(wait: str) -> None:
+def test_barriers_that_do_not_meet(wait):
     with pytest.raises(Fault, match=r"waits at barrier|barrier 1 of 96 threads"):
         run(NAMED.format(arrive="bar.sync 1, 64;", wait=wait))
 
 
-def test_more_threads_than_a_named_barrier_has() -> None:
+def test_more_threads_than_a_named_barrier_has():
     with pytest.raises(Fault, match="64 threads at barrier 1 of 32"):
         run("bar.sync 1, 32;")
 
 
-def copied(**changed: str) -> tuple[torch.Tensor, set[str]]:
+def copied(**changed):
     given = {"init": INIT.format(count=1), "fence": FENCE, "meet": MEET, "before": "", "bytes": "128"}
     return run(COPY.format(**{**given, "load": LOAD, "wait": WAIT, **changed}), threads=32)
 
 
-def test_a_box_of_a_tensor_arrives_with_zeros_outside() -> None:
+def test_a_box_of_a_tensor_arrives_with_zeros_outside():
     out, found = copied()
     box = torch.zeros(2, 16, dtype=torch.int32)
     box[1, :8] = SOURCE[0, 8:]
     assert not found and torch.equal(out.reshape(2, 16), box)
 
 
-def test_bytes_of_a_box_are_poison_until_the_wait() -> None:
+def test_bytes_of_a_box_are_poison_until_the_wait():
     out, found = copied(wait="")
     assert "a read after a tensor copy's write to shared memory" in found
     assert "a tensor copy that is never waited for" in found
@@ -208,12 +206,12 @@ def test_bytes_of_a_box_are_poison_until_the_wait() -> None:
 @pytest.mark.parametrize(
     ("bytes", "message"), [("64", "more bytes are copied than expected"), ("256", "128 bytes miss")]
 )
-def test_a_wrong_number_of_bytes(bytes: str, message: str) -> None:
+def test_a_wrong_number_of_bytes(bytes, message):
     with pytest.raises(Fault, match=message):
         copied(bytes=bytes)
 
 
-def test_fences_of_the_copy_engine() -> None:
+def test_fences_of_the_copy_engine():
     assert copied(fence="")[1] == {"a tensor copy counts on an mbarrier that was initialised without a fence"}
     written = "st.shared.b32 [%r4], %r1; {} bar.sync 0;"
     overwritten = "a tensor copy overwrites what ordinary stores wrote without fence.proxy.async"
@@ -221,27 +219,27 @@ def test_fences_of_the_copy_engine() -> None:
     assert not copied(before=written.format("fence.proxy.async.shared::cta;"))[1]
 
 
-def test_a_fence_counts_where_a_barrier_follows_it() -> None:
+def test_a_fence_counts_where_a_barrier_follows_it():
     """Thread 0 starts the copy; the fences of the others must come before."""
     written = "st.shared.b32 [%r4], %r1; bar.sync 0; fence.proxy.async.shared::cta;"
     overwritten = "a tensor copy overwrites what ordinary stores wrote without fence.proxy.async"
     assert copied(before=written)[1] == {overwritten}
 
 
-def stored(**changed: str) -> tuple[torch.Tensor, set[str]]:
+def stored(**changed):
     tensor = torch.full((4, 16), -1, dtype=torch.int32)
     given = {"fence": "fence.proxy.async.shared::cta;", "wait": "@%p1 cp.async.bulk.wait_group.read 0;", "after": ""}
     return tensor, run(STORE.format(**{**given, **changed}), tensor=tensor)[1]
 
 
-def test_a_box_is_stored_where_it_is_inside() -> None:
+def test_a_box_is_stored_where_it_is_inside():
     tensor, found = stored()
     want = torch.full((4, 16), -1, dtype=torch.int32)
     want[0, 8:] = torch.arange(16, 24, dtype=torch.int32)
     assert not found and torch.equal(tensor, want)
 
 
-def test_what_a_store_needs() -> None:
+def test_what_a_store_needs():
     assert stored(fence="")[1] == {"a tensor copy reads what ordinary stores wrote without fence.proxy.async"}
     assert stored(wait="")[1] == {"a copy from shared memory that is never waited for"}
     overwrite = "@%p1 st.shared.b32 [%r4], %r1;"
@@ -261,12 +259,12 @@ def test_what_a_store_needs() -> None:
         ("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd4, {%r6, %r7}];", Refused, "expected one of|rank"),
     ],
 )
-def test_what_is_refused(body: str, error: type[Exception], message: str) -> None:
+def test_what_is_refused(body, error, message):
     with pytest.raises(error, match=message):
         run(body, threads=384)
 
 
-def test_tensor_maps_of_128_bytes() -> None:
+def test_tensor_maps_of_128_bytes():
     made = TensorMap(4096, 2, (100, 7, 3), (208, 2080), (64, 4, 1), 128)
     assert len(made.pack()) == BYTES and TensorMap.unpack(made.pack()) == made
     with pytest.raises(Fault, match=r"not that of a tensor map"):

@@ -3,8 +3,6 @@
 The emulation compiles the sources with g++; here nvcc's front end and optimiser have been at work.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -14,9 +12,8 @@ from tests.ptx.test_operations import PER_DTYPE
 from tests.support.arguments import normal
 from tests.support.operations import CPU, EXAMPLES
 from tests.support.parity import check_parity
-from tests.support.ptx.cases import Outcome, outcome, poisoned, problems
+from tests.support.ptx.cases import outcome, poisoned, problems
 from tests.support.ptx.cuda import by_ptx
-from tests.support.ptx.launch import Edit
 from transformer_kernels.backends import build
 from transformer_kernels.backends import cuda as backend
 
@@ -32,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def _sm_80(monkeypatch: pytest.MonkeyPatch) -> None:
+def _sm_80(monkeypatch):
     if build.find_toolkit() is None:
         pytest.skip("there is no nvcc")
     if not backend.emulating():
@@ -40,12 +37,12 @@ def _sm_80(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFORMER_KERNELS_EMULATE_ARCH", "80")
 
 
-def sources_of(op: str, dtype: torch.dtype) -> list[str]:
+def sources_of(op, dtype):
     attention = [f"attention_{SUFFIX[dtype]}"] + [f"attention_short_{SUFFIX[dtype]}"] * (dtype is not torch.float32)
     return [name for each in SOURCES[op] for name in (attention if each == "attention" else [each])]
 
 
-def parity(op: str, tensors: dict[str, torch.Tensor | None], edit: Edit | None = None) -> Outcome:
+def parity(op, tensors, edit=None):
     """Forward and backward within the budget of tests/support/parity.py, by the PTX of each launch."""
     dtype = next(value.dtype for value in tensors.values() if value is not None and value.is_floating_point())
     with by_ptx(*sources_of(op, dtype), edit=edit) as executions, poisoned():
@@ -53,31 +50,31 @@ def parity(op: str, tensors: dict[str, torch.Tensor | None], edit: Edit | None =
     return outcome(share, executions)
 
 
-def check(result: Outcome) -> None:
+def check(result):
     assert result.kernels
     assert not (lines := problems(result)), "\n".join(lines[:20])
 
 
 @PER_DTYPE
 @pytest.mark.parametrize("op", sorted(SOURCES))
-def test_every_operation_matches_reference(op: str, dtype: torch.dtype) -> None:
+def test_every_operation_matches_reference(op, dtype):
     check(parity(op, EXAMPLES[op].make(12, 64, dtype)))
 
 
-def several_blocks(dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
+def several_blocks(dtype):
     return {name: normal(1, 1, 150, 64, dtype=dtype, device=CPU, seed=i) for i, name in enumerate("qkv")}
 
 
 @PER_DTYPE
-def test_attention_over_several_blocks_matches_reference(dtype: torch.dtype) -> None:
+def test_attention_over_several_blocks_matches_reference(dtype):
     check(parity("attention", several_blocks(dtype)))
 
 
 @pytest.mark.parametrize("bug", [r"bar\.sync\s+0;", r"cp\.async\.wait_(all|group\s+\d+);"])
-def test_a_missing_barrier_or_wait_is_found(bug: str) -> None:
+def test_a_missing_barrier_or_wait_is_found(bug):
     removed = 0
 
-    def edit(kernel: str, ptx: str) -> str:
+    def edit(kernel, ptx):
         nonlocal removed
         changed, count = re.subn(bug, "", ptx)
         removed += count

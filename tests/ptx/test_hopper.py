@@ -3,8 +3,6 @@
 mbarriers, tensor copies, named barriers, registers that move between warp groups, and wgmma from nvcc.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -30,7 +28,7 @@ NOT_FOUND = {
 
 
 @pytest.fixture(autouse=True)
-def _sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+def _sm_90(monkeypatch):
     if build.find_toolkit() is None:
         pytest.skip("there is no nvcc")
     if not backend.emulating():
@@ -40,14 +38,14 @@ def _sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_matches_reference(name: str, dtype: torch.dtype) -> None:
+def test_matches_reference(name, dtype):
     result = variant(name, dtype)
     assert result.kernels == ["attention_forward_sm90_kernel"]
     assert not (lines := problems(result)), "\n".join(lines[:20])
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_planted_bugs_are_found(call: str) -> None:
+def test_planted_bugs_are_found(call):
     assert not problems(CALLS[call](None))
     verdicts = {name: verdict(call, bug, index) for name, (bug, index) in planted(call).items()}
     unseen = {name for name, found in verdicts.items() if not found}

@@ -1,9 +1,5 @@
 """The interpreter on a few lines of PTX each: what it reports, and what it refuses."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -35,7 +31,7 @@ HEAD = """
 EXCHANGE = "st.shared.b32 [%r4], %r1; {barrier} ld.shared.b32 %r6, [%r5]; st.global.b32 [%rd3], %r6;"
 
 
-def run(body: str, elements: int = 64, ctas: int = 1) -> tuple[torch.Tensor, set[str]]:
+def run(body, elements=64, ctas=1):
     """64 threads: %rd3 is the address of their element, %r4 of their word of shared memory, %r5 of another warp's."""
     kernel, out = parse(f"{HEAD}{body} ret; }}"), torch.full((elements,), -1, dtype=torch.int32)
     result = Execution("kernel", "sm_80", "")
@@ -44,42 +40,42 @@ def run(body: str, elements: int = 64, ctas: int = 1) -> tuple[torch.Tensor, set
 
 
 @pytest.mark.parametrize("barrier", ["bar.sync 0;", "barrier.sync 0;", "bar.sync 0, 64;"])
-def test_a_barrier_orders_two_warps(barrier: str) -> None:
+def test_a_barrier_orders_two_warps(barrier):
     out, found = run(EXCHANGE.format(barrier=barrier))
     assert not found and torch.equal(out, (torch.arange(64, dtype=torch.int32) + 32) % 64)
 
 
-def test_without_it_they_race() -> None:
+def test_without_it_they_race():
     _, found = run(EXCHANGE.format(barrier=""))
     assert found == {"a read after another warp's write to shared memory"}
 
 
-def test_lanes_of_a_warp_need_a_barrier_of_the_warp() -> None:
+def test_lanes_of_a_warp_need_a_barrier_of_the_warp():
     exchange = EXCHANGE.replace("[%r5]", "[%r8]")
     body = "xor.b32 %r8, %r4, 4; " + exchange
     assert run(body.format(barrier=""))[1] == {"a read after another lane's write to shared memory"}
     assert not run(body.format(barrier="bar.warp.sync -1;"))[1]
 
 
-def test_ctas_that_write_the_same_bytes_race() -> None:
+def test_ctas_that_write_the_same_bytes_race():
     body = "mov.u32 %r6, %ctaid.x; st.global.b32 [%rd3], %r6;"
     assert not run(body)[1]
     assert "a write after another CTA's write to global memory (argument 0)" in run(body, ctas=2)[1]
 
 
-def test_bytes_of_a_copy_are_poison_until_its_wait() -> None:
+def test_bytes_of_a_copy_are_poison_until_its_wait():
     body = "cp.async.ca.shared.global [%r4], [%rd3], 4; cp.async.commit_group; {wait} ld.shared.b32 %r6, [%r4];"
     assert not run(body.format(wait="cp.async.wait_group 0;"))[1]
     found = run(body.format(wait="cp.async.wait_group 1;"))[1]
     assert found == {"a read of bytes that a copy under way writes", "a copy that is never waited for"}
 
 
-def test_threads_that_miss_a_barrier() -> None:
+def test_threads_that_miss_a_barrier():
     found = run("@%p1 bra $A; bar.sync 0; bra.uni $B; $A: bar.sync 0; $B:")[1]
     assert found == {"threads of one CTA wait at different barriers"}
 
 
-def test_a_register_that_nobody_wrote() -> None:
+def test_a_register_that_nobody_wrote():
     assert run("add.s32 %r6, %r7, 1;")[1] == {"%r7 is read before it is written"}
 
 
@@ -92,7 +88,7 @@ def test_a_register_that_nobody_wrote() -> None:
         ("@%p1 shfl.sync.bfly.b32 %r6, %r1, 1, 31, -1;", "lanes of the member mask are missing"),
     ],
 )
-def test_faults(body: str, message: str) -> None:
+def test_faults(body, message):
     with pytest.raises(Fault, match=message):
         run(body)
 
@@ -107,7 +103,7 @@ def test_faults(body: str, message: str) -> None:
         ("cp.async.bulk.shared.global [%r4], [%rd3], 16;", "expected one of"),
     ],
 )
-def test_what_is_not_known_is_refused(body: str, message: str) -> None:
+def test_what_is_not_known_is_refused(body, message):
     with pytest.raises(Refused, match=message):
         run(body)
 
@@ -121,7 +117,7 @@ def test_what_is_not_known_is_refused(body: str, message: str) -> None:
         ("fma.rn.f32x2 %rd5, %rd5, %rd4, %rd5;", lambda low, high: (low * 4.0, high * 0.5)),
     ],
 )
-def test_pairs_of_fp32(instruction: str, function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+def test_pairs_of_fp32(instruction, function):
     """(3, -0.5) with (lane, lane + 1), and the halves exchanged."""
     body = f"""
         mov.b32 %r6, 0f40400000; mov.b32 %r7, 0fBF000000; mov.b64 %rd4, {{%r6, %r7}};
@@ -134,7 +130,7 @@ def test_pairs_of_fp32(instruction: str, function: Callable[..., tuple[torch.Ten
     assert not found and torch.equal(out.view(torch.float32), high - low)
 
 
-def test_divergent_threads_meet_again() -> None:
+def test_divergent_threads_meet_again():
     body = (
         "mov.b32 %r6, 1; @!%p1 bra $A; add.s32 %r6, %r6, %r1; $A: mul.lo.s32 %r6, %r6, 10; st.global.b32 [%rd3], %r6;"
     )

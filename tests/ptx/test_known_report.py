@@ -1,10 +1,7 @@
 """The wgmma that read what `cp.async` wrote without `fence.proxy.async` (tests/support/ptx/README.md), on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 import transformer_kernels as tk
 from tests.support.parity import require
@@ -12,7 +9,7 @@ from tests.support.parity import require
 REPEATS = 1000
 
 
-def repeated(device: torch.device, dtype: torch.dtype, width: int, length: int, repeats: int) -> int:
+def repeated(device, dtype, width, length, repeats):
     """Attention and its gradients again and again; returns how many repeats differ from the first in any bit."""
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, dout = (
@@ -21,7 +18,7 @@ def repeated(device: torch.device, dtype: torch.dtype, width: int, length: int, 
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
-    def results() -> list[Tensor]:
+    def results():
         out = tk.attention(*leaves, causal=True, backend="triton")
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
@@ -32,7 +29,7 @@ def repeated(device: torch.device, dtype: torch.dtype, width: int, length: int, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_repeats_of_attention_are_equal_bit_for_bit(dtype: torch.dtype, width: int, device: torch.device) -> None:
+def test_repeats_of_attention_are_equal_bit_for_bit(dtype, width, device):
     """A product that reads a tile before the copy is visible to it would differ from time to time."""
     require("attention", "triton", device, dtype)
     assert repeated(device, dtype, width, 1024, REPEATS) == 0

@@ -1,7 +1,5 @@
 """Bugs planted in PTX are found: by a report, by a fault, or by a result outside of its budget."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.ptx.bugs import survey
@@ -29,7 +27,7 @@ NOT_FOUND = {
 """Bugs that change nothing in their call, and why; all others are found."""
 
 
-def check(call: str, least: int) -> None:
+def check(call, least):
     verdicts = in_worker(survey, call)
     unseen = {name for name, verdict in verdicts.items() if not verdict}
     explained = {name for name in NOT_FOUND if name.startswith(f"{call}:")}
@@ -37,12 +35,12 @@ def check(call: str, least: int) -> None:
     assert len(verdicts.keys() - unseen) >= least
 
 
-def test_bugs_of_layer_norm_are_found() -> None:
+def test_bugs_of_layer_norm_are_found():
     """Deleted barriers show as races alone: the results stay right."""
     check("layer_norm sm_80", 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_bugs_of_attention_are_found(target: str) -> None:
+def test_bugs_of_attention_are_found(target):
     check(f"attention {target}", 40)

@@ -1,9 +1,6 @@
 """`run_ptx` on kernels that are not the package's: tests/support/ptx/README.md describes it."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +15,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 PER_TARGET = pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 
 
-def call(name: str, *arguments: Any, **options: Any) -> Any:
+def call(name, *arguments, **options):
     return in_worker(_call, name, arguments, options)
 
 
-def _call(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _call(name, arguments, options):
     from tests.ptx import kernels  # only where Triton does not interpret
 
     torch.manual_seed(0)
@@ -31,14 +28,14 @@ def _call(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any
 
 @PER_TARGET
 @pytest.mark.parametrize("name", ["add", "softmax", "layer_norm", "count", "locked"])
-def test_kernels_of_others(name: str, target: str) -> None:
+def test_kernels_of_others(name, target):
     got, want = call(name, target)
     torch.testing.assert_close(got, want)
 
 
 @PER_TARGET
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_matrix_product(dtype: torch.dtype, target: str) -> None:
+def test_matrix_product(dtype, target):
     """float32 by tf32, which is Triton's default."""
     expected = (CP_ASYNC_PROXY,) if target == "sm_90" else ()
     got, want = call("matmul", target, dtype, expected=expected)
@@ -48,7 +45,7 @@ def test_matrix_product(dtype: torch.dtype, target: str) -> None:
 
 @PER_TARGET
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_matrix_product_of_tensor_descriptors(dtype: torch.dtype, target: str) -> None:
+def test_matrix_product_of_tensor_descriptors(dtype, target):
     """On sm_90 by the copy engine, in boxes whose last ones are partly outside."""
     got, want = call("described_matmul", target, dtype, expected=(UNFENCED_INIT,) if target == "sm_90" else ())
     torch.testing.assert_close(got, want)
@@ -67,15 +64,15 @@ def test_matrix_product_of_tensor_descriptors(dtype: torch.dtype, target: str) -
         (r"wgmma\.wait_group\.sync\.aligned\s+0;", "", "never waited for|under way reads"),
     ],
 )
-def test_what_tensor_copies_need(pattern: str, replacement: str, message: str) -> None:
+def test_what_tensor_copies_need(pattern, replacement, message):
     with pytest.raises((AssertionError, Fault), match=message):
         in_worker(_described_with, pattern, replacement)
 
 
-def _described_with(pattern: str, replacement: str) -> None:
+def _described_with(pattern, replacement):
     from tests.ptx import kernels
 
-    def edit(name: str, ptx: str) -> str:
+    def edit(name, ptx):
         edited, count = re.subn(pattern, replacement, ptx)
         assert count, pattern
         return edited
@@ -83,39 +80,39 @@ def _described_with(pattern: str, replacement: str) -> None:
     kernels.described_matmul("sm_90", torch.float16, edit=edit, expected=(UNFENCED_INIT,))
 
 
-def test_tensor_copies_are_reported_without_a_fence_of_their_mbarriers() -> None:
+def test_tensor_copies_are_reported_without_a_fence_of_their_mbarriers():
     with pytest.raises(AssertionError, match=UNFENCED_INIT):
         call("described_matmul", "sm_90", torch.float16)
 
 
-def test_the_missing_fence_fails_unless_it_is_expected() -> None:
+def test_the_missing_fence_fails_unless_it_is_expected():
     with pytest.raises(AssertionError, match=re.escape(CP_ASYNC_PROXY)):
         call("matmul", "sm_90", torch.float16)
 
 
-def test_a_missing_mask_is_a_fault_of_one_argument() -> None:
+def test_a_missing_mask_is_a_fault_of_one_argument():
     with pytest.raises(Fault, match=r"byte 4000 of [xy], which has 4000; at ld\.global"):
         call("add", "sm_80", "add_without_mask_kernel")
 
 
-def test_programs_that_write_the_same_element_race() -> None:
+def test_programs_that_write_the_same_element_race():
     with pytest.raises(AssertionError, match=r"a write after another CTA's write to global memory \(out\)"):
         call("overlapping", "sm_80")
 
 
-def test_a_lock_orders_nothing_for_the_race_check() -> None:
+def test_a_lock_orders_nothing_for_the_race_check():
     with pytest.raises(AssertionError, match=r"another CTA's write to global memory \(total\)"):
         call("locked", "sm_80", races=True)
 
 
-def test_an_instruction_that_is_not_known_is_refused() -> None:
+def test_an_instruction_that_is_not_known_is_refused():
     with pytest.raises(Refused, match=r"add\.sat\.f32 .*: modifiers \.sat"):
         in_worker(_with_another_opcode, r"\badd\.f32", "add.sat.f32")
     with pytest.raises(Refused, match=r"frobnicate\.f32 .*: no such instruction"):
         in_worker(_with_another_opcode, r"\badd\.f32", "frobnicate.f32")
 
 
-def _with_another_opcode(opcode: str, other: str) -> None:
+def _with_another_opcode(opcode, other):
     from tests.ptx import kernels
 
     kernels.add("sm_80", edit=lambda name, ptx: re.sub(opcode, other, ptx))

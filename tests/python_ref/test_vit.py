@@ -9,7 +9,7 @@ from python_ref import ViTConfig
 from python_ref.vit import image_patches
 
 
-def test_patches_are_those_of_a_strided_convolution() -> None:
+def test_patches_are_those_of_a_strided_convolution():
     model = python_ref.build("vit_digits", image=12, channels=3, patch=4, width=8, heads=2).eval()
     images = torch.randn(2, 3, 12, 12)
     projection = model.embedding.projection
@@ -19,7 +19,7 @@ def test_patches_are_those_of_a_strided_convolution() -> None:
     assert model.config.context == 10
 
 
-def test_the_classifier_reads_the_class_token_which_sees_every_patch() -> None:
+def test_the_classifier_reads_the_class_token_which_sees_every_patch():
     torch.manual_seed(0)
     model = python_ref.build("vit_digits", init_std=0.3).eval()
     images = torch.randn(3, 1, 8, 8, requires_grad=True)
@@ -46,7 +46,7 @@ NAMES = {  # ours, and transformers'
 }
 
 
-def test_logits_are_those_of_transformers() -> None:
+def test_logits_are_those_of_transformers():
     pytest.importorskip("transformers")
     from tests.support.transformers_models import inputs, make
 
@@ -84,11 +84,11 @@ def test_logits_are_those_of_transformers() -> None:
         ({"classes": 0}, "classes must be at least 1; got 0"),
     ],
 )
-def test_bad_sizes_are_refused(changes: dict, message: str) -> None:
+def test_bad_sizes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ViTConfig(**{"image": 8, "patch": 2, "classes": 10, "width": 8, "layers": 1, "heads": 2, **changes})
 
 
-def test_images_of_another_size_are_refused() -> None:
+def test_images_of_another_size_are_refused():
     with pytest.raises(ValueError, match=r"images must have shape \(batch, 1, 8, 8\); got \(2, 1, 8, 9\)"):
         python_ref.build("vit_digits")(torch.zeros(2, 1, 8, 9))

@@ -13,9 +13,7 @@ from transformer_kernels import bind
 @pytest.mark.parametrize(
     ("length", "window", "first"), [(20, 4, 1), (7, 3, 2), (5, 8, 0), (3, 2, 3), (2, 2, 4), (17, 1, 1)]
 )
-def test_global_tokens_and_a_window_are_a_masked_dense_attention(
-    backend: str, length: int, window: int, first: int
-) -> None:
+def test_global_tokens_and_a_window_are_a_masked_dense_attention(backend, length, window, first):
     torch.manual_seed(0)
     q, v = (torch.randn(2, 4, length, width, dtype=torch.float64, requires_grad=True) for width in (4, 4))
     k = torch.randn(2, 4, length, 4, dtype=torch.float64, requires_grad=True)
@@ -33,7 +31,7 @@ def test_global_tokens_and_a_window_are_a_masked_dense_attention(
 class Recorded:
     """Operations that note how many scores each call of attention computes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.scores = 0
 
     def attention(self, q, k, v, **options):
@@ -41,7 +39,7 @@ class Recorded:
         return ops.attention(q, k, v, **options)
 
 
-def test_the_scores_that_are_computed_grow_with_the_length_and_not_with_its_square() -> None:
+def test_the_scores_that_are_computed_grow_with_the_length_and_not_with_its_square():
     counted = []
     for length in (257, 513, 1025):
         recorded = Recorded()
@@ -51,7 +49,7 @@ def test_the_scores_that_are_computed_grow_with_the_length_and_not_with_its_squa
     assert counted == [length + (length - 1) * (1 + 3 * 16) for length in (257, 513, 1025)]
 
 
-def test_a_classifier_with_global_tokens_sees_far_through_them_alone() -> None:
+def test_a_classifier_with_global_tokens_sees_far_through_them_alone():
     torch.manual_seed(0)
     options = {"vocab_size": 30, "width": 16, "heads": 2, "layers": 1, "context": 64, "dropout": 0.0, "window": 4}
     model = python_ref.build("imdb_bert", **options, global_tokens=1, init_std=0.5).eval()
@@ -70,7 +68,7 @@ def test_a_classifier_with_global_tokens_sees_far_through_them_alone() -> None:
         python_ref.build("imdb_bert", global_tokens=1)
 
 
-def test_a_whole_window_is_plain_attention() -> None:
+def test_a_whole_window_is_plain_attention():
     torch.manual_seed(0)
     options = {"vocab_size": 30, "width": 16, "heads": 2, "layers": 2, "context": 64}
     plain = python_ref.build("imdb_bert", **options).eval()

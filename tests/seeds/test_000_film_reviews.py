@@ -11,7 +11,7 @@ from transformer_kernels.training.tokenizers import Gpt2Tokenizer
 WORDS = {"old": 7, "older": 3, "finest": 9, "lowest": 4}  # counted words, the usual example of these merges
 
 
-def test_softmax_of_1_2_3_6() -> None:
+def test_softmax_of_1_2_3_6():
     """Softmax: (1, 2, 3, 6) gives .93 to the largest and .006 to the smallest."""
     for softmax in (python_ref.ops.softmax, ops.softmax):
         weights = softmax(torch.tensor([1.0, 2.0, 3.0, 6.0]))
@@ -19,7 +19,7 @@ def test_softmax_of_1_2_3_6() -> None:
         assert round(weights[0].item(), 3) == 0.006
 
 
-def test_vocabulary(data_folder) -> None:
+def test_vocabulary(data_folder):
     """Tokens: GPT-2's 50,257, and three of its own, [PAD], [CLS] and [SEP], make 50,260."""
     tokenizer = Gpt2Tokenizer(str(data_folder / "gpt2_bpe"))
     assert tokenizer.vocabulary_size == 50_260
@@ -28,7 +28,7 @@ def test_vocabulary(data_folder) -> None:
     assert python_ref.preset("gpt2").vocab_size == 50_257
 
 
-def test_byte_pair_merges() -> None:
+def test_byte_pair_merges():
     """Byte pairs: "e" and "s" stand together 13 times, then "es" and "t" 13 times."""
     merges = learn_merges(WORDS, 5)
     assert [(merge.piece, merge.times) for merge in merges[:2]] == [("es", 13), ("est", 13)]
@@ -41,7 +41,7 @@ def test_byte_pair_merges() -> None:
     ("words", "wanted"),
     [({"aaaa": 1}, ["aa", "aaaa"]), ({"aaa": 2}, ["aa", "aaa"]), ({"ab": 1, "abc": 5}, ["ab", "abc"]), ({}, [])],
 )
-def test_merging_ends_where_each_word_is_one_piece(words: dict[str, int], wanted: list[str]) -> None:
+def test_merging_ends_where_each_word_is_one_piece(words, wanted):
     merges = learn_merges(words, 10, end="")
     assert [merge.piece for merge in merges] == wanted
     assert all(split_word(word, merges, end="") == [word] for word in words)

@@ -8,12 +8,12 @@ from transformer_kernels import ops as fused
 
 
 @pytest.fixture
-def x() -> torch.Tensor:
+def x():
     """Four tokens, 512 wide: `manual_seed(123); rand(4, 512)`."""
     return torch.rand(4, 512, generator=torch.Generator().manual_seed(123))
 
 
-def test_softmax_of_unscaled_scores_sees_one_token(x: torch.Tensor) -> None:
+def test_softmax_of_unscaled_scores_sees_one_token(x):
     """Chapter 1, scores and their softmax: the third token's, whose score with itself is 43 above the others."""
     scores = x[2] @ x.T
     torch.testing.assert_close(scores, torch.tensor([134.1449, 129.8451, 177.2513, 130.5724]), rtol=0, atol=1e-4)
@@ -23,13 +23,13 @@ def test_softmax_of_unscaled_scores_sees_one_token(x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("attention", [ops.attention, fused.attention])
-def test_context_is_then_the_token_itself(x: torch.Tensor, attention) -> None:
+def test_context_is_then_the_token_itself(x, attention):
     """Chapter 1, the context vector: with such weights the third token's own values."""
     q = k = v = x.view(1, 1, 4, 512)
     torch.testing.assert_close(attention(q, k, v, scale=1.0)[0, 0, 2], x[2], rtol=1e-5, atol=1e-6)
 
 
-def test_positions_shift_by_a_rotation() -> None:
+def test_positions_shift_by_a_rotation():
     """Chapter 1, positions: P[t + s] is P[t] with each pair of columns rotated by an angle that depends on s only."""
     width, shift = 16, 5
     table = ops.sinusoidal_positions(40, width, dtype=torch.float64)

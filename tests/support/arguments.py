@@ -1,48 +1,57 @@
 """Parameters of the parity tests of every operation."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def dtype_id(value: Any) -> str | None:
+def dtype_id(value):
     """A test id: float32 instead of torch.float32."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
-def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+def normal(*shape, dtype, device, seed=0):
     """A standard normal leaf that requires grad, the same in every dtype up to rounding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(device).requires_grad_()
 
 
-def transposed(x: Tensor) -> Tensor:
+def rows(*parameters, like_x=()):
+    """Makes x (..., N), others of its shape, and parameters (N,), which may have a dtype of their own."""
+
+    def make(dtype, device, *shape, parameters_in=None):
+        shapes = {**dict.fromkeys(("x", *like_x), shape), **dict.fromkeys(parameters, shape[-1:])}
+        dtypes = dict.fromkeys(parameters, parameters_in or dtype)
+        return {
+            name: normal(*shape, dtype=dtypes.get(name, dtype), device=device, seed=seed)
+            for seed, (name, shape) in enumerate(shapes.items(), start=1)
+        }
+
+    return make
+
+
+def transposed(x):
     first, second = (-3, -2) if x.dim() > 2 else (0, -1)
     return x.transpose(first, second).contiguous().transpose(first, second)
 
 
-def sliced(x: Tensor) -> Tensor:
+def sliced(x):
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 9), torch.nan, dtype=x.dtype, device=x.device)
     wide[..., 5 : x.shape[-1] + 5] = x
     return wide[..., 5 : x.shape[-1] + 5]
 
 
-def expanded(x: Tensor) -> Tensor:
+def expanded(x):
     return x[:1].expand_as(x)
 
 
-def misaligned(x: Tensor) -> Tensor:
+def misaligned(x):
     storage = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype, device=x.device)
     storage[1:] = x.flatten()
     return storage[1:].view(x.shape)
 
 
-def strided(x: Tensor) -> Tensor:
+def strided(x):
     return x.repeat_interleave(2, dim=-1)[..., ::2]
 
 

@@ -1,7 +1,5 @@
 """A page in headless Chromium with real mouse events: the DevTools protocol over two pipes, without other packages."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -9,10 +7,7 @@ import select
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,11 +18,11 @@ PATIENCE = 60.0  # seconds per response, on a busy machine
 class Page:
     """The one page of a browser."""
 
-    def __init__(self, reading: int, writing: int) -> None:
+    def __init__(self, reading, writing):
         self._reading, self._writing = reading, writing
         self._numbers, self._unread, self._session = itertools.count(1), b"", ""
 
-    def call(self, method: str, **parameters: Any) -> Any:
+    def call(self, method, **parameters):
         """The result of one command of the protocol."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
@@ -38,7 +33,7 @@ class Page:
         assert "error" not in response, response
         return response["result"]
 
-    def open(self, url: str) -> None:
+    def open(self, url):
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.call("Network.enable")
@@ -49,13 +44,13 @@ class Page:
         while self.value("document.readyState") != "complete" or self.value("location.href") == "about:blank":
             assert time.monotonic() < deadline, "the page does not load"
 
-    def value(self, expression: str) -> Any:
+    def value(self, expression):
         """The value of a JavaScript expression on the page."""
         response = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in response, response
         return response["result"].get("value")
 
-    def mouse(self, selector: str, *, click: bool = True, shift: tuple[float, float] = (0.0, 0.0)) -> None:
+    def mouse(self, selector, *, click=True, shift=(0.0, 0.0)):
         """Move the mouse to the middle of an element, shifted by pixels, and click there."""
         middle = self.value(
             f"(() => {{ const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
@@ -67,7 +62,7 @@ class Page:
             button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, **middle, **button)
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self):
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._reading], [], [], PATIENCE)
             received = os.read(self._reading, 1 << 16) if ready else b""
@@ -78,7 +73,7 @@ class Page:
 
 
 @contextmanager
-def opened(path: Path, profile: Path) -> Iterator[Page]:
+def opened(path, profile):
     """The page of an HTML file, without a network; skips if Chromium is not installed."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None or shutil.which("bash") is None:

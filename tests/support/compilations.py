@@ -20,7 +20,7 @@ from benchmarks.compilers import row_calls
 from benchmarks.compilers.launches import record
 
 
-def compilations(case: str) -> dict[str, list[int]]:
+def compilations(case):
     """The number of compilations of each kernel for one shape and for all shapes, in a process without interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
@@ -36,7 +36,7 @@ ALIGNED_WIDTHS = range(528, 528 + 20 * 8, 8)
 ODD_WIDTHS = range(513, 513 + 40, 2)
 
 
-def _rows(rows: int, width: int) -> None:
+def _rows(rows, width):
     """Every call of every row operation, forward and backward, in bf16."""
     for operation, makes in row_calls.CALLS.items():
         for make in makes:
@@ -44,7 +44,7 @@ def _rows(rows: int, width: int) -> None:
                 row_calls.run(operation, make, arguments)
 
 
-def _attention(rows: int, width: int) -> None:
+def _attention(rows, width):
     """A batch of `rows` packed projections of `width` tokens, plain, causal and with all masks; then as packed
     sequences; then one more query, in both layouts."""
     from transformer_kernels.ops.attention import _triton as attention
@@ -67,7 +67,7 @@ def _attention(rows: int, width: int) -> None:
         attention.forward(prepare(cached[:, :, -1:], cached, cached, causal=True))
 
 
-def _short_attention(rows: int, width: int) -> None:
+def _short_attention(rows, width):
     """The same with 72 to 119 tokens, which use the same tile."""
     from transformer_kernels.ops.attention import _triton as attention
     from transformer_kernels.ops.attention import prepare
@@ -82,7 +82,7 @@ def _short_attention(rows: int, width: int) -> None:
 HEADS = 4
 
 
-def _projected(batch: int, length: int) -> tuple[torch.Tensor, ...]:
+def _projected(batch, length):
     """Views (B, H, L, 64) of the queries, keys and values of a packed projection."""
     return torch.empty(batch, length, 3, HEADS, 64, dtype=torch.bfloat16).transpose(1, 3).unbind(2)
 
@@ -99,7 +99,7 @@ SHAPES = {
 }
 
 
-def _count(case: str) -> dict[str, list[int]]:
+def _count(case):
     """The number of compilations of each kernel for the first shape of a case, and for all shapes."""
     operation, shapes = case.split("-")
     calls = [(str(shape), functools.partial(OPERATIONS[operation], *shape)) for shape in SHAPES[shapes]]

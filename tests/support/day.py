@@ -1,7 +1,5 @@
 """The seed of random calls and samples: they change with each day, and a commit always draws the same ones."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import os
@@ -10,7 +8,7 @@ from pathlib import Path
 
 
 @functools.cache
-def day() -> str:
+def day():
     """TRANSFORMER_KERNELS_RANDOM up to a colon; else the day of the last commit; without git, today."""
     if given := os.environ.get("TRANSFORMER_KERNELS_RANDOM"):
         return given.partition(":")[0]

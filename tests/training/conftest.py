@@ -1,9 +1,5 @@
 """Models and texts so small that a run takes a moment."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,24 +11,24 @@ TINY_MODEL = {"layers": 1, "width": 16, "heads": 2}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """A cache folder of the test's own."""
     monkeypatch.setenv("TRANSFORMER_KERNELS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def text_file(tmp_path: Path) -> Path:
+def text_file(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 40, encoding="utf-8")
     return path
 
 
 @pytest.fixture
-def char_config(tmp_path: Path, text_file: Path) -> Callable[..., CharGPTConfig]:
+def char_config(tmp_path, text_file):
     """Makes configs of a character GPT that trains in a blink."""
 
-    def make(**changes: Any) -> CharGPTConfig:
+    def make(**changes):
         usual = {
             "corpus": str(text_file),
             "out": str(tmp_path / "run"),
@@ -52,7 +48,7 @@ def char_config(tmp_path: Path, text_file: Path) -> Callable[..., CharGPTConfig]
 
 
 @pytest.fixture
-def reviews_file(tmp_path: Path) -> Path:
+def reviews_file(tmp_path):
     path = tmp_path / "reviews.csv"
     good = [f"a great film number {n}, wonderful and moving,positive" for n in range(24)]
     bad = [f"a dull film number {n}, terrible and boring,negative" for n in range(24)]
@@ -66,10 +62,10 @@ def reviews_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def imdb_config(tmp_path: Path, reviews_file: Path) -> Callable[..., ImdbConfig]:
+def imdb_config(tmp_path, reviews_file):
     """Makes configs of a tiny classifier on bytes."""
 
-    def make(**changes: Any) -> ImdbConfig:
+    def make(**changes):
         usual = {
             "data": str(reviews_file),
             "test_data": str(reviews_file),

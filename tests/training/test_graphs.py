@@ -1,6 +1,7 @@
 """Captured steps: with a stand-in for CUDA graphs, CPU recordings, and CUDA graphs; and batches prepared ahead."""
 
 import dataclasses
+import functools
 import os
 import signal
 from contextlib import nullcontext
@@ -137,6 +138,26 @@ def outcomes(trainer, steps=STEPS):
     return torch.stack(result)  # (steps, 2)
 
 
+def assert_resuming_is_exact(whole, parted, resumed):
+    """A fit of `whole()` and one of 7 steps of `parted()`, continued by `resumed()`; returns the checkpoint."""
+    straight = whole()
+    straight.fit()
+    first = parted()
+    first.model.train()
+    outcomes(first, 7)
+    first.save("last")
+    torch.manual_seed(999)
+    second = resumed()
+    second.restore(first.folder / "last")
+    second.fit()
+    expected, found = (load_checkpoint(trainer.folder / "last") for trainer in (straight, second))
+    for part in ("weights", "optimizer"):
+        tensors = getattr(found, part)
+        assert tensors.keys() == getattr(expected, part).keys()
+        assert all(torch.equal(tensors[name], value) for name, value in getattr(expected, part).items())
+    return expected
+
+
 @pytest.mark.parametrize("recipe", [SpoilingCharGPT, UnevenCharGPT, ConstantCharGPT])
 def test_graphs_change_no_bit(char_config, recipe, kind):
     config = char_config(steps=STEPS, lr=1e-2)
@@ -222,20 +243,8 @@ def test_resuming_is_exact_with_and_without_graphs(char_config, tmp_path, before
         config = char_config(out=str(tmp_path / out), steps=12, **changes)
         return Trainer(CharGPT(config), graphs=kind()) if graphed else Trainer(CharGPT(plainly(config)))
 
-    trainer("straight", False).fit()
-    parted = trainer("parted", before)
-    parted.model.train()
-    outcomes(parted, 7)
-    parted.save("last")
-    torch.manual_seed(999)
-    resumed = trainer("parted", after)
-    resumed.restore(tmp_path / "parted" / "last")
-    resumed.fit()
-    expected, found = (load_checkpoint(tmp_path / name / "last") for name in ("straight", "parted"))
-    for kind in ("weights", "optimizer"):
-        tensors = getattr(found, kind)
-        assert tensors.keys() == getattr(expected, kind).keys()
-        assert all(torch.equal(tensors[name], value) for name, value in getattr(expected, kind).items())
+    runs = (("straight", False), ("parted", before), ("parted", after))
+    assert_resuming_is_exact(*(functools.partial(trainer, *run) for run in runs))
 
 
 def test_restoring_forgets_graphs_of_tensors_that_are_gone(char_config, kind):

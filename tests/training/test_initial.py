@@ -1,7 +1,5 @@
 """Fine-tuning starts from a pretrained encoder of transformers: its sizes, its tokenizer, its weights."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

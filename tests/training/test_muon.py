@@ -1,11 +1,9 @@
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-from tests.training.test_graphs import kind, outcomes  # noqa: F401
-from transformer_kernels.training import CharGPT, Processes, Trainer, load_checkpoint
+from tests.training.test_graphs import assert_resuming_is_exact, kind, outcomes  # noqa: F401
+from transformer_kernels.training import CharGPT, Processes, Trainer
 from transformer_kernels.training.muon import COEFFICIENTS, Muon, hidden_matrices, orthogonalised
 from transformer_kernels.training.optimisation import make_optimizer
 
@@ -106,18 +104,8 @@ def test_graphs_change_no_bit(char_config, kind, dtype):  # noqa: F811
 
 def test_resuming_is_exact(char_config, tmp_path):
     whole, half = (char_config(optimizer="muon", steps=12, out=str(tmp_path / name)) for name in ("whole", "half"))
-    Trainer(CharGPT(whole)).fit()
-    first = Trainer(CharGPT(half))
-    outcomes(first, 5)
-    first.save("last")
-    second = Trainer(CharGPT(half))
-    second.restore(tmp_path / "half" / "last")
-    second.fit()
-    expected, found = (load_checkpoint(Path(config.out, "last")) for config in (whole, half))
+    expected = assert_resuming_is_exact(*(lambda c=config: Trainer(CharGPT(c)) for config in (whole, half, half)))
     assert any(name.endswith(".momentum") for name in expected.optimizer)
-    for part in ("weights", "optimizer"):
-        assert getattr(expected, part).keys() == getattr(found, part).keys()
-        assert all(torch.equal(getattr(found, part)[name], value) for name, value in getattr(expected, part).items())
 
 
 def test_where_muon_is_impossible_is_refused(char_config):

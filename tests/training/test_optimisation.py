@@ -1,11 +1,9 @@
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-from tests.training.test_graphs import RecordedGraphs, outcomes
-from transformer_kernels.training import Imdb, Processes, Trainer, load_checkpoint, optimisation
+from tests.training.test_graphs import RecordedGraphs, assert_resuming_is_exact, outcomes
+from transformer_kernels.training import Imdb, Processes, Trainer, optimisation
 from transformer_kernels.training.optimisation import SparseEmbeddingAdamW, make_optimizer
 
 OPTIONS = {"lr": 0.1, "weight_decay": 0.5}
@@ -120,16 +118,7 @@ def test_graphs_change_no_bit(imdb_config):
 
 def test_resuming_is_exact(imdb_config, tmp_path):
     whole, half = (sparse_config(imdb_config, out=str(tmp_path / name)) for name in ("whole", "half"))
-    Trainer(Imdb(whole)).fit()
-    first = Trainer(Imdb(half))
-    outcomes(first, 5)
-    first.save("last")
-    second = Trainer(Imdb(half))
-    second.restore(tmp_path / "half" / "last")
-    second.fit()
-    expected, found = (load_checkpoint(Path(config.out, "last")) for config in (whole, half))
-    for kind in ("weights", "optimizer"):
-        assert all(torch.equal(getattr(found, kind)[name], value) for name, value in getattr(expected, kind).items())
+    assert_resuming_is_exact(*(lambda c=config: Trainer(Imdb(c)) for config in (whole, half, half)))
 
 
 def test_where_it_is_impossible_is_told(imdb_config):

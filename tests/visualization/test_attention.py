@@ -1,7 +1,5 @@
 """Attention maps: those of the model, under the names that people read, as a picture and as a page that is clicked."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """`attend`, `plot` and `sweep`, as a user types them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -54,19 +52,8 @@ def sweep(tmp_path_factory):
     """A sweep of three small models, and its folder."""
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "text.txt").write_text(TEXT)
-    options = [
-        "--corpus",
-        folder / "text.txt",
-        "--context",
-        8,
-        "--batch-size",
-        4,
-        "--lr",
-        1e-2,
-        "--out",
-        folder / "out",
-    ]
-    arguments = ["sweep", "--sizes", "16x1", "32x1", "32x2", "--tokens", 64, *options, "--backend", "torch"]
+    shared = ["--corpus", folder / "text.txt", "--context", 8, "--batch-size", 4, "--lr", 1e-2, "--backend", "torch"]
+    arguments = ["sweep", "--sizes", "16x1", "32x1", "32x2", "--tokens", 64, "--out", folder / "out", *shared]
     assert cli.main([str(argument) for argument in arguments]) == 0
     return folder / "out"
 

@@ -1,7 +1,5 @@
 """Position codes, and the curves of runs from their logs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The power law of a sweep: found where it is known, with an uncertainty that covers it."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A word in context: its tokens are found, and its two vectors are the model's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -79,6 +79,28 @@ def with_bias(ours: str, *theirs: str, transposed: bool = False) -> Iterator[Ent
     yield Entry(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs))
 
 
+Fields = dict[str, str | tuple[str, Any]]
+"""Fields of our config, each with their name for it, or with their name and its default."""
+
+
+def read_fields(theirs: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    return {ours: theirs[name] if isinstance(name, str) else theirs.get(*name) for ours, name in fields.items()}
+
+
+def written_fields(ours: Any, fields: Fields) -> dict[str, Any]:
+    values = {"ffn_width": ours.ffn_width or 4 * ours.width, "attention_dropout": ours.dropout_on("attention")}
+    names = {field: name if isinstance(name, str) else name[0] for field, name in fields.items()}
+    return {name: values[field] if field in values else getattr(ours, field) for field, name in names.items()}
+
+
+SIZES: Fields = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn_width": "intermediate_size",
+}
+TEXT: Fields = {"vocab_size": "vocab_size", "context": "max_position_embeddings", **SIZES}
+
 Layer = dict[str, tuple[str, ...]]
 """Modules of one of our blocks, each with its source modules, without prefix."""
 
@@ -92,21 +114,25 @@ def layer_entries(layers: int, theirs: str, names: Layer) -> Iterator[Entry]:
 
 # GPT-2 and DistilGPT-2
 
+GPT2: Fields = {
+    "vocab_size": "vocab_size",
+    "context": "n_positions",
+    "width": "n_embd",
+    "layers": "n_layer",
+    "heads": "n_head",
+    "ffn_width": ("n_inner", None),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "dropout": ("resid_pdrop", 0.1),
+    "embedding_dropout": ("embd_pdrop", 0.1),
+    "attention_dropout": ("attn_pdrop", 0.1),
+}
+
 
 def gpt2_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
     require(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return GPTConfig(
-        vocab_size=theirs["vocab_size"],
-        context=theirs["n_positions"],
-        width=theirs["n_embd"],
-        layers=theirs["n_layer"],
-        heads=theirs["n_head"],
-        ffn_width=theirs.get("n_inner"),
+        **read_fields(theirs, GPT2),
         activation=activation_of(theirs | {"hidden_act": theirs.get("activation_function", "gelu_new")}, "hidden_act"),
-        norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
-        dropout=theirs.get("resid_pdrop", 0.1),
-        embedding_dropout=theirs.get("embd_pdrop", 0.1),
-        attention_dropout=theirs.get("attn_pdrop", 0.1),
         tied=theirs.get("tie_word_embeddings", True) or "lm_head.weight" not in names,
         init_scale_residual=True,
     )
@@ -118,17 +144,11 @@ def describe_gpt2(ours: GPTConfig) -> dict[str, Any]:
     refuse_others(ours, wanted | {"qk_norm": False, "value_dim": None, "ffn_dropout": 0.0})
     return {
         "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": ours.vocab_size,
-        "n_positions": ours.context,
-        "n_embd": ours.width,
-        "n_layer": ours.layers,
-        "n_head": ours.heads,
+        **written_fields(ours, GPT2),
         "n_inner": ours.ffn_width,
         "activation_function": their_activation(ours.activation),
-        "layer_norm_epsilon": ours.norm_eps,
         "resid_pdrop": ours.dropout_on("residual"),
         "embd_pdrop": ours.dropout_on("embedding"),
-        "attn_pdrop": ours.dropout_on("attention"),
         "tie_word_embeddings": ours.tied,
         "bos_token_id": ours.vocab_size - 1,
         "eos_token_id": ours.vocab_size - 1,
@@ -153,21 +173,20 @@ def gpt2_entries(config: GPTConfig) -> Iterator[Entry]:
 
 # BERT, MiniLM and DistilBERT
 
+BERT: Fields = {
+    **TEXT,
+    "norm_eps": ("layer_norm_eps", 1e-12),
+    "dropout": ("hidden_dropout_prob", 0.1),
+    "attention_dropout": ("attention_probs_dropout_prob", 0.1),
+    "segments": ("type_vocab_size", 2),
+}
+
 
 def bert_config(theirs: dict[str, Any], names: set[str]) -> EncoderConfig:
     require(theirs, position_embedding_type="absolute", is_decoder=False, tie_word_embeddings=True)
     return EncoderConfig(
-        vocab_size=theirs["vocab_size"],
-        context=theirs["max_position_embeddings"],
-        width=theirs["hidden_size"],
-        layers=theirs["num_hidden_layers"],
-        heads=theirs["num_attention_heads"],
-        ffn_width=theirs["intermediate_size"],
+        **read_fields(theirs, BERT),
         activation=activation_of(theirs, "hidden_act"),
-        norm_eps=theirs.get("layer_norm_eps", 1e-12),
-        dropout=theirs.get("hidden_dropout_prob", 0.1),
-        attention_dropout=theirs.get("attention_probs_dropout_prob", 0.1),
-        segments=theirs.get("type_vocab_size", 2),
         pooler=any(name.endswith("pooler.dense.weight") for name in names),
         masked_lm="cls.predictions.bias" in names or "lm_head.bias" in names,
         **ENCODER,
@@ -183,17 +202,8 @@ def describe_bert(ours: EncoderConfig) -> dict[str, Any]:
     refuse_others(ours, ENCODER_LIKE)
     return {
         "architectures": ["BertForMaskedLM" if ours.masked_lm else "BertModel"],
-        "vocab_size": ours.vocab_size,
-        "max_position_embeddings": ours.context,
-        "hidden_size": ours.width,
-        "num_hidden_layers": ours.layers,
-        "num_attention_heads": ours.heads,
-        "intermediate_size": ours.ffn_width or 4 * ours.width,
+        **written_fields(ours, BERT),
         "hidden_act": their_activation(ours.activation),
-        "layer_norm_eps": ours.norm_eps,
-        "hidden_dropout_prob": ours.dropout,
-        "attention_probs_dropout_prob": ours.dropout_on("attention"),
-        "type_vocab_size": ours.segments,
     }
 
 
@@ -244,19 +254,24 @@ def roberta_entries(config: EncoderConfig) -> Iterator[Entry]:
         yield entry._replace(theirs=names, skipped=PADDING if entry.ours == "embedding.positions" else 0)
 
 
+DISTILBERT: Fields = {
+    "vocab_size": "vocab_size",
+    "context": "max_position_embeddings",
+    "width": "dim",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "ffn_width": "hidden_dim",
+    "dropout": ("dropout", 0.1),
+    "attention_dropout": ("attention_dropout", 0.1),
+}
+
+
 def distilbert_config(theirs: dict[str, Any], names: set[str]) -> EncoderConfig:
     require(theirs, sinusoidal_pos_embds=False, tie_word_embeddings=True)
     return EncoderConfig(
-        vocab_size=theirs["vocab_size"],
-        context=theirs["max_position_embeddings"],
-        width=theirs["dim"],
-        layers=theirs["n_layers"],
-        heads=theirs["n_heads"],
-        ffn_width=theirs["hidden_dim"],
+        **read_fields(theirs, DISTILBERT),
         activation=activation_of(theirs, "activation"),
         norm_eps=1e-12,
-        dropout=theirs.get("dropout", 0.1),
-        attention_dropout=theirs.get("attention_dropout", 0.1),
         segments=0,
         pooler=False,
         masked_lm="vocab_projector.bias" in names,
@@ -268,15 +283,8 @@ def describe_distilbert(ours: EncoderConfig) -> dict[str, Any]:
     refuse_others(ours, ENCODER_LIKE | {"norm_eps": 1e-12, "pooler": False, "segments": 0})
     return {
         "architectures": ["DistilBertForMaskedLM" if ours.masked_lm else "DistilBertModel"],
-        "vocab_size": ours.vocab_size,
-        "max_position_embeddings": ours.context,
-        "dim": ours.width,
-        "n_layers": ours.layers,
-        "n_heads": ours.heads,
-        "hidden_dim": ours.ffn_width or 4 * ours.width,
+        **written_fields(ours, DISTILBERT),
         "activation": their_activation(ours.activation),
-        "dropout": ours.dropout,
-        "attention_dropout": ours.dropout_on("attention"),
     }
 
 
@@ -303,6 +311,14 @@ def distilbert_entries(config: EncoderConfig) -> Iterator[Entry]:
 
 # Llama
 
+LLAMA: Fields = {
+    **TEXT,
+    "kv_heads": ("num_key_value_heads", None),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "attention_bias": ("attention_bias", False),
+    "attention_dropout": ("attention_dropout", 0.0),
+}
+
 
 def llama_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
     require(theirs, hidden_act="silu", mlp_bias=False, head_dim=theirs["hidden_size"] // theirs["num_attention_heads"])
@@ -313,22 +329,13 @@ def llama_config(theirs: dict[str, Any], names: set[str]) -> GPTConfig:
         raise ValueError(f"config.json: rope_type must be 'default' or 'llama3'; got {kind!r}")
     scaling = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return GPTConfig(
-        vocab_size=theirs["vocab_size"],
-        context=theirs["max_position_embeddings"],
-        width=theirs["hidden_size"],
-        layers=theirs["num_hidden_layers"],
-        heads=theirs["num_attention_heads"],
-        kv_heads=theirs.get("num_key_value_heads"),
-        ffn_width=theirs["intermediate_size"],
+        **read_fields(theirs, LLAMA),
         activation="swiglu",
         norm="rms",
-        norm_eps=theirs.get("rms_norm_eps", 1e-6),
         positions="rotary",
         rotary_base=rotary["rope_theta"],
         rotary_scaling=tuple(rotary[name] for name in scaling) if kind == "llama3" else None,
         dropout=0.0,
-        attention_dropout=theirs.get("attention_dropout", 0.0),
-        attention_bias=theirs.get("attention_bias", False),
         ffn_bias=False,
         tied=theirs.get("tie_word_embeddings", False) or "lm_head.weight" not in names,
     )
@@ -341,18 +348,10 @@ def describe_llama(ours: GPTConfig) -> dict[str, Any]:
     refuse_others(ours, wanted)
     return {
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": ours.vocab_size,
-        "max_position_embeddings": ours.context,
-        "hidden_size": ours.width,
-        "num_hidden_layers": ours.layers,
-        "num_attention_heads": ours.heads,
+        **written_fields(ours, LLAMA),
         "num_key_value_heads": ours.kv_heads or ours.heads,
-        "intermediate_size": ours.ffn_width or 4 * ours.width,
         "hidden_act": "silu",
-        "rms_norm_eps": ours.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": ours.rotary_base},
-        "attention_bias": ours.attention_bias,
-        "attention_dropout": ours.dropout_on("attention"),
         "tie_word_embeddings": ours.tied,
     }
 
@@ -377,22 +376,23 @@ def llama_entries(config: GPTConfig) -> Iterator[Entry]:
 
 # ViT
 
+VIT: Fields = {
+    "image": "image_size",
+    "channels": ("num_channels", 3),
+    "patch": "patch_size",
+    **SIZES,
+    "norm_eps": ("layer_norm_eps", 1e-12),
+    "dropout": ("hidden_dropout_prob", 0.0),
+    "attention_dropout": ("attention_probs_dropout_prob", 0.0),
+}
+
 
 def vit_config(theirs: dict[str, Any], names: set[str]) -> ViTConfig:
     require(theirs, qkv_bias=True)
     return ViTConfig(
-        image=theirs["image_size"],
-        channels=theirs.get("num_channels", 3),
-        patch=theirs["patch_size"],
+        **read_fields(theirs, VIT),
         classes=len(theirs.get("id2label", ("LABEL_0", "LABEL_1"))),
-        width=theirs["hidden_size"],
-        layers=theirs["num_hidden_layers"],
-        heads=theirs["num_attention_heads"],
-        ffn_width=theirs["intermediate_size"],
         activation=activation_of(theirs, "hidden_act"),
-        norm_eps=theirs.get("layer_norm_eps", 1e-12),
-        dropout=theirs.get("hidden_dropout_prob", 0.0),
-        attention_dropout=theirs.get("attention_probs_dropout_prob", 0.0),
     )
 
 
@@ -403,19 +403,10 @@ def describe_vit(ours: ViTConfig) -> dict[str, Any]:
     labels = [f"LABEL_{index}" for index in range(ours.classes)]
     return {
         "architectures": ["ViTForImageClassification"],
-        "image_size": ours.image,
-        "num_channels": ours.channels,
-        "patch_size": ours.patch,
+        **written_fields(ours, VIT),
         "id2label": dict(enumerate(labels)),
         "label2id": {label: index for index, label in enumerate(labels)},
-        "hidden_size": ours.width,
-        "num_hidden_layers": ours.layers,
-        "num_attention_heads": ours.heads,
-        "intermediate_size": ours.ffn_width or 4 * ours.width,
         "hidden_act": their_activation(ours.activation),
-        "layer_norm_eps": ours.norm_eps,
-        "hidden_dropout_prob": ours.dropout,
-        "attention_probs_dropout_prob": ours.dropout_on("attention"),
         "qkv_bias": True,
     }
 

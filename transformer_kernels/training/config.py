@@ -24,6 +24,7 @@ from transformer_kernels.training._optional import require
 BACKENDS = ("auto", *NAMED_BACKENDS, "reference")
 DTYPES = ("auto", "float32", "tf32", "bfloat16", "float16")
 UNITS = {"s": 1, "m": 60, "h": 3600}
+LEAST_1 = ("steps", "epochs", "batch_size", "log_every", "eval_every", "save_every")
 LENGTHS = {"steps": None, "epochs": None, "time_limit": 0.0}  # options that end a run, with the values that do not
 
 
@@ -112,6 +113,8 @@ class TrainingConfig:
     recipe: typing.ClassVar[str] = ""
     default_config: typing.ClassVar[str] = ""  # the bundled config that `train` uses without --config
     default_length: typing.ClassVar[tuple[str, int]] = ("epochs", 1)  # used if no length is given
+    counts: typing.ClassVar[tuple[str, ...]] = LEAST_1  # options of at least 1
+    fractions: typing.ClassVar[tuple[str, ...]] = ("beta2",)  # options in [0, 1)
 
     def __post_init__(self) -> None:
         for spec, kind in typed_fields(type(self)):
@@ -124,14 +127,15 @@ class TrainingConfig:
             raise ValueError(f"steps and epochs exclude each other; got steps {self.steps} and epochs {self.epochs}")
         if self.steps is None and self.epochs is None and not self.time_limit:
             setattr(self, *self.default_length)
-        for name in ("steps", "epochs", "batch_size", "log_every", "eval_every", "save_every"):
+        for name in self.counts:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         for name in ("lr", "warmup_steps", "weight_decay", "clip", "patience", "time_limit", "seed", "threads"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative; got {getattr(self, name)}")
-        if not 0 <= self.beta2 < 1:
-            raise ValueError(f"beta2 must be in [0, 1); got {self.beta2}")
+        for name in self.fractions:
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], source: str = "config") -> Any:

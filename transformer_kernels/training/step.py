@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -70,21 +71,17 @@ def matrix_products(dtype: str) -> Iterator[None]:
     if dtype != "tf32":
         yield
         return
+    choose, allowed = torch.set_float32_matmul_precision, "high"
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # torch.backends' fp32_precision was set, which cannot be mixed with the older setting
-        products = torch.backends.cuda.matmul
-        before, products.fp32_precision = products.fp32_precision, "tf32"
-        try:
-            yield
-        finally:
-            products.fp32_precision = before
-        return
-    torch.set_float32_matmul_precision("high")
+        products, allowed = torch.backends.cuda.matmul, "tf32"
+        before, choose = products.fp32_precision, functools.partial(setattr, products, "fp32_precision")
+    choose(allowed)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        choose(before)
 
 
 class TrainingLoss(nn.Module):

@@ -63,18 +63,15 @@ def _add_plots(plots: Any, command: Add, model_options: Callable[..., None]) -> 
     run.add_argument("folders", nargs="+", metavar="FOLDER", help="run folder, such as runs/char-gpt")
     sweep = command(plots, "sweep", "plot the points and the scaling law of a sweep", _plot_sweep)
     sweep.add_argument("folder", metavar="FOLDER", help="sweep folder, such as runs/sweep")
-    activations = command(plots, "activations", "plot ReLU and GELU and their derivatives", _activations)
+    command(plots, "activations", "plot ReLU and GELU and their derivatives", _activations)
     help_text = "plot the gradients of each layer, with and without shortcut connections"
     gradients = command(plots, "gradients", help_text, _gradients)
     help_text = "plot the loss around trained weights, with and without shortcut connections"
     landscape = command(plots, "landscape", help_text, _landscape)
-    performer = command(plots, "performer", "plot the error of Performer's random features", _performer)
+    command(plots, "performer", "plot the error of Performer's random features", _performer)
     for parser, layers in ((gradients, 20), (landscape, 8)):
         parser.add_argument("--layers", type=int, default=layers, metavar="N", help="layers (default: %(default)s)")
-    parsers = {"positions": positions, "words": words, "run": run, "sweep": sweep}
-    parsers |= {"activations": activations, "gradients": gradients, "landscape": landscape}
-    parsers["performer"] = performer
-    for name, parser in parsers.items():
+    for name, parser in plots.choices.items():
         parser.add_argument("--out", default=f"{name}.png", metavar="FILE", help="output figure (default: %(default)s)")
 
 

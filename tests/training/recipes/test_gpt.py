@@ -1,7 +1,5 @@
 """The GPT on byte pairs learns Shakespeare, as far as two hundred steps go."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

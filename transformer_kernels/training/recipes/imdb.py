@@ -37,6 +37,8 @@ PACKED_MULTIPLE = 64  # tokens; whole tiles for the matrix products and the kern
 class ReviewsConfig(TrainingConfig):
     """Options shared by the recipes on film reviews."""
 
+    fractions: ClassVar[tuple[str, ...]] = (*TrainingConfig.fractions, "validation")
+
     data: str = option(
         "",
         "aclImdb folder, folder with train.* and test.*, or training file (CSV, JSONL, Parquet; optionally .gz, .xz)",
@@ -67,8 +69,6 @@ class ReviewsConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.validation < 1:
-            raise ValueError(f"validation must be in [0, 1); got {self.validation}")
         if self.max_length < 3:
             raise ValueError(f"max_length must leave room for CLS, SEP and a token: at least 3; got {self.max_length}")
 
@@ -80,6 +80,7 @@ class ImdbConfig(ReviewsConfig):
     recipe: ClassVar[str] = "imdb"
     default_config: ClassVar[str] = "imdb_cpu"
     default_length: ClassVar[tuple[str, int]] = ("epochs", 3)
+    fractions: ClassVar[tuple[str, ...]] = (*ReviewsConfig.fractions, "token_dropout", "label_smoothing")
 
     batch_size: int = option(16, "batch size per process, in reviews", fixed=True)
     lr: float = option(3e-4, "peak learning rate")
@@ -108,12 +109,6 @@ class ImdbConfig(ReviewsConfig):
     baseline: bool = option(
         False, "also report the accuracy of TF-IDF with logistic regression", later={"evaluate": "baseline"}
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("token_dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
 
 
 def truncate(review: Tensor, length: int, truncation: str) -> Tensor:

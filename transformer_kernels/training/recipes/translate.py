@@ -44,6 +44,7 @@ class TranslateConfig(TrainingConfig):
     recipe: ClassVar[str] = "translate"
     default_config: ClassVar[str] = "translate_small"
     default_length: ClassVar[tuple[str, int]] = ("steps", 1500)
+    fractions: ClassVar[tuple[str, ...]] = (*TrainingConfig.fractions, "test", "validation", "label_smoothing")
 
     data: str = option("", "tab-separated file of sentence pairs, one per line", later={"evaluate": "data"})
     test: float = option(0.1, "fraction of the source sentences held out for `evaluate`", fixed=True)
@@ -60,9 +61,6 @@ class TranslateConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("test", "validation", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
         for name in ("source_vocabulary", "target_vocabulary"):
             if getattr(self, name) <= len(SPECIAL):
                 raise ValueError(f"{name} must be more than {len(SPECIAL)}; got {getattr(self, name)}")

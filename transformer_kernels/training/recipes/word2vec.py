@@ -27,6 +27,8 @@ class Word2VecConfig(TrainingConfig):
 
     recipe: ClassVar[str] = "word2vec"
     default_length: ClassVar[tuple[str, int]] = ("epochs", 50)
+    counts: ClassVar[tuple[str, ...]] = (*TrainingConfig.counts, "width", "window", "noise", "min_count")
+    fractions: ClassVar[tuple[str, ...]] = (*TrainingConfig.fractions, "subsample")
 
     text: str = option(
         "stdlib",
@@ -46,11 +48,6 @@ class Word2VecConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("width", "window", "noise", "min_count"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if not 0 <= self.subsample < 1:
-            raise ValueError(f"subsample must be in [0, 1); got {self.subsample}")
         if self.model:
             raise ValueError(f"model: word2vec has no model fields, only --width; got {', '.join(self.model)}")
 
