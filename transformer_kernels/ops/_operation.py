@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_type_hints
 
 import torch
@@ -527,6 +528,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which autocast is off on x's device."""
+    return torch.autocast(x.device.type, enabled=False) if any_autocast() else nullcontext()
 
 
 def promoted(*tensors: Tensor) -> tuple[Tensor, ...]:

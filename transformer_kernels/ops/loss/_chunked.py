@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._operation import Grads, Wanted, without_autocast
 from transformer_kernels.ops.loss._calls import LinearCrossEntropyCall, LinearCrossEntropyResult
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
@@ -42,7 +42,7 @@ class ChunkedCrossEntropy:
 
         Autocast is disabled: the products' dtypes are chosen here. Sums over chunks are in float32.
         """
-        with torch.autocast(call.x.device.type, enabled=False):
+        with without_autocast(call.x):
             return self._forward(call)
 
     def _forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
@@ -64,7 +64,7 @@ class ChunkedCrossEntropy:
         """
         (dloss,), (_, counted, *sums) = grads, result
         if call.reduction == "none":
-            with torch.autocast(dloss.device.type, enabled=False):
+            with without_autocast(dloss):
                 head = _Head(self.kernels, call, list(wanted))
                 scale = dloss.masked_fill(call.targets == call.ignore_index, 0.0)
                 head.all_losses(call.targets.view(-1), scale.reshape(-1, 1))
