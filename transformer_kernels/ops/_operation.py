@@ -143,8 +143,7 @@ class Operation:
         results: tuple[str, ...] = ("",) if result is None else result._fields
         tensors = [field for field in fields if types[field].startswith("Tensor")]
         self.fields, self.differentiable = fields, tuple(fields.index(field) for field in differentiable)
-        inputs = operator.attrgetter(*differentiable)
-        self._inputs = inputs if len(differentiable) > 1 else lambda call: (inputs(call),)
+        self.names, self.inputs = differentiable, _plan.attributes(call, differentiable)
         self._sizes = operator.attrgetter(*sizes) if len(sizes) > 1 else operator.itemgetter(slice(1))
         always = dropped if dropped_when is None else ()
         self._kept_call = tuple(fields.index(field) for field in tensors if field not in always)
@@ -200,7 +199,7 @@ class Operation:
         return self._computed(plan, call, backend)
 
     def _planned(self, call: Any, backend: str | None) -> _plan.Plan:
-        return _plan.Plan(self, call, dispatch.select(self, backend, call), needs_grad(*self._inputs(call)))
+        return _plan.Plan(self, call, dispatch.select(self, backend, call), needs_grad(*self.inputs(call)))
 
     def _computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""
@@ -209,14 +208,14 @@ class Operation:
             if output is not None:
                 return output
         if plan.recorded:
-            return _recorded(plan, call, *self._inputs(call))
+            return _recorded(plan, call, *plan.inputs(call))
         outputs = plan.forward(call)
         return outputs if self.result is None else self._outputs(outputs)
 
     def _traced(self, call: Any, backend: str | None) -> Any:
         """By the registered operator, or by those that it is composed of."""
         if self.composed is not None and not is_compiling():
-            recorded = needs_grad(*self._inputs(call))
+            recorded = needs_grad(*self.inputs(call))
             output = self.composed(dispatch.select(self, backend, call), call, backend, recorded)
             if output is not None:
                 return output
@@ -372,7 +371,7 @@ class Operation:
         return self.nested(values)
 
     def _empty_gradients(self, call: Any) -> tuple[Tensor | None, ...]:
-        inputs, contiguous = self._inputs(call), torch.contiguous_format
+        inputs, contiguous = self.inputs(call), torch.contiguous_format
         return tuple(None if each is None else torch.empty_like(each, memory_format=contiguous) for each in inputs)
 
     def _returned(self, gradients: tuple[Tensor, ...]) -> Any:
@@ -405,7 +404,7 @@ class _Recorded(torch.autograd.Function):
     """A call that autograd records: forward, and the backend's backward."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _plan.Plan, call: Any, *inputs: Tensor | None) -> Any:
+    def forward(ctx: Any, plan: _plan.Plan, call: Any, *inputs: Tensor) -> Any:
         """`inputs` are the call's differentiable tensors once more: autograd sees those that stand alone."""
         operation, ctx.plan = plan.operation, plan
         made = None if plan.ahead is None else plan.ahead(call)
@@ -417,24 +416,20 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         plan: _plan.Plan = ctx.plan
-        operation, needed, tensors = plan.operation, ctx.needs_input_grad, ctx.saved_tensors
-        wanted = needed[2:]
+        operation, tensors = plan.operation, ctx.saved_tensors
         if torch.is_grad_enabled():  # under create_graph
             if operation.second_order is None:
-                gradients = _OnlyOnce.apply(plan, wanted, *grads, *tensors)
-            else:
-                call, results = plan.kept(tensors)
-                gradients = operation.second_order(call, results, operation.incoming(results, grads), wanted)
+                return None, None, *_OnlyOnce.apply(plan, *grads, *tensors)
+            call, results = plan.kept(tensors)
+            gradients = operation.second_order(call, results, operation.incoming(results, grads), plan.wanted)
         elif ctx.made_ahead:
             ctx.made_ahead = False  # it is the caller's from here on, to write to: a second backward pass makes its own
             gradients = (tensors[-1].data,)
             plan.module.scale_gradient(*gradients, *grads)
         else:
             call, results = plan.kept(tensors)
-            gradients = plan.module.backward(call, results, operation.incoming(results, grads), wanted)
-        if False not in wanted:
-            return None, None, *gradients
-        return None, None, *[grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
+            gradients = plan.module.backward(call, results, operation.incoming(results, grads), plan.wanted)
+        return plan.returned((*gradients, None))
 
 
 _recorded = super(torch.autograd.Function, _Recorded).apply
@@ -445,12 +440,12 @@ class _OnlyOnce(torch.autograd.Function):
     """A backward pass that stands in the graph between its gradients and all that they depend on, and refuses there."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _plan.Plan, wanted: tuple[bool, ...], *given: Any) -> Any:
+    def forward(ctx: Any, plan: _plan.Plan, *given: Any) -> Any:
         operation = ctx.operation = plan.operation
         grads, tensors = given[: operation.public], given[operation.public :]
         call, results = plan.kept(tensors)
-        gradients = plan.module.backward(call, results, operation.incoming(results, grads), wanted)
-        return tuple(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
+        gradients = plan.module.backward(call, results, operation.incoming(results, grads), plan.wanted)
+        return plan.returned((*gradients, None))[2:]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
