@@ -175,14 +175,14 @@ class Operation:
             call = self.prepare(*arguments, **options)
             if layout is None or layout in self.plans or is_traced(call[0]):
                 return self(call, backend)
-            plan = self._planned(call, backend)
+            plan = self.planned(call, backend)
             _plan.remember(self.plans, layout, plan, values, call)
         else:
             call = plan.call(values)
             if plan.check is not None:
                 plan.check(call)
         if plan.recorded or self.composed is not None:
-            return self._computed(plan, call, backend)
+            return self.computed(plan, call, backend)
         outputs = plan.forward(call)
         return outputs if self.result is None else self._outputs(outputs)
 
@@ -193,15 +193,16 @@ class Operation:
         if plan is None:
             if is_traced(call[0]):
                 return self._traced(call, backend)
-            plan = self._planned(call, backend)
+            plan = self.planned(call, backend)
             if layout is not None:
                 _plan.keep(self.calls, layout, plan)
-        return self._computed(plan, call, backend)
+        return self.computed(plan, call, backend)
 
-    def _planned(self, call: Any, backend: str | None) -> _plan.Plan:
+    def planned(self, call: Any, backend: str | None) -> _plan.Plan:
+        """What computes this call and those of its layout."""
         return _plan.Plan(self, call, dispatch.select(self, backend, call), needs_grad(*self.inputs(call)))
 
-    def _computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
+    def computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""
         if self.composed is not None:
             output = self.composed(plan.module, call, backend, plan.recorded)
