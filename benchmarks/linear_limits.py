@@ -39,7 +39,7 @@ def pair(dtype: torch.dtype, products: str, M: int, N: int, K: int) -> tuple[Cal
     if products == "weight gradient":
         return lambda: _cpu._weight_gradient(call, dy, wanted), lambda: gradients(call, dy, (False, True, True))
     return (
-        lambda: (_cpu._own_forward(call), _cpu._own_backward(call, result, dy, wanted)),
+        lambda: (_cpu._own_forward(call), _cpu._own_backward(call, result, (dy,), wanted)),
         lambda: (product(call, call.bias), gradients(call, dy, wanted)),
     )
 

@@ -148,7 +148,7 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:
     """Memory for a parameter's gradient, in float32; None where it is not wanted."""
-    return torch.empty(parameter.shape, dtype=torch.float32) if wanted else None
+    return parameter.new_empty(parameter.shape, dtype=torch.float32) if wanted else None
 
 
 def workspace(like: torch.Tensor) -> None:

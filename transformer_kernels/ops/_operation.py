@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_type_hints
 
 import torch
@@ -142,8 +143,7 @@ class Operation:
         results: tuple[str, ...] = ("",) if result is None else result._fields
         tensors = [field for field in fields if types[field].startswith("Tensor")]
         self.fields, self.differentiable = fields, tuple(fields.index(field) for field in differentiable)
-        inputs = operator.attrgetter(*differentiable)
-        self._inputs = inputs if len(differentiable) > 1 else lambda call: (inputs(call),)
+        self.names, self.inputs = differentiable, _plan.attributes(call, differentiable)
         self._sizes = operator.attrgetter(*sizes) if len(sizes) > 1 else operator.itemgetter(slice(1))
         always = dropped if dropped_when is None else ()
         self._kept_call = tuple(fields.index(field) for field in tensors if field not in always)
@@ -175,14 +175,14 @@ class Operation:
             call = self.prepare(*arguments, **options)
             if layout is None or layout in self.plans or is_traced(call[0]):
                 return self(call, backend)
-            plan = self._planned(call, backend)
+            plan = self.planned(call, backend)
             _plan.remember(self.plans, layout, plan, values, call)
         else:
             call = plan.call(values)
             if plan.check is not None:
                 plan.check(call)
         if plan.recorded or self.composed is not None:
-            return self._computed(plan, call, backend)
+            return self.computed(plan, call, backend)
         outputs = plan.forward(call)
         return outputs if self.result is None else self._outputs(outputs)
 
@@ -193,29 +193,30 @@ class Operation:
         if plan is None:
             if is_traced(call[0]):
                 return self._traced(call, backend)
-            plan = self._planned(call, backend)
+            plan = self.planned(call, backend)
             if layout is not None:
                 _plan.keep(self.calls, layout, plan)
-        return self._computed(plan, call, backend)
+        return self.computed(plan, call, backend)
 
-    def _planned(self, call: Any, backend: str | None) -> _plan.Plan:
-        return _plan.Plan(self, call, dispatch.select(self, backend, call), needs_grad(*self._inputs(call)))
+    def planned(self, call: Any, backend: str | None) -> _plan.Plan:
+        """What computes this call and those of its layout."""
+        return _plan.Plan(self, call, dispatch.select(self, backend, call), needs_grad(*self.inputs(call)))
 
-    def _computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
+    def computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""
         if self.composed is not None:
             output = self.composed(plan.module, call, backend, plan.recorded)
             if output is not None:
                 return output
         if plan.recorded:
-            return _recorded(plan, call, *self._inputs(call))
+            return _recorded(plan, call, *plan.inputs(call))
         outputs = plan.forward(call)
         return outputs if self.result is None else self._outputs(outputs)
 
     def _traced(self, call: Any, backend: str | None) -> Any:
         """By the registered operator, or by those that it is composed of."""
         if self.composed is not None and not is_compiling():
-            recorded = needs_grad(*self._inputs(call))
+            recorded = needs_grad(*self.inputs(call))
             output = self.composed(dispatch.select(self, backend, call), call, backend, recorded)
             if output is not None:
                 return output
@@ -371,7 +372,7 @@ class Operation:
         return self.nested(values)
 
     def _empty_gradients(self, call: Any) -> tuple[Tensor | None, ...]:
-        inputs, contiguous = self._inputs(call), torch.contiguous_format
+        inputs, contiguous = self.inputs(call), torch.contiguous_format
         return tuple(None if each is None else torch.empty_like(each, memory_format=contiguous) for each in inputs)
 
     def _returned(self, gradients: tuple[Tensor, ...]) -> Any:
@@ -404,7 +405,7 @@ class _Recorded(torch.autograd.Function):
     """A call that autograd records: forward, and the backend's backward."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _plan.Plan, call: Any, *inputs: Tensor | None) -> Any:
+    def forward(ctx: Any, plan: _plan.Plan, call: Any, *inputs: Tensor) -> Any:
         """`inputs` are the call's differentiable tensors once more: autograd sees those that stand alone."""
         operation, ctx.plan = plan.operation, plan
         made = None if plan.ahead is None else plan.ahead(call)
@@ -416,24 +417,20 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         plan: _plan.Plan = ctx.plan
-        operation, needed, tensors = plan.operation, ctx.needs_input_grad, ctx.saved_tensors
-        wanted = needed[2:]
+        operation, tensors = plan.operation, ctx.saved_tensors
         if torch.is_grad_enabled():  # under create_graph
             if operation.second_order is None:
-                gradients = _OnlyOnce.apply(plan, wanted, *grads, *tensors)
-            else:
-                call, results = plan.kept(tensors)
-                gradients = operation.second_order(call, results, operation.incoming(results, grads), wanted)
+                return None, None, *_OnlyOnce.apply(plan, *grads, *tensors)
+            call, results = plan.kept(tensors)
+            gradients = operation.second_order(call, results, operation.incoming(results, grads), plan.wanted)
         elif ctx.made_ahead:
             ctx.made_ahead = False  # it is the caller's from here on, to write to: a second backward pass makes its own
             gradients = (tensors[-1].data,)
             plan.module.scale_gradient(*gradients, *grads)
         else:
             call, results = plan.kept(tensors)
-            gradients = plan.module.backward(call, results, operation.incoming(results, grads), wanted)
-        if False not in wanted:
-            return None, None, *gradients
-        return None, None, *[grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
+            gradients = plan.module.backward(call, results, operation.incoming(results, grads), plan.wanted)
+        return plan.returned((*gradients, None))
 
 
 _recorded = super(torch.autograd.Function, _Recorded).apply
@@ -444,12 +441,12 @@ class _OnlyOnce(torch.autograd.Function):
     """A backward pass that stands in the graph between its gradients and all that they depend on, and refuses there."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _plan.Plan, wanted: tuple[bool, ...], *given: Any) -> Any:
+    def forward(ctx: Any, plan: _plan.Plan, *given: Any) -> Any:
         operation = ctx.operation = plan.operation
         grads, tensors = given[: operation.public], given[operation.public :]
         call, results = plan.kept(tensors)
-        gradients = plan.module.backward(call, results, operation.incoming(results, grads), wanted)
-        return tuple(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
+        gradients = plan.module.backward(call, results, operation.incoming(results, grads), plan.wanted)
+        return plan.returned((*gradients, None))[2:]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
@@ -527,6 +524,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which autocast is off on x's device."""
+    return torch.autocast(x.device.type, enabled=False) if any_autocast() else nullcontext()
 
 
 def promoted(*tensors: Tensor) -> tuple[Tensor, ...]:

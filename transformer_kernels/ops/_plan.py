@@ -132,6 +132,9 @@ class Plan:
         recorded: whether autograd records the call.
         check: what is checked in every call, or None.
         call: the arguments -> the validated call, once the plan is remembered.
+        inputs: the call -> its differentiable tensors, which autograd records.
+        wanted: which of the differentiable fields' gradients are wanted.
+        returned: those gradients and None -> None for the plan and the call, and the gradient of each input.
     """
 
     def __init__(self, operation: Any, call: Any, module: Any, recorded: bool) -> None:
@@ -142,6 +145,11 @@ class Plan:
         self.call: Callable[[tuple[Any, ...]], Any]
         if recorded:
             self._find_saved(operation, call)
+            given = operation.inputs(call)
+            present = [i for i, each in enumerate(given) if each is not None]
+            self.inputs = attributes(call, [operation.names[i] for i in present])
+            self.wanted = tuple(each is not None and each.requires_grad for each in given)
+            self.returned = items([-1, -1, *(i if self.wanted[i] else -1 for i in present)])
 
     def _find_saved(self, operation: Any, call: Any) -> None:
         """Find the fields of the call that are saved; the others are constants of the layout, or dropped."""
@@ -204,6 +212,14 @@ def items(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda values: tuple(values[i] for i in indices)
+
+
+def attributes(record: Any, names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """The function that picks these fields, several or one of its own, of a record."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    index = record._fields.index(names[0])
+    return operator.itemgetter(slice(index, index + 1))
 
 
 def _viewed(value: Tensor, given: dict[int, tuple[int, Tensor]]) -> tuple[int, Callable[[Tensor], Tensor]] | None:

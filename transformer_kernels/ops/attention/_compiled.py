@@ -120,9 +120,11 @@ class Kernels:
         machine, bias, (dout, dlse) = self._machine, call.scores.bias, grads
         layout = self._layout or self._layout_of(call)
         dout = torch.zeros_like(result.out) if dout is None else dout
+        q, every = call.q, machine is cuda
         dq, dk, dv = into or (
-            call.q.new_empty_strided(*like) if needed or machine is cuda else None
-            for like, needed in zip((layout.like_q, layout.like_k, layout.like_k), wanted, strict=False)
+            q.new_empty_strided(*layout.like_q) if every or wanted[0] else None,
+            q.new_empty_strided(*layout.like_k) if every or wanted[1] else None,
+            q.new_empty_strided(*layout.like_k) if every or wanted[2] else None,
         )
         summed = bias if bias is not None and wanted[3] and bias.shape[3] > 1 else None
         dbias = None if summed is None else machine.sum_like(summed, True)
@@ -157,8 +159,8 @@ class Kernels:
         delta: int = 0,
     ) -> None:
         q, k, v, scores, seed, dropout_p = call
-        code, q_strides, k_strides, v_strides, _, _, *sizes = layout
-        batch, heads, kv_heads, queries, keys, width, wide, bias_sizes, bias_strides, slope_strides, sequences = sizes
+        code, q_strides, k_strides, v_strides, _, _, batch, heads, kv_heads, queries, keys, width, *biased = layout
+        wide, bias_sizes, bias_strides, slope_strides, sequences = biased
         scale, left, right, softcap, bias, slopes, _, padding, starts, starts_k = scores
         device, stream = self._machine.stream_of(q)
         kernel(
@@ -231,7 +233,4 @@ def _output_layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _view(x: Tensor | None) -> View:
     """Address and strides of batches, heads and rows; zeros for an absent tensor."""
-    if x is None:
-        return NO_VIEW
-    batch, head, row, _ = x.stride()
-    return x.data_ptr(), batch, head, row
+    return NO_VIEW if x is None else (x.data_ptr(), *x.stride()[:3])

@@ -29,9 +29,10 @@ class WithSinks:
         self.unsupported = getattr(kernels, "unsupported", lambda call: None)
         self.unit = getattr(kernels, "score_unit", lambda dtype: 1.0)
 
-    def bound(self, call: AttentionCall) -> WithSinks:
-        """The same for calls of one layout."""
-        return WithSinks(bound(self.kernels, call))
+    def bound(self, call: AttentionCall) -> Any:
+        """The same for calls of one layout: the backend's own kernels, without dsinks, where there are no sinks."""
+        kernels = bound(self.kernels, call)
+        return kernels if call.scores.sinks is None else WithSinks(kernels)
 
     def forward(self, call: AttentionCall, **options: Any) -> AttentionResult:
         """Output and lse with sinks."""

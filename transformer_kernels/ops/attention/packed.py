@@ -206,7 +206,7 @@ class _Packed:
 
     def backward(
         self, call: PackedAttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         """dqkv, into which the three gradients are written and in which those of q and k are rotated, dbias, dsinks."""
         dout, out = (x.unflatten(2, (call.heads, -1)).transpose(1, 2) for x in (grads[0], result.out))
         dqkv = torch.empty(call.qkv.shape, dtype=call.qkv.dtype, device=call.qkv.device)
@@ -216,11 +216,11 @@ class _Packed:
             (last_axis_contiguous(dout), None),
             (True, True, True, *wanted[1:]),
         )
-        *_, dbias, dsinks = self.kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
+        _, _, _, *others = self.kernels.backward(inner, *given, _split(dqkv, call.heads), **options)
         if call.cos is not None and not options:
             rotated = _rotated_heads(dqkv, call.heads)
             self._rotate(call, rotated, rotated, inverse=True)
-        return dqkv, dbias, dsinks
+        return dqkv, *others
 
     def _inner(self, call: PackedAttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
         """Attention's call, with the angles for kernels that rotate rows as they read them, else on rotated copies."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_kernels.backends import in_dtype_of
 from transformer_kernels.ops import _operation
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops._softcap import cap, cap_slope
@@ -112,7 +113,7 @@ class _OnSoftmax:
         """The weights of the keys, and in a last column that of the sink, if there is one."""
         sinks = call.scores.sinks
         q, k = _operands(call)
-        with torch.autocast(q.device.type, enabled=False):
+        with _operation.without_autocast(q):
             scores = _scores(call, q, k)
         queries, keys = scores.shape[2:]
         mask = visible_mask(call.scores, queries, keys, q.device)
@@ -134,9 +135,9 @@ class _OnSoftmax:
     ) -> tuple[Tensor | None, ...]:
         q, k = _operands(call)
         hidden = SoftmaxCall(None, None, False, 1.0)  # type: ignore[arg-type]
-        dy, sinks, dsinks = grads[0].to(q.dtype), call.scores.sinks, None
+        dy, sinks, dsinks = grads[0], call.scores.sinks, None
         if sinks is not None or weights.dtype is not q.dtype:  # rounded weights do not sum to 1
-            weights = self._softmax(call)
+            weights, dy = self._softmax(call), dy.to(q.dtype)
         if sinks is not None:
             dy = torch.nn.functional.pad(dy, (0, 1))
         (dscores,) = self.kernels.backward(hidden, weights, (dy,), (True,))
@@ -145,25 +146,32 @@ class _OnSoftmax:
             dscores = dscores[..., :-1]
         bias, softcap = call.scores.bias, call.scores.softcap
         dbias = None if bias is None else dscores.sum_to_size(bias.shape).to(bias.dtype)
-        with torch.autocast(q.device.type, enabled=False):
+        with _operation.without_autocast(q):
             if softcap > 0.0:
                 dscores = dscores * cap_slope(_scores(call, q, k), softcap)
-            dscores = dscores.unflatten(1, q.shape[1:3]).mul(call.scores.scale)  # (B, Hk, group, Lq, Lk)
-            dq = (dscores @ k).flatten(1, 2)
-            dk = (dscores.transpose(-2, -1) @ q).sum(dim=2)
-        return dq.to(call.q.dtype), dk.to(call.k.dtype), dbias, dsinks
+            dscores = dscores.mul(call.scores.scale)
+            if q.dim() == 5:
+                dscores = dscores.unflatten(1, q.shape[1:3])
+            dq, dk = dscores @ k, dscores.mT @ q
+            if q.dim() == 5:
+                dq, dk = dq.flatten(1, 2), dk.sum(dim=2)
+        return in_dtype_of(call.q, dq), in_dtype_of(call.k, dk), dbias, dsinks
 
 
 def _operands(call: AttentionWeightsCall) -> tuple[Tensor, Tensor]:
-    """q (B, Hk, group, Lq, D) and k (B, Hk, 1, Lk, D), at least float32; what is never read is 0, were it NaN."""
-    wide = torch.promote_types(call.q.dtype, torch.float32)
-    q, k, scores = call.q.to(wide), call.k.to(wide), call.scores
+    """q and k, at least float32; what is never read is 0, were it NaN.
+
+    With fewer heads of k they are (B, Hk, group, Lq, D) and (B, Hk, 1, Lk, D).
+    """
+    q, k, scores = call
+    if q.dtype.itemsize < 4:
+        q, k = q.float(), k.float()
     if scores.key_padding_mask is not None:
         k = k.masked_fill(~scores.key_padding_mask[:, None, :, None], 0.0)
     if scores.cu_seqlens is not None:
         q = _without_filler(q, scores.cu_seqlens)
         k = _without_filler(k, scores.cu_seqlens if scores.cu_seqlens_k is None else scores.cu_seqlens_k)
-    return q.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2)
+    return (q, k) if q.shape[1] == k.shape[1] else (q.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2))
 
 
 def _without_filler(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -173,7 +181,8 @@ def _without_filler(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def _scores(call: AttentionWeightsCall, q: Tensor, k: Tensor) -> Tensor:
     """The scores (B, Hq, Lq, Lk) of `_operands`, to which nothing is added yet."""
-    return cap((q @ k.transpose(-2, -1)).mul_(call.scores.scale), call.scores.softcap).flatten(1, 2)
+    scores = cap((q @ k.mT).mul_(call.scores.scale), call.scores.softcap)
+    return scores if q.dim() == 4 else scores.flatten(1, 2)
 
 
 OPERATION = _operation.Operation(

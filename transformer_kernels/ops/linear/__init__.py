@@ -25,10 +25,10 @@ class LinearCall(NamedTuple):
 
 
 class LinearResult(NamedTuple):
-    """y (..., N), and what its gradient needs: y for ReLU, the sums before GELU, no elements without an activation."""
+    """y (..., N), and what its gradient needs: y for ReLU, the sums before GELU, nothing without an activation."""
 
     y: Tensor
-    saved: Tensor
+    saved: Tensor | None
 
 
 def linear(

@@ -7,6 +7,7 @@ weight_gradient.cpp.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -70,6 +71,11 @@ def processor(kernels: Any) -> str:
     return "AMD" if level not in ("plain", "avx2") and kernels.vendor == "AuthenticAMD" else ""  # MKL is slower there
 
 
+def bound(call: LinearCall) -> Any:
+    """The functions for calls of this layout."""
+    return Fused if fuses(call) else sys.modules[__name__]
+
+
 def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
     """PyTorch's product where none of ours is faster: its own record costs less than an operation's."""
     if not recorded or call.activation is not None or fuses(call) or _forwards_alone(call):
@@ -95,9 +101,10 @@ def forward(call: LinearCall) -> LinearResult:
 def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
     """dx, dweight and dbias."""
     if fuses(call):
-        return _own_backward(call, result, grads[0], wanted)
+        return _own_backward(call, result, grads, wanted)
     if call.activation is None:
         return _gradients(call, grads[0], wanted)
+    assert result.saved is not None
     inner = ActivationCall(result.saved, call.bias, None, call.activation, False)
     dz, dbias, _ = ACTIVATION.backward(inner, result.saved, grads, (True, wanted[2], False))  # the bias is in `saved`
     dx, dweight, _ = _gradients(call, dz, (*wanted[:2], False))
@@ -154,7 +161,7 @@ def _multiplied(call: LinearCall, kernel: Any, bias: Tensor | None, activation: 
         weight=weight.data_ptr(), bias=address(bias), y=y.data_ptr(), before=address(before), M=M, N=N, K=K,
         activation=ACTIVATIONS.index(activation),
     )  # fmt: skip
-    return LinearResult(y, x.new_empty(0) if activation is None else y if before is None else before)
+    return LinearResult(y, None if activation is None else y if before is None else before)
 
 
 def _own_forward(call: LinearCall) -> LinearResult:
@@ -162,7 +169,7 @@ def _own_forward(call: LinearCall) -> LinearResult:
     if not weight.is_contiguous():
         y = x.new_empty((*x.shape[:-1], len(weight)))
         _data_gradient(_by_columns(call, y), None, x, None, y)
-        return LinearResult(y if bias is None else y.add_(bias), x.new_empty(0))
+        return LinearResult(y if bias is None else y.add_(bias), None)
     return _multiplied(call, cpu.load().linear_forward, cpu.parameter(bias), activation)
 
 
@@ -171,8 +178,8 @@ def _small_batch(call: LinearCall) -> LinearResult:
     return _multiplied(call, cpu.load().linear_small_batch, call.bias, None)
 
 
-def _own_backward(call: LinearCall, result: LinearResult, dy: Tensor, wanted: Wanted) -> Gradients:
-    x, weight, _, activation = call
+def _own_backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
+    (dy,), (x, weight, _, activation) = grads, call
     if not weight.is_contiguous():
         inverse = _by_columns(call, dy)
         dx = _own_forward(inverse).y if wanted[0] else None
@@ -184,6 +191,14 @@ def _own_backward(call: LinearCall, result: LinearResult, dy: Tensor, wanted: Wa
     if dz is not None or dx is not None:
         _data_gradient(call, result.saved, dy, dz, dx)
     return dx, *_weight_gradient(call, dy if dz is None else dz, wanted)
+
+
+class Fused:
+    """Calls whose three products these kernels compute."""
+
+    composed = staticmethod(lambda call, backend, recorded: None)
+    forward = staticmethod(_own_forward)
+    backward = staticmethod(_own_backward)
 
 
 def _by_columns(call: LinearCall, x: Tensor) -> LinearCall:

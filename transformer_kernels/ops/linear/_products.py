@@ -22,7 +22,7 @@ def product(call: LinearCall, bias: Tensor | None = None) -> Tensor:
 
 def unactivated(call: LinearCall) -> LinearResult:
     """y of a layer without an activation."""
-    return LinearResult(product(call, call.bias), call.x.new_empty(0))
+    return LinearResult(product(call, call.bias), None)
 
 
 def gradients(call: LinearCall, dz: Tensor, wanted: Wanted) -> Gradients:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_kernels.ops import _checks, _operation
-from transformer_kernels.ops.linear import linear
+from transformer_kernels.ops.linear import OPERATION as LINEAR
+from transformer_kernels.ops.linear import LinearCall, linear
 from transformer_kernels.ops.loss import _chunked
 from transformer_kernels.ops.loss._calls import (
     CrossEntropyCall,
@@ -162,10 +163,20 @@ def _in_one_chunk(
     x, weight, targets, bias, ignore_index, smoothing, reduction, dtype, _, class_weight, z_loss, softcap = call
     if targets.numel() > _chunked.rows_at_once(weight.shape[0], dtype, x.device):
         return None
-    # also while a step is recorded, so that its bits are the same
-    own = not torch.compiler.is_compiling()
-    logits = linear(x, weight, bias, backend=backend) if own else F.linear(x, weight, bias)
-    inner = CrossEntropyCall(logits, targets, ignore_index, smoothing, reduction, class_weight, z_loss, softcap)
+    options = targets, ignore_index, smoothing, reduction, class_weight, z_loss, softcap
+    if torch.compiler.is_compiling():
+        return CROSS_ENTROPY(CrossEntropyCall(F.linear(x, weight, bias), *options), backend)
+    # this package's linear layer also while a step is recorded, so that its bits are the same
+    if module.plans:
+        layer, loss = module.plans
+        logits = LINEAR.computed(layer, LinearCall(x, weight, bias, None), backend)
+        return CROSS_ENTROPY.computed(loss, CrossEntropyCall(logits, *options), backend)
+    inner = CrossEntropyCall(linear(x, weight, bias, backend=backend), *options)
+    if module.plans is not None:
+        prepared = LINEAR.prepare(x, weight, bias)
+        copied = any(a is not b for a, b in zip(prepared, (x, weight, bias), strict=False))
+        plans = LINEAR.planned(prepared, backend), CROSS_ENTROPY.planned(inner, backend)
+        module.plans = None if copied else plans
     return CROSS_ENTROPY(inner, backend)
 
 

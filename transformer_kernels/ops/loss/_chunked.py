@@ -10,7 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._operation import Grads, Wanted, without_autocast
+from transformer_kernels.ops._plan import Plan
 from transformer_kernels.ops.loss._calls import LinearCrossEntropyCall, LinearCrossEntropyResult
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
@@ -32,17 +33,25 @@ def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
 
 
 class ChunkedCrossEntropy:
-    """`linear_cross_entropy` in chunks, on a backend's cross-entropy kernels."""
+    """`linear_cross_entropy` in chunks, on a backend's cross-entropy kernels.
 
-    def __init__(self, kernels: ModuleType) -> None:
-        self.kernels = kernels
+    For calls of one layout, `plans` are those of the linear layer and of its loss if one chunk has all rows; () until
+    the first call, None where they are not reused.
+    """
+
+    def __init__(self, kernels: ModuleType, plans: tuple[Plan, ...] | None = None) -> None:
+        self.kernels, self.plans = kernels, plans
+
+    def bound(self, call: LinearCrossEntropyCall) -> ChunkedCrossEntropy:
+        """The same for calls of one layout."""
+        return ChunkedCrossEntropy(self.kernels, ())
 
     def forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
         """The loss, and the required gradients, each in the dtype of its tensor.
 
         Autocast is disabled: the products' dtypes are chosen here. Sums over chunks are in float32.
         """
-        with torch.autocast(call.x.device.type, enabled=False):
+        with without_autocast(call.x):
             return self._forward(call)
 
     def _forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
@@ -64,7 +73,7 @@ class ChunkedCrossEntropy:
         """
         (dloss,), (_, counted, *sums) = grads, result
         if call.reduction == "none":
-            with torch.autocast(dloss.device.type, enabled=False):
+            with without_autocast(dloss):
                 head = _Head(self.kernels, call, list(wanted))
                 scale = dloss.masked_fill(call.targets == call.ignore_index, 0.0)
                 head.all_losses(call.targets.view(-1), scale.reshape(-1, 1))
