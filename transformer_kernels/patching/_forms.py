@@ -48,7 +48,7 @@ def fingerprint(function: Any, owner: type | None = None) -> str | None:
     if not isinstance(bare, types.FunctionType):
         return None
     with _lock:
-        tree = None if bare in _pending else _tree(bare)
+        tree = None if bare in _pending else syntax_tree(bare)
         if tree is None:
             return None
         parts = [tree.args, *_statements(tree), *(each for each in tree.decorator_list if not _is_transparent(each))]
@@ -81,7 +81,7 @@ def table_layout(kind: type) -> str | None:
     One variable is cat((x, x), dim=-1) or repeat_interleave(x, 2, dim=-1); what follows are its cosine and sine, and
     their products and conversions.
     """
-    tree = _tree(kind.forward)  # type: ignore[attr-defined]
+    tree = syntax_tree(kind.forward)  # type: ignore[attr-defined]
     for node in () if tree is None else ast.walk(tree):
         if isinstance(node, ast.Assign) and (layout := _repetition(node)) is not None:
             return layout if _only_cosine_and_sine_follow(tree, node) else None
@@ -105,7 +105,7 @@ def _only_cosine_and_sine_follow(tree: Any, assignment: ast.Assign) -> bool:
     return angles == {ast.unparse(assignment.targets[0])} and not any(isinstance(node, ast.Subscript) for node in later)
 
 
-def _tree(function: Any) -> ast.FunctionDef | None:
+def syntax_tree(function: Any) -> ast.FunctionDef | None:
     """The syntax tree of a function under its decorators; None without its source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]

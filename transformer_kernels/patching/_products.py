@@ -6,7 +6,7 @@ A forward product alone, without gradients, is at best as fast in ours where MKL
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformer_kernels import ops
 from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import requested
-from transformer_kernels.patching._swap import Mixin
+from transformer_kernels.patching._swap import Mixin, is_plain, swap
 
 FEWEST_ROWS = 256
 FEWEST_PRODUCTS = 3 << 19
@@ -51,6 +51,13 @@ class Linear(Mixin):
         if few or not are_ours(input, self.weight, self.backend):
             return F.linear(input, self.weight, self.bias)
         return ops.linear(input, self.weight, self.bias, backend=self.backend)
+
+
+def adopt_linear_layers(module: nn.Module) -> None:
+    """Patch the plain linear layers directly inside a patched module."""
+    for layer in module.children():
+        if type(layer) is nn.Linear and is_plain(layer, nn.Linear):
+            swap(layer, Linear, module.backend)  # type: ignore[arg-type]
 
 
 def by_columns(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:

@@ -16,6 +16,7 @@ from transformer_kernels.backends.dispatch import BACKENDS, requested
 from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.patching._forms import fingerprint, forward_fingerprint, table_layout
 from transformer_kernels.patching._fused import activated, add_norm, gelu_kind
+from transformer_kernels.patching._products import adopt_linear_layers
 from transformer_kernels.patching._swap import Mixin, class_path, is_plain, original_class, with_global
 from transformer_kernels.patching._torch_calls import default_eps
 
@@ -206,6 +207,19 @@ class UpDownMLP(MLP):
     forward = MLP.forward
 
 
+class NormedMLP(Mixin):
+    """drop2(fc2(norm(drop1(act(fc1(x)))))) (timm)."""
+
+    operation = "linear"
+
+    def _adopt(self) -> None:
+        adopt_linear_layers(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop1(activated(x, self.fc1, self.act, self.backend))
+        return self.drop2(self.fc2(self.norm(hidden)))
+
+
 class GPT2MLP(Mixin):
     """dropout(proj(act(fc(x)))) (GPT-2, GPT-Neo)."""
 
@@ -303,6 +317,7 @@ FORMS: dict[str, type] = {
     "ad1ebf8ab231": GPTNeoXMLP,
     "0e3da7f2d3cc": UpDownMLP,
     "61229ebf86cb": GPT2MLP,
+    "7abd61c6f9d2": NormedMLP,  # timm
     "f4483cc6de91": DecoderLayer,  # Llama
 }
 

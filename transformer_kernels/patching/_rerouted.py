@@ -1,0 +1,114 @@
+"""Attention and norms of other packages (timm) whose own forward calls torch.nn.functional.
+
+The forward runs as it is written, so that everything it reads, such as q_norm, dropouts and masks, keeps its meaning.
+Only its calls of three functions run our operations, by the rules of `accelerate`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import types
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from transformer_kernels.backends.dispatch import BACKENDS, requested
+from transformer_kernels.backends.errors import UnsupportedByBackend
+from transformer_kernels.patching._forms import syntax_tree
+from transformer_kernels.patching._products import adopt_linear_layers
+from transformer_kernels.patching._rotary import RotaryAttention
+from transformer_kernels.patching._swap import with_global
+from transformer_kernels.patching._torch_calls import attention, layer_norm, rms_norm
+
+HANDLERS = {"scaled_dot_product_attention": attention, "layer_norm": layer_norm, "rms_norm": rms_norm}
+"""Functions of torch.nn.functional; a forward calls them as F.name or by their name alone."""
+
+
+class _Rerouted(RotaryAttention):
+    """The original forward, in which our operations replace functions of torch.nn.functional."""
+
+    @staticmethod
+    def content(original: Any) -> dict[str, Any]:
+        """The patched class's forward for each backend."""
+        return {"_by_backend": {each: _with_ours(original.forward, each) for each in (None, "auto", *BACKENDS)}}
+
+    @staticmethod
+    def refuses(module: Any) -> str | None:
+        if "backend" in vars(module):
+            return "it has an attribute `backend` of its own"
+        if not getattr(module, "fused_attn", True):
+            return "fused_attn is off: its scores, softmax and dropout are separate calls"
+        return "_fast_norm selects another function" if getattr(module, "_fast_norm", False) else None
+
+
+class ReroutedAttention(_Rerouted):
+    operation = "attention"
+    forward = RotaryAttention.forward
+
+    def _adopt(self) -> None:
+        adopt_linear_layers(self)
+
+
+class ReroutedLayerNorm(_Rerouted):
+    operation = "layer_norm"
+    forward = RotaryAttention.forward
+
+
+class ReroutedRMSNorm(_Rerouted):
+    operation = "rms_norm"
+    forward = RotaryAttention.forward
+
+
+def _with_ours(forward: Any, backend: str | None) -> Any:
+    """A copy of a forward that calls our operations."""
+    ours = {name: functools.partial(_call, name, backend) for name in HANDLERS}
+    functional = types.ModuleType(F.__name__)
+    vars(functional).update({**vars(F), **ours})
+    given = forward.__globals__
+    replaced: dict[str, Any] = {name: each for name, each in ours.items() if given.get(name) is getattr(F, name)}
+    if given.get("F") is F:
+        replaced["F"] = functional
+    for name, each in replaced.items():
+        forward = with_global(forward, name, each)
+    return forward
+
+
+def _call(name: str, backend: str | None, *args: Any, **kwargs: Any) -> Tensor:
+    """A call of one function; with "auto", PyTorch's where ours is not exact or not faster, and in compiled code."""
+    chosen, original = requested(backend), getattr(F, name)
+    if chosen == "auto" and is_compiling():
+        return original(*args, **kwargs)
+    result = HANDLERS[name](chosen, *args, **kwargs)
+    if not isinstance(result, str):
+        return result
+    if chosen != "auto":
+        raise UnsupportedByBackend(f"{name}: backend {chosen!r} does not compute this call: {result}")
+    return original(*args, **kwargs)
+
+
+MIXINS = {
+    "scaled_dot_product_attention": ReroutedAttention,
+    "layer_norm": ReroutedLayerNorm,
+    "rms_norm": ReroutedRMSNorm,
+}
+
+
+@functools.cache
+def mixin_of(kind: type) -> Any:
+    """The replacement of a class whose forward calls one of the functions; None for torch's and transformers'."""
+    forward = kind.forward  # type: ignore[attr-defined]
+    if kind.__module__.startswith(("torch.", "transformers.", "transformer_kernels.")):
+        return None
+    if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    tree, given = syntax_tree(forward), forward.__globals__
+    for node in () if tree is None else ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        owner, _, name = ast.unparse(node.func).rpartition(".")
+        if name in MIXINS and (given.get("F") is F if owner == "F" else not owner and given.get(name) is vars(F)[name]):
+            return MIXINS[name]
+    return None
