@@ -13,7 +13,7 @@ import transformer_kernels as tk
 from tests.support.arguments import normal
 from tests.support.parity import check_parity
 from transformer_kernels.backends import cpu
-from transformer_kernels.ops.linear import prepare
+from transformer_kernels.ops.linear import OPERATION, prepare
 
 OP = "linear"
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh"]
@@ -27,6 +27,8 @@ def products(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.M
             pytest.skip("only the cpu backend selects products")
         chooser = import_module("transformer_kernels.ops.linear._cpu")
         monkeypatch.setattr(chooser, "LIMITS", {})
+    for plans in ("plans", "calls"):  # they keep the selection
+        monkeypatch.setattr(OPERATION, plans, {})
 
 
 def make(
