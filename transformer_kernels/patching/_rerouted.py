@@ -23,7 +23,7 @@ from transformer_kernels.patching._rotary import RotaryAttention
 from transformer_kernels.patching._swap import with_global
 from transformer_kernels.patching._torch_calls import attention, layer_norm, rms_norm
 
-HANDLERS = {"scaled_dot_product_attention": attention, "layer_norm": layer_norm, "rms_norm": rms_norm}
+HANDLERS: dict[str, Any] = {"scaled_dot_product_attention": attention, "layer_norm": layer_norm, "rms_norm": rms_norm}
 """Functions of torch.nn.functional; a forward calls them as F.name or by their name alone."""
 
 

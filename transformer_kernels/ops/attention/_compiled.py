@@ -233,4 +233,4 @@ def _output_layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _view(x: Tensor | None) -> View:
     """Address and strides of batches, heads and rows; zeros for an absent tensor."""
-    return NO_VIEW if x is None else (x.data_ptr(), *x.stride()[:3])
+    return NO_VIEW if x is None else (x.data_ptr(), *x.stride()[:3])  # type: ignore[return-value]
