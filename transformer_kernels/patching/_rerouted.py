@@ -15,25 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from transformer_kernels.backends.dispatch import BACKENDS, requested
+from transformer_kernels.backends.dispatch import requested
 from transformer_kernels.backends.errors import UnsupportedByBackend
 from transformer_kernels.patching._forms import syntax_tree
 from transformer_kernels.patching._products import adopt_linear_layers
-from transformer_kernels.patching._rotary import RotaryAttention
-from transformer_kernels.patching._swap import with_global
+from transformer_kernels.patching._swap import CHOICES, ByBackend, with_global
 from transformer_kernels.patching._torch_calls import attention, layer_norm, rms_norm
 
 HANDLERS: dict[str, Any] = {"scaled_dot_product_attention": attention, "layer_norm": layer_norm, "rms_norm": rms_norm}
 """Functions of torch.nn.functional; a forward calls them as F.name or by their name alone."""
 
 
-class _Rerouted(RotaryAttention):
+class _Rerouted(ByBackend):
     """The original forward, in which our operations replace functions of torch.nn.functional."""
 
     @staticmethod
     def content(original: Any) -> dict[str, Any]:
         """The patched class's forward for each backend."""
-        return {"_by_backend": {each: _with_ours(original.forward, each) for each in (None, "auto", *BACKENDS)}}
+        return {"_by_backend": {each: _with_ours(original.forward, each) for each in CHOICES}}
 
     @staticmethod
     def refuses(module: Any) -> str | None:
@@ -46,7 +45,7 @@ class _Rerouted(RotaryAttention):
 
 class ReroutedAttention(_Rerouted):
     operation = "attention"
-    forward = RotaryAttention.forward
+    forward = ByBackend.forward
 
     def _adopt(self) -> None:
         adopt_linear_layers(self)
@@ -54,12 +53,12 @@ class ReroutedAttention(_Rerouted):
 
 class ReroutedLayerNorm(_Rerouted):
     operation = "layer_norm"
-    forward = RotaryAttention.forward
+    forward = ByBackend.forward
 
 
 class ReroutedRMSNorm(_Rerouted):
     operation = "rms_norm"
-    forward = RotaryAttention.forward
+    forward = ByBackend.forward
 
 
 def _with_ours(forward: Any, backend: str | None) -> Any:

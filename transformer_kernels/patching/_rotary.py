@@ -12,12 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from transformer_kernels import ops
-from transformer_kernels.backends.dispatch import BACKENDS, requested
 from transformer_kernels.ops._crossovers import is_small
 from transformer_kernels.patching._forms import fingerprint, forward_fingerprint, table_layout
 from transformer_kernels.patching._fused import activated, add_norm, gelu_kind
 from transformer_kernels.patching._products import adopt_linear_layers
-from transformer_kernels.patching._swap import Mixin, class_path, is_plain, original_class, with_global
+from transformer_kernels.patching._swap import (
+    CHOICES,
+    ByBackend,
+    Mixin,
+    class_path,
+    is_plain,
+    original_class,
+    with_global,
+)
 from transformer_kernels.patching._torch_calls import default_eps
 
 SILU_CLASSES = ("transformers.activations.SiLUActivation", "torch.nn.modules.activation.SiLU")
@@ -229,23 +236,18 @@ class GPT2MLP(Mixin):
         return self.dropout(self.c_proj(activated(hidden_states, self.c_fc, self.act, self.backend)))
 
 
-class RotaryAttention(Mixin):
+class RotaryAttention(ByBackend):
     """The original forward, in which `rotary` replaces `apply_rotary_pos_emb`, and with it our attention function."""
 
     operation = "rotary, attention"
-    _by_backend: dict[str | None, Any]
+    forward = ByBackend.forward
 
     @staticmethod
     def content(original: Any) -> dict[str, Any]:
         """What the patched class has besides: a forward for each backend."""
         options = ROTATIONS[str(fingerprint(_rotation_of(original)))]
-        rotations = {each: functools.partial(_rotate, backend=each, **options) for each in (None, "auto", *BACKENDS)}
+        rotations = {each: functools.partial(_rotate, backend=each, **options) for each in CHOICES}
         return {"_by_backend": {each: with_global(original.forward, ROTATE, f) for each, f in rotations.items()}}
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        if self.backend not in self._by_backend:
-            requested(self.backend)  # raises ValueError
-        return self._by_backend[self.backend](self, *args, **kwargs)
 
 
 def _rotate(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from transformer_kernels.backends.dispatch import BACKENDS, requested
 from transformer_kernels.ops._crossovers import crossover, is_automatic
 
 FEWEST: dict[str, int | str] = {
@@ -73,6 +74,21 @@ class Mixin(nn.Module):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+CHOICES = (None, "auto", *BACKENDS)
+"""What `backend` of a patched module may be."""
+
+
+class ByBackend(Mixin):
+    """A copy of the original forward for each backend, which a subclass makes in `content`."""
+
+    _by_backend: dict[str | None, Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.backend not in self._by_backend:
+            requested(self.backend)  # raises ValueError
+        return self._by_backend[self.backend](self, *args, **kwargs)
 
 
 def _blank(mixin: Any, original: Any) -> nn.Module:
