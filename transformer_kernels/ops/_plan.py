@@ -134,7 +134,7 @@ class Plan:
         call: the arguments -> the validated call, once the plan is remembered.
         inputs: the call -> its differentiable tensors, which autograd records.
         wanted: which of the differentiable fields' gradients are wanted.
-        returned: those gradients and None -> None for the plan and the call, and the gradient of each input.
+        returned: (*gradients, None) -> what backward returns: None for plan and call, and the gradient of each input.
     """
 
     def __init__(self, operation: Any, call: Any, module: Any, recorded: bool) -> None:
@@ -215,7 +215,7 @@ def items(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def attributes(record: Any, names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """The function that picks these fields, several or one of its own, of a record."""
+    """A function that returns these fields of such a record, at least one, as a tuple."""
     if len(names) > 1:
         return operator.attrgetter(*names)
     index = record._fields.index(names[0])
