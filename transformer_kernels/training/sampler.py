@@ -72,6 +72,13 @@ class BucketedSampler(ShuffledSampler):
         return batches[torch.randperm(len(batches), generator=generator)]
 
 
+class NumberedSampler(BucketedSampler):
+    """Item i of epoch e has the number i + e * length, so that what is drawn for an item can differ between epochs."""
+
+    def _arrange(self, order: Tensor, generator: torch.Generator) -> Tensor:
+        return super()._arrange(order, generator) + self.epoch * self.length
+
+
 class PackedSampler(ShuffledSampler):
     """Batches of equally many items with nearly equal total length, to be concatenated.
 

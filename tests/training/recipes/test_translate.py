@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import random
 
 import pytest
 import torch
@@ -105,6 +106,39 @@ def test_the_vocabularies_are_those_of_the_training_part(make_config, tmp_path):
     marked = [(Pair(pair.source, pair.target + " ळ") if pair in held_out[0] + held_out[1] else pair) for pair in PAIRS]
     path.write_text("".join(f"{source}\t{target}\n" for source, target in marked), encoding="utf-8")
     assert Translate(config).tokenizer.describe() == tokenizer.describe()
+
+
+def test_sampled_byte_pairs_join_to_the_text_and_without_dropout_are_those_of_tokenizers(make_config):
+    recipe, generator = Translate(make_config()), random.Random(0)
+    for tokenizer, text in itertools.product((recipe.tokenizer.source, recipe.tokenizer.target), ("one  two ж!", "दो छह")):
+        ids = tokenizer.encode(text)
+        assert tokenizer.encode_sampled(text, 0.0, generator) == ids
+        characters = tokenizer.encode_sampled(text, 1.0, generator)
+        assert tokenizer.decode(characters) == tokenizer.decode(ids)
+        assert len(characters) == len(text.replace("  ", " ").replace(" ", "")) + 1 + len(text.split()) + ("!" in text)
+    text = recipe.training_pairs[0].source
+    drawn = [len(recipe.tokenizer.source.encode_sampled(text, 0.5, generator)) for _ in range(50)]
+    assert len(set(drawn)) > 2
+
+
+def test_byte_pairs_are_sampled_anew_in_each_epoch_and_alike_in_a_repeated_one(make_config):
+    recipe = Translate(make_config(validation=0.0, bpe_dropout=0.5))
+    sampler, again = (recipe.sampler(Trainer(recipe).processes) for _ in range(2))
+    epochs = []
+    for _ in range(2):
+        numbers = []
+        for _ in range(sampler.batches_per_epoch):
+            numbers += sampler.peek().tolist()
+            sampler.advance()
+        length = len(recipe.training)
+        epochs.append({number % length: recipe.batch(torch.tensor([number]), CPU).inputs[0] for number in numbers})
+    both = epochs[0].keys() & epochs[1].keys()
+    assert sum(not torch.equal(epochs[0][index], epochs[1][index]) for index in both) > len(both) / 2
+    again.restore({"epoch": 1, "batch": 0})
+    numbers = again.peek()
+    repeated = recipe.batch(numbers, CPU).inputs[0]
+    for row, number in zip(repeated, numbers.tolist(), strict=True):
+        assert row[row != PAD].tolist() == epochs[1][number % len(recipe.training)][0].tolist()
 
 
 def test_label_smoothing_is_in_training_and_not_in_evaluation(make_config):

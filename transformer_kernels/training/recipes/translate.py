@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 import random
 import unicodedata
@@ -20,7 +22,7 @@ from transformer_kernels.training.config import TrainingConfig, build_preset, op
 from transformer_kernels.training.distributed import Processes
 from transformer_kernels.training.files import DataFileError
 from transformer_kernels.training.recipes import Alignment, Recipe, Trained, Translated
-from transformer_kernels.training.sampler import BucketedSampler
+from transformer_kernels.training.sampler import NumberedSampler
 from transformer_kernels.training.step import IGNORED, Batch, to_device
 from transformer_kernels.training.translation import GREEDY, BeamSearch, translate_batch
 
@@ -44,7 +46,13 @@ class TranslateConfig(TrainingConfig):
     recipe: ClassVar[str] = "translate"
     default_config: ClassVar[str] = "translate_small"
     default_length: ClassVar[tuple[str, int]] = ("steps", 1500)
-    fractions: ClassVar[tuple[str, ...]] = (*TrainingConfig.fractions, "test", "validation", "label_smoothing")
+    fractions: ClassVar[tuple[str, ...]] = (
+        *TrainingConfig.fractions,
+        "test",
+        "validation",
+        "label_smoothing",
+        "bpe_dropout",
+    )
 
     data: str = option("", "tab-separated file of sentence pairs, one per line", later={"evaluate": "data"})
     test: float = option(0.1, "fraction of the source sentences held out for `evaluate`", fixed=True)
@@ -54,6 +62,9 @@ class TranslateConfig(TrainingConfig):
     lowercase: bool = option(True, "convert the source to lower case", fixed=True)
     max_length: int = option(64, "maximum tokens per sentence, including its end token", fixed=True)
     label_smoothing: float = option(0.1, "label smoothing", fixed=True)
+    bpe_dropout: float = option(
+        0.0, "probability of leaving out a merge of byte pairs in training, in both languages", fixed=True
+    )
     beam: int = option(1, "number of beams of `evaluate`; 1 is greedy decoding", later={"evaluate": "beam"})
     length_penalty: float = option(
         0.6, "beam search length penalty; larger favours longer translations", later={"evaluate": "length_penalty"}
@@ -106,6 +117,37 @@ class BytePairs:
     def encode(self, text: str) -> list[int]:
         """The ids of a sentence, and END."""
         return [*self.inner.encode(text).ids, END]
+
+    def encode_sampled(self, text: str, dropout: float, generator: random.Random) -> list[int]:
+        """The ids of a sentence, and END, where each possible merge is left out with probability `dropout`.
+
+        Provilkov, Emelianenko, Voita, "BPE-dropout: simple and effective subword regularization", 2020. The package
+        `tokenizers` also draws such ids, but from a generator that has no seed.
+        """
+        words = self.inner.pre_tokenizer.pre_tokenize_str(self.inner.normalizer.normalize_str(text))
+        parts = (part for word, _ in words for part in self._split(word, dropout, generator))
+        return [*(self._ids.get(part, UNKNOWN) for part in parts), END]
+
+    def _split(self, word: str, dropout: float, generator: random.Random) -> list[str]:
+        parts = [*word]
+        while True:
+            ranks = [self._ranks.get(pair) for pair in itertools.pairwise(parts)]
+            kept = [
+                (rank, index) for index, rank in enumerate(ranks) if rank is not None and generator.random() >= dropout
+            ]
+            if not kept:
+                return parts
+            index = min(kept)[1]
+            parts[index : index + 2] = [parts[index] + parts[index + 1]]
+
+    @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        return self.inner.get_vocab()
+
+    @functools.cached_property
+    def _ranks(self) -> dict[tuple[str, str], int]:
+        """The rank of each merge."""
+        return {(left, right): rank for rank, (left, right) in enumerate(self.describe()["model"]["merges"])}
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode(list(ids))
@@ -217,7 +259,7 @@ class Translate(Recipe):
             BytePairs.train([pair.target for pair in training], config.target_vocabulary),
         )
         self.training, self.held_out = ([self._encode(pair) for pair in part] for part in (training, held_out))
-        self.held_out_pairs = held_out
+        self.training_pairs, self.held_out_pairs = training, held_out
         self.fingerprint = hashlib.sha256(json.dumps([training, held_out]).encode()).hexdigest()
         self.train_length = len(training)
 
@@ -239,14 +281,25 @@ class Translate(Recipe):
         parts = [description.get(name, {}) for name in ("source", "target")]
         return PairTokenizer(*map(BytePairs.from_description, parts))
 
-    def sampler(self, processes: Processes) -> BucketedSampler:
+    def sampler(self, processes: Processes) -> NumberedSampler:
         """Batches of pairs of similar length."""
         config, lengths = self.config, torch.tensor([len(pair.source) + len(pair.target) for pair in self.training])
-        return BucketedSampler(lengths, config.batch_size, config.seed, processes.rank, processes.count)
+        return NumberedSampler(lengths, config.batch_size, config.seed, processes.rank, processes.count)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
-        """Training pairs at `indices`."""
-        return pair_batch([self.training[index] for index in indices.tolist()], device)
+        """Training pairs at `indices`, which `NumberedSampler` numbers."""
+        return pair_batch([self._drawn(number) for number in indices.tolist()], device)
+
+    def _drawn(self, number: int) -> Encoded:
+        """A training pair; with bpe_dropout, split into tokens as a function of the seed and the number."""
+        index, dropout = number % len(self.training), self.config.bpe_dropout
+        if not dropout:
+            return self.training[index]
+        generator, pair = random.Random(self.config.seed * 1_000_003 + number), self.training_pairs[index]
+        source = self.tokenizer.source.encode_sampled(pair.source, dropout, generator)
+        target = self.tokenizer.target.encode_sampled(pair.target, dropout, generator)
+        fits = max(len(source), len(target)) <= self.config.max_length
+        return Encoded(source, target) if fits else self.training[index]
 
     def validation_batches(self, device: torch.device, processes: Processes) -> Iterator[Batch]:
         """This process's share of the validation pairs."""
