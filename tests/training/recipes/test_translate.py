@@ -108,9 +108,10 @@ def test_the_vocabularies_are_those_of_the_training_part(make_config, tmp_path):
     assert Translate(config).tokenizer.describe() == tokenizer.describe()
 
 
-def test_sampled_byte_pairs_join_to_the_text_and_without_dropout_are_those_of_tokenizers(make_config):
+def test_sampled_byte_pairs_join_to_the_text_and_are_those_of_tokenizers_without_dropout(make_config):
     recipe, generator = Translate(make_config()), random.Random(0)
-    for tokenizer, text in itertools.product((recipe.tokenizer.source, recipe.tokenizer.target), ("one  two ж!", "दो छह")):
+    tokenizers = recipe.tokenizer.source, recipe.tokenizer.target
+    for tokenizer, text in itertools.product(tokenizers, ("one  two ж!", "दो छह")):
         ids = tokenizer.encode(text)
         assert tokenizer.encode_sampled(text, 0.0, generator) == ids
         characters = tokenizer.encode_sampled(text, 1.0, generator)
