@@ -150,7 +150,11 @@ def test_linear_under_autocast(dtype: torch.dtype) -> None:
 def test_which_products_under_autocast_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_cpu, "processor", lambda kernels: "")
     x, weight = torch.randn(ROWS, 37), torch.randn(70, 37)
-    cases = {"few rows": (x[: _products.FEWEST_ROWS - 1], weight), "float64": (x.double(), weight)}
+    cases = {
+        "few rows": (x[: _products.FEWEST_ROWS - 1], weight),
+        "float64": (x.double(), weight),
+        "integers": (x.long(), weight),
+    }
     cases |= {"a view": (x, torch.randn(37, 70).t()), "another weight": (x, weight.bfloat16())}
     with torch.autocast("cpu", torch.bfloat16):
         assert _products.linear_is_ours(x, weight, "auto") and _products.linear_is_ours(x.bfloat16(), weight, "auto")

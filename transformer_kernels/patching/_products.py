@@ -36,9 +36,10 @@ def are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool
 
 def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
     """Whether it multiplies x (..., K) by weight (N, K), in float32 or, with gradients, in autocast's bfloat16."""
-    if autocast_dtype(x) is not torch.bfloat16 or x.dtype is torch.float64:
+    if autocast_dtype(x) is not torch.bfloat16:
         return are_ours(x, weight, backend)
-    return torch.is_grad_enabled() and _are_ours(x, weight, backend, False)
+    known = x.dtype in (torch.float32, torch.bfloat16)
+    return known and torch.is_grad_enabled() and _are_ours(x, weight, backend, False)
 
 
 def _are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool) -> bool:
