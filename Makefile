@@ -21,7 +21,7 @@ help:
 	@echo "make demo   train a character GPT beside the reference and compare the backends (two minutes)"
 	@echo "make test   the test suite (about five minutes on two cores)"
 	@echo "make gates  the full grids, sanitizers and compilers' reports"
-	@echo "make matrix  the tests of patched models on several releases of transformers, in throwaway environments"
+	@echo "make matrix  tests on several releases of transformers (ROWS=torch, ROWS=triton), in throwaway environments"
 	@echo "make mutants  planted bugs, each of which a test must find (SAMPLE=4 for some)"
 	@echo "make lint   ruff and mypy"
 	@echo "make site   the pages of docs/ with an API reference, in build/site"

@@ -1,10 +1,11 @@
 """Speedup of patched models of transformers and torch.nn over the same models unpatched.
 
-    python -m benchmarks.patched [--models gpt2,llama] [--modes train,eval,short,generate] [--modules]
+    python -m benchmarks.patched [--models gpt2,llama] [--modes train,eval,short,generate] [--modules | --accelerate]
 
 Minimum CPU time of many interleaved calls, which is robust to other load. `--modules` shows each kind of module of a
 forward pass instead: where the ratio is below 1, small inputs run PyTorch's module (`patching/_swap.py`,
-`ops/_crossovers.py`).
+`ops/_crossovers.py`). `--accelerate` compares the unpatched model with itself inside `accelerate`, under autocast to
+bfloat16, and in both.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -108,6 +110,17 @@ def call(model: Any, given: dict[str, Any], mode: str) -> Any:
         return model(**given)
 
 
+def accelerated(model: Any, given: dict[str, Any], mode: str) -> dict[str, list[Call]]:
+    """One row: the call in float32 and under autocast, plain and in `accelerate`."""
+
+    def within(block: Any, autocast: bool) -> Any:
+        with block, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return call(model, given, mode)
+
+    blocks = (nullcontext(), tk.accelerate())
+    return {mode: [partial(within, block, autocast) for autocast in (False, True) for block in blocks]}
+
+
 def least(calls: list[Call], seconds: float) -> list[float]:
     """The minimum CPU milliseconds of each call, interleaved for some seconds."""
     best = [float("inf")] * len(calls)
@@ -154,11 +167,13 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas; gpt2-lora needs peft")
     parser.add_argument("--modes", default=",".join(SHAPES), help="train, eval, short, generate")
     parser.add_argument("--modules", action="store_true", help="each kind of module instead of whole models")
+    parser.add_argument("--accelerate", action="store_true", help="accelerate and autocast instead of patch")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{'model':12s} {'mode':9s} {'plain ms':>10s} {'patched ms':>10s} {'ratio':>6s}")
+    columns = ("plain", "accelerate", "autocast", "both") if options.accelerate else ("plain", "patched")
+    print(f"{'model':12s} {'mode':9s} {' '.join(f'{name:>10s}' for name in columns)}  plain / each")
     for name in options.models.split(","):
         torch.manual_seed(0)
         plain = built(name)
@@ -168,16 +183,17 @@ def main() -> None:
             if mode == "generate" and name not in GENERATE:
                 continue
             given = inputs(name, mode)
-            rows = (
-                dict(modules(plain, patched, given))
-                if options.modules
-                else {mode: [partial(call, model, given, mode) for model in (plain, patched)]}
-            )
+            if options.accelerate:
+                rows = accelerated(plain, given, mode)
+            elif options.modules:
+                rows = dict(modules(plain, patched, given))
+            else:
+                rows = {mode: [partial(call, model, given, mode) for model in (plain, patched)]}
             for label, calls in rows.items():
                 with torch.set_grad_enabled(mode == "train" and not options.modules):
-                    before, after = least(calls, options.seconds)
-                ratio = before / max(after, 1e-9)
-                print(f"{name:12s} {label:9s} {before:10.2f} {after:10.2f} {ratio:6.2f}", flush=True)
+                    found = least(calls, options.seconds)
+                ratios = " ".join(f"{found[0] / max(each, 1e-9):6.2f}" for each in found[1:])
+                print(f"{name:12s} {label:9s} {' '.join(f'{each:10.2f}' for each in found)} {ratios}", flush=True)
 
 
 if __name__ == "__main__":

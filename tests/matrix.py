@@ -1,10 +1,12 @@
-"""The tests of patched models on several releases of transformers, each in a throwaway environment.
+"""Tests on several releases of transformers, torch or Triton, each in a throwaway environment.
 
-    python -m tests.matrix                                          # the releases of RELEASES
+    python -m tests.matrix                                          # the releases of transformers
+    python -m tests.matrix torch triton                             # those of RELEASES for these packages
     python -m tests.matrix "transformers==5.12.*" "triton==3.5.*" --tests tests/patching -k bert
 
-Each argument is one row: requirements, separated by spaces, that are installed over this environment's packages. What
-follows `--tests` is passed to pytest. Prints a Markdown table; the exit status is 1 if a row failed.
+Each argument is a package of RELEASES or one row: requirements and options of pip, separated by spaces, that are
+installed over this environment's packages. A row runs the tests of the package that it names first, or those after
+`--tests`, which are passed to pytest. Prints a Markdown table; the exit status is 1 if a row failed.
 """
 
 import argparse
@@ -19,9 +21,24 @@ import venv
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-RELEASES = ["transformers==5.10.* kernels==0.12.*", "transformers==5.14.* kernels==0.15.*"]  # each imports kernels
-RELEASES += [f"transformers=={release}.*" for release in ("5.18", "5.22", "5.23", "5.24")]
-TESTS = ["tests/patching", "tests/test_huggingface.py"]
+RELEASES = {
+    "transformers": [  # the first two import another release of kernels
+        "transformers==5.10.* kernels==0.12.*",
+        "transformers==5.14.* kernels==0.15.*",
+        *(f"transformers==5.{minor}.*" for minor in (18, 22, 23, 24)),
+    ],
+    "torch": [*(f"torch==2.{minor}.*" for minor in (6, 9, 13)), "torch --upgrade"],
+    "triton": [*(f"triton==3.{minor}.*" for minor in (2, 4, 5, 6, 7, 8)), "triton --upgrade"],
+}
+PATCHED = ["patching", "test_huggingface.py"]
+TESTS = {
+    "transformers": PATCHED,
+    "torch": [*PATCHED, "graphs", "ops/test_every_operation.py", "test_autograd.py", "test_nn.py"],
+    "triton": [
+        *("test_triton.py", "gates/test_triton_aot.py", "ops/test_every_operation.py"),
+        *sorted(f"ops/{path.name}" for path in (CHECKOUT / "tests" / "ops").glob("*_triton.py")),
+    ],
+}
 PACKAGES = ("transformers", "huggingface_hub", "tokenizers", "torch", "triton")
 OUTCOMES = ("passed", "failed", "errors", "skipped")
 VERSIONS = f"""
@@ -59,8 +76,9 @@ def run(python, options):
     return counts, "\n".join(line for line in lines if line.startswith(("FAILED", "ERROR", "E   ")))
 
 
-def row(requirements, options):
+def row(requirements, tests):
     """Install, run, and print one row; whether every test passed."""
+    options = tests or [f"tests/{name}" for name in TESTS[re.match(r"\w+", requirements[0])[0]]]
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
         try:
             python = environment(Path(folder), requirements)
@@ -76,12 +94,13 @@ def row(requirements, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="REQUIREMENTS", help="one row each")
-    parser.add_argument("--tests", nargs=argparse.REMAINDER, default=TESTS, help="what pytest is given")
+    parser.add_argument("rows", nargs="*", metavar="REQUIREMENTS", help="a package or one row each")
+    parser.add_argument("--tests", nargs=argparse.REMAINDER, help="what pytest is given")
     given = parser.parse_args()
     columns = [*PACKAGES, *OUTCOMES]
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", flush=True)
-    passed = [row(each.split(), given.tests) for each in given.rows or RELEASES]
+    rows = [row for each in given.rows or ["transformers"] for row in RELEASES.get(each, [each])]
+    passed = [row(each.split(), given.tests) for each in rows]
     return 0 if all(passed) else 1
 
 

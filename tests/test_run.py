@@ -78,6 +78,30 @@ def test_a_training_script(folder):
     assert f"softmax 1 ({BEST})" in ours.stderr and "softmax 1 (it is not over the last axis)" in ours.stderr
 
 
+AUTOCAST = """
+import contextlib, sys, torch
+torch.manual_seed(0)
+layer, x = torch.nn.Linear(8, 8), torch.randn(64, 8)
+optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+for step in range(4):
+    with torch.autocast("cpu", torch.bfloat16) if sys.argv[1:] or step % 2 else contextlib.nullcontext():
+        y = layer(x)
+    loss = (y - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(y.dtype, loss.item())
+"""
+
+
+def test_autocast_around_a_program(tmp_path):
+    """As blocks of its own around each forward: a cache of casts would hide the optimizer's steps."""
+    (tmp_path / "program.py").write_text(AUTOCAST)
+    own, ours = python(tmp_path, "program.py", "own"), run(tmp_path, "--autocast", "bfloat16", "program.py")
+    assert ours.stdout == own.stdout and own.stdout.count("torch.bfloat16") == 4, ours.stderr
+    assert len(set(own.stdout.split())) == 5  # each loss is another one
+
+
 def test_a_module(folder):
     plain, ours = python(folder, "-m", "train", "3", "--backend"), run(folder, "-m", "train", "3", "--backend")
     assert (ours.stdout, ours.returncode) == (plain.stdout, 0), ours.stderr

@@ -25,6 +25,8 @@ requires_interpreter = pytest.mark.skipif(
     _triton.unavailable(torch.device("cpu")) is not None, reason="needs TRITON_INTERPRET=1 before the process starts"
 )
 
+requires_support = pytest.mark.skipif(_triton._load_once()[0] is None, reason="this release of Triton is not supported")
+
 
 def run_python(source, **environment):
     merged = {**os.environ, **{name: value for name, value in environment.items() if value is not None}}
@@ -61,6 +63,7 @@ def test_an_unsupported_version_states_the_range(version):
     assert version in found and _triton.SUPPORTED_VERSIONS in found
 
 
+@requires_support
 def test_cpu_tensors_need_the_interpreter():
     source = (
         "import torch; from transformer_kernels.backends import triton as _triton\n"
@@ -70,6 +73,7 @@ def test_cpu_tensors_need_the_interpreter():
     assert run_python(source, TRITON_INTERPRET="1") == "None"
 
 
+@requires_support
 def test_the_variable_set_after_triton_was_imported_is_refused():
     source = (
         "import os, torch, triton.language; os.environ['TRITON_INTERPRET'] = '1'\n"
@@ -117,6 +121,7 @@ def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch)
         assert _triton.capability(torch.device("cuda:0")) == served
 
 
+@requires_support
 def test_a_compilation_is_launched_again_only_where_triton_would():
     """The key contains everything that affects compilation; otherwise a wrong kernel would be launched."""
     found = json.loads(run_python(LAUNCHES, TRITON_INTERPRET=None, PYTHONPATH=os.pathsep.join(sys.path)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import json
 import multiprocessing
 import os
@@ -121,11 +122,13 @@ def serialised(ptx: str) -> tuple[str, ...]:
     """The warnings of ptxas about serialised wgmma instructions (C7510 to C7519), which Triton does not print."""
     if "wgmma" not in ptx:
         return ()
-    ptxas = Path(str(load().__file__)).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    ptxas = get_ptxas(90) if inspect.signature(get_ptxas).parameters else get_ptxas()  # 3.4 has one for all targets
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [str(ptxas), "-v", "--gpu-name", "sm_90a", str(source), "-o", f"{source}.cubin"]
+        command = [ptxas.path, "-v", "--gpu-name", "sm_90a", str(source), "-o", f"{source}.cubin"]
         finished = subprocess.run(command, capture_output=True, text=True, check=True)
     return tuple(sorted({f"wgmma is serialised ({code})" for code in re.findall(r"\((C75\d\d)\)", finished.stderr)}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -19,6 +20,7 @@ from transformer_kernels.patching._swap import swap
 from transformer_kernels.patching._transformers import Conv1D
 
 ROWS = 2 * _products.FEWEST_ROWS + 87
+PRODUCTS = ["linear_forward", "linear_backward_data", "linear_backward_weight"]
 
 pytestmark = pytest.mark.skipif(
     cpu.unavailable(torch.device("cpu")) is not None, reason="the CPU kernels are not built"
@@ -61,7 +63,7 @@ def test_values_and_gradients_are_the_layers_own(kind: str) -> None:
         ]
     for mine, theirs, wanted in zip(*results, strict=True):
         assert (mine - wanted).abs().max() <= 2 * (theirs - wanted).abs().max() + 1e-6
-    by_columns = ["linear_backward_data", "linear_forward", "linear_backward_weight"]
+    by_columns = [PRODUCTS[1], PRODUCTS[0], PRODUCTS[2]]
     assert [kernel.__name__ for kernel, _ in calls] == (by_columns if kind == "Conv1D" else ["linear_forward"])
 
 
@@ -121,6 +123,48 @@ def test_what_goes_to_pytorch(change: str) -> None:
         backend = "torch"
     with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
         assert not _products.are_ours(x, weight, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_under_autocast(dtype: torch.dtype) -> None:
+    """As exact as PyTorch's to bfloat16's rounding, in its dtypes; the gradient of the weight is not rounded."""
+    torch.manual_seed(0)
+    layer, dy = nn.Linear(37, 70), torch.randn(ROWS, 70)
+    x = torch.randn(ROWS, 37).to(dtype).requires_grad_()
+    outcomes = []
+    with cpu.recorded(calls := []):
+        for block in (tk.accelerate(backend="cpu"), nullcontext()):
+            with block, torch.autocast("cpu", torch.bfloat16):
+                y = layer(x)
+            outcomes.append((y, *torch.autograd.grad(y, [x, *layer.parameters()], dy.to(y.dtype))))
+    if linear_cpu.processor(cpu.load()) != "AMX":  # where oneDNN multiplies, all but the gradient of the weight
+        assert [kernel.__name__ for kernel, _ in calls] == PRODUCTS
+    exact_layer, exact_x = exact(layer, x)
+    y = exact_layer(exact_x)
+    wanted = (y, *torch.autograd.grad(y, [exact_x, *exact_layer.parameters()], dy.bfloat16().double()))
+    for mine, theirs, true in zip(*outcomes, wanted, strict=True):
+        assert mine.dtype is theirs.dtype
+        assert (mine - true).abs().max() <= 1.1 * (theirs - true).abs().max() + 1e-6
+
+
+def test_which_products_under_autocast_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cpu, "processor", lambda kernels: "")
+    x, weight = torch.randn(ROWS, 37), torch.randn(70, 37)
+    cases = {
+        "few rows": (x[: _products.FEWEST_ROWS - 1], weight),
+        "float64": (x.double(), weight),
+        "integers": (x.long(), weight),
+    }
+    cases |= {"a view": (x, torch.randn(37, 70).t()), "another weight": (x, weight.bfloat16())}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _products.linear_is_ours(x, weight, "auto") and _products.linear_is_ours(x.bfloat16(), weight, "auto")
+        assert not [name for name, case in cases.items() if _products.linear_is_ours(*case, "auto")]
+        with torch.no_grad():  # PyTorch's forward alone is the faster one
+            assert not _products.linear_is_ours(x, weight, "auto")
+        monkeypatch.setattr(linear_cpu, "processor", lambda kernels: "AMX")
+        assert not _products.linear_is_ours(x, weight, "auto")
+    with torch.autocast("cpu", torch.float16):
+        assert not _products.linear_is_ours(x, weight, "auto")
 
 
 @pytest.mark.parametrize(

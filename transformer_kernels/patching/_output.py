@@ -27,7 +27,7 @@ class OutputLayer(Mixin):
     operation = "products of rows with a gradient"
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or not is_eager_cpu(input):
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not is_eager_cpu(input):
             return F.linear(input, self.weight, self.bias)
         return _RowsWithGradient.apply(input, self.weight, self.bias, are_ours(input, self.weight, self.backend, True))
 

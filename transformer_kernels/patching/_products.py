@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformer_kernels import ops
 from transformer_kernels.backends import cpu
 from transformer_kernels.backends.dispatch import requested
+from transformer_kernels.ops._operation import autocast_dtype
 from transformer_kernels.patching._swap import Mixin, is_plain, swap
 
 FEWEST_ROWS = 256
@@ -22,19 +23,29 @@ FEWEST_PRODUCTS = 3 << 19
 
 
 def is_eager_cpu(x: Tensor) -> bool:
-    """Whether a call is on a CPU, as its tensors stand, with nothing that watches or transforms it but autograd."""
-    if is_compiling() or torch._C._is_tracing() or torch.is_autocast_enabled("cpu"):
-        return False
-    if x.device.type != "cpu" or x.dim() < 2:
+    """Whether a call is on a CPU, with nothing that watches or transforms it but autograd and autocast."""
+    if is_compiling() or torch._C._is_tracing() or x.device.type != "cpu" or x.dim() < 2:
         return False
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool = False) -> bool:
-    """Whether csrc/cpu/products multiplies x (..., K) by a weight of either layout; see ops/linear/README.md."""
+    """Whether csrc/cpu/products multiplies float32 x (..., K) by a weight of either layout: ops/linear/README.md."""
+    return autocast_dtype(x) is None and x.dtype is torch.float32 and _are_ours(x, weight, backend, forward_alone)
+
+
+def linear_is_ours(x: Tensor, weight: Tensor, backend: str | None) -> bool:
+    """Whether it multiplies x (..., K) by weight (N, K), in float32 or, with gradients, in autocast's bfloat16."""
+    if autocast_dtype(x) is not torch.bfloat16:
+        return are_ours(x, weight, backend)
+    known = x.dtype in (torch.float32, torch.bfloat16)
+    return known and torch.is_grad_enabled() and _are_ours(x, weight, backend, False)
+
+
+def _are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool) -> bool:
     if not is_eager_cpu(x) or requested(backend) not in ("cpu", "auto") or cpu.unavailable(x.device):
         return False
-    if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or x.numel() < FEWEST_ROWS * x.shape[-1]:
+    if weight.dtype is not torch.float32 or x.numel() < FEWEST_ROWS * x.shape[-1]:
         return False
     from transformer_kernels.ops.linear._cpu import largest_weight, processor
 
@@ -48,7 +59,7 @@ class Linear(Mixin):
 
     def forward(self, input: Tensor) -> Tensor:
         few = not is_compiling() and input.numel() < FEWEST_ROWS * self.in_features
-        if few or not are_ours(input, self.weight, self.backend):
+        if few or not linear_is_ours(input, self.weight, self.backend):
             return F.linear(input, self.weight, self.bias)
         return ops.linear(input, self.weight, self.bias, backend=self.backend)
 

@@ -1,4 +1,4 @@
-"""`transformer-kernels run [--backend NAME] script.py args...`: a Python program inside a block of `accelerate`."""
+"""`transformer-kernels run [--backend NAME] [--autocast bfloat16] script.py args...`: a program inside `accelerate`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from transformer_kernels.backends.dispatch import BACKENDS
 from transformer_kernels.patching._accelerate import Acceleration, accelerate_everywhere
 
@@ -26,6 +28,7 @@ under torchrun write: torchrun --no-python transformer-kernels run train.py ...
 
   transformer-kernels run train.py --steps 100
   transformer-kernels run --backend cpu -m package.train --steps 100
+  transformer-kernels run --autocast bfloat16 train.py --steps 100
 
 The last line, on the standard error, counts the calls and names what was left to PyTorch.
 """
@@ -43,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"transformer-kernels run: can't open file {target!r}: there is none", file=sys.stderr)
         return 2
     block = accelerate_everywhere(chosen.backend)
+    if chosen.autocast is not None:
+        _enter_autocast(getattr(torch, chosen.autocast))
     atexit.register(_close, block)
     sys.excepthook = functools.partial(_show_from_program, sys.excepthook)
     sys.argv[:] = [target, *program]
@@ -54,6 +59,17 @@ def main(arguments: Sequence[str]) -> int:
     else:
         runpy.run_path(target, run_name="__main__")  # a folder or an archive with a __main__.py
     return 0
+
+
+def _enter_autocast(dtype: torch.dtype) -> None:
+    """Enable autocast in this thread until the process ends, on the CPU and on GPUs.
+
+    Its cache is disabled: it holds casts of weights until the outermost block ends, past the optimizer's steps.
+    """
+    torch.set_autocast_cache_enabled(False)
+    for device in ("cpu", "cuda"):
+        torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_enabled(device, True)
 
 
 def _run_script(path: str) -> None:
@@ -77,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     backends = "torch, cpu, triton, cuda or auto (default: as set by the environment, else auto)"
     parser.add_argument("--backend", choices=(*BACKENDS, "auto"), help=backends)
+    automatic = "torch.autocast around the whole program, in its main thread: losses, backward and optimizer included"
+    parser.add_argument("--autocast", choices=("bfloat16",), help=automatic)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script, as python -m does")
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments"

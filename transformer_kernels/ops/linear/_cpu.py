@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transformer_kernels.backends import address, cpu, in_dtype_of
 from transformer_kernels.backends.cpu import DTYPE_CODES
-from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._operation import Grads, Wanted, autocast_dtype
 from transformer_kernels.ops.activation import ActivationCall
 from transformer_kernels.ops.activation._compiled import Kernels as Activation
 from transformer_kernels.ops.linear import ACTIVATIONS, LinearCall, LinearResult
@@ -46,15 +46,16 @@ def fuses(call: LinearCall) -> bool:
 
 
 def largest_weight(x: Tensor, forward_alone: bool = False) -> int:
-    """Elements of the largest weight whose products with x (..., K) are ours."""
+    """Elements of the largest weight whose products with x (..., K), which autocast may cast, are ours."""
     return max(_limit(x, "all"), _limit(x, "forward") if forward_alone else -1)
 
 
 def _limit(x: Tensor, products: str) -> int:
     """Elements of the largest weight for which LIMITS names our products with x, -1 for none."""
-    steps = LIMITS.get((x.dtype, products, processor(cpu.load())))
+    dtype = autocast_dtype(x) or x.dtype
+    steps = LIMITS.get((dtype, products, processor(cpu.load())))
     if steps is None:
-        steps = LIMITS.get((x.dtype, products, ""), ())
+        steps = LIMITS.get((dtype, products, ""), ())
     largest, elements, width = -1, x.numel(), x.shape[-1]
     for rows, limit in steps:  # which increase
         if elements >= rows * width:
