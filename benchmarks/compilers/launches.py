@@ -29,7 +29,7 @@ class Launch:
     label: str
     kernel: Any
     capability: Capability
-    signature: Mapping[str, str]
+    signature: Mapping[str, Any]
     constants: Mapping[tuple[int, ...], Any]
     attributes: Mapping[tuple[int, ...], Any]
     options: Mapping[str, Any]

@@ -228,13 +228,18 @@ def run_launch(
     maps = iter(compiled.metadata.tensordesc_meta or ())
     for name, value in zip(launch.kernel.arg_names, arguments, strict=True):
         type = launch.signature.get(name, "constexpr")
-        if type.startswith("tensordesc"):
+        if isinstance(type, str) and type.startswith("tensordesc"):
             given = _descriptor(value, next(maps, None))
             described[name] = value.base
-        else:
-            given = [] if type == "constexpr" else [value if type.startswith("*") else pack(type, value)]
-        names += [name] * len(given)
-        values += given
+            names += [name] * len(given)
+            values += given
+            continue
+        record = isinstance(type, tuple)
+        members = zip(value._fields, type, value, strict=True) if record else [("", type, value)]
+        for member, kind, x in members:
+            if kind != "constexpr":
+                names.append(f"{name}.{member}" if record else name)
+                values.append(x if kind.startswith("*") else pack(kind, x))
     kernel = _parsed(ptx)
     result = Execution(launch.kernel_name, kernel.target, ptx)
     threads, shared = 32 * launch.options["num_warps"], max(compiled.metadata.shared, 16)
@@ -274,7 +279,7 @@ def package_launches(target: str, races: bool = True, edit: Edit | None = None) 
         noted.append(launches._launch("", fn.jit_function, capability, key, compile))
         return True
 
-    def call(self: Any, *pointers: Tensor | None) -> None:
+    def call(self: Any, *pointers: backend.Pointer) -> None:
         noted.clear()
         arguments = (*pointers, *self._arguments)
         self._kernel[self._grid](*arguments, **self._options)

@@ -30,17 +30,16 @@ from transformer_kernels.ops.attention._triton_tile import (
     masked_length,
     masked_position,
     multiply,
-    output_rows,
     query_tile_of_program,
     score_unit,
+    token_rows,
     visible_pairs,
     weights_of,
     within_sequence,
     without_padding,
 )
 
-GRADIENT_STRIDES = [f"{tensor}_{axis}" for tensor in ("dout", "dq", "dkv") for axis in ("batch", "head", "row")]
-UNSPECIALIZED = SIZES + STRIDES + GRADIENT_STRIDES
+UNSPECIALIZED = [*SIZES, *STRIDES, "dout_batch", "dout_head", "dout_row", "dq_token", "dkv_token"]
 
 
 class Queries(NamedTuple):
@@ -96,24 +95,14 @@ def query_gradient_block(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_query_kernel(
-    q_pointer,  # (B, Hq, Lq, D)
-    k_pointer,  # (B, Hk, Lk, D)
-    v_pointer,  # (B, Hk, Lk, D)
+    inputs,  # Inputs
     out_pointer,  # (B, Lq, Hq, D), contiguous
-    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
-    dout_pointer,  # (B, Hq, Lq, D)
-    dlse_pointer,  # (B, Hq, Lq), contiguous, or None
-    delta_pointer,  # (B, Hq, Lq), contiguous, for the kernels that follow
+    upstream,  # Upstream
     dq_pointer,  # (B, Hq, Lq, D)
-    padding_pointer,  # (B, Lk), contiguous, or None
-    sequences_pointer,  # (2, Lk), contiguous, or None
-    bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
-    seed_pointer,  # (1,), or None
-    cos_pointer,  # (1 or B, L, pairs), fp32, contiguous, or None
-    sin_pointer,  # the same
+    extras,  # Extras
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row,
+    dout_batch, dout_head, dout_row, dq_token,
     bias_batch, bias_head, bias_row,
     scale, left, right, threshold, section,
     OPTIONS: tl.constexpr,
@@ -124,28 +113,28 @@ def attention_backward_query_kernel(
     NATURAL: tl.constexpr = OPTIONS.NATURAL
     batch, head, first_row = query_tile_of_program(query_heads, query_length, section, OPTIONS)
     batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
-    k = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
-    v = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
-    bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-    dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
+    k = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
+    v = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
+    mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
+    bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
+    dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
     span = key_blocks(first_row, mask, OPTIONS)  # before tiles are loaded: a padding mask takes many registers
 
-    out_rows = output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS)
-    dout_rows = head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
+    out_rows = token_rows(out_pointer, batch, head, query_heads * OPTIONS.HEAD_DIM, query_length, OPTIONS)
+    dout_rows = head_rows(upstream.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
     out = load_rows(out_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     dout = load_rows(dout_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     delta = tl.sum(to_fp32(out) * to_fp32(dout), 1)
     rows = first_row + tl.arange(0, BLOCK_M)
     row_offset = tl.cast(batch_head, tl.int64) * query_length
-    if dlse_pointer is not None:
-        delta -= tl.load(dlse_pointer + row_offset + rows, mask=rows < query_length, other=0.0)
-    tl.store(delta_pointer + row_offset + rows, delta, mask=rows < query_length)
+    if upstream.dlse is not None:
+        delta -= tl.load(upstream.dlse + row_offset + rows, mask=rows < query_length, other=0.0)
+    tl.store(upstream.delta + row_offset + rows, delta, mask=rows < query_length)
 
-    q_rows = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
-    angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
+    q_rows = head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
+    angles = Angles(extras.cos, extras.sin, first_token(batch, query_length, OPTIONS))
     q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
-    base, log_sum = load_base(statistics_pointer + 2 * row_offset, rows, query_length, True, OPTIONS)
+    base, log_sum = load_base(upstream.statistics + 2 * row_offset, rows, query_length, True, OPTIONS)
     queries = Queries(dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), base, log_sum, delta, first_row)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     score_scale = scale * score_unit(NATURAL)
@@ -154,9 +143,9 @@ def attention_backward_query_kernel(
     for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
         key = masked_position(span, offset)
         visited = True
-        if padding_pointer is not None:
+        if extras.padding is not None:
             visited = any_real(mask, key, OPTIONS.MASKED)
         if visited:
             dq = query_gradient_block(dq, queries, key, k, v, mask, bias, dropout, angles, score_scale, True, OPTIONS)
-    target = head_rows(dq_pointer, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
+    target = token_rows(dq_pointer, batch, head, dq_token, query_length, OPTIONS)
     store_unrotated(target, dq * scale, angles, first_row, OPTIONS)

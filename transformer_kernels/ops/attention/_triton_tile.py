@@ -5,8 +5,8 @@ score. NATURAL (fp32 operands) multiplies by log2(e) after the maximum or lse is
 one rounding of large numbers fewer. Positions are bottom-right aligned: query i is at key position i + Lk - Lq
 ("shift").
 
-Kernels take flat arguments, because scalars in a tuple would be specialised, and pack them into the tuples used here.
-A returned tuple must not contain None or compile-time values.
+Kernels take pointers as records and numbers as flat arguments: Triton specialises a pointer in a record like any other,
+but ignores `do_not_specialize` for integers in a record. A returned tuple must not contain None or compile-time values.
 """
 
 from typing import Any, NamedTuple
@@ -49,6 +49,34 @@ class Options(NamedTuple):
     NEGATE: bool  # the scale is negative
     NATURAL: bool
     PRECISION: str  # of fp32 products
+
+
+class Inputs(NamedTuple):
+    """Pointers to queries, keys and values."""
+
+    q: Any  # (B, Hq, Lq, D)
+    k: Any  # (B, Hk, Lk, D)
+    v: Any  # (B, Hk, Lk, D)
+
+
+class Extras(NamedTuple):
+    """Pointers to optional inputs, None if absent."""
+
+    padding: Any  # (B, Lk), contiguous
+    sequences: Any  # (2, Lk), contiguous
+    bias: Any  # (B, Hq, Lq, Lk), broadcast
+    seed: Any  # (1,)
+    cos: Any  # (1 or B, L, pairs), fp32, contiguous
+    sin: Any  # the same
+
+
+class Upstream(NamedTuple):
+    """Pointers to what the backward pass reads of each query besides the inputs."""
+
+    statistics: Any  # (B, Hq, 2, Lq), contiguous: the largest score and the log of the sum
+    dout: Any  # (B, Hq, Lq, D)
+    dlse: Any  # (B, Hq, Lq), contiguous, or None
+    delta: Any  # (B, Hq, Lq), contiguous, written by one kernel and read by the next; or None
 
 
 class Rows(NamedTuple):
@@ -140,12 +168,10 @@ def head_rows(pointer, batch, head, batch_stride, head_stride, row_stride, lengt
 
 
 @triton.jit
-def output_rows(pointer, batch, head, heads, length, OPTIONS: tl.constexpr):
-    """The rows of one head of an output, contiguous as (B, L, H, D)."""
-    row_stride = heads * OPTIONS.HEAD_DIM
-    return head_rows(
-        pointer, batch, head, length * tl.cast(row_stride, tl.int64), OPTIONS.HEAD_DIM, row_stride, length, OPTIONS
-    )
+def token_rows(pointer, batch, head, token_stride, length, OPTIONS: tl.constexpr):
+    """The rows of one head of a tensor (B, L, H, D): adjacent heads, and tokens `token_stride` apart."""
+    batch_stride = length * tl.cast(token_stride, tl.int64)
+    return head_rows(pointer, batch, head, batch_stride, OPTIONS.HEAD_DIM, token_stride, length, OPTIONS)
 
 
 @triton.jit
