@@ -160,14 +160,14 @@ def _key_bounds(bounds: Tensor, key_bounds: Tensor | None) -> Tensor | None:
 
 
 def _typed(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    """The bias in a dtype that `attention` takes."""
+    """The bias in a dtype that `attention` supports."""
     return bias if bias is None or bias.dtype is torch.float32 else bias.to(query.dtype)
 
 
 def _attention_by_pattern(
     query: Tensor, key: Tensor, value: Tensor, pattern: MaskPattern, bias: Tensor | None, shared: dict[str, Any]
 ) -> Tensor:
-    """(B, Lq, H, D) of what a pattern lets the queries see."""
+    """Attention (B, Lq, H, D) under a pattern of visible keys."""
     batch, _, length, _ = query.shape
     options: dict[str, Any] = {"window": (pattern.left, pattern.right), "attn_bias": _typed(bias, query)}
     if pattern.cu_seqlens is not None:
@@ -427,7 +427,7 @@ def attention_mask(
         attention_mask: (B, tokens) bool, True at real tokens.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether causality may be left to `is_causal`, and whether a
             mask that hides padding at most may stay (B, Lk).
-        kwargs: what `transformers.masking_utils.sdpa_mask` takes besides.
+        kwargs: other arguments of `transformers.masking_utils.sdpa_mask`.
     """
     pattern: dict[str, Any] = {
         "batch_size": batch_size,

@@ -89,7 +89,7 @@ def table_layout(kind: type) -> str | None:
 
 
 def _repetition(assignment: ast.Assign) -> str | None:
-    """The layout of what is assigned to a variable; None if it is no repetition of another one."""
+    """The layout of the assigned value if it repeats another variable, else None."""
     names = [node.id for node in ast.walk(assignment.value) if isinstance(node, ast.Name) and node.id != "torch"]
     if not names or not isinstance(assignment.targets[0], ast.Name):
         return None

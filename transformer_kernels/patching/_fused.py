@@ -80,7 +80,7 @@ def is_plain_table(table: Any) -> bool:
 
 
 def rows(table: Any) -> Tensor:
-    """The rows of an embedding, whose padding row gets no gradient."""
+    """The rows of an embedding; the padding row has no gradient."""
     return without_gradient(table.weight, table.padding_idx)
 
 

@@ -31,7 +31,7 @@ def hand_on_weights(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
 
 
 class Attention(Mixin):
-    """An attention layer that asks for its function by `config._attn_implementation`; it reads `backend` from here."""
+    """An attention layer that looks up its function by `config._attn_implementation`; `backend` is read from here."""
 
     operation = "attention"
 
@@ -126,7 +126,7 @@ def _why_not(model: Any, layers: list[Any]) -> str | None:
 
 
 def _own_configs(model: nn.Module) -> None:
-    """Give the model configurations of its own: they store the name of the attention, and models may share them."""
+    """Copy the configurations of the model: they store the name of the attention, and models may share them."""
     from transformers import PreTrainedConfig
 
     copies: dict[int, Any] = {}

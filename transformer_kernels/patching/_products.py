@@ -22,7 +22,7 @@ FEWEST_PRODUCTS = 3 << 19
 
 
 def is_eager_cpu(x: Tensor) -> bool:
-    """Whether a call is on a CPU, as its tensors stand, with nothing that watches or transforms it but autograd."""
+    """Whether a call runs eagerly on a CPU, without autocast, tracing or transforms other than autograd."""
     if is_compiling() or torch._C._is_tracing() or torch.is_autocast_enabled("cpu"):
         return False
     if x.device.type != "cpu" or x.dim() < 2:

@@ -98,7 +98,7 @@ class RoundedLayerNorm(Mixin):
 
 
 def _weight_for(x: Tensor, weight: Tensor) -> Tensor:
-    """The weight in a dtype that the norms take beside x."""
+    """The weight in a dtype that the norms support beside x."""
     return weight if weight.dtype in (x.dtype, torch.float32) and x.dtype is not torch.float64 else weight.to(x.dtype)
 
 

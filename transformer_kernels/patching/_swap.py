@@ -112,7 +112,7 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
 
 
 def _with_signature(function: Any, original: Any) -> Any:
-    """A copy of the function that presents itself with the signature of another: trainers look at it for their data."""
+    """A copy of the function with the signature of another, which trainers inspect to select columns of their data."""
     copied: Any = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -140,7 +140,7 @@ def with_global(function: Any, name: str, value: Any) -> Any:
 
 
 def _left_if_small(ours: Any, original: Any, fewest: int | str) -> Any:
-    """The patched forward, or the original one for inference of few elements."""
+    """The patched forward, or the original one for inference below `fewest` elements."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and not self.training:
@@ -191,7 +191,7 @@ def is_plain(module: Any, *kinds: type) -> bool:
     """Whether a module has the behaviour of its class alone, so that what it does may be done elsewhere.
 
     Adapters replace modules, quantisation and sharding replace their class, and offloading replaces their `forward`;
-    hooks want to be called. All of these are called as they stand.
+    hooks must be called. All of these are called unchanged.
     """
     if original_class(module) not in kinds or "forward" in vars(module):
         return False
