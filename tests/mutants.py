@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     # Triton, interpreted
     Mutant(
-        f"{OPS}/attention/_triton_tile.py",
+        f"{OPS}/attention/_triton_backward.py",
         "return 1.0 - ratio * ratio",
         "return 1.0 - ratio",
         "tests/ops/test_attention.py -k 'softcap and triton-float16'",

@@ -124,9 +124,9 @@ def test_a_compilation_is_launched_again_only_where_triton_would():
 
 
 ASKED = {
-    "one more tensor", "another type", "unaligned", "beyond 32 bits", "below 32 bits", "an integer for a float", "one",
-    "a float for an integer", "a multiple of 16", "another constant", "warps", "stages", "another kernel",
-    "another device", "profiled",
+    "one more tensor", "another type", "unaligned", "unaligned in a record", "beyond 32 bits", "below 32 bits",
+    "an integer for a float", "one", "a float for an integer", "a multiple of 16", "another constant", "warps",
+    "stages", "another kernel", "another device", "profiled",
 }  # fmt: skip
 LAUNCHES = """
 import contextlib, json, types
@@ -159,6 +159,7 @@ x, kernel = torch.zeros(32, dtype=torch.float16), Kernel()
 same = {"kernel": kernel, "pointers": (x, None), "numbers": (3, 33, 0.5), "constants": ("a",), "num_warps": 4}
 cases = {
     "first": {}, "again": {}, "aligned": {"pointers": (x[8:], None)}, "another number": {"numbers": (1, 49, 0.25)},
+    "a record": {"pointers": ((x, None),)}, "unaligned in a record": {"pointers": ((x, None, x[1:]),)},
     "one more tensor": {"pointers": (x, x)}, "another type": {"pointers": (x.float(), None)},
     "unaligned": {"pointers": (x[1:], None)}, "beyond 32 bits": {"numbers": (1 << 31, 33, 0.5)},
     "below 32 bits": {"numbers": (-(1 << 31) - 1, 33, 0.5)}, "an integer for a float": {"numbers": (3, 33, 1)},
@@ -168,12 +169,12 @@ cases = {
     "another kernel": {"kernel": Kernel()}, "another device": {"pointers": (Elsewhere(x), None)}, "profiled": {},
 }
 said = {}
+address = lambda p: tuple(map(address, p)) if isinstance(p, tuple) else None if p is None else p.data_ptr()
 with mock.patch.object(drivers, "_active" if hasattr(drivers, "_active") else "active", driver):
     for name, other in cases.items():
         chosen = same | other
         pointers = chosen.pop("pointers")
-        wanted = [None if p is None else p.data_ptr() for p in pointers]
-        wanted += [*chosen["numbers"], *chosen["constants"]]
+        wanted = [*address(pointers), *chosen["numbers"], *chosen["constants"]]
         heard.clear()
         with hook if name == "profiled" else contextlib.nullcontext():
             backend.Launch(chosen.pop("kernel"), (7,), **chosen)(*pointers)

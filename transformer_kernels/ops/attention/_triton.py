@@ -17,7 +17,7 @@ from transformer_kernels.ops.attention import AttentionCall, AttentionResult, In
 from transformer_kernels.ops.attention import _tiles as tiles
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.attention._tiles import Body, Kernel, Tile
-from transformer_kernels.ops.attention._triton_backward import attention_backward_query_kernel
+from transformer_kernels.ops.attention._triton_backward import Upstream, attention_backward_query_kernel
 from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel
 from transformer_kernels.ops.attention._triton_backward_key import attention_backward_key_kernel
 from transformer_kernels.ops.attention._triton_decode import attention_combine_kernel, attention_decode_kernel
@@ -27,7 +27,7 @@ from transformer_kernels.ops.attention._triton_short import (
     attention_short_backward_kernel,
     attention_short_forward_kernel,
 )
-from transformer_kernels.ops.attention._triton_tile import Extras, Inputs, Options, Upstream
+from transformer_kernels.ops.attention._triton_tile import Extras, Inputs, Options
 
 
 def unsupported(call: AttentionCall) -> str | None:

@@ -15,15 +15,14 @@ from transformer_kernels.ops.attention._triton_tile import (
     accumulate,
     any_real,
     biased,
-    cap_slope,
     capped,
     dropout_scale,
+    exponential,
     finite_rows,
     head_offset,
     head_rows,
     keep_tile,
     key_blocks,
-    load_base,
     load_bias,
     load_padding,
     load_rows,
@@ -34,12 +33,20 @@ from transformer_kernels.ops.attention._triton_tile import (
     score_unit,
     token_rows,
     visible_pairs,
-    weights_of,
     within_sequence,
     without_padding,
 )
 
 UNSPECIALIZED = [*SIZES, *STRIDES, "dout_batch", "dout_head", "dout_row", "dq_token", "dkv_token"]
+
+
+class Upstream(NamedTuple):
+    """Pointers to what the backward pass reads of each query besides the inputs."""
+
+    statistics: Any  # (B, Hq, 2, Lq), contiguous: the largest score and the log of the sum
+    dout: Any  # (B, Hq, Lq, D)
+    dlse: Any  # (B, Hq, Lq), contiguous, or None
+    delta: Any  # (B, Hq, Lq), contiguous, written by one kernel and read by the next; or None
 
 
 class Queries(NamedTuple):
@@ -51,6 +58,41 @@ class Queries(NamedTuple):
     log_sum: Any  # [M]
     delta: Any  # [M]
     first_row: Any
+
+
+@triton.jit
+def cap_slope(scores, OPTIONS: tl.constexpr):
+    """The derivative of `capped` computed from its result: 1 - tanh^2."""
+    ratio = scores / (OPTIONS.SOFTCAP * score_unit(OPTIONS.NATURAL))
+    return 1.0 - ratio * ratio
+
+
+@triton.jit
+def load_statistic(pointer, rows, query_length, other, BOUNDED: tl.constexpr):
+    """One value per row, `other` beyond the last query. Not BOUNDED: all rows are in range."""
+    return tl.load(pointer + rows, mask=rows < query_length, other=other) if BOUNDED else tl.load(pointer + rows)
+
+
+@triton.jit
+def load_base(statistics, rows, query_length, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
+    """The maximum and the log of the sum of `rows`, in the unit of scores, subtracted by `weights_of`. For 16 bits
+    without a bias: their sum, and 0. +inf, which gives weights of 0, for rows out of range or fully masked."""
+    base = load_statistic(statistics, rows, query_length, float("-inf"), BOUNDED)
+    log_sum = load_statistic(statistics + query_length, rows, query_length, 0.0, BOUNDED)
+    base = tl.where(base == float("-inf"), float("inf"), base)
+    if not (OPTIONS.NATURAL or OPTIONS.BIAS != ""):
+        base += log_sum
+        log_sum = tl.zeros_like(log_sum)
+    return base, log_sum
+
+
+@triton.jit
+def weights_of(scores, base, log_sum, OPTIONS: tl.constexpr):
+    """exp((score - maximum) - log of the sum): the sum of the last two would lose the log for large scores."""
+    differences = scores - base
+    if OPTIONS.NATURAL or OPTIONS.BIAS != "":
+        differences -= log_sum
+    return exponential(differences, OPTIONS.NATURAL)
 
 
 @triton.jit

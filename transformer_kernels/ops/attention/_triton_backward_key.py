@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand
-from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
+from transformer_kernels.ops.attention._triton_backward import (
+    UNSPECIALIZED,
+    Queries,
+    cap_slope,
+    load_base,
+    load_statistic,
+    weights_of,
+)
 from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
@@ -14,18 +21,15 @@ from transformer_kernels.ops.attention._triton_tile import (
     Mask,
     accumulate,
     biased,
-    cap_slope,
     capped,
     dropout_scale,
     finite_rows,
     head_offset,
     head_rows,
     keep_tile,
-    load_base,
     load_bias,
     load_padding,
     load_rows,
-    load_statistic,
     masked_length,
     masked_position,
     multiply,
@@ -35,7 +39,6 @@ from transformer_kernels.ops.attention._triton_tile import (
     tile_of_program,
     token_rows,
     visible_pairs,
-    weights_of,
     within_sequence,
 )
 

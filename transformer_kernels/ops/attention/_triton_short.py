@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand
-from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
+from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries, load_base
 from transformer_kernels.ops.attention._triton_backward_key import KeyGradient, Keys, key_gradient_block, operands
 from transformer_kernels.ops.attention._triton_forward import Softmax, finish_rows, store_row_results
 from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
@@ -23,7 +23,6 @@ from transformer_kernels.ops.attention._triton_tile import (
     head_offset,
     head_rows,
     keep_tile,
-    load_base,
     load_bias,
     load_padding,
     load_rows,
