@@ -44,7 +44,7 @@ def bulk(form: Form) -> Step:
 def _load(form: Form, rank: int) -> Step:
     """.shared::cluster.global.tile.mbarrier::complete_tx::bytes [to], [map, {...}], [barrier]"""
     machine, box = form.machine, _box(form, 1, rank)
-    barriers_of(form)  # there must be some
+    barriers_of(form)  # required
     destination, counter = machine.address(form.operands[0], True), machine.address(form.operands[2], True)
 
     def step(mask: Mask) -> None:
@@ -112,7 +112,7 @@ def _positions(form: Form, lane: int, tensor_map: TensorMap, start: int) -> Arra
 
 
 def _start_load(form: Form, lane: int, tensor_map: TensorMap, first: tuple[int, ...], to: int, counter: int) -> None:
-    """The bytes are read now, are poison in shared memory, and arrive when a thread waits."""
+    """Bytes are read at issue, poisoned in shared memory, and arrive at a wait."""
     machine = form.machine
     barriers, shared, width = barriers_of(form), machine.shared, tensor_map.width
     addresses, inside = tensor_map.elements(first)

@@ -1,4 +1,4 @@
-"""What the threads of a warp do together: shuffles, votes, reductions, and matrices of 8 x 8 in shared memory."""
+"""Warp-level instructions: shuffles, votes, reductions, and matrices of 8 x 8 in shared memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _warp_barrier(form: Form) -> Step:
 
 @TABLE.add("setmaxnreg")
 def _set_registers(form: Form) -> Step:
-    """Registers move between warp groups; that each has enough only ptxas knows."""
+    """Registers move between warp groups; only ptxas checks that each has enough."""
     form.need("inc", "dec")
     form.need("sync")
     form.need("aligned")
