@@ -115,7 +115,7 @@ bool has_pairs(const Bias& bias, int key_length) {
                            bias.batch % 2 == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes) == 0);
 }
 
-// The copy engine wants addresses and strides on 16 bytes and, to be safe, no axis that overlaps itself.
+// The copy engine requires addresses and strides of 16 bytes; axes that overlap themselves are excluded too.
 bool takes_sm90(const Arguments& arguments, const AttentionCall& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
   const bool fits = arguments.vectorized && is_plain(arguments.query) && is_plain(arguments.key) &&

@@ -1,4 +1,4 @@
-"""Products of patched layers: this package's own where those are the faster ones.
+"""Products of patched layers, by this package where it is faster.
 
 A forward product alone, without gradients, is at best as fast in ours where MKL is not slow, which it is on AMD.
 """
@@ -44,7 +44,7 @@ def are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: bool
 
 
 class Linear(Mixin):
-    """x W^T + b of a layer inside a model; the report does not list it, as it is PyTorch's but for these products."""
+    """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
         few = not is_compiling() and input.numel() < FEWEST_ROWS * self.in_features

@@ -1,7 +1,7 @@
 """How one module is patched: its class becomes a subclass of itself whose `forward` calls the operations.
 
-Nothing else changes: parameters, buffers, hooks and the name of the class stay, so that state dicts, `save_pretrained`,
-`isinstance` and everything that looks modules up by their class go on working, and going back is one assignment.
+Nothing else changes: parameters, buffers, hooks and the name of the class are kept, so that state dicts,
+`save_pretrained`, `isinstance` and lookups by class keep working, and unpatching is one assignment.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Patched:
 
 
 class Mixin(nn.Module):
-    """What a patched module of transformers does otherwise; its parts are those of the class that it is mixed into."""
+    """The changed behaviour of a patched module of transformers; submodules are those of the original class."""
 
     operation: str
     backend: str | None
@@ -178,7 +178,7 @@ def original_class(module: Any) -> Any:
 
 
 def replaced_method(module: Any) -> str | None:
-    """A method of the module's class that this instance has another of."""
+    """A method of the module's class that this instance overrides."""
     return next((name for name in vars(module) if callable(vars(original_class(module)).get(name))), None)
 
 
@@ -188,7 +188,7 @@ def class_path(module: Any) -> str:
 
 
 def is_plain(module: Any, *kinds: type) -> bool:
-    """Whether a module has the behaviour of its class alone, so that what it does may be done elsewhere.
+    """Whether a module behaves as its class, so that its computation may be fused elsewhere.
 
     Adapters replace modules, quantisation and sharding replace their class, and offloading replaces their `forward`;
     hooks must be called. All of these are called unchanged.
@@ -199,7 +199,7 @@ def is_plain(module: Any, *kinds: type) -> bool:
 
 
 class MovedDropout(nn.Dropout):
-    """Dropout that the block around it applies, in the same pass as the residual addition and the LayerNorm."""
+    """Dropout that the enclosing block applies, in one pass with the residual addition and the LayerNorm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x

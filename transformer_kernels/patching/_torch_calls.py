@@ -1,4 +1,4 @@
-"""The calls of torch that `accelerate` reroutes: for each, what it means in this package's terms, or why it is left.
+"""The functions of torch that `accelerate` reroutes: the equivalent call of this package, or why there is none.
 
 A handler receives the backend and the unchanged arguments of torch's function. It returns the result, or a string: the
 reason why PyTorch computes the call. A call is rerouted only where the result means the same: the
