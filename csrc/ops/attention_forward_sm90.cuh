@@ -22,8 +22,10 @@ template <int HEAD_DIM, bool BIAS> struct HopperShape {
   static constexpr int BARRIERS = 1 + 4 * STAGES;
   static constexpr int TILES_BYTES = (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2;
   static constexpr int BARRIERS_END = shared_bytes_after<uint64_t>(BARRIERS, TILES_BYTES);
-  static constexpr int NOTES_END = shared_bytes_after<float2>(CONSUMERS, shared_bytes_after<uint8_t>(STAGES * KEYS, BARRIERS_END));
-  static constexpr int SHARED_BYTES = shared_bytes_after<PhiloxKeys>(1, shared_bytes_after<Interval>(QUERIES + 1, NOTES_END));
+  static constexpr int NOTES_END =
+      shared_bytes_after<float2>(CONSUMERS, shared_bytes_after<uint8_t>(STAGES * KEYS, BARRIERS_END));
+  static constexpr int SHARED_BYTES =
+      shared_bytes_after<PhiloxKeys>(1, shared_bytes_after<Interval>(QUERIES + 1, NOTES_END));
 };
 
 // Tiles with a real key, in order: producer and consumers iterate over the same list.
@@ -102,7 +104,7 @@ TK_DEVICE void rotate_panels(Panels<T, ROWS> tile, int first_row, int end, uint6
 // pairs: `ask` starts the loads of HELD groups of eight keys, which overlap with the computation of scores.
 template <class T, int KEYS, int HELD> struct BiasTile {
   const Bias& bias;
-  int keys, distance;  // from this lane's first column: number of keys, and distance of key 0 from the first row's query
+  int keys, distance;  // from this lane's first column: keys, and the distance of key 0 from the first row's query
   float slope = 0.f;
   const char* rows[2];
   uint32_t pairs[HELD][2][2];  // float32 fills both words, 16 bits one
@@ -114,7 +116,7 @@ template <class T, int KEYS, int HELD> struct BiasTile {
     distance = query + keys - arguments.query_length;
     if (bias.is_slope) slope = load(static_cast<const float*>(bias.data) + plane);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // rows after the last one read the bias of the last one; they are not written
+    for (int half = 0; half < 2; ++half) {  // rows after the last one read its bias; they are not written
       const int row = min(query + 8 * half, arguments.query_length - 1);
       rows[half] = static_cast<const char*>(bias.data) + (plane + row * bias.row + column) * (bias.is_float ? 4 : 2);
     }
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
 
   take_registers<240>();
   const int thread = threadIdx.x - WARP_GROUP_SIZE, lane = threadIdx.x % WARP_SIZE, warp_row = thread / WARP_SIZE * 16;
-  const int group_row = __shfl_sync(ALL_LANES, thread / WARP_GROUP_SIZE, 0) * 64;  // broadcast from one lane: a uniform register
+  const int group_row = __shfl_sync(ALL_LANES, thread / WARP_GROUP_SIZE, 0) * 64;  // in a uniform register
   const uint64_t queries_at = swizzled_descriptor(queries + group_row * PANEL_COLUMNS, 16);
   const uint64_t keys_at = swizzled_descriptor(key_stages, 16);
   constexpr uint64_t VALUES_FROM_KEYS = static_cast<uint64_t>(KEYS * PANEL_COLUMNS * 2 / 16 - 1) << 16;
@@ -268,7 +270,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     barrier_wait(keys_full + stage, at.step / STAGES % 2);
     if (arguments.angles.cos)
       rotate_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, KEYS>{key_stages + stage * KEYS * HEAD_DIM}, at.tile * KEYS,
-                                              arguments.key_length, at.low, at.high, angles_of(arguments, batch), thread);
+                                                arguments.key_length, at.low, at.high, angles_of(arguments, batch),
+                                                thread);
     wgmma_pin(scores);
     wgmma_fence();
 #pragma unroll
@@ -294,7 +297,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     if (is_shared || (arguments.key_padding_mask && at.has_hidden()))
       quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, is_shared, tainted, thread);
     if (is_shared)
-      poison.note({rows.keys_of(0, 0), rows.keys_of(0, 1)}, at.tile * KEYS, KEYS, [=](int row) { return tainted[row] != 0; });
+      poison.note({rows.keys_of(0, 0), rows.keys_of(0, 1)}, at.tile * KEYS, KEYS,
+                  [=](int row) { return tainted[row] != 0; });
     wgmma_pin(rows.out[0]);
     wgmma_pin(probabilities);
     wgmma_fence();
@@ -323,7 +327,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shrink[half] = rows.softmax[0].template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
+      shrink[half] =
+          rows.softmax[0].template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
     if constexpr (EXTRAS) {
       rows.template drop<KEYS>(scores, first_key, 0, [&] { return *round_keys; });
     }
@@ -339,8 +344,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
 
   barrier_wait(queries_full, 0);
   if (arguments.angles.cos)
-    rotate_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, QUERIES>{queries}, block_query, arguments.query_length, ~0ull, ~0ull,
-                                            angles_of(arguments, batch), thread);
+    rotate_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, QUERIES>{queries}, block_query, arguments.query_length, ~0ull,
+                                              ~0ull, angles_of(arguments, batch), thread);
   walk.find(tiles.first);
   if (walk.tile < walk.tiles) {
     start_scores(walk);
@@ -398,7 +403,8 @@ template <class T> void launch_forward_sm90(const Arguments& arguments, Stream s
   };
   const auto with_extras = [&](auto extras, auto bias) {
     if (arguments.head_dim > 128) return with_head_dim(Constant<256>{}, std::true_type{}, bias);
-    arguments.head_dim <= 64 ? with_head_dim(Constant<64>{}, extras, bias) : with_head_dim(Constant<128>{}, extras, bias);
+    arguments.head_dim <= 64 ? with_head_dim(Constant<64>{}, extras, bias)
+                             : with_head_dim(Constant<128>{}, extras, bias);
   };
   if (arguments.bias.data) return with_extras(std::true_type{}, std::true_type{});
   dispatch_extras(arguments, [&](auto extras) { with_extras(extras, std::false_type{}); });

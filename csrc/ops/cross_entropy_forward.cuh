@@ -64,7 +64,8 @@ struct WeightedLoss {
   TK_DEVICE float own(const RowTarget& target, float smoothing) const {
     return target.column < 0 ? 0.0f : (1.0f - smoothing) * weight(target.column);
   }
-  TK_DEVICE float loss(const RowTerms& terms, const RowTarget& target, float smoothing, int classes, float maximum) const {
+  TK_DEVICE float loss(const RowTerms& terms, const RowTarget& target, float smoothing, int classes,
+                       float maximum) const {
     if (target.ignored || target.stray) return target.ignored ? 0.0f : NAN;
     const float picked = own(target, smoothing), lse = maximum + terms.log_total;
     const float share = picked + smoothing * weight(classes);

@@ -34,7 +34,8 @@ template <GMMA::Major MAJOR, class Layout> void print_descriptors(Layout layout)
     auto descriptor = GMMA::make_gmma_desc<MAJOR>(part);
     descriptor.bitfield.start_address_ = 0;
     const auto start = reinterpret_cast<uintptr_t>(raw_pointer_cast(part.data())) / sizeof(half_t);
-    std::printf("%llu\n%llu\n", static_cast<unsigned long long>(descriptor.desc_), static_cast<unsigned long long>(start));
+    std::printf("%llu\n%llu\n", static_cast<unsigned long long>(descriptor.desc_),
+                static_cast<unsigned long long>(start));
   }
 }
 

@@ -44,5 +44,6 @@ struct Registration {
 
 }  // namespace driver
 
-#define DRIVE(function) \
-  static const driver::Registration registration_of_##function(#function, driver::Call<&transformer_kernels::plain::function>::run);
+#define DRIVE(function)                                         \
+  static const driver::Registration registration_of_##function( \
+      #function, driver::Call<&transformer_kernels::plain::function>::run);
