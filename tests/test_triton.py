@@ -248,10 +248,7 @@ def test_bfloat16_is_rounded_to_nearest_even_and_read_exactly():
 def test_a_write_past_the_end_is_found():
     from tests.support.triton_kernels import overrun_kernel
 
-    with (
-        pytest.raises(AssertionError, match=r"wrote after a buffer of 6 .* at \[0\]"),
-        hardened(0),
-    ):
+    with pytest.raises(AssertionError, match=r"wrote after a buffer of 6 .* at \[0\]"), hardened(0):
         overrun_kernel[(1,)](torch.empty(6), 8)
 
 

@@ -67,9 +67,7 @@ def test_block_is_torch_encoder_layer(norm, block, activation, mask):
     padding = PADDED if mask == "padding" else None
     stream, branch = ours(x, key_padding_mask=padding, causal=mask == "causal")
     expected = theirs(
-        x,
-        src_mask=CAUSAL if mask == "causal" else None,
-        src_key_padding_mask=None if padding is None else ~padding,
+        x, src_mask=CAUSAL if mask == "causal" else None, src_key_padding_mask=None if padding is None else ~padding
     )
     torch.testing.assert_close(stream if branch is None else stream + branch, expected)
 

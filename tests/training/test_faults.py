@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from transformer_kernels import cli
-from transformer_kernels.training import (
-    CharGPT,
-    Processes,
-    RunFolderError,
-    Trainer,
-    load_checkpoint,
-)
+from transformer_kernels.training import CharGPT, Processes, RunFolderError, Trainer, load_checkpoint
 from transformer_kernels.training.checkpoint import claimed
 from transformer_kernels.training.distributed import choose_device
 
