@@ -44,18 +44,12 @@ def test_the_next_one_replaces_it_and_leaves_nothing_else(folder):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_tells_both_sizes(folder, name):
+def test_a_changed_file_is_reported_with_both_sizes_or_hashes(folder, name):
     path = folder / name
-    data = path.read_bytes()
+    data = bytearray(path.read_bytes())
     path.write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match=rf"{path}: expected {len(data)} bytes, found {len(data) - 1}"):
         load_checkpoint(folder)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_tells_both_hashes(folder, name):
-    path = folder / name
-    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=rf"{path}: expected SHA-256 \w{{64}}, found \w{{64}}"):
