@@ -37,14 +37,10 @@ def is_picture(path):
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `test`)")
-    folder = tmp_path_factory.mktemp("encoder")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=8, initializer_range=0.5, **sizes)
-    transformers.BertModel(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    return folder
+    pytest.importorskip("transformers", reason="transformers is not installed (extra `test`)")
+    from tests.support.transformers_models import save_encoder
+
+    return save_encoder(tmp_path_factory.mktemp("encoder"), "BertModel", WORDS)
 
 
 @pytest.fixture(scope="module")

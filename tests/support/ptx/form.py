@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tests.support.ptx.syntax import Instruction, Operand, Pair, Sink, Vector
+from tests.support.ptx.syntax import Instruction, Number, Operand, Pair, Sink, Vector
 from tests.support.ptx.types import TYPES, Mask, Refused, Type
 
 if TYPE_CHECKING:
@@ -77,6 +77,14 @@ class Form:
         """The elements of a vector, or the single operand."""
         operand = self.operands[index]
         return operand.items if isinstance(operand, Vector) else (operand,)
+
+    def groups(self) -> int:
+        """The only operand, a constant number of groups."""
+        self.count(1)
+        (number,) = self.operands
+        if not isinstance(number, Number):
+            raise Refused("a number of groups that is no constant")
+        return number.value
 
     def pair(self, index: int) -> tuple[Operand, Operand]:
         operand = self.operands[index]

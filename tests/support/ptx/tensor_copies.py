@@ -13,7 +13,7 @@ import numpy as np
 from tests.support.ptx.barriers import barriers_of
 from tests.support.ptx.form import Form, Step
 from tests.support.ptx.memory import POISON
-from tests.support.ptx.syntax import SHARED_BASE, Address, Number
+from tests.support.ptx.syntax import SHARED_BASE, Address
 from tests.support.ptx.tensor_maps import BYTES, TensorMap
 from tests.support.ptx.types import TYPES, U64, Array, Fault, Mask, Refused
 
@@ -75,11 +75,7 @@ def _groups(form: Form) -> Step:
         form.count(0)
         return lambda mask: stores.commit(lanes_of(mask))
     form.take("read")
-    form.count(1)
-    (number,) = form.operands
-    if not isinstance(number, Number):
-        raise Refused("a number of groups that is no constant")
-    groups = number.value
+    groups = form.groups()
     return lambda mask: stores.wait(lanes_of(mask), groups)
 
 

@@ -93,11 +93,7 @@ def _wgmma(form: Form) -> Step:
     if what == "mma_async":
         return _product(form, products)
     if what == "wait_group":
-        form.count(1)
-        (number,) = form.operands
-        if not isinstance(number, Number):
-            raise Refused("a number of groups that is no constant")
-        groups = number.value
+        groups = form.groups()
         return lambda mask: products.wait(mask, groups)
     form.count(0)
     return products.commit if what == "commit_group" else products.fence

@@ -201,13 +201,7 @@ def _copy_async(form: Form) -> Step:
         form.count(0)
         return lambda mask: _commit(copies, mask)
     if what.startswith("wait"):
-        groups = -1
-        if what == "wait_group":
-            form.count(1)
-            (number,) = form.operands
-            if not isinstance(number, Number):
-                raise Refused("a number of groups that is no constant")
-            groups = number.value
+        groups = form.groups() if what == "wait_group" else -1
         return lambda mask: copies.wait(mask, groups)
     form.need(*SHARED)
     form.need("global")
