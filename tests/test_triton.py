@@ -120,10 +120,10 @@ def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch)
 def test_a_compilation_is_launched_again_only_where_triton_would():
     """The key contains everything that affects compilation; otherwise a wrong kernel would be launched."""
     found = json.loads(run_python(LAUNCHES, TRITON_INTERPRET=None, PYTHONPATH=os.pathsep.join(sys.path)))
-    assert found == {case: "asked" if case in ASKED else "again" for case in found} and set(found) > ASKED
+    assert found == {case: "compiled" if case in COMPILED else "reused" for case in found} and set(found) > COMPILED
 
 
-ASKED = {
+COMPILED = {
     "one more tensor", "another type", "unaligned", "unaligned in a record", "beyond 32 bits", "below 32 bits",
     "an integer for a float", "one", "a float for an integer", "a multiple of 16", "another constant", "warps",
     "stages", "another kernel", "another device", "profiled",
@@ -134,19 +134,19 @@ from unittest import mock
 import torch, triton
 from transformer_kernels.backends import triton as backend
 
-heard = []
+events = []
 
 class Compiled:
     function = packed_metadata = None
     def run(self, *arguments):
         assert arguments[:4] == (7, 1, 1, "stream") and arguments[6:9] == (None,) * 3, arguments
         assert list(arguments[9:]) == wanted, (arguments, wanted)
-        heard.append("again")
+        events.append("reused")
 
 class Kernel:
     params = [types.SimpleNamespace(do_not_specialize=n == 2) for n in range(6)]
     def __getitem__(self, grid):
-        return lambda *arguments, num_warps, num_stages: heard.append("asked") or Compiled()
+        return lambda *arguments, num_warps, num_stages: events.append("compiled") or Compiled()
 
 class Elsewhere:
     def __init__(self, x): self.x, self.device, self.dtype = x, types.SimpleNamespace(type="cpu", index=1), x.dtype
@@ -158,7 +158,7 @@ hook = mock.patch.object(triton.knobs.runtime, "launch_enter_hook", print)
 x, kernel = torch.zeros(32, dtype=torch.float16), Kernel()
 same = {"kernel": kernel, "pointers": (x, None), "numbers": (3, 33, 0.5), "constants": ("a",), "num_warps": 4}
 cases = {
-    "first": {}, "again": {}, "aligned": {"pointers": (x[8:], None)}, "another number": {"numbers": (1, 49, 0.25)},
+    "first": {}, "reused": {}, "aligned": {"pointers": (x[8:], None)}, "another number": {"numbers": (1, 49, 0.25)},
     "a record": {"pointers": ((x, None),)}, "unaligned in a record": {"pointers": ((x, None, x[1:]),)},
     "one more tensor": {"pointers": (x, x)}, "another type": {"pointers": (x.float(), None)},
     "unaligned": {"pointers": (x[1:], None)}, "beyond 32 bits": {"numbers": (1 << 31, 33, 0.5)},
@@ -168,19 +168,19 @@ cases = {
     "another constant": {"constants": ("b",)}, "warps": {"num_warps": 8}, "stages": {"num_stages": 2},
     "another kernel": {"kernel": Kernel()}, "another device": {"pointers": (Elsewhere(x), None)}, "profiled": {},
 }
-said = {}
+outcomes = {}
 address = lambda p: tuple(map(address, p)) if isinstance(p, tuple) else None if p is None else p.data_ptr()
 with mock.patch.object(drivers, "_active" if hasattr(drivers, "_active") else "active", driver):
     for name, other in cases.items():
         chosen = same | other
         pointers = chosen.pop("pointers")
         wanted = [*address(pointers), *chosen["numbers"], *chosen["constants"]]
-        heard.clear()
+        events.clear()
         with hook if name == "profiled" else contextlib.nullcontext():
             backend.Launch(chosen.pop("kernel"), (7,), **chosen)(*pointers)
-        said[name] = heard[0]
-del said["first"]
-print(json.dumps(said))
+        outcomes[name] = events[0]
+del outcomes["first"]
+print(json.dumps(outcomes))
 """
 
 

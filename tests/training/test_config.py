@@ -40,7 +40,7 @@ def test_a_file_means_the_same_in_every_format(tmp_path, name, text):
         ({"steps": 3, "epochs": 2}, "steps and epochs exclude each other; got steps 3 and epochs 2"),
     ],
 )
-def test_bad_values_are_told(values, message):
+def test_bad_values_are_reported(values, message):
     with pytest.raises(ValueError) as error:
         make_config("char-gpt", values)
     assert str(error.value) == message
@@ -53,7 +53,7 @@ def test_a_time_limit_has_units(value):
 
 
 @pytest.mark.parametrize("value", ["5 minutes", "m", "", "5d", None])
-def test_a_time_limit_that_is_none_is_told(value):
+def test_a_time_limit_that_is_none_is_reported(value):
     with pytest.raises(ValueError, match=rf"^time_limit must be a duration such as 90, 5m or 1h; got {value!r}$"):
         CharGPTConfig(time_limit=value)
 

@@ -73,7 +73,7 @@ def test_less_than_a_batch_is_one_batch(make):
     assert sorted(make(3, 16, seed=0).peek().tolist()) == [0, 1, 2]
 
 
-def test_too_few_items_are_told(make):
+def test_too_few_items_are_reported(make):
     with pytest.raises(ValueError, match="1 training items are not enough for 2 processes"):
         make(1, 16, seed=0, world_size=2)
 
