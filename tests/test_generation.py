@@ -245,7 +245,7 @@ class OperatorGraphs:
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_step_that_is_one_graph_gives_the_same_texts(fields, backend, monkeypatch):
-    """Two prompts, one padded, and one alone; windows' rings turn over; texts outgrow the context where they may."""
+    """Two prompts, one padded, and one alone; ring buffers of windows wrap around; texts may exceed the context."""
     if backend == "cpu" and (reason := cpu.unavailable(CPU)) is not None:
         pytest.skip(reason)
     torch.manual_seed(0)

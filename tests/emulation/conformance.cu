@@ -324,7 +324,7 @@ __global__ void tensor_copy_kernel(const __grid_constant__ TensorMap map, uint16
   for (int box = 0; box < 3; ++box) {
     if (t == 0) copy_panels(tile, map, 64, 64 * box, 1, barrier);
     barrier_wait(barrier, box % 2);
-    for (int i = t; i < ELEMENTS; i += WARP_GROUP_SIZE)  // as it lies: the swizzle shows
+    for (int i = t; i < ELEMENTS; i += WARP_GROUP_SIZE)  // unswizzled, to expose the swizzle
       out[box * ELEMENTS + i] = reinterpret_cast<const uint16_t*>(tile)[i];
     __syncthreads();
   }

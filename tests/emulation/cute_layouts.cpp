@@ -18,7 +18,7 @@ template <int ROWS, class Layout> void print_fragment(Layout layout) {
     }
 }
 
-// Of every element of a tile in shared memory the place, in elements.
+// The offset of every element of a tile in shared memory, in elements.
 template <class Layout> void print_tile(Layout flagged) {
   const auto layout = as_position_independent_swizzle_layout(flagged);  // else the pointer swizzles
   for (int row = 0; row < size<0>(layout); ++row)

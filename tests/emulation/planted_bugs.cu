@@ -1,6 +1,5 @@
 // Small kernels, each correct until one named bug is planted. Usage: planted_bugs BUG SCHEDULE SEED
-// Exit status: 0 nothing was noticed, 1 the numbers are wrong, 2 the emulation reported a fault; a sanitizer has its
-// own.
+// Exit status: 0 not detected, 1 wrong numbers, 2 a fault reported by the emulation; sanitizers have their own.
 #include <algorithm>
 #include <cmath>
 #include <map>

@@ -338,7 +338,7 @@ def test_flops_of_a_window_are_those_of_the_keys_seen(kind, length):
 @pytest.mark.parametrize("length", [3, 8])
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_flops_are_those_of_the_matrix_products(kind, length):
-    """PyTorch's own counter sees the same, but for the half of causal attention that need not be computed."""
+    """PyTorch's counter agrees, except for the half of causal attention that need not be computed."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = GPT(GPTConfig(**SMALL)) if kind == "gpt" else BERTClassifier(BERTConfig(**SMALL))

@@ -1,4 +1,4 @@
-"""What faults do to a run: each row names a fault and what users are promised, and is tried as a user meets it."""
+"""Faults of a run: each row names a fault and the documented behaviour, and is tested through the command line."""
 
 import json
 import os

@@ -252,7 +252,7 @@ def by_step(lines):
 
 
 class InterruptedCharGPT(CharGPT):
-    """Fails when the step after `steps` asks for its batch."""
+    """Fails when the step after `steps` requests its batch."""
 
     def __init__(self, config, steps):
         super().__init__(config)

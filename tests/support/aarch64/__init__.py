@@ -1,4 +1,4 @@
-"""The CPU kernels compiled for aarch64 and executed by qemu-user, in the place of the module `_cpu`.
+"""The CPU kernels compiled for aarch64 and executed by qemu-user, instead of the module `_cpu`.
 
 `build_driver` makes a program of the kernels. `environment` starts a process whose tensors lie in memory that the
 program maps too, and in which `python -m pytest -p tests.support.aarch64.plugin` runs tests on it.

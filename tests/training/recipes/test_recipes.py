@@ -1,4 +1,4 @@
-"""A recipe is one file and one entry: every command then knows it."""
+"""A recipe is one file and one entry, and is then available in every command."""
 
 import dataclasses
 import json
