@@ -100,8 +100,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
                                  int stride, int64_t ignore_index, float smoothing) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
-  SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::SCRATCH);
+  float* scratch = Layout::scratch();
   const int64_t row = Layout::first_row();
   if (row >= rows) return;
   const RowTarget target(load(targets + row), classes, ignore_index);
@@ -162,8 +161,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
                                            int classes, int stride, int64_t ignore_index, float smoothing, Loss kind) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
-  SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::SCRATCH);
+  float* scratch = Layout::scratch();
   const int64_t row = Layout::first_row();
   const RowTarget target(load(targets + row), classes, ignore_index);
   logits += row * stride;

@@ -13,8 +13,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
                               float eps) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
-  SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::SCRATCH);
+  float* scratch = Layout::scratch();
   const int64_t row = Layout::first_row();
   if (row >= rows) return;
   const float inverse_columns = 1.0f / static_cast<float>(columns);
