@@ -159,7 +159,7 @@ x, kernel = torch.zeros(32, dtype=torch.float16), Kernel()
 same = {"kernel": kernel, "pointers": (x, None), "numbers": (3, 33, 0.5), "constants": ("a",), "num_warps": 4}
 cases = {
     "first": {}, "reused": {}, "aligned": {"pointers": (x[8:], None)}, "another number": {"numbers": (1, 49, 0.25)},
-    "a record": {"pointers": ((x, None),)}, "unaligned in a record": {"pointers": ((x, None, x[1:]),)},
+    "a record": {"pointers": ((x, None),)}, "unaligned in a record": {"pointers": ((x[1:], None),)},
     "one more tensor": {"pointers": (x, x)}, "another type": {"pointers": (x.float(), None)},
     "unaligned": {"pointers": (x[1:], None)}, "beyond 32 bits": {"numbers": (1 << 31, 33, 0.5)},
     "below 32 bits": {"numbers": (-(1 << 31) - 1, 33, 0.5)}, "an integer for a float": {"numbers": (3, 33, 1)},

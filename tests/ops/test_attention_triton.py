@@ -181,8 +181,10 @@ def test_gradients_of_large_scores_in_float32(backend, device, lengths, scale):
     check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
 
 
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
 @pytest.mark.parametrize("lengths", [(40, 50), (300, 280)], ids=["short", "long"])
-def test_gradients_are_written_in_the_layouts_that_are_given(backend, triton_attention, device, lengths):
+def test_gradients_are_written_in_the_layouts_that_are_given(backend, triton_attention, device, lengths, order):
+    """Kernels write to tokens of adjacent heads; other layouts, and different strides of dk and dv, are copied."""
     tensors = make(torch.float16, device, lengths, batch=2, heads=(2, 1))
     q, k, v = (tensors[name].detach() for name in "qkv")
     call = prepare(q, k, v, causal=True, scale=0.2)
@@ -195,6 +197,12 @@ def test_gradients_are_written_in_the_layouts_that_are_given(backend, triton_att
         torch.full((keys, 2, 3, 32), 7.0, device=device).half()[:, :, 1:2].permute(1, 2, 0, 3),
         torch.full((2, 1, keys, 67), 7.0, device=device).half()[..., 3:35],
     )
+    if order == "tokens first":
+        grads = (
+            torch.full((2, queries, 3, 32), 7.0, device=device).half()[:, :, 1:].transpose(1, 2),
+            torch.full((2, keys, 3, 32), 7.0, device=device).half()[:, :, 1:2].transpose(1, 2),
+            torch.full((2, keys, 1, 67), 7.0, device=device).half()[..., 3:35].transpose(1, 2),
+        )
     *given, _ = triton_attention.backward(call, result, incoming, everything, grads)
     for got, grad, want in zip(given, grads, wanted, strict=True):
         assert got.data_ptr() == grad.data_ptr() and torch.equal(grad, want)
