@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, and with `--write` replace the entries of this instruction set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     level = _crossovers.level()
-    names = sorted({name for name, _ in TABLE[level]} - {"linear"})  # `linear` has a rule of its own
+    names = sorted({name for name, _ in TABLE[level]} - {"linear"})  # `linear` has a separate rule
     parser.add_argument("--operations", default=",".join(names))
     parser.add_argument("--seconds", type=float, default=0.5, help="of each size")
     parser.add_argument("--write", action="store_true")

@@ -212,7 +212,7 @@ def test_resuming_goes_on_from_the_last_checkpoint(folder, tmp_path, capsys):
     assert train(folder, out, "--steps", 2) == 0
     assert run("train", "char-gpt", "--resume", out, "--steps", 4) == 0
     assert "after step 4 of 4" in capsys.readouterr().out
-    assert "batch_size cannot change: 4 in the checkpoint, 8 asked for" in refused(
+    assert "batch_size cannot change: 4 in the checkpoint, 8 requested" in refused(
         capsys, "train", "char-gpt", "--resume", out, "--batch-size", 8
     )
     assert "written by the recipe char-gpt" in refused(capsys, "train", "imdb", "--resume", out)

@@ -241,9 +241,9 @@ def _parted(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Ten
 class MaskPattern(Tensor):
     """A boolean mask (B, 1, Lq, Lk), True = visible, stored as a pattern and materialised when it is read.
 
-    Query i sees the keys i' - left <= j <= i' + right with i' = i + keys - Lq, those of its own sequence and those that
-    padding does not hide. Any operator of torch materialises the mask: slicing or converting it gives a
-    plain tensor.
+    Query i sees the keys i' - left <= j <= i' + right with i' = i + keys - Lq, those of the same sequence and those
+    that padding does not hide. Any operator of torch materialises the mask: slicing or converting it gives a plain
+    tensor.
 
     Attributes:
         left, right: the reach to both sides, None without a limit.

@@ -352,7 +352,7 @@ static void check_tensor_copies() {
 }
 
 // One warp group owns d [64, N] = a [64, 128] b [N, 128]^T, and then e [64, N] = a [64, 64 columns] c [64, N] with a in
-// registers and c as it lies, twice: the second time from what ordinary stores left in place of c.
+// registers and c unswizzled, twice: the second time from ordinary stores to c.
 template <int N>
 __global__ void wgmma_kernel(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                              const __grid_constant__ TensorMap c_map, const float* a, float* d, float* e) {

@@ -139,5 +139,5 @@ def test_resuming_may_change_the_length_but_not_what_exactness_needs():
     timed = resumed_config(saved, {"time_limit": "5m"})
     assert (timed.epochs, timed.time_limit, timed.steps) == (None, 300.0, None)
     assert resumed_config(timed, {"steps": 9}).time_limit == 0.0
-    with pytest.raises(ValueError, match="--resume: batch_size cannot change: 64 in the checkpoint, 32 asked for"):
+    with pytest.raises(ValueError, match="--resume: batch_size cannot change: 64 in the checkpoint, 32 requested"):
         resumed_config(saved, {"batch_size": 32})

@@ -23,7 +23,7 @@ class Row:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """A row for each module that `patch` knows. It prints as a table, equal layers on one line.
+    """A row for each module that `patch` considers. It prints as a table, equal layers on one line.
 
     Attributes:
         backend: the requested backend, None for the default at each call.

@@ -54,7 +54,7 @@ class Patched:
     _original: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class is made at run time: it is pickled and copied as the two classes it is made of."""
+        """The class is made at run time: it is pickled and copied as its two base classes."""
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         return _blank, (type(self)._mixin, type(self)._original), *reduced[2:]
 

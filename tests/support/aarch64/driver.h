@@ -1,5 +1,5 @@
 // The kernels of the CPU backend in a program without Python and torch. A line of its input is a kernel's name and its
-// arguments, structures as their fields in order; the program calls it and answers with a line.
+// arguments, structures as their fields in order; the program calls it and prints a line.
 #pragma once
 #include <cstdlib>
 #include <iostream>

@@ -141,7 +141,7 @@ def random_call(day: str, op: str, number: int, target: str) -> Outcome:
 
 
 def problems(result: Outcome) -> list[str]:
-    """What was found but registers that nobody has written. nvcc adds them where a select discards the sum, Triton for
+    """The findings other than uninitialised registers. nvcc adds them where a select discards the sum, Triton for
     sm_120 in halves of pairs that nothing reads: they are NaN here, and a result that depends on one is not finite.
     """
     return [line for line in result.lines if ": uninitialised: " not in line]

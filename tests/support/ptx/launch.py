@@ -127,7 +127,7 @@ def _parsed(ptx: str) -> Kernel:
 
 @contextmanager
 def compiler() -> Iterator[None]:
-    """Triton compiles to PTX and no further, into a cache of its own."""
+    """Triton compiles to PTX and no further, into a separate cache."""
     triton = backend.load()
     if backend.interpreting():
         raise RuntimeError("ptx: TRITON_INTERPRET is set, and the interpreter has nothing to compile")

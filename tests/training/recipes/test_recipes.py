@@ -26,7 +26,7 @@ from transformer_kernels.training.step import Batch
 
 @dataclass(kw_only=True)
 class ParityConfig(TrainingConfig):
-    """Tells even numbers of ones from odd ones."""
+    """Distinguishes even numbers of ones from odd ones."""
 
     recipe: ClassVar[str] = "parity"
     default_length: ClassVar[tuple[str, int]] = ("steps", 5)
@@ -109,7 +109,7 @@ def test_the_recipe_of_another_package_works_in_every_command(tmp_path, capsys):
 @pytest.mark.usefixtures("parity")
 def test_help_knows_the_recipe_of_another_package(capsys):
     for arguments, printed in (
-        (["train"], "Tells even numbers of ones from odd ones."),
+        (["train"], "Distinguishes even numbers of ones from odd ones."),
         (["train", "parity"], "zeros and ones in a row (default: 4)"),
         (["train", "parity"], "total number of optimizer steps (default: 5)"),
         (["evaluate"], "parity: added to the digits"),
