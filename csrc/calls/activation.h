@@ -25,7 +25,7 @@ struct ActivationForward {
   }
 };
 
-// dx and, unless null, dbias; or, gated, dx and dup, which are both in dx without up. x is y for RELU, and then the
+// dx, and with a place for it dbias; or, gated, dx and dup, which are both in dx without up. x is y for RELU, and then the
 // bias may be absent. `partials`, where it is given: (partial_rows, columns) fp32.
 struct ActivationBackward {
   int64_t dtype, kind;

@@ -8,7 +8,7 @@ namespace transformer_kernels {
 
 // The losses of logits (rows, classes), whose rows are `stride` elements apart. With `dlogits`, contiguous or the logits
 // themselves (on a GPU always these, and then without statistics), also the gradient of the sum of losses, or, where
-// `count` is given, of their mean over the rows that are not ignored; their number is written to *count. `count`: CPU only.
+// `count` is given, of their mean over the rows that are not ignored; their number goes to *count. `count`: CPU only.
 struct CrossEntropyForward {
   int64_t dtype;  // of logits, dlogits: DTYPE_CODES
   Address logits, targets, losses, statistics, dlogits, count;
