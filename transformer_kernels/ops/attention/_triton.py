@@ -17,7 +17,7 @@ from transformer_kernels.ops.attention import AttentionCall, AttentionResult, In
 from transformer_kernels.ops.attention import _tiles as tiles
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.attention._tiles import Body, Kernel, Tile
-from transformer_kernels.ops.attention._triton_backward import Upstream, attention_backward_query_kernel
+from transformer_kernels.ops.attention._triton_backward import Backward, attention_backward_query_kernel
 from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel
 from transformer_kernels.ops.attention._triton_backward_key import attention_backward_key_kernel
 from transformer_kernels.ops.attention._triton_decode import attention_combine_kernel, attention_decode_kernel
@@ -86,20 +86,20 @@ def backward(
         into = torch.empty_like(out), dk, torch.empty_like(dk)
     inputs = _Inputs(call, angles, dout, *into)
     plan = inputs.plan
-    dq, dk, dv = own = into if plan.in_place else (like_output(q), like_output(k), like_output(v))
+    own = into if plan.in_place else (into[0], like_output(k), like_output(v))
     delta = None
     if plan.short_backward is None or wanted[3]:
         delta = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-    upstream = Upstream(statistics, dout, dlse, delta)
+    pointers = Backward(out, statistics, dout, dlse, delta, *own)
     if plan.short_backward is not None:
-        plan.short_backward(inputs.pointers, upstream, dq, dk, dv, inputs.extras)
+        plan.short_backward(inputs.pointers, pointers, inputs.extras)
     else:
-        plan.query_gradient(inputs.pointers, out, upstream, dq, inputs.extras)
-        plan.key_gradient(inputs.pointers, upstream._replace(dlse=None), dk, dv, inputs.extras)
-    dbias = _bias_gradient(inputs, upstream) if wanted[3] else None
+        plan.query_gradient(inputs.pointers, pointers, inputs.extras)
+        plan.key_gradient(inputs.pointers, pointers._replace(dlse=None), inputs.extras)
+    dbias = _bias_gradient(inputs, pointers) if wanted[3] else None
     if own is not into:
-        for given, computed in zip(into, own, strict=True):
-            given.copy_(computed)
+        into[1].copy_(own[1])
+        into[2].copy_(own[2])
     return *into, dbias
 
 
@@ -139,19 +139,20 @@ class _Plan:
         light = Body.ROTATED if rotary[0] else rows if causal else Body.LIGHT
         self.body = Body.PACKED if self.packed else Body.HEAVY if heavy else light
         self.sizes = (self.query_heads, self.queries, self.keys)
-        self.strides, self.dout_strides = _without_columns(strides), _without_columns(gradient_strides[:1])
+        self.strides, self.query_strides = _without_columns(strides), _without_columns(gradient_strides[:2])
         self.bias_shape = None if bias is None else bias[0]
         self.bias_strides = (0, 0, 0, 0) if bias is None else bias[1]
         self.out_shape = (self.batch, self.queries, self.query_heads, self.head_dim)
         self.lse_shape = q_shape[:3]
         self.statistics_shape = (*q_shape[:2], 2, self.queries)
         out_row = self.query_heads * self.head_dim
-        shapes = (q_shape, k_shape, k_shape)
-        written = [_token_stride(shape, each) for shape, each in zip(shapes, gradient_strides[1:], strict=False)]
-        # dq, dk and dv are written in place in these layouts, otherwise to tensors laid out like `out`.
-        self.in_place = 0 not in written and written[1:2] == written[2:]
-        self.token_strides = tuple(written[:2]) if self.in_place else (out_row, self.key_heads * self.head_dim)
-        outputs = [stride for token in (out_row, *self.token_strides) for stride in (token, self.head_dim, token)]
+        out_strides = (self.queries * out_row, self.head_dim, out_row)
+        key_row = self.key_heads * self.head_dim
+        self.key_strides = (self.keys * key_row, self.head_dim, key_row)  # of dk and dv, or of copies of them
+        dkv_strides = {*gradient_strides[2:]}
+        self.in_place = len(dkv_strides) == 1 and (self.key_heads == 1 or gradient_strides[2][1] == self.head_dim)
+        if self.in_place:
+            self.key_strides = (gradient_strides[2][0], self.head_dim, gradient_strides[2][2])
         self.dropout_p = dropout_p
         self.numbers = (scale, left, right, keep_threshold(dropout_p))
         self.scalars = (*self.bias_strides[:3], *self.numbers)
@@ -164,7 +165,9 @@ class _Plan:
             "WINDOW": windowed,
             "BIAS": "slope" if self.sloped else _varying(bias and bias[0]),
             "BIAS_ALIGNMENT": 1 if bias is None else alignment(bias[2], self.bias_strides[:3]),
-            "ALIGNMENT": alignment(self.itemsize, (*self.strides, *self.dout_strides, *outputs)),
+            "ALIGNMENT": alignment(
+                self.itemsize, (*self.strides, *self.query_strides, *out_strides, *self.key_strides)
+            ),
             "SOFTCAP": softcap,
             "PAIRS": rotary[0],
             "INTERLEAVED": rotary[1],
@@ -232,14 +235,14 @@ class _Plan:
 
     @functools.cached_property
     def query_gradient(self) -> _triton.Launch:
-        strides = (*self.strides, *self.dout_strides, self.token_strides[0])
+        strides = (*self.strides, *self.query_strides)
         return self.over_queries(attention_backward_query_kernel, Kernel.QUERY_GRADIENT, strides)
 
     @functools.cached_property
     def key_gradient(self) -> _triton.Launch:
         tile = self.tile(Kernel.KEY_GRADIENT)
         heads = self.batch * self.key_heads
-        strides = (*self.strides, *self.dout_strides, self.token_strides[1])
+        strides = (*self.strides, *self.query_strides[:3], *self.key_strides)
         numbers = (*self.sizes, *strides, *self.scalars, self.section(self.queries * self.group, heads))
         grid = (_triton.ceil_div(self.keys, tile.keys) * heads,)
         return self.launch(attention_backward_key_kernel, tile, grid, numbers)
@@ -249,7 +252,7 @@ class _Plan:
         tile = self.short_tile(Kernel.SHORT_BACKWARD)
         if tile is None:
             return None
-        numbers = (*self.sizes[1:], *self.strides, *self.dout_strides, *self.token_strides, *self.scalars)
+        numbers = (*self.sizes[1:], *self.strides, *self.query_strides, *self.key_strides[::2], *self.scalars)
         return self.launch(attention_short_backward_kernel, tile, (self.batch, self.key_heads), numbers)
 
     @functools.cached_property
@@ -262,7 +265,7 @@ class _Plan:
         own = batches * heads * (blocks[0] if rows > 1 else 1) * blocks[1]
         shared = self.batch * self.query_heads * blocks[0] * blocks[1] // own
         splits = max(1, min(shared, tiles.MAXIMUM_SPLITS, 2 * self.multiprocessors // own))
-        numbers = (self.batch, *self.sizes, batches, heads, *self.strides, *self.dout_strides, *self.scalars)
+        numbers = (self.batch, *self.sizes, batches, heads, *self.strides, *self.query_strides[:3], *self.scalars)
         return splits, self.launch(attention_backward_bias_kernel, tile, (own * splits,), numbers)
 
     @functools.cached_property
@@ -290,14 +293,6 @@ class _Plan:
 def _without_columns(strides: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """Strides (batch, head, row) of each tensor; the column stride is 1."""
     return tuple([stride for each in strides for stride in each[:3]])
-
-
-def _token_stride(shape: torch.Size, strides: tuple[int, ...]) -> int:
-    """The stride of tokens in a tensor laid out as (B, L, H, D) with adjacent heads; 0 for another layout."""
-    batch, heads, length, width = shape
-    token = strides[2] if length > 1 else strides[0] if batch > 1 else heads * width
-    adjacent = heads == 1 or strides[1] == width
-    return token if adjacent and (batch == 1 or strides[0] == length * token) else 0
 
 
 _plan = _triton.planned(_Plan)
@@ -385,13 +380,13 @@ def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
     return next(count for count, value in zip(candidates, efficiency, strict=True) if value >= 0.85 * max(efficiency))
 
 
-def _bias_gradient(inputs: _Inputs, upstream: Upstream) -> Tensor:
+def _bias_gradient(inputs: _Inputs, pointers: Backward) -> Tensor:
     """dbias, summed over broadcast axes: each program sums dS over one split, then the splits are reduced."""
     bias = inputs.bias
     assert bias is not None
     if bias.shape[3] == 1:
-        return shift_gradient(upstream.dlse, upstream.statistics, bias)
+        return shift_gradient(pointers.dlse, pointers.statistics, bias)
     splits, launch = inputs.plan.bias_gradient
     partial = torch.empty((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32, device=bias.device)
-    launch(inputs.pointers, upstream._replace(dlse=None), partial, inputs.extras)
+    launch(inputs.pointers, pointers._replace(dlse=None), partial, inputs.extras)
     return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)

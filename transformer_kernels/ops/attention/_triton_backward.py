@@ -29,24 +29,29 @@ from transformer_kernels.ops.attention._triton_tile import (
     masked_length,
     masked_position,
     multiply,
+    output_rows,
     query_tile_of_program,
     score_unit,
-    token_rows,
     visible_pairs,
     within_sequence,
     without_padding,
 )
 
-UNSPECIALIZED = [*SIZES, *STRIDES, "dout_batch", "dout_head", "dout_row", "dq_token", "dkv_token"]
+GRADIENT_STRIDES = [f"{tensor}_{axis}" for tensor in ("dout", "dq", "dkv") for axis in ("batch", "head", "row")]
+UNSPECIALIZED = SIZES + STRIDES + GRADIENT_STRIDES
 
 
-class Upstream(NamedTuple):
-    """Pointers to what the backward pass reads of each query besides the inputs."""
+class Backward(NamedTuple):
+    """Pointers of the backward pass besides the inputs."""
 
+    out: Any  # (B, Lq, Hq, D), contiguous
     statistics: Any  # (B, Hq, 2, Lq), contiguous: the largest score and the log of the sum
     dout: Any  # (B, Hq, Lq, D)
     dlse: Any  # (B, Hq, Lq), contiguous, or None
     delta: Any  # (B, Hq, Lq), contiguous, written by one kernel and read by the next; or None
+    dq: Any  # (B, Hq, Lq, D)
+    dk: Any  # (B, Hk, Lk, D)
+    dv: Any  # (B, Hk, Lk, D), with the strides of dk; heads are adjacent
 
 
 class Queries(NamedTuple):
@@ -138,13 +143,11 @@ def query_gradient_block(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_query_kernel(
     inputs,  # Inputs
-    out_pointer,  # (B, Lq, Hq, D), contiguous
-    upstream,  # Upstream
-    dq_pointer,  # (B, Hq, Lq, D)
+    backward,  # Backward
     extras,  # Extras
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    dout_batch, dout_head, dout_row, dq_token,
+    dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row,
     bias_batch, bias_head, bias_row,
     scale, left, right, threshold, section,
     OPTIONS: tl.constexpr,
@@ -162,21 +165,21 @@ def attention_backward_query_kernel(
     dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
     span = key_blocks(first_row, mask, OPTIONS)  # before tiles are loaded: a padding mask takes many registers
 
-    out_rows = token_rows(out_pointer, batch, head, query_heads * OPTIONS.HEAD_DIM, query_length, OPTIONS)
-    dout_rows = head_rows(upstream.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
+    out_rows = output_rows(backward.out, batch, head, query_heads, query_length, OPTIONS)
+    dout_rows = head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
     out = load_rows(out_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     dout = load_rows(dout_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     delta = tl.sum(to_fp32(out) * to_fp32(dout), 1)
     rows = first_row + tl.arange(0, BLOCK_M)
     row_offset = tl.cast(batch_head, tl.int64) * query_length
-    if upstream.dlse is not None:
-        delta -= tl.load(upstream.dlse + row_offset + rows, mask=rows < query_length, other=0.0)
-    tl.store(upstream.delta + row_offset + rows, delta, mask=rows < query_length)
+    if backward.dlse is not None:
+        delta -= tl.load(backward.dlse + row_offset + rows, mask=rows < query_length, other=0.0)
+    tl.store(backward.delta + row_offset + rows, delta, mask=rows < query_length)
 
     q_rows = head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
     angles = Angles(extras.cos, extras.sin, first_token(batch, query_length, OPTIONS))
     q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
-    base, log_sum = load_base(upstream.statistics + 2 * row_offset, rows, query_length, True, OPTIONS)
+    base, log_sum = load_base(backward.statistics + 2 * row_offset, rows, query_length, True, OPTIONS)
     queries = Queries(dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), base, log_sum, delta, first_row)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     score_scale = scale * score_unit(NATURAL)
@@ -189,5 +192,5 @@ def attention_backward_query_kernel(
             visited = any_real(mask, key, OPTIONS.MASKED)
         if visited:
             dq = query_gradient_block(dq, queries, key, k, v, mask, bias, dropout, angles, score_scale, True, OPTIONS)
-    target = token_rows(dq_pointer, batch, head, dq_token, query_length, OPTIONS)
+    target = head_rows(backward.dq, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
     store_unrotated(target, dq * scale, angles, first_row, OPTIONS)

@@ -30,7 +30,7 @@ from transformer_kernels.ops.attention._triton_tile import (
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "batches", "bias_batches", "bias_heads"])
 def attention_backward_bias_kernel(
     inputs,  # Inputs
-    upstream,  # Upstream
+    backward,  # Backward
     dbias_pointer,  # (splits, bias batches, bias heads, Lq or 1, Lk), contiguous
     extras,  # Extras
     batches, query_heads, query_length, key_length, bias_batches, bias_heads,
@@ -76,9 +76,9 @@ def attention_backward_bias_kernel(
             mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
             source = QuerySource(
                 head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
-                head_rows(upstream.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
-                upstream.statistics + 2 * row_offset,
-                upstream.delta + row_offset,
+                head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
+                backward.statistics + 2 * row_offset,
+                backward.delta + row_offset,
                 Angles(None, None, 0),
             )
             queries = load_queries(source, first_row, mask, BLOCK_M, True, OPTIONS)

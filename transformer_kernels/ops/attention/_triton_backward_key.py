@@ -37,7 +37,6 @@ from transformer_kernels.ops.attention._triton_tile import (
     score_unit,
     store_rows,
     tile_of_program,
-    token_rows,
     visible_pairs,
     within_sequence,
 )
@@ -171,13 +170,11 @@ def accumulate_queries(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_key_kernel(
     inputs,  # Inputs
-    upstream,  # Upstream
-    dk_pointer,  # (B, Hk, Lk, D)
-    dv_pointer,  # (B, Hk, Lk, D), with the strides of dk
+    backward,  # Backward
     extras,  # Extras
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    dout_batch, dout_head, dout_row, dkv_token,
+    dout_batch, dout_head, dout_row, dkv_batch, dkv_head, dkv_row,
     bias_batch, bias_head, bias_row,
     scale, left, right, threshold, section,
     OPTIONS: tl.constexpr,
@@ -216,9 +213,9 @@ def attention_backward_key_kernel(
         row_offset = tl.cast(query_batch_head, tl.int64) * query_length
         source = QuerySource(
             head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
-            head_rows(upstream.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
-            upstream.statistics + 2 * row_offset,
-            upstream.delta + row_offset,
+            head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
+            backward.statistics + 2 * row_offset,
+            backward.delta + row_offset,
             angles,
         )
         bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
@@ -231,7 +228,7 @@ def attention_backward_key_kernel(
     dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed, 0, threshold))
     if extras.padding is not None:
         dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
-    for_dk = token_rows(dk_pointer, batch, key_head, dkv_token, key_length, OPTIONS)
-    for_dv = token_rows(dv_pointer, batch, key_head, dkv_token, key_length, OPTIONS)
+    for_dk = head_rows(backward.dk, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
+    for_dv = head_rows(backward.dv, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
     store_unrotated(for_dk, dk, angles, first_key, OPTIONS)
     store_rows(for_dv, dv, first_key, OPTIONS)

@@ -28,10 +28,10 @@ from transformer_kernels.ops.attention._triton_tile import (
     masked_length,
     masked_position,
     multiply,
+    output_rows,
     query_tile_of_program,
     score_unit,
     store_rows,
-    token_rows,
     visible_pairs,
     within_sequence,
     without_padding,
@@ -178,8 +178,7 @@ def attention_forward_kernel(
         if visited:
             softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, angles, scale, True, OPTIONS)
     out, lse, row_max, log_sum = finish_rows(softmax, dropout_scale(dropout), OPTIONS.NATURAL)
-    target = token_rows(out_pointer, batch, head, query_heads * OPTIONS.HEAD_DIM, query_length, OPTIONS)
-    store_rows(target, out, first_row, OPTIONS)
+    store_rows(output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS), out, first_row, OPTIONS)
     rows = first_row + tl.arange(0, BLOCK_M)
     exists = rows < query_length
     store_row_results(lse_pointer, statistics_pointer, lse, row_max, log_sum, batch_head, rows, query_length, exists)

@@ -27,9 +27,9 @@ from transformer_kernels.ops.attention._triton_tile import (
     load_padding,
     load_rows,
     multiply,
+    output_rows,
     score_unit,
     store_rows,
-    token_rows,
     visible_pairs,
     without_padding,
 )
@@ -85,8 +85,7 @@ def attention_short_forward_kernel(
         weights = tl.where(keep_tile(dropout, 0, first_row + tile_rows, BLOCK_N), weights, 0.0)
     total = multiply(dot_operand(weights, v.dtype), dot_operand(v, v.dtype), OPTIONS)  # [M, D]
     out, lse, row_max, log_sum = finish_rows(Softmax(total, row_max, row_sum), dropout_scale(dropout), NATURAL)
-    target = token_rows(out_pointer, batch, head, query_heads * OPTIONS.HEAD_DIM, query_length, OPTIONS)
-    store_rows(target, out, first_row, OPTIONS)
+    store_rows(output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS), out, first_row, OPTIONS)
     rows = first_row + tl.arange(0, BLOCK_M)
     exists = rows < query_length
     store_row_results(lse_pointer, statistics_pointer, lse, row_max, log_sum, batch_head, rows, query_length, exists)
@@ -95,14 +94,11 @@ def attention_short_forward_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_short_backward_kernel(
     inputs,  # Inputs
-    upstream,  # Upstream
-    dq_pointer,  # (B, Hq, Lq, D)
-    dk_pointer,  # (B, Hk, Lk, D)
-    dv_pointer,  # (B, Hk, Lk, D), the strides of dk
+    backward,  # Backward
     extras,  # Extras
     query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    dout_batch, dout_head, dout_row, dq_token, dkv_token,
+    dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, dkv_batch, dkv_row,
     bias_batch, bias_head, bias_row,
     scale, left, right, threshold,
     OPTIONS: tl.constexpr,
@@ -135,13 +131,13 @@ def attention_short_backward_kernel(
         rows = first_row + tl.arange(0, BLOCK_M)
         row_offset = tl.cast(batch_head, tl.int64) * query_length
         q_rows = head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
-        dout_rows = head_rows(upstream.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
+        dout_rows = head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
         q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
         dout = load_rows(dout_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
         delta = tl.zeros([BLOCK_M], tl.float32)
-        if upstream.dlse is not None:
-            delta -= tl.load(upstream.dlse + row_offset + rows, mask=rows < query_length, other=0.0)
-        base, log_sum = load_base(upstream.statistics + 2 * row_offset, rows, query_length, True, OPTIONS)
+        if backward.dlse is not None:
+            delta -= tl.load(backward.dlse + row_offset + rows, mask=rows < query_length, other=0.0)
+        base, log_sum = load_base(backward.statistics + 2 * row_offset, rows, query_length, True, OPTIONS)
         queries = operands(Queries(q, dout, base, log_sum, delta, first_row))
         bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
         dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
@@ -159,13 +155,13 @@ def attention_short_backward_kernel(
             q.dtype,
             OPTIONS,
         )
-        if upstream.delta is not None:
-            tl.store(upstream.delta + row_offset + rows, delta, mask=rows < query_length)
+        if backward.delta is not None:
+            tl.store(backward.delta + row_offset + rows, delta, mask=rows < query_length)
         dq = multiply(tl.trans(dot_operand(dscores, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
-        target = token_rows(dq_pointer, batch, head, dq_token, query_length, OPTIONS)
+        target = head_rows(backward.dq, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
         store_unrotated(target, dq, angles, first_row, OPTIONS)
     dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(extras.seed, 0, threshold))
-    for_dk = token_rows(dk_pointer, batch, key_head, dkv_token, key_length, OPTIONS)
-    for_dv = token_rows(dv_pointer, batch, key_head, dkv_token, key_length, OPTIONS)
+    for_dk = head_rows(backward.dk, batch, key_head, dkv_batch, OPTIONS.HEAD_DIM, dkv_row, key_length, OPTIONS)
+    for_dv = head_rows(backward.dv, batch, key_head, dkv_batch, OPTIONS.HEAD_DIM, dkv_row, key_length, OPTIONS)
     store_unrotated(for_dk, dk, angles, 0, OPTIONS)
     store_rows(for_dv, dv, 0, OPTIONS)

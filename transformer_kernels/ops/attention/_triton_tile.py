@@ -159,10 +159,12 @@ def head_rows(pointer, batch, head, batch_stride, head_stride, row_stride, lengt
 
 
 @triton.jit
-def token_rows(pointer, batch, head, token_stride, length, OPTIONS: tl.constexpr):
-    """The rows of one head of a tensor (B, L, H, D): adjacent heads, and tokens `token_stride` apart."""
-    batch_stride = length * tl.cast(token_stride, tl.int64)
-    return head_rows(pointer, batch, head, batch_stride, OPTIONS.HEAD_DIM, token_stride, length, OPTIONS)
+def output_rows(pointer, batch, head, heads, length, OPTIONS: tl.constexpr):
+    """The rows of one head of an output, contiguous as (B, L, H, D)."""
+    row_stride = heads * OPTIONS.HEAD_DIM
+    return head_rows(
+        pointer, batch, head, length * tl.cast(row_stride, tl.int64), OPTIONS.HEAD_DIM, row_stride, length, OPTIONS
+    )
 
 
 @triton.jit
