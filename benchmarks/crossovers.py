@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import transformer_kernels as tk
 from transformer_kernels.ops import _crossovers
-from transformer_kernels.ops._crossover_table import TABLE
+from transformer_kernels.ops._crossover_table import LEVELS, TABLE
 
 COLUMNS, CLASSES, HEAD_DIM = 256, 1024, 64
 SMALLEST, LARGEST = 10, 23
@@ -139,25 +139,24 @@ def measured(names: list[str], seconds: float) -> Iterator[tuple[tuple[str, int]
 
 def written(table: dict[str, dict[tuple[str, int], tuple[int, int]]]) -> str:
     """The module of the table."""
-    doc, _, _ = Path(_crossovers.TABLE_FILE).read_text().partition("TABLE: ")
+    head, mark, rest = Path(_crossovers.TABLE_FILE).read_text().partition(" = {\n")
+    tail = rest.partition("}\n")[2]
 
     def size(limit: int) -> str:
         return "NEVER" if limit == _crossovers.NEVER else "0" if not limit else f"1 << {limit.bit_length() - 1}"
 
-    lines = [f"{doc}TABLE: dict[str, dict[tuple[str, int], tuple[int, int]]] = {{"]
-    for level, entries in table.items():
-        lines.append(f'    "{level}": {{')
-        for (name, itemsize), limits in sorted(entries.items(), key=lambda entry: (entry[0][0], -entry[0][1])):
-            lines.append(f'        ("{name}", {itemsize}): ({", ".join(map(size, limits))}),')
-        lines.append("    },")
-    return "\n".join([*lines, "}", ""])
+    lines = []
+    for name, itemsize in sorted(table["avx2"], key=lambda entry: (entry[0], -entry[1])):
+        limits = (f"({', '.join(map(size, table[level][name, itemsize]))})" for level in LEVELS)
+        lines.append(f'    ("{name}", {itemsize}): ({", ".join(limits)}),\n')
+    return "".join([head, mark, *lines, "}\n", tail])
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, and with `--write` replace the entries of this instruction set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     level = _crossovers.level()
-    names = sorted({name for name, _ in TABLE[level]} - {"linear"})  # `linear` has a rule of its own
+    names = sorted({name for name, _ in TABLE[level]} - {"linear"})  # `linear` has a separate rule
     parser.add_argument("--operations", default=",".join(names))
     parser.add_argument("--seconds", type=float, default=0.5, help="of each size")
     parser.add_argument("--write", action="store_true")

@@ -98,11 +98,7 @@ def measured_columns(measured: timing.Timing) -> Row:
     """The timing fields of a row."""
     low, high = measured.quartiles
     columns = {"status": "ok", "seconds": measured.median, "low": low, "high": high, "spread": measured.spread}
-    return columns | {
-        SAMPLES: list(measured.samples),
-        "samples": len(measured.samples),
-        "method": measured.method,
-    }
+    return columns | {SAMPLES: list(measured.samples), "samples": len(measured.samples), "method": measured.method}
 
 
 DEVICE_LOST = 3

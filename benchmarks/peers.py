@@ -45,7 +45,7 @@ def candidates(op: str) -> list[Candidate]:
         listed += [Candidate(f"sdpa {name}", functools.partial(_sdpa, name)) for name in SDPA_BACKENDS]
         listed.append(Candidate("flex", _flex))
     listed.append(Candidate("compile", functools.partial(_compiled, None)))
-    # The mode without CUDA graphs: the harness replays every candidate's calls from a graph of its own.
+    # The mode without CUDA graphs: the harness captures a graph of every candidate's calls.
     listed.append(Candidate("compile max-autotune", functools.partial(_compiled, "max-autotune-no-cudagraphs")))
     if op in ("softmax", "layer_norm", "gelu"):
         listed.append(Candidate("liger", _liger))

@@ -42,13 +42,7 @@ def operation_tasks(workloads: Iterable[Workload], names: Iterable[str] | None =
 
 def operation_task(workload: Workload, candidate: Candidate) -> Task:
     key = _key(
-        "operation",
-        workload.op,
-        workload.case,
-        workload.direction,
-        candidate.name,
-        workload.dtype_name,
-        workload.shape,
+        "operation", workload.op, workload.case, workload.direction, candidate.name, workload.dtype_name, workload.shape
     )
     return Task(key, workload.op, candidate.name, functools.partial(measure, workload, candidate))
 
@@ -101,14 +95,10 @@ def _quick() -> Iterator[Task]:
     sizes = workloads.QUICK
     for direction in ("forward", "both"):
         yield from operation_tasks(
-            workloads.attention_sweep(sizes, torch.float32, 64, direction, "causal"),
-            (*OURS, "eager", "sdpa flash"),
+            workloads.attention_sweep(sizes, torch.float32, 64, direction, "causal"), (*OURS, "eager", "sdpa flash")
         )
         for op in ROW_OPERATIONS:
-            yield from operation_tasks(
-                workloads.row_sweep(sizes, op, torch.float32, direction),
-                (*OURS, "eager"),
-            )
+            yield from operation_tasks(workloads.row_sweep(sizes, op, torch.float32, direction), (*OURS, "eager"))
         yield from _output_layers(sizes, torch.float32, (direction,), (*OURS, "eager"))
 
 

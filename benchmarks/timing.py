@@ -111,11 +111,7 @@ def time_calls(device: torch.device, calls: Sequence[Call], seconds: float) -> T
         for _ in range(repeats):
             _turn(calls)
 
-    samples = _by_events(
-        turns,
-        _sample_count(seconds, estimate * len(calls) * repeats),
-        len(calls) * repeats,
-    )
+    samples = _by_events(turns, _sample_count(seconds, estimate * len(calls) * repeats), len(calls) * repeats)
     return Timing(tuple(samples), "events")
 
 

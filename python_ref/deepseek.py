@@ -259,8 +259,8 @@ class DeepseekBlock(PreNormBlock):
         self.attention = LatentAttention(config, ops, layer)
         self.cross_norm = self.cross_attention = None
         self.feed_forward_norm = RMSNorm(config, ops)
-        dense = layer < config.dense_layers
-        self.feed_forward = FeedForward(config, ops) if dense else MixtureOfExperts(config, ops)  # type: ignore[assignment]
+        kind: Any = FeedForward if layer < config.dense_layers else MixtureOfExperts
+        self.feed_forward = kind(config, ops)
 
 
 class Predictor(Layer):

@@ -130,13 +130,7 @@ CHAR_GPT = GPTConfig(
 
 # The smallest GPT-2 (Radford et al. 2019): 124,439,808 parameters.
 GPT2 = GPTConfig(
-    vocab_size=50_257,
-    context=1024,
-    width=768,
-    layers=12,
-    heads=12,
-    activation="gelu_tanh",
-    init_scale_residual=True,
+    vocab_size=50_257, context=1024, width=768, layers=12, heads=12, activation="gelu_tanh", init_scale_residual=True
 )
 
 # A small Llama (Grattafiori et al. 2024) with the sizes of SmolLM2-135M: 134,515,008 parameters.

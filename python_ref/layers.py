@@ -31,7 +31,8 @@ class HoldsOps:
     ops: Any
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)  # type: ignore[misc]
+        parent: Any = super()
+        state = dict(parent.__getstate__() if hasattr(parent, "__getstate__") else self.__dict__)
         if isinstance(self.ops, ModuleType):  # a Python module cannot be pickled
             state["ops"] = self.ops.__name__
         return state

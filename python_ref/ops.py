@@ -209,12 +209,7 @@ def positions_in_sequence(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def alibi_bias(
-    slopes: Tensor,
-    queries: int,
-    keys: int,
-    *,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
+    slopes: Tensor, queries: int, keys: int, *, cu_seqlens: Tensor | None = None, cu_seqlens_k: Tensor | None = None
 ) -> Tensor:
     """-slope * |i' - j| for each head, (B or 1, H, queries, keys): a penalty that grows with the distance.
 
@@ -459,13 +454,7 @@ def similarity_attention(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "gaus
 
 
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    chunk: int = 64,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding_mask: Tensor | None = None, chunk: int = 64
 ) -> Tensor:
     """Attention with the similarity phi(q) . phi(k), phi(x) = elu(x) + 1: linear in the length, not quadratic.
 

@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     # Triton, interpreted
     Mutant(
-        f"{OPS}/attention/_triton_tile.py",
+        f"{OPS}/attention/_triton_backward.py",
         "return 1.0 - ratio * ratio",
         "return 1.0 - ratio",
         "tests/ops/test_attention.py -k 'softcap and triton-float16'",
@@ -238,12 +238,7 @@ MUTANTS = [
         "barrier_wait(keys_full + stage, at.step / STAGES > 0);",
         "tests/ops/test_attention_cuda.py -k fills_each_stage",
     ),
-    Mutant(
-        "csrc/ops/attention_forward_sm90.cuh",
-        "fence_for_async();",
-        "",
-        "tests/ops/test_attention_cuda.py -k sm90",
-    ),
+    Mutant("csrc/ops/attention_forward_sm90.cuh", "fence_for_async();", "", "tests/ops/test_attention_cuda.py -k sm90"),
     Mutant(
         "csrc/ops/attention_forward_sm90.cuh",
         "reinterpret_cast<const uint32_t*>(rows[half]) + first_key / 2;",

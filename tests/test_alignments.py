@@ -32,7 +32,7 @@ def test_devanagari_is_written_in_latin_letters(text, latin):
     assert transliterated(text, set(text) - set("ok ")) == latin
 
 
-def test_without_a_font_the_pieces_are_latin_and_it_is_told(monkeypatch, tmp_path):
+def test_without_a_font_the_pieces_are_latin_and_it_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(alignments, "font_for", lambda characters: None)
     target, source, font, message = shown(TARGET, SOURCE)
     assert (target, source, font) == (["nama", "ste", "|", "<end>"], SOURCE, ["DejaVu Sans"])

@@ -149,8 +149,8 @@ def test_folders_of_compiled_files_are_private(tmp_path, monkeypatch):
 
 def test_setup_without_nvcc_goes_on_and_says_so_in_one_line(tmp_path):
     result = run_setup(tmp_path, CUDA_HOME=str(tmp_path / "none"), PATH=path_without_nvcc())
-    said = [line for line in result.stderr.splitlines() if "without the CUDA extension" in line]
-    assert result.returncode == 0 and len(said) == 1 and "no nvcc" in said[0], result.stderr
+    warnings = [line for line in result.stderr.splitlines() if "without the CUDA extension" in line]
+    assert result.returncode == 0 and len(warnings) == 1 and "no nvcc" in warnings[0], result.stderr
     assert "installing without the CPU kernels" in result.stderr
 
 

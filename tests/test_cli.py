@@ -212,7 +212,7 @@ def test_resuming_goes_on_from_the_last_checkpoint(folder, tmp_path, capsys):
     assert train(folder, out, "--steps", 2) == 0
     assert run("train", "char-gpt", "--resume", out, "--steps", 4) == 0
     assert "after step 4 of 4" in capsys.readouterr().out
-    assert "batch_size cannot change: 4 in the checkpoint, 8 asked for" in refused(
+    assert "batch_size cannot change: 4 in the checkpoint, 8 requested" in refused(
         capsys, "train", "char-gpt", "--resume", out, "--batch-size", 8
     )
     assert "written by the recipe char-gpt" in refused(capsys, "train", "imdb", "--resume", out)
@@ -337,12 +337,12 @@ def test_demo_trains_beside_the_reference_and_compares(capsys, monkeypatch, tmp_
     monkeypatch.setattr(demo, "TIMED_SECONDS", 0.0)
     monkeypatch.setattr(demo, "MODEL", {"layers": 1, "width": 16, "heads": 2})
     assert run("demo", "--seconds", "0.5", "--backend", "torch", "--out", tmp_path / "demo") == 0
-    told = capsys.readouterr().out
-    steps = dict(re.findall(r"^  (reference|torch) +\d\.\d{4}   #+ ([\d,]+) steps$", told, re.MULTILINE))
-    assert set(steps) == {"reference", "torch"} and "0" not in steps.values(), told
-    assert re.search(r"^  reference +[\d,]+   #+ 1\.00x$", told, re.MULTILINE), told
-    assert re.search(r"^  torch +[\d,]+   #+ \d+\.\d\dx$", told, re.MULTILINE), told
-    assert f"generate --checkpoint {tmp_path / 'demo' / 'last'} --prompt" in told
+    printed = capsys.readouterr().out
+    steps = dict(re.findall(r"^  (reference|torch) +\d\.\d{4}   #+ ([\d,]+) steps$", printed, re.MULTILINE))
+    assert set(steps) == {"reference", "torch"} and "0" not in steps.values(), printed
+    assert re.search(r"^  reference +[\d,]+   #+ 1\.00x$", printed, re.MULTILINE), printed
+    assert re.search(r"^  torch +[\d,]+   #+ \d+\.\d\dx$", printed, re.MULTILINE), printed
+    assert f"generate --checkpoint {tmp_path / 'demo' / 'last'} --prompt" in printed
     assert run("generate", "--checkpoint", tmp_path / "demo" / "last", "--prompt", "class ", "--length", "5") == 0
 
 
@@ -381,7 +381,7 @@ def test_a_speedrun_refuses_other_lengths_and_texts(capsys, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["bench", "kernels"])
-def test_commands_of_other_modules_are_forwarded_or_told(command, capsys, monkeypatch):
+def test_commands_of_other_modules_are_forwarded_or_reported(command, capsys, monkeypatch):
     calls = []
     module = SimpleNamespace(main=calls.append)
     found = SimpleNamespace(find_spec=lambda name: module)
@@ -414,7 +414,7 @@ def test_failures_set_the_status_and_print_no_traceback(raised, status, message,
 @pytest.mark.parametrize(
     "arguments, status, message", [(["--help"], 0, "--budget"), (["--plot"], 2, "pip install matplotlib")]
 )
-def test_bench_without_matplotlib_helps_and_tells(arguments, status, message, capsys, monkeypatch):
+def test_bench_without_matplotlib_prints_help_and_the_reason(arguments, status, message, capsys, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] in ("benchmarks", "matplotlib")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -85,7 +85,7 @@ def test_text_streams_up_to_the_stop(pieces, stop, expected):
     "values",
     [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"repetition_penalty": 0.0}],
 )
-def test_bad_sampling_is_told(values):
+def test_bad_sampling_is_reported(values):
     with pytest.raises(ValueError, match=f"{next(iter(values))} must"):
         Sampling(**values)
 
@@ -112,15 +112,17 @@ def test_a_model_with_dropout_generates_without_it():
         assert torch.equal(choice.probabilities, embedding.weight[before].detach().softmax(-1))
 
 
-@pytest.mark.parametrize(("prompt", "count", "told"), [([], 1, "prompt must have"), ([0], -1, "must not be negative")])
-def test_an_empty_prompt_and_a_negative_length_are_told(prompt, count, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(
+    ("prompt", "count", "message"), [([], 1, "prompt must have"), ([0], -1, "must not be negative")]
+)
+def test_an_empty_prompt_and_a_negative_length_are_reported(prompt, count, message):
+    with pytest.raises(ValueError, match=message):
         next(generate(Successor(), prompt, count, Sampling(), context=3, device=CPU))
 
 
 def test_a_penalty_makes_what_was_seen_less_likely():
-    told = penalised(torch.tensor([2.0, -1.0, 3.0, -1.0]), torch.tensor([0, 1, 1, 0]), 2.0)
-    assert told.tolist() == [1.0, -2.0, 3.0, -1.0]
+    result = penalised(torch.tensor([2.0, -1.0, 3.0, -1.0]), torch.tensor([0, 1, 1, 0]), 2.0)
+    assert result.tolist() == [1.0, -2.0, 3.0, -1.0]
     texts = []
     for penalty in (1.0, 3.0):
         sampling = Sampling(temperature=0.0, repetition_penalty=penalty)
@@ -243,7 +245,7 @@ class OperatorGraphs:
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_step_that_is_one_graph_gives_the_same_texts(fields, backend, monkeypatch):
-    """Two prompts, one padded, and one alone; windows' rings turn over; texts outgrow the context where they may."""
+    """Two prompts, one padded, and one alone; ring buffers of windows wrap around; texts may exceed the context."""
     if backend == "cpu" and (reason := cpu.unavailable(CPU)) is not None:
         pytest.skip(reason)
     torch.manual_seed(0)
@@ -280,16 +282,16 @@ class RefusingGraphs(OperatorGraphs):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
-def test_a_step_that_cannot_be_captured_is_told_once_and_run():
+def test_a_step_that_cannot_be_captured_is_reported_once_and_run():
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=13, width=24, layers=1, heads=2, context=24))
     options = {"sampling": Sampling(seed=1), "context": 24, "device": CPU}
     with pytest.warns(
         UserWarning, match="steps are not captured, .*: operation not permitted when stream is capturing$"
-    ) as told:
+    ) as warned:
         steps = list(generate_many(model, [[1, 2]], 9, **options, graphs=RefusingGraphs()))
     alone = generate(model, [1, 2], 9, **options)
-    assert len(told) == 1 and [step[0].token for step in steps] == [choice.token for choice in alone]
+    assert len(warned) == 1 and [step[0].token for step in steps] == [choice.token for choice in alone]
 
 
 @pytest.mark.gpu

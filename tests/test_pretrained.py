@@ -208,11 +208,7 @@ BREAKAGES = {
         "a is unknown; b is unknown",
     ),
     "another shape": (lambda f: configure(f, n_positions=32), ValueError, r"wpe.weight has shape \(64, 32\); expected"),
-    "a billion layers": (
-        lambda f: configure(f, n_layer=10**9),
-        ValueError,
-        "1000000000 layers are configured; there",
-    ),
+    "a billion layers": (lambda f: configure(f, n_layer=10**9), ValueError, "1000000000 layers are configured; there"),
     "layers are a word": (lambda f: configure(f, n_layer="two"), ValueError, "values that no model has"),
     "no heads": (lambda f: configure(f, n_head=0), ValueError, "head"),
     "nested": (lambda f: (f / "config.json").write_text("[" * 100_000), ValueError, "config.json: not JSON"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.transformers_models import save_encoder
 from transformer_kernels import cli
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `test`)")
@@ -17,13 +18,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "happy", "dog", "cat
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("encoder")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=8, initializer_range=0.5, **sizes)
-    transformers.BertForMaskedLM(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    return folder
+    return save_encoder(tmp_path_factory.mktemp("encoder"), "BertForMaskedLM", WORDS)
 
 
 @pytest.fixture(scope="module")

@@ -125,13 +125,13 @@ def test_a_device_with_little_shared_memory_takes_the_oldest_tables(monkeypatch)
 def test_a_compilation_is_launched_again_only_where_triton_would():
     """The key contains everything that affects compilation; otherwise a wrong kernel would be launched."""
     found = json.loads(run_python(LAUNCHES, TRITON_INTERPRET=None, PYTHONPATH=os.pathsep.join(sys.path)))
-    assert found == {case: "asked" if case in ASKED else "again" for case in found} and set(found) > ASKED
+    assert found == {case: "compiled" if case in COMPILED else "reused" for case in found} and set(found) > COMPILED
 
 
-ASKED = {
-    "one more tensor", "another type", "unaligned", "beyond 32 bits", "below 32 bits", "an integer for a float", "one",
-    "a float for an integer", "a multiple of 16", "another constant", "warps", "stages", "another kernel",
-    "another device", "profiled",
+COMPILED = {
+    "one more tensor", "another type", "unaligned", "unaligned in a record", "beyond 32 bits", "below 32 bits",
+    "an integer for a float", "one", "a float for an integer", "a multiple of 16", "another constant", "warps",
+    "stages", "another kernel", "another device", "profiled",
 }  # fmt: skip
 LAUNCHES = """
 import contextlib, json, types
@@ -139,19 +139,19 @@ from unittest import mock
 import torch, triton
 from transformer_kernels.backends import triton as backend
 
-heard = []
+events = []
 
 class Compiled:
     function = packed_metadata = None
     def run(self, *arguments):
         assert arguments[:4] == (7, 1, 1, "stream") and arguments[6:9] == (None,) * 3, arguments
         assert list(arguments[9:]) == wanted, (arguments, wanted)
-        heard.append("again")
+        events.append("reused")
 
 class Kernel:
     params = [types.SimpleNamespace(do_not_specialize=n == 2) for n in range(6)]
     def __getitem__(self, grid):
-        return lambda *arguments, num_warps, num_stages: heard.append("asked") or Compiled()
+        return lambda *arguments, num_warps, num_stages: events.append("compiled") or Compiled()
 
 class Elsewhere:
     def __init__(self, x): self.x, self.device, self.dtype = x, types.SimpleNamespace(type="cpu", index=1), x.dtype
@@ -163,7 +163,8 @@ hook = mock.patch.object(triton.knobs.runtime, "launch_enter_hook", print)
 x, kernel = torch.zeros(32, dtype=torch.float16), Kernel()
 same = {"kernel": kernel, "pointers": (x, None), "numbers": (3, 33, 0.5), "constants": ("a",), "num_warps": 4}
 cases = {
-    "first": {}, "again": {}, "aligned": {"pointers": (x[8:], None)}, "another number": {"numbers": (1, 49, 0.25)},
+    "first": {}, "reused": {}, "aligned": {"pointers": (x[8:], None)}, "another number": {"numbers": (1, 49, 0.25)},
+    "a record": {"pointers": ((x, None),)}, "unaligned in a record": {"pointers": ((x[1:], None),)},
     "one more tensor": {"pointers": (x, x)}, "another type": {"pointers": (x.float(), None)},
     "unaligned": {"pointers": (x[1:], None)}, "beyond 32 bits": {"numbers": (1 << 31, 33, 0.5)},
     "below 32 bits": {"numbers": (-(1 << 31) - 1, 33, 0.5)}, "an integer for a float": {"numbers": (3, 33, 1)},
@@ -172,19 +173,19 @@ cases = {
     "another constant": {"constants": ("b",)}, "warps": {"num_warps": 8}, "stages": {"num_stages": 2},
     "another kernel": {"kernel": Kernel()}, "another device": {"pointers": (Elsewhere(x), None)}, "profiled": {},
 }
-said = {}
+outcomes = {}
+address = lambda p: tuple(map(address, p)) if isinstance(p, tuple) else None if p is None else p.data_ptr()
 with mock.patch.object(drivers, "_active" if hasattr(drivers, "_active") else "active", driver):
     for name, other in cases.items():
         chosen = same | other
         pointers = chosen.pop("pointers")
-        wanted = [None if p is None else p.data_ptr() for p in pointers]
-        wanted += [*chosen["numbers"], *chosen["constants"]]
-        heard.clear()
+        wanted = [*address(pointers), *chosen["numbers"], *chosen["constants"]]
+        events.clear()
         with hook if name == "profiled" else contextlib.nullcontext():
             backend.Launch(chosen.pop("kernel"), (7,), **chosen)(*pointers)
-        said[name] = heard[0]
-del said["first"]
-print(json.dumps(said))
+        outcomes[name] = events[0]
+del outcomes["first"]
+print(json.dumps(outcomes))
 """
 
 
@@ -252,10 +253,7 @@ def test_bfloat16_is_rounded_to_nearest_even_and_read_exactly():
 def test_a_write_past_the_end_is_found():
     from tests.support.triton_kernels import overrun_kernel
 
-    with (
-        pytest.raises(AssertionError, match=r"wrote after a buffer of 6 .* at \[0\]"),
-        hardened(0),
-    ):
+    with pytest.raises(AssertionError, match=r"wrote after a buffer of 6 .* at \[0\]"), hardened(0):
         overrun_kernel[(1,)](torch.empty(6), 8)
 
 

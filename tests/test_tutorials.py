@@ -108,7 +108,7 @@ def test_a_bert(tmp_path):
     assert torch.equal(loaded(tokens, mask), model(tokens, mask))
 
 
-def test_every_unknown_name_is_told_and_can_be_given(tmp_path):
+def test_every_unknown_name_is_reported_and_can_be_given(tmp_path):
     model = make("char_gpt")
     state = renamed(model, BOOK, in_words("blks.block{0}.attention.W_"))
     state["blks.block0.gate.weight"], state["blks.block1.strange"] = torch.ones(2), torch.ones(2)
@@ -123,7 +123,7 @@ def test_every_unknown_name_is_told_and_can_be_given(tmp_path):
     assert torch.equal(loaded.head_weight, model.head_weight) and loaded.head_bias is None
 
 
-def test_what_is_missing_or_of_another_shape_is_told(tmp_path):
+def test_what_is_missing_or_of_another_shape_is_reported(tmp_path):
     state = renamed(make("char_gpt"), BOOK, in_words("blks.block{0}.attention.W_"))
     state["dense.bias"] = torch.zeros(4)
     del state["blks.block1.ffn.dense2.bias"]

@@ -536,7 +536,7 @@ def _info(chosen: argparse.Namespace) -> None:
 
 
 def _of_the_checkout(module: str, command: str) -> ModuleType:
-    """A module of the source checkout that the wheel does not hold.
+    """A module of the source checkout that is not part of the wheel.
 
     Raises:
         ImportError: the package is not installed from a checkout.

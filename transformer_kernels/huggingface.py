@@ -84,12 +84,12 @@ def attention_forward(
     """Attention as transformers' models call it, by `transformer_kernels.attention`.
 
     Args:
-        module: the layer that calls; its `is_causal` counts where the argument is None, and its `backend`, where it has
-            one, names the backend.
+        module: the layer that calls; its `is_causal` is used if the argument is None, and its `backend`, if it has
+            one, is the backend.
         query: (B, H, Lq, D). key, value: (B, Hk, Lk, D), Hk divides H.
         attention_mask: None; (B, Lk) bool or integer, true at real keys; a `MaskPattern`; or a mask that broadcasts to
-            (B, H, Lq, Lk), bool with True = visible, or floating and added to the scores. Beside a mask of four
-            dimensions, which a pattern is too, causality and the window do not count.
+            (B, H, Lq, Lk), bool with True = visible, or floating and added to the scores. With a mask of four
+            dimensions, or a pattern, causality and the window are ignored.
         dropout: probability with which a weight is dropped.
         scaling: multiplies the scores; 1 / sqrt(D) unless given.
         is_causal: query i sees the keys j <= i + Lk - Lq.
@@ -155,19 +155,19 @@ def attention_forward(
 
 
 def _key_bounds(bounds: Tensor, key_bounds: Tensor | None) -> Tensor | None:
-    """The bounds of packed keys where they differ from those of the queries."""
+    """The bounds of packed keys if they differ from those of the queries."""
     return None if key_bounds is None or torch.equal(bounds, key_bounds) else key_bounds
 
 
 def _typed(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    """The bias in a dtype that `attention` takes."""
+    """The bias in a dtype that `attention` supports."""
     return bias if bias is None or bias.dtype is torch.float32 else bias.to(query.dtype)
 
 
 def _attention_by_pattern(
     query: Tensor, key: Tensor, value: Tensor, pattern: MaskPattern, bias: Tensor | None, shared: dict[str, Any]
 ) -> Tensor:
-    """(B, Lq, H, D) of what a pattern lets the queries see."""
+    """Attention (B, Lq, H, D) under a pattern of visible keys."""
     batch, _, length, _ = query.shape
     options: dict[str, Any] = {"window": (pattern.left, pattern.right), "attn_bias": _typed(bias, query)}
     if pattern.cu_seqlens is not None:
@@ -216,7 +216,7 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 
 
 def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Raise where leaving an option out would change the result."""
+    """Raise if ignoring an option would change the result."""
     for name in options.keys() & REFUSED.keys():
         if options[name] is not None:
             raise ValueError(f"attention: {REFUSED[name]} ({name}=) are not supported; use attn_implementation='eager'")
@@ -239,15 +239,15 @@ def _parted(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Ten
 
 
 class MaskPattern(Tensor):
-    """A boolean mask (B, 1, Lq, Lk), True = visible, that is known by its pattern and made only where it is read.
+    """A boolean mask (B, 1, Lq, Lk), True = visible, stored as a pattern and materialised when it is read.
 
-    Query i sees the keys i' - left <= j <= i' + right with i' = i + keys - Lq, those of its own sequence and those that
-    padding does not hide. Any operator of torch that is given the pattern reads the mask: a model that slices or
-    converts its mask has a plain tensor from there on.
+    Query i sees the keys i' - left <= j <= i' + right with i' = i + keys - Lq, those of the same sequence and those
+    that padding does not hide. Any operator of torch materialises the mask: slicing or converting it gives a plain
+    tensor.
 
     Attributes:
         left, right: the reach to both sides, None without a limit.
-        keys: the number of keys that count; those behind them are hidden.
+        keys: the number of visible keys; later ones are masked.
         padding: bool (B, keys), True at real keys, or None.
         cu_seqlens: the bounds of the sequences in the (B * Lq) tokens, int32, or None.
     """
@@ -291,7 +291,7 @@ class MaskPattern(Tensor):
 
 
 class _Reach(NamedTuple):
-    """What a mask function means, in positions: q - left <= k <= q + right, in one sequence of a packed row."""
+    """The pattern of a mask function, in positions: q - left <= k <= q + right, in one sequence of a packed row."""
 
     left: int | None = None
     right: int | None = None
@@ -311,7 +311,7 @@ class _Reach(NamedTuple):
 
 
 def _reach(function: Any) -> _Reach | None:
-    """What a mask function of `transformers.masking_utils` means; None for every other function."""
+    """The pattern of a mask function of `transformers.masking_utils`; None for every other function."""
     if function is causal_mask_function:
         return _Reach(right=0)
     if function is bidirectional_mask_function:
@@ -353,7 +353,7 @@ def _composers() -> dict[Any, str]:
 
 
 def _pattern(pattern: dict[str, Any], make: Callable[[], Any], device: Any) -> MaskPattern | None:
-    """The mask of a call of `attention_mask` as a pattern; None where it is not known to be one, or is traced."""
+    """The mask of a call of `attention_mask` as a pattern; None if it is not known to be one, or during tracing."""
     reach = _reach(pattern["mask_function"])
     batch, queries, keys = (pattern[name] for name in ("batch_size", "q_length", "kv_length"))
     first, first_key, mask = pattern["q_offset"], pattern["kv_offset"], pattern["attention_mask"]
@@ -427,7 +427,7 @@ def attention_mask(
         attention_mask: (B, tokens) bool, True at real tokens.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether causality may be left to `is_causal`, and whether a
             mask that hides padding at most may stay (B, Lk).
-        kwargs: what `transformers.masking_utils.sdpa_mask` takes besides.
+        kwargs: other arguments of `transformers.masking_utils.sdpa_mask`.
     """
     pattern: dict[str, Any] = {
         "batch_size": batch_size,

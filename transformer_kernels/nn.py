@@ -475,17 +475,7 @@ class CrossEntropyLoss(_WithBackend, torch.nn.CrossEntropyLoss):
         return loss.view(rows.shape[:-1]) if self.reduction == "none" else loss
 
     def _of_rows(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return ops.cross_entropy(
-            logits,
-            targets,
-            weight=self.weight,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction=self.reduction,
-            backend=self.backend,
-        )
+        return ops.cross_entropy(logits, targets, weight=self.weight, **_loss_options(self))
 
 
 class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
@@ -527,19 +517,13 @@ class LinearCrossEntropy(_WithBackend, torch.nn.Linear):
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         """The loss of x (..., E) with targets (...), int64 or int32: a scalar, or (...) for "none"."""
-        return ops.linear_cross_entropy(
-            x,
-            self.weight,
-            targets,
-            self.bias,
-            class_weight=self.class_weight,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction=self.reduction,
-            backend=self.backend,
-        )
+        options = {"class_weight": self.class_weight, **_loss_options(self)}
+        return ops.linear_cross_entropy(x, self.weight, targets, self.bias, **options)
+
+
+def _loss_options(module: Any) -> dict[str, Any]:
+    names = ("z_loss", "softcap", "ignore_index", "label_smoothing", "reduction", "backend")
+    return {name: getattr(module, name) for name in names}
 
 
 def _as_bias(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,7 @@ class Launch:
     label: str
     kernel: Any
     capability: Capability
-    signature: Mapping[str, str]
+    signature: Mapping[str, Any]
     constants: Mapping[tuple[int, ...], Any]
     attributes: Mapping[tuple[int, ...], Any]
     options: Mapping[str, Any]
@@ -110,10 +110,7 @@ def _standing_in(triton: Any, capability: Capability) -> Iterator[None]:
     }
     drivers = triton.runtime.driver
     active = "_active" if hasattr(drivers, "_active") else "active"  # the latter in Triton 3.4
-    with (
-        mock.patch.multiple(_triton, **patched),
-        mock.patch.object(drivers, active, _Driver(capability)),
-    ):
+    with mock.patch.multiple(_triton, **patched), mock.patch.object(drivers, active, _Driver(capability)):
         yield
 
 

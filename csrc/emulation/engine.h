@@ -152,17 +152,18 @@ struct LaunchRequest {
 // found in the kernel.
 void run(const LaunchRequest& request, const std::function<void()>& kernel);
 
-// Called with each launch in place of running it, where it is set: grid and block, each x, y, z, and the bytes of each of
-// the kernel's parameters.
+// If set, called instead of running a launch: grid and block, each x, y, z, and the bytes of each kernel parameter.
 using Observer = void (*)(const char* name, const char* kernel, const unsigned* sizes, size_t shared_bytes, int count,
                           const void* const* parameters, const size_t* bytes);
 extern std::atomic<Observer> observer;
 
 template <class... Parameters>
-void run_or_observe(const LaunchRequest& request, const std::function<void()>& kernel, const Parameters&... parameters) {
+void run_or_observe(const LaunchRequest& request, const std::function<void()>& kernel,
+                    const Parameters&... parameters) {
   const Observer observe = observer.load(std::memory_order_relaxed);
   if (!observe) return run(request, kernel);
-  const unsigned sizes[] = {request.grid.x, request.grid.y, request.grid.z, request.block.x, request.block.y, request.block.z};
+  const unsigned sizes[] = {request.grid.x,  request.grid.y,  request.grid.z,
+                            request.block.x, request.block.y, request.block.z};
   const void* const addresses[] = {&parameters..., nullptr};
   const size_t bytes[] = {sizeof(Parameters)..., 0};
   observe(request.name, request.kernel, sizes, request.shared_bytes, sizeof...(Parameters), addresses, bytes);

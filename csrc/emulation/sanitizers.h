@@ -61,7 +61,8 @@ struct IgnoreAccesses {
 #endif
 
 // proxies.cpp: a barrier also publishes fences.
-extern __thread bool fences_spread __attribute__((tls_model("initial-exec")));  // some thread of the block has called one
+// Whether a thread of the block has called one.
+extern __thread bool fences_spread __attribute__((tls_model("initial-exec")));
 void publish_fences(const void* barrier);
 void learn_fences(const void* barrier);
 

@@ -103,7 +103,8 @@ FOR_THIS_PROCESSOR bool add_products_of_lanes(const Core& core, const Operands& 
   int32_t any_outside = 0;
   for (int lane = 0; lane < LANES; ++lane) any_outside |= outside[lane];
   if (any_outside) return false;
-  const Floats scale = (Floats)(((254u + static_cast<uint32_t>(core.fraction_bits)) << 23) - (Words)largest);  // 2^fraction_bits / largest
+  // 2^fraction_bits / largest
+  const Floats scale = (Floats)(((254u + static_cast<uint32_t>(core.fraction_bits)) << 23) - (Words)largest);
   Ints totals[2] = {__builtin_convertvector(sum * scale, Ints), Ints{}};  // two, since sixteen terms may pass 2^31
   for (int k = 0; k < core.terms; ++k) {
     Floats right;

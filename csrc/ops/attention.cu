@@ -39,7 +39,8 @@ template <class Pointer> Rows<Pointer> rows_of(const View& view) {
 
 Bias bias_of(const AttentionCall& call) {
   if (call.alibi_slopes)
-    return {pointer<const float>(call.alibi_slopes), true, true, call.slope_strides.at[0], call.slope_strides.at[1], 0, 0};
+    return {
+        pointer<const float>(call.alibi_slopes), true, true, call.slope_strides.at[0], call.slope_strides.at[1], 0, 0};
   const int64_t* strides = call.bias_strides.at;
   return {pointer<const void>(call.bias), call.bias_is_float32, false, strides[0], strides[1], strides[2], strides[3]};
 }
@@ -81,7 +82,8 @@ Arguments arguments_of(const AttentionCall& call) {
                           : can_vectorize(dtype, arguments.head_dim, arguments.out);
   const AngleTables& tables = call.angles;
   Angles& angles = arguments.angles;
-  angles = {pointer<const float>(tables.cos), pointer<const float>(tables.sin), tables.stride, narrow(tables.half), tables.interleaved};
+  angles = {pointer<const float>(tables.cos), pointer<const float>(tables.sin), tables.stride, narrow(tables.half),
+            tables.interleaved};
   angles.vectorized = angles.half % (static_cast<DType>(dtype) == DType::FLOAT32 ? 4 : 8) == 0 &&
                       rows_are_aligned(angles.cos, angles.half) && rows_are_aligned(angles.sin, angles.half);
   return arguments;
@@ -115,7 +117,7 @@ bool has_pairs(const Bias& bias, int key_length) {
                            bias.batch % 2 == 0 && reinterpret_cast<uintptr_t>(bias.data) % (2 * bytes) == 0);
 }
 
-// The copy engine wants addresses and strides on 16 bytes and, to be safe, no axis that overlaps itself.
+// The copy engine requires addresses and strides of 16 bytes; axes that overlap themselves are excluded too.
 bool takes_sm90(const Arguments& arguments, const AttentionCall& call) {
   const auto is_plain = [](const Strided& tensor) { return tensor.row > 0 && tensor.head > 0 && tensor.batch > 0; };
   const bool fits = arguments.vectorized && is_plain(arguments.query) && is_plain(arguments.key) &&
@@ -127,8 +129,9 @@ bool takes_sm90(const Arguments& arguments, const AttentionCall& call) {
   if (static_cast<Path>(call.path) == Path::SM90) {
     if (!fits) throw std::invalid_argument("attention: the sm90 kernels do not take this call");
     if (gpu != 90 || !built)
-      throw std::invalid_argument("attention: the sm90 kernels run on sm_90 and in a build for sm_90a only; this is sm_" +
-                                  std::to_string(gpu) + ", built for " + architectures());
+      throw std::invalid_argument(
+          "attention: the sm90 kernels run on sm_90 and in a build for sm_90a only; this is sm_" + std::to_string(gpu) +
+          ", built for " + architectures());
     return true;
   }
   return fits && static_cast<Path>(call.path) == Path::AUTOMATIC && gpu == 90 && built;
@@ -154,7 +157,8 @@ void attention_backward(const AttentionCall& call) {
   dispatch_dtype(call.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (sizeof(T) == 2) {
-      if (takes_short<T>(arguments, call)) return launch_short_backward<T>(arguments, pointer<const float>(call.dlse), stream);
+      if (takes_short<T>(arguments, call))
+        return launch_short_backward<T>(arguments, pointer<const float>(call.dlse), stream);
     }
     launch_backward<T>(arguments, pointer<const float>(call.dlse), stream);
   });

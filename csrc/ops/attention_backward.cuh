@@ -17,7 +17,8 @@ template <class T, int HEAD_DIM> struct BackwardShape {
   static constexpr int COLUMNS = WIDE ? HEAD_DIM / 2 : HEAD_DIM;  // of dK and dV per block, limited by registers
   static constexpr int THREADS = OWNED / 16 * WARP_SIZE;
   static constexpr int BLOCKS = WIDE ? 1 : 2;  // per multiprocessor; more would spill
-  static constexpr int ROW_BYTES = HEAD_DIM * static_cast<int>(sizeof(T)), TILE_BYTES = (2 * OWNED + 4 * STREAMED) * ROW_BYTES;
+  static constexpr int ROW_BYTES = HEAD_DIM * static_cast<int>(sizeof(T)),
+                       TILE_BYTES = (2 * OWNED + 4 * STREAMED) * ROW_BYTES;
   // 16 bits at head dimension 64 without EXTRAS: exactly 49 KiB, so that two blocks fit the smaller GPUs.
   static constexpr int QUERY_BYTES = shared_bytes_after<uint8_t>(STREAMED, TILE_BYTES);
   static constexpr int key_value_bytes(bool extras) {
@@ -126,7 +127,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
     copy_async_commit();
     copy_async_wait<1>();
     if (arguments.angles.cos)
-      rotate_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f, threadIdx.x);
+      rotate_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f,
+                                 threadIdx.x);
     __syncthreads();
 
     const bool edge = !is_inside<KEYS>(first_key, common);
@@ -234,7 +236,8 @@ __global__ void __launch_bounds__(BackwardShape<T, HEAD_DIM>::THREADS, BackwardS
       const bool real = query < arguments.query_length;
       copy_async_4(largest_stages + step % 2 * QUERIES + row, largest + (real ? query : 0), real);
       if (EXTRAS)
-        copy_async_4(log_sum_stages + step % 2 * QUERIES + row, largest + (real ? arguments.query_length + query : 0), real);
+        copy_async_4(log_sum_stages + step % 2 * QUERIES + row, largest + (real ? arguments.query_length + query : 0),
+                     real);
       copy_async_4(delta_stages + step % 2 * QUERIES + row, arguments.delta + (real ? statistics + query : 0), real);
     }
   };
@@ -470,8 +473,9 @@ template <class T, int HEAD_DIM, bool EXTRAS> void launch_backward_products(cons
                              (HEAD_DIM / Shape::COLUMNS);
   launch<attention_backward_query_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_query", grid_of(query_blocks),
                                                                Shape::THREADS, Shape::QUERY_BYTES, stream, arguments);
-  launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS>>(
-      "attention_backward_key_value", grid_of(key_blocks), Shape::THREADS, Shape::key_value_bytes(EXTRAS), stream, arguments);
+  launch<attention_backward_key_value_kernel<T, HEAD_DIM, EXTRAS>>("attention_backward_key_value", grid_of(key_blocks),
+                                                                   Shape::THREADS, Shape::key_value_bytes(EXTRAS),
+                                                                   stream, arguments);
 }
 
 template <class T> void launch_backward(const Arguments& arguments, const float* dlse, Stream stream) {

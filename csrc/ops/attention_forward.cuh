@@ -41,7 +41,8 @@ struct OnlineSoftmax {
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        scores[n][e] = exponential<T>(SCALED ? (scores[n][e] - base) * factor : fmaf(scores[n][e], factor, -base * factor));
+        scores[n][e] =
+            exponential<T>(SCALED ? (scores[n][e] - base) * factor : fmaf(scores[n][e], factor, -base * factor));
         sum += scores[n][e];
       }
     total[half] = total[half] * shrink + sum;
@@ -230,7 +231,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HEAD_DIM, SLABS>::THREADS, FOR
     copy_async_commit();
     copy_async_wait<1>();
     if (arguments.angles.cos)
-      rotate_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f, threadIdx.x);
+      rotate_tile<KEYS, THREADS>(k, first_key, arguments.key_length, bits, angles_of(arguments, batch), 1.f,
+                                 threadIdx.x);
     __syncthreads();
     const bool edge = !is_inside<KEYS>(first_key, common);
     if (edge && arguments.cu_seqlens) {
@@ -261,7 +263,8 @@ template <class T> void launch_forward(const Arguments& arguments, Stream stream
   dispatch_head_dim<T>(arguments, [&](auto head_dim, auto extras) {
     const auto with_slabs = [&](auto slabs) {
       using Shape = ForwardShape<T, head_dim.value, slabs.value>;
-      const int64_t blocks = ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
+      const int64_t blocks =
+          ceil_div(arguments.query_length, Shape::QUERIES) * arguments.query_heads * arguments.batches;
       launch<attention_forward_kernel<T, head_dim.value, extras.value, slabs.value>>(
           "attention_forward", grid_of(blocks), Shape::THREADS, Shape::SHARED_BYTES, stream, arguments);
     };

@@ -1,6 +1,6 @@
 // Flash attention, forward, for Hopper: a producer warp keeps the copy engine busy, two warp groups of consumers
 // compute 64 queries each by wgmma (Shah et al., "FlashAttention-3", 2024, algorithm 1). The scores of the next tile
-// are computed while the values of the current one are taken in.
+// are computed while those of the current one are multiplied by its values.
 #pragma once
 #include "../primitives/hopper.h"
 #include "attention_forward.cuh"
@@ -11,27 +11,29 @@ struct TensorMaps {
   TensorMap query, key, value;
 };
 
-// The copy engine fills what a call's head dimension leaves of HEAD_DIM with zeros.
+// The copy engine fills columns from the head dimension of the call to HEAD_DIM with zeros.
 template <int HEAD_DIM, bool BIAS> struct HopperShape {
   static constexpr int QUERIES = 128, KEYS = HEAD_DIM > 128 || BIAS ? 64 : 128, STAGES = 2;
-  static constexpr bool ASKS_AHEAD = HEAD_DIM <= 128;  // else registers hold neither a tile's bias nor where it lies
-  static constexpr int HELD = ASKS_AHEAD ? KEYS / 8 : 1;  // times eight keys whose bias they hold
+  static constexpr bool ASKS_AHEAD = HEAD_DIM <= 128;  // else neither a tile's bias nor its address fits into registers
+  static constexpr int HELD = ASKS_AHEAD ? KEYS / 8 : 1;  // groups of eight keys whose bias is in registers
   static constexpr int CONSUMERS = 2 * WARP_GROUP_SIZE, THREADS = CONSUMERS + WARP_GROUP_SIZE;
   static constexpr int PANELS = HEAD_DIM / PANEL_COLUMNS;
   static constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;  // of a key or a value tile
   static constexpr int BARRIERS = 1 + 4 * STAGES;
   static constexpr int TILES_BYTES = (QUERIES + 2 * STAGES * KEYS) * HEAD_DIM * 2;
   static constexpr int BARRIERS_END = shared_bytes_after<uint64_t>(BARRIERS, TILES_BYTES);
-  static constexpr int NOTES_END = shared_bytes_after<float2>(CONSUMERS, shared_bytes_after<uint8_t>(STAGES * KEYS, BARRIERS_END));
-  static constexpr int SHARED_BYTES = shared_bytes_after<PhiloxKeys>(1, shared_bytes_after<Interval>(QUERIES + 1, NOTES_END));
+  static constexpr int NOTES_END =
+      shared_bytes_after<float2>(CONSUMERS, shared_bytes_after<uint8_t>(STAGES * KEYS, BARRIERS_END));
+  static constexpr int SHARED_BYTES =
+      shared_bytes_after<PhiloxKeys>(1, shared_bytes_after<Interval>(QUERIES + 1, NOTES_END));
 };
 
-// Tiles of keys that hold a real key, in order: producer and consumers walk the same list.
+// Tiles with a real key, in order: producer and consumers iterate over the same list.
 template <int KEYS> struct TileWalk {
   const uint8_t* mask;
   int key_length, tiles;
-  int tile = 0, step = 0;          // `step` counts the tiles walked: stages and parities follow it
-  uint64_t low = 0, high = ~0ull;  // bits of the real keys among the tile's first 64 and what follows
+  int tile = 0, step = 0;          // `step` counts visited tiles; it determines stage and parity
+  uint64_t low = 0, high = ~0ull;  // bits of the real keys: the tile's first 64, and the others
 
   TK_DEVICE void find(int from) {
     for (tile = from; tile < tiles; ++tile) {
@@ -48,8 +50,8 @@ template <int KEYS> struct TileWalk {
   TK_DEVICE bool has_hidden() const { return (low & high) != ~0ull; }
 };
 
-// Zeroes the rows of a value tile that are padding and, where packed sequences share it, those that hold inf or NaN, noting
-// the latter. All consumers take part.
+// Zeroes the rows of a value tile that are padding and, if packed sequences share it, rows with inf or NaN, and records
+// the latter. Called by all consumers.
 template <class T, int HEAD_DIM, int KEYS, int THREADS>
 TK_DEVICE void quarantine_values(T* values, const TileWalk<KEYS>& walk, bool is_shared, uint8_t* tainted, int thread) {
   for (int row = thread / 4; row < KEYS; row += THREADS / 4) {
@@ -85,7 +87,7 @@ template <class T, int ROWS> struct Panels {
   }
 };
 
-// Rotates the rows of a tile whose bits are set by the angles of tokens before `end`. All consumers take part.
+// Rotates the rows of a tile whose bits are set by the angles of tokens before `end`. Called by all consumers.
 template <int HEAD_DIM, int THREADS, class T, int ROWS>
 TK_DEVICE void rotate_panels(Panels<T, ROWS> tile, int first_row, int end, uint64_t low, uint64_t high,
                            const Angles& angles, int thread) {
@@ -98,11 +100,11 @@ TK_DEVICE void rotate_panels(Panels<T, ROWS> tile, int first_row, int end, uint6
   named_barrier_sync(1, THREADS);
 }
 
-// The bias of this lane's two rows, or what a slope makes of distances, for a tile of keys. Neighbouring keys are read
-// two at a time: `ask` starts the loads of HELD times eight keys, which arrive while the scores are computed.
+// The bias of this lane's two rows for a tile of keys, also from a slope and distances. Adjacent keys are loaded in
+// pairs: `ask` starts the loads of HELD groups of eight keys, which overlap with the computation of scores.
 template <class T, int KEYS, int HELD> struct BiasTile {
   const Bias& bias;
-  int keys, distance;  // from this lane's first column on: keys, and how far key 0 lies behind the first row's query
+  int keys, distance;  // from this lane's first column: keys, and the distance of key 0 from the first row's query
   float slope = 0.f;
   const char* rows[2];
   uint32_t pairs[HELD][2][2];  // float32 fills both words, 16 bits one
@@ -114,7 +116,7 @@ template <class T, int KEYS, int HELD> struct BiasTile {
     distance = query + keys - arguments.query_length;
     if (bias.is_slope) slope = load(static_cast<const float*>(bias.data) + plane);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // rows behind the last one read the last one's, and are not written
+    for (int half = 0; half < 2; ++half) {  // rows after the last one read its bias; they are not written
       const int row = min(query + 8 * half, arguments.query_length - 1);
       rows[half] = static_cast<const char*>(bias.data) + (plane + row * bias.row + column) * (bias.is_float ? 4 : 2);
     }
@@ -141,7 +143,7 @@ template <class T, int KEYS, int HELD> struct BiasTile {
     }
   }
 
-  // Adds a tile's bias, of which the first keys were asked for; it asks for the others as it goes.
+  // Adds a tile's bias. The loads of the first keys have been started; this starts the others.
   TK_DEVICE void add_to(float (&scores)[KEYS / 8][4], int first_key) {
 #pragma unroll
     for (int first = 0; first < KEYS / 8; first += HELD) {
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   SharedMemory shared;
   T* const queries = shared.take<T, 1024>(QUERIES * HEAD_DIM);
   T* const key_stages = shared.take<T, 1024>(2 * STAGES * KEYS * HEAD_DIM);
-  T* const value_stages = key_stages + STAGES * KEYS * HEAD_DIM;  // of one piece: descriptors count on it
+  T* const value_stages = key_stages + STAGES * KEYS * HEAD_DIM;  // contiguous, as the descriptors require
   uint64_t* const barriers = shared.take<uint64_t>(Shape::BARRIERS);
   uint64_t *const queries_full = barriers, *const keys_full = barriers + 1, *const values_full = keys_full + STAGES;
   uint64_t *const keys_empty = values_full + STAGES, *const values_empty = keys_empty + STAGES;
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
 
   take_registers<240>();
   const int thread = threadIdx.x - WARP_GROUP_SIZE, lane = threadIdx.x % WARP_SIZE, warp_row = thread / WARP_SIZE * 16;
-  const int group_row = __shfl_sync(ALL_LANES, thread / WARP_GROUP_SIZE, 0) * 64;  // as one lane says: a uniform register
+  const int group_row = __shfl_sync(ALL_LANES, thread / WARP_GROUP_SIZE, 0) * 64;  // in a uniform register
   const uint64_t queries_at = swizzled_descriptor(queries + group_row * PANEL_COLUMNS, 16);
   const uint64_t keys_at = swizzled_descriptor(key_stages, 16);
   constexpr uint64_t VALUES_FROM_KEYS = static_cast<uint64_t>(KEYS * PANEL_COLUMNS * 2 / 16 - 1) << 16;
@@ -268,7 +270,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     barrier_wait(keys_full + stage, at.step / STAGES % 2);
     if (arguments.angles.cos)
       rotate_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, KEYS>{key_stages + stage * KEYS * HEAD_DIM}, at.tile * KEYS,
-                                              arguments.key_length, at.low, at.high, angles_of(arguments, batch), thread);
+                                                arguments.key_length, at.low, at.high, angles_of(arguments, batch),
+                                                thread);
     wgmma_pin(scores);
     wgmma_fence();
 #pragma unroll
@@ -280,7 +283,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     }
     wgmma_commit();
   };
-  // Tiles that all rows see. Beside 256 columns of output no register is left for them, not even a uniform one.
+  // Tiles visible to all rows. With 256 columns of output no register is free for this range.
   const auto seen_whole = [&] { return HEAD_DIM > 128 ? seen[QUERIES] : whole; };
   const auto needs_mask = [&](const TileWalk<KEYS>& at) {
     return at.has_hidden() || !is_inside<1>(at.tile, seen_whole());
@@ -294,7 +297,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     if (is_shared || (arguments.key_padding_mask && at.has_hidden()))
       quarantine_values<T, HEAD_DIM, KEYS, Shape::CONSUMERS>(v, at, is_shared, tainted, thread);
     if (is_shared)
-      poison.note({rows.keys_of(0, 0), rows.keys_of(0, 1)}, at.tile * KEYS, KEYS, [=](int row) { return tainted[row] != 0; });
+      poison.note({rows.keys_of(0, 0), rows.keys_of(0, 1)}, at.tile * KEYS, KEYS,
+                  [=](int row) { return tainted[row] != 0; });
     wgmma_pin(rows.out[0]);
     wgmma_pin(probabilities);
     wgmma_fence();
@@ -306,7 +310,7 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     wgmma_commit();
   };
   float shrink[2];
-  const auto take_scores = [&](const TileWalk<KEYS>& at) {  // scores become exponentials, some of which dropout hides
+  const auto take_scores = [&](const TileWalk<KEYS>& at) {  // exponentials of the scores, with dropout
     const int first_key = at.tile * KEYS;
     if constexpr (EXTRAS) rows.scale_and_cap(scores);
     if constexpr (BIAS && Shape::ASKS_AHEAD) {
@@ -323,7 +327,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      shrink[half] = rows.softmax[0].template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
+      shrink[half] =
+          rows.softmax[0].template update<T, EXTRAS>(scores, half, EXTRAS ? UNIT<T> : arguments.scale * UNIT<T>);
     if constexpr (EXTRAS) {
       rows.template drop<KEYS>(scores, first_key, 0, [&] { return *round_keys; });
     }
@@ -339,8 +344,8 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
 
   barrier_wait(queries_full, 0);
   if (arguments.angles.cos)
-    rotate_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, QUERIES>{queries}, block_query, arguments.query_length, ~0ull, ~0ull,
-                                            angles_of(arguments, batch), thread);
+    rotate_panels<HEAD_DIM, Shape::CONSUMERS>(Panels<T, QUERIES>{queries}, block_query, arguments.query_length, ~0ull,
+                                              ~0ull, angles_of(arguments, batch), thread);
   walk.find(tiles.first);
   if (walk.tile < walk.tiles) {
     start_scores(walk);
@@ -376,13 +381,13 @@ __global__ void __launch_bounds__(HopperShape<HEAD_DIM, BIAS>::THREADS, 1)
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) rows.add_poison(0, half, poison.found[half]);
-  named_barrier_sync(1, Shape::CONSUMERS);  // Q has been read by both groups and may hold the output now
+  named_barrier_sync(1, Shape::CONSUMERS);  // both groups have read Q; its memory is reused for the output
   rows.finish(Tile<T, HEAD_DIM>{queries}, warp_row);
 #endif
 }
 
 template <class T> void launch_forward_sm90(const Arguments& arguments, Stream stream) {
-  const DeviceGuard guard(stream.device);  // a tensor map is made in a context
+  const DeviceGuard guard(stream.device);  // a tensor map requires a context
   const auto map_of = [&](const Strided& tensor, int64_t length, int64_t heads, unsigned box_rows) {
     return tensor_map<T>(tensor.data, arguments.head_dim, length, heads, arguments.batches, tensor.row, tensor.head,
                          tensor.batch, box_rows);
@@ -398,7 +403,8 @@ template <class T> void launch_forward_sm90(const Arguments& arguments, Stream s
   };
   const auto with_extras = [&](auto extras, auto bias) {
     if (arguments.head_dim > 128) return with_head_dim(Constant<256>{}, std::true_type{}, bias);
-    arguments.head_dim <= 64 ? with_head_dim(Constant<64>{}, extras, bias) : with_head_dim(Constant<128>{}, extras, bias);
+    arguments.head_dim <= 64 ? with_head_dim(Constant<64>{}, extras, bias)
+                             : with_head_dim(Constant<128>{}, extras, bias);
   };
   if (arguments.bias.data) return with_extras(std::true_type{}, std::true_type{});
   dispatch_extras(arguments, [&](auto extras) { with_extras(extras, std::false_type{}); });

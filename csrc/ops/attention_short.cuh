@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(ShortShape<T, HEAD_DIM, KEYS>::THREADS, 1)
     for (int first_key = 0; first_key < KEYS; first_key += 64) {
       const uint64_t bits = keys.bits_from(first_key);
       if (!bits || first_key > seen.last || first_key + 63 < seen.first) continue;
-      rows.template add<64>(slab, 0, keys.from(keys.k, first_key), keys.from(keys.v, first_key), first_key, bits, hides);
+      rows.template add<64>(slab, 0, keys.from(keys.k, first_key), keys.from(keys.v, first_key), first_key, bits,
+                            hides);
     }
     __syncwarp();
     rows.finish(slab, 0);
@@ -139,7 +140,8 @@ TK_DEVICE void short_score_gradients(const Arguments& arguments, int batch, int 
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
   const int first_query = tile_query + row;
   const uint64_t bits = keys.bits_from(first_key) & ALL_KEYS<WIDTH>;
-  const Interval first_sees = keys_seen_by(arguments, first_query), last_sees = keys_seen_by(arguments, first_query + 15);
+  const Interval first_sees = keys_seen_by(arguments, first_query),
+                 last_sees = keys_seen_by(arguments, first_query + 15);
   const bool any = bits && first_key <= last_sees.last && first_key + WIDTH > first_sees.first;
   const bool edge =
       !any || bits != ALL_KEYS<WIDTH> || !is_inside<WIDTH>(first_key, seen_by_all(first_sees, last_sees));

@@ -34,7 +34,8 @@ TK_DEVICE const uint8_t* padding_of(const Arguments& arguments, int batch) {
 // Statistics of a head: per query the maximum of its scores (-inf if fully masked), then, query_length floats later,
 // the log of the sum of exp(score - maximum). Their sum, lse, loses the log for large scores.
 TK_DEVICE float* statistics_of(const Arguments& arguments, int batch, int head) {
-  return arguments.statistics + (static_cast<int64_t>(batch) * arguments.query_heads + head) * 2 * arguments.query_length;
+  return arguments.statistics +
+         (static_cast<int64_t>(batch) * arguments.query_heads + head) * 2 * arguments.query_length;
 }
 
 // ---- visibility
@@ -185,7 +186,8 @@ TK_DEVICE void load_tile(Tile<T, COLUMNS> tile, const T* rows, int64_t stride, i
 #pragma unroll(COUNT > 8 ? 4 : COUNT)
     for (int i = 0; i < COUNT; ++i, source += STEP * stride) {
       const bool real = inside && i * STEP < left && (mine >> i * STEP & 1);
-      copy_async_16(tile.chunk(static_cast<int>(first + i * STEP), static_cast<int>(chunk)), real ? source : rows, real);
+      copy_async_16(tile.chunk(static_cast<int>(first + i * STEP), static_cast<int>(chunk)), real ? source : rows,
+                    real);
     }
     return;
   }
@@ -495,7 +497,8 @@ TK_DEVICE float dot(const Vector<float, 4>& a, const Vector<float, 4>& b, float 
 
 // fp32: both operands from shared memory, 16 bytes at a time; lanes of equal t read the same rows of b.
 template <int N, int COLUMNS>
-TK_DEVICE void multiply_transposed(float (&slabs)[1][N / 8][4], Tile<float, COLUMNS> a, int a_row, Tile<float, COLUMNS> b) {
+TK_DEVICE void multiply_transposed(float (&slabs)[1][N / 8][4], Tile<float, COLUMNS> a, int a_row,
+                                   Tile<float, COLUMNS> b) {
   const int g = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
   float (&c)[N / 8][4] = slabs[0];
 #pragma unroll(COLUMNS > 64 ? 1 : 2)

@@ -11,7 +11,8 @@ namespace transformer_kernels {
 template <class Layout, int COUNT> class ColumnSums {
  public:
   static constexpr int V = Layout::VECTOR;
-  static constexpr int SHARED_BYTES = Layout::ROWS_PER_BLOCK > 1 ? Layout::CAPACITY * static_cast<int>(sizeof(float)) : 0;
+  static constexpr int SHARED_BYTES =
+      Layout::ROWS_PER_BLOCK > 1 ? Layout::CAPACITY * static_cast<int>(sizeof(float)) : 0;
 
   TK_DEVICE ColumnSums(float* partials, int columns) : partials_(partials), columns_(columns) {
     if constexpr (Layout::IN_REGISTERS) {
@@ -23,7 +24,8 @@ template <class Layout, int COUNT> class ColumnSums {
           for (int i = 0; i < V; ++i) totals_[k][v][i] = 0.0f;
     } else {
       for (int k = 0; k < COUNT; ++k)
-        Layout::for_each_vector(columns, [&](int, int column) { store_vector(partial(k) + column, Vector<float, V>{}); });
+        Layout::for_each_vector(columns,
+                                [&](int, int column) { store_vector(partial(k) + column, Vector<float, V>{}); });
     }
   }
 
@@ -46,7 +48,8 @@ template <class Layout, int COUNT> class ColumnSums {
       for (int k = 0; k < COUNT; ++k) {
         if constexpr (Layout::ROWS_PER_BLOCK > 1) add_up_warps(k, shared);
         if (static_cast<int>(threadIdx.x) < Layout::THREADS)
-          Layout::for_each_vector(columns_, [&](int v, int column) { store_vector(partial(k) + column, totals_[k][v]); });
+          Layout::for_each_vector(columns_,
+                                  [&](int v, int column) { store_vector(partial(k) + column, totals_[k][v]); });
       }
     }
   }
@@ -101,7 +104,8 @@ __global__ void __launch_bounds__(SUM_COLUMNS* SUM_GROUPS)
 
   float sum = 0.0f;
   if (column < columns)
-    for (int row = group; row < count; row += SUM_GROUPS) sum += load(partials + static_cast<int64_t>(row) * columns + column);
+    for (int row = group; row < count; row += SUM_GROUPS)
+      sum += load(partials + static_cast<int64_t>(row) * columns + column);
   sums[threadIdx.x] = sum;
   __syncthreads();
   if (group != 0 || column >= columns || !output.data) return;

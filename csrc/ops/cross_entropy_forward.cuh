@@ -64,7 +64,8 @@ struct WeightedLoss {
   TK_DEVICE float own(const RowTarget& target, float smoothing) const {
     return target.column < 0 ? 0.0f : (1.0f - smoothing) * weight(target.column);
   }
-  TK_DEVICE float loss(const RowTerms& terms, const RowTarget& target, float smoothing, int classes, float maximum) const {
+  TK_DEVICE float loss(const RowTerms& terms, const RowTarget& target, float smoothing, int classes,
+                       float maximum) const {
     if (target.ignored || target.stray) return target.ignored ? 0.0f : NAN;
     const float picked = own(target, smoothing), lse = maximum + terms.log_total;
     const float share = picked + smoothing * weight(classes);
@@ -99,8 +100,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
                                  int stride, int64_t ignore_index, float smoothing) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
-  SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::SCRATCH);
+  float* scratch = Layout::scratch();
   const int64_t row = Layout::first_row();
   if (row >= rows) return;
   const RowTarget target(load(targets + row), classes, ignore_index);
@@ -161,8 +161,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
                                            int classes, int stride, int64_t ignore_index, float smoothing, Loss kind) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
-  SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::SCRATCH);
+  float* scratch = Layout::scratch();
   const int64_t row = Layout::first_row();
   const RowTarget target(load(targets + row), classes, ignore_index);
   logits += row * stride;

@@ -13,8 +13,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
                               float eps) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
-  SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::SCRATCH);
+  float* scratch = Layout::scratch();
   const int64_t row = Layout::first_row();
   if (row >= rows) return;
   const float inverse_columns = 1.0f / static_cast<float>(columns);
@@ -24,7 +23,8 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
   const auto read = [&](int v, int column) { loaded[v] = input.template load_first<V>(row, column); };
   Layout::load_and_use(columns, read, [&](int v, int) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) sum += CENTRED ? to_float(loaded[v][i]) : to_float(loaded[v][i]) * to_float(loaded[v][i]);
+    for (int i = 0; i < V; ++i)
+      sum += CENTRED ? to_float(loaded[v][i]) : to_float(loaded[v][i]) * to_float(loaded[v][i]);
   });
   const float rough_mean = Layout::template reduce<Sum>(sum, scratch) * inverse_columns;  // of squares, if not CENTRED
   float mean = 0.0f, variance = rough_mean;

@@ -20,7 +20,8 @@ template <class T> struct RotaryHeads {
 // Rotates V pairs: adjacent elements of x[0], x[1] if interleaved, else elements of x[0] with those of x[1]; sign -1 is
 // the inverse.
 template <bool INTERLEAVED, class T, int V>
-TK_DEVICE void rotate_pairs(Vector<T, V> (&x)[2], const Vector<float, V>& cos, const Vector<float, V>& sin, float sign) {
+TK_DEVICE void rotate_pairs(Vector<T, V> (&x)[2], const Vector<float, V>& cos, const Vector<float, V>& sin,
+                            float sign) {
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     const int at_a = INTERLEAVED ? 2 * i : i, at_b = INTERLEAVED ? 2 * i + 1 : V + i;  // of the 2 V elements

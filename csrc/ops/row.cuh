@@ -29,6 +29,11 @@ template <class T_, int VECTOR_, int ITEMS_, int THREADS_> struct RowLayout {
   static TK_DEVICE int64_t first_row() {
     return static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + static_cast<int>(threadIdx.x) / THREADS;
   }
+  // The block's shared memory for `reduce` and `sum_pair`, if it is not used otherwise.
+  static TK_DEVICE float* scratch() {
+    SharedMemory shared;
+    return shared.take<float>(SCRATCH);
+  }
   static int64_t blocks(int64_t rows) { return ceil_div(rows, ROWS_PER_BLOCK); }
 
   // Calls f(v, column) for each vector of this thread; v is always 0 in the layout for any width.

@@ -13,8 +13,12 @@ void softmax_forward(const SoftmaxForward& call) {
   const auto& [sizes] = call.mask_sizes;
   const auto& [strides] = call.mask_strides;
   const bool vectors = strides[3] == 1 && (call.mask | strides[0] | strides[1] | strides[2]) % 8 == 0;
-  const SoftmaxMask mask{pointer<const uint8_t>(call.mask), {sizes[0], sizes[1], sizes[2]},
-                         {strides[0], strides[1], strides[2], strides[3]}, vectors, call.causal_rows > 0, call.causal_rows};
+  const SoftmaxMask mask{pointer<const uint8_t>(call.mask),
+                         {sizes[0], sizes[1], sizes[2]},
+                         {strides[0], strides[1], strides[2], strides[3]},
+                         vectors,
+                         call.causal_rows > 0,
+                         call.causal_rows};
   dispatch_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const T* input = pointer<const T>(call.x);

@@ -11,8 +11,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
                             typename Layout::T* __restrict__ dx, int64_t rows, int columns, float scale) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
-  SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::SCRATCH);
+  float* scratch = Layout::scratch();
   const int64_t row = Layout::first_row();
   if (row >= rows) return;
   dy += row * columns;

@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
                            int columns, SoftmaxMask mask, float scale) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
-  SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::SCRATCH);
+  float* scratch = Layout::scratch();
   const int64_t row = Layout::first_row();
   if (row >= rows) return;
   const bool masked = mask.data || mask.causal;
@@ -100,8 +99,7 @@ __global__ void __launch_bounds__(Layout::BLOCK_THREADS, 1)
                                      int columns, SoftmaxMask mask, float scale) {
   using T = typename Layout::T;
   constexpr int V = Layout::VECTOR;
-  SharedMemory shared;
-  float* scratch = shared.take<float>(Layout::SCRATCH);
+  float* scratch = Layout::scratch();
   const int64_t row = Layout::first_row();
   const bool masked = mask.data || mask.causal;
   const uint8_t* mask_row = mask.data ? mask.row(row) : nullptr;

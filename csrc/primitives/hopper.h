@@ -39,7 +39,8 @@ TK_DEVICE uint64_t descriptor_after(uint64_t descriptor, int bytes) { return des
 using TensorMap = CUtensorMap;
 
 // Describes a tensor [batches, heads, rows, columns] of 16-bit elements (strides in elements; address and strides must
-// be multiples of 16 bytes) to the copy engine, which fetches boxes of `box_rows` rows and 64 columns, zero-filled outside.
+// be multiples of 16 bytes) to the copy engine, which fetches boxes of `box_rows` rows and 64 columns, zero-filled
+// outside.
 template <class T>
 inline TensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int64_t heads, int64_t batches,
                             int64_t row_stride, int64_t head_stride, int64_t batch_stride, unsigned box_rows) {

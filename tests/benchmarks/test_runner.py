@@ -90,7 +90,7 @@ def test_record_merge_plot_from_the_command_line(tmp_path, monkeypatch, capsys):
         (["--compare", "nowhere.json", "nowhere.json"], "no benchmark rows at"),
     ],
 )
-def test_wrong_use_is_told(arguments, message, capsys):
+def test_wrong_use_is_reported(arguments, message, capsys):
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
 

@@ -1,7 +1,7 @@
-// Every primitive against its definition: the fragment tables of the PTX ISA, written out once more and independently of
-// csrc/emulation. Compiles under g++ (the emulation) and under nvcc (the device must agree). A line for each: its name, ok
-// or WRONG, and a checksum of the words that came out, which must be those of the emulation of the same architecture. Exit
-// status 1 on a mismatch.
+// Every primitive against its definition: the fragment tables of the PTX ISA, written out once more and independently
+// of csrc/emulation. Compiles under g++ (the emulation) and under nvcc (the device must agree). A line for each: its
+// name, ok or WRONG, and a checksum of the words that came out, which must be those of the emulation of the same
+// architecture. Exit status 1 on a mismatch.
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -47,7 +47,8 @@ template <class T> __global__ void mma_kernel(const float* a, const float* b, fl
   const uint32_t a_fragment[4] = {pack_pair<T>(a_values[0], a_values[1]), pack_pair<T>(a_values[2], a_values[3]),
                                   pack_pair<T>(a_values[4], a_values[5]), pack_pair<T>(a_values[6], a_values[7])};
   mma_m16n8k16<T>(c, a_fragment, pack_pair<T>(b_values[0], b_values[1]), pack_pair<T>(b_values[2], b_values[3]));
-  for (int i = 0; i < 4; ++i) d[(i < 2 ? group : group + 8) * 8 + in_group * 2 + (i & 1)] = c[i] - static_cast<float>(i);
+  for (int i = 0; i < 4; ++i)
+    d[(i < 2 ? group : group + 8) * 8 + in_group * 2 + (i & 1)] = c[i] - static_cast<float>(i);
 }
 
 __global__ void mma_tf32_kernel(const float* a, const float* b, float* d) {
@@ -163,8 +164,13 @@ static void check_reductions() {
   bool right = true;
   for (int t = 0; t < 128; ++t) {
     const int warp = t / 32, quad = t / 4;
-    const float want[8] = {static_cast<float>(32 * 32 * warp + 496), static_cast<float>(-32 * warp),
-                           static_cast<float>(16 * quad + 6), static_cast<float>(4 * quad + 3), 8128.0f, 127.0f, 8128.0f,
+    const float want[8] = {static_cast<float>(32 * 32 * warp + 496),
+                           static_cast<float>(-32 * warp),
+                           static_cast<float>(16 * quad + 6),
+                           static_cast<float>(4 * quad + 3),
+                           8128.0f,
+                           127.0f,
+                           8128.0f,
                            16256.0f};
     for (int i = 0; i < 8; ++i) right = right && got[t * 8 + i] == want[i];
   }
@@ -212,7 +218,7 @@ static void check_philox() {
   launch<philox_kernel>("philox", dim3(1), dim3(1), 0, Stream{0, 0}, out.data());
   const std::vector<uint32_t> got = out.read();
   expect(got == std::vector<uint32_t>{0x5f6fb709u, 0x0d893f64u, 0x4f121f81u, 0x4f730a48u, 0x5207ddc2u, 0x45165e59u,
-                                             0x4d8ee751u, 0x8c52f662u, 0x4dfccabau, 0x190a87f0u, 0xc47362bau, 0xb6b5242au},
+                                      0x4d8ee751u, 0x8c52f662u, 0x4dfccabau, 0x190a87f0u, 0xc47362bau, 0xb6b5242au},
          "philox4x32-7, known answers", got);
 }
 
@@ -222,7 +228,8 @@ template <class T> __global__ void conversion_kernel(const uint16_t* bits, uint1
   const int i = static_cast<int>(blockIdx.x * 256 + threadIdx.x);
   const float value = unpack_pair<T>(bits[i]).x, next = unpack_pair<T>(bits[i] ^ 1u).x;
   back[i] = static_cast<uint16_t>(pack_pair<T>(value, 0.0f));
-  halfway[i] = static_cast<uint16_t>(pack_pair<T>(0.5f * value + 0.5f * next, 0.0f));  // bits i and i ^ 1 are neighbours
+  halfway[i] =
+      static_cast<uint16_t>(pack_pair<T>(0.5f * value + 0.5f * next, 0.0f));  // bits i and i ^ 1 are neighbours
 }
 
 template <class T> static void check_conversions(uint16_t infinity, const char* what) {
@@ -298,8 +305,8 @@ TK_DEVICE void copy_panels(bfloat16* tile, const TensorMap& map, int rows, int r
 }
 #endif
 
-// One warp group owns `out`: three boxes of 64 rows through one tile, by the phases of one barrier. The last rows are beyond
-// the tensor.
+// One warp group owns `out`: three boxes of 64 rows through one tile, by the phases of one barrier. The last rows are
+// beyond the tensor.
 __global__ void tensor_copy_kernel(const __grid_constant__ TensorMap map, uint16_t* out) {
 #if defined(TK_HOPPER)
   constexpr int ELEMENTS = 64 * PANEL_COLUMNS;
@@ -317,7 +324,7 @@ __global__ void tensor_copy_kernel(const __grid_constant__ TensorMap map, uint16
   for (int box = 0; box < 3; ++box) {
     if (t == 0) copy_panels(tile, map, 64, 64 * box, 1, barrier);
     barrier_wait(barrier, box % 2);
-    for (int i = t; i < ELEMENTS; i += WARP_GROUP_SIZE)  // as it lies: the swizzle shows
+    for (int i = t; i < ELEMENTS; i += WARP_GROUP_SIZE)  // unswizzled, to expose the swizzle
       out[box * ELEMENTS + i] = reinterpret_cast<const uint16_t*>(tile)[i];
     __syncthreads();
   }
@@ -331,8 +338,8 @@ static void check_tensor_copies() {
   const Buffer<uint16_t> source(values), out(std::vector<uint16_t>(3 * 64 * COLUMNS, 7));
   const TensorMap map =
       tensor_map<bfloat16>(source.data(), COLUMNS, ROWS, 1, 1, COLUMNS, ROWS * COLUMNS, ROWS * COLUMNS, 64);
-  launch<tensor_copy_kernel>("tensor_copy", dim3(1), dim3(WARP_GROUP_SIZE), shared_bytes_after<uint64_t>(1, 64 * COLUMNS * 2),
-                             Stream{0, 0}, map, out.data());
+  launch<tensor_copy_kernel>("tensor_copy", dim3(1), dim3(WARP_GROUP_SIZE),
+                             shared_bytes_after<uint64_t>(1, 64 * COLUMNS * 2), Stream{0, 0}, map, out.data());
   const std::vector<uint16_t> got = out.read();
   bool right = true;
   for (int row = 0; row < 3 * 64; ++row)
@@ -345,7 +352,7 @@ static void check_tensor_copies() {
 }
 
 // One warp group owns d [64, N] = a [64, 128] b [N, 128]^T, and then e [64, N] = a [64, 64 columns] c [64, N] with a in
-// registers and c as it lies, twice: the second time from what ordinary stores left in place of c.
+// registers and c unswizzled, twice: the second time from ordinary stores to c.
 template <int N>
 __global__ void wgmma_kernel(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                              const __grid_constant__ TensorMap c_map, const float* a, float* d, float* e) {
@@ -402,8 +409,8 @@ __global__ void wgmma_kernel(const __grid_constant__ TensorMap a_map, const __gr
       for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
     start([&] {
       for (int step = 0; step < 4; ++step)
-        Wgmma<bfloat16, N>::from_registers(sums, left[step],
-                                           swizzled_descriptor(c_tile + step * 16 * PANEL_COLUMNS, 64 * PANEL_COLUMNS * 2));
+        Wgmma<bfloat16, N>::from_registers(
+            sums, left[step], swizzled_descriptor(c_tile + step * 16 * PANEL_COLUMNS, 64 * PANEL_COLUMNS * 2));
     });
     store_sums(e + pass * 64 * N);
     if (pass) break;
@@ -441,9 +448,9 @@ template <int N> static void check_wgmma(const char* from_shared, const char* fr
     return tensor_map<bfloat16>(bits.data(), columns, rows, 1, 1, columns, rows * columns, rows * columns,
                                 static_cast<unsigned>(rows));
   };
-  launch<wgmma_kernel<N>>("wgmma", dim3(1), dim3(WARP_GROUP_SIZE), shared_bytes_after<uint64_t>(2, (64 * 128 + N * 192) * 2),
-                          Stream{0, 0}, map(a_bits, 64, 128), map(b_bits, N, 128), map(c_bits, 64, N), a_values.data(),
-                          d.data(), e.data());
+  launch<wgmma_kernel<N>>("wgmma", dim3(1), dim3(WARP_GROUP_SIZE),
+                          shared_bytes_after<uint64_t>(2, (64 * 128 + N * 192) * 2), Stream{0, 0}, map(a_bits, 64, 128),
+                          map(b_bits, N, 128), map(c_bits, 64, N), a_values.data(), d.data(), e.data());
   const std::vector<float> got = d.read(), got_registers = e.read();
   bool right = true, right_registers = true;
   for (int row = 0; row < 64; ++row)
@@ -483,9 +490,10 @@ static void check_registers() {
 __global__ void alignment_kernel(float* d) {
   float sums[4] = {1.0f, 1.0f, 1.0f, 1.0f};
   // Every row: 1 + 15 products of 2^-25 and one of 2^-24. Kept below 1 are 24 bits by sm_80, 25 by sm_90.
-  const uint32_t small_pair = pack_pair<float16>(0x1p-13f, 0x1p-13f), large_pair = pack_pair<float16>(0x1p-12f, 0x1p-13f);
-  const uint32_t left[4] = {threadIdx.x % 4 ? small_pair : large_pair, threadIdx.x % 4 ? small_pair : large_pair, small_pair,
-                            small_pair};
+  const uint32_t small_pair = pack_pair<float16>(0x1p-13f, 0x1p-13f),
+                 large_pair = pack_pair<float16>(0x1p-12f, 0x1p-13f);
+  const uint32_t left[4] = {threadIdx.x % 4 ? small_pair : large_pair, threadIdx.x % 4 ? small_pair : large_pair,
+                            small_pair, small_pair};
   const uint32_t right = pack_pair<float16>(0x1p-12f, 0x1p-12f);
   mma_m16n8k16<float16>(sums, left, right, right);
   for (int i = 0; i < 4; ++i) d[threadIdx.x * 4 + i] = sums[i];

@@ -18,7 +18,7 @@ template <int ROWS, class Layout> void print_fragment(Layout layout) {
     }
 }
 
-// Of every element of a tile in shared memory the place, in elements.
+// The offset of every element of a tile in shared memory, in elements.
 template <class Layout> void print_tile(Layout flagged) {
   const auto layout = as_position_independent_swizzle_layout(flagged);  // else the pointer swizzles
   for (int row = 0; row < size<0>(layout); ++row)
@@ -34,7 +34,8 @@ template <GMMA::Major MAJOR, class Layout> void print_descriptors(Layout layout)
     auto descriptor = GMMA::make_gmma_desc<MAJOR>(part);
     descriptor.bitfield.start_address_ = 0;
     const auto start = reinterpret_cast<uintptr_t>(raw_pointer_cast(part.data())) / sizeof(half_t);
-    std::printf("%llu\n%llu\n", static_cast<unsigned long long>(descriptor.desc_), static_cast<unsigned long long>(start));
+    std::printf("%llu\n%llu\n", static_cast<unsigned long long>(descriptor.desc_),
+                static_cast<unsigned long long>(start));
   }
 }
 

@@ -15,7 +15,7 @@ template <class T> class Buffer {
     check(cudaMalloc(&data_, bytes));
     check(cudaMemcpy(data_, values.data(), bytes, cudaMemcpyHostToDevice));
 #else
-    // Exactly as large as asked for, so that AddressSanitizer sees an overrun of one element.
+    // Exactly the requested size, so that AddressSanitizer detects an overrun of one element.
     if (posix_memalign(reinterpret_cast<void**>(&data_), 16, bytes)) std::abort();
     std::memcpy(data_, values.data(), bytes);
 #endif

@@ -1,5 +1,6 @@
-// Our layouts against CuTe's, which cute_layouts.cpp prints: fragments of mma and wgmma, tiles as the copy engine leaves them,
-// and the descriptors of each step of a product. Reads CuTe's integers from standard input in the same order.
+// Our layouts against CuTe's, which cute_layouts.cpp prints: fragments of mma and wgmma, tiles as the copy engine
+// leaves them, and the descriptors of each step of a product. Reads CuTe's integers from standard input in the same
+// order.
 #include <string>
 
 #include "device_memory.h"
@@ -62,7 +63,8 @@ __global__ void warp_product_kernel(const Place* a, const Place* b, const Place*
 }
 
 template <int N>
-__global__ void group_product_kernel(const __grid_constant__ TensorMap b_map, const Place* a, const Place* c, float* d) {
+__global__ void group_product_kernel(const __grid_constant__ TensorMap b_map, const Place* a, const Place* c,
+                                     float* d) {
   SharedMemory shared;
   float16* b = shared.take<float16, 1024>(16 * N);
   uint64_t* barrier = shared.take<uint64_t>(1);
@@ -100,7 +102,8 @@ static bool is_product(const std::vector<float>& d, int rows, int columns) {
 static void check_warp_product() {
   const auto a = next_fragment(32, 8), b = next_fragment(32, 4), c = next_fragment(32, 4);
   const Buffer<float> d(std::vector<float>(16 * 8, -1.0f));
-  launch<warp_product_kernel>("warp_product", dim3(1), dim3(32), 0, Stream{0, 0}, a.data(), b.data(), c.data(), d.data());
+  launch<warp_product_kernel>("warp_product", dim3(1), dim3(32), 0, Stream{0, 0}, a.data(), b.data(), c.data(),
+                              d.data());
   expect(is_product(d.read(), 16, 8), "mma.m16n8k16");
 }
 
@@ -111,9 +114,9 @@ template <int N> static void check_group_product(const Buffer<Place>& a) {
     for (int column = 0; column < N; ++column) values[k * N + column] = from_float<float16>(b_value(column, k));
   const Buffer<float16> b(values);
   const Buffer<float> d(std::vector<float>(64 * N, -1.0f));
-  launch<group_product_kernel<N>>("group_product", dim3(1), dim3(WARP_GROUP_SIZE), shared_bytes_after<uint64_t>(1, 16 * N * 2),
-                                  Stream{0, 0}, tensor_map<float16>(b.data(), N, 16, 1, 1, N, 16 * N, 16 * N, 16), a.data(),
-                                  c.data(), d.data());
+  launch<group_product_kernel<N>>(
+      "group_product", dim3(1), dim3(WARP_GROUP_SIZE), shared_bytes_after<uint64_t>(1, 16 * N * 2), Stream{0, 0},
+      tensor_map<float16>(b.data(), N, 16, 1, 1, N, 16 * N, 16 * N, 16), a.data(), c.data(), d.data());
   expect(is_product(d.read(), 64, N), "wgmma of " + std::to_string(N) + " columns");
 }
 
@@ -133,7 +136,8 @@ __global__ void tile_kernel(const __grid_constant__ TensorMap map, uint16_t* out
   for (int i = 0; i < ROWS * COLUMNS; ++i) out[i] = reinterpret_cast<const uint16_t*>(tile)[i];
   const uint64_t first = swizzled_descriptor(tile, SUMMED_ALONG_ROWS ? ROWS * PANEL_COLUMNS * 2 : 16);
   for (int step = 0; step < (SUMMED_ALONG_ROWS ? ROWS : COLUMNS) / 16; ++step) {  // as attention's kernels walk
-    const int along_columns = (step / 4 * ROWS * PANEL_COLUMNS + step % 4 * 16) * 2, along_rows = step * 16 * PANEL_COLUMNS * 2;
+    const int along_columns = (step / 4 * ROWS * PANEL_COLUMNS + step % 4 * 16) * 2,
+              along_rows = step * 16 * PANEL_COLUMNS * 2;
     const uint64_t descriptor = descriptor_after(first, SUMMED_ALONG_ROWS ? along_rows : along_columns);
     descriptors[step] = descriptor & ~uint64_t{0x3fff};
     starts[step] = static_cast<int>((descriptor & 0x3fff) - (first & 0x3fff)) * 8;
@@ -147,13 +151,15 @@ template <int ROWS, int COLUMNS, bool SUMMED_ALONG_ROWS> static void check_tile(
   const Buffer<uint16_t> source(values), out(values);
   const Buffer<uint64_t> descriptors(std::vector<uint64_t>(STEPS, 0));
   const Buffer<int> starts(std::vector<int>(STEPS, 0));
-  const TensorMap map = tensor_map<float16>(source.data(), COLUMNS, ROWS, 1, 1, COLUMNS, ROWS * COLUMNS, ROWS * COLUMNS, ROWS);
-  launch<tile_kernel<ROWS, COLUMNS, SUMMED_ALONG_ROWS>>("tile", dim3(1), dim3(1),
-                                                        shared_bytes_after<uint64_t>(1, ROWS * COLUMNS * 2), Stream{0, 0},
-                                                        map, out.data(), descriptors.data(), starts.data());
+  const TensorMap map =
+      tensor_map<float16>(source.data(), COLUMNS, ROWS, 1, 1, COLUMNS, ROWS * COLUMNS, ROWS * COLUMNS, ROWS);
+  launch<tile_kernel<ROWS, COLUMNS, SUMMED_ALONG_ROWS>>(
+      "tile", dim3(1), dim3(1), shared_bytes_after<uint64_t>(1, ROWS * COLUMNS * 2), Stream{0, 0}, map, out.data(),
+      descriptors.data(), starts.data());
   const std::vector<int> places = next_integers(ROWS * COLUMNS);  // summed along rows: [columns][rows]
   const std::vector<uint16_t> got = out.read();
-  const std::string name = std::to_string(ROWS) + " x " + std::to_string(COLUMNS) + (SUMMED_ALONG_ROWS ? ", summed along rows" : "");
+  const std::string name =
+      std::to_string(ROWS) + " x " + std::to_string(COLUMNS) + (SUMMED_ALONG_ROWS ? ", summed along rows" : "");
   bool right = true;
   for (int row = 0; row < ROWS; ++row)
     for (int column = 0; column < COLUMNS; ++column) {
@@ -161,11 +167,13 @@ template <int ROWS, int COLUMNS, bool SUMMED_ALONG_ROWS> static void check_tile(
       right = right && got[place] == values[row * COLUMNS + column];
     }
   expect(right, "tile " + name);
-  const uint64_t ignored = SUMMED_ALONG_ROWS && COLUMNS == PANEL_COLUMNS ? uint64_t{0x3fff} << 16 : 0;  // one panel only
+  const uint64_t ignored =
+      SUMMED_ALONG_ROWS && COLUMNS == PANEL_COLUMNS ? uint64_t{0x3fff} << 16 : 0;  // one panel only
   right = true;
   for (int step = 0; step < STEPS; ++step) {
     const uint64_t fields = next_integer(), start = next_integer();
-    right = right && ((fields ^ descriptors.read()[step]) & ~ignored) == 0 && starts.read()[step] == static_cast<int>(start);
+    right = right && ((fields ^ descriptors.read()[step]) & ~ignored) == 0 &&
+            starts.read()[step] == static_cast<int>(start);
   }
   expect(right, "descriptors " + name);
 }

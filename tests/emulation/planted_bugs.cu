@@ -1,5 +1,5 @@
 // Small kernels, each correct until one named bug is planted. Usage: planted_bugs BUG SCHEDULE SEED
-// Exit status: 0 nothing was noticed, 1 the numbers are wrong, 2 the emulation reported a fault; a sanitizer has its own.
+// Exit status: 0 not detected, 1 wrong numbers, 2 a fault reported by the emulation; sanitizers have their own.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -97,8 +97,8 @@ static const std::map<std::string, Bug> BUGS = {
 
 constexpr int THREADS = 96, TILES = 4, BLOCKS = 3;
 
-// One block owns TILES tiles of THREADS elements and writes each tile reversed, plus the sum over the warp of the lanes'
-// numbers, through one shared tile.
+// One block owns TILES tiles of THREADS elements and writes each tile reversed, plus the sum over the warp of the
+// lanes' numbers, through one shared tile.
 __global__ void reverse_kernel(const float* x, float* y, Bug bug) {
   tk::SharedMemory shared;
   float* tile = shared.take<float>(THREADS);
@@ -108,13 +108,15 @@ __global__ void reverse_kernel(const float* x, float* y, Bug bug) {
     const int64_t base = (static_cast<int64_t>(blockIdx.x) * TILES + i) * THREADS;
     float value = tk::load(x + base + t);
     if (bug == Bug::GLOBAL_OVERRUN && t == THREADS - 1) value += 0.0f * tk::load(x + base + THREADS);
-    if (bug == Bug::MISALIGNED_VECTOR_ACCESS && t < THREADS / 4 - 1) value = tk::load_vector<4>(x + base + 4 * t + 1)[3];
+    if (bug == Bug::MISALIGNED_VECTOR_ACCESS && t < THREADS / 4 - 1)
+      value = tk::load_vector<4>(x + base + 4 * t + 1)[3];
     if (!(bug == Bug::UNINITIALISED_SHARED_READ && t == 17)) tile[t] = value;
     if (bug == Bug::SHARED_OVERRUN && t == THREADS - 1) tile[THREADS] = value;
     if (bug != Bug::MISSING_BARRIER_BEFORE_READ) __syncthreads();
     float result = tile[THREADS - 1 - t];
     if (!(bug == Bug::DIVERGENT_SHUFFLE && t % 32 == 5))
-      for (int distance = 16; distance > 0; distance /= 2) result += 0.0f * __shfl_xor_sync(tk::ALL_LANES, result, distance);
+      for (int distance = 16; distance > 0; distance /= 2)
+        result += 0.0f * __shfl_xor_sync(tk::ALL_LANES, result, distance);
     tk::store(y + base + t, result);
     if (bug == Bug::GLOBAL_RACE_BETWEEN_BLOCKS && t == static_cast<int>(blockIdx.x)) tk::store(y, result);
     if (bug != Bug::MISSING_BARRIER_BEFORE_OVERWRITE) __syncthreads();
@@ -136,13 +138,14 @@ __global__ void product_kernel(const tk::float16* a, const tk::float16* b, float
   tk::ldmatrix_x4(a_fragment, a_tile + lane % 16 * 16 + lane / 16 * 8);
   tk::ldmatrix_x4(b_fragment, b_tile + (lane % 8 + lane / 16 * 8) * 16 + lane / 8 % 2 * 8);
   float product[4] = {};
-  tk::mma_m16n8k16<tk::float16>(product, a_fragment, b_fragment[bug == Bug::WRONG_FRAGMENT_INDEX ? 2 : 0], b_fragment[1]);
+  tk::mma_m16n8k16<tk::float16>(product, a_fragment, b_fragment[bug == Bug::WRONG_FRAGMENT_INDEX ? 2 : 0],
+                                b_fragment[1]);
   for (int i = 0; i < 4; ++i) tk::store(d + (lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2, product[i]);
   if (bug == Bug::COPY_USED_BEFORE_WAIT) tk::copy_async_wait<0>();
 }
 
-// One warp group owns d (64, 64) = a (64, 16) b (64, 16)^T + a b (16, 64), all of ones, which ordinary stores wrote; the
-// second a lies in registers.
+// One warp group owns d (64, 64) = a (64, 16) b (64, 16)^T + a b (16, 64), all of ones, which ordinary stores wrote;
+// the second a lies in registers.
 __global__ void warp_group_kernel(float* d, Bug bug) {
   tk::SharedMemory shared;
   tk::float16* a = shared.take<tk::float16, 1024>(64 * tk::PANEL_COLUMNS);
@@ -205,7 +208,8 @@ __global__ void copy_kernel(const __grid_constant__ tk::TensorMap map, uint16_t*
     for (int i = t; i < ROWS * tk::PANEL_COLUMNS; i += tk::WARP_GROUP_SIZE) {
       const int row = i / tk::PANEL_COLUMNS, column = i % tk::PANEL_COLUMNS;
       const tk::float16* chunk = tile + row * tk::PANEL_COLUMNS + (column / 8 ^ row % 8) * 8;
-      tk::store(out + box * ROWS * tk::PANEL_COLUMNS + i, tk::load(reinterpret_cast<const uint16_t*>(chunk) + column % 8));
+      tk::store(out + box * ROWS * tk::PANEL_COLUMNS + i,
+                tk::load(reinterpret_cast<const uint16_t*>(chunk) + column % 8));
     }
     __syncthreads();
   }
@@ -227,8 +231,10 @@ __global__ void registers_kernel(Bug bug) {
 static bool warp_group_is_right(Bug bug) {
   const Buffer<float> d(std::vector<float>(64 * 64, 0.0f));
   constexpr int TILE = 64 * tk::PANEL_COLUMNS;
-  const int bytes = bug == Bug::TOO_MUCH_SHARED_MEMORY ? 227 * 1024 + 16 : tk::shared_bytes_after<tk::float16, 1024>(TILE, TILE * 2);
-  tk::launch<warp_group_kernel>("warp_group", dim3(1), dim3(tk::WARP_GROUP_SIZE), bytes, tk::Stream{0, 0}, d.data(), bug);
+  const int bytes =
+      bug == Bug::TOO_MUCH_SHARED_MEMORY ? 227 * 1024 + 16 : tk::shared_bytes_after<tk::float16, 1024>(TILE, TILE * 2);
+  tk::launch<warp_group_kernel>("warp_group", dim3(1), dim3(tk::WARP_GROUP_SIZE), bytes, tk::Stream{0, 0}, d.data(),
+                                bug);
   return d.read() == std::vector<float>(64 * 64, 32.0f);
 }
 
@@ -243,7 +249,8 @@ static bool copy_is_right(Bug bug) {
       tk::tensor_map<tk::float16>(source.data() + away, COLUMNS, REAL_ROWS, 1, 1, COLUMNS + wider, COLUMNS * BOTH,
                                   COLUMNS * BOTH, bug == Bug::BOX_OF_TOO_MANY_ROWS ? 257 : 64);
   tk::launch<copy_kernel>("copy", dim3(1), dim3(tk::WARP_GROUP_SIZE),
-                          tk::shared_bytes_after<uint64_t>(1, 64 * COLUMNS * 2), tk::Stream{0, 0}, map, out.data(), bug);
+                          tk::shared_bytes_after<uint64_t>(1, 64 * COLUMNS * 2), tk::Stream{0, 0}, map, out.data(),
+                          bug);
   return out.read() == want;
 }
 

@@ -1,7 +1,7 @@
 // d = a b + c by mma or wgmma of one type, for fragments from standard input.
 // Usage: tensor_cores mma|wgmma float16|bfloat16|tf32 FRAGMENTS
-// The input is a [fragments][M][K], b [fragments][K][N], c [fragments][M][N] in words of 32 bits (16-bit types in the low
-// half), M x N is 16 x 8 for mma and 64 x 64 for wgmma; the output is d. Runs on a device too.
+// The input is a [fragments][M][K], b [fragments][K][N], c [fragments][M][N] in words of 32 bits (16-bit types in the
+// low half), M x N is 16 x 8 for mma and 64 x 64 for wgmma; the output is d. Runs on a device too.
 #include <string>
 
 #include "device_memory.h"
@@ -96,8 +96,8 @@ template <auto KERNEL, int M, int N, int K> static void multiply(size_t fragment
   const auto a = read_words<uint32_t>(fragments * M * K), b = read_words<uint32_t>(fragments * K * N);
   const auto c = read_words<float>(fragments * M * N);
   const Buffer<float> d(std::vector<float>(fragments * M * N));
-  tk::launch<KERNEL>("multiply", dim3(static_cast<unsigned>(fragments)), dim3(static_cast<unsigned>(threads)), shared_bytes,
-                     tk::Stream{0, 0}, a.data(), b.data(), c.data(), d.data());
+  tk::launch<KERNEL>("multiply", dim3(static_cast<unsigned>(fragments)), dim3(static_cast<unsigned>(threads)),
+                     shared_bytes, tk::Stream{0, 0}, a.data(), b.data(), c.data(), d.data());
   const std::vector<float> sums = d.read();
   std::fwrite(sums.data(), sizeof(float), sums.size(), stdout);
 }
@@ -105,7 +105,8 @@ template <auto KERNEL, int M, int N, int K> static void multiply(size_t fragment
 template <class T> static void multiply_16_bits(bool warp_group, size_t fragments) {
   constexpr int TILE = 64 * tk::PANEL_COLUMNS;
   if (warp_group)
-    multiply<wgmma_kernel<T>, 64, 64, 16>(fragments, tk::WARP_GROUP_SIZE, tk::shared_bytes_after<T, 1024>(TILE, TILE * 2));
+    multiply<wgmma_kernel<T>, 64, 64, 16>(fragments, tk::WARP_GROUP_SIZE,
+                                          tk::shared_bytes_after<T, 1024>(TILE, TILE * 2));
   else
     multiply<mma_kernel<T, 16>, 16, 8, 16>(fragments, 32, 0);
 }

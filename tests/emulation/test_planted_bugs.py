@@ -1,4 +1,4 @@
-"""The emulation proves itself: bugs planted on purpose, and the builds that must notice each."""
+"""Planted bugs, and the builds of the emulation that must detect each."""
 
 import re
 
@@ -8,7 +8,7 @@ from tests.emulation.programs import BUILDS, run
 
 SCHEDULES = [("lowest_first", 0), ("one_warp_ahead", 1), ("one_warp_ahead", 2), ("random", 3), ("random", 4)]
 
-# Which builds notice a bug in at least one of the schedules.
+# The builds that detect a bug in at least one of the schedules.
 FOUND_BY = {
     "missing_barrier_before_read": ("plain", "address", "thread"),
     "missing_barrier_before_overwrite": ("plain", "address", "thread"),
@@ -23,8 +23,8 @@ FOUND_BY = {
     "copy_used_before_wait": ("plain", "address", "thread"),
 }
 
-# Rules of Hopper's asynchronous units. The numbers stay right (or nothing is computed): only the rule notices, in any
-# schedule and build, by these words.
+# Rules of Hopper's asynchronous units. The numbers are correct (or nothing is computed): only the rule detects the bug,
+# in any schedule and build, with this message.
 BREAKS_A_RULE = {
     "missing_proxy_fence": r"wgmma touches shared memory that thread \d+ wrote .* without fence_for_async",
     "missing_barrier_after_fence": "without a barrier after its fence_for_async",

@@ -57,7 +57,7 @@ def dropout_instructions(code):
 def registers_by_role(code):
     """The registers per thread used by the code after each `setmaxnreg`, by the number that it requests.
 
-    Branches and calls are followed: ptxas places parts of one role's code after that of another.
+    Branches and calls are followed: ptxas emits parts of one role's code after that of another.
     """
     flow, found = Flow(code), dict[int, int]()
     for block, texts in flow.graph.nodes(data="texts"):

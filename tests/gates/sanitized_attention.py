@@ -48,7 +48,7 @@ def random(*shape, dtype, seed):
 
 
 def use(family):
-    """Take the kernels of a family, on the architecture that they are for."""
+    """Use the kernels of a family, on their architecture."""
     _compiled.path = family
     os.environ["TRANSFORMER_KERNELS_EMULATE_ARCH"] = "90" if family == "sm90" else "80"
 

@@ -181,9 +181,11 @@ def test_gradients_of_large_scores_in_float32(backend, device, lengths, scale):
     check_parity(OP, backend, tensors, {"scale": scale, "causal": True})
 
 
+@pytest.mark.parametrize("order", ["heads first", "tokens first", "separate heads"])
 @pytest.mark.parametrize("lengths", [(40, 50), (300, 280)], ids=["short", "long"])
-def test_gradients_are_written_in_the_layouts_that_are_given(backend, triton_attention, device, lengths):
-    tensors = make(torch.float16, device, lengths, batch=2, heads=(2, 1))
+def test_gradients_are_written_in_the_layouts_that_are_given(backend, triton_attention, device, lengths, order):
+    """dk and dv of separate heads or of different strides are copied."""
+    tensors = make(torch.float16, device, lengths, batch=2, heads=(2, 2 if order == "separate heads" else 1))
     q, k, v = (tensors[name].detach() for name in "qkv")
     call = prepare(q, k, v, causal=True, scale=0.2)
     result = triton_attention.forward(call)
@@ -195,6 +197,15 @@ def test_gradients_are_written_in_the_layouts_that_are_given(backend, triton_att
         torch.full((keys, 2, 3, 32), 7.0, device=device).half()[:, :, 1:2].permute(1, 2, 0, 3),
         torch.full((2, 1, keys, 67), 7.0, device=device).half()[..., 3:35],
     )
+    if order == "tokens first":
+        grads = (
+            torch.full((2, queries, 3, 32), 7.0, device=device).half()[:, :, 1:].transpose(1, 2),
+            torch.full((2, keys, 3, 32), 7.0, device=device).half()[:, :, 1:2].transpose(1, 2),
+            torch.full((2, keys, 1, 67), 7.0, device=device).half()[..., 3:35].transpose(1, 2),
+        )
+    elif order == "separate heads":
+        sizes = (queries, keys, keys)
+        grads = tuple(torch.full((2, 2, size + 1, 32), 7.0, device=device).half()[:, :, 1:] for size in sizes)
     *given, _ = triton_attention.backward(call, result, incoming, everything, grads)
     for got, grad, want in zip(given, grads, wanted, strict=True):
         assert got.data_ptr() == grad.data_ptr() and torch.equal(grad, want)

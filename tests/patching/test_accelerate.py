@@ -1,4 +1,4 @@
-"""Inside a block of `accelerate`, calls of torch give what they give outside it; the report counts them."""
+"""Inside a block of `accelerate`, calls of torch have the results that they have outside it; the report counts them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ REROUTED: dict[str, tuple[str, Any]] = {
         "attention",
         lambda: (F.scaled_dot_product_attention, [*qkv(), (leaf(B, H, L, L) > -0.5) | torch.eye(L, dtype=bool)], {}),
     ),
-    "blind queries": (
+    "fully masked queries": (
         "attention",
         lambda: (F.scaled_dot_product_attention, [*qkv(), TRIANGLE & (torch.arange(L) > 1)[:, None]], {}),
     ),
@@ -419,7 +419,7 @@ def test_a_textbook_model_learns_the_same(autocast: bool) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_checkpoints_recompute_inside_the_block(recompute: bool) -> None:
-    """Backward comes after the block; the recomputed calls are rerouted, or their saved tensors would not match."""
+    """Backward runs after the block; unless recomputed calls are rerouted, their saved tensors do not match."""
     plain, ours = textbook(recompute=recompute)
     handle = tk.accelerate(ours, backend=BEST)
     mine, theirs = losses_of(ours, nullcontext(), 3), losses_of(plain, nullcontext(), 3)

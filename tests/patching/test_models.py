@@ -1,4 +1,4 @@
-"""Patched models of transformers give what they give unpatched, and stay what they were in every other way."""
+"""Patched models of transformers compute what they compute unpatched, and are otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_forward_and_gradients_match_eager(family, padding):
 
 
 def test_a_block_with_a_forward_of_its_own_keeps_its_dropout():
-    """As accelerate's hooks give it: what calls the block's parts then is not the patched block."""
+    """A forward replaced by accelerate's hooks calls the parts of the block, not the patched forward."""
     model = models.make("gpt2", resid_pdrop=0.5).train()
     block = model.transformer.h[0]
     block.forward = block.forward
@@ -164,7 +164,7 @@ def test_a_named_backend_never_falls_back(monkeypatch):
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_every_patched_module_asks_its_backend(family):
-    """With one module's backend unknown, the model cannot be run: none is passed by, and none falls back."""
+    """With an unknown backend of one module, the model raises: no module is skipped, and none falls back."""
     _, ours = pair(family)
     batch = models.inputs(family)
     fused = ("LayerNorm", "RMSNorm", "Activation", "Dropout")  # where the module around them computes for them
@@ -297,7 +297,7 @@ def test_distributed_data_parallel(tmp_path):
 
 
 class LowRank(torch.nn.Module):
-    """What an adapter does: it stands where the layer stood, and has it inside."""
+    """Replaces a layer as adapters do, and contains it."""
 
     def __init__(self, layer, width):
         super().__init__()
@@ -414,7 +414,7 @@ def test_keys_chosen_for_each_query_are_refused():
     [("PegasusXForConditionalGeneration", PEGASUS), ("GitModel", models.ENCODER | {"vision_config": models.VIT})],
 )
 def test_models_that_add_their_masks_to_the_scores(name, sizes, padding):
-    """Their layers need not say that they are causal (Pegasus-X), nor ask for a function at all (GIT's text)."""
+    """Layers without a flag for causality (Pegasus-X), or without the attention interface (GIT's text)."""
     eager = of_kind(name, **sizes)
     patched, chosen = copy.deepcopy(eager), copy.deepcopy(eager)
     tk.patch(patched)
@@ -484,7 +484,7 @@ def test_the_padding_rows_of_tables_get_no_gradient(family):
 
 
 def test_unpatch_returns_the_configuration_itself():
-    """The object from before, with what was changed in the meantime, but for the name of the attention."""
+    """The original object, with later changes except the name of the attention."""
     config = transformers.BertConfig(**models.ENCODER)
     ours, other = transformers.BertModel(config), transformers.BertModel(config)
     before = [module.config for module in ours.modules() if hasattr(module, "config")]
@@ -526,7 +526,7 @@ def test_the_loss_ignores_the_index_that_the_caller_names(family):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_layers_with_and_without_a_window(family):
-    """Where nothing is padded the full layers have no mask; the window of the configuration is not theirs."""
+    """Without padding, full layers have no mask, and ignore the window of the configuration."""
     types = ["full_attention", "sliding_attention"]
     options = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1, "layer_types": types}
     eager, ours = pair(family, **options)

@@ -162,7 +162,7 @@ def test_a_switch_after_patching_is_followed(computed):
 
 
 class Flat(nn.Module):
-    """Attention without an axis of heads, which ours does not take."""
+    """Attention without an axis of heads, which is not supported."""
 
     def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x)

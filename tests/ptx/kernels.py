@@ -1,4 +1,4 @@
-"""Triton kernels as their authors write them, which know nothing of this package, and calls of `run_ptx` on them."""
+"""Triton kernels that are independent of this package, and calls of `run_ptx` on them."""
 
 from __future__ import annotations
 

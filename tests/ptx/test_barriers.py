@@ -1,4 +1,4 @@
-"""mbarriers, named barriers and tensor copies on a few lines of PTX each: what orders what, and what is reported."""
+"""mbarriers, named barriers and tensor copies on a few lines of PTX each: the order of accesses, and the reports."""
 
 import pytest
 import torch
@@ -220,7 +220,7 @@ def test_fences_of_the_copy_engine():
 
 
 def test_a_fence_counts_where_a_barrier_follows_it():
-    """Thread 0 starts the copy; the fences of the others must come before."""
+    """Thread 0 starts the copy; the fences of the others must precede it."""
     written = "st.shared.b32 [%r4], %r1; bar.sync 0; fence.proxy.async.shared::cta;"
     overwritten = "a tensor copy overwrites what ordinary stores wrote without fence.proxy.async"
     assert copied(before=written)[1] == {overwritten}

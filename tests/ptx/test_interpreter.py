@@ -1,4 +1,4 @@
-"""The interpreter on a few lines of PTX each: what it reports, and what it refuses."""
+"""The interpreter on a few lines of PTX each: its reports and refusals."""
 
 import pytest
 import torch

@@ -10,16 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 TARGETS = ("sm_80", "sm_90")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FAMILIES = (
-    "softmax",
-    "add_layer_norm",
-    "gelu",
-    "bias_gelu",
-    "geglu",
-    "cross_entropy",
-    "embedding",
-    "rotary",
-)
+FAMILIES = ("softmax", "add_layer_norm", "gelu", "bias_gelu", "geglu", "cross_entropy", "embedding", "rotary")
 """One operation for each kernel family on rows; the gates run the others, and all on both targets."""
 PER_TARGET = pytest.mark.parametrize("target", TARGETS)
 PER_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

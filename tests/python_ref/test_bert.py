@@ -150,7 +150,7 @@ def test_bad_packing_is_refused():
         model(PACKED, cu_seqlens=STARTS, position_ids=torch.full((1, 16), 8))
 
 
-def test_an_unknown_pooling_is_told():
+def test_an_unknown_pooling_is_reported():
     with pytest.raises(ValueError, match=r"BERTConfig: pooling must be one of \('first', 'mean'\); got 'last'"):
         make(pooling="last")
 

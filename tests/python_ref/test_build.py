@@ -1,4 +1,4 @@
-"""The presets are the models they say they are, and can be varied, copied and compared."""
+"""The presets are the documented models, and can be varied, copied and compared."""
 
 import copy
 import pickle

@@ -67,9 +67,7 @@ def test_block_is_torch_encoder_layer(norm, block, activation, mask):
     padding = PADDED if mask == "padding" else None
     stream, branch = ours(x, key_padding_mask=padding, causal=mask == "causal")
     expected = theirs(
-        x,
-        src_mask=CAUSAL if mask == "causal" else None,
-        src_key_padding_mask=None if padding is None else ~padding,
+        x, src_mask=CAUSAL if mask == "causal" else None, src_key_padding_mask=None if padding is None else ~padding
     )
     torch.testing.assert_close(stream if branch is None else stream + branch, expected)
 
@@ -340,7 +338,7 @@ def test_flops_of_a_window_are_those_of_the_keys_seen(kind, length):
 @pytest.mark.parametrize("length", [3, 8])
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_flops_are_those_of_the_matrix_products(kind, length):
-    """PyTorch's own counter sees the same, but for the half of causal attention that need not be computed."""
+    """PyTorch's counter agrees, except for the half of causal attention that need not be computed."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = GPT(GPTConfig(**SMALL)) if kind == "gpt" else BERTClassifier(BERTConfig(**SMALL))

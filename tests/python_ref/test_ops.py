@@ -222,7 +222,7 @@ def test_scores_of_rotated_heads_depend_on_distance_only():
 
 
 def test_llama_scaling_of_rotary_frequencies():
-    """Those that turn 4 times or more in 8192 tokens stay, those below 1 are divided by 8, between them it blends."""
+    """Frequencies of 4 or more rotations in 8192 tokens are kept, below 1 divided by 8, in between interpolated."""
     position, base = torch.tensor([1]), 500_000.0
     scaling = ops.RotaryScaling(factor=8.0, low=1.0, high=4.0, context=8192)
     plain, scaled = (ops.rotary_table(position, 64, base=base, scaling=s, dtype=torch.float64) for s in (None, scaling))

@@ -45,10 +45,7 @@ def their_state(model):
                 name + "layernorm_before": inner.attention_norm,
                 name + "layernorm_after": inner.feed_forward_norm,
             }
-            layers |= {
-                name + "attention.o_proj": inner.attention.out,
-                name + "mlp.fc2": inner.feed_forward.down,
-            }
+            layers |= {name + "attention.o_proj": inner.attention.out, name + "mlp.fc2": inner.feed_forward.down}
             layers[name + "mlp.fc1"] = inner.feed_forward.up
         if stage + 1 < len(config.depths):
             merge, name = model.merges[stage], f"swin.encoder.layers.{stage}.downsample."

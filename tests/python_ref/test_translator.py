@@ -1,4 +1,4 @@
-"""The encoder-decoder: what it may see, what it remembers, and that it is torch.nn's where that has the same layers."""
+"""The encoder-decoder: its masks and caches, and equality with torch.nn where that has the same layers."""
 
 import dataclasses
 

@@ -29,7 +29,7 @@ def test_vocabulary(data_folder):
 
 
 def test_byte_pair_merges():
-    """Byte pairs: "e" and "s" stand together 13 times, then "es" and "t" 13 times."""
+    """Byte pairs: "e" and "s" are adjacent 13 times, then "es" and "t" 13 times."""
     merges = learn_merges(WORDS, 5)
     assert [(merge.piece, merge.times) for merge in merges[:2]] == [("es", 13), ("est", 13)]
     assert [merge.piece for merge in merges[2:]] == ["est</w>", "ol", "old"]

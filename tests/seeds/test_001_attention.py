@@ -18,7 +18,7 @@ def rounded(values):
 
 @pytest.mark.parametrize("attention_weights", [ops.attention_weights, fused.attention_weights])
 def test_weights_of_a_query_over_four_keys(attention_weights):
-    """q . k: scores a step of 1.5 apart; softmax does not see where they start."""
+    """q . k: scores a step of 1.5 apart; softmax does not depend on a common offset."""
     q = torch.tensor([1.5]).view(1, 1, 1, 1)
     k = torch.tensor([0.0, 1.0, 2.0, 3.0]).view(1, 1, 4, 1)
     assert rounded(attention_weights(q, k, scale=1.0)) == [0.0087, 0.0388, 0.1738, 0.7788]
@@ -61,7 +61,7 @@ def test_size_of_tinyshakespeare(data_folder):
 
 
 def test_shuffling_the_tokens_permutes_the_outputs():
-    """Why positions are needed: without them attention does not know the order of its tokens."""
+    """Why positions are needed: without them attention does not depend on the order of its tokens."""
     config = python_ref.preset("imdb_bert", vocab_size=50, width=16, heads=4, layers=2)
     model = python_ref.BERTClassifier(config).eval()
     with torch.no_grad():

@@ -21,12 +21,7 @@ from torch import Tensor
 
 GUARD_ELEMENTS = 256
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SENTINEL = {
-    torch.float16: 0x7EAD,
-    torch.bfloat16: 0x7FAD,
-    torch.float32: 0x7FC0DEAD,
-    torch.float64: 0x7FF8DEADDEADDEAD,
-}
+SENTINEL = {torch.float16: 0x7EAD, torch.bfloat16: 0x7FAD, torch.float32: 0x7FC0DEAD, torch.float64: 0x7FF8DEADDEADDEAD}
 """A quiet NaN that arithmetic does not produce; other types get 0x5A in each byte."""
 
 

@@ -37,6 +37,16 @@ CAUSAL = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
 
 
+def save_encoder(folder, kind, words):
+    """A small BERT with a vocabulary, saved as a folder of transformers."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=8, initializer_range=0.5, **sizes)
+    getattr(transformers, kind)(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(words))
+    return folder
+
+
 def make(family, attention="eager", dropout=0.0, **overrides):
     """A model with random weights, none at its initial 0 or 1, in training mode."""
     model, config, options = FAMILIES[family]

@@ -1,4 +1,4 @@
-"""Models and texts so small that a run takes a moment."""
+"""Models and texts small enough for runs of a second."""
 
 import pytest
 import torch

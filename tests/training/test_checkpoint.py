@@ -44,18 +44,12 @@ def test_the_next_one_replaces_it_and_leaves_nothing_else(folder):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_tells_both_sizes(folder, name):
+def test_a_changed_file_is_reported_with_both_sizes_or_hashes(folder, name):
     path = folder / name
-    data = path.read_bytes()
+    data = bytearray(path.read_bytes())
     path.write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match=rf"{path}: expected {len(data)} bytes, found {len(data) - 1}"):
         load_checkpoint(folder)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_tells_both_hashes(folder, name):
-    path = folder / name
-    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=rf"{path}: expected SHA-256 \w{{64}}, found \w{{64}}"):
@@ -63,14 +57,14 @@ def test_a_flipped_bit_tells_both_hashes(folder, name):
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
-def test_a_missing_file_is_told(folder, name):
+def test_a_missing_file_is_reported(folder, name):
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=name):
         load_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         (lambda manifest: manifest.update(format=2), "expected format 1, found 2"),
         (lambda manifest: manifest["files"].update({"../../etc/passwd": {}}), "expected the files model.safetensors"),
@@ -79,16 +73,16 @@ def test_a_missing_file_is_told(folder, name):
         (lambda manifest: manifest.update(files=[]), "expected the files"),
     ],
 )
-def test_a_hostile_manifest_is_refused(folder, change, told):
+def test_a_hostile_manifest_is_refused(folder, change, message):
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
-    "name, content, told",
+    "name, content, message",
     [
         ("model.safetensors", b"\x80\x04pickled", "not a safetensors file"),
         ("model.safetensors", (2**62).to_bytes(8, "little") + b"{}", "not a safetensors file"),
@@ -99,12 +93,12 @@ def test_a_hostile_manifest_is_refused(folder, change, told):
         ("tokenizer.json", b"{", "not JSON"),
     ],
 )
-def test_hostile_contents_with_a_correct_hash_are_refused(folder, name, content, told):
+def test_hostile_contents_with_a_correct_hash_are_refused(folder, name, content, message):
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(folder)
 
 

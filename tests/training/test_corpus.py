@@ -37,7 +37,7 @@ def test_auto_is_tinyshakespeare_where_it_is_and_else_says_where_to_get_it(tmp_p
     assert capsys.readouterr().err == ""
 
 
-def test_a_folder_without_tinyshakespeare_is_told(tmp_path):
+def test_a_folder_without_tinyshakespeare_is_reported(tmp_path):
     with pytest.raises(DataFileError, match=r"no tinyshakespeare in .*: looked for .*input\.txt"):
         read_corpus("tinyshakespeare", str(tmp_path))
 
@@ -47,7 +47,7 @@ def test_any_text_file_works(tmp_path):
     assert read_corpus(str(tmp_path / "text")) == "Äpfel\nund Birnen"
 
 
-def test_bytes_that_are_no_text_are_told(tmp_path):
+def test_bytes_that_are_no_text_are_reported(tmp_path):
     (tmp_path / "text").write_bytes(b"abc\xff")
     with pytest.raises(ValueError, match="not UTF-8 text: invalid start byte at byte 3"):
         read_corpus(str(tmp_path / "text"))

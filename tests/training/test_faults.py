@@ -1,4 +1,4 @@
-"""What faults do to a run: each row names a fault and what users are promised, and is tried as a user meets it."""
+"""Faults of a run: each row names a fault and the documented behaviour, and is tested through the command line."""
 
 import json
 import os
@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from transformer_kernels import cli
-from transformer_kernels.training import (
-    CharGPT,
-    Processes,
-    RunFolderError,
-    Trainer,
-    load_checkpoint,
-)
+from transformer_kernels.training import CharGPT, Processes, RunFolderError, Trainer, load_checkpoint
 from transformer_kernels.training.checkpoint import claimed
 from transformer_kernels.training.distributed import choose_device
 
@@ -60,13 +54,13 @@ class Session:
         where = [] if out is None else ["--out", self.folder / out]
         return self.run("train", "char-gpt", *length, "--steps", steps, *where, "--no-sample", *extra)
 
-    def refused(self, result, *told):
+    def refused(self, result, *message):
         """The command failed with status 1 and one line that has these parts."""
         status, printed = result
         lines = [line for line in printed.splitlines() if "error" in line or "Traceback" in line]
         assert status == 1
         assert len(lines) == 1 and lines[0].startswith("transformer-kernels: error: "), printed
-        for part in told:
+        for part in message:
             assert str(part) in lines[0]
 
     def step(self, name):
@@ -131,9 +125,9 @@ def is_being_written(session):
     assert session.train("run")[0] == 0
     with claimed(session.folder / "run", session.folder / "run" / "last"):
         before = snapshot(session.folder / "run")
-        told = "another process is training into it"
-        session.refused(session.train(None, "--resume", session.folder / "run", steps=6), told)
-        session.refused(session.train("run", "--overwrite"), told)
+        message = "another process is training into it"
+        session.refused(session.train(None, "--resume", session.folder / "run", steps=6), message)
+        session.refused(session.train("run", "--overwrite"), message)
         assert snapshot(session.folder / "run") == before
     assert session.train(None, "--resume", session.folder / "run", steps=6)[0] == 0
 
@@ -176,7 +170,7 @@ def python_interface(session):
     assert Trainer(CharGPT(config)).fit(overwrite=True).step == 2
 
 
-@row("a read-only folder: told before the first step, with its path")
+@row("a read-only folder: reported before the first step, with its path")
 def read_only_folder(session):
     folder = Path("/sys/run") if os.geteuid() == 0 else session.folder / "closed" / "run"
     if os.geteuid():
@@ -211,10 +205,10 @@ def damaged_checkpoint(session):
     for name in ("best", "last"):
         path = session.folder / "run" / name / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
-    told = (path.name, "expected", "bytes, found")
-    session.refused(session.run("evaluate", "--checkpoint", session.folder / "run"), *told)
-    session.refused(session.run("generate", "--checkpoint", session.folder / "run", "--prompt", "t"), *told)
-    session.refused(session.train(None, "--resume", session.folder / "run", steps=6), *told)
+    message = (path.name, "expected", "bytes, found")
+    session.refused(session.run("evaluate", "--checkpoint", session.folder / "run"), *message)
+    session.refused(session.run("generate", "--checkpoint", session.folder / "run", "--prompt", "t"), *message)
+    session.refused(session.train(None, "--resume", session.folder / "run", steps=6), *message)
 
 
 @row("checkpoint of another model: strict list of mismatched keys")
@@ -226,17 +220,17 @@ def checkpoint_of_another_model(session):
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (mixed, small)]
     manifests[0]["files"]["config.json"] = manifests[1]["files"]["config.json"]
     (mixed / "manifest.json").write_text(json.dumps(manifests[0]))
-    told = ("another model or vocabulary", "mismatched: ", "(model (28, 16), checkpoint (28, 32))")
-    session.refused(session.run("evaluate", "--checkpoint", session.folder / "mixed"), *told)
+    message = ("another model or vocabulary", "mismatched: ", "(model (28, 16), checkpoint (28, 32))")
+    session.refused(session.run("evaluate", "--checkpoint", session.folder / "mixed"), *message)
 
 
 @row("checkpoint of another vocabulary or other data: resuming is refused")
 def checkpoint_of_other_data(session):
     assert session.train("run")[0] == 0
     text = session.text.read_text()
-    for content, told in ((text.upper(), "another vocabulary"), (text[::-1], "other data")):
+    for content, message in ((text.upper(), "another vocabulary"), (text[::-1], "other data")):
         session.text.write_text(content)
-        session.refused(session.train(None, "--resume", session.folder / "run", steps=6), told)
+        session.refused(session.train(None, "--resume", session.folder / "run", steps=6), message)
 
 
 @row("data file with the wrong hash: expected and actual hash, path and remedy")
@@ -257,9 +251,9 @@ def offline(session):
 
 @row("empty or too short corpus, and one that is a folder or missing: what is needed")
 def unusable_corpus(session):
-    for content, told in (("", "has 0 characters; at least 9 are needed"), ("short", "at least 9")):
+    for content, message in (("", "has 0 characters; at least 9 are needed"), ("short", "at least 9")):
         (session.folder / "few.txt").write_text(content)
-        session.refused(session.train("run", corpus=session.folder / "few.txt"), told)
+        session.refused(session.train("run", corpus=session.folder / "few.txt"), message)
     session.refused(session.train("run", corpus=session.folder), "is a folder")
     session.refused(session.train("run", corpus=session.folder / "none"), "there is no file")
     assert not (session.folder / "run").exists()
@@ -274,7 +268,7 @@ def out_of_memory(session):
     session.refused(session.train("run"), "Tried to allocate 2.00 GiB; try a smaller --batch-size")
 
 
-@row("a device that is not there, or no device: told")
+@row("a device that is not there, or no device: reported")
 def no_device(session):
     session.refused(session.train("run", "--device", "gpu"), "device must be auto, cpu, cuda, cuda:1, ...; got 'gpu'")
     session.refused(session.train("run", "--device", "xpu"), "device 'xpu' cannot be used")
@@ -283,7 +277,7 @@ def no_device(session):
     session.refused(session.train("run", "--processes", 0), "--processes must be at least 1; got 0")
 
 
-@row("more processes than GPUs: told")
+@row("more processes than GPUs: reported")
 def too_few_gpus(session):
     session.monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     session.monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

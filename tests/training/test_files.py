@@ -77,7 +77,7 @@ def test_a_damaged_file_in_the_cache_is_fetched_again(server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    "name, message",
     [
         ("/bad", f"expected SHA-256 {SHA256}, got {hashlib.sha256(b'S' + CONTENT[1:]).hexdigest()}"),
         ("/large", "more than the 1000 bytes expected"),
@@ -87,9 +87,9 @@ def test_a_damaged_file_in_the_cache_is_fetched_again(server, tmp_path):
         ("/trickle", "not complete after 0.5 s"),
     ],
 )
-def test_a_bad_download_leaves_nothing_behind(server, tmp_path, name, told):
+def test_a_bad_download_leaves_nothing_behind(server, tmp_path, name, message):
     start = time.monotonic()
-    with pytest.raises(DataFileError, match=told) as error:
+    with pytest.raises(DataFileError, match=message) as error:
         get(server, name, tmp_path / "file", timeout=0.5)
     assert f"http://127.0.0.1:{server.server_address[1]}{name}" in str(error.value)
     assert "look elsewhere" in str(error.value)

@@ -22,12 +22,7 @@ from transformer_kernels.training import (
     TrainingDiverged,
     load_checkpoint,
 )
-from transformer_kernels.training.graphs import (
-    Prefetcher,
-    choose_graphs,
-    reason_against,
-    warm_up_steps,
-)
+from transformer_kernels.training.graphs import Prefetcher, choose_graphs, reason_against, warm_up_steps
 from transformer_kernels.training.optimisation import learning_rate
 from transformer_kernels.training.step import Batch, to_device
 
@@ -84,8 +79,8 @@ class RefusingGraphs(RecordedGraphs):
         raise self.error("operation not permitted when stream is capturing\nmore")
 
 
-class SpoilingCharGPT(CharGPT):
-    """Makes a batch unusable when the next one is asked for, as if its memory were used again."""
+class PoisoningCharGPT(CharGPT):
+    """Poisons a batch when the next one is requested, as if its memory were reused."""
 
     made = ()
 
@@ -158,7 +153,7 @@ def assert_resuming_is_exact(whole, parted, resumed):
     return expected
 
 
-@pytest.mark.parametrize("recipe", [SpoilingCharGPT, UnevenCharGPT, ConstantCharGPT])
+@pytest.mark.parametrize("recipe", [PoisoningCharGPT, UnevenCharGPT, ConstantCharGPT])
 def test_graphs_change_no_bit(char_config, recipe, kind):
     config = char_config(steps=STEPS, lr=1e-2)
     plain, graphed = Trainer(recipe(plainly(config))), Trainer(recipe(config), graphs=kind())
@@ -207,7 +202,7 @@ def test_there_are_never_more_graphs_than_the_limit(char_config, kind):
 
 
 def test_everything_a_graph_reads_keeps_its_address(char_config, kind):
-    trainer = Trainer(SpoilingCharGPT(char_config(steps=STEPS)), graphs=kind())
+    trainer = Trainer(PoisoningCharGPT(char_config(steps=STEPS)), graphs=kind())
     outcomes(trainer, WARM_UP_CALLS + 1)
     before = addresses(trainer)
     outcomes(trainer, 5)
@@ -384,7 +379,7 @@ def test_each_replay_draws_its_own_dropout_on_a_gpu(char_config):
 
 @pytest.mark.gpu
 def test_a_run_goes_on_after_a_capture_that_failed_on_a_gpu(char_config):
-    """Reading a value on the host is what a graph cannot hold."""
+    """A graph cannot contain the read of a value on the host."""
     trainer = Trainer(CharGPT(char_config(steps=STEPS, device="cuda")))
     step = trainer._run._function
     step.check = lambda what, value: value.item()

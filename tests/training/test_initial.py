@@ -31,8 +31,8 @@ def test_a_classifier_starts_from_a_pretrained_encoder(pretrained, imdb_config, 
     recipe = Imdb(config)
     trainer = Trainer(recipe)
     trainer.fit()
-    told = capsys.readouterr().out
-    assert "newly initialised: classifier.weight, classifier.bias; not used: masked_lm.bias" in told
+    printed = capsys.readouterr().out
+    assert "newly initialised: classifier.weight, classifier.bias; not used: masked_lm.bias" in printed
     theirs = transformers.BertModel.from_pretrained(pretrained, add_pooling_layer=False).eval()
     ids = recipe.batch(torch.tensor([0, 1]), torch.device("cpu")).inputs[0]
     assert ids[0, 0] == WORDS.index("[CLS]")

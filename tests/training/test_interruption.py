@@ -67,27 +67,27 @@ def start(text_file, tmp_path):
 def test_a_signal_makes_one_checkpoint_and_sets_the_status(start, tmp_path, signum, status):
     process = start()
     process.send_signal(signum)
-    _, told = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=60)
     assert process.returncode == status
     step = load_checkpoint(tmp_path / "run" / "last").trainer["step"]
     run = tmp_path / "run"
-    assert told == (
+    assert printed == (
         f"transformer-kernels: stopped by {signum.name} after step {step}; checkpoint: {run / 'last'}; resume with: "
         f"transformer-kernels train char-gpt --resume {run}\n"
     )
-    assert "Traceback" not in told
+    assert "Traceback" not in printed
     assert sorted(os.listdir(tmp_path / "run")) == [".lock", "last", "log.jsonl"]
 
 
 def test_an_interrupt_of_several_processes_makes_one_checkpoint_and_sets_the_status(start, tmp_path):
     process = start("--processes", "2")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130, told
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
     step = load_checkpoint(tmp_path / "run" / "last").trainer["step"]
-    assert told.count(f"transformer-kernels: stopped by SIGINT after step {step}; checkpoint: ") == 1
-    assert told.count(f"train char-gpt --resume {tmp_path / 'run'} --processes 2\n") == 1
-    assert "Traceback" not in told
+    assert printed.count(f"transformer-kernels: stopped by SIGINT after step {step}; checkpoint: ") == 1
+    assert printed.count(f"train char-gpt --resume {tmp_path / 'run'} --processes 2\n") == 1
+    assert "Traceback" not in printed
 
 
 @pytest.mark.slow
@@ -99,11 +99,11 @@ def test_a_process_that_dies_ends_the_others_soon_and_is_named(start, rank):
     assert len(workers) == 1
     begun = time.monotonic()
     os.kill(int(workers[0]), signal.SIGKILL)
-    _, told = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=60)
     assert time.monotonic() - begun < 30
     assert process.returncode == 128 + signal.SIGKILL
-    assert f"error: process {rank} ended with SIGKILL" in told
-    assert "Traceback" not in told
+    assert f"error: process {rank} ended with SIGKILL" in printed
+    assert "Traceback" not in printed
 
 
 def environment_of(pid):

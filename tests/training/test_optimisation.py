@@ -121,7 +121,7 @@ def test_resuming_is_exact(imdb_config, tmp_path):
     assert_resuming_is_exact(*(lambda c=config: Trainer(Imdb(c)) for config in (whole, half, half)))
 
 
-def test_where_it_is_impossible_is_told(imdb_config):
+def test_where_it_is_impossible_is_reported(imdb_config):
     config = sparse_config(imdb_config)
     model = Imdb(config).build_model()
     with pytest.raises(ValueError, match="requires a single process: the rows of a batch are not exchanged"):

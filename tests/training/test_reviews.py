@@ -50,7 +50,7 @@ def test_the_folder_of_the_data_set_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, content, told",
+    "name, content, message",
     [
         ("a.jsonl", b'{"text": "x", "label": 2}', r"row 1: expected a text and a label of 0, 1, neg.*; got 2"),
         ("a.jsonl", b'{"text": "x", "label": 1}\n{"text"', "line 2: not JSON"),
@@ -63,9 +63,9 @@ def test_the_folder_of_the_data_set_is_read(tmp_path):
     ],
     ids=["label", "json", "object", "columns", "empty", "ending", "xz", "gz"],
 )
-def test_bad_files_are_told(tmp_path, name, content, told):
+def test_bad_files_are_reported(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_reviews(tmp_path / name)
 
 

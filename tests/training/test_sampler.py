@@ -14,7 +14,7 @@ SAMPLERS = {
 
 @pytest.fixture(params=SAMPLERS)
 def make(request):
-    """Makes a sampler of that many items, the lengths of which are all over the place."""
+    """Makes a sampler of that many items of widely varying lengths."""
     return lambda count, *rest, **ranks: SAMPLERS[request.param](lengths_of(count), *rest, **ranks)
 
 
@@ -73,7 +73,7 @@ def test_less_than_a_batch_is_one_batch(make):
     assert sorted(make(3, 16, seed=0).peek().tolist()) == [0, 1, 2]
 
 
-def test_too_few_items_are_told(make):
+def test_too_few_items_are_reported(make):
     with pytest.raises(ValueError, match="1 training items are not enough for 2 processes"):
         make(1, 16, seed=0, world_size=2)
 
@@ -84,7 +84,7 @@ def test_a_bucketed_batch_has_items_of_similar_length_in_every_process():
     together = torch.cat([torch.tensor(batches(sampler, 187)) for sampler in ranks], dim=1)  # (187, 2 * 8)
     taken = lengths[together]
     assert (taken.max(1).values - taken.min(1).values).float().mean() < 10  # of 255; 240 when shuffled
-    assert taken.max(1).values.diff().abs().float().mean() > 50  # short and long batches take turns
+    assert taken.max(1).values.diff().abs().float().mean() > 50  # short and long batches alternate
 
 
 def test_the_pools_of_an_epoch_are_drawn_anew():
@@ -108,7 +108,7 @@ def test_no_packed_batch_is_over_the_budget_and_few_are_far_below(count, world_s
 
 
 def test_the_packed_budget_holds_when_the_longest_items_are_kept():
-    """What is left out differs by epoch: here, in some epoch, the shortest."""
+    """The omitted items differ by epoch: here, in some epoch, the shortest."""
     lengths = torch.tensor([1, 1, 9, 9, 9])
     sampler = PackedSampler(lengths, 2, seed=0)
     sums = [lengths[batch].sum().item() for batch in batches(sampler, 100)]

@@ -252,7 +252,7 @@ def by_step(lines):
 
 
 class InterruptedCharGPT(CharGPT):
-    """Fails when the step after `steps` asks for its batch."""
+    """Fails when the step after `steps` requests its batch."""
 
     def __init__(self, config, steps):
         super().__init__(config)
@@ -313,15 +313,15 @@ def test_weights_that_are_not_finite_are_never_saved(char_config):
 
 
 @pytest.mark.parametrize(
-    "model, told",
+    "model, message",
     [
         ({"depth": 3}, "model: .*depth"),
         ({"context": 9}, "model: context cannot be set"),
         ({"width": 256, "heads": 6}, "divisible"),
     ],
 )
-def test_an_impossible_model_is_told(char_config, model, told):
-    with pytest.raises(ValueError, match=told):
+def test_an_impossible_model_is_reported(char_config, model, message):
+    with pytest.raises(ValueError, match=message):
         Trainer(CharGPT(char_config(model=model)))
 
 
@@ -344,8 +344,8 @@ def test_a_nan_loss_stops_with_step_rate_and_batch_and_is_never_saved(char_confi
     recipe = DivergingCharGPT(config, bad_step=4)
     recipe.trainer = Trainer(recipe)
     indices = ", ".join(map(str, upcoming_batch(config, 4)))
-    told = rf"the loss is nan at step 4 \(learning rate 0\.003, batch of items {indices}\)"
-    with pytest.raises(TrainingDiverged, match=told):
+    message = rf"the loss is nan at step 4 \(learning rate 0\.003, batch of items {indices}\)"
+    with pytest.raises(TrainingDiverged, match=message):
         recipe.trainer.fit()
     for name in ("best", "last"):
         assert all(weight.isfinite().all() for weight in weights_of(Path(config.out, name)).values())
@@ -409,7 +409,7 @@ def test_a_small_gradient_is_left_alone(char_config):
     assert_same(clipped.model.state_dict(), free.model.state_dict())
 
 
-def test_the_optimizer_is_told_its_beta2(char_config):
+def test_the_optimizer_has_the_beta2_of_the_config(char_config):
     assert {group["betas"] for group in Trainer(CharGPT(char_config(beta2=0.9))).optimizer.param_groups} == {(0.9, 0.9)}
 
 

@@ -113,7 +113,7 @@ def test_tables_of_models():
 
 @pytest.fixture
 def subwords(tmp_path):
-    """A folder with a GPT-2 whose tokenizer knows "fox" with and without a blank before it."""
+    """A folder with a GPT-2 whose tokenizer has "fox" with and without a preceding blank."""
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     tokens = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "fo", "fox", "Ġfox"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -130,7 +130,7 @@ def subwords(tmp_path):
 def test_the_table_of_a_pretrained_folder(subwords, tmp_path, capsys):
     assert cli.main(["nearest", "--model", str(subwords), "fox", "--top", "300"]) == 0
     words = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
-    assert "fox" in words and "fo" in words and "␣fox" not in words  # the word that was asked for
+    assert "fox" in words and "fo" in words and "␣fox" not in words  # the requested word
     assert cli.main(["nearest", "--model", str(subwords), "foxes"]) == 1
     assert "'foxes' is not one of the" in capsys.readouterr().err
 

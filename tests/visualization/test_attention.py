@@ -145,7 +145,7 @@ PIXEL = "[...element('map').getContext('2d').getImageData({1}, {0}, 1, 1).data]"
 
 
 def test_the_page_by_keys_scales_and_themes(tmp_path):
-    """Uniform weights differ in colour by their own scale only; what is masked has a colour of its own."""
+    """Uniform weights differ in colour by their own scale only; masked cells have a separate colour."""
     maps = torch.full((2, 2, 9, 9), 1 / 8)
     maps[..., 0, 1], maps[..., 0, 2], maps[..., 3] = 1 / 8 + 0.02, 1 / 8 - 0.02, 0.0
     maps[0, 0, 5, 5] = 0.0  # a zero that another head of the layer sees

@@ -26,9 +26,9 @@ def run(capsys, *arguments):
 
 def refused(capsys, *arguments):
     assert cli.main([str(argument) for argument in arguments]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("transformer-kernels: error: ") and "Traceback" not in told
-    return told
+    printed = capsys.readouterr().err
+    assert printed.startswith("transformer-kernels: error: ") and "Traceback" not in printed
+    return printed
 
 
 def is_picture(path):
@@ -37,14 +37,10 @@ def is_picture(path):
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `test`)")
-    folder = tmp_path_factory.mktemp("encoder")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=8, initializer_range=0.5, **sizes)
-    transformers.BertModel(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    return folder
+    pytest.importorskip("transformers", reason="transformers is not installed (extra `test`)")
+    from tests.support.transformers_models import save_encoder
+
+    return save_encoder(tmp_path_factory.mktemp("encoder"), "BertModel", WORDS)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +56,8 @@ def sweep(tmp_path_factory):
 
 def test_attend_to_a_pretrained_model(encoder, tmp_path, capsys):
     out = tmp_path / "maps.png"
-    told = run(capsys, "attend", "--model", encoder, "a happy dogs .", "--out", out)
-    assert told == f"layers: 1, heads: 2, tokens: 7: {out}, {tmp_path / 'maps.html'}\n"
+    printed = run(capsys, "attend", "--model", encoder, "a happy dogs .", "--out", out)
+    assert printed == f"layers: 1, heads: 2, tokens: 7: {out}, {tmp_path / 'maps.html'}\n"
     assert is_picture(out) and '"queries": ["[CLS]", "a", "happy", "dog", "s"' in (tmp_path / "maps.html").read_text()
 
 
@@ -85,8 +81,8 @@ def test_a_word_in_two_sentences(encoder, tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["word", "integer", "binary", "sinusoidal", "rotary"])
 def test_positions(kind, tmp_path, capsys):
     out = tmp_path / "positions.png"
-    told = run(capsys, "plot", "positions", "--kind", kind, "--length", 20, "--width", 8, "--out", out)
-    assert told == f"{kind} positions: {out}\n" and is_picture(out)
+    printed = run(capsys, "plot", "positions", "--kind", kind, "--length", 20, "--width", 8, "--out", out)
+    assert printed == f"{kind} positions: {out}\n" and is_picture(out)
 
 
 def test_activations_gradients_and_a_landscape(tmp_path, capsys):
@@ -96,8 +92,8 @@ def test_activations_gradients_and_a_landscape(tmp_path, capsys):
     first, last = (float(line.split("first layer ")[1].split(",")[0]) for line in lines[:2])
     assert "with shortcut" in lines[0] and first > 1e3 * last > 0 and is_picture(out)
     assert "layers must be at least 1; got 0" in refused(capsys, "plot", "gradients", "--layers", 0)
-    told = run(capsys, "plot", "landscape", "--layers", 2, "--out", out).splitlines()
-    assert told[0].startswith("loss with shortcut connections: 0.") and is_picture(out)
+    printed = run(capsys, "plot", "landscape", "--layers", 2, "--out", out).splitlines()
+    assert printed[0].startswith("loss with shortcut connections: 0.") and is_picture(out)
 
 
 def test_the_trained_weights_are_the_middle_of_their_landscape():
@@ -162,8 +158,8 @@ def test_an_interrupted_sweep_is_resumed(sweep, tmp_path, capsys, monkeypatch):
     assert written["points"] == record["points"][:1] and written["power_law"] is None
     monkeypatch.setattr("transformer_kernels.visualization.sweep.Trainer", Trainer)
     (folder / "32x1-64" / "best").mkdir(exist_ok=True)
-    told = run(capsys, "sweep", "--resume", folder)
-    assert len(told.splitlines()) == 5 and trained == ["16x1-64"]
+    printed = run(capsys, "sweep", "--resume", folder)
+    assert len(printed.splitlines()) == 5 and trained == ["16x1-64"]
     assert json.loads((folder / "sweep.json").read_text())["points"] == record["points"]
     assert is_picture(folder / "sweep.png")
 

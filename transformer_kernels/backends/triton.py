@@ -35,6 +35,9 @@ INTERPRETED_MULTIPROCESSORS = 3
 
 Capability = tuple[int, int]
 
+Pointer = torch.Tensor | None | tuple[torch.Tensor | None, ...]
+"""A pointer argument of a kernel, or a record of pointers, such as a NamedTuple."""
+
 
 def load() -> ModuleType:
     """Import Triton and return it; raises `BackendUnavailable` with the reason."""
@@ -82,31 +85,23 @@ class Launch:
             key = (id(kernel), constants, num_warps, num_stages, specialised, *map(type, numbers))
             self._compiled = _COMPILED.setdefault(key, {})
 
-    def __call__(self, *pointers: torch.Tensor | None) -> None:
-        """`kernel[grid](*pointers, *numbers, *constants)` on the pointers' device; the first is a tensor."""
-        device = cast(torch.Tensor, pointers[0]).device
+    def __call__(self, *pointers: Pointer) -> None:
+        """`kernel[grid](*pointers, *numbers, *constants)` on the device of the first tensor, which is the first pointer
+        or the first one of a record."""
+        first = pointers[0]
+        device = cast(torch.Tensor, first[0] if isinstance(first, tuple) else first).device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             self._launch(device.index, pointers)
         else:
             with torch.cuda.device(device):
                 self._launch(device.index, pointers)
 
-    def _launch(self, device: int | None, pointers: tuple[torch.Tensor | None, ...]) -> None:
+    def _launch(self, device: int | None, pointers: tuple[Pointer, ...]) -> None:
         if self._compiled is None:
             self._kernel[self._grid](*pointers, *self._arguments, **self._options)
             return
-        addresses: list[int | None] = []
         key: list[Any] = [device]
-        address_bits = 0
-        for x in pointers:
-            if x is None:
-                addresses.append(None)
-                key.append(None)
-            else:
-                address = x.data_ptr()
-                address_bits |= address
-                addresses.append(address)
-                key.append(x.dtype)
+        addresses, address_bits = _addresses(pointers, key)
         triton, types = load(), tuple(key)
         known = None if address_bits % 16 or _is_profiled(triton.knobs.runtime) else self._compiled.get(types)
         if known is None:
@@ -117,6 +112,27 @@ class Launch:
         run, function, packed = known
         stream = triton.runtime.driver.active.get_current_stream(device)
         run(*self._grid, stream, function, packed, None, None, None, *addresses, *self._arguments)
+
+
+def _addresses(pointers: tuple[Pointer, ...], key: list[Any]) -> tuple[tuple[Any, ...], int]:
+    """The addresses of the pointers, in tuples for records, and the union of their bits; appends their types to `key`,
+    in which a kernel's records need no brackets."""
+    addresses: list[Any] = []
+    bits = 0
+    for x in pointers:
+        if x is None:
+            addresses.append(None)
+            key.append(None)
+        elif isinstance(x, tuple):
+            record, record_bits = _addresses(x, key)
+            addresses.append(record)
+            bits |= record_bits
+        else:
+            address = x.data_ptr()
+            bits |= address
+            addresses.append(address)
+            key.append(x.dtype)
+    return tuple(addresses), bits
 
 
 planned = functools.lru_cache(maxsize=1024)

@@ -419,7 +419,7 @@ def graphed(
     number generator.
 
     Args:
-        function: takes tensors of one device, and hashable constants, each of which has graphs of its own, in any
+        function: takes tensors of one device, and hashable constants, each of which has separate graphs, in any
             nesting of lists, tuples and dicts; returns tensors in the same way (a ModelOutput of transformers, too).
         optimizer: the optimizer that the function steps; fused (`torch.optim.AdamW(..., fused=True)`), or another
             whose step counters are tensors.
@@ -438,8 +438,8 @@ def graphed(
 
     Examples:
         >>> model = tk.build("char_gpt", layers=1, width=32, heads=2).eval()
-        >>> ask = graphed(model)
-        >>> ask(torch.randint(65, (1, 8))).shape
+        >>> predict = graphed(model)
+        >>> predict(torch.randint(65, (1, 8))).shape
         torch.Size([1, 8, 65])
     """
     return Graphed(function, optimizer, warm_up_calls=warm_up_calls, limit=limit)

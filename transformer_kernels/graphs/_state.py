@@ -182,7 +182,7 @@ class State:
         self.tensors[path] = tensor
         try:
             memory = tensor.data_ptr(), tensor.stride()
-        except (RuntimeError, NotImplementedError):  # no storage of its own: compared by identity
+        except (RuntimeError, NotImplementedError):  # without storage: compared by identity
             return
         kept = [self._alive.setdefault(id(hook), hook) for table in hooks for hook in table.values()]
         self.tokens[path] = (memory, tensor.shape, tensor.dtype, tensor.requires_grad, *map(id, kept))

@@ -1,6 +1,6 @@
 """Argument validation, shared so that every backend raises the same exception with the same text.
 
-Each helper returns quietly or raises; a message names the operation, the argument, what was expected and what came.
+Each helper returns None or raises; a message names the operation, the argument, the expected and the actual value.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def spelled_unlike_torch(torchs: str, ours: str) -> Callable[[Callable[P, R]], C
 
 
 def _check_plain(op: str, name: str, value: Tensor) -> None:
-    """A tensor with memory of its own, unlike a DTensor, which has no address for a kernel."""
+    """Reject tensor subclasses without an address for a kernel, such as DTensor."""
     if type(value) not in PLAIN and is_traceable_wrapper_subclass(value):
         kind = type(value).__name__
         raise TypeError(f"{op}: {name} must be a plain tensor; got {kind}: give the tensors that it is made of")
@@ -226,7 +226,7 @@ def row_parameter(op: str, name: str, value: Any, x: Tensor) -> None:
 
 
 def linear_parameter(op: str, name: str, value: Any, shape: tuple[int | None, ...], x: Tensor, any_dtype: bool) -> None:
-    """A weight (V, E) or bias (V,) of a linear layer over rows of x; None in `shape` stands for any size above 0."""
+    """A weight (V, E) or bias (V,) of a linear layer over rows of x; None in `shape` allows any size above 0."""
     tensor(op, name, value)
     given = value.shape
     fits = len(given) == len(shape)

@@ -121,10 +121,10 @@ def _draw(seed: Tensor, p: float, region: Region) -> Tensor:
     return mask.view(heads, rows, groups * 8)[..., skipped : skipped + columns]
 
 
-def _key_schedule(seed: Tensor) -> list[tuple[int, int]] | list[tuple[Tensor, Tensor]]:
+def _key_schedule(seed: Tensor) -> list:
     """The key of each round: Python numbers on the CPU, tensors where reading the seed would stop the device."""
     low, high = (int(seed) & WORD, int(seed) >> 32) if seed.device.type == "cpu" else (seed & WORD, seed >> 32)
-    return [((low + i * WEYL[0]) & WORD, (high + i * WEYL[1]) & WORD) for i in range(ROUNDS)]  # type: ignore[return-value]
+    return [((low + i * WEYL[0]) & WORD, (high + i * WEYL[1]) & WORD) for i in range(ROUNDS)]
 
 
 def _philox_below(keys: list, c0: Tensor, c1: Tensor, c2: Tensor, threshold: int, out: Tensor) -> None:

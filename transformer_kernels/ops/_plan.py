@@ -1,7 +1,7 @@
 """Plans: what the first call of a layout found out, reused by the calls after it that have the same layout.
 
 Whether a call is valid and which backend computes it depends on its layout alone: the dtypes, shapes, strides and
-devices of its tensors, the values of its options, the backend that is asked for and what autograd records. Only the
+devices of its tensors, the values of its options, the requested backend and what autograd records. Only the
 values of integer tensors, ids and classes, are checked in every call.
 """
 
@@ -20,7 +20,7 @@ from transformer_kernels.backends.dispatch import get_backend
 from transformer_kernels.ops._dropout import draw_seed
 
 MOST_PLANS = 1024
-"""Of one operation; then all are dropped. A plan takes about a kilobyte."""
+"""Per operation; above this all are dropped. A plan occupies about a kilobyte."""
 
 INDICES = (torch.int64, torch.int32)
 

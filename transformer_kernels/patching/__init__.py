@@ -26,7 +26,7 @@ def patch(model: nn.Module, backend: str | None = None) -> PatchReport:
     Replaced anywhere in the model: torch.nn's LayerNorm, RMSNorm, GELU, Softmax, MultiheadAttention,
     TransformerEncoderLayer and TransformerDecoderLayer.
 
-    In models of transformers (5.10 or newer): the attention that goes through `AttentionInterface`, and the loss over
+    In models of transformers (5.10 or newer): attention dispatched through `AttentionInterface`, and the loss over
     tokens. RMSNorms, gated and plain MLPs, decoder layers and rotary positions are recognised by the code of their
     forwards; this covers Llama, Mistral, Qwen, Gemma, Phi-3, OLMo 2, SmolLM3, Granite, Cohere, GLM, GPT-NeoX, T5, ViT
     and every model with the same code; code that differs is not patched. In BERT, RoBERTa, DistilBERT, GPT-2 and ViT

@@ -1,9 +1,8 @@
 """`accelerate`: within a block, calls of torch's functions run this package's operations where these are exact.
 
-The functions are exchanged in their namespaces while a block is active and put back after the last one. A
-TorchFunctionMode would see every call of torch, attributes of tensors included, at 2 us each; here a function that is
-not in `FUNCTIONS` costs what it always does. In other threads and outside the block the exchanged functions pass the
-call on.
+The functions are replaced in their namespaces while a block is active and restored after the last one. A
+TorchFunctionMode would intercept every call of torch, attributes of tensors included, at 2 us each; here a function
+that is not in `FUNCTIONS` has no overhead. In other threads and outside the block the replacements call the original.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class Acceleration:
         return CallReport(self.backend, tuple(sorted(rows, key=lambda row: (row.backend is None, row.operation))))
 
     def remove(self) -> None:
-        """Take the block away from the model that `accelerate` was given."""
+        """Remove the hooks from the model passed to `accelerate`."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -142,7 +141,7 @@ class Acceleration:
         caller = frame.f_globals.get("__name__", "")
         if caller == FUNCTIONAL:  # called by a function of torch.nn.functional that is written in Python
             caller = frame.f_back.f_globals.get("__name__", "")
-        if caller.startswith(PACKAGE):  # an operation asks for PyTorch's own
+        if caller.startswith(PACKAGE):  # an operation calls PyTorch's function
             return original(*args, **kwargs)
         backend = self.backend or get_backend()
         if backend == "auto" and args and type(args[0]) in PLAIN and args[0].numel() < FEWEST[operation]:
@@ -228,7 +227,7 @@ def _exchanges() -> Iterator[tuple[Any, str, Any, Any]]:
 
 
 def _method(original: Any) -> Any:
-    """`Tensor.softmax`, through which torch.nn.functional.softmax goes too."""
+    """`Tensor.softmax`, which torch.nn.functional.softmax calls too."""
 
     @functools.wraps(original)
     def rerouted(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +239,7 @@ def _method(original: Any) -> Any:
 
 
 def _known_to_scripts(rerouted: _Rerouted) -> None:
-    """Let torch.jit.script take the function for the builtin that it stands for."""
+    """Register the function with torch.jit.script as the builtin that it replaces."""
     table = torch.jit._builtins
     if (operator := table._find_builtin(rerouted.original)) is not None:
         table._register_builtin(rerouted, operator)
@@ -271,7 +270,7 @@ def accelerate(target: Any = None, *, backend: str | None = None) -> Any:
     own: other options, dtypes and tensor classes, transforms of torch.func, what torch.compile or torch.jit compile
     and, with "auto", what is too small to be faster. `report()` lists the reasons.
 
-    Activation checkpointing recomputes inside the block that it ran in, also where backward comes after the block.
+    Activation checkpointing recomputes inside the block that it ran in, also if backward runs after the block.
     Functions imported by name before the first block (`from torch.nn.functional import gelu`) stay torch's where they
     are builtins: gelu, linear, scaled_dot_product_attention and torch.softmax. Other threads, and processes that are
     started afresh, are not in the block.
@@ -279,7 +278,7 @@ def accelerate(target: Any = None, *, backend: str | None = None) -> Any:
     Args:
         target: a torch.nn.Module, a function, or None for a block.
         backend: "torch", "cpu", "triton", "cuda", "auto", or None to follow `set_backend`, `use_backend` and the
-            environment at each call. A named backend takes every call that has an exact counterpart, of any size, and
+            environment at each call. A named backend computes every call that has an exact counterpart and
             raises where it does not support it.
 
     Returns:

@@ -1,9 +1,9 @@
-"""What a class computes, recognised by the code of its forward and not by the name of its module.
+"""Identifies what a class computes by the code of its forward, not by the name of its module.
 
 Two forwards have one fingerprint if their syntax trees agree but for docstrings, annotations, the names of local
 variables and decorators that only warn or select kernels. The functions that a forward calls, its own methods and all
-but torch's, are a part of its fingerprint. A forward that differs in anything else has another one, and is left as it
-is. (A numerical probe would accept code that differs for other dtypes, shapes or modes than those probed.)
+but torch's, are a part of its fingerprint. A forward that differs in anything else has another one, and is not
+patched. (A numerical probe would accept code that differs for other dtypes, shapes or modes than those probed.)
 
 `python -m transformer_kernels.patching._forms transformers.models.llama.modeling_llama` prints those of a module.
 """
@@ -43,7 +43,7 @@ _lock = threading.RLock()  # of `_pending`
 
 @functools.cache
 def fingerprint(function: Any, owner: type | None = None) -> str | None:
-    """The fingerprint of a function, or of a method of `owner`; None without its source, or where it calls itself."""
+    """The fingerprint of a function, or of a method of `owner`; None without source, or if it is recursive."""
     bare = inspect.unwrap(_function_in(function))
     if not isinstance(bare, types.FunctionType):
         return None
@@ -63,7 +63,7 @@ def fingerprint(function: Any, owner: type | None = None) -> str | None:
 
 
 def _function_in(found: Any) -> Any:
-    """The function in a layer that the package `kernels` makes of one, unless that was replaced."""
+    """The original function inside a layer made by the package `kernels`, unless it was replaced."""
     if not isinstance(found, nn.Module) or type(found).__name__ != "Func" or "forward" in vars(found):
         return found
     return inspect.getclosurevars(type(found).forward).nonlocals.get("func")
@@ -89,7 +89,7 @@ def table_layout(kind: type) -> str | None:
 
 
 def _repetition(assignment: ast.Assign) -> str | None:
-    """The layout of what is assigned to a variable; None if it is no repetition of another one."""
+    """The layout of the assigned value if it repeats another variable, else None."""
     names = [node.id for node in ast.walk(assignment.value) if isinstance(node, ast.Name) and node.id != "torch"]
     if not names or not isinstance(assignment.targets[0], ast.Name):
         return None
@@ -126,7 +126,7 @@ def _is_transparent(decorator: ast.expr) -> bool:
 
 
 def _called(function: types.FunctionType, tree: ast.AST, owner: type | None) -> Iterator[Any]:
-    """The functions but for torch's, and the methods of its class, that a function names, in order."""
+    """The functions other than torch's, and the methods of its class, that a function names, in order."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in (INTERFACE, *TRANSPARENT):
             found = _function_in(function.__globals__.get(node.id))

@@ -1,4 +1,4 @@
-"""The fused forms that patched modules call, for parts that are plain; other parts are called as they are."""
+"""Fused operations for unmodified submodules of patched modules; modified submodules are called unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 def dropped(branch: Tensor, dropout: Any) -> Tensor:
-    """The branch after its dropout, also where that was moved here."""
+    """The branch after dropout, including dropout that was moved here."""
     if isinstance(dropout, MovedDropout):
         return F.dropout(branch, dropout.p, dropout.training)
     return branch if dropout is None else dropout(branch)
@@ -53,7 +53,7 @@ def gelu_kind(activation: Any) -> str | None:
 
 
 def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> Tensor:
-    """activation(linear(x)) in one operation, or where that is not possible with the bias in the activation's pass."""
+    """activation(linear(x)) in one operation if possible, else with the bias added by the activation."""
     if isinstance(linear, nn.Linear) and is_small("linear", x, x.numel(), backend):
         return activation(linear(x))
     approximate = gelu_kind(activation)
@@ -73,14 +73,14 @@ def activated(x: Tensor, linear: Any, activation: Any, backend: str | None) -> T
 
 
 def is_plain_table(table: Any) -> bool:
-    """Whether an embedding is a lookup and nothing else."""
+    """Whether an embedding is a plain lookup."""
     if not is_plain(table, nn.Embedding):
         return False
     return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
 
 
 def rows(table: Any) -> Tensor:
-    """The rows of an embedding, whose padding row gets no gradient."""
+    """The rows of an embedding; the padding row has no gradient."""
     return without_gradient(table.weight, table.padding_idx)
 
 

@@ -1,4 +1,4 @@
-"""Adapters, and attention, norms, activations, MLPs and losses that `patch` does not know, each with the reason."""
+"""Adapters, and attention, norms, activations, MLPs and losses that `patch` does not support, each with the reason."""
 
 from __future__ import annotations
 

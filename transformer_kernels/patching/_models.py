@@ -1,4 +1,4 @@
-"""What a whole model of transformers has beside its modules: the attention function by its name, and the loss."""
+"""Patches of whole models of transformers: the attention function, selected by name, and the loss."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from transformer_kernels.patching._swap import Mixin, Patched, is_plain, origina
 from transformer_kernels.patching._transformers import LOSSES
 
 CONFIGS = "_configs_of_patch"
-"""Where a patched module stores its own configuration and the one that it had."""
+"""The attribute with the copied and the original configuration of a patched module."""
 
 WEIGHT_OPTIONS = ("return_attention", "output_attentions")
 
 
 def hand_on_weights(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """`return_attention` is `output_attentions` of transformers, which not every model hands on to its attention."""
+    """`return_attention` is `output_attentions` of transformers, which not every model passes to its attention."""
     requested = any(kwargs.get(name) for name in WEIGHT_OPTIONS)
     return (args, {**kwargs, **dict.fromkeys(WEIGHT_OPTIONS, True)}) if requested else None
 
 
 class Attention(Mixin):
-    """An attention layer that asks for its function by `config._attn_implementation`; it reads `backend` from here."""
+    """An attention layer that looks up its function by `config._attn_implementation`; `backend` is read from here."""
 
     operation = "attention"
 
 
 def pretrained_models(model: nn.Module) -> list[tuple[str, Any]]:
-    """The models of transformers in here, each before those inside it; nothing is imported to find none."""
+    """The models of transformers in a module, outermost first, without importing transformers."""
     if sys.modules.get("transformers") is None:
         return []
     from transformers import PreTrainedModel
@@ -46,7 +46,7 @@ def pretrained_models(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def patch_models(model: nn.Module, backend: str | None) -> Iterator[Row]:
-    """Patch the attention and the loss of each model of transformers in here."""
+    """Patch the attention and the loss of each model of transformers in a module."""
     found = pretrained_models(model)
     if not found:
         return
@@ -112,7 +112,7 @@ def _asks_for_its_function(layer: nn.Module) -> bool:
 
 
 def _why_not(model: Any, layers: list[Any]) -> str | None:
-    """Why this model's attention stays as it is; None if it need not."""
+    """Why this model's attention is not patched, or None."""
     if any(getattr(layer, "reorder_and_upcast_attn", False) for layer in layers):
         return "reorder_and_upcast_attn is set"
     if getattr(model.config, "output_attentions", False):
@@ -126,7 +126,7 @@ def _why_not(model: Any, layers: list[Any]) -> str | None:
 
 
 def _own_configs(model: nn.Module) -> None:
-    """Give the model configurations of its own: they store the name of the attention, and models may share them."""
+    """Copy the configurations of the model: they store the name of the attention, and models may share them."""
     from transformers import PreTrainedConfig
 
     copies: dict[int, Any] = {}
@@ -140,7 +140,7 @@ def _own_configs(model: nn.Module) -> None:
 
 
 def _return_configs(model: nn.Module) -> None:
-    """Undo `_own_configs`: the objects are those from before, with what was changed since, but for the attention."""
+    """Undo `_own_configs`: restore the original objects, with later changes except that of the attention."""
     from transformers import PreTrainedConfig
 
     module: Any
@@ -148,7 +148,7 @@ def _return_configs(model: nn.Module) -> None:
         if CONFIGS not in vars(module):
             continue
         own, before = vars(module).pop(CONFIGS)
-        if module.config is not own:  # somebody has given the model another one
+        if module.config is not own:  # the configuration was replaced since
             continue
         kept = {"_attn_implementation_internal": before._attn_implementation_internal}
         changed = {name: value for name, value in vars(own).items() if not isinstance(value, PreTrainedConfig)}
@@ -157,7 +157,7 @@ def _return_configs(model: nn.Module) -> None:
 
 
 def _patch_output(name: str, model: Any, backend: str | None) -> Iterator[Row]:
-    """Patch the layer that gives the logits, if it is nothing but linear."""
+    """Patch the output layer if it is a plain linear layer."""
     layer = model.get_output_embeddings()
     for path, each in model.named_modules(prefix=name):
         if each is layer and original_class(layer) is nn.Linear:

@@ -1,4 +1,4 @@
-"""The linear layer that gives a language model's logits, most of which may have no gradient."""
+"""The output layer of a language model, most of whose logits may have no gradient."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _RowsWithGradient(torch.autograd.Function):
 
 
 def _with_gradient(grads: Tensor) -> Tensor:
-    """Which rows of (N, V) are not all zero, in order; the first columns identify most of them."""
+    """Indices of the rows of (N, V) with a nonzero element; the first columns identify most of them."""
     found = _not_zero(grads[:, :FIRST_COLUMNS])
     rest = (~found).nonzero().squeeze(1)
     if len(rest) > (1 - FEW) * len(grads):

@@ -1,4 +1,4 @@
-"""Products of patched layers: this package's own where those are the faster ones.
+"""Products of patched layers, by this package where it is faster.
 
 A forward product alone, without gradients, is at best as fast in ours where MKL is not slow, which it is on AMD.
 """
@@ -23,7 +23,7 @@ FEWEST_PRODUCTS = 3 << 19
 
 
 def is_eager_cpu(x: Tensor) -> bool:
-    """Whether a call is on a CPU, with nothing that watches or transforms it but autograd and autocast."""
+    """Whether a call runs eagerly on a CPU, without tracing or transforms other than autograd."""
     if is_compiling() or torch._C._is_tracing() or x.device.type != "cpu" or x.dim() < 2:
         return False
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
@@ -55,7 +55,7 @@ def _are_ours(x: Tensor, weight: Tensor, backend: str | None, forward_alone: boo
 
 
 class Linear(Mixin):
-    """x W^T + b of a layer inside a model; the report does not list it, as it is PyTorch's but for these products."""
+    """x W^T + b of a layer inside a model; the report does not list it."""
 
     def forward(self, input: Tensor) -> Tensor:
         few = not is_compiling() and input.numel() < FEWEST_ROWS * self.in_features

@@ -1,4 +1,4 @@
-"""What `patch` and `accelerate` report: what computes each module or call, or why it was not replaced."""
+"""Reports of `patch` and `accelerate`: the backend of each module or call, or the reason why it was not replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Row:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """A row for each module that `patch` knows. It prints as a table, equal layers on one line.
+    """A row for each module that `patch` considers. It prints as a table, equal layers on one line.
 
     Attributes:
         backend: the requested backend, None for the default at each call.
@@ -40,7 +40,7 @@ class PatchReport:
 
     @property
     def left(self) -> tuple[Row, ...]:
-        """The rows that stayed as they were."""
+        """The rows that were not patched."""
         return tuple(row for row in self.rows if row.operation is None)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class CallReport:
         return _table(CALL_HEADINGS, lines, f"{self._totals()}; {_named(self.backend)}")
 
     def line(self) -> str:
-        """The same on one line."""
+        """The report on one line."""
         groups = [f"{row.operation} {row.calls:,} ({row.backend or row.reason})" for row in self.rows]
         return f"{self._totals()}" + (": " if groups else "") + ", ".join(groups)
 

@@ -1,4 +1,4 @@
-"""What replaces norms, gated MLPs, decoder layers and rotary attention, by the fingerprints of their forwards."""
+"""Replacements of norms, gated MLPs, decoder layers and rotary attention, by the fingerprints of their forwards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RMSNorm(Mixin):
 
 
 def rms_norm_of(module: Any, x: Tensor, backend: str | None) -> Tensor:
-    """What an RMSNorm of transformers or torch.nn over the last axis makes of x."""
+    """The result of an RMSNorm of transformers or torch.nn over the last axis of x."""
     wide = x.dtype if module.weight is None else torch.promote_types(x.dtype, module.weight.dtype)
     weight = x.new_ones(x.shape[-1]) if module.weight is None else module.weight.to(wide)
     eps = default_eps(x.dtype) if _eps(module) is None else _eps(module)
@@ -54,7 +54,7 @@ def _eps(norm: Any) -> Any:
 
 
 class T5Norm(RMSNorm):
-    """T5's; a weight in 16 bits gives a result in 16 bits."""
+    """T5's norm: the result has 16 bits if the weight has."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         normed = RMSNorm.forward(self, hidden_states)
@@ -67,7 +67,7 @@ class RoundedRMSNorm(Mixin):
     operation = "rms_norm"
 
     def scale(self, x: Tensor) -> Tensor:
-        """What normed rows of x are multiplied by."""
+        """The factor of normalised rows of x."""
         return _weight_for(x, self.weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class RoundedLayerNorm(Mixin):
 
 
 def _weight_for(x: Tensor, weight: Tensor) -> Tensor:
-    """The weight in a dtype that the norms take beside x."""
+    """The weight in a dtype that the norms support beside x."""
     return weight if weight.dtype in (x.dtype, torch.float32) and x.dtype is not torch.float64 else weight.to(x.dtype)
 
 
@@ -128,7 +128,7 @@ class DecoderLayer(Mixin):
 
 
 def _scale_of(norm: Any, x: Tensor) -> Tensor | None:
-    """What a plain, patched RMSNorm multiplies the normed rows of x by, if its result has the dtype of x."""
+    """The factor that a plain, patched RMSNorm applies to normalised rows of x, if its result has the dtype of x."""
     if not is_plain(norm, original_class(norm)):
         return None
     if isinstance(norm, RoundedRMSNorm):
@@ -147,7 +147,7 @@ def gate_of(activation: Any) -> Callable[..., Tensor] | None:
 
 
 def has_plain_silu(module: Any) -> bool:
-    """Whether the activation of a gated feed-forward network is SiLU and nothing else."""
+    """Whether the activation of a gated feed-forward network is a plain SiLU."""
     return gate_of(module.act_fn) is ops.swiglu
 
 
@@ -208,7 +208,7 @@ class GPTNeoXMLP(MLP):
 
 
 class UpDownMLP(MLP):
-    """Of Arcee and DINOv3."""
+    """The MLP of Arcee and DINOv3."""
 
     first, activation, last = "up_proj", "act_fn", "down_proj"
     forward = MLP.forward
@@ -244,7 +244,7 @@ class RotaryAttention(ByBackend):
 
     @staticmethod
     def content(original: Any) -> dict[str, Any]:
-        """What the patched class has besides: a forward for each backend."""
+        """Further attributes of the patched class: a forward for each backend."""
         options = ROTATIONS[str(fingerprint(_rotation_of(original)))]
         rotations = {each: functools.partial(_rotate, backend=each, **options) for each in CHOICES}
         return {"_by_backend": {each: with_global(original.forward, ROTATE, f) for each, f in rotations.items()}}
@@ -278,14 +278,14 @@ def _angles(table: Tensor, batch: int, layout: str) -> Tensor:
 
 
 def _rotation_of(layer_class: Any) -> Any:
-    """The function that rotates queries and keys in an attention layer, if it does that by a function of that name."""
+    """The function named ROTATE that an attention layer applies to queries and keys, or None."""
     forward = inspect.unwrap(layer_class.forward)
     named = isinstance(forward, types.FunctionType) and ROTATE in forward.__code__.co_names
     return forward.__globals__.get(ROTATE) if named else None
 
 
 def rotates_by_tables(model: nn.Module, layer: nn.Module) -> bool:
-    """Whether an attention layer rotates in a known way by tables that all modules of the model make in that layout."""
+    """Whether an attention layer has a known rotation, and all tables of the model have its layout."""
     known = ROTATIONS.get(str(fingerprint(_rotation_of(original_class(layer)))))
     if known is None:
         return False

@@ -1,6 +1,6 @@
 """Encoders of sentence-transformers: a batch of texts is packed into one row instead of padded.
 
-sentence-transformers has all that is needed, and uses it by itself where FlashAttention is chosen.
+sentence-transformers implements packing, and uses it if FlashAttention is selected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How one module is patched: its class becomes a subclass of itself whose `forward` calls the operations.
 
-Nothing else changes: parameters, buffers, hooks and the name of the class stay, so that state dicts, `save_pretrained`,
-`isinstance` and everything that looks modules up by their class go on working, and going back is one assignment.
+Nothing else changes: parameters, buffers, hooks and the name of the class are kept, so that state dicts,
+`save_pretrained`, `isinstance` and lookups by class keep working, and unpatching is one assignment.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Patched:
     _original: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class is made at run time: it is pickled and copied as the two classes it is made of."""
+        """The class is made at run time: it is pickled and copied as its two base classes."""
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         return _blank, (type(self)._mixin, type(self)._original), *reduced[2:]
 
 
 class Mixin(nn.Module):
-    """What a patched module of transformers does otherwise; its parts are those of the class that it is mixed into."""
+    """The changed behaviour of a patched module of transformers; submodules are those of the original class."""
 
     operation: str
     backend: str | None
@@ -112,7 +112,7 @@ def patched_class(mixin: Any, original: Any) -> type[nn.Module]:
 
 
 def _with_signature(function: Any, original: Any) -> Any:
-    """A copy of the function that presents itself with the signature of another: trainers look at it for their data."""
+    """A copy of the function with the signature of another, which trainers inspect to select columns of their data."""
     copied: Any = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -140,7 +140,7 @@ def with_global(function: Any, name: str, value: Any) -> Any:
 
 
 def _left_if_small(ours: Any, original: Any, fewest: int | str) -> Any:
-    """The patched forward, or the original one for inference of few elements."""
+    """The patched forward, or the original one for inference below `fewest` elements."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and not self.training:
@@ -178,7 +178,7 @@ def original_class(module: Any) -> Any:
 
 
 def replaced_method(module: Any) -> str | None:
-    """A method of the module's class that this instance has another of."""
+    """A method of the module's class that this instance overrides."""
     return next((name for name in vars(module) if callable(vars(original_class(module)).get(name))), None)
 
 
@@ -188,10 +188,10 @@ def class_path(module: Any) -> str:
 
 
 def is_plain(module: Any, *kinds: type) -> bool:
-    """Whether a module has the behaviour of its class alone, so that what it does may be done elsewhere.
+    """Whether a module behaves as its class, so that its computation may be fused elsewhere.
 
     Adapters replace modules, quantisation and sharding replace their class, and offloading replaces their `forward`;
-    hooks want to be called. All of these are called as they stand.
+    hooks must be called. All of these are called unchanged.
     """
     if original_class(module) not in kinds or "forward" in vars(module):
         return False
@@ -199,7 +199,7 @@ def is_plain(module: Any, *kinds: type) -> bool:
 
 
 class MovedDropout(nn.Dropout):
-    """Dropout that the block around it applies, in the same pass as the residual addition and the LayerNorm."""
+    """Dropout that the enclosing block applies, in one pass with the residual addition and the LayerNorm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -56,7 +56,7 @@ class MultiHeadAttention(ours.MultiHeadAttention):
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """It goes on as it is, but never hands nested tensors to its layers."""
+    """torch's encoder, except that it never passes nested tensors to its layers."""
 
     def _adopt(self) -> None:
         self._nested_before, self.use_nested_tensor = self.use_nested_tensor, False

@@ -1,7 +1,7 @@
-"""The calls of torch that `accelerate` reroutes: for each, what it means in this package's terms, or why it is left.
+"""The functions of torch that `accelerate` reroutes: the equivalent call of this package, or why there is none.
 
-A handler takes the arguments of torch's function as they came, after the backend. It returns the result, or a string:
-the reason for which PyTorch computes the call itself. A call is rerouted only where the result means the same: the
+A handler receives the backend and the unchanged arguments of torch's function. It returns the result, or a string: the
+reason why PyTorch computes the call. A call is rerouted only where the result means the same: the
 alignment of causality, the polarity of masks, the axis of classes and the dtype of the result are torch's.
 """
 
@@ -50,7 +50,7 @@ FEWEST = {name: _fewest(name) for name, _ in TABLE["avx2"]} | {"attention": 0, "
 
 
 def rejected(*tensors: Any, optional: Sequence[Any] = ()) -> str | None:
-    """Why a call with these tensors is none for a kernel, whatever they hold; an optional one may be None."""
+    """Why no kernel supports a call with these tensors, whatever their values; an optional one may be None."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "a transform of torch.func or forward-mode AD is active"
     if torch._C._is_tracing():
@@ -71,7 +71,7 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def refusal(name: str, backend: str, elements: int, dtype: torch.dtype, *tensors: Tensor | None) -> str | None:
-    """Why a call of plain tensors that has an exact counterpart is not rerouted; a named backend takes it in any case.
+    """Why a call of plain tensors that has an exact counterpart is not rerouted; a named backend always computes it.
 
     Args:
         name: an operation of the table of crossovers.
@@ -278,9 +278,9 @@ def attention(
     if (reason := refusal("attention", backend, scores, dtype, query, key, value, attn_mask)) is not None:
         return reason
     options: dict[str, Any] = {"causal": is_causal}
-    if is_causal and queries < keys:  # torch's causality is aligned top-left: no query sees what is beyond the queries
+    if is_causal and queries < keys:  # torch's causality is aligned top-left: keys beyond the queries are masked
         key, value = key[:, :, :queries], value[:, :, :queries]
-    elif is_causal and queries > keys:  # query i sees the keys up to i, which is i + keys - queries to ours
+    elif is_causal and queries > keys:  # keys up to i are visible; ours are aligned bottom-right
         options = {"window": (None, queries - keys)}
     if attn_mask is not None and (padding := _padding(attn_mask, query.shape[0], keys)) is not None:
         options["key_padding_mask"] = padding
@@ -294,7 +294,7 @@ def attention(
 
 
 def _unlike_ours(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
-    """Why shapes and dtypes that torch may take are none for `attention`."""
+    """Why `attention` does not support these shapes and dtypes, or None."""
     if not query.dim() == key.dim() == value.dim() == 4:
         return "query, key and value are not (B, H, L, D)"
     if not query.dtype is key.dtype is value.dtype and not is_autocast(query):
@@ -315,7 +315,7 @@ def _broadcasts(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 
 def _padding(mask: Tensor, batch: int, keys: int) -> Tensor | None:
-    """The keys (B, Lk) that every query and head may see, if a mask specifies no more than that."""
+    """The visible keys (B, Lk) of a mask that is the same for all queries and heads, else None."""
     if mask.dtype is not torch.bool or mask.dim() != 4 or mask.shape[3] != keys:
         return None
     if any(mask.shape[axis] > 1 and mask.stride(axis) != 0 for axis in (1, 2)):

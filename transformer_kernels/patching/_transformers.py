@@ -1,4 +1,4 @@
-"""What replaces modules of transformers by the path of their class; nothing is imported for it."""
+"""Replacements of modules of transformers by the path of their class, without importing transformers."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class ViTLayer(Mixin):
 
 
 class LabelsOutside(Mixin):
-    """A model that computes torch's cross-entropy of its logits and labels inside its forward: here it is ours."""
+    """A model that calls torch's cross-entropy inside its forward, replaced by this package's."""
 
     operation = "cross_entropy"
 
@@ -214,7 +214,7 @@ class LabelsOutside(Mixin):
 
 
 class LabelsShiftedIn(LabelsOutside):
-    """T5 makes the decoder's tokens of the labels."""
+    """T5 derives the decoder's tokens from the labels."""
 
     def _given(self, labels: Tensor, positional: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = any(kwargs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
@@ -268,7 +268,7 @@ LOSSES = {"ForCausalLM": causal_lm_loss, "ForMaskedLM": masked_lm_loss}
 
 
 def move(owner: Any, name: str, backend: str | None) -> None:
-    """Leave a plain dropout to the block around it."""
+    """Move a plain dropout to the enclosing block."""
     if is_plain(dropout := getattr(owner, name), nn.Dropout) and not isinstance(dropout, MovedDropout):
         swap(dropout, MovedDropout, backend)
 

@@ -155,7 +155,7 @@ def refuse_other_run(folder: Path, start: Path | None) -> None:
 
 @contextmanager
 def claimed(folder: Path, start: Path | None = None, *, overwrite: bool = False) -> Iterator[None]:
-    """Hold the lock of `folder` for a run of this process.
+    """Lock `folder` for a run of this process.
 
     Args:
         folder: created if missing.

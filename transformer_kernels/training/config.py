@@ -227,7 +227,7 @@ def resumed_config(saved: TrainingConfig, changes: Mapping[str, Any]) -> Any:
     for spec in dataclasses.fields(saved):
         before, after = getattr(saved, spec.name), getattr(merged, spec.name)
         if spec.metadata["fixed"] and before != after:
-            raise ValueError(f"--resume: {spec.name} cannot change: {before!r} in the checkpoint, {after!r} asked for")
+            raise ValueError(f"--resume: {spec.name} cannot change: {before!r} in the checkpoint, {after!r} requested")
     return merged
 
 

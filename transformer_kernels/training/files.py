@@ -22,7 +22,7 @@ class DataFileError(RuntimeError):
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock beside `path`, so that one process writes the file and the others find it complete."""
+    """Lock `path` with a file beside it, so that one process writes it and the others read it complete."""
     from filelock import FileLock  # a dependency of torch
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -187,10 +187,7 @@ def batch_loss(model: nn.Module, batch: Batch, dtype: str = "float32") -> tuple[
 
 @torch.no_grad()
 def evaluation_totals(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    dtype: str = "float32",
-    cancelled: Callable[[], bool] = lambda: False,
+    model: nn.Module, batches: Iterable[Batch], dtype: str = "float32", cancelled: Callable[[], bool] = lambda: False
 ) -> Totals:
     """Sums over `batches` with dropout off, or over the batches before `cancelled()` became true.
 

@@ -45,7 +45,7 @@ class Term(NamedTuple):
 
 
 def parse_expression(text: str) -> list[Term]:
-    """The terms of `king`, or of `king - man + woman`: words and signs in turn, separated by blanks.
+    """The terms of `king`, or of `king - man + woman`: words and signs alternating, separated by blanks.
 
     Raises:
         ValueError: a word or a sign is missing.

@@ -51,7 +51,7 @@ def readable(piece: str) -> str:
 
 
 def _by_offsets(tokenizer: Any, text: str, special: bool) -> tuple[list[int], list[str], list[tuple[int, int]]]:
-    """Tokens by the package `tokenizers`, whose offsets turn "Ġfox" and "##s" into "fox" and "s"."""
+    """Tokens by the package `tokenizers`, whose offsets give "fox" and "s" for "Ġfox" and "##s"."""
     encoding = tokenizer.encode(text, add_special_tokens=special)
     pairs = zip(encoding.tokens, encoding.offsets, strict=True)
     names = [readable(text[start:end]) if end > start else token for token, (start, end) in pairs]

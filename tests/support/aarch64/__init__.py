@@ -1,6 +1,6 @@
-"""The CPU kernels compiled for aarch64 and executed by qemu-user, in the place of the module `_cpu`.
+"""The CPU kernels compiled for aarch64 and executed by qemu-user, instead of the module `_cpu`.
 
-`build_driver` makes a program of the kernels. `environment` starts a process whose tensors lie in memory that the
+`build_driver` compiles the kernels to a program. `environment` starts a process whose tensors are in memory that the
 program maps too, and in which `python -m pytest -p tests.support.aarch64.plugin` runs tests on it.
 """
 
@@ -56,7 +56,7 @@ def build_driver(folder: Path) -> Path:
 
 
 def environment(program: Path, file: Path) -> dict[str, str]:
-    """Variables of a process whose tensors lie in `file`, and whose kernels `program` executes."""
+    """Variables of a process whose tensors are in `file`, and whose kernels `program` executes."""
     with file.open("wb") as opened:
         opened.truncate(BYTES)
     return {

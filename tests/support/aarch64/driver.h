@@ -1,5 +1,5 @@
 // The kernels of the CPU backend in a program without Python and torch. A line of its input is a kernel's name and its
-// arguments, structures as their fields in order; the program calls it and answers with a line.
+// arguments, structures as their fields in order; the program calls it and prints a line.
 #pragma once
 #include <cstdlib>
 #include <iostream>
@@ -44,5 +44,6 @@ struct Registration {
 
 }  // namespace driver
 
-#define DRIVE(function) \
-  static const driver::Registration registration_of_##function(#function, driver::Call<&transformer_kernels::plain::function>::run);
+#define DRIVE(function)                                         \
+  static const driver::Registration registration_of_##function( \
+      #function, driver::Call<&transformer_kernels::plain::function>::run);

@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 
 
 def step_of(form: Form, types: list[Type], function: Function, result: Type) -> Step:
-    """Operand 0 becomes a function of the others."""
+    """Compute operand 0 from the other operands."""
     write = form.writer(0, result)
     form.count(1 + len(types))
     readers = [form.reader(i, type) for i, type in enumerate(types, start=1)]
@@ -50,7 +50,7 @@ def _flushing(function: Function) -> Function:
 
 
 def _of_pairs(function: Function) -> Function:
-    """The same of two fp32 numbers in 64 bits."""
+    """Two fp32 numbers packed in 64 bits."""
 
     def of_pairs(*words: Array) -> Array:
         given = (np.ascontiguousarray(each).view(np.float32).reshape(*np.shape(each), 2) for each in words)
@@ -120,7 +120,7 @@ def _mad(form: Form) -> Step:
 
 
 def _exact_fma(a: Array, b: Array, c: Array) -> Array:
-    """In fp64, which holds a product of halves exactly; rounded to a half afterwards."""
+    """In fp64, where a product of halves is exact, then rounded to a half."""
     return np.asarray(np.float64(a) * np.float64(b) + np.float64(c), np.float32)
 
 

@@ -41,7 +41,7 @@ class Mbarrier:
     initialised: int
     """By whom and when, as an access."""
     gathered: Array
-    """What those know that have arrived in this phase."""
+    """The vector clocks of the arrivals of this phase."""
     missing: int = 0
     bytes: int = 0
     phase: int = 0
@@ -63,13 +63,13 @@ class Mbarrier:
 
 
 class Barriers:
-    """Those of a CTA: mbarriers by their offset, and the lanes at each named barrier."""
+    """The barriers of a CTA: mbarriers by offset, and the lanes at each named barrier."""
 
     def __init__(self, machine: Machine, clock: VectorClock) -> None:
         self.machine, self.clock = machine, clock
         self.mbarriers: dict[int, Mbarrier] = {}
         self.arrived: dict[int, list[tuple[int, Array]]] = {}
-        """How many threads, and what they knew on arrival."""
+        """The number of threads, and their vector clocks on arrival."""
         self.waiting: dict[int, list[Array]] = {}
         machine.at_end.append(self.check_end)
 
@@ -83,7 +83,7 @@ class Barriers:
             self.machine.note("barrier", "threads that have arrived at a named barrier which is never complete")
 
     def describe(self) -> str:
-        """Who waits for what."""
+        """The blocked lanes, with the barrier of each."""
         lines = [
             f"thread {lanes[0]} waits at {each}" for each in self.mbarriers.values() for lanes in each.waiting[-1:]
         ]
@@ -93,7 +93,7 @@ class Barriers:
     # Named barriers
 
     def meet(self, lanes: Array, id: int, threads: int, wait: bool) -> None:
-        """These lanes arrive at a named barrier of so many threads, to wait there or to go on."""
+        """Arrive at a named barrier of `threads` threads, with or without waiting."""
         machine = self.machine
         if not 0 <= id <= 15 or threads % 32 or not 32 <= threads <= machine.threads:
             raise Fault(f"barrier {id} of {threads} threads")
@@ -151,7 +151,7 @@ class Barriers:
             each.fenced |= bool((lanes == (each.initialised & WHO)).any())
 
     def arrive(self, lane: int, offset: int, count: int, expected: int) -> None:
-        """Some arrivals, and bytes to wait for besides."""
+        """Count arrivals and expected bytes."""
         barrier = self.at(np.array([lane]), offset)
         if count > barrier.missing:
             raise Fault(f"more arrivals than the initialisation announced: {barrier}")
@@ -162,21 +162,21 @@ class Barriers:
         self._finish_phase(barrier)
 
     def copy(self, barrier: Mbarrier, size: int, land: Callable[[], None]) -> int:
-        """A copy whose bytes are counted starts; returns who writes them and when, as an access."""
+        """Start a copy whose bytes are counted; returns its write as an access."""
         if not barrier.fenced:
             self.machine.note("proxy", UNFENCED_INIT)
         barrier.copies.append((size, land))
-        self._wake(barrier)  # a copy under way goes on where a thread waits
+        self._wake(barrier)  # pending copies continue while a thread waits
         return (barrier.phase + 1) << WHO_BITS | barrier.agent
 
     def wait(self, lanes: Array, offsets: Array, parities: Array) -> Array:
-        """Which of these lanes find the phase of their parity complete; the others are held until one is."""
+        """The lanes whose phase (by parity) is complete; the others block until it is."""
         passed = np.zeros(len(lanes), bool)
         for offset in np.unique(offsets):
             here = offsets == offset
             barrier = self.at(lanes[here], int(offset))
             parity = np.unique(parities[here])
-            while barrier.copies and (barrier.phase & 1) in parity:  # copies land no earlier than somebody waits
+            while barrier.copies and (barrier.phase & 1) in parity:  # copies complete no earlier than a wait
                 size, land = barrier.copies.pop(0)
                 land()
                 barrier.bytes -= size
@@ -216,7 +216,7 @@ def barriers_of(form: Form) -> Barriers:
 
 
 def named(form: Form) -> Step:
-    """`bar.sync id, threads` and `bar.arrive id, threads`, by whole warps; a Step that may hold its lanes."""
+    """`bar.sync id, threads` and `bar.arrive id, threads`, by whole warps; a Step that may block its lanes."""
     wait = form.need("sync", "arrive") == "sync"
     form.take("cta")
     form.take("aligned")
@@ -292,7 +292,7 @@ def _mbarrier(form: Form) -> Step:
 
 
 def _try_wait(form: Form) -> Step:
-    """It suspends a thread until the phase is complete, as it may: the loop around it has one turn more at most."""
+    """`try_wait` that blocks until the phase completes, as the ISA permits: its loop iterates at most once more."""
     form.need("parity")
     _order(form, "acquire")
     form.need(*SHARED)
@@ -301,7 +301,7 @@ def _try_wait(form: Form) -> Step:
     machine, barriers = form.machine, barriers_of(form)
     write, offsets, parity = form.writer(0, PRED), _offsets(form, 1), form.reader(2, U32)
     if len(form.operands) == 4:
-        form.reader(3, U32)  # how long at most
+        form.reader(3, U32)  # timeout
 
     def step(mask: Mask) -> None:
         lanes, at = offsets(mask)

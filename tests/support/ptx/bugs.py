@@ -1,4 +1,4 @@
-"""Bugs that are planted in PTX, one at a time, and the calls that must find them."""
+"""Bugs planted in PTX, one at a time, and the calls that must detect them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _planted(call: str, ptx: str) -> Iterator[tuple[str, tuple[Kind, int]]]:
 
 
 def verdict(call: str, kind: Kind, index: int) -> str:
-    """How a bug shows: a report, a fault, a wrong result; or nothing."""
+    """How a bug is detected: a report, a fault, a wrong result; or "nothing"."""
 
     def edit(name: str, ptx: str) -> str:
         match = list(re.finditer(kind.pattern, ptx))[index]

@@ -39,7 +39,7 @@ KNOWN = {CP_ASYNC_PROXY, ONE_ULP}
 
 @dataclass
 class Outcome:
-    """What became of one call, in small: it travels between processes."""
+    """The outcome of one call, small enough to pass between processes."""
 
     share: float
     """The largest share of an error budget that was used."""
@@ -84,7 +84,7 @@ def parity(
     races: bool = True,
     edit: Edit | None = None,
 ) -> Outcome:
-    """One call and its backward pass, held to the budget of tests/support/parity.py."""
+    """One call and its backward pass, checked against the error budget of tests/support/parity.py."""
     torch.manual_seed(0)
     with package_launches(target, races, edit) as executions, poisoned():
         share = check_parity(op, "triton", tensors, options, seed=7)
@@ -92,7 +92,7 @@ def parity(
 
 
 def example(op: str, target: str, dtype: torch.dtype, rows: int, columns: int, options: dict[str, Any]) -> Outcome:
-    """The operation's example (tests/support/operations.py), with other options if there are some."""
+    """The operation's example (tests/support/operations.py), with other options if given."""
     tensors = EXAMPLES[op].make(rows, columns, dtype)
     return parity(op, target, tensors, {**EXAMPLES[op].options, **options})
 
@@ -105,7 +105,7 @@ def any_length(target: str, dtype: torch.dtype) -> Outcome:
 
 
 def forward(op: str, target: str, tensors: dict[str, Any], options: dict[str, Any], edit: Edit | None) -> Outcome:
-    """One call without gradients, held to the budget of outputs."""
+    """One call without gradients, checked against the error budget of outputs."""
     inputs = {name: value.detach() for name, value in tensors.items()}
     dtype = next(iter(inputs.values())).dtype
     textbook = getattr(reference, op)
@@ -141,7 +141,7 @@ def random_call(day: str, op: str, number: int, target: str) -> Outcome:
 
 
 def problems(result: Outcome) -> list[str]:
-    """What was found but registers that nobody has written. nvcc adds them where a select discards the sum, Triton for
+    """The findings other than uninitialised registers. nvcc adds them where a select discards the sum, Triton for
     sm_120 in halves of pairs that nothing reads: they are NaN here, and a result that depends on one is not finite.
     """
     return [line for line in result.lines if ": uninitialised: " not in line]

@@ -98,7 +98,8 @@ def _cvt(form: Form) -> Step:
         function = _float_to_integer(form, of, to)
     elif to.kind == "float":
         form.need("rn")
-        function = lambda x: narrow(np.asarray(x).astype(np.float32 if to.bits == 16 else to.dtype), to)[()]  # noqa: E731
+        wide = np.float32 if to.bits == 16 else to.dtype
+        function = lambda x: narrow(np.asarray(x).astype(wide), to)[()]  # noqa: E731
         if to.bits == 16 and of.bits > 16:
             raise Refused("rounded twice")
     else:

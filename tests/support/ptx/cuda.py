@@ -1,4 +1,4 @@
-"""The CUDA kernels by the PTX that nvcc makes of csrc: what the emulation would run is executed as PTX instead.
+"""The CUDA kernels as the PTX that nvcc compiles from csrc, executed in place of the emulation.
 
 g++ compiles the emulation, nvcc the kernels that a GPU runs. Both have the same launchers, so that the arguments of an
 emulated launch are those of the compiled kernel, byte for byte.
@@ -78,7 +78,7 @@ def compiled(source: str) -> str:
 
 @functools.cache
 def entries(source: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """By template and arguments: the mangled name of each kernel, and a module that has it alone."""
+    """By template and arguments: the mangled name of each kernel, and a module with this kernel only."""
     head, *bodies = re.split(r"(?=\.visible \.entry|\.weak \.entry)", compiled(source))
     names = [found[1] for body in bodies if (found := re.search(r"\.entry\s+([\w$]+)", body))]
     plain = [cuda.instance(name) for name in cuda.demangled(names)]
@@ -127,7 +127,7 @@ def by_ptx(*sources: str, races: bool = True, edit: Edit | None = None) -> Itera
         try:
             values = [ctypes.string_at(data[i], bytes_[i]) for i in range(count)]
             launch(*cuda_launches.template(function.decode()), list(sizes[0]), shared, values)
-        except BaseException as error:  # a C function cannot raise it
+        except BaseException as error:  # an exception cannot pass through C
             errors.append(error)
 
     module = backend.load()
@@ -144,7 +144,7 @@ def by_ptx(*sources: str, races: bool = True, edit: Edit | None = None) -> Itera
 
 
 def _parameter(data: bytes, size: int) -> bytes:
-    """What the compiled kernel takes for a parameter of an emulated launch: tensor maps are larger there."""
+    """The compiled kernel's parameter for one of an emulated launch, where tensor maps are larger."""
     maps = len(data) // EMULATED_MAP.size
     if len(data) != maps * EMULATED_MAP.size or size != maps * BYTES:
         return data
@@ -156,11 +156,11 @@ def _parameter(data: bytes, size: int) -> bytes:
 
 
 def _tensors_at(values: list[bytes]) -> Mapping[str, Tensor]:
-    """The storages of all tensors of this process that one of the addresses in the parameters lies in."""
+    """The storages of this process that contain an address in the parameters."""
     storages = {}
     for each in gc.get_objects():
         if type(each) in (Tensor, torch.nn.Parameter) and each.device.type == "cpu" and each.layout is torch.strided:
-            with contextlib.suppress(RuntimeError):  # a wrapper of another test has no memory
+            with contextlib.suppress(RuntimeError):  # a tensor subclass of another test has no storage
                 storages[each.untyped_storage().data_ptr()] = each.untyped_storage()
     words = {word for data in values for word in struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])}
     return {

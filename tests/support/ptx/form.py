@@ -1,11 +1,11 @@
-"""What a handler sees of an instruction: its modifiers, each of which it must take, and its typed operands."""
+"""The decoded form of an instruction: its modifiers, all of which a handler must consume, and typed operands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tests.support.ptx.syntax import Instruction, Operand, Pair, Sink, Vector
+from tests.support.ptx.syntax import Instruction, Number, Operand, Pair, Sink, Vector
 from tests.support.ptx.types import TYPES, Mask, Refused, Type
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ Handler = Callable[["Form"], Step]
 
 
 class Form:
-    """One instruction as it is decoded; modifiers that no handler takes are refused by `finish`."""
+    """One decoded instruction; `finish` rejects modifiers that no handler consumed."""
 
     def __init__(self, machine: Machine, instruction: Instruction) -> None:
         self.machine, self.instruction = machine, instruction
@@ -28,7 +28,7 @@ class Form:
         self.operands = instruction.operands
 
     def take(self, *names: str) -> str:
-        """The one of `names` among the modifiers, or nothing."""
+        """The modifier among `names`, or ""."""
         for name in names:
             if name in self.modifiers:
                 self.modifiers.remove(name)
@@ -36,7 +36,7 @@ class Form:
         return ""
 
     def need(self, *names: str) -> str:
-        """The one of `names` that must be there."""
+        """The required modifier among `names`."""
         if not (found := self.take(*names)):
             raise Refused(f"expected one of .{', .'.join(names)}")
         return found
@@ -48,7 +48,7 @@ class Form:
         return TYPES[self.modifiers.pop()]
 
     def count(self, *counts: int) -> int:
-        """The number of operands, which must be one of these."""
+        """The number of operands, one of `counts`."""
         if len(self.operands) not in counts:
             raise Refused(f"{len(self.operands)} operands")
         return len(self.operands)
@@ -74,9 +74,17 @@ class Form:
         return found
 
     def items(self, index: int) -> tuple[Operand, ...]:
-        """The elements of a vector, or the operand alone."""
+        """The elements of a vector, or the single operand."""
         operand = self.operands[index]
         return operand.items if isinstance(operand, Vector) else (operand,)
+
+    def groups(self) -> int:
+        """The only operand, a constant number of groups."""
+        self.count(1)
+        (number,) = self.operands
+        if not isinstance(number, Number):
+            raise Refused("a number of groups that is no constant")
+        return number.value
 
     def pair(self, index: int) -> tuple[Operand, Operand]:
         operand = self.operands[index]

@@ -1,4 +1,4 @@
-// What the interpreter of tests/support/ptx asks of the device's arithmetic, from the emulation of csrc: how tensor
+// The device arithmetic used by the interpreter of tests/support/ptx, from the emulation of csrc: how tensor
 // cores add, and how far approximations err. All arrays are contiguous.
 #include <cfenv>
 #include <cmath>

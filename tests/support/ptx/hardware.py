@@ -1,4 +1,4 @@
-"""The device's arithmetic, compiled from the emulation of csrc, which states it once."""
+"""The device's arithmetic, compiled from the emulation of csrc."""
 
 from __future__ import annotations
 

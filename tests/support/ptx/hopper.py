@@ -53,7 +53,7 @@ VARIANTS: dict[str, tuple[int, dict[str, Any], Callable[[], dict[str, Tensor]]]]
     "256 columns": (192, {"causal": True}, dict),
     "256 columns, bias": (256, {}, lambda: {"attn_bias": bias(140, 300)}),
 }
-"""Columns, options and further tensors: together they meet every kernel."""
+"""Columns, options and further tensors that cover every kernel."""
 
 
 def forward(given: Tensors, options: dict[str, Any], edit: Edit | None = None, op: str = "attention") -> Outcome:
@@ -99,7 +99,7 @@ def _nothing(match: re.Match[str]) -> str:
 
 
 def _changed(operation: str) -> Replace:
-    """The last operand goes through an operation of two operands."""
+    """Apply a binary operation to the last operand."""
     return lambda m: f"{{ .reg .b32 other; {operation.format(m[2])} {m[1]}, other; }}"
 
 
@@ -151,7 +151,7 @@ def planted(call: str) -> dict[str, tuple[Bug, int]]:
 
 
 def verdict(call: str, bug: Bug, index: int) -> str:
-    """How a bug shows: a report, a fault, a wrong result; or nothing."""
+    """How a bug is detected: a report, a fault, a wrong result; or "nothing"."""
 
     def edit(name: str, ptx: str) -> str:
         match = list(re.finditer(bug.pattern, ptx, re.S))[index]

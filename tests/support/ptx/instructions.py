@@ -1,4 +1,4 @@
-"""Every instruction that there is a handler for. Branches, exits and barriers of the CTA are the machine's own."""
+"""All instructions with a handler. The machine itself executes branches, exits and barriers of the CTA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs Triton's kernels on CPU tensors: compiled to PTX for a GPU that need not be there, and executed."""
+"""Compiles Triton kernels to PTX, without a GPU, and executes the PTX on CPU tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Grid = tuple[int, ...]
 
 @dataclass
 class Execution:
-    """What happened when a kernel ran."""
+    """The record of one kernel execution."""
 
     kernel: str
     target: str
@@ -65,10 +65,10 @@ def execute(
     names: Sequence[str] = (),
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Run every CTA of a grid; tensors stand for their addresses, and `tensors` are those whose addresses are in bytes.
+    """Run every CTA of a grid; a tensor is passed as its address; `tensors` are those whose addresses are in bytes.
 
     Raises:
-        Fault: what ends a kernel on a device. Refused: an instruction that is not implemented.
+        Fault: an error that ends a kernel on a device. Refused: an instruction that is not implemented.
     """
     pieces, values = [], []
     for i, value in enumerate(arguments):
@@ -80,7 +80,7 @@ def execute(
     pieces += [(x.ctypes.data, x.ctypes.data + x.size, name) for name, x in kernel.constants.items()]
     values += [
         bytes(size) for _, size in kernel.parameters[len(values) :]
-    ]  # scratch memory, which no kernel of ours asks for
+    ]  # scratch memory, which these kernels do not use
     parameters = {}
     for (name, size), data in zip(kernel.parameters, values, strict=True):
         if len(data) > size:
@@ -90,8 +90,8 @@ def execute(
             pieces.append((address_of(parameters[name]), address_of(parameters[name]) + size, name))
     memory = Global(pieces, narrowest_global(kernel), races)
     x, y, z = (*grid, 1, 1)[:3]
-    # One CTA after the other where one may wait for a lock, and for wgmma: which registers one writes is known exactly.
-    # And where parts of a CTA meet: what each thread knows of the others is kept for one.
+    # CTAs run one at a time if one may wait for a lock, and for wgmma, whose written registers are then exact.
+    # Likewise for barriers of a part of a CTA: vector clocks are stored for one CTA.
     alone = any(
         each.opcode == "wgmma" or "cas" in each.modifiers or meets_in_parts(each, threads) for each in kernel.code
     )
@@ -127,7 +127,7 @@ def _parsed(ptx: str) -> Kernel:
 
 @contextmanager
 def compiler() -> Iterator[None]:
-    """Triton compiles to PTX and no further, into a cache of its own."""
+    """Triton compiles to PTX and no further, into a separate cache."""
     triton = backend.load()
     if backend.interpreting():
         raise RuntimeError("ptx: TRITON_INTERPRET is set, and the interpreter has nothing to compile")
@@ -183,7 +183,7 @@ def run_ptx(
             constants that are `tl.constexpr`.
         target: "sm_80", "sm_90", and others whose PTX has no instructions beyond theirs.
         num_warps, num_stages: as at a launch.
-        races: look for races too, which takes about as long again.
+        races: detect races too, which doubles the time.
         edit: a function of the kernel's name and its PTX, whose result is executed; to plant a bug.
         expected: messages that do not fail the run.
 
@@ -191,7 +191,7 @@ def run_ptx(
         The counts of the run, its findings and the PTX.
 
     Raises:
-        AssertionError: races, uninitialised registers, copies or products that nobody waits for, divergent barriers.
+        AssertionError: races, uninitialised registers, copies or products without a wait, divergent barriers.
         Fault: an address outside of every tensor, a misaligned access, lanes that are missing at a shuffle.
         Refused: an instruction that the interpreter does not implement.
 
@@ -228,13 +228,18 @@ def run_launch(
     maps = iter(compiled.metadata.tensordesc_meta or ())
     for name, value in zip(launch.kernel.arg_names, arguments, strict=True):
         type = launch.signature.get(name, "constexpr")
-        if type.startswith("tensordesc"):
+        if isinstance(type, str) and type.startswith("tensordesc"):
             given = _descriptor(value, next(maps, None))
             described[name] = value.base
-        else:
-            given = [] if type == "constexpr" else [value if type.startswith("*") else pack(type, value)]
-        names += [name] * len(given)
-        values += given
+            names += [name] * len(given)
+            values += given
+            continue
+        record = isinstance(type, tuple)
+        members = zip(value._fields, type, value, strict=True) if record else [("", type, value)]
+        for member, kind, x in members:
+            if kind != "constexpr":
+                names.append(f"{name}.{member}" if record else name)
+                values.append(x if kind.startswith("*") else pack(kind, x))
     kernel = _parsed(ptx)
     result = Execution(launch.kernel_name, kernel.target, ptx)
     threads, shared = 32 * launch.options["num_warps"], max(compiled.metadata.shared, 16)
@@ -243,7 +248,7 @@ def run_launch(
 
 
 def _descriptor(value: Any, described: Mapping[str, Any] | None) -> list[Tensor | bytes]:
-    """What Triton's launcher makes of a TensorDescriptor: a tensor map, or where there are none the address."""
+    """The arguments that Triton's launcher passes for a TensorDescriptor: a tensor map, or without one the address."""
     shape, strides = list(value.shape), list(value.strides)
     if value.padding != "zero":
         raise Refused("ptx: a TensorDescriptor that pads with NaN")
@@ -261,9 +266,9 @@ def _descriptor(value: Any, described: Mapping[str, Any] | None) -> list[Tensor 
 
 @contextmanager
 def package_launches(target: str, races: bool = True, edit: Edit | None = None) -> Iterator[list[Execution]]:
-    """Within the block the "triton" backend takes CPU tensors: its launches are compiled for `target` and executed.
+    """Within the block the "triton" backend accepts CPU tensors: launches are compiled for `target` and executed.
 
-    Yields a list that has what happened in each launch.
+    Yields the list of executions.
     """
     capability = capability_of(target)
     executions: list[Execution] = []
@@ -274,7 +279,7 @@ def package_launches(target: str, races: bool = True, edit: Edit | None = None) 
         noted.append(launches._launch("", fn.jit_function, capability, key, compile))
         return True
 
-    def call(self: Any, *pointers: Tensor | None) -> None:
+    def call(self: Any, *pointers: backend.Pointer) -> None:
         noted.clear()
         arguments = (*pointers, *self._arguments)
         self._kernel[self._grid](*arguments, **self._options)

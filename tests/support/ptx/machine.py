@@ -1,7 +1,7 @@
 """Executes a kernel: the threads of some CTAs in step, their registers as arrays.
 
-Threads that diverge have a program counter of their own. The lowest runs first, so that code in the compiler's order
-meets again at its joins.
+Diverged threads have separate program counters. The lowest runs first, so that threads reconverge at the compiler's
+joins.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Machine:
         self.steps = [self._decode(each) for each in kernel.code]
 
     def note(self, kind: str, message: str) -> None:
-        """Record what is wrong, at the instruction that runs."""
+        """Record an error at the current instruction."""
         self.findings[kind, message, self.current] += 1
 
     def full(self, value: Any) -> Array:
@@ -103,7 +103,7 @@ class Machine:
         return np.asarray(np.ones(self.N, bool) if mask is None else mask).reshape(-1, WARP_GROUP).any(1)
 
     def whole_warps(self, mask: Mask, size: int = 32) -> None:
-        """A fault where some threads of a warp (or of a group of `size`) are elsewhere."""
+        """Fault if some threads of a warp (or of a group of `size`) have diverged."""
         if mask is not None:
             groups = mask.reshape(-1, size)
             if (groups.any(1) != groups.all(1)).any():
@@ -250,7 +250,7 @@ class Machine:
         return None if is_control or holds else step
 
     def run(self) -> None:
-        """All CTAs to their end.
+        """Run all CTAs to completion.
 
         Raises:
             Fault: as on a device, with the instruction.
@@ -267,7 +267,7 @@ class Machine:
     def _walk(self) -> None:
         code, targets = self.kernel.code, self.kernel.targets
         predicates = [None if x.predicate is None else self.reader(x.predicate, PRED) for x in code]
-        at, mask = 0, None  # the instruction that runs, and by whom; None: by every thread
+        at, mask = 0, None  # the current instruction and its threads; None: all threads
         while True:
             if at < 0:  # choose
                 if self.exited.all():
@@ -306,7 +306,7 @@ class Machine:
                 at = -1
 
     def _choose(self) -> tuple[int, Mask]:
-        """The instruction that runs next, and by whom."""
+        """The next instruction and its threads."""
         while True:
             ready = ~(self.exited | self.waiting | self.held)
             while ready.any():
@@ -331,7 +331,7 @@ class Machine:
         return np.repeat(late, size) if late.any() else None
 
     def _part(self, at: int, mask: Mask, active: Mask) -> None:
-        """An instruction after which threads of the mask may be elsewhere; the active ones execute it."""
+        """Execute an instruction after which threads of the mask may diverge."""
         instruction = self.kernel.code[at]
         here = np.ones(self.N, bool) if mask is None else mask
         taken = here if active is None else active
@@ -347,7 +347,7 @@ class Machine:
             self.exited |= taken
 
     def _pass_barrier(self) -> bool:
-        """Let the CTAs on whose barrier every thread waits pass it; returns whether there are some."""
+        """Release the CTAs whose threads all wait at the barrier; returns whether there are any."""
         shape = (-1, self.threads)
         waiting, exited = self.waiting, self.exited
         passing = (waiting | exited).reshape(shape).all(1) & waiting.reshape(shape).any(1)

@@ -16,11 +16,11 @@ from tests.support.ptx.vector_clocks import VectorClock, VectorShadow
 POISON = 0xFF
 """Each byte of memory that nothing was written to: NaN in every floating type."""
 GENERIC_SHARED = 0x7F00_0000_0000
-"""Where generic addresses of shared memory lie."""
+"""First generic address of shared memory."""
 WIDTHS = (1, 2, 4, 8)
 ALIGNMENT = 16
 Note = Callable[[str, str], None]
-"""Takes the kind of a finding and its message."""
+"""Called with the kind of a finding and its message."""
 
 DIFFERENT = "two lanes of one store write different values to the same shared bytes"
 OVERWRITTEN = "a write to shared memory that a product or a tensor copy under way reads"
@@ -135,19 +135,19 @@ class Global:
 
 
 def address_of(data: bytes) -> int:
-    """Where a kernel finds a parameter whose address it takes."""
+    """The address of a parameter whose address a kernel uses."""
     return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 def granules(offsets: Array, size: int, granule: int) -> Array:
-    """Each that an access of `size` bytes meets, access by access."""
+    """The granules of accesses of `size` bytes, one row per access."""
     if size <= granule:
         return offsets // granule
     return (offsets[:, None] // granule + np.arange(size // granule)).reshape(-1)
 
 
 class Shared:
-    """Shared memory of the CTAs that run together, one row each, poisoned."""
+    """Shared memory of the concurrent CTAs, one row each, initially poisoned."""
 
     def __init__(self, ctas: int, size: int, threads: int, clock: Clock, granule: int, races: bool) -> None:
         self.size, self.granule, self.clock = size, granule, clock
@@ -227,7 +227,7 @@ class Shared:
         self.unfenced[places] = 0
 
     def missing_fence(self, places: Array, lanes: Array) -> Array:
-        """Where the async proxy, started by these lanes, may not see what was written."""
+        """Offsets at which the async proxy, started by these lanes, may miss earlier writes."""
         missing = self.unfenced[places] > 0
         if isinstance(self.clock, VectorClock):
             missing |= self.clock.unordered_to_all(self.fences[places], lanes)

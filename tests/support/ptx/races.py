@@ -1,4 +1,4 @@
-"""Races by happens-before: who wrote and who read each byte of a memory last, and whether a barrier stands between.
+"""Races by happens-before: the last writer and reader of each byte, and whether a barrier separates accesses.
 
 A stamp is a thread with the barriers that its CTA and its warp have passed. Accesses of two CTAs of one launch are
 never ordered; those of two warps are by a barrier of the CTA; those of two lanes of a warp also by `bar.warp.sync`.
@@ -74,7 +74,7 @@ class Shadow:
         read = _conflict(self.reader[at], stamps, since)
         self.writer[at] = stamps
         if not written and _conflict(self.writer[at], stamps, since) == "another CTA":
-            written = "another CTA"  # in this very instruction; warps may store one value twice
+            written = "another CTA"  # in the same instruction; warps may store one value twice
         return f"a write after {written}'s write" if written else f"a write after {read}'s read" if read else ""
 
     def atomic(self, at: Array, stamp: Array, since: Array) -> str:
@@ -110,7 +110,7 @@ def _joined(a: Array, b: Array) -> Array:
 
 
 def _conflict(before: Array, stamps: Array, since: Array) -> str:
-    """Who made an access that nothing orders before these."""
+    """The thread of an access that is not ordered before these."""
     suspect = (before != stamps) & (before > 0) & ((before >= since) | _other_cta(before, stamps))
     if not suspect.any():
         return ""

@@ -1,4 +1,4 @@
-"""Reads PTX: one entry of a module as a list of instructions. What it does not know it refuses."""
+"""Parses one entry of a PTX module into a list of instructions; unknown syntax is rejected."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Negated:
 
 @dataclass(frozen=True)
 class Sink:
-    """`_`: a result that nobody reads, a constant 0, or an argument left out."""
+    """`_`: an unused result, a constant 0, or an omitted argument."""
 
 
 Operand = Register | Special | Symbol | Number | Float | Vector | Address | Pair | Negated | Sink
@@ -159,7 +159,7 @@ def _parameter(text: str) -> tuple[str, int]:
 
 def _variables(text: str, kernel: Kernel) -> None:
     declared = re.finditer(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]", text)
-    for found in sorted(declared, key=lambda found: not found[3]):  # what has no size comes after the others
+    for found in sorted(declared, key=lambda found: not found[3]):  # without a size, after the others
         alignment = int(found[1])
         kernel.static_shared = -(-kernel.static_shared // alignment) * alignment
         kernel.shared[found[2]] = SHARED_BASE + kernel.static_shared

@@ -13,7 +13,7 @@ import numpy as np
 from tests.support.ptx.barriers import barriers_of
 from tests.support.ptx.form import Form, Step
 from tests.support.ptx.memory import POISON
-from tests.support.ptx.syntax import SHARED_BASE, Address, Number
+from tests.support.ptx.syntax import SHARED_BASE, Address
 from tests.support.ptx.tensor_maps import BYTES, TensorMap
 from tests.support.ptx.types import TYPES, U64, Array, Fault, Mask, Refused
 
@@ -44,7 +44,7 @@ def bulk(form: Form) -> Step:
 def _load(form: Form, rank: int) -> Step:
     """.shared::cluster.global.tile.mbarrier::complete_tx::bytes [to], [map, {...}], [barrier]"""
     machine, box = form.machine, _box(form, 1, rank)
-    barriers_of(form)  # there must be some
+    barriers_of(form)  # required
     destination, counter = machine.address(form.operands[0], True), machine.address(form.operands[2], True)
 
     def step(mask: Mask) -> None:
@@ -75,11 +75,7 @@ def _groups(form: Form) -> Step:
         form.count(0)
         return lambda mask: stores.commit(lanes_of(mask))
     form.take("read")
-    form.count(1)
-    (number,) = form.operands
-    if not isinstance(number, Number):
-        raise Refused("a number of groups that is no constant")
-    groups = number.value
+    groups = form.groups()
     return lambda mask: stores.wait(lanes_of(mask), groups)
 
 
@@ -112,7 +108,7 @@ def _positions(form: Form, lane: int, tensor_map: TensorMap, start: int) -> Arra
 
 
 def _start_load(form: Form, lane: int, tensor_map: TensorMap, first: tuple[int, ...], to: int, counter: int) -> None:
-    """The bytes are read now, are poison in shared memory, and arrive when a thread waits."""
+    """Bytes are read at issue, poisoned in shared memory, and arrive at a wait."""
     machine = form.machine
     barriers, shared, width = barriers_of(form), machine.shared, tensor_map.width
     addresses, inside = tensor_map.elements(first)

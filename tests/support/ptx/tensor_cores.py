@@ -1,7 +1,7 @@
 """Matrix products of a warp (mma) and of a warp group (wgmma), and the fences between the proxies.
 
-A wgmma runs at the wait that completes its group: until then its accumulators are NaN, and what it reads of shared
-memory must stay.
+A wgmma runs at the wait that completes its group: until then its accumulators are NaN, and its operands in shared
+memory must not change.
 """
 
 from __future__ import annotations
@@ -93,11 +93,7 @@ def _wgmma(form: Form) -> Step:
     if what == "mma_async":
         return _product(form, products)
     if what == "wait_group":
-        form.count(1)
-        (number,) = form.operands
-        if not isinstance(number, Number):
-            raise Refused("a number of groups that is no constant")
-        groups = number.value
+        groups = form.groups()
         return lambda mask: products.wait(mask, groups)
     form.count(0)
     return products.commit if what == "commit_group" else products.fence
@@ -153,7 +149,7 @@ class Products:
             self.open[group] = []
 
     def wait(self, mask: Mask, groups: int) -> None:
-        """Products of all but the last `groups` groups are there."""
+        """Complete the products of all but the last `groups` groups."""
         finished: dict[tuple[int, ...], list[tuple[int, Array]]] = {}
         for group in self.groups(mask):
             while len(self.committed[group]) > groups:
@@ -175,7 +171,7 @@ class Products:
         self.open[group].append(product)
 
     def _finish(self, group: int, product: Product) -> Array | None:
-        """The sums, when no other product adds to them."""
+        """The sums, once no pending product accumulates into them."""
         machine, pending = self.machine, self.under_way[group]
         machine.shared.finish_product(product.read, _lanes(group))
         if any(self.changed(i, group) > product.issued for i in (*product.sums, *product.fragments)):

@@ -1,4 +1,4 @@
-"""Tensor maps: what describes a tensor to the copy engine, and the elements of a box.
+"""Tensor maps, which describe tensors to the copy engine, and the elements of a box.
 
 NVIDIA does not document the 128 bytes that the driver makes, so that the maps that kernels get here have a form of
 their own. A kernel only hands over the address of one.
@@ -34,7 +34,7 @@ class TensorMap:
     """Bytes of a row within which chunks of 16 bytes are permuted, or 0."""
 
     def __post_init__(self) -> None:
-        """What cuTensorMapEncodeTiled demands."""
+        """The requirements of cuTensorMapEncodeTiled."""
         rank = len(self.sizes)
         if not 1 <= rank <= 5 or len(self.strides) != rank - 1 or len(self.box) != rank:
             raise ValueError(f"a tensor map of {self.sizes}, {self.strides} and {self.box}")
@@ -52,7 +52,7 @@ class TensorMap:
         return self.width * int(np.prod(self.box))
 
     def pack(self) -> bytes:
-        """The 128 bytes that a kernel is given."""
+        """The 128 bytes passed to a kernel."""
 
         def padded(values: tuple[int, ...], count: int) -> tuple[int, ...]:
             return (*values, *(0,) * (count - len(values)))
@@ -86,7 +86,7 @@ class TensorMap:
         return address.reshape(-1), inside.reshape(-1)
 
     def positions(self, start: int) -> Array:
-        """Where the elements of a box lie in shared memory, from byte `start` of its window on."""
+        """Offsets of the elements of a box in shared memory, from byte `start` of its window."""
         at = start + self.width * np.arange(int(np.prod(self.box)), dtype=np.int64)
         return swizzled(at, self.swizzle)
 

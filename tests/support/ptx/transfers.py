@@ -21,7 +21,7 @@ SHARED_WINDOW = 1 << 20
 
 
 def _take_hints(form: Form, operands: int) -> None:
-    """Cache hints change no value; a policy is one operand more."""
+    """Consume cache hints, which change no value; a policy is an additional operand."""
     for level in ("L1", "L2"):
         form.take(*(f"{level}::{hint}" for hint in ("evict_first", "evict_last", "no_allocate", "128B", "256B")))
     form.take("ca", "cg", "cs", "lu", "wb", "wt")
@@ -32,7 +32,7 @@ def _take_hints(form: Form, operands: int) -> None:
 
 
 def _elements(form: Form, index: int) -> tuple[Any, ...]:
-    """The registers of an access; `.v2` and `.v4` say how many."""
+    """The registers of an access: 1, or 2 and 4 with `.v2` and `.v4`."""
     items, vector = form.items(index), form.take("v2", "v4", "v8")
     if len(items) != (int(vector[1]) if vector else 1):
         raise Refused(f"{len(items)} registers")
@@ -201,13 +201,7 @@ def _copy_async(form: Form) -> Step:
         form.count(0)
         return lambda mask: _commit(copies, mask)
     if what.startswith("wait"):
-        groups = -1
-        if what == "wait_group":
-            form.count(1)
-            (number,) = form.operands
-            if not isinstance(number, Number):
-                raise Refused("a number of groups that is no constant")
-            groups = number.value
+        groups = form.groups() if what == "wait_group" else -1
         return lambda mask: copies.wait(mask, groups)
     form.need(*SHARED)
     form.need("global")
@@ -270,7 +264,7 @@ def _atomic(form: Form) -> Step:
     type = form.type("b32", "b64", "u32", "s32", "u64", "s64", "f32", "f64")
     returns = form.instruction.opcode == "atom"
     form.need("global")
-    form.take("relaxed", "acquire", "release", "acq_rel")  # none of them orders plain accesses for the race check
+    form.take("relaxed", "acquire", "release", "acq_rel")  # the race check does not use them to order plain accesses
     form.take("cta", "gpu", "sys")
     compares = bool(form.take("cas"))
     function = None if compares else ATOMIC[form.need(*ATOMIC)]

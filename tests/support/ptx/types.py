@@ -18,7 +18,7 @@ class Refused(Exception):
 
 
 class Fault(Exception):
-    """What ends a kernel on a device: an address in no tensor, a misaligned access, a missing lane."""
+    """An error that ends a kernel on a device: an address in no tensor, a misaligned access, a missing lane."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def bf16_to_f32(bits: Array) -> Array:
 
 
 def f32_to_bf16(values: Array) -> Array:
-    """Rounded to nearest even; every NaN becomes the device's one."""
+    """Rounded to nearest even; every NaN becomes the canonical NaN of the device."""
     bits = np.asarray(values, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -79,14 +79,14 @@ def f32_to_bf16(values: Array) -> Array:
 
 
 def widen(values: Array, type: Type) -> Array:
-    """Halves as fp32; other floats as they are."""
+    """Halves as fp32; other floats unchanged."""
     if type.name == "bf16":
         return bf16_to_f32(values)
     return np.asarray(values, np.float32) if type.name == "f16" else values
 
 
 def narrow(values: Array, type: Type) -> Array:
-    """fp32 (or fp64) rounded to a half; other floats as they are."""
+    """fp32 (or fp64) rounded to a half; other floats unchanged."""
     if type.name == "bf16":
         return f32_to_bf16(values)
     return np.asarray(values).astype(np.float16) if type.name == "f16" else values

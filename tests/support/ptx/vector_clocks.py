@@ -22,7 +22,7 @@ LANES = np.arange(32)
 
 
 class VectorClock(Clock):
-    """The clocks of one CTA: those of its warps, and what each thread knows of the others."""
+    """The vector clocks of one CTA: those of its warps, and those of its threads."""
 
     def __init__(self, cta: int, threads: int) -> None:
         super().__init__(np.asarray([cta]), threads)
@@ -38,7 +38,7 @@ class VectorClock(Clock):
         return self.now[lanes // 32].astype(np.int64) << WHO_BITS | lanes
 
     def release(self, lanes: Array) -> Array:
-        """What these lanes know, with all that they have done."""
+        """The clock of these lanes, including their own accesses."""
         vector: Array = self.known[lanes].max(0)
         vector[lanes] = self.now[lanes // 32]
         self.now[np.unique(lanes // 32)] += 1
@@ -64,7 +64,7 @@ class VectorClock(Clock):
         return (codes > 0) & ((codes >> WHO_BITS) > self.known[lanes, codes & WHO])
 
     def unordered_to_all(self, codes: Array, lanes: Array) -> Array:
-        """Which accesses one of these lanes does not know."""
+        """The accesses that are not ordered before one of these lanes."""
         return (codes > 0) & ((codes >> WHO_BITS) > self.known[lanes].min(0)[codes & WHO])
 
     def unordered_reads(self, reads: Array, warps: Array, lanes: Array) -> Array:
@@ -126,6 +126,6 @@ class VectorShadow:
         return f"a product after {clock.who(self.writer[at][found], lanes[:1])}'s write" if found.any() else ""
 
     def finish_multiply(self, at: Array, lanes: Array, clock: VectorClock) -> None:
-        """It has read, as each of these lanes knows from here on."""
+        """Record a read that is ordered before all later accesses of these lanes."""
         for warp in np.unique(lanes // 32):
             self.readers[warp, at] = clock.now[warp] * 64 + SEVERAL

@@ -1,11 +1,11 @@
-"""What the threads of a warp do together: shuffles, votes, reductions, and matrices of 8 x 8 in shared memory."""
+"""Warp-level instructions: shuffles, votes, reductions, and matrices of 8 x 8 in shared memory."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from tests.support.ptx.form import Form, Read, Step, Table
-from tests.support.ptx.syntax import Number
+from tests.support.ptx.syntax import Number, Operand
 from tests.support.ptx.types import B32, PRED, U32, Array, Fault, Mask, Refused
 
 TABLE = Table()
@@ -121,7 +121,7 @@ def _warp_barrier(form: Form) -> Step:
 
 @TABLE.add("setmaxnreg")
 def _set_registers(form: Form) -> Step:
-    """Registers move between warp groups; that each has enough only ptxas knows."""
+    """Registers move between warp groups; only ptxas checks that each has enough."""
     form.need("inc", "dec")
     form.need("sync")
     form.need("aligned")
@@ -165,8 +165,8 @@ def _elect(form: Form) -> Step:
     return step
 
 
-def _matrices(form: Form) -> tuple[int, bool]:
-    """How many matrices, and whether they are transposed."""
+def _matrices(form: Form, operand: int) -> tuple[tuple[Operand, ...], bool]:
+    """A register of the operand for each matrix, and whether matrices are transposed."""
     for name in ("sync", "aligned", "m8n8"):
         form.need(name)
     count = int(form.need("x1", "x2", "x4")[1])
@@ -174,7 +174,9 @@ def _matrices(form: Form) -> tuple[int, bool]:
     form.need("shared", "shared::cta")
     form.type("b16")
     form.count(2)
-    return count, transposed
+    if len(items := form.items(operand)) != count:
+        raise Refused(f"{len(items)} registers")
+    return items, transposed
 
 
 def _rows(form: Form, addresses: Array, mask: Mask, count: int) -> tuple[Array, Array, Array]:
@@ -188,10 +190,8 @@ def _rows(form: Form, addresses: Array, mask: Mask, count: int) -> tuple[Array, 
 
 @TABLE.add("ldmatrix")
 def _load_matrices(form: Form) -> Step:
-    count, transposed = _matrices(form)
-    machine, items = form.machine, form.items(0)
-    if len(items) != count:
-        raise Refused(f"{len(items)} registers")
+    machine, (items, transposed) = form.machine, _matrices(form, 0)
+    count = len(items)
     writers = [machine.writer(each, B32) for each in items]
     address = machine.address(form.operands[1], True)
 
@@ -212,10 +212,8 @@ def _load_matrices(form: Form) -> Step:
 
 @TABLE.add("stmatrix")
 def _store_matrices(form: Form) -> Step:
-    count, transposed = _matrices(form)
-    machine, items = form.machine, form.items(1)
-    if len(items) != count:
-        raise Refused(f"{len(items)} registers")
+    machine, (items, transposed) = form.machine, _matrices(form, 1)
+    count = len(items)
     readers = [machine.reader(each, B32) for each in items]
     address = machine.address(form.operands[0], True)
 

@@ -144,7 +144,7 @@ def test_packed_batches_all_have_one_shape(imdb_config, count):
 
 
 def test_a_step_on_a_packed_batch_is_the_step_on_the_padded_one(imdb_config):
-    """The same model, reviews and labels, so the same gradients; dropout, which counts in other places, is off."""
+    """The same model, reviews and labels, so the same gradients; dropout, whose counters differ, is off."""
     model = {"layers": 1, "width": 16, "heads": 2, "dropout": 0.0, "pooling": "mean"}
     losses, gradients = [], []
     for batching in ("shuffled", "packed"):

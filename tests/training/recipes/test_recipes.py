@@ -1,4 +1,4 @@
-"""A recipe is one file and one entry: every command then knows it."""
+"""A recipe is one file and one entry, and is then available in every command."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from transformer_kernels.training.step import Batch
 
 @dataclass(kw_only=True)
 class ParityConfig(TrainingConfig):
-    """Tells even numbers of ones from odd ones."""
+    """Distinguishes even numbers of ones from odd ones."""
 
     recipe: ClassVar[str] = "parity"
     default_length: ClassVar[tuple[str, int]] = ("steps", 5)
@@ -94,10 +94,10 @@ def test_the_recipe_of_another_package_works_in_every_command(tmp_path, capsys):
     assert run("train", "parity", "--resume", out, "--steps", 7, "--no-progress") == 0
     assert "after step 7 of 7" in capsys.readouterr().out
     assert run("evaluate", "--checkpoint", out) == 0
-    told = capsys.readouterr().out
-    assert "on 8 targets" in told
+    printed = capsys.readouterr().out
+    assert "on 8 targets" in printed
     assert run("evaluate", "--checkpoint", out, "--shift", 1) == 0
-    assert capsys.readouterr().out != told
+    assert capsys.readouterr().out != printed
     assert run("classify", "--checkpoint", out, "101", "100") == 0
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} <= {"even", "odd"}
     assert run("generate", "--checkpoint", out) == 1
@@ -108,15 +108,15 @@ def test_the_recipe_of_another_package_works_in_every_command(tmp_path, capsys):
 
 @pytest.mark.usefixtures("parity")
 def test_help_knows_the_recipe_of_another_package(capsys):
-    for arguments, told in (
-        (["train"], "Tells even numbers of ones from odd ones."),
+    for arguments, printed in (
+        (["train"], "Distinguishes even numbers of ones from odd ones."),
         (["train", "parity"], "zeros and ones in a row (default: 4)"),
         (["train", "parity"], "total number of optimizer steps (default: 5)"),
         (["evaluate"], "parity: added to the digits"),
     ):
         with pytest.raises(SystemExit):
             run(*arguments, "--help")
-        assert told in " ".join(capsys.readouterr().out.split())
+        assert printed in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.usefixtures("parity")

@@ -158,13 +158,13 @@ def test_scores_are_those_of_sacrebleu_with_all_references(make_config, monkeypa
     Trainer(Translate(config)).fit()
     trained = load_trained(config.out)
     pairs = [Pair("one two", "एक दो"), Pair("three", "तीन"), Pair("one two", "एक और दो")]
-    said = {"one two": "एक और", "three": "तीन चार"}
-    fake = [type("Said", (), {"translation": said[text]}) for text in said]
+    translations = {"one two": "एक और", "three": "तीन चार"}
+    fake = [type("Translated", (), {"translation": translations[text]}) for text in translations]
     monkeypatch.setattr(Translate, "translate", lambda *_: fake)
-    told = scores(trained, pairs, "own")
-    chrf = sacrebleu.corpus_chrf(list(said.values()), [["एक दो", "तीन"], ["एक और दो", "तीन"]]).score
-    assert f"chrF {chrf:.2f} on 2 own sentences" in told
-    assert told.count("nrefs:var") == 2
+    printed = scores(trained, pairs, "own")
+    chrf = sacrebleu.corpus_chrf(list(translations.values()), [["एक दो", "तीन"], ["एक और दो", "तीन"]]).score
+    assert f"chrF {chrf:.2f} on 2 own sentences" in printed
+    assert printed.count("nrefs:var") == 2
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ def test_the_command_translates_sentences_and_lines(run_folder, capsys, monkeypa
     assert outputs[0].splitlines()[0] == "दो"
     for how in (["--beam", "4", "--length-penalty", "1"], ["--sample", "--temperature", "2", "--seed", "3"]):
         assert run(*translate, *how, "two ж", "one") == 0
-        told = capsys.readouterr()
-        assert len(told.out.splitlines()) == 2
-        assert told.err == "characters not in the training vocabulary: ж\n"
+        printed = capsys.readouterr()
+        assert len(printed.out.splitlines()) == 2
+        assert printed.err == "characters not in the training vocabulary: ж\n"
 
 
 def test_the_command_evaluates_greedily_and_with_a_beam(run_folder, capsys):
@@ -290,8 +290,8 @@ def test_the_command_evaluates_greedily_and_with_a_beam(run_folder, capsys):
 def test_the_command_draws_where_the_model_looked(run_folder, capsys, tmp_path):
     path = tmp_path / "alignment.png"
     assert run("translate", "--checkpoint", run_folder / "run", "--alignments", path, "one two") == 0
-    told = capsys.readouterr()
-    assert told.err.startswith(f"wrote {path}")
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"wrote {path}")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

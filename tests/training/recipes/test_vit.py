@@ -1,4 +1,4 @@
-"""The digits: what is held out, that they are learned, and that the commands read pictures."""
+"""The digits: the held-out part, learning, and commands that read pictures."""
 
 import pytest
 import torch

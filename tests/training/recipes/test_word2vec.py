@@ -20,7 +20,7 @@ FRUIT = ["apple", "pear", "plum"]
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """Sentences in which a word stands beside a word of its rank and a word of its gender, and fruit beside "eat"."""
+    """Sentences in which a word is beside a word of its rank and a word of its gender, and fruit beside "eat"."""
     draw, lines = random.Random(0), []
     for _ in range(4000):
         word = draw.choice([*RANKS])

@@ -46,10 +46,7 @@ def output_like(call: ActivationCall) -> Tensor:
     return torch.empty_like(x)
 
 
-@_checks.spelled_unlike_torch(
-    "F.gelu(x, 'tanh')",
-    "gelu(x, approximate='tanh')",
-)
+@_checks.spelled_unlike_torch("F.gelu(x, 'tanh')", "gelu(x, approximate='tanh')")
 def gelu(x: Tensor, *, approximate: str = "none", backend: str | None = None) -> Tensor:
     """GELU: x * Phi(x) with the normal distribution function Phi, or its tanh approximation.
 

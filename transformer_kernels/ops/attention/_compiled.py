@@ -33,7 +33,7 @@ NO_BIAS = (1, 1, 1, 1), (0, 0, 0, 0)
 
 
 class Layout(NamedTuple):
-    """What the kernels take of a call's layout; strides are those of batches, heads and rows."""
+    """The layout of a call, as passed to the kernels; strides are those of batches, heads and rows."""
 
     dtype: int
     q: tuple[int, ...]
@@ -90,7 +90,7 @@ class Kernels:
         )
 
     def unsupported(self, call: AttentionCall) -> str | None:
-        """Why these kernels cannot take this call, or None."""
+        """Why these kernels do not support this call, or None."""
         return _unsupported_on_gpu(call) if self._machine is cuda else None
 
     def rotates(self, call: AttentionCall) -> bool:

@@ -91,16 +91,8 @@ Rows = dict[tuple[tuple[int, int], int], tuple[tuple[int, Tile], ...]]
 """Tiles by maximum padded head dimension, for each (compute capability, element size)."""
 
 FORWARD: Rows = {
-    (HOPPER, HALF): (
-        (64, Tile(128, 128, 64, 8, 3)),
-        (128, Tile(128, 128, 64, 8, 2)),
-        (256, Tile(64, 64, 16, 8, 2)),
-    ),
-    (AMPERE, HALF): (
-        (64, Tile(128, 64, 32, 4, 3)),
-        (128, Tile(128, 32, 16, 8, 3)),
-        (256, Tile(64, 32, 16, 8, 2)),
-    ),
+    (HOPPER, HALF): ((64, Tile(128, 128, 64, 8, 3)), (128, Tile(128, 128, 64, 8, 2)), (256, Tile(64, 64, 16, 8, 2))),
+    (AMPERE, HALF): ((64, Tile(128, 64, 32, 4, 3)), (128, Tile(128, 32, 16, 8, 3)), (256, Tile(64, 32, 16, 8, 2))),
     (AMPERE, SINGLE): (
         (32, Tile(32, 64, 32, 4, 2)),
         (64, Tile(32, 32, 16, 4, 2)),
@@ -110,91 +102,51 @@ FORWARD: Rows = {
 }
 
 FORWARD_CAUSAL: Rows = FORWARD | {
-    (HOPPER, HALF): (
-        (64, Tile(128, 64, 64, 4, 3)),
-        (128, Tile(128, 128, 128, 8, 2)),
-        (256, Tile(64, 64, 16, 8, 2)),
-    ),
+    (HOPPER, HALF): ((64, Tile(128, 64, 64, 4, 3)), (128, Tile(128, 128, 128, 8, 2)), (256, Tile(64, 64, 16, 8, 2)))
 }
 """Half the warps reduce prologue and epilogue by more than the longer loop costs. At head dimension 128, one masked
 block on the diagonal takes 736 instructions, two blocks of 64 keys take 888."""
 
-FORWARD_LONG: Rows = FORWARD_CAUSAL | {
-    (HOPPER, HALF): (FORWARD[HOPPER, HALF][0], *FORWARD_CAUSAL[HOPPER, HALF][1:]),
-}
+FORWARD_LONG: Rows = FORWARD_CAUSAL | {(HOPPER, HALF): (FORWARD[HOPPER, HALF][0], *FORWARD_CAUSAL[HOPPER, HALF][1:])}
 """Many keys: the loop dominates."""
 
-FORWARD_PADDED: Rows = FORWARD_CAUSAL | {
-    (HOPPER, HALF): (FORWARD_CAUSAL[HOPPER, HALF][0], *FORWARD[HOPPER, HALF][1:]),
-}
+FORWARD_PADDED: Rows = FORWARD_CAUSAL | {(HOPPER, HALF): (FORWARD_CAUSAL[HOPPER, HALF][0], *FORWARD[HOPPER, HALF][1:])}
 """With a padding mask, a masked block of 128 keys spills."""
 
 FORWARD_HEAVY: Rows = {
-    (HOPPER, HALF): (
-        (128, Tile(128, 64, 32, 8, 3)),
-        (256, Tile(64, 32, 16, 8, 2)),
-    ),
-    (AMPERE, HALF): (
-        (32, Tile(64, 64, 16, 4, 3)),
-        (128, Tile(128, 32, 16, 8, 3)),
-        (256, Tile(64, 32, 16, 8, 2)),
-    ),
+    (HOPPER, HALF): ((128, Tile(128, 64, 32, 8, 3)), (256, Tile(64, 32, 16, 8, 2))),
+    (AMPERE, HALF): ((32, Tile(64, 64, 16, 4, 3)), (128, Tile(128, 32, 16, 8, 3)), (256, Tile(64, 32, 16, 8, 2))),
     (AMPERE, SINGLE): FORWARD[AMPERE, SINGLE],
 }
 
 QUERY_GRADIENT: Rows = {
-    (HOPPER, HALF): (
-        (128, Tile(128, 64, 64, 8, 3)),
-        (256, Tile(32, 32, 16, 8, 2)),
-    ),
-    (AMPERE, HALF): (
-        (64, Tile(64, 64, 32, 4, 2)),
-        (128, Tile(64, 64, 32, 8, 2)),
-        (256, Tile(32, 32, 16, 8, 2)),
-    ),
-    (AMPERE, SINGLE): (
-        (64, Tile(32, 32, 32, 8, 2)),
-        (128, Tile(32, 32, 16, 8, 2)),
-        (256, Tile(16, 16, 16, 8, 1)),
-    ),
+    (HOPPER, HALF): ((128, Tile(128, 64, 64, 8, 3)), (256, Tile(32, 32, 16, 8, 2))),
+    (AMPERE, HALF): ((64, Tile(64, 64, 32, 4, 2)), (128, Tile(64, 64, 32, 8, 2)), (256, Tile(32, 32, 16, 8, 2))),
+    (AMPERE, SINGLE): ((64, Tile(32, 32, 32, 8, 2)), (128, Tile(32, 32, 16, 8, 2)), (256, Tile(16, 16, 16, 8, 1))),
 }
 
 QUERY_GRADIENT_HEAVY: Rows = {
-    (HOPPER, HALF): (
-        (64, Tile(128, 64, 32, 8, 3)),
-        (128, Tile(128, 32, 32, 8, 2)),
-        (256, Tile(16, 32, 16, 8, 2)),
-    ),
+    (HOPPER, HALF): ((64, Tile(128, 64, 32, 8, 3)), (128, Tile(128, 32, 32, 8, 2)), (256, Tile(16, 32, 16, 8, 2))),
     (AMPERE, HALF): (
         (32, Tile(64, 64, 32, 4, 2)),
         (64, Tile(128, 32, 16, 8, 2)),
         (128, Tile(64, 64, 32, 8, 2)),
         (256, Tile(16, 32, 16, 8, 2)),
     ),
-    (AMPERE, SINGLE): (
-        (128, Tile(32, 32, 16, 8, 2)),
-        (256, Tile(16, 16, 16, 8, 1)),
-    ),
+    (AMPERE, SINGLE): ((128, Tile(32, 32, 16, 8, 2)), (256, Tile(16, 16, 16, 8, 1))),
 }
 
 QUERY_GRADIENT_PACKED: Rows = QUERY_GRADIENT_HEAVY | {(AMPERE, SINGLE): QUERY_GRADIENT[AMPERE, SINGLE]}
 
 KEY_GRADIENT: Rows = {
-    (HOPPER, HALF): (
-        (64, Tile(64, 128, 32, 8, 2)),
-        (128, Tile(32, 128, 32, 8, 2)),
-        (256, Tile(64, 32, 32, 8, 1)),
-    ),
+    (HOPPER, HALF): ((64, Tile(64, 128, 32, 8, 2)), (128, Tile(32, 128, 32, 8, 2)), (256, Tile(64, 32, 32, 8, 1))),
     (AMPERE, HALF): (
         (32, Tile(64, 64, 32, 4, 2)),
         (64, Tile(32, 128, 16, 8, 2)),
         (128, Tile(32, 64, 16, 8, 2)),
         (256, Tile(32, 32, 16, 8, 1)),
     ),
-    (AMPERE, SINGLE): (
-        (128, Tile(16, 32, 16, 8, 2)),
-        (256, Tile(16, 16, 16, 8, 1)),
-    ),
+    (AMPERE, SINGLE): ((128, Tile(16, 32, 16, 8, 2)), (256, Tile(16, 16, 16, 8, 1))),
 }
 
 KEY_GRADIENT_HEAVY: Rows = {
@@ -204,11 +156,7 @@ KEY_GRADIENT_HEAVY: Rows = {
         (128, Tile(32, 64, 16, 8, 2)),
         (256, Tile(64, 32, 32, 8, 1)),
     ),
-    (AMPERE, HALF): (
-        (32, Tile(32, 64, 16, 4, 2)),
-        (128, Tile(32, 64, 16, 8, 2)),
-        (256, Tile(32, 32, 16, 8, 1)),
-    ),
+    (AMPERE, HALF): ((32, Tile(32, 64, 16, 4, 2)), (128, Tile(32, 64, 16, 8, 2)), (256, Tile(32, 32, 16, 8, 1))),
     (AMPERE, SINGLE): KEY_GRADIENT[AMPERE, SINGLE],
 }
 

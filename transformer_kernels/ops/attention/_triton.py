@@ -17,7 +17,7 @@ from transformer_kernels.ops.attention import AttentionCall, AttentionResult, In
 from transformer_kernels.ops.attention import _tiles as tiles
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
 from transformer_kernels.ops.attention._tiles import Body, Kernel, Tile
-from transformer_kernels.ops.attention._triton_backward import attention_backward_query_kernel
+from transformer_kernels.ops.attention._triton_backward import Backward, attention_backward_query_kernel
 from transformer_kernels.ops.attention._triton_backward_bias import attention_backward_bias_kernel
 from transformer_kernels.ops.attention._triton_backward_key import attention_backward_key_kernel
 from transformer_kernels.ops.attention._triton_decode import attention_combine_kernel, attention_decode_kernel
@@ -27,7 +27,7 @@ from transformer_kernels.ops.attention._triton_short import (
     attention_short_backward_kernel,
     attention_short_forward_kernel,
 )
-from transformer_kernels.ops.attention._triton_tile import Options
+from transformer_kernels.ops.attention._triton_tile import Extras, Inputs, Options
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -64,9 +64,9 @@ def forward(call: AttentionCall, angles: Angles | None = None) -> AttentionResul
     if plan.is_decode:
         _decode(inputs, out, lse, statistics)
     elif (short := plan.short_forward) is not None:
-        short(q, call.k, call.v, out, lse, statistics, inputs.padding, inputs.bias, inputs.seed, *inputs.angles)
+        short(inputs.pointers, out, lse, statistics, inputs.extras)
     else:
-        plan.forward(q, call.k, call.v, out, lse, statistics, *inputs.masks())
+        plan.forward(inputs.pointers, out, lse, statistics, inputs.extras)
     return AttentionResult(out, lse, statistics)
 
 
@@ -84,26 +84,23 @@ def backward(
     if into is None:  # in the layout of `out`, cheaper than `like_output`
         dk = torch.empty_like(out) if k.shape == out.shape else like_output(k)
         into = torch.empty_like(out), dk, torch.empty_like(dk)
-    dq, dk, dv = into
-    alike = dk.stride() == dv.stride()  # kernels take one set of strides for both
-    own = (dk, dv) if alike else (like_output(k), like_output(v))
-    inputs = _Inputs(call, angles, dout, dq, own[0])
+    inputs = _Inputs(call, angles, dout, *into)
     plan = inputs.plan
-    delta = None  # (B, Hq, Lq), written by one kernel and read by the next
+    own = into if plan.in_place else (into[0], like_output(k), like_output(v))
+    delta = None
     if plan.short_backward is None or wanted[3]:
         delta = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-    masks = inputs.masks()
+    pointers = Backward(out, statistics, dout, dlse, delta, *own)
     if plan.short_backward is not None:
-        padding, _, *others = masks
-        plan.short_backward(q, k, v, statistics, dout, dlse, delta, dq, *own, padding, *others)
+        plan.short_backward(inputs.pointers, pointers, inputs.extras)
     else:
-        plan.query_gradient(q, k, v, out, statistics, dout, dlse, delta, dq, *masks)
-        plan.key_gradient(q, k, v, statistics, dout, delta, *own, *masks)
-    dbias = _bias_gradient(inputs, statistics, dout, dlse, delta, masks) if wanted[3] else None
-    if not alike:
-        dk.copy_(own[0])
-        dv.copy_(own[1])
-    return dq, dk, dv, dbias
+        plan.query_gradient(inputs.pointers, pointers, inputs.extras)
+        plan.key_gradient(inputs.pointers, pointers._replace(dlse=None), inputs.extras)
+    dbias = _bias_gradient(inputs, pointers) if wanted[3] else None
+    if own is not into:
+        into[1].copy_(own[1])
+        into[2].copy_(own[2])
+    return *into, dbias
 
 
 class _Plan:
@@ -142,7 +139,7 @@ class _Plan:
         light = Body.ROTATED if rotary[0] else rows if causal else Body.LIGHT
         self.body = Body.PACKED if self.packed else Body.HEAVY if heavy else light
         self.sizes = (self.query_heads, self.queries, self.keys)
-        self.strides, self.gradient_strides = _without_columns(strides), _without_columns(gradient_strides)
+        self.strides, self.query_strides = _without_columns(strides), _without_columns(gradient_strides[:2])
         self.bias_shape = None if bias is None else bias[0]
         self.bias_strides = (0, 0, 0, 0) if bias is None else bias[1]
         self.out_shape = (self.batch, self.queries, self.query_heads, self.head_dim)
@@ -150,6 +147,12 @@ class _Plan:
         self.statistics_shape = (*q_shape[:2], 2, self.queries)
         out_row = self.query_heads * self.head_dim
         out_strides = (self.queries * out_row, self.head_dim, out_row)
+        key_row = self.key_heads * self.head_dim
+        self.key_strides = (self.keys * key_row, self.head_dim, key_row)  # of dk and dv, or of copies of them
+        dkv_strides = {*gradient_strides[2:]}
+        self.in_place = len(dkv_strides) == 1 and (self.key_heads == 1 or gradient_strides[2][1] == self.head_dim)
+        if self.in_place:
+            self.key_strides = (gradient_strides[2][0], self.head_dim, gradient_strides[2][2])
         self.dropout_p = dropout_p
         self.numbers = (scale, left, right, keep_threshold(dropout_p))
         self.scalars = (*self.bias_strides[:3], *self.numbers)
@@ -162,7 +165,9 @@ class _Plan:
             "WINDOW": windowed,
             "BIAS": "slope" if self.sloped else _varying(bias and bias[0]),
             "BIAS_ALIGNMENT": 1 if bias is None else alignment(bias[2], self.bias_strides[:3]),
-            "ALIGNMENT": alignment(self.itemsize, self.strides + self.gradient_strides + out_strides),
+            "ALIGNMENT": alignment(
+                self.itemsize, (*self.strides, *self.query_strides, *out_strides, *self.key_strides)
+            ),
             "SOFTCAP": softcap,
             "PAIRS": rotary[0],
             "INTERLEAVED": rotary[1],
@@ -230,14 +235,14 @@ class _Plan:
 
     @functools.cached_property
     def query_gradient(self) -> _triton.Launch:
-        strides = (*self.strides, *self.gradient_strides[:6])
+        strides = (*self.strides, *self.query_strides)
         return self.over_queries(attention_backward_query_kernel, Kernel.QUERY_GRADIENT, strides)
 
     @functools.cached_property
     def key_gradient(self) -> _triton.Launch:
         tile = self.tile(Kernel.KEY_GRADIENT)
         heads = self.batch * self.key_heads
-        strides = (*self.strides, *self.gradient_strides[:3], *self.gradient_strides[6:])
+        strides = (*self.strides, *self.query_strides[:3], *self.key_strides)
         numbers = (*self.sizes, *strides, *self.scalars, self.section(self.queries * self.group, heads))
         grid = (_triton.ceil_div(self.keys, tile.keys) * heads,)
         return self.launch(attention_backward_key_kernel, tile, grid, numbers)
@@ -247,7 +252,7 @@ class _Plan:
         tile = self.short_tile(Kernel.SHORT_BACKWARD)
         if tile is None:
             return None
-        numbers = (*self.sizes[1:], *self.strides, *self.gradient_strides, *self.scalars)
+        numbers = (*self.sizes[1:], *self.strides, *self.query_strides, *self.key_strides[::2], *self.scalars)
         return self.launch(attention_short_backward_kernel, tile, (self.batch, self.key_heads), numbers)
 
     @functools.cached_property
@@ -260,8 +265,7 @@ class _Plan:
         own = batches * heads * (blocks[0] if rows > 1 else 1) * blocks[1]
         shared = self.batch * self.query_heads * blocks[0] * blocks[1] // own
         splits = max(1, min(shared, tiles.MAXIMUM_SPLITS, 2 * self.multiprocessors // own))
-        strides = (*self.strides, *self.gradient_strides[:3])
-        numbers = (self.batch, *self.sizes, batches, heads, splits, *strides, *self.scalars)
+        numbers = (self.batch, *self.sizes, batches, heads, *self.strides, *self.query_strides[:3], *self.scalars)
         return splits, self.launch(attention_backward_bias_kernel, tile, (own * splits,), numbers)
 
     @functools.cached_property
@@ -299,35 +303,32 @@ class _Inputs:
     """The arguments of one call: its optional tensors and its plan."""
 
     def __init__(self, call: AttentionCall, angles: Angles | None, *gradients: Tensor) -> None:
-        """`gradients` are dout, dq and dk in the backward pass; dv has the strides of dk."""
+        """`gradients` are dout, dq, dk and dv in the backward pass."""
         q, k, v, scores = call.q, call.k, call.v, call.scores
-        self.padding, self.seed, self.cu_seqlens = scores.key_padding_mask, call.seed, scores.cu_seqlens
+        padding, self.pointers = scores.key_padding_mask, Inputs(q, k, v)
         sloped = scores.alibi_slopes is not None
-        self.call, self.bias = call, scores.alibi_slopes if sloped else scores.bias
-        self.angles = (None, None) if angles is None else (angles.cos, angles.sin)
+        self.bias = scores.alibi_slopes if sloped else scores.bias
         dtype, device = q.dtype, q.device
         self.plan = _plan(
             q.shape, k.shape, (q.stride(), k.stride(), v.stride()), tuple([x.stride() for x in gradients]),
             None if self.bias is None else (self.bias.shape, broadcast_strides(self.bias), self.bias.element_size()),
-            (self.padding is not None, self.seed is not None, self.cu_seqlens is not None, sloped),
+            (padding is not None, call.seed is not None, scores.cu_seqlens is not None, sloped),
             (0, False, False) if angles is None else (angles.cos.shape[2], angles.interleaved, len(angles.cos) > 1),
             (scores.left, scores.right), call.dropout_p, scores.scale, scores.softcap, dtype,
             _triton.capability(device), _triton.multiprocessors(device),
             _triton.fp32_precision() if dtype is torch.float32 else "tf32",  # ignored for 16 bits
         )  # fmt: skip
 
-    def masks(self) -> tuple[Tensor | None, ...]:
-        """padding, sequences, bias, seed, cos and sin, in the order of the kernels' arguments."""
-        return self.padding, self.sequences(), self.bias, self.seed, *self.angles
+        sequences = None if scores.cu_seqlens is None else _sequences(scores.cu_seqlens, k.shape[2])
+        cos, sin = (None, None) if angles is None else (angles.cos, angles.sin)
+        self.extras = Extras(padding, sequences, self.bias, call.seed, cos, sin)
 
-    def sequences(self) -> Tensor | None:
-        """Start and end of each token's sequence (2, Lk), computed on the device."""
-        if self.cu_seqlens is None:
-            return None
-        tokens = self.plan.keys
-        sequences = torch.empty((2, tokens), dtype=torch.int32, device=self.cu_seqlens.device)
-        _sequences_launch(len(self.cu_seqlens), tokens)(self.cu_seqlens, sequences)
-        return sequences
+
+def _sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Start and end of each token's sequence (2, tokens), computed on the device."""
+    sequences = torch.empty((2, tokens), dtype=torch.int32, device=cu_seqlens.device)
+    _sequences_launch(len(cu_seqlens), tokens)(cu_seqlens, sequences)
+    return sequences
 
 
 @_triton.planned
@@ -356,14 +357,14 @@ def _varying(bias: torch.Size | None) -> str:
 
 
 def _decode(inputs: _Inputs, out: Tensor, lse: Tensor, statistics: Tensor) -> None:
-    q, k, v = inputs.call.q, inputs.call.k, inputs.call.v
+    device = out.device
     splits, launch, combine = inputs.plan.decode
     partial = partial_max = partial_sum = None
     if splits > 1:
         rows = (splits, *inputs.plan.lse_shape)
-        partial = torch.empty((*rows, inputs.plan.head_dim), dtype=torch.float32, device=q.device)
-        partial_max, partial_sum = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
-    launch(q, k, v, out, lse, statistics, partial, partial_max, partial_sum, inputs.padding, inputs.bias, inputs.seed)
+        partial = torch.empty((*rows, inputs.plan.head_dim), dtype=torch.float32, device=device)
+        partial_max, partial_sum = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    launch(inputs.pointers, out, lse, statistics, partial, partial_max, partial_sum, inputs.extras)
     if splits > 1:
         combine(partial, partial_max, partial_sum, out, lse, statistics)
 
@@ -379,17 +380,13 @@ def _splits(programs: int, blocks: int, multiprocessors: int) -> int:
     return next(count for count, value in zip(candidates, efficiency, strict=True) if value >= 0.85 * max(efficiency))
 
 
-def _bias_gradient(
-    inputs: _Inputs, statistics: Tensor | None, dout: Tensor, dlse: Tensor | None, delta: Tensor | None,
-    masks: tuple[Tensor | None, ...],
-) -> Tensor:  # fmt: skip
+def _bias_gradient(inputs: _Inputs, pointers: Backward) -> Tensor:
     """dbias, summed over broadcast axes: each program sums dS over one split, then the splits are reduced."""
     bias = inputs.bias
     assert bias is not None
     if bias.shape[3] == 1:
-        return shift_gradient(dlse, statistics, bias)
+        return shift_gradient(pointers.dlse, pointers.statistics, bias)
     splits, launch = inputs.plan.bias_gradient
     partial = torch.empty((splits, *bias.shape), dtype=bias.dtype if splits == 1 else torch.float32, device=bias.device)
-    call = inputs.call
-    launch(call.q, call.k, call.v, statistics, dout, delta, partial, *masks[:4])
+    launch(inputs.pointers, pointers._replace(dlse=None), partial, inputs.extras)
     return partial[0] if splits == 1 else partial.sum(0).to(bias.dtype)

@@ -15,15 +15,14 @@ from transformer_kernels.ops.attention._triton_tile import (
     accumulate,
     any_real,
     biased,
-    cap_slope,
     capped,
     dropout_scale,
+    exponential,
     finite_rows,
     head_offset,
     head_rows,
     keep_tile,
     key_blocks,
-    load_base,
     load_bias,
     load_padding,
     load_rows,
@@ -34,13 +33,25 @@ from transformer_kernels.ops.attention._triton_tile import (
     query_tile_of_program,
     score_unit,
     visible_pairs,
-    weights_of,
     within_sequence,
     without_padding,
 )
 
 GRADIENT_STRIDES = [f"{tensor}_{axis}" for tensor in ("dout", "dq", "dkv") for axis in ("batch", "head", "row")]
 UNSPECIALIZED = SIZES + STRIDES + GRADIENT_STRIDES
+
+
+class Backward(NamedTuple):
+    """Pointers of the backward pass besides the inputs."""
+
+    out: Any  # (B, Lq, Hq, D), contiguous
+    statistics: Any  # (B, Hq, 2, Lq), contiguous: the largest score and the log of the sum
+    dout: Any  # (B, Hq, Lq, D)
+    dlse: Any  # (B, Hq, Lq), contiguous, or None
+    delta: Any  # (B, Hq, Lq), contiguous, written by one kernel and read by the next; or None
+    dq: Any  # (B, Hq, Lq, D)
+    dk: Any  # (B, Hk, Lk, D)
+    dv: Any  # (B, Hk, Lk, D), with the strides of dk; heads are adjacent
 
 
 class Queries(NamedTuple):
@@ -52,6 +63,41 @@ class Queries(NamedTuple):
     log_sum: Any  # [M]
     delta: Any  # [M]
     first_row: Any
+
+
+@triton.jit
+def cap_slope(scores, OPTIONS: tl.constexpr):
+    """The derivative of `capped` computed from its result: 1 - tanh^2."""
+    ratio = scores / (OPTIONS.SOFTCAP * score_unit(OPTIONS.NATURAL))
+    return 1.0 - ratio * ratio
+
+
+@triton.jit
+def load_statistic(pointer, rows, query_length, other, BOUNDED: tl.constexpr):
+    """One value per row, `other` beyond the last query. Not BOUNDED: all rows are in range."""
+    return tl.load(pointer + rows, mask=rows < query_length, other=other) if BOUNDED else tl.load(pointer + rows)
+
+
+@triton.jit
+def load_base(statistics, rows, query_length, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
+    """The maximum and the log of the sum of `rows`, in the unit of scores, subtracted by `weights_of`. For 16 bits
+    without a bias: their sum, and 0. +inf, which gives weights of 0, for rows out of range or fully masked."""
+    base = load_statistic(statistics, rows, query_length, float("-inf"), BOUNDED)
+    log_sum = load_statistic(statistics + query_length, rows, query_length, 0.0, BOUNDED)
+    base = tl.where(base == float("-inf"), float("inf"), base)
+    if not (OPTIONS.NATURAL or OPTIONS.BIAS != ""):
+        base += log_sum
+        log_sum = tl.zeros_like(log_sum)
+    return base, log_sum
+
+
+@triton.jit
+def weights_of(scores, base, log_sum, OPTIONS: tl.constexpr):
+    """exp((score - maximum) - log of the sum): the sum of the last two would lose the log for large scores."""
+    differences = scores - base
+    if OPTIONS.NATURAL or OPTIONS.BIAS != "":
+        differences -= log_sum
+    return exponential(differences, OPTIONS.NATURAL)
 
 
 @triton.jit
@@ -96,21 +142,9 @@ def query_gradient_block(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_query_kernel(
-    q_pointer,  # (B, Hq, Lq, D)
-    k_pointer,  # (B, Hk, Lk, D)
-    v_pointer,  # (B, Hk, Lk, D)
-    out_pointer,  # (B, Lq, Hq, D), contiguous
-    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
-    dout_pointer,  # (B, Hq, Lq, D)
-    dlse_pointer,  # (B, Hq, Lq), contiguous, or None
-    delta_pointer,  # (B, Hq, Lq), contiguous, for the kernels that follow
-    dq_pointer,  # (B, Hq, Lq, D)
-    padding_pointer,  # (B, Lk), contiguous, or None
-    sequences_pointer,  # (2, Lk), contiguous, or None
-    bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
-    seed_pointer,  # (1,), or None
-    cos_pointer,  # (1 or B, L, pairs), fp32, contiguous, or None
-    sin_pointer,  # the same
+    inputs,  # Inputs
+    backward,  # Backward
+    extras,  # Extras
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row,
@@ -124,28 +158,28 @@ def attention_backward_query_kernel(
     NATURAL: tl.constexpr = OPTIONS.NATURAL
     batch, head, first_row = query_tile_of_program(query_heads, query_length, section, OPTIONS)
     batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
-    k = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
-    v = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
-    bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-    dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
+    k = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
+    v = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
+    mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
+    bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
+    dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
     span = key_blocks(first_row, mask, OPTIONS)  # before tiles are loaded: a padding mask takes many registers
 
-    out_rows = output_rows(out_pointer, batch, head, query_heads, query_length, OPTIONS)
-    dout_rows = head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
+    out_rows = output_rows(backward.out, batch, head, query_heads, query_length, OPTIONS)
+    dout_rows = head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
     out = load_rows(out_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     dout = load_rows(dout_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     delta = tl.sum(to_fp32(out) * to_fp32(dout), 1)
     rows = first_row + tl.arange(0, BLOCK_M)
     row_offset = tl.cast(batch_head, tl.int64) * query_length
-    if dlse_pointer is not None:
-        delta -= tl.load(dlse_pointer + row_offset + rows, mask=rows < query_length, other=0.0)
-    tl.store(delta_pointer + row_offset + rows, delta, mask=rows < query_length)
+    if backward.dlse is not None:
+        delta -= tl.load(backward.dlse + row_offset + rows, mask=rows < query_length, other=0.0)
+    tl.store(backward.delta + row_offset + rows, delta, mask=rows < query_length)
 
-    q_rows = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
-    angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
+    q_rows = head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
+    angles = Angles(extras.cos, extras.sin, first_token(batch, query_length, OPTIONS))
     q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
-    base, log_sum = load_base(statistics_pointer + 2 * row_offset, rows, query_length, True, OPTIONS)
+    base, log_sum = load_base(backward.statistics + 2 * row_offset, rows, query_length, True, OPTIONS)
     queries = Queries(dot_operand(q, q.dtype), dot_operand(dout, dout.dtype), base, log_sum, delta, first_row)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     score_scale = scale * score_unit(NATURAL)
@@ -154,9 +188,9 @@ def attention_backward_query_kernel(
     for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
         key = masked_position(span, offset)
         visited = True
-        if padding_pointer is not None:
+        if extras.padding is not None:
             visited = any_real(mask, key, OPTIONS.MASKED)
         if visited:
             dq = query_gradient_block(dq, queries, key, k, v, mask, bias, dropout, angles, score_scale, True, OPTIONS)
-    target = head_rows(dq_pointer, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
+    target = head_rows(backward.dq, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
     store_unrotated(target, dq * scale, angles, first_row, OPTIONS)

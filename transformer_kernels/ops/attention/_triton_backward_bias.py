@@ -27,28 +27,21 @@ from transformer_kernels.ops.attention._triton_tile import (
 )
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "batches", "bias_batches", "bias_heads", "splits"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "batches", "bias_batches", "bias_heads"])
 def attention_backward_bias_kernel(
-    q_pointer,  # (B, Hq, Lq, D)
-    k_pointer,  # (B, Hk, Lk, D)
-    v_pointer,  # (B, Hk, Lk, D)
-    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
-    dout_pointer,  # (B, Hq, Lq, D)
-    delta_pointer,  # (B, Hq, Lq), contiguous
+    inputs,  # Inputs
+    backward,  # Backward
     dbias_pointer,  # (splits, bias batches, bias heads, Lq or 1, Lk), contiguous
-    padding_pointer,  # (B, Lk), contiguous, or None
-    sequences_pointer,  # (2, Lk), contiguous, or None
-    bias_pointer,  # (B, Hq, Lq, Lk), broadcast
-    seed_pointer,  # (1,), or None
-    batches, query_heads, query_length, key_length, bias_batches, bias_heads, splits,
+    extras,  # Extras
+    batches, query_heads, query_length, key_length, bias_batches, bias_heads,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
     bias_batch, bias_head, bias_row,
     scale, left, right, threshold,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one tile of dbias and one of `splits` parts of its sum of dS over the batches, heads and query
-    blocks on which the bias is broadcast."""
+    """One program owns one tile of dbias and one split of its sum of dS over the batches, heads and query blocks on
+    which the bias is broadcast."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     row_blocks = tl.cdiv(query_length, BLOCK_M)
@@ -61,44 +54,45 @@ def attention_backward_bias_kernel(
     own_batch, split = program % bias_batches, program // bias_batches
     shared_rows, shared_heads = row_blocks // own_rows, query_heads // bias_heads
     shared = shared_rows * shared_heads * (batches // bias_batches)
+    splits = tl.num_programs(0) // (key_tiles * own_rows * bias_heads * bias_batches)
     share = tl.cdiv(shared, splits)
     first_key = own_key * BLOCK_N
-    if sequences_pointer is not None:
+    if extras.sequences is not None:
         last_key = tl.minimum(first_key + BLOCK_N, key_length) - 1
-        tokens = Mask(None, 0, sequences_pointer, query_length, key_length, left, right)
+        tokens = Mask(None, 0, extras.sequences, query_length, key_length, left, right)
         sequences_start, sequences_end, _, _ = sequence_range(tokens, first_key, last_key)
-    seed = tl.load(seed_pointer) if seed_pointer is not None else None
+    seed = tl.load(extras.seed) if extras.seed is not None else None
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for index in tl.range(split * share, tl.minimum((split + 1) * share, shared), num_stages=1):
         first_row = (own_row + index % shared_rows) * BLOCK_M
         index = index // shared_rows
         head, batch = own_head + index % shared_heads, own_batch + index // shared_heads
         visited = True
-        if sequences_pointer is not None:
+        if extras.sequences is not None:
             visited = (first_row < sequences_end) & (first_row + BLOCK_M > sequences_start)
         if visited:
             batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
             row_offset = tl.cast(batch_head, tl.int64) * query_length
-            mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
+            mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
             source = QuerySource(
-                head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
-                head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
-                statistics_pointer + 2 * row_offset,
-                delta_pointer + row_offset,
+                head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
+                head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
+                backward.statistics + 2 * row_offset,
+                backward.delta + row_offset,
                 Angles(None, None, 0),
             )
             queries = load_queries(source, first_row, mask, BLOCK_M, True, OPTIONS)
-            k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
-            v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
+            k_rows = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
+            v_rows = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
             k = load_rows(k_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
             v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
             real = None
-            if padding_pointer is not None:
+            if extras.padding is not None:
                 real = load_padding(mask, first_key + tl.arange(0, BLOCK_N))
             keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), real, first_key)
             _, dscores, _ = key_gradient_block(
                 KeyGradient(0.0, 0.0), keys, operands(queries), mask,
-                Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row),
+                Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row),
                 Dropout(seed, batch_head, threshold), scale * score_unit(OPTIONS.NATURAL), True, False, True, k.dtype,
                 OPTIONS,
             )  # [N, M]  # fmt: skip

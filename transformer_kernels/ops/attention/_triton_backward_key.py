@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand
-from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
+from transformer_kernels.ops.attention._triton_backward import (
+    UNSPECIALIZED,
+    Queries,
+    cap_slope,
+    load_base,
+    load_statistic,
+    weights_of,
+)
 from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
 from transformer_kernels.ops.attention._triton_tile import (
     Bias,
@@ -14,18 +21,15 @@ from transformer_kernels.ops.attention._triton_tile import (
     Mask,
     accumulate,
     biased,
-    cap_slope,
     capped,
     dropout_scale,
     finite_rows,
     head_offset,
     head_rows,
     keep_tile,
-    load_base,
     load_bias,
     load_padding,
     load_rows,
-    load_statistic,
     masked_length,
     masked_position,
     multiply,
@@ -34,7 +38,6 @@ from transformer_kernels.ops.attention._triton_tile import (
     store_rows,
     tile_of_program,
     visible_pairs,
-    weights_of,
     within_sequence,
 )
 
@@ -166,20 +169,9 @@ def accumulate_queries(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_key_kernel(
-    q_pointer,  # (B, Hq, Lq, D)
-    k_pointer,  # (B, Hk, Lk, D)
-    v_pointer,  # (B, Hk, Lk, D)
-    statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
-    dout_pointer,  # (B, Hq, Lq, D)
-    delta_pointer,  # (B, Hq, Lq), contiguous
-    dk_pointer,  # (B, Hk, Lk, D)
-    dv_pointer,  # (B, Hk, Lk, D), the strides of dk
-    padding_pointer,  # (B, Lk), contiguous, or None
-    sequences_pointer,  # (2, Lk), contiguous, or None
-    bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
-    seed_pointer,  # (1,), or None
-    cos_pointer,  # (1 or B, L, pairs), fp32, contiguous, or None
-    sin_pointer,  # the same
+    inputs,  # Inputs
+    backward,  # Backward
+    extras,  # Extras
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row, dkv_batch, dkv_head, dkv_row,
@@ -196,15 +188,15 @@ def attention_backward_key_kernel(
     block, batch_head = tile_of_program(tl.cdiv(key_length, BLOCK_N), section)
     batch, key_head = batch_head // key_heads, batch_head % key_heads
     first_key = block * BLOCK_N
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
-    seed = tl.load(seed_pointer) if seed_pointer is not None else None
+    mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
+    seed = tl.load(extras.seed) if extras.seed is not None else None
     read = key_length
-    if padding_pointer is not None:
+    if extras.padding is not None:
         real = load_padding(mask, first_key + tl.arange(0, BLOCK_N))
         read = tl.where(tl.max(real.to(tl.int32), 0) > 0, key_length, 0)  # all padding: keys are not read
-    k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, read, OPTIONS)
-    v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, read, OPTIONS)
-    angles = Angles(cos_pointer, sin_pointer, first_token(batch, key_length, OPTIONS))
+    k_rows = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, read, OPTIONS)
+    v_rows = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, read, OPTIONS)
+    angles = Angles(extras.cos, extras.sin, first_token(batch, key_length, OPTIONS))
     k = load_rotated(k_rows, angles, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
     keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), None, first_key)
@@ -212,7 +204,7 @@ def attention_backward_key_kernel(
     gradient = KeyGradient(zeros, zeros)
     span = query_blocks(first_key, mask, OPTIONS)
     masked_rows, full_end = masked_length(span), span.full_end
-    if padding_pointer is not None:  # all padding: no queries
+    if extras.padding is not None:  # all padding: no queries
         masked_rows = tl.where(read == 0, 0, masked_rows)
         full_end = tl.where(read == 0, span.full_start, full_end)
     for member in range(OPTIONS.GROUP):
@@ -220,13 +212,13 @@ def attention_backward_key_kernel(
         query_batch_head = batch * query_heads + head
         row_offset = tl.cast(query_batch_head, tl.int64) * query_length
         source = QuerySource(
-            head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
-            head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
-            statistics_pointer + 2 * row_offset,
-            delta_pointer + row_offset,
+            head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS),
+            head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS),
+            backward.statistics + 2 * row_offset,
+            backward.delta + row_offset,
             angles,
         )
-        bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
+        bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
         dropout = Dropout(seed, query_batch_head, threshold)
         for row in range(span.full_start, full_end, OPTIONS.BLOCK_M):
             gradient = accumulate_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, False, OPTIONS)
@@ -234,9 +226,9 @@ def attention_backward_key_kernel(
             row = masked_position(span, offset)
             gradient = accumulate_queries(gradient, keys, source, row, mask, bias, dropout, score_scale, True, OPTIONS)
     dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed, 0, threshold))
-    if padding_pointer is not None:
+    if extras.padding is not None:
         dk, dv = tl.where(real[:, None], dk, 0.0), tl.where(real[:, None], dv, 0.0)
-    for_dk = head_rows(dk_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
-    for_dv = head_rows(dv_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
+    for_dk = head_rows(backward.dk, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
+    for_dv = head_rows(backward.dv, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
     store_unrotated(for_dk, dk, angles, first_key, OPTIONS)
     store_rows(for_dv, dv, first_key, OPTIONS)

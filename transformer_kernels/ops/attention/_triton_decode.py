@@ -38,18 +38,14 @@ from transformer_kernels.ops.attention._triton_tile import (
 
 @triton.jit(do_not_specialize=[*SIZES, *STRIDES, "split_keys", "bias_column"])
 def attention_decode_kernel(
-    q_pointer,  # (B, Hq, Lq, D)
-    k_pointer,  # (B, Hk, Lk, D)
-    v_pointer,  # (B, Hk, Lk, D)
+    inputs,  # Inputs
     out_pointer,  # (B, Lq, Hq, D), contiguous, written when there is one split
     lse_pointer,  # (B, Hq, Lq), contiguous, likewise
     statistics_pointer,  # (B, Hq, 2, Lq), contiguous, likewise: of each row the largest score and the log of the sum
     partial_pointer,  # (splits, B, Hq, Lq, D), fp32, or None
     partial_max_pointer,  # (splits, B, Hq, Lq), fp32, or None
     partial_sum_pointer,  # (splits, B, Hq, Lq), fp32, or None
-    padding_pointer,  # (B, Lk), contiguous, or None
-    bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
-    seed_pointer,  # (1,), or None
+    extras,  # Extras
     query_heads, query_length, key_length, split_keys,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row, bias_column,
@@ -69,12 +65,12 @@ def attention_decode_kernel(
     exists = indices < OPTIONS.GROUP * query_length
     columns_d = tl.arange(0, OPTIONS.BLOCK_D)[None, :]
     inside = exists[:, None] & (columns_d < OPTIONS.HEAD_DIM)
-    k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
-    v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, None, query_length, key_length, left, right)
-    seed = tl.load(seed_pointer) if seed_pointer is not None else None
+    k_rows = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
+    v_rows = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
+    mask = Mask(extras.padding, batch, None, query_length, key_length, left, right)
+    seed = tl.load(extras.seed) if extras.seed is not None else None
     dropout = Dropout(seed, batch * query_heads + heads, threshold)
-    q_pointers = q_pointer + batch * wide(q_batch, 1) + heads * wide(q_head, 1) + rows * wide(q_row, 1) + columns_d
+    q_pointers = inputs.q + batch * wide(q_batch, 1) + heads * wide(q_head, 1) + rows * wide(q_row, 1) + columns_d
     q = tl.load(q_pointers, mask=inside, other=0.0)  # [M, D]
     q = dot_operand(q, q.dtype)
     scale = positive(scale * score_unit(NATURAL))
@@ -85,7 +81,7 @@ def attention_decode_kernel(
     start, end, _, _ = visible_keys(0, query_length - 1, mask, OPTIONS)
     start = tl.maximum(start // BLOCK_N * BLOCK_N, split * split_keys)
     end = tl.minimum(end, (split + 1) * split_keys)
-    if padding_pointer is not None:
+    if extras.padding is not None:
         first_real, end_real, _ = scan_keys(mask, start, end, SCANNED)  # a split has few keys
         start, end = tl.maximum(start, first_real // BLOCK_N * BLOCK_N), tl.minimum(end, end_real)
     for first_key in range(start, end, BLOCK_N):
@@ -93,17 +89,17 @@ def attention_decode_kernel(
         visible = visible_pairs(rows, keys, mask, OPTIONS)
         k = load_rows(k_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
         v = load_rows(v_rows, first_key, BLOCK_N, True, OPTIONS)  # [N, D]
-        if padding_pointer is not None:
+        if extras.padding is not None:
             real = load_padding(mask, keys)
             visible = visible & real
             v = without_padding(v, real)
         scores = multiply(q, tl.trans(dot_operand(k, k.dtype)), OPTIONS)  # [M, N]
         factor = scale
-        if OPTIONS.SOFTCAP > 0.0 or bias_pointer is not None:
+        if OPTIONS.SOFTCAP > 0.0 or extras.bias is not None:
             scores = capped(scores * scale, OPTIONS)
             factor = 1.0
-        if bias_pointer is not None:
-            bias_pointers = bias_pointer + batch * wide(bias_batch, 1) + heads * wide(bias_head, 1)
+        if extras.bias is not None:
+            bias_pointers = extras.bias + batch * wide(bias_batch, 1) + heads * wide(bias_head, 1)
             bias_pointers += rows * wide(bias_row, 1) + keys * wide(bias_column, 1)
             bias = tl.load(bias_pointers, mask=exists[:, None] & (keys < key_length), other=0.0)
             scores = biased(scores, to_fp32(bias), NATURAL)

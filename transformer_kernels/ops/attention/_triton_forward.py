@@ -137,18 +137,11 @@ def attend_block(
 
 @triton.jit(do_not_specialize=SIZES + STRIDES)
 def attention_forward_kernel(
-    q_pointer,  # (B, Hq, Lq, D)
-    k_pointer,  # (B, Hk, Lk, D)
-    v_pointer,  # (B, Hk, Lk, D)
+    inputs,  # Inputs
     out_pointer,  # (B, Lq, Hq, D), contiguous
     lse_pointer,  # (B, Hq, Lq), contiguous
     statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
-    padding_pointer,  # (B, Lk), contiguous, or None
-    sequences_pointer,  # (2, Lk), contiguous, or None
-    bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
-    seed_pointer,  # (1,), or None
-    cos_pointer,  # (1 or B, L, pairs), fp32, contiguous, or None
-    sin_pointer,  # the same
+    extras,  # Extras
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row,
@@ -160,13 +153,13 @@ def attention_forward_kernel(
     BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     batch, head, first_row = query_tile_of_program(query_heads, query_length, section, OPTIONS)
     batch_head, key_head = batch * query_heads + head, head // OPTIONS.GROUP
-    k = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
-    v = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    mask = Mask(padding_pointer, batch, sequences_pointer, query_length, key_length, left, right)
-    bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-    dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
-    queries = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
-    angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
+    k = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
+    v = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
+    mask = Mask(extras.padding, batch, extras.sequences, query_length, key_length, left, right)
+    bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
+    dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
+    queries = head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
+    angles = Angles(extras.cos, extras.sin, first_token(batch, query_length, OPTIONS))
     q = load_rotated(queries, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     q = dot_operand(q, q.dtype)
     scale = positive(scale * score_unit(OPTIONS.NATURAL))
@@ -180,7 +173,7 @@ def attention_forward_kernel(
     for offset in tl.range(0, masked_length(span), OPTIONS.MASKED, num_stages=1):
         key = masked_position(span, offset)
         visited = True
-        if padding_pointer is not None:
+        if extras.padding is not None:
             visited = any_real(mask, key, OPTIONS.MASKED)
         if visited:
             softmax = attend_block(softmax, q, first_row, key, k, v, mask, bias, dropout, angles, scale, True, OPTIONS)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from transformer_kernels.backends.triton_language import dot_operand
-from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries
+from transformer_kernels.ops.attention._triton_backward import UNSPECIALIZED, Queries, load_base
 from transformer_kernels.ops.attention._triton_backward_key import KeyGradient, Keys, key_gradient_block, operands
 from transformer_kernels.ops.attention._triton_forward import Softmax, finish_rows, store_row_results
 from transformer_kernels.ops.attention._triton_rotary import Angles, first_token, load_rotated, store_unrotated
@@ -23,7 +23,6 @@ from transformer_kernels.ops.attention._triton_tile import (
     head_offset,
     head_rows,
     keep_tile,
-    load_base,
     load_bias,
     load_padding,
     load_rows,
@@ -38,17 +37,11 @@ from transformer_kernels.ops.attention._triton_tile import (
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_short_forward_kernel(
-    q_pointer,  # (B, Hq, Lq, D)
-    k_pointer,  # (B, Hk, Lk, D)
-    v_pointer,  # (B, Hk, Lk, D)
+    inputs,  # Inputs
     out_pointer,  # (B, Lq, Hq, D), contiguous
     lse_pointer,  # (B, Hq, Lq), contiguous
     statistics_pointer,  # (B, Hq, 2, Lq), contiguous: of each row the largest score and the log of the sum
-    padding_pointer,  # (B, Lk), contiguous, or None
-    bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
-    seed_pointer,  # (1,), or None
-    cos_pointer,  # (1 or B, L, pairs), fp32, contiguous, or None
-    sin_pointer,  # the same
+    extras,  # Extras
     query_heads, query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     bias_batch, bias_head, bias_row,
@@ -65,30 +58,30 @@ def attention_short_forward_kernel(
     batch, head = batch_head // query_heads, batch_head % query_heads
     key_head = head // OPTIONS.GROUP
     tile_rows, tile_columns = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    q_rows = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
-    k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
-    v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    angles = Angles(cos_pointer, sin_pointer, first_token(batch, query_length, OPTIONS))
+    q_rows = head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
+    k_rows = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
+    v_rows = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
+    angles = Angles(extras.cos, extras.sin, first_token(batch, query_length, OPTIONS))
     q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
     k = load_rotated(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
-    mask = Mask(padding_pointer, batch, None, query_length, key_length, left, right)
+    mask = Mask(extras.padding, batch, None, query_length, key_length, left, right)
     visible = visible_pairs(first_row + tile_rows, tile_columns, mask, OPTIONS)
-    if padding_pointer is not None:
+    if extras.padding is not None:
         real = load_padding(mask, tile_columns)
         visible = visible & real
         v = without_padding(v, real)
     scores = multiply(dot_operand(q, q.dtype), tl.trans(dot_operand(k, k.dtype)), OPTIONS)  # [M, N]
     scores = capped(scores * (scale * score_unit(NATURAL)), OPTIONS)
-    if bias_pointer is not None:
-        bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
+    if extras.bias is not None:
+        bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
         scores = biased(scores, load_bias(bias, first_row, 0, tile_rows, tile_columns, mask, True, OPTIONS), NATURAL)
     scores = tl.where(visible, scores, float("-inf"))
     row_max = tl.max(scores, 1)
     weights = exponential(scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None], NATURAL)
     row_sum = tl.sum(weights, 1)
-    dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
-    if seed_pointer is not None:
+    dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
+    if extras.seed is not None:
         weights = tl.where(keep_tile(dropout, 0, first_row + tile_rows, BLOCK_N), weights, 0.0)
     total = multiply(dot_operand(weights, v.dtype), dot_operand(v, v.dtype), OPTIONS)  # [M, D]
     out, lse, row_max, log_sum = finish_rows(Softmax(total, row_max, row_sum), dropout_scale(dropout), NATURAL)
@@ -100,24 +93,12 @@ def attention_short_forward_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_short_backward_kernel(
-    q_pointer,  # (B, Hq, Lq, D)
-    k_pointer,  # (B, Hk, Lk, D)
-    v_pointer,  # (B, Hk, Lk, D)
-    statistics_pointer,  # (B, Hq, 2, Lq), contiguous
-    dout_pointer,  # (B, Hq, Lq, D)
-    dlse_pointer,  # (B, Hq, Lq), contiguous, or None
-    delta_pointer,  # (B, Hq, Lq), contiguous, for the bias; or None
-    dq_pointer,  # (B, Hq, Lq, D)
-    dk_pointer,  # (B, Hk, Lk, D)
-    dv_pointer,  # (B, Hk, Lk, D), the strides of dk
-    padding_pointer,  # (B, Lk), contiguous, or None
-    bias_pointer,  # (B, Hq, Lq, Lk), broadcast, or None
-    seed_pointer,  # (1,), or None
-    cos_pointer,  # (1 or B, L, pairs), fp32, contiguous, or None
-    sin_pointer,  # the same
+    inputs,  # Inputs
+    backward,  # Backward
+    extras,  # Extras
     query_length, key_length,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, dkv_batch, dkv_head, dkv_row,
+    dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, dkv_batch, dkv_row,
     bias_batch, bias_head, bias_row,
     scale, left, right, threshold,
     OPTIONS: tl.constexpr,
@@ -129,14 +110,14 @@ def attention_short_backward_kernel(
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     batch, key_head = tl.program_id(0), tl.program_id(1)
     query_heads = tl.num_programs(1) * OPTIONS.GROUP
-    k_rows = head_rows(k_pointer, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
-    v_rows = head_rows(v_pointer, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
-    angles = Angles(cos_pointer, sin_pointer, first_token(batch, key_length, OPTIONS))
+    k_rows = head_rows(inputs.k, batch, key_head, k_batch, k_head, k_row, key_length, OPTIONS)
+    v_rows = head_rows(inputs.v, batch, key_head, v_batch, v_head, v_row, key_length, OPTIONS)
+    angles = Angles(extras.cos, extras.sin, first_token(batch, key_length, OPTIONS))
     k = load_rotated(k_rows, angles, 0, BLOCK_N, True, OPTIONS)  # [N, D]
     v = load_rows(v_rows, 0, BLOCK_N, True, OPTIONS)  # [N, D]
-    mask = Mask(padding_pointer, batch, None, query_length, key_length, left, right)
+    mask = Mask(extras.padding, batch, None, query_length, key_length, left, right)
     real = None
-    if padding_pointer is not None:
+    if extras.padding is not None:
         real = load_padding(mask, tl.arange(0, BLOCK_N))
         k, v = without_padding(k, real), without_padding(v, real)
     keys = Keys(dot_operand(k, k.dtype), dot_operand(v, v.dtype), real, 0)
@@ -149,17 +130,17 @@ def attention_short_backward_kernel(
         batch_head = batch * query_heads + head
         rows = first_row + tl.arange(0, BLOCK_M)
         row_offset = tl.cast(batch_head, tl.int64) * query_length
-        q_rows = head_rows(q_pointer, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
-        dout_rows = head_rows(dout_pointer, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
+        q_rows = head_rows(inputs.q, batch, head, q_batch, q_head, q_row, query_length, OPTIONS)
+        dout_rows = head_rows(backward.dout, batch, head, dout_batch, dout_head, dout_row, query_length, OPTIONS)
         q = load_rotated(q_rows, angles, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
         dout = load_rows(dout_rows, first_row, BLOCK_M, True, OPTIONS)  # [M, D]
         delta = tl.zeros([BLOCK_M], tl.float32)
-        if dlse_pointer is not None:
-            delta -= tl.load(dlse_pointer + row_offset + rows, mask=rows < query_length, other=0.0)
-        base, log_sum = load_base(statistics_pointer + 2 * row_offset, rows, query_length, True, OPTIONS)
+        if backward.dlse is not None:
+            delta -= tl.load(backward.dlse + row_offset + rows, mask=rows < query_length, other=0.0)
+        base, log_sum = load_base(backward.statistics + 2 * row_offset, rows, query_length, True, OPTIONS)
         queries = operands(Queries(q, dout, base, log_sum, delta, first_row))
-        bias = Bias(bias_pointer, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
-        dropout = Dropout(tl.load(seed_pointer) if seed_pointer is not None else None, batch_head, threshold)
+        bias = Bias(extras.bias, head_offset(batch, head, bias_batch, bias_head, OPTIONS.BIAS_ALIGNMENT), bias_row)
+        dropout = Dropout(tl.load(extras.seed) if extras.seed is not None else None, batch_head, threshold)
         gradient, dscores, delta = key_gradient_block(
             gradient,
             keys,
@@ -174,13 +155,13 @@ def attention_short_backward_kernel(
             q.dtype,
             OPTIONS,
         )
-        if delta_pointer is not None:
-            tl.store(delta_pointer + row_offset + rows, delta, mask=rows < query_length)
+        if backward.delta is not None:
+            tl.store(backward.delta + row_offset + rows, delta, mask=rows < query_length)
         dq = multiply(tl.trans(dot_operand(dscores, q.dtype)), keys.k, OPTIONS) * scale  # [M, D]
-        target = head_rows(dq_pointer, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
+        target = head_rows(backward.dq, batch, head, dq_batch, dq_head, dq_row, query_length, OPTIONS)
         store_unrotated(target, dq, angles, first_row, OPTIONS)
-    dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(seed_pointer, 0, threshold))
-    for_dk = head_rows(dk_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
-    for_dv = head_rows(dv_pointer, batch, key_head, dkv_batch, dkv_head, dkv_row, key_length, OPTIONS)
+    dk, dv = gradient.dk * scale, gradient.dv * dropout_scale(Dropout(extras.seed, 0, threshold))
+    for_dk = head_rows(backward.dk, batch, key_head, dkv_batch, OPTIONS.HEAD_DIM, dkv_row, key_length, OPTIONS)
+    for_dv = head_rows(backward.dv, batch, key_head, dkv_batch, OPTIONS.HEAD_DIM, dkv_row, key_length, OPTIONS)
     store_unrotated(for_dk, dk, angles, 0, OPTIONS)
     store_rows(for_dv, dv, 0, OPTIONS)

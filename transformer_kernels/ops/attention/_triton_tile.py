@@ -5,8 +5,8 @@ score. NATURAL (fp32 operands) multiplies by log2(e) after the maximum or lse is
 one rounding of large numbers fewer. Positions are bottom-right aligned: query i is at key position i + Lk - Lq
 ("shift").
 
-Kernels take flat arguments, because scalars in a tuple would be specialised, and pack them into the tuples used here.
-A returned tuple must not contain None or compile-time values.
+Kernels take pointers as records and numbers as flat arguments: Triton specialises a pointer in a record like any other,
+but ignores `do_not_specialize` for integers in a record. A returned tuple must not contain None or compile-time values.
 """
 
 from typing import Any, NamedTuple
@@ -49,6 +49,25 @@ class Options(NamedTuple):
     NEGATE: bool  # the scale is negative
     NATURAL: bool
     PRECISION: str  # of fp32 products
+
+
+class Inputs(NamedTuple):
+    """Pointers to queries, keys and values."""
+
+    q: Any  # (B, Hq, Lq, D)
+    k: Any  # (B, Hk, Lk, D)
+    v: Any  # (B, Hk, Lk, D)
+
+
+class Extras(NamedTuple):
+    """Pointers to optional inputs, None if absent."""
+
+    padding: Any  # (B, Lk), contiguous
+    sequences: Any  # (2, Lk), contiguous
+    bias: Any  # (B, Hq, Lq, Lk), broadcast
+    seed: Any  # (1,)
+    cos: Any  # (1 or B, L, pairs), fp32, contiguous
+    sin: Any  # the same
 
 
 class Rows(NamedTuple):
@@ -392,13 +411,6 @@ def capped(scores, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def cap_slope(scores, OPTIONS: tl.constexpr):
-    """The derivative of `capped` computed from its result: 1 - tanh^2."""
-    ratio = scores / (OPTIONS.SOFTCAP * score_unit(OPTIONS.NATURAL))
-    return 1.0 - ratio * ratio
-
-
-@triton.jit
 def load_bias(bias, first_row, start, rows, columns, mask, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
     """The additive bias of the tile at (first_row, start); `rows` and `columns` are offsets within the tile, in either
     order of axes. Not BOUNDED: all keys are in range."""
@@ -432,34 +444,6 @@ def biased(scores, bias, NATURAL: tl.constexpr):
     """Scores plus a natural bias, at least SCORE_FLOOR; -inf where the bias is -inf."""
     total = tl.maximum(scores + bias * score_unit(NATURAL), SCORE_FLOOR)
     return tl.where(bias == float("-inf"), float("-inf"), total)
-
-
-@triton.jit
-def load_statistic(pointer, rows, query_length, other, BOUNDED: tl.constexpr):
-    """One value per row, `other` beyond the last query. Not BOUNDED: all rows are in range."""
-    return tl.load(pointer + rows, mask=rows < query_length, other=other) if BOUNDED else tl.load(pointer + rows)
-
-
-@triton.jit
-def load_base(statistics, rows, query_length, BOUNDED: tl.constexpr, OPTIONS: tl.constexpr):
-    """The maximum and the log of the sum of `rows`, in the unit of scores, subtracted by `weights_of`. For 16 bits
-    without a bias: their sum, and 0. +inf, which gives weights of 0, for rows out of range or fully masked."""
-    base = load_statistic(statistics, rows, query_length, float("-inf"), BOUNDED)
-    log_sum = load_statistic(statistics + query_length, rows, query_length, 0.0, BOUNDED)
-    base = tl.where(base == float("-inf"), float("inf"), base)
-    if not (OPTIONS.NATURAL or OPTIONS.BIAS != ""):
-        base += log_sum
-        log_sum = tl.zeros_like(log_sum)
-    return base, log_sum
-
-
-@triton.jit
-def weights_of(scores, base, log_sum, OPTIONS: tl.constexpr):
-    """exp((score - maximum) - log of the sum): the sum of the last two would lose the log for large scores."""
-    differences = scores - base
-    if OPTIONS.NATURAL or OPTIONS.BIAS != "":
-        differences -= log_sum
-    return exponential(differences, OPTIONS.NATURAL)
 
 
 @triton.jit

@@ -36,10 +36,7 @@ class EmbeddingResult(NamedTuple):
     rstd: Tensor | None
 
 
-@_checks.spelled_unlike_torch(
-    "F.embedding(tokens, weight, padding_idx)",
-    "embedding(tokens, weight)",
-)
+@_checks.spelled_unlike_torch("F.embedding(tokens, weight, padding_idx)", "embedding(tokens, weight)")
 def embedding(
     tokens: Tensor,
     weight: Tensor,

@@ -14,7 +14,13 @@ from transformer_kernels.backends.triton_tiles import RowTile, Tiles, persistent
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.embedding import EmbeddingCall, EmbeddingResult
 from transformer_kernels.ops.embedding._scatter import table_gradients
-from transformer_kernels.ops.norm._triton import centred_rows, dropout_numbers, dropped_out, normalised_gradient
+from transformer_kernels.ops.norm._triton import (
+    centred_rows,
+    dropout_numbers,
+    dropped_out,
+    normalised_gradient,
+    store_sums,
+)
 
 WIDEST_NORMALISED = 8192
 """Maximum width of a row in registers, forward and backward."""
@@ -101,11 +107,7 @@ def embedding_backward_kernel(
         result = normalised_gradient(gradient, normed, norm_scale, row_rstd, N)
         tl.store(ds + row * N + columns, from_fp32(result, ds.dtype.element_ty), mask=inside)
 
-    partial = partials + program.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, programs, N)
-    tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
-    if HAS_BIAS:
-        partial += programs.to(tl.int64) * N
-        tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+    store_sums(partials, program, programs, columns, N, dweight_sum, dbias_sum, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["M", "N", "threshold"])

@@ -23,10 +23,7 @@ OP, LINEAR_OP = "cross_entropy", "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@_checks.spelled_unlike_torch(
-    "F.cross_entropy(input, target, weight)",
-    "cross_entropy(logits, targets, weight=weight)",
-)
+@_checks.spelled_unlike_torch("F.cross_entropy(input, target, weight)", "cross_entropy(logits, targets, weight=weight)")
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,

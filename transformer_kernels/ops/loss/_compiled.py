@@ -58,7 +58,7 @@ class Kernels:
         return CrossEntropyResult(loss, statistics, count), dlogits
 
     def scale_gradient(self, dlogits: Tensor, dloss: Tensor) -> None:
-        """Multiply, in its place, what `forward_with_gradient` made by the gradient of its loss."""
+        """Multiply the gradient from `forward_with_gradient`, in place, by the gradient of the loss."""
         machine = self._machine
         code, addresses = machine.DTYPE_CODES[dlogits.dtype], (dloss.data_ptr(), dlogits.data_ptr())
         machine.load().cross_entropy_scale(code, *addresses, dlogits.numel())

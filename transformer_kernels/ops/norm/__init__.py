@@ -52,8 +52,7 @@ def rows_of(call: NormCall, result: NormResult) -> Tensor:
 
 
 @_checks.spelled_unlike_torch(
-    "F.layer_norm(x, (n,), weight, bias, eps)",
-    "layer_norm(x, weight, bias, eps=eps), over the last axis",
+    "F.layer_norm(x, (n,), weight, bias, eps)", "layer_norm(x, weight, bias, eps=eps), over the last axis"
 )
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5, backend: str | None = None
@@ -84,10 +83,7 @@ def layer_norm(
     return LAYER_NORM.run(backend, x, weight, bias, eps=eps)
 
 
-@_checks.spelled_unlike_torch(
-    "F.rms_norm(x, (n,), weight, eps)",
-    "rms_norm(x, weight, eps=eps), over the last axis",
-)
+@_checks.spelled_unlike_torch("F.rms_norm(x, (n,), weight, eps)", "rms_norm(x, weight, eps=eps), over the last axis")
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, backend: str | None = None) -> Tensor:
     """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last axis.
 

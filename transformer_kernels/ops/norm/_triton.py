@@ -176,6 +176,16 @@ def normalised_gradient(gradient, normed, scale, row_rstd, N, CENTRED: tl.conste
     return row_rstd * (scaled - normed * mean_product)
 
 
+@triton.jit
+def store_sums(partials, part, parts, columns, N, dweight, dbias, HAS_BIAS: tl.constexpr):
+    """Store the column sums of dweight and dbias [R, C] as one of `parts` partial sums; partials (2, parts, N)."""
+    pointers = partials + part.to(tl.int64) * N + columns  # [1, C]
+    tl.store(pointers, tl.sum(dweight, axis=0, keep_dims=True), mask=columns < N)
+    if HAS_BIAS:
+        pointers += parts.to(tl.int64) * N
+        tl.store(pointers, tl.sum(dbias, axis=0, keep_dims=True), mask=columns < N)
+
+
 @triton.jit(do_not_specialize=["M", "N", "threshold"])
 def layer_norm_backward_kernel(
     dy, dsummed, x, seed, weight, mean, rstd, dx, dresidual, partials, M, N, threshold, keep_scale,
@@ -208,11 +218,7 @@ def layer_norm_backward_kernel(
         result = normalised_gradient(gradient, normed, scale, row_rstd, N, mean is not None)
         store_gradients(result, dsummed, seed, dx, dresidual, offsets, inside, row, groups, threshold, keep_scale)
 
-    partial = partials + program.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, programs, N)
-    tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
-    if HAS_BIAS:
-        partial += programs.to(tl.int64) * N
-        tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+    store_sums(partials, program, programs, columns, N, dweight_sum, dbias_sum, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["M", "N", "threshold"])
@@ -276,11 +282,7 @@ def layer_norm_backward_columns_kernel(
         row_rstd = tl.load(rstd + row, mask=row < M, other=0.0)  # [ROWS, 1]
         dweight_sum += gradient * (centred(values, mean, row, row < M) * row_rstd)
         dbias_sum += gradient
-    partial = partials + share.to(tl.int64) * N + columns  # [1, BLOCK_N] of (2, shares, N)
-    tl.store(partial, tl.sum(dweight_sum, axis=0, keep_dims=True), mask=columns < N)
-    if HAS_BIAS:
-        partial += shares.to(tl.int64) * N
-        tl.store(partial, tl.sum(dbias_sum, axis=0, keep_dims=True), mask=columns < N)
+    store_sums(partials, share, shares, columns, N, dweight_sum, dbias_sum, HAS_BIAS)
 
 
 def forward(call: NormCall) -> NormResult:

@@ -38,8 +38,9 @@ class Heads(NamedTuple):
     k: Tensor | None
 
     def empty(self) -> Heads:
-        """Contiguous ones of these shapes, unset."""
-        return Heads(*(None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self))  # type: ignore[arg-type]
+        """Uninitialised, contiguous tensors of these shapes."""
+        q, k = (x if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self)
+        return Heads(q, k)  # type: ignore[arg-type]
 
     def strides(self) -> tuple[int, ...]:
         """Those of batch, head and row of q and of k."""

@@ -22,10 +22,7 @@ class SoftmaxCall(NamedTuple):
     scale: float
 
 
-@_checks.spelled_unlike_torch(
-    "F.softmax(x, dim=-1)",
-    "softmax(x), over the last axis: transpose x for another",
-)
+@_checks.spelled_unlike_torch("F.softmax(x, dim=-1)", "softmax(x), over the last axis: transpose x for another")
 def softmax(
     x: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float = 1.0, backend: str | None = None
 ) -> Tensor:

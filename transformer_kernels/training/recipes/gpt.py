@@ -24,9 +24,7 @@ class GPTRecipeConfig(CharGPTConfig):
 
     tokenizer: str = option("gpt2", "tokenizer: GPT-2 byte pairs or bytes", choices=("gpt2", "bytes"), fixed=True)
     vocab_dir: str = option(
-        "",
-        "folder with GPT-2's vocab.bpe, for offline use",
-        later={"evaluate": "vocab_dir", "generate": "vocab_dir"},
+        "", "folder with GPT-2's vocab.bpe, for offline use", later={"evaluate": "vocab_dir", "generate": "vocab_dir"}
     )
     preset: str = option("gpt2", "model definition that --model changes", choices=("gpt2", "deepseek"), fixed=True)
     context: int = option(64, "context length in tokens", fixed=True)

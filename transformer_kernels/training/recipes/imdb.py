@@ -53,9 +53,7 @@ class ReviewsConfig(TrainingConfig):
     )
     vocabulary: int = option(8000, "vocabulary size of --tokenizer learned", fixed=True)
     vocab_dir: str = option(
-        "",
-        "folder with GPT-2's vocab.bpe, for offline use",
-        later={"evaluate": "vocab_dir", "classify": "vocab_dir"},
+        "", "folder with GPT-2's vocab.bpe, for offline use", later={"evaluate": "vocab_dir", "classify": "vocab_dir"}
     )
     max_length: int = option(256, "maximum tokens per review, including CLS and SEP", fixed=True)
     truncation: str = option("head", "which part of a long review is kept", choices=("head", "head+tail"), fixed=True)

@@ -83,7 +83,7 @@ class TranslateConfig(TrainingConfig):
 class BytePairs:
     """Byte pairs of one language (Sennrich et al. 2016), by the package `tokenizers`.
 
-    Merges start from characters and stay within words. A mark precedes each word, and punctuation is a word of its own.
+    Merges start from characters and stay within words. A mark precedes each word, and punctuation is a separate word.
     """
 
     def __init__(self, inner: Any) -> None:
