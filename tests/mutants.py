@@ -40,7 +40,7 @@ EVERY = "tests/ops/test_every_operation.py"
 
 MUTANTS = [
     # The routes
-    Mutant(f"{OPS}/_operation.py", "if operation.second_order is None:", "if False:", f"{AUTOGRAD} -k double_backward"),
+    Mutant(f"{OPS}/_operation.py", "if plan.second_order is None:", "if False:", f"{AUTOGRAD} -k double_backward"),
     Mutant(
         f"{OPS}/_operation.py",
         "grad.to(outputs.dtype), create_graph=True",

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_kernels as tk
 from tests.support.host_time import called
-from tests.support.operations import EXAMPLES, function
+from tests.support.operations import EXAMPLES, function, without_plans
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops import _plan
 
@@ -26,9 +26,8 @@ PLANNED = list(EXAMPLES)
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch):
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
-    for operation in dispatch.OPERATIONS.values():
-        monkeypatch.setattr(operation, "plans", {})
-        monkeypatch.setattr(operation, "calls", {})
+    with without_plans():
+        yield
 
 
 def plans(op):

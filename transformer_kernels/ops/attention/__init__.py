@@ -133,7 +133,7 @@ def attention(
     Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3 (alibi_slopes); Gemma
     Team, "Gemma 2", 2024, section 2 (softcap); OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (sinks).
     """
-    out, lse = OPERATION.run(
+    outputs = OPERATION.run(
         backend,
         q,
         k,
@@ -151,8 +151,9 @@ def attention(
         sinks=sinks,
         return_lse=return_lse,
     )
+    out: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
     out = out[..., : v.shape[3]] if v.shape[3] < out.shape[3] else out
-    return (out, lse) if return_lse else out
+    return (out, outputs[1]) if return_lse else out
 
 
 def prepare(
@@ -241,6 +242,7 @@ OPERATION = _operation.Operation(
     prepare=prepare,
     result=AttentionResult,
     public=2,
+    asked="return_lse",
     fake=_fake,
     differentiable=("q", "k", "v", "scores.bias", "scores.sinks"),
     kept=("out", "lse", "statistics"),

@@ -189,9 +189,11 @@ class _Packed:
         self.rotary = dispatch.family("transformer_kernels.ops.rotary", kernels.__name__.rpartition(".")[2].lstrip("_"))
         self.rotates = getattr(kernels, "rotates", lambda call: False)  # which calls its kernels rotate themselves
 
-    def bound(self, call: PackedAttentionCall) -> _Packed:
+    def bound(self, call: PackedAttentionCall) -> Any:
         """The same for calls of one layout; rotated copies have another one."""
-        inner, packed = _on_views(call), copy(self)
+        inner, packed, of_backend = _on_views(call), copy(self), self.kernels.kernels
+        if hasattr(of_backend, "bound_packed") and (kernels := of_backend.bound_packed(call, inner)) is not None:
+            return kernels
         if call.cos is None or self.rotates(inner):
             packed.kernels = self.kernels.bound(inner)
         return packed
