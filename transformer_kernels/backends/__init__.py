@@ -32,10 +32,8 @@ class Machine(Protocol):
         It is called with the tensors, or None, of the missing addresses, in their order.
         """
 
-    def empty(
-        self, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Uninitialised memory."""
+    def allocator(self, device: torch.device) -> Any:
+        """(sizes, strides, dtype) -> uninitialised memory, for this pass of a call."""
 
     def sum_like(self, parameter: Tensor, wanted: bool) -> Tensor | None:
         """Contiguous memory for a parameter's gradient, a sum over rows; None where it is not computed."""
@@ -71,21 +69,21 @@ class Compiled:
         return self.bound(call).backward(call, result, grads, wanted)
 
 
-Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
-"""The sizes, strides, dtype and device of a tensor, for `Machine.empty`."""
+Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""The sizes, strides and dtype of a tensor, for an allocator."""
 
 
-def memory_of(x: Tensor, dtype: torch.dtype | None = None) -> Memory:
+def memory_of(x: Tensor) -> Memory:
     """That of a tensor like x."""
-    return tuple(x.shape), x.stride(), dtype or x.dtype, x.device
+    return tuple(x.shape), x.stride(), x.dtype
 
 
-def contiguous_memory(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Memory:
+def contiguous_memory(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Memory:
     """That of a contiguous tensor."""
     strides = [1]
     for size in reversed(sizes[1:]):
         strides.insert(0, strides[0] * size)
-    return sizes, tuple(strides[: len(sizes)]), dtype, device
+    return sizes, tuple(strides[: len(sizes)]), dtype
 
 
 def address(tensor: Tensor | None) -> int:

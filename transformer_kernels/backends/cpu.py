@@ -127,11 +127,13 @@ def bind(kernel: str, device: torch.device, **fields: Any) -> Any:
     return getattr(load(), kernel)(**fields, device=0, stream=0)
 
 
-def empty(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory: outside of dispatch modes without the dispatcher, which takes twice as long."""
-    if dispatch_modes():
-        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-    return _empty(sizes, strides, dtype)
+def allocator(device: torch.device) -> Any:
+    """Outside of dispatch modes without the dispatcher, which takes twice as long."""
+    return _empty_for_modes if dispatch_modes() else _empty
+
+
+def _empty_for_modes(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
 
 
 def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:

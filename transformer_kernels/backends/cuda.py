@@ -121,9 +121,9 @@ def index(ids: torch.Tensor | None) -> torch.Tensor | None:
     return ids
 
 
-def empty(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory."""
-    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+def allocator(device: torch.device) -> Any:
+    """Of memory of this device."""
+    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:

@@ -79,6 +79,7 @@ class Operation:
         call: a NamedTuple of the checked arguments, its fields of the types in SCHEMA_TYPES; the first is a tensor. A
             field may be such a NamedTuple itself: its fields are then named "record.field" below.
         prepare: the public function's arguments, without `backend` -> the validated call.
+        options: the names, separated by spaces, by which `prepare` takes the last arguments of `run`.
         fake: call -> the results as empty tensors (None for an absent one), which is what a tracer sees.
         differentiable: the fields that have a gradient.
         result: a NamedTuple of what forward returns, or None where that is one tensor.
@@ -111,6 +112,7 @@ class Operation:
         call: type[Any],
         *,
         prepare: Callable[..., Any],
+        options: str = "",
         fake: Callable[[Any], Any],
         differentiable: tuple[str, ...],
         result: type[Any] | None = None,
@@ -135,7 +137,7 @@ class Operation:
         self.name, self.call, self.result, self.public, self._asked = name, call, result, public, asked
         self._not_asked = (None,) * (public - 1)
         self.kernels, self.adapt, self.second_order = kernels or name, adapt, second_order
-        self.folder, self.prepare = f"{__package__}.{self.kernels}", prepare
+        self.folder, self.prepare, self._options = f"{__package__}.{self.kernels}", prepare, options.split()
         self.composed, self.by_pytorch, self.ahead = composed, by_pytorch, ahead
         self.fake, self.layout, self.check_when_run = fake, layout, check_when_run
         self.empty_gradients = empty_gradients or self._empty_gradients
@@ -171,15 +173,16 @@ class Operation:
     def run(self, backend: str | None, *arguments: Any, **options: Any) -> Any:
         """The public outputs for the arguments of `prepare`: one tensor or a tuple of them."""
         if is_compiling():
-            return self(self.prepare(*arguments, **options), backend)
-        values = (*arguments, *options.values())
+            return self(self._prepared(arguments, options), backend)
+        values = (*arguments, *options.values()) if options else arguments
         layout = _plan.layout(backend, values)
         plan = self.plans.get(layout)
         if plan is None:
-            call = self.prepare(*arguments, **options)
+            call = self._prepared(arguments, options)
             if layout is None or layout in self.plans or is_traced(call[0]):
                 return self(call, backend)
-            plan = self.planned(call, backend, 1 if self._asked and not options.get(self._asked) else self.public)
+            is_asked = self._asked is None or arguments[self._options.index(self._asked) - len(self._options)]
+            plan = self.planned(call, backend, self.public if is_asked else 1)
             _plan.remember(self.plans, layout, plan, values, call)
         else:
             call = plan.call(values)
@@ -191,6 +194,12 @@ class Operation:
             return _recorded(plan, call, *plan.inputs(call))
         outputs = plan.forward(call)
         return outputs if self.result is None else plan.outputs(outputs)
+
+    def _prepared(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if not self._options:
+            return self.prepare(*arguments, **options)
+        first = len(arguments) - len(self._options)
+        return self.prepare(*arguments[:first], **dict(zip(self._options, arguments[first:], strict=True)))
 
     def __call__(self, call: Any, backend: str | None) -> Any:
         """The public outputs of a validated call, by the cheapest route that it allows."""

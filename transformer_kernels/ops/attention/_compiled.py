@@ -35,6 +35,7 @@ Strides = tuple[int, ...]
 
 NO_VIEW, NO_ANGLES = (0, 0, 0, 0), (0, 0, 0, 0, False)
 NO_BIAS = (1, 1, 1, 1), (0, 0, 0, 0)
+NO_OPTIONS = (None,) * 5
 NO_SUMS = {"dlse": 0, "dbias": 0, "delta": 0}
 
 
@@ -49,8 +50,8 @@ class Attention:
         self._numbers |= {"scale": scores.scale, "left": scores.left, "right": scores.right, "softcap": scores.softcap}
         self._like_q, self._like_k = _output_memory(q), _output_memory(k)
         rows = tuple(q.shape[:3])
-        self._lse = contiguous_memory(rows, torch.float32, q.device)
-        self._statistics = contiguous_memory((*rows[:2], 2, rows[2]), torch.float32, q.device)
+        self._lse = contiguous_memory(rows)
+        self._statistics = contiguous_memory((*rows[:2], 2, rows[2]))
         self._gradients: tuple[Strides, ...] = self._like_q[1][:3], *[self._like_k[1][:3]] * 2
         self._strides = [x.stride()[:3] for x in (q, k, v)]
         self._dtype = q.dtype
@@ -59,18 +60,26 @@ class Attention:
         self._biased: dict[str, Any] = {"bias_is_float32": bias is not None and bias.dtype is torch.float32}
         self._biased |= {"bias_sizes": sizes, "bias_strides": strides}
         self._slopes = (0, 0) if slopes is None else broadcast_strides(slopes)[:2]
+        self._plain = not any(isinstance(each, Tensor) for each in scores)
         self._sequences = 0 if starts is None else len(starts) - 1
 
     def _kernel(
-        self, name: str, angles: Angles | None, dout_strides: Strides | None = None, strides: tuple[Strides, ...] = ()
+        self,
+        name: str,
+        angles: Angles | None,
+        dout_strides: Strides | None = None,
+        strides: tuple[Strides, ...] | None = None,
     ) -> Any:
-        """The kernel for these angles, and in backward for these strides of dout and of dq, dk and dv, bound once."""
+        """The kernel for these angles, and in backward for these strides of dout and of dq, dk and dv, bound once.
+
+        Without strides dq, dk and dv have those of this layout.
+        """
         table = None if angles is None else angles.layout()
         key = path, table, dout_strides, strides
         kernel = self._bound.get(key)
         if kernel is None:
             q, k, v, out = ((None, *each) for each in (*self._strides, self._like_q[1][:3]))
-            gradients = (dout_strides, *strides) if dout_strides is not None else ()
+            gradients = () if dout_strides is None else (dout_strides, *(strides or self._gradients))
             dout, dq, dk, dv = [(None, *each) for each in gradients] or [NO_VIEW] * 4
             kernel = self._bound[key] = self._machine.bind(
                 name,
@@ -120,12 +129,12 @@ class Attention:
         recorded: bool = True,
     ) -> AttentionResult:
         """Kernels of a GPU write lse and statistics in each call."""
-        empty, every = self._machine.empty, self._machine is cuda
+        empty, every = self._machine.allocator(self._device), self._machine is cuda
         out = empty(*like)
         lse = empty(*self._lse) if returns_lse or every else None
         statistics = empty(*self._statistics) if recorded or every else None
         kernel = self._kernel("attention_forward", angles)
-        kernel(q, k, v, out, lse, statistics, *_options(call.scores, angles), call.seed)
+        kernel(q, k, v, out, lse, statistics, *self._options(call.scores, angles), call.seed)
         return AttentionResult(out, lse, statistics)  # type: ignore[arg-type]
 
     def backward(
@@ -140,16 +149,16 @@ class Attention:
         """dq, dk, dv, which are `into` where it is given, and dbias, bit for bit the same each time."""
         dout, dlse = grads
         dout = torch.zeros_like(result.out) if dout is None else dout
-        empty, every = self._machine.empty, self._machine is cuda
+        empty, every = self._machine.allocator(self._device), self._machine is cuda
         if into is None:
             dq = empty(*self._like_q) if every or wanted[0] else None
             dk = empty(*self._like_k) if every or wanted[1] else None
             dv = empty(*self._like_k) if every or wanted[2] else None
-            strides = self._gradients
+            strides = None
         else:
             (dq, dk, dv), strides = into, tuple(x.stride()[:3] for x in into)
         kernel = self._kernel("attention_backward", angles, dout.stride()[:3], strides)
-        given = call.q, call.k, call.v, *result, *_options(call.scores, angles), call.seed, dout, dq, dk, dv
+        given = call.q, call.k, call.v, *result, *self._options(call.scores, angles), call.seed, dout, dq, dk, dv
         dbias = self._run_backward(kernel, given, result, call.scores.bias if wanted[3] else None, dlse)
         if angles is not None and self._machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
             assert dk is not None  # a GPU's kernels compute all three
@@ -157,15 +166,23 @@ class Attention:
             RotaryKernels(self._machine).rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
         return dq, dk, dv, dbias
 
+    def _options(self, scores: Scores, angles: Angles | None) -> tuple[Tensor | None, ...]:
+        """The tensors beside q, k and v, in the order of csrc/calls/attention.h."""
+        if self._plain and angles is None:
+            return NO_OPTIONS
+        _, _, _, _, bias, slopes, _, padding, starts, starts_k = scores
+        options = bias, slopes, padding, starts, starts if starts_k is None else starts_k
+        return options if angles is None else (*options, angles.cos, angles.sin)
+
     def _run_backward(
         self, kernel: Any, given: tuple[Any, ...], result: AttentionResult, bias: Tensor | None, dlse: Tensor | None
     ) -> Tensor | None:
         """Run the kernel; returns dbias, if the bias is given."""
         dbias = None if bias is None or bias.shape[3] == 1 else self._machine.sum_like(bias, True)
         kernel(*given, dlse, dbias, self._machine.workspace(result.lse))
-        if bias is not None and bias.shape[3] == 1:
-            return shift_gradient(dlse, result.statistics, bias)
-        return in_dtype_of(bias, dbias)
+        if bias is None:
+            return None
+        return shift_gradient(dlse, result.statistics, bias) if dbias is None else in_dtype_of(bias, dbias)
 
 
 class PackedAttention(Attention):
@@ -175,8 +192,8 @@ class PackedAttention(Attention):
         super().__init__(machine, inner)
         qkv, heads, kv_heads = call.qkv, inner.q.shape[1], inner.k.shape[1]
         batch, length, every, width = qkv.shape
-        self._out = contiguous_memory((batch, length, heads * width), qkv.dtype, qkv.device)
-        self._like_qkv = contiguous_memory(tuple(qkv.shape), qkv.dtype, qkv.device)
+        self._out = contiguous_memory((batch, length, heads * width), qkv.dtype)
+        self._like_qkv = contiguous_memory(tuple(qkv.shape), qkv.dtype)
         self._of_k, self._of_v = (qkv.stride(2) * each * qkv.itemsize for each in (heads, heads + kv_heads))
         self._of_dk, self._of_dv = (width * each * qkv.itemsize for each in (heads, heads + kv_heads))
         self._gradients = ((length * every * width, width, every * width),) * 3
@@ -197,12 +214,12 @@ class PackedAttention(Attention):
         self, call: PackedAttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
         """dqkv and dbias."""
-        dqkv, angles = self._machine.empty(*self._like_qkv), _angles(call)
+        dqkv, angles = self._machine.allocator(self._device)(*self._like_qkv), _angles(call)
         q, dq = call.qkv.data_ptr(), dqkv.data_ptr()
-        kernel = self._kernel("attention_backward", angles, self._like_q[1][:3], self._gradients)
+        kernel = self._kernel("attention_backward", angles, self._like_q[1][:3])
         views = q, q + self._of_k, q + self._of_v, *result
         gradients = grads[0], dq, dq + self._of_dk, dq + self._of_dv
-        given = *views, *_options(call.scores, angles), call.seed, *gradients
+        given = *views, *self._options(call.scores, angles), call.seed, *gradients
         return dqkv, self._run_backward(kernel, given, result, call.scores.bias if wanted[1] else None, None)
 
 
@@ -236,19 +253,6 @@ class Kernels(Compiled):
         return self.machine is not cuda or call.scores.bias is None
 
 
-def _options(scores: Scores, angles: Angles | None) -> tuple[Tensor | None, ...]:
-    """The tensors beside q, k and v, in the order of csrc/calls/attention.h."""
-    starts, starts_k = scores.cu_seqlens, scores.cu_seqlens_k
-    options = (
-        scores.bias,
-        scores.alibi_slopes,
-        scores.key_padding_mask,
-        starts,
-        starts if starts_k is None else starts_k,
-    )
-    return options if angles is None else (*options, angles.cos, angles.sin)
-
-
 def _angles(call: PackedAttentionCall) -> Angles | None:
     if call.cos is None or call.sin is None:
         return None
@@ -276,4 +280,4 @@ def _output_memory(x: Tensor) -> Memory:
     """That of a tensor of x's shape (B, H, L, D) that is laid out in memory as (B, L, H, D)."""
     batch, heads, length, width = x.shape
     row = heads * width
-    return (batch, heads, length, width), (length * row, width, row, 1), x.dtype, x.device
+    return (batch, heads, length, width), (length * row, width, row, 1), x.dtype

@@ -72,20 +72,9 @@ def attention_weights(
     Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """
     return OPERATION.run(
-        backend,
-        q,
-        k,
-        causal=causal,
-        key_padding_mask=key_padding_mask,
-        attn_bias=attn_bias,
-        alibi_slopes=alibi_slopes,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
+        backend, q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window,
+        scale, softcap, sinks,
+    )  # fmt: skip
 
 
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
@@ -161,7 +150,7 @@ class _OnSoftmax:
         with _operation.without_autocast(q):
             if softcap > 0.0:
                 dscores = dscores * cap_slope(_scores(call, q, k), softcap)
-            dscores = dscores.mul(call.scores.scale)
+            dscores = dscores.mul(call.scores.scale)  # dbias may be the same tensor
             if q.dim() == 5:
                 dscores = dscores.unflatten(1, q.shape[1:3])
             dq, dk = dscores @ k, dscores.mT @ q
@@ -201,6 +190,7 @@ OPERATION = _operation.Operation(
     OP,
     AttentionWeightsCall,
     prepare=prepare,
+    options="causal key_padding_mask attn_bias alibi_slopes cu_seqlens cu_seqlens_k window scale softcap sinks",
     fake=lambda call: call.q.new_empty(*call.q.shape[:3], call.k.shape[2]),
     differentiable=("q", "k", "scores.bias", "scores.sinks"),
     kept=("",),

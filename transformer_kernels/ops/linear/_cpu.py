@@ -161,10 +161,7 @@ class Products:
         self._layout |= {"M": x.numel() // K, "N": N, "K": K}
         self._keeps_sums = activation in ("gelu", "gelu_tanh")
         self._like_x, self._like_weight = memory_of(x), memory_of(weight)
-        self._like_y, self._like_bias = (
-            contiguous_memory(sizes, dtype, x.device)
-            for sizes, dtype in ((self._shape, x.dtype), ((N,), torch.float32))
-        )
+        self._like_y, self._like_bias = contiguous_memory(self._shape, x.dtype), contiguous_memory((N,))
         self._inverse: Products | None = None
         if not weight.is_contiguous():
             self._inverse = Products(LinearCall(x.new_empty(self._shape), weight.t(), None, None))
@@ -188,31 +185,33 @@ class Products:
     def forward(self, call: LinearCall) -> LinearResult:
         """y, and y or the sums before the activation for the gradient."""
         x, weight, bias, activation = call
-        y = cpu.empty(*self._like_y)
+        empty = cpu.allocator(x.device)
+        y = empty(*self._like_y)
         if self._inverse is not None:
             self._inverse._data(x, None, weight, None, y, None, None)
             return LinearResult(y if bias is None else y.add_(bias), None)
-        before = cpu.empty(*self._like_y) if self._keeps_sums else None
+        before = empty(*self._like_y) if self._keeps_sums else None
         self._forward(x, weight, cpu.parameter(bias), y, before)
         return LinearResult(y, None if activation is None else y if before is None else before)
 
     def small_batch(self, call: LinearCall) -> LinearResult:
         """x W^T + b of few rows, whatever the activation."""
-        y = cpu.empty(*self._like_y)
+        y = cpu.allocator(call.x.device)(*self._like_y)
         self._small_batch(call.x, call.weight, call.bias, y, None)
         return LinearResult(y, None)
 
     def backward(self, call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
         """dx, dweight and dbias."""
         (dy,), (x, weight, bias, activation) = grads, call
-        dx = cpu.empty(*self._like_x) if wanted[0] else None
+        empty = cpu.allocator(x.device)
+        dx = empty(*self._like_x) if wanted[0] else None
         if self._inverse is not None:
             if dx is not None:
                 self._inverse._forward(dy, weight, None, dx, None)
             dweight, _ = self._inverse.weight_gradient(dy, weight.t(), None, x, wanted)
             dbias = dy.view(-1, len(weight)).sum(dim=0) if wanted[2] else None
             return dx, None if dweight is None else dweight.t(), dbias
-        dz = None if activation is None else cpu.empty(*self._like_y)
+        dz = None if activation is None else empty(*self._like_y)
         if dz is not None or dx is not None:
             self._data(dy, result.saved, weight, dz, dx, None, None)
         return dx, *self.weight_gradient(x, weight, bias, dy if dz is None else dz, wanted)
@@ -221,8 +220,9 @@ class Products:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dz: Tensor, wanted: Wanted
     ) -> tuple[Tensor | None, Tensor | None]:
         """dweight and dbias from the gradient of the sums before the activation."""
-        dweight = cpu.empty(*self._like_weight) if wanted[1] else None
-        dbias = cpu.empty(*self._like_bias) if bias is not None and wanted[2] else None
+        empty = cpu.allocator(x.device)
+        dweight = empty(*self._like_weight) if wanted[1] else None
+        dbias = empty(*self._like_bias) if bias is not None and wanted[2] else None
         if dweight is not None or dbias is not None:
             self._weight(dz, x, dweight, dbias)
         return dweight, in_dtype_of(bias, dbias)

@@ -79,16 +79,8 @@ def cross_entropy(
     5 (z_loss); Gemma Team, "Gemma 2", 2024, section 2 (softcap).
     """
     return CROSS_ENTROPY.run(
-        backend,
-        logits,
-        targets,
-        weight=weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        reduction=reduction,
-    )
+        backend, logits, targets, weight, ignore_index, label_smoothing, z_loss, softcap, reduction,
+    )  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -339,6 +331,7 @@ CROSS_ENTROPY = _operation.Operation(
     OP,
     CrossEntropyCall,
     prepare=_prepare,
+    options="weight ignore_index label_smoothing z_loss softcap reduction",
     result=CrossEntropyResult,
     fake=_fake,
     differentiable=("logits",),

@@ -25,7 +25,7 @@ class CrossEntropy:
         self._dtype, self._rows = machine.DTYPE_CODES[logits.dtype], call.targets.numel()
         self._classes, self._like_logits = logits.shape[-1], memory_of(logits)
         shapes = tuple(call.targets.shape), (), (2, self._rows)
-        memory = (contiguous_memory(shape, torch.float32, logits.device) for shape in shapes)
+        memory = (contiguous_memory(shape) for shape in shapes)
         self._like_losses, self._scalar, self._statistics = memory
         options = call.row_loss()
         self._options = options._replace(weights=None)  # computed in each call
@@ -38,14 +38,14 @@ class CrossEntropy:
 
     def forward(self, call: CrossEntropyCall) -> CrossEntropyResult:
         """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and what a mean is over."""
-        return self._forward(call, self._machine.empty(*self._statistics))
+        return self._forward(call, self._machine.allocator(self._device)(*self._statistics))
 
     def forward_alone(self, call: CrossEntropyCall) -> CrossEntropyResult:
         """`forward` without what backward needs of each row; kernels of a GPU write it nevertheless."""
         return self._forward(call, None) if self._on_cpu else self.forward(call)
 
     def _forward(self, call: CrossEntropyCall, statistics: Tensor | None) -> CrossEntropyResult:
-        weights, losses = self._weights(call), self._machine.empty(*self._like_losses)
+        weights, losses = self._weights(call), self._machine.allocator(self._device)(*self._like_losses)
         self._losses(call.logits, call.targets, losses, statistics, None, None, weights)
         if call.reduction == "none":
             return CrossEntropyResult(losses, statistics, None)
@@ -61,7 +61,7 @@ class CrossEntropy:
         if not self.makes_ahead:
             return None
         logits, targets = call.logits, call.targets
-        empty = self._machine.empty
+        empty = self._machine.allocator(self._device)
         losses, statistics = empty(*self._like_losses), empty(*self._statistics)
         dlogits, loss = empty(*self._like_logits), empty(*self._scalar)
         count = empty(*self._scalar) if call.reduction == "mean" else None
@@ -96,7 +96,7 @@ class CrossEntropy:
         """dloss * (softmax - the smoothed target), divided by what a mean is over."""
         _, statistics, count = result
         assert statistics is not None
-        dlogits = self._machine.empty(*self._like_logits)
+        dlogits = self._machine.allocator(self._device)(*self._like_logits)
         count = count if call.reduction == "mean" else None
         self._backward(grads[0], count, call.logits, call.targets, statistics, dlogits, self._weights(call))
         return (dlogits,)

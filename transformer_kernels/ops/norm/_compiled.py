@@ -21,7 +21,8 @@ class Norm:
         self._machine, self._dtype, self._device = machine, machine.DTYPE_CODES[x.dtype], x.device
         self._added, self._columns = residual is not None, x.shape[-1]
         self._rows = x.numel() // self._columns
-        self._like_x, self._per_row = memory_of(x), contiguous_memory((self._rows,), torch.float32, x.device)
+        self._like_x, self._per_row = memory_of(x), contiguous_memory((self._rows,))
+        self._statistics = contiguous_memory((2, self._rows))
         sums = machine.sum_like(weight, True)
         assert sums is not None
         self._sum, self._every = memory_of(sums), machine.sum_like(weight, False) is not None
@@ -46,11 +47,28 @@ class Norm:
         """y, the sum if there is one, and the statistics of each row in float32."""
         x, residual, weight, bias, seed, _, _, centred = call
         machine = self._machine
-        y, summed = machine.empty(*self._like_x), None if residual is None else machine.empty(*self._like_x)
-        mean, rstd = machine.empty(*self._per_row) if centred else None, machine.empty(*self._per_row)
+        empty = machine.allocator(self._device)
+        y, summed = empty(*self._like_x), None if residual is None else empty(*self._like_x)
+        mean, rstd = empty(*self._per_row) if centred else None, empty(*self._per_row)
         weight, bias = machine.parameter(weight), machine.parameter(bias)
         self._forward(x, residual, weight, bias, seed, summed, y, mean, rstd)
         return NormResult(y, summed, mean, rstd)
+
+    def forward_recorded(self, call: NormCall) -> NormResult:
+        """`forward` of x alone; mean and rstd are one tensor (2, M), for backward only."""
+        if not self._centred:
+            return self.forward(call)
+        machine = self._machine
+        empty = machine.allocator(self._device)
+        y, statistics = empty(*self._like_x), empty(*self._statistics)
+        weight, bias = machine.parameter(call.weight), machine.parameter(call.bias)
+        self._forward(call.x, None, weight, bias, None, None, y, *self._rows_of(statistics))
+        return NormResult(y, None, statistics, None)  # type: ignore[arg-type]
+
+    def _rows_of(self, statistics: Tensor) -> tuple[int, int]:
+        """The addresses of mean and rstd."""
+        mean = statistics.data_ptr()
+        return mean, mean + 4 * self._rows
 
     @cached_property
     def _backward(self) -> Any:
@@ -79,11 +97,13 @@ class Norm:
         """
         dy, *others = grads
         x, weight, bias, seed, machine = rows_of(call, result), call.weight, call.bias, call.seed, self._machine
-        dx, dresidual = None if seed is None else machine.empty(*self._like_x), machine.empty(*self._like_x)
-        dweight = machine.empty(*self._sum) if wanted[2] or self._every else None
-        dbias = machine.empty(*self._sum) if bias is not None and (wanted[3] or self._every) else None
+        empty = machine.allocator(self._device)
+        dx, dresidual = None if seed is None else empty(*self._like_x), empty(*self._like_x)
+        dweight = empty(*self._sum) if wanted[2] or self._every else None
+        dbias = empty(*self._sum) if bias is not None and (wanted[3] or self._every) else None
+        statistics = (result.mean, result.rstd) if result.rstd is not None else self._rows_of(result.mean)
         self._backward(
-            dy, others[0] if others else None, x, machine.parameter(weight), result.mean, result.rstd, seed,
+            dy, others[0] if others else None, x, machine.parameter(weight), *statistics, seed,
             dx, dresidual, dweight, dbias, self._partials(x)[0],
         )  # fmt: skip
         return dresidual if dx is None else dx, dresidual, in_dtype_of(weight, dweight), in_dtype_of(bias, dbias)

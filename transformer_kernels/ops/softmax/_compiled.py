@@ -39,7 +39,7 @@ class Softmax:
 
     def forward(self, call: SoftmaxCall) -> Tensor:
         """softmax(scale * x) over the last axis; x contiguous."""
-        y = self._machine.empty(*self._like_x)
+        y = self._machine.allocator(self._device)(*self._like_x)
         self._forward(call.x, y, call.mask)
         return y
 
@@ -56,7 +56,7 @@ class Softmax:
 
     def backward(self, call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
         """scale * y * (dy - sum(dy * y))."""
-        dx = self._machine.empty(*self._like_x)
+        dx = self._machine.allocator(self._device)(*self._like_x)
         self._backward(grads[0], y, dx)
         return (dx,)
 
