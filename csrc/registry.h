@@ -1,7 +1,7 @@
 // How an operation offers its host functions to Python: after the definition of `softmax_forward` in csrc/ops/softmax.cu,
 // TK_EXPORT(softmax_forward) makes it callable as `_kernels.softmax_forward(...)`, positionally; a function of one structure
-// (csrc/calls) as `_kernels.norm_forward(dtype=..., x=..., ...)`, which names all fields in order. bindings.cpp adds
-// whatever was linked in, so nothing else has to be edited for a new operation.
+// (csrc/calls) as `_kernels.norm_forward(dtype=..., rows=..., ...)`, which names its fields in order and returns a function of
+// the addresses that it leaves out. bindings.cpp adds whatever was linked in: a new operation needs no other edit.
 //
 // Calls go straight through the vector-call convention, and this header needs only Python.h, of which it uses the stable ABI.
 #pragma once

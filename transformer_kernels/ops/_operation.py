@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import torch
@@ -173,12 +174,12 @@ class Operation:
     def run(self, backend: str | None, *arguments: Any, **options: Any) -> Any:
         """The public outputs for the arguments of `prepare`: one tensor or a tuple of them."""
         if is_compiling():
-            return self(self._prepared(arguments, options), backend)
+            return self(self.prepared(arguments, options), backend)
         values = (*arguments, *options.values()) if options else arguments
         layout = _plan.layout(backend, values)
         plan = self.plans.get(layout)
         if plan is None:
-            call = self._prepared(arguments, options)
+            call = self.prepared(arguments, options)
             if layout is None or layout in self.plans or is_traced(call[0]):
                 return self(call, backend)
             is_asked = self._asked is None or arguments[self._options.index(self._asked) - len(self._options)]
@@ -188,14 +189,15 @@ class Operation:
             call = plan.call(values)
             if plan.check is not None:
                 plan.check(call)
-        if self.composed is not None:
+        if plan.composed is not None:
             return self.computed(plan, call, backend)
         if plan.recorded:
             return _recorded(plan, call, *plan.inputs(call))
         outputs = plan.forward(call)
         return outputs if self.result is None else plan.outputs(outputs)
 
-    def _prepared(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def prepared(self, arguments: tuple[Any, ...], options: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """The validated call of the arguments of `run`."""
         if not self._options:
             return self.prepare(*arguments, **options)
         first = len(arguments) - len(self._options)
@@ -220,8 +222,8 @@ class Operation:
 
     def computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""
-        if self.composed is not None:
-            output = self.composed(plan.module, call, backend, plan.recorded)
+        if plan.composed is not None:
+            output = plan.composed(plan.module, call, backend, plan.recorded)
             if output is not None:
                 return output
         if plan.recorded:

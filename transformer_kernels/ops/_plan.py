@@ -131,6 +131,7 @@ class Plan:
             and what backward needs, or without backward `forward_alone`.
         ahead, below: its `forward_with_gradient` and `below`, or None.
         second_order: that of the module, or of the operation.
+        composed: that of the operation, or None where the module `computes` these calls.
         recorded: whether autograd records the call.
         public, outputs: how many of the results are the caller's, and the function that picks them.
         check: what is checked in every call, or None.
@@ -147,6 +148,7 @@ class Plan:
         self.ahead: Any = getattr(module, "forward_with_gradient", None) if operation.ahead else None
         self.below: Any = getattr(module, "below", None)
         self.second_order: Any = getattr(module, "second_order", operation.second_order)
+        self.composed = None if getattr(module, "computes", False) else operation.composed
         self.operation, self.recorded, self.check = operation, recorded, operation.check_when_run
         self.public, self.outputs = public, operator.itemgetter(0 if public == 1 else slice(public))
         self.call: Callable[[tuple[Any, ...]], Any]

@@ -78,8 +78,7 @@ def bound(call: LinearCall) -> Any:
 
 def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
     """PyTorch's product where none of ours is faster: its own record costs less than an operation's."""
-    output: Tensor | None = bound(call).composed(call, backend, recorded)
-    return output
+    return None if fuses(call) else Selected(call).composed(call, backend, recorded)
 
 
 def forward(call: LinearCall) -> LinearResult:
@@ -151,7 +150,7 @@ class Selected:
 class Products:
     """This package's three products of the layers of one layout; a weight by columns is that of the inverse layer."""
 
-    composed = staticmethod(lambda call, backend, recorded: None)
+    computes = True
 
     def __init__(self, call: LinearCall) -> None:
         x, weight, _, activation = call

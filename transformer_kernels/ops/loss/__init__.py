@@ -134,17 +134,10 @@ def linear_cross_entropy(
 
     Wijmans et al., "Cut your losses in large-vocabulary language models", 2024, section 2 (logits are not stored).
     """
-    options: dict[str, Any] = {
-        "class_weight": class_weight,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "reduction": reduction,
-    }
+    options = class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction
     if not torch.compiler.is_compiling():
-        return LINEAR_CROSS_ENTROPY.run(backend, x, weight, targets, bias, **options)
-    call = _prepare_linear(x, weight, targets, bias, **options)
+        return LINEAR_CROSS_ENTROPY.run(backend, x, weight, targets, bias, *options)
+    call = LINEAR_CROSS_ENTROPY.prepared((x, weight, targets, bias, *options))
     loss = _in_one_chunk(None, call, backend)
     return LINEAR_CROSS_ENTROPY(call, backend) if loss is None else loss
 
@@ -154,7 +147,7 @@ def _in_one_chunk(
 ) -> Tensor | None:
     """A linear layer and `cross_entropy` where all rows fit into one chunk, else None."""
     x, weight, bias = call.x, call.weight, call.bias
-    if isinstance(module, _chunked.OneChunk) or not _chunked.is_one(call):
+    if not _chunked.is_one(call):
         return None
     if torch.compiler.is_compiling():
         return CROSS_ENTROPY(_chunked.loss_of(call, F.linear(x, weight, bias)), backend)
@@ -346,6 +339,7 @@ LINEAR_CROSS_ENTROPY = _operation.Operation(
     LINEAR_OP,
     LinearCrossEntropyCall,
     prepare=_prepare_linear,
+    options="class_weight ignore_index label_smoothing z_loss softcap reduction",
     result=LinearCrossEntropyResult,
     ahead=True,
     fake=_fake_linear,

@@ -109,6 +109,8 @@ class ChunkedCrossEntropy:
 class OneChunk:
     """Calls of one layout whose rows fit into one chunk: a linear layer and its loss by compiled kernels of a CPU."""
 
+    computes = True
+
     def __init__(self, layer: Any, kernels: Any, call: LinearCrossEntropyCall) -> None:
         self.layer = layer
         self.loss = kernels.bound(loss_of(call, call.x.new_empty(*call.x.shape[:-1], len(call.weight))))

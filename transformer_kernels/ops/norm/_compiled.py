@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Compiled, Machine, contiguous_memory, in_dtype_of, memory_of
+from transformer_kernels.backends import Compiled, Machine, contiguous_memory, cpu, in_dtype_of, memory_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.norm import NormCall, NormResult, rows_of
 
@@ -104,7 +104,7 @@ class Norm:
         statistics = (result.mean, result.rstd) if result.rstd is not None else self._rows_of(result.mean)
         self._backward(
             dy, others[0] if others else None, x, machine.parameter(weight), *statistics, seed,
-            dx, dresidual, dweight, dbias, self._partials(x)[0],
+            dx, dresidual, dweight, dbias, None if machine is cpu else self._partials(x)[0],
         )  # fmt: skip
         return dresidual if dx is None else dx, dresidual, in_dtype_of(weight, dweight), in_dtype_of(bias, dbias)
 
