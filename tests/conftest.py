@@ -40,13 +40,12 @@ class _Forgotten(dict):
 
 
 @pytest.fixture
-def unplanned(monkeypatch):
+def unplanned():
     """Every call is validated and dispatched as the first one of its layout is: for tests that replace what does so."""
-    from transformer_kernels.backends.dispatch import OPERATIONS
+    from tests.support.operations import without_plans
 
-    for operation in OPERATIONS.values():
-        monkeypatch.setattr(operation, "plans", _Forgotten())
-        monkeypatch.setattr(operation, "calls", _Forgotten())
+    with without_plans(_Forgotten):
+        yield
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ EVERY = "tests/ops/test_every_operation.py"
 
 MUTANTS = [
     # The routes
-    Mutant(f"{OPS}/_operation.py", "if operation.second_order is None:", "if False:", f"{AUTOGRAD} -k double_backward"),
+    Mutant(f"{OPS}/_operation.py", "if plan.second_order is None:", "if False:", f"{AUTOGRAD} -k double_backward"),
     Mutant(
         f"{OPS}/_operation.py",
         "grad.to(outputs.dtype), create_graph=True",
@@ -49,8 +49,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/_operation.py",
-        "first = torch.zeros_like(results[self.kept_results[0]]) if first is None",
-        "first = torch.ones_like(results[self.kept_results[0]]) if first is None",
+        "first = torch.zeros_like(results[self.kept_results[0]])",
+        "first = torch.ones_like(results[self.kept_results[0]])",
         "tests/ops/test_add_layer_norm.py -k one_output_is_used",
     ),
     Mutant(
@@ -61,8 +61,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{OPS}/_operation.py",
-        "else self.layout(first.resolve_neg())",
-        "else first",
+        "first = self.layout(first)",
+        "pass",
         f"{EVERY} -k 'gradient_of_any_layout and torch'",
     ),
     Mutant(

@@ -57,6 +57,44 @@ def test_indices_within_a_range(count, dtype):
                 assert cpu.within(given, 5, stray) and not cpu.within(given, 5, stray ^ 1)
 
 
+FIELDS = {"dtype": 0, "rows": 2, "columns": 4, "scale": 1.0, "device": 0, "stream": 0}
+
+
+def test_a_kernel_is_bound_to_all_fields_but_addresses():
+    dy, y, dx = torch.randn(2, 4), torch.rand(2, 4), torch.empty(2, 4)
+    bound = KERNELS.softmax_backward(**FIELDS)
+    bound(dy, y.data_ptr(), dx)
+    torch.testing.assert_close(dx, y * (dy - (dy * y).sum(-1, keepdim=True)))
+    KERNELS.softmax_backward(**FIELDS | {"rows": 0})(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": 0, "columns": 4, "rows": 2}, "softmax_backward: rows is missing, or not in its position"),
+        (FIELDS | {"rows": 2.5}, "'float' object cannot be interpreted as an integer"),
+        (FIELDS | {"row": 2}, "softmax_backward: 6 of 7 arguments are fields in order"),
+        ({**FIELDS, "scale": None}, "must be real number, not NoneType"),
+    ],
+)
+def test_fields_of_a_kernel_are_checked_by_name(fields, message):
+    with pytest.raises(TypeError, match=message):
+        KERNELS.softmax_backward(**fields)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "error", "message"),
+    [
+        ((0, 0), TypeError, "softmax_backward takes 3 addresses, got 2"),
+        ((0, 0, "0"), AttributeError, "'str' object has no attribute 'data_ptr'"),
+        ((0, 0, -1), OverflowError, "negative"),
+    ],
+)
+def test_addresses_of_a_bound_kernel_are_checked(addresses, error, message):
+    with pytest.raises(error, match=message):
+        KERNELS.softmax_backward(**FIELDS | {"rows": 0})(*addresses)
+
+
 def test_the_widest_range_of_indices():
     ends = torch.tensor([0, LARGEST - 1])
     assert cpu.within(ends, LARGEST) and not cpu.within(ends, LARGEST - 1)

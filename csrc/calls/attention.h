@@ -29,8 +29,9 @@ struct AngleTables {
 };
 
 // lse (B, Hq, Lq) is a natural log, statistics (B, Hq, 2, Lq) the largest score of a row and the log of the sum of
-// exp(score - largest). From scale to cu_seqlens_k these are the fields of ops/attention/scores.py. Strides of the bias and of
-// the slopes are 0 along a broadcast axis; cu_seqlens_k is cu_seqlens where keys are packed as the queries are.
+// exp(score - largest); on a CPU each may be absent. From scale to cu_seqlens_k these are the fields of
+// ops/attention/scores.py. Strides of the bias and of the slopes are 0 along a broadcast axis; cu_seqlens_k is
+// cu_seqlens where keys are packed as the queries are.
 struct AttentionCall {
   int64_t dtype;  // of q, k, v, out and their gradients: DTYPE_CODES
   View q, k, v, out;

@@ -60,9 +60,8 @@ template <class... Parameters> struct Signature<void(Parameters...)> {
                                                   TK_AVX2(function), TK_AVX512(function), TK_AVX512_BF16(function),   \
                                                   TK_AMX(function)});                                                 \
   static PyObject* call_##function(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {        \
-    static std::atomic<PyObject*> checked{nullptr};                                                                   \
     return call_checked(Signature<decltype(plain::function)>::call<compilations_of_##function>, #function, arguments, \
-                        count, names, checked);                                                                       \
+                        count, names);                                                                                \
   }                                                                                                                   \
   static const Registration registration_of_##function(#function, call_##function);                                   \
   }

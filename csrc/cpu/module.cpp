@@ -78,6 +78,14 @@ bool within(const int64_t* indices, int64_t count, int64_t limit, int64_t ignore
   return !(stray >> 63);
 }
 
+// Returns the recorder before it.
+PyObject* record_with(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+  if (names || count != 1) return PyErr_Format(PyExc_TypeError, "expected 1 argument, got %zd", count);
+  PyObject* before = recorder ? recorder : (Py_INCREF(Py_None), Py_None);
+  recorder = arguments[0] == Py_None ? nullptr : (Py_INCREF(arguments[0]), arguments[0]);
+  return before;
+}
+
 }  // namespace
 
 Compilations::Compilations(const Function (&functions)[LEVELS]) : chosen(functions[PLAIN]) {
@@ -101,5 +109,6 @@ TK_MODULE(_cpu, "The kernels of the CPU backend.") {
   return add_functions(
       module, {TK_FUNCTION(use, "Computes with this instruction set from now on; ValueError where it cannot be used."),
                TK_FUNCTION(instruction_set, "The instruction set in use."),
+               method("record_with", record_with, "Calls this function before each kernel of this thread; None: no longer."),
                TK_FUNCTION(within, "Whether int64 indices are in [0, limit) or equal to another one.")});
 }

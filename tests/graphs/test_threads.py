@@ -16,6 +16,13 @@ pytestmark = pytest.mark.skipif(
 THREADS = 4
 
 
+def is_recording():
+    """Whether kernel calls of this thread are recorded."""
+    recorder = cpu.load().record_with(None)
+    cpu.load().record_with(recorder)
+    return recorder is not None
+
+
 def together(function):
     """The results of a function of the thread's number, started simultaneously in all threads."""
     start = threading.Barrier(THREADS)
@@ -42,7 +49,7 @@ def test_each_thread_gets_its_own_result(warm_up_calls):
 
 
 def test_recordings_at_once_leave_no_recorder_behind():
-    module, meet = cpu.load(), threading.Barrier(2)
+    meet = threading.Barrier(2)
 
     def recording(number):
         """The first starts before and ends after the start of the second."""
@@ -55,18 +62,24 @@ def test_recordings_at_once_leave_no_recorder_behind():
                 meet.wait()
             meet.wait()
             assert len(calls) == 1
-        return cpu.load() is module
+        return is_recording()
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(recording, range(2))) == [True, True]
-    assert cpu.load() is module
+        assert list(pool.map(recording, range(2))) == [False, False]
+    assert not is_recording()
 
 
-def test_a_thread_that_does_not_record_calls_the_kernels_themselves():
-    module, calls = cpu.load(), []
+def test_a_recording_belongs_to_its_thread():
+    x, calls = torch.ones(4), []
+    tk.gelu(x, backend="cpu"), tk.softmax(x, backend="cpu")  # with bound kernels, whose calls are recorded too
     with cpu.recorded(calls), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(cpu.load).result() is module
-        assert cpu.load() is not module
+        assert not pool.submit(is_recording).result() and is_recording()
+        pool.submit(tk.softmax, x, backend="cpu").result()
+        y = tk.softmax(x, backend="cpu")
+    ((kernel, arguments),) = calls
+    assert kernel.__name__ == "softmax_forward" and (arguments.x, arguments.y) == (x.data_ptr(), y.data_ptr())
+    kernel(*arguments._replace(scale=0.0))
+    assert torch.equal(y, torch.full((4,), 0.25))
 
 
 def test_functions_may_be_recorded_at_once_with_random_numbers():
@@ -88,7 +101,6 @@ def test_a_capture_within_a_capture_is_part_of_it():
 
 
 def test_a_failed_recording_leaves_no_recorder_behind():
-    module = cpu.load()
     with pytest.raises(RuntimeError, match="reads values"):
         HostGraphs().capture(lambda: torch.ones(3).add_(torch.rand(3)).sum().item())
-    assert cpu.load() is module
+    assert not is_recording()

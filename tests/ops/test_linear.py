@@ -8,9 +8,10 @@ import torch
 
 import transformer_kernels as tk
 from tests.support.arguments import normal
+from tests.support.operations import without_plans
 from tests.support.parity import check_parity
 from transformer_kernels.backends import cpu
-from transformer_kernels.ops.linear import OPERATION, prepare
+from transformer_kernels.ops.linear import prepare
 
 OP = "linear"
 ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh"]
@@ -24,8 +25,8 @@ def products(request, backend, monkeypatch):
             pytest.skip("only the cpu backend selects products")
         chooser = import_module("transformer_kernels.ops.linear._cpu")
         monkeypatch.setattr(chooser, "LIMITS", {})
-    for plans in ("plans", "calls"):  # they keep the selection
-        monkeypatch.setattr(OPERATION, plans, {})
+    with without_plans():  # which keep the selection
+        yield
 
 
 def make(M, N, K, dtype, device, bias=True):

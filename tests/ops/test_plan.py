@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_kernels as tk
 from tests.support.host_time import called
-from tests.support.operations import EXAMPLES, function
+from tests.support.operations import EXAMPLES, function, without_plans
 from transformer_kernels.backends import dispatch
 from transformer_kernels.ops import _plan
 
@@ -26,9 +26,8 @@ PLANNED = list(EXAMPLES)
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch):
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
-    for operation in dispatch.OPERATIONS.values():
-        monkeypatch.setattr(operation, "plans", {})
-        monkeypatch.setattr(operation, "calls", {})
+    with without_plans():
+        yield
 
 
 def plans(op):
@@ -382,6 +381,49 @@ def test_the_second_layout_of_a_composed_call(monkeypatch):
     assert not dispatched
     with pytest.raises(IndexError, match=r"targets must be in \[0, 9\)"):
         tk.linear_cross_entropy(X, weight, targets + 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("differentiable", [(0, 1, 2), (0,), (1,), (2,), (0, 2)], ids=str)
+def test_an_output_layer_and_its_loss_in_one_chunk(reduction, differentiable):
+    """Each pass computes the same gradients in memory of its own."""
+    targets = torch.tensor([0, 8, -100, 3, 1, 2])
+    for _ in range(2):
+        given = [torch.randn(6, 6), torch.randn(9, 6), torch.randn(9)]
+        leaves = [each.requires_grad_() for index, each in enumerate(given) if index in differentiable]
+        x, weight, bias = given
+        loss = tk.linear_cross_entropy(x, weight, targets, bias, reduction=reduction)
+        want = F.cross_entropy(F.linear(x, weight, bias), targets, reduction=reduction)
+        torch.testing.assert_close(loss, want)
+        dloss = torch.rand_like(loss)
+        expected = torch.autograd.grad(want, leaves, dloss)
+        passes = [torch.autograd.grad(loss, leaves, dloss, retain_graph=True) for _ in range(3)]
+        for first, second, third, exact in zip(*passes, expected, strict=True):
+            torch.testing.assert_close(first, exact)
+            assert torch.equal(first, second) and torch.equal(second, third)
+            assert second.data_ptr() != third.data_ptr()
+
+
+def test_attention_without_lse_is_attention():
+    tensors = torch.randn(3, 1, 2, 5, 8).requires_grad_()
+    outcomes = []
+    for asked in (False, True):
+        for _ in range(2):
+            outputs = tk.attention(*tensors.unbind(0), causal=True, return_lse=asked)
+            out = outputs[0] if asked else outputs
+            outcomes.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    with torch.no_grad():
+        outcomes.append([tk.attention(*tensors.unbind(0), causal=True), outcomes[0][1]])
+    assert all(torch.equal(a, b) for each in outcomes for a, b in zip(outcomes[0], each, strict=True))
+
+
+def test_dispatch_modes_see_the_memory_that_a_planned_backward_allocates():
+    x = X.clone().requires_grad_()
+    for _ in range(2):
+        y = norm(x)
+        with Watching() as watching:
+            torch.autograd.grad(y, x, X)
+    assert any("empty" in name for name in watching.seen)
 
 
 def test_dropout_draws_a_seed_in_every_call():

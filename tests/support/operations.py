@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -159,3 +161,13 @@ def backward(module, call, result, *grads, wanted=None):
     """A backend's backward for a call and its forward result; all gradients are required unless `wanted` is given."""
     operation = next(each for each in dispatch.OPERATIONS.values() if each.call is type(call))
     return module.backward(call, result, grads, wanted or (True,) * len(operation.differentiable))
+
+
+@contextmanager
+def without_plans(kept=dict):
+    """Within this context calls are not planned as before it, nor after it as within; `kept` makes the new plans."""
+    with ExitStack() as stack:
+        for operation in dispatch.OPERATIONS.values():
+            for plans in ("plans", "calls"):
+                stack.enter_context(mock.patch.object(operation, plans, kept()))
+        yield

@@ -27,8 +27,8 @@ from torch import Tensor
 import transformer_kernels as tk
 from tests.support import oracle
 from tests.support.arguments import DTYPES, LAYOUTS, expanded, strided, transposed
+from tests.support.operations import without_plans
 from tests.support.parity import PYTORCH_UNIT, RandomRounding, Run, run
-from transformer_kernels.backends.dispatch import OPERATIONS
 
 WIDTHS = (2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 96, 127, 128, 129, 200, 257)
 HEAD_DIMS = (4, 8, 16, 24, 32, 40, 59, 64, 72, 80, 128)
@@ -390,8 +390,8 @@ def check(op: str, backend: str, draw: Draw) -> float:
             for _, module, name, value in paths:
                 loaded = importlib.import_module(f"transformer_kernels.ops.{module}")
                 stack.enter_context(mock.patch.object(loaded, name, value))
-                for plans in ("plans", "calls"):  # they keep the path that was selected
-                    stack.enter_context(mock.patch.object(OPERATIONS[op], plans, {}))
+            if paths:
+                stack.enter_context(without_plans())  # which keep the path that was selected
             return _check(op, backend, draw, tensors, options)
     except tk.UnsupportedByBackend:
         return 0.0

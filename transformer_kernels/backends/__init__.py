@@ -26,6 +26,15 @@ class Machine(Protocol):
     def stream_of(self, tensor: Tensor) -> tuple[int, int]:
         """The device index and stream handle on which a kernel over this tensor runs."""
 
+    def bind(self, kernel: str, device: torch.device, **fields: Any) -> Any:
+        """A kernel with these fields of its structure (csrc/calls), in order; the device and the stream are added.
+
+        It is called with the tensors, or None, of the missing addresses, in their order.
+        """
+
+    def allocator(self, device: torch.device) -> Any:
+        """(sizes, strides, dtype) -> uninitialised memory, for this pass of a call."""
+
     def sum_like(self, parameter: Tensor, wanted: bool) -> Tensor | None:
         """Contiguous memory for a parameter's gradient, a sum over rows; None where it is not computed."""
 
@@ -37,6 +46,44 @@ class Machine(Protocol):
     ) -> tuple[Tensor | None, int]:
         """Memory for the partial sums of `sums` such gradients by a kernel over whole rows, or over tiles of columns,
         and how many rows it has."""
+
+
+class Compiled:
+    """The kernels of a family on one machine. `bound_to(machine, call)` binds them to the calls of one layout."""
+
+    bound_to: Any
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.__name__ = machine, machine.__name__
+
+    def bound(self, call: Any) -> Any:
+        """`forward` and `backward` for calls of this layout."""
+        return self.bound_to(self.machine, call)
+
+    def forward(self, call: Any) -> Any:
+        """That of the calls of this layout."""
+        return self.bound(call).forward(call)
+
+    def backward(self, call: Any, result: Any, grads: Any, wanted: Any) -> Any:
+        """That of the calls of this layout."""
+        return self.bound(call).backward(call, result, grads, wanted)
+
+
+Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""The sizes, strides and dtype of a tensor, for an allocator."""
+
+
+def memory_of(x: Tensor) -> Memory:
+    """That of a tensor like x."""
+    return tuple(x.shape), x.stride(), x.dtype
+
+
+def contiguous_memory(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Memory:
+    """That of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(sizes[1:]):
+        strides.insert(0, strides[0] * size)
+    return sizes, tuple(strides[: len(sizes)]), dtype
 
 
 def address(tensor: Tensor | None) -> int:

@@ -28,6 +28,7 @@ ENVIRONMENT_VARIABLE = "TRANSFORMER_KERNELS_CPU_ISA"
 PACKAGE = Path(__file__).resolve().parents[1]
 
 _lock = threading.Lock()
+dispatch_modes = torch._C._len_torch_dispatch_stack
 _module: Any = None
 _failure: BackendUnavailable | None = None
 
@@ -40,8 +41,6 @@ def load() -> Any:
         ValueError: TRANSFORMER_KERNELS_CPU_ISA names an instruction set that was not built or this processor lacks.
     """
     global _module, _failure
-    if _recorder.module is not None:
-        return _recorder.module
     if _module is not None:
         return _module
     with _lock:
@@ -55,43 +54,19 @@ def load() -> Any:
     return _module
 
 
-class _Recorder(threading.local):
-    """The recording module of this thread, or None."""
-
-    module: Any = None
-
-
-_recorder = _Recorder()
-
-
 @contextmanager
 def recorded(calls: list[tuple[Any, tuple[Any, ...]]]) -> Iterator[None]:
     """Within this context, kernel calls of this thread and their arguments are appended to `calls`."""
-    before, _recorder.module = _recorder.module, _Recorded(load(), calls)
+    module = load()
+
+    def record(kernel: str, names: list[str], arguments: tuple[Any, ...]) -> None:
+        calls.append((getattr(module, kernel), _arguments_of(kernel, tuple(names))(*arguments) if names else arguments))
+
+    before = module.record_with(record)
     try:
         yield
     finally:
-        _recorder.module = before
-
-
-class _Recorded:
-    """The compiled module with its calls recorded."""
-
-    def __init__(self, module: Any, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
-        self._module, self._calls = module, calls
-
-    def __getattr__(self, name: str) -> Any:
-        kernel = getattr(self._module, name)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            if named:
-                arguments_by_name = _arguments_of(name, tuple(named))
-                self._calls.append((kernel, arguments_by_name(*named.values())))
-            elif arguments:  # functions without arguments are queries
-                self._calls.append((kernel, arguments))
-            return kernel(*arguments, **named)  # raises if names are not in its own order
-
-        return call if callable(kernel) else kernel
+        module.record_with(before)
 
 
 @functools.cache
@@ -144,6 +119,24 @@ def within(ids: torch.Tensor, limit: int, ignored: int = 0) -> bool:
 def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
     """No device or stream: kernels are synchronous."""
     return 0, 0
+
+
+def bind(kernel: str, device: torch.device, **fields: Any) -> Any:
+    """A kernel with these fields, which computes synchronously."""
+    return getattr(load(), kernel)(**fields, device=0, stream=0)
+
+
+def allocator(device: torch.device) -> Any:
+    """Outside of dispatch modes without the dispatcher, which takes twice as long."""
+    return _empty_for_modes if dispatch_modes() else _empty
+
+
+def _empty_for_modes(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
+
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty: Any = getattr(_guards, "_empty_strided_cpu", _empty_for_modes)  # what inductor calls: not public
 
 
 def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:

@@ -102,6 +102,15 @@ def stream_of(tensor: torch.Tensor) -> tuple[int, int]:
     return index, torch._C._cuda_getCurrentRawStream(index)
 
 
+def bind(kernel: str, device: torch.device, **fields: Any) -> Any:
+    """A kernel with these fields, launched on the stream that is current at each call."""
+    index = device.index
+    if device.type != "cuda":
+        return getattr(load(), kernel)(**fields, device=0, stream=0)
+    launch, current_stream = getattr(load(), kernel)(**fields, device=index), torch._C._cuda_getCurrentRawStream
+    return lambda *tensors: launch(*tensors, current_stream(index))
+
+
 def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """The parameter itself: kernels read it in its own dtype."""
     return parameter
@@ -110,6 +119,11 @@ def parameter(parameter: torch.Tensor | None) -> torch.Tensor | None:
 def index(ids: torch.Tensor | None) -> torch.Tensor | None:
     """The indices themselves, int32 or int64."""
     return ids
+
+
+def allocator(device: torch.device) -> Any:
+    """Of memory of this device."""
+    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 def sum_like(parameter: torch.Tensor, wanted: bool) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import torch
@@ -79,10 +80,12 @@ class Operation:
         call: a NamedTuple of the checked arguments, its fields of the types in SCHEMA_TYPES; the first is a tensor. A
             field may be such a NamedTuple itself: its fields are then named "record.field" below.
         prepare: the public function's arguments, without `backend` -> the validated call.
+        options: the names, separated by spaces, by which `prepare` takes the last arguments of `run`.
         fake: call -> the results as empty tensors (None for an absent one), which is what a tracer sees.
         differentiable: the fields that have a gradient.
         result: a NamedTuple of what forward returns, or None where that is one tensor.
         public: how many of the results, the first ones, are the caller's.
+        asked: an option of the public function; where it is false a planned call returns the first result alone.
         dropped: tensor fields of the call that backward does without,
         dropped_when: call -> whether it does so in this call; in every call unless given.
         described: tensor fields whose shape and dtype are all that backward needs: they may be written to before it.
@@ -94,8 +97,9 @@ class Operation:
             autograd then sees, else None.
         by_pytorch: the backends in which it is PyTorch's operator: the vendor's library computes it best.
         kernels: the operation whose backend files answer, and `adapt`: from such a module to one of this operation.
-        ahead: a backend may have `forward_with_gradient(call) -> (result, the gradient of a loss) or None`, and
-            `scale_gradient(gradient, dloss)`, which multiplies it in its place.
+        ahead: a backend may have `forward_with_gradient(call) -> (result, the gradient of a loss) or None`,
+            `scale_gradient(gradient, dloss)`, which multiplies it in its place, and, where that is not yet the gradient
+            of the call's tensors, `below(call, gradient, wanted) -> gradients`.
         second_order: (call, result, grads, wanted) -> gradients, in differentiable PyTorch. Without it a gradient that
             is to be differentiated again is an error.
         layout: what backends want of an incoming gradient.
@@ -109,10 +113,12 @@ class Operation:
         call: type[Any],
         *,
         prepare: Callable[..., Any],
+        options: str = "",
         fake: Callable[[Any], Any],
         differentiable: tuple[str, ...],
         result: type[Any] | None = None,
         public: int = 1,
+        asked: str | None = None,
         dropped: tuple[str, ...] = (),
         dropped_when: Callable[[Any], bool] | None = None,
         described: tuple[str, ...] = (),
@@ -129,9 +135,10 @@ class Operation:
         empty_gradients: Callable[[Any], tuple[Tensor | None, ...]] | None = None,
         check_when_run: Callable[[Any], None] | None = None,
     ) -> None:
-        self.name, self.call, self.result, self.public = name, call, result, public
+        self.name, self.call, self.result, self.public, self._asked = name, call, result, public, asked
+        self._not_asked = (None,) * (public - 1)
         self.kernels, self.adapt, self.second_order = kernels or name, adapt, second_order
-        self.folder, self.prepare = f"{__package__}.{self.kernels}", prepare
+        self.folder, self.prepare, self._options = f"{__package__}.{self.kernels}", prepare, options.split()
         self.composed, self.by_pytorch, self.ahead = composed, by_pytorch, ahead
         self.fake, self.layout, self.check_when_run = fake, layout, check_when_run
         self.empty_gradients = empty_gradients or self._empty_gradients
@@ -167,24 +174,34 @@ class Operation:
     def run(self, backend: str | None, *arguments: Any, **options: Any) -> Any:
         """The public outputs for the arguments of `prepare`: one tensor or a tuple of them."""
         if is_compiling():
-            return self(self.prepare(*arguments, **options), backend)
-        values = (*arguments, *options.values())
+            return self(self.prepared(arguments, options), backend)
+        values = (*arguments, *options.values()) if options else arguments
         layout = _plan.layout(backend, values)
         plan = self.plans.get(layout)
         if plan is None:
-            call = self.prepare(*arguments, **options)
+            call = self.prepared(arguments, options)
             if layout is None or layout in self.plans or is_traced(call[0]):
                 return self(call, backend)
-            plan = self.planned(call, backend)
+            is_asked = self._asked is None or arguments[self._options.index(self._asked) - len(self._options)]
+            plan = self.planned(call, backend, self.public if is_asked else 1)
             _plan.remember(self.plans, layout, plan, values, call)
         else:
             call = plan.call(values)
             if plan.check is not None:
                 plan.check(call)
-        if plan.recorded or self.composed is not None:
+        if plan.composed is not None:
             return self.computed(plan, call, backend)
+        if plan.recorded:
+            return _recorded(plan, call, *plan.inputs(call))
         outputs = plan.forward(call)
-        return outputs if self.result is None else self._outputs(outputs)
+        return outputs if self.result is None else plan.outputs(outputs)
+
+    def prepared(self, arguments: tuple[Any, ...], options: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """The validated call of the arguments of `run`."""
+        if not self._options:
+            return self.prepare(*arguments, **options)
+        first = len(arguments) - len(self._options)
+        return self.prepare(*arguments[:first], **dict(zip(self._options, arguments[first:], strict=True)))
 
     def __call__(self, call: Any, backend: str | None) -> Any:
         """The public outputs of a validated call, by the cheapest route that it allows."""
@@ -198,20 +215,21 @@ class Operation:
                 _plan.keep(self.calls, layout, plan)
         return self.computed(plan, call, backend)
 
-    def planned(self, call: Any, backend: str | None) -> _plan.Plan:
-        """What computes this call and those of its layout."""
-        return _plan.Plan(self, call, dispatch.select(self, backend, call), needs_grad(*self.inputs(call)))
+    def planned(self, call: Any, backend: str | None, public: int | None = None) -> _plan.Plan:
+        """What computes this call and those of its layout, of which `public` outputs are returned."""
+        module, recorded = dispatch.select(self, backend, call), needs_grad(*self.inputs(call))
+        return _plan.Plan(self, call, module, recorded, self.public if public is None else public)
 
     def computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""
-        if self.composed is not None:
-            output = self.composed(plan.module, call, backend, plan.recorded)
+        if plan.composed is not None:
+            output = plan.composed(plan.module, call, backend, plan.recorded)
             if output is not None:
                 return output
         if plan.recorded:
             return _recorded(plan, call, *plan.inputs(call))
         outputs = plan.forward(call)
-        return outputs if self.result is None else self._outputs(outputs)
+        return outputs if self.result is None else plan.outputs(outputs)
 
     def _traced(self, call: Any, backend: str | None) -> Any:
         """By the registered operator, or by those that it is composed of."""
@@ -272,11 +290,15 @@ class Operation:
 
     def incoming(self, results: Any, grads: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
         """The gradients of the outputs in the layout of the kernels; zeros for an absent one of the first output."""
-        first, *others = grads
-        first = torch.zeros_like(results[self.kept_results[0]]) if first is None else self.layout(first.resolve_neg())
-        if self.public == 1:
-            return (first,)
-        return first, *[None if grad is None else grad.resolve_neg().contiguous() for grad in others]
+        first = grads[0]
+        if first is None:
+            first = torch.zeros_like(results[self.kept_results[0]])
+        elif first.is_neg():
+            first = first.resolve_neg()
+        first = self.layout(first)
+        if len(grads) == 1:
+            return first, *self._not_asked
+        return first, *[None if grad is None else grad.resolve_neg().contiguous() for grad in grads[1:]]
 
     def _placed(self, gradients: Iterable[Any], wanted: tuple[bool, ...]) -> list[Any]:
         """The gradients at the positions of their fields."""
@@ -410,23 +432,25 @@ class _Recorded(torch.autograd.Function):
         operation, ctx.plan = plan.operation, plan
         made = None if plan.ahead is None else plan.ahead(call)
         ctx.made_ahead = made is not None
-        results = plan.module.forward(call) if made is None else made[0]
+        results = plan.forward(call) if made is None else made[0]
         plan.keep(ctx, call, results if operation.result else (results,), *(made or ())[1:])
-        return results if operation.result is None else operation._outputs(results)
+        return results if operation.result is None else plan.outputs(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         plan: _plan.Plan = ctx.plan
         operation, tensors = plan.operation, ctx.saved_tensors
         if torch.is_grad_enabled():  # under create_graph
-            if operation.second_order is None:
+            if plan.second_order is None:
                 return None, None, *_OnlyOnce.apply(plan, *grads, *tensors)
             call, results = plan.kept(tensors)
-            gradients = operation.second_order(call, results, operation.incoming(results, grads), plan.wanted)
+            gradients = plan.second_order(call, results, operation.incoming(results, grads), plan.wanted)
         elif ctx.made_ahead:
             ctx.made_ahead = False  # it is the caller's from here on, to write to: a second backward pass makes its own
             gradients = (tensors[-1].data,)
             plan.module.scale_gradient(*gradients, *grads)
+            if plan.below is not None:
+                gradients = plan.below(plan.kept(tensors)[0], *gradients, plan.wanted)
         else:
             call, results = plan.kept(tensors)
             gradients = plan.module.backward(call, results, operation.incoming(results, grads), plan.wanted)
@@ -443,7 +467,7 @@ class _OnlyOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _plan.Plan, *given: Any) -> Any:
         operation = ctx.operation = plan.operation
-        grads, tensors = given[: operation.public], given[operation.public :]
+        grads, tensors = given[: plan.public], given[plan.public :]
         call, results = plan.kept(tensors)
         gradients = plan.module.backward(call, results, operation.incoming(results, grads), plan.wanted)
         return plan.returned((*gradients, None))[2:]

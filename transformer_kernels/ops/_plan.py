@@ -127,9 +127,13 @@ class Plan:
 
     Attributes:
         module: the backend's `forward` and `backward`.
-        forward: its `forward`, or `forward_alone`, which has no backward, where it has that.
-        ahead: its `forward_with_gradient`, or None.
+        forward: its `forward`; where one result is returned and it has them, `forward_recorded`, which computes that
+            and what backward needs, or without backward `forward_alone`.
+        ahead, below: its `forward_with_gradient` and `below`, or None.
+        second_order: that of the module, or of the operation.
+        composed: that of the operation, or None where the module `computes` these calls.
         recorded: whether autograd records the call.
+        public, outputs: how many of the results are the caller's, and the function that picks them.
         check: what is checked in every call, or None.
         call: the arguments -> the validated call, once the plan is remembered.
         inputs: the call -> its differentiable tensors, which autograd records.
@@ -137,11 +141,16 @@ class Plan:
         returned: (*gradients, None) -> what backward returns: None for plan and call, and the gradient of each input.
     """
 
-    def __init__(self, operation: Any, call: Any, module: Any, recorded: bool) -> None:
+    def __init__(self, operation: Any, call: Any, module: Any, recorded: bool, public: int) -> None:
         self.module = module = bound(module, call)
-        self.forward: Any = getattr(module, "forward_alone", None) or getattr(module, "forward", None)
+        variant = "forward" if public > 1 else "forward_recorded" if recorded else "forward_alone"
+        self.forward: Any = getattr(module, variant, None) or getattr(module, "forward", None)
         self.ahead: Any = getattr(module, "forward_with_gradient", None) if operation.ahead else None
+        self.below: Any = getattr(module, "below", None)
+        self.second_order: Any = getattr(module, "second_order", operation.second_order)
+        self.composed = None if getattr(module, "computes", False) else operation.composed
         self.operation, self.recorded, self.check = operation, recorded, operation.check_when_run
+        self.public, self.outputs = public, operator.itemgetter(0 if public == 1 else slice(public))
         self.call: Callable[[tuple[Any, ...]], Any]
         if recorded:
             self._find_saved(operation, call)
@@ -173,7 +182,7 @@ class Plan:
         if self._described:  # outside autograd's check of writes
             tensors = tuple(x.data if i in self._described else x for i, x in enumerate(tensors))
         ctx.save_for_backward(*tensors, *operation.saved_results(results), *more)
-        if operation.public > 1:
+        if self.public > 1:
             ctx.set_materialize_grads(False)
 
     def kept(self, tensors: tuple[Any, ...]) -> tuple[Any, Any]:

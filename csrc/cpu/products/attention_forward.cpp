@@ -347,6 +347,14 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
   tile.next = key + rows;
 }
 
+// lse and statistics of a row, each where it is given.
+TK_INLINE void write_sums(const AttentionCall& call, int64_t batch, int64_t head, int64_t query, float top, float log_sum) {
+  if (call.lse) at<float>(call.lse)[(batch * call.heads + head) * call.queries + query] = top + log_sum;
+  if (!call.statistics) return;
+  float* statistics = statistics_of(call, batch, head, query);
+  statistics[0] = top, statistics[call.queries] = log_sum;
+}
+
 // Writes out, lse and statistics of a block.
 template <class Operands>
 void finish(const AttentionCall& call, const Options& options, const Span& span, const Block<Operands::REGISTERS>& block,
@@ -359,11 +367,8 @@ void finish(const AttentionCall& call, const Options& options, const Span& span,
     store(top + n * WIDTH, total == none ? splat(-INFINITY) : state.M[n] * unit);
     store(log_sum + n * WIDTH, total == none ? none : logarithm(total));
   }
-  for (int64_t i = 0; i < block.count; ++i) {
-    float* statistics = statistics_of(call, span.batch, block.head[i], block.query[i]);
-    statistics[0] = top[i], statistics[call.queries] = log_sum[i];
-    at<float>(call.lse)[(span.batch * call.heads + block.head[i]) * call.queries + block.query[i]] = top[i] + log_sum[i];
-  }
+  for (int64_t i = 0; i < block.count; ++i)
+    write_sums(call, span.batch, block.head[i], block.query[i], top[i], log_sum[i]);
   operands.write(call, span.batch, block, inverse);
 }
 
@@ -528,8 +533,7 @@ void clear_filler(const AttentionCall& call) {
     for (int64_t head = 0; head < call.heads; ++head)
       for (int64_t row = at<int32_t>(call.cu_seqlens)[call.sequences]; row < call.queries; ++row) {
         memset(row_of<T>(call.out, 0, head, row), 0, sizeof(T) * call.width);
-        at<float>(call.lse)[head * call.queries + row] = *statistics_of(call, 0, head, row) = -INFINITY;
-        statistics_of(call, 0, head, row)[call.queries] = 0.f;
+        write_sums(call, 0, head, row, -INFINITY, 0.f);
       }
   });
 }

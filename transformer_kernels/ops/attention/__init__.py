@@ -133,26 +133,13 @@ def attention(
     Press, Smith, Lewis, "Train short, test long: attention with linear biases", 2022, section 3 (alibi_slopes); Gemma
     Team, "Gemma 2", 2024, section 2 (softcap); OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (sinks).
     """
-    out, lse = OPERATION.run(
-        backend,
-        q,
-        k,
-        v,
-        causal=causal,
-        key_padding_mask=key_padding_mask,
-        attn_bias=attn_bias,
-        alibi_slopes=alibi_slopes,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k,
-        window=window,
-        dropout_p=dropout_p,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        return_lse=return_lse,
-    )
+    outputs = OPERATION.run(
+        backend, q, k, v, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k,
+        window, dropout_p, scale, softcap, sinks, return_lse,
+    )  # fmt: skip
+    out: Tensor = outputs if isinstance(outputs, Tensor) else outputs[0]
     out = out[..., : v.shape[3]] if v.shape[3] < out.shape[3] else out
-    return (out, lse) if return_lse else out
+    return (out, outputs[1]) if return_lse else out
 
 
 def prepare(
@@ -239,8 +226,11 @@ OPERATION = _operation.Operation(
     OP,
     AttentionCall,
     prepare=prepare,
+    options="causal key_padding_mask attn_bias alibi_slopes cu_seqlens cu_seqlens_k window dropout_p scale "
+    "softcap sinks return_lse",
     result=AttentionResult,
     public=2,
+    asked="return_lse",
     fake=_fake,
     differentiable=("q", "k", "v", "scores.bias", "scores.sinks"),
     kept=("out", "lse", "statistics"),

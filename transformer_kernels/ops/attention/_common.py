@@ -21,11 +21,10 @@ class Angles(NamedTuple):
     sin: Tensor
     interleaved: bool
 
-    def addresses(self) -> tuple[int, int, int, int, bool]:
-        """Addresses of cos and sin (1 or B, L, R / 2), the batch stride, R / 2, and whether pairs are interleaved."""
+    def layout(self) -> tuple[int, int, bool]:
+        """Of cos and sin (1 or B, L, R / 2) the batch stride, R / 2, and whether pairs are interleaved."""
         _, length, half = self.cos.shape
-        stride = 0 if len(self.cos) == 1 else length * half
-        return self.cos.data_ptr(), self.sin.data_ptr(), stride, half, self.interleaved
+        return 0 if len(self.cos) == 1 else length * half, half, self.interleaved
 
 
 def beyond(call: AttentionCall) -> str | None:

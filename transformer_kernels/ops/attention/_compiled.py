@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Machine, address, cuda, in_dtype_of
+from transformer_kernels.backends import Compiled, Machine, Memory, contiguous_memory, cuda, in_dtype_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.attention import AttentionCall, AttentionResult, Into
 from transformer_kernels.ops.attention._common import Angles, beyond, broadcast_strides, shift_gradient
+from transformer_kernels.ops.attention.scores import Scores
 from transformer_kernels.ops.rotary import Heads, RotaryCall
 from transformer_kernels.ops.rotary._compiled import Kernels as RotaryKernels
+
+if TYPE_CHECKING:
+    from transformer_kernels.ops.attention.packed import PackedAttentionCall
 
 MAX_HEAD_DIM = 256
 MAX_FLOAT32_HEAD_DIM = 128
@@ -26,86 +30,112 @@ PATHS = {"auto": 0, "general": 1, "short": 2, "sm90": 3}  # csrc/ops/attention.c
 
 path = "auto"  # tests and benchmarks name the kernels of a GPU that they mean
 
-View = tuple[int, int, int, int]
-NO_VIEW: View = (0, 0, 0, 0)
-NO_ANGLES = (0, 0, 0, 0, False)
+Strides = tuple[int, ...]
+"""Of batches, heads and rows (B, H, L); the last axis is contiguous."""
+
+NO_VIEW, NO_ANGLES = (0, 0, 0, 0), (0, 0, 0, 0, False)
 NO_BIAS = (1, 1, 1, 1), (0, 0, 0, 0)
+NO_OPTIONS = (None,) * 5
+NO_SUMS = {"dlse": 0, "dbias": 0, "delta": 0}
 
 
-class Layout(NamedTuple):
-    """The layout of a call, as passed to the kernels; strides are those of batches, heads and rows."""
+class Attention:
+    """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
-    dtype: int
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    like_q: tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides of out and dq, and of dk and dv
-    like_k: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    width: int
-    bias_is_float32: bool
-    bias_sizes: tuple[int, ...]
-    bias_strides: tuple[int, ...]
-    slope_strides: tuple[int, ...]
-    sequences: int
-
-
-class Kernels:
-    """Forward and backward by the compiled kernels of one machine, with `layout` for calls of one layout."""
-
-    def __init__(self, machine: Machine, layout: Layout | None = None) -> None:
-        self._machine, self._layout, self.__name__ = machine, layout, machine.__name__
-
-    def bound(self, call: AttentionCall) -> Kernels:
-        """The kernels for calls of this layout."""
-        return Kernels(self._machine, self._layout_of(call))
-
-    def _layout_of(self, call: AttentionCall) -> Layout:
-        q, k, v, scores = call.q, call.k, call.v, call.scores
+    def __init__(self, machine: Machine, call: AttentionCall) -> None:
+        q, k, v, scores, _, self._dropout_p = call
+        self._machine, self._device, self._bound = machine, q.device, dict[Any, Any]()
+        self._numbers: dict[str, Any] = {"batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1]}
+        self._numbers |= {"queries": q.shape[2], "keys": k.shape[2], "width": q.shape[3]}
+        self._numbers |= {"scale": scores.scale, "left": scores.left, "right": scores.right, "softcap": scores.softcap}
+        self._like_q, self._like_k = _output_memory(q), _output_memory(k)
+        rows = tuple(q.shape[:3])
+        self._lse = contiguous_memory(rows)
+        self._statistics = contiguous_memory((*rows[:2], 2, rows[2]))
+        self._gradients: tuple[Strides, ...] = self._like_q[1][:3], *[self._like_k[1][:3]] * 2
+        self._strides = [x.stride()[:3] for x in (q, k, v)]
+        self._dtype = q.dtype
         bias, slopes, starts = scores.bias, scores.alibi_slopes, scores.cu_seqlens
-        batch, heads, queries, width = q.shape
         sizes, strides = NO_BIAS if bias is None else (tuple(bias.shape), broadcast_strides(bias))
-        return Layout(
-            self._machine.DTYPE_CODES[q.dtype],
-            q.stride()[:3],
-            k.stride()[:3],
-            v.stride()[:3],
-            _output_layout(q),
-            _output_layout(k),
-            batch,
-            heads,
-            k.shape[1],
-            queries,
-            k.shape[2],
-            width,
-            bias is not None and bias.dtype is torch.float32,
-            sizes,
-            strides,
-            (0, 0) if slopes is None else broadcast_strides(slopes)[:2],
-            0 if starts is None else len(starts) - 1,
-        )
+        self._biased: dict[str, Any] = {"bias_is_float32": bias is not None and bias.dtype is torch.float32}
+        self._biased |= {"bias_sizes": sizes, "bias_strides": strides}
+        self._slopes = (0, 0) if slopes is None else broadcast_strides(slopes)[:2]
+        self._plain = not any(isinstance(each, Tensor) for each in scores)
+        self._sequences = 0 if starts is None else len(starts) - 1
 
-    def unsupported(self, call: AttentionCall) -> str | None:
-        """Why these kernels do not support this call, or None."""
-        return _unsupported_on_gpu(call) if self._machine is cuda else None
+    def _kernel(
+        self,
+        name: str,
+        angles: Angles | None,
+        dout_strides: Strides | None = None,
+        strides: tuple[Strides, ...] | None = None,
+    ) -> Any:
+        """The kernel for these angles, and in backward for these strides of dout and of dq, dk and dv, bound once.
 
-    def rotates(self, call: AttentionCall) -> bool:
-        """Whether the kernels rotate queries and keys as they read them; a GPU's for the bias's gradient does not."""
-        return self._machine is not cuda or call.scores.bias is None
+        Without strides dq, dk and dv have those of this layout.
+        """
+        table = None if angles is None else angles.layout()
+        key = path, table, dout_strides, strides
+        kernel = self._bound.get(key)
+        if kernel is None:
+            q, k, v, out = ((None, *each) for each in (*self._strides, self._like_q[1][:3]))
+            gradients = () if dout_strides is None else (dout_strides, *(strides or self._gradients))
+            dout, dq, dk, dv = [(None, *each) for each in gradients] or [NO_VIEW] * 4
+            kernel = self._bound[key] = self._machine.bind(
+                name,
+                self._device,
+                dtype=self._machine.DTYPE_CODES[self._dtype],
+                q=q,
+                k=k,
+                v=v,
+                out=out,
+                **self._numbers,
+                **self._biased,
+                slope_strides=self._slopes,
+                sequences=self._sequences,
+                angles=NO_ANGLES if table is None else (None, None, *table),
+                dropout_p=self._dropout_p,
+                dout=dout,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                **({} if gradients else NO_SUMS),
+                path=PATHS[path],
+            )
+        return kernel
 
     def forward(self, call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
         """out (B, Hq, Lq, D), in memory (B, Lq, Hq, D), lse (B, Hq, Lq) and statistics (B, Hq, 2, Lq)."""
-        q, layout = call.q, self._layout or self._layout_of(call)
-        batch, heads, queries = layout.batch, layout.heads, layout.queries
-        lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
-        statistics = q.new_empty((batch, heads, 2, queries), dtype=torch.float32)
-        result = AttentionResult(q.new_empty_strided(*layout.like_q), lse, statistics)
-        self._run(self._machine.load().attention_forward, layout, call, result, angles)
-        return result
+        return self._run(call.q, call.k, call.v, self._like_q, call, angles)
+
+    def forward_recorded(self, call: AttentionCall) -> AttentionResult:
+        """`forward` where lse is not returned."""
+        return self._run(call.q, call.k, call.v, self._like_q, call, None, returns_lse=False)
+
+    def forward_alone(self, call: AttentionCall) -> AttentionResult:
+        """`forward` where lse is not returned and there is no backward."""
+        return self._run(call.q, call.k, call.v, self._like_q, call, None, returns_lse=False, recorded=False)
+
+    def _run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        like: Memory,
+        call: AttentionCall | PackedAttentionCall,
+        angles: Angles | None,
+        *,
+        returns_lse: bool = True,
+        recorded: bool = True,
+    ) -> AttentionResult:
+        """Kernels of a GPU write lse and statistics in each call."""
+        empty, every = self._machine.allocator(self._device), self._machine is cuda
+        out = empty(*like)
+        lse = empty(*self._lse) if returns_lse or every else None
+        statistics = empty(*self._statistics) if recorded or every else None
+        kernel = self._kernel("attention_forward", angles)
+        kernel(q, k, v, out, lse, statistics, *self._options(call.scores, angles), call.seed)
+        return AttentionResult(out, lse, statistics)  # type: ignore[arg-type]
 
     def backward(
         self,
@@ -117,94 +147,116 @@ class Kernels:
         angles: Angles | None = None,
     ) -> tuple[Tensor | None, ...]:
         """dq, dk, dv, which are `into` where it is given, and dbias, bit for bit the same each time."""
-        machine, bias, (dout, dlse) = self._machine, call.scores.bias, grads
-        layout = self._layout or self._layout_of(call)
+        dout, dlse = grads
         dout = torch.zeros_like(result.out) if dout is None else dout
-        q, every = call.q, machine is cuda
-        dq, dk, dv = into or (
-            q.new_empty_strided(*layout.like_q) if every or wanted[0] else None,
-            q.new_empty_strided(*layout.like_k) if every or wanted[1] else None,
-            q.new_empty_strided(*layout.like_k) if every or wanted[2] else None,
-        )
-        summed = bias if bias is not None and wanted[3] and bias.shape[3] > 1 else None
-        dbias = None if summed is None else machine.sum_like(summed, True)
-        delta = machine.workspace(result.lse)
-        self._run(
-            machine.load().attention_backward, layout, call, result, angles,
-            _view(dout), _view(dq), _view(dk), _view(dv), address(dlse), address(dbias), address(delta),
-        )  # fmt: skip
-        if angles is not None and machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
+        empty, every = self._machine.allocator(self._device), self._machine is cuda
+        if into is None:
+            dq = empty(*self._like_q) if every or wanted[0] else None
+            dk = empty(*self._like_k) if every or wanted[1] else None
+            dv = empty(*self._like_k) if every or wanted[2] else None
+            strides = None
+        else:
+            (dq, dk, dv), strides = into, tuple(x.stride()[:3] for x in into)
+        kernel = self._kernel("attention_backward", angles, dout.stride()[:3], strides)
+        given = call.q, call.k, call.v, *result, *self._options(call.scores, angles), call.seed, dout, dq, dk, dv
+        dbias = self._run_backward(kernel, given, result, call.scores.bias if wanted[3] else None, dlse)
+        if angles is not None and self._machine is cuda and call.q.shape[3] > MAX_WHOLE_HEAD_DIM:
             assert dk is not None  # a GPU's kernels compute all three
             heads = Heads(dk, None)
-            RotaryKernels(machine).rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
-        if bias is None or not wanted[3]:
-            return dq, dk, dv, None
-        if summed is None:
-            return dq, dk, dv, shift_gradient(dlse, result.statistics, bias)
-        return dq, dk, dv, in_dtype_of(bias, dbias)
+            RotaryKernels(self._machine).rotate(RotaryCall(dk, dk, *angles), heads, heads, inverse=True)
+        return dq, dk, dv, dbias
 
-    def _run(
-        self,
-        kernel: Any,
-        layout: Layout,
-        call: AttentionCall,
-        result: AttentionResult,
-        angles: Angles | None,
-        dout: View = NO_VIEW,
-        dq: View = NO_VIEW,
-        dk: View = NO_VIEW,
-        dv: View = NO_VIEW,
-        dlse: int = 0,
-        dbias: int = 0,
-        delta: int = 0,
-    ) -> None:
-        q, k, v, scores, seed, dropout_p = call
-        code, q_strides, k_strides, v_strides, _, _, batch, heads, kv_heads, queries, keys, width, *biased = layout
-        wide, bias_sizes, bias_strides, slope_strides, sequences = biased
-        scale, left, right, softcap, bias, slopes, _, padding, starts, starts_k = scores
-        device, stream = self._machine.stream_of(q)
-        kernel(
-            dtype=code,
-            q=(q.data_ptr(), *q_strides),
-            k=(k.data_ptr(), *k_strides),
-            v=(v.data_ptr(), *v_strides),
-            out=_view(result.out),
-            lse=result.lse.data_ptr(),
-            statistics=address(result.statistics),
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            queries=queries,
-            keys=keys,
-            width=width,
-            scale=scale,
-            left=left,
-            right=right,
-            softcap=softcap,
-            bias=address(bias),
-            bias_is_float32=wide,
-            bias_sizes=bias_sizes,
-            bias_strides=bias_strides,
-            alibi_slopes=address(slopes),
-            slope_strides=slope_strides,
-            key_padding_mask=address(padding),
-            cu_seqlens=address(starts),
-            cu_seqlens_k=address(starts if starts_k is None else starts_k),
-            sequences=sequences,
-            angles=NO_ANGLES if angles is None else angles.addresses(),
-            seed=address(seed),
-            dropout_p=dropout_p,
-            dout=dout,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            dlse=dlse,
-            dbias=dbias,
-            delta=delta,
-            path=PATHS[path],
-            device=device,
-            stream=stream,
-        )
+    def _options(self, scores: Scores, angles: Angles | None) -> tuple[Tensor | None, ...]:
+        """The tensors beside q, k and v, in the order of csrc/calls/attention.h."""
+        if self._plain and angles is None:
+            return NO_OPTIONS
+        _, _, _, _, bias, slopes, _, padding, starts, starts_k = scores
+        options = bias, slopes, padding, starts, starts if starts_k is None else starts_k
+        return options if angles is None else (*options, angles.cos, angles.sin)
+
+    def _run_backward(
+        self, kernel: Any, given: tuple[Any, ...], result: AttentionResult, bias: Tensor | None, dlse: Tensor | None
+    ) -> Tensor | None:
+        """Run the kernel; returns dbias, if the bias is given."""
+        dbias = None if bias is None or bias.shape[3] == 1 else self._machine.sum_like(bias, True)
+        kernel(*given, dlse, dbias, self._machine.workspace(result.lse))
+        if bias is None:
+            return None
+        return shift_gradient(dlse, result.statistics, bias) if dbias is None else in_dtype_of(bias, dbias)
+
+
+class PackedAttention(Attention):
+    """The same for packed projections, which are passed on without views of queries, keys and values."""
+
+    def __init__(self, machine: Machine, call: PackedAttentionCall, inner: AttentionCall) -> None:
+        super().__init__(machine, inner)
+        qkv, heads, kv_heads = call.qkv, inner.q.shape[1], inner.k.shape[1]
+        batch, length, every, width = qkv.shape
+        self._out = contiguous_memory((batch, length, heads * width), qkv.dtype)
+        self._like_qkv = contiguous_memory(tuple(qkv.shape), qkv.dtype)
+        self._of_k, self._of_v = (qkv.stride(2) * each * qkv.itemsize for each in (heads, heads + kv_heads))
+        self._of_dk, self._of_dv = (width * each * qkv.itemsize for each in (heads, heads + kv_heads))
+        self._gradients = ((length * every * width, width, every * width),) * 3
+
+    def forward(self, call: PackedAttentionCall, recorded: bool = True) -> AttentionResult:  # type: ignore[override]
+        """out (B, L, H * D) and statistics."""
+        q = call.qkv.data_ptr()
+        views = q, q + self._of_k, q + self._of_v
+        return self._run(*views, self._out, call, _angles(call), returns_lse=False, recorded=recorded)
+
+    def forward_alone(self, call: PackedAttentionCall) -> AttentionResult:  # type: ignore[override]
+        """out (B, L, H * D)."""
+        return self.forward(call, recorded=False)
+
+    forward_recorded = forward  # type: ignore[assignment]
+
+    def backward(  # type: ignore[override]
+        self, call: PackedAttentionCall, result: AttentionResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor | None, ...]:
+        """dqkv and dbias."""
+        dqkv, angles = self._machine.allocator(self._device)(*self._like_qkv), _angles(call)
+        q, dq = call.qkv.data_ptr(), dqkv.data_ptr()
+        kernel = self._kernel("attention_backward", angles, self._like_q[1][:3])
+        views = q, q + self._of_k, q + self._of_v, *result
+        gradients = grads[0], dq, dq + self._of_dk, dq + self._of_dv
+        given = *views, *self._options(call.scores, angles), call.seed, *gradients
+        return dqkv, self._run_backward(kernel, given, result, call.scores.bias if wanted[1] else None, None)
+
+
+class Kernels(Compiled):
+    """Attention by the compiled kernels of one machine."""
+
+    bound_to = Attention
+
+    def forward(self, call: AttentionCall, angles: Angles | None = None) -> AttentionResult:
+        """That of the calls of this layout."""
+        result: AttentionResult = self.bound(call).forward(call, angles)
+        return result
+
+    def backward(self, call: AttentionCall, *given: Any, **options: Any) -> tuple[Tensor | None, ...]:
+        """That of the calls of this layout."""
+        gradients: tuple[Tensor | None, ...] = self.bound(call).backward(call, *given, **options)
+        return gradients
+
+    def bound_packed(self, call: PackedAttentionCall, inner: AttentionCall) -> PackedAttention | None:
+        """The kernels for packed calls of this layout, `inner` on views of its heads; None where they lack a part."""
+        whole = self.machine is not cuda or call.qkv.shape[3] <= MAX_WHOLE_HEAD_DIM
+        can = call.scores.sinks is None and (call.cos is None or (whole and self.rotates(inner)))
+        return PackedAttention(self.machine, call, inner) if can else None
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Why these kernels do not support this call, or None."""
+        return _unsupported_on_gpu(call) if self.machine is cuda else None
+
+    def rotates(self, call: AttentionCall) -> bool:
+        """Whether the kernels rotate queries and keys as they read them; a GPU's for the bias's gradient does not."""
+        return self.machine is not cuda or call.scores.bias is None
+
+
+def _angles(call: PackedAttentionCall) -> Angles | None:
+    if call.cos is None or call.sin is None:
+        return None
+    return Angles(call.cos.float(), call.sin.float(), call.interleaved)
 
 
 def _unsupported_on_gpu(call: AttentionCall) -> str | None:
@@ -224,13 +276,8 @@ def _unsupported_on_gpu(call: AttentionCall) -> str | None:
     return None
 
 
-def _output_layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of a tensor of x's shape (B, H, L, D) that is laid out in memory as (B, L, H, D)."""
+def _output_memory(x: Tensor) -> Memory:
+    """That of a tensor of x's shape (B, H, L, D) that is laid out in memory as (B, L, H, D)."""
     batch, heads, length, width = x.shape
     row = heads * width
-    return (batch, heads, length, width), (length * row, width, row, 1)
-
-
-def _view(x: Tensor | None) -> View:
-    """Address and strides of batches, heads and rows; zeros for an absent tensor."""
-    return NO_VIEW if x is None else (x.data_ptr(), *x.stride()[:3])  # type: ignore[return-value]
+    return (batch, heads, length, width), (length * row, width, row, 1), x.dtype

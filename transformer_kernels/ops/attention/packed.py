@@ -93,23 +93,9 @@ def packed_attention(
     Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
     """
     return OPERATION.run(
-        backend,
-        qkv,
-        heads=heads,
-        causal=causal,
-        key_padding_mask=key_padding_mask,
-        attn_bias=attn_bias,
-        alibi_slopes=alibi_slopes,
-        cu_seqlens=cu_seqlens,
-        cos=cos,
-        sin=sin,
-        interleaved=interleaved,
-        window=window,
-        dropout_p=dropout_p,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
+        backend, qkv, heads, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cos, sin,
+        interleaved, window, dropout_p, scale, softcap, sinks,
+    )  # fmt: skip
 
 
 def prepare(
@@ -189,9 +175,11 @@ class _Packed:
         self.rotary = dispatch.family("transformer_kernels.ops.rotary", kernels.__name__.rpartition(".")[2].lstrip("_"))
         self.rotates = getattr(kernels, "rotates", lambda call: False)  # which calls its kernels rotate themselves
 
-    def bound(self, call: PackedAttentionCall) -> _Packed:
+    def bound(self, call: PackedAttentionCall) -> Any:
         """The same for calls of one layout; rotated copies have another one."""
-        inner, packed = _on_views(call), copy(self)
+        inner, packed, of_backend = _on_views(call), copy(self), self.kernels.kernels
+        if hasattr(of_backend, "bound_packed") and (kernels := of_backend.bound_packed(call, inner)) is not None:
+            return kernels
         if call.cos is None or self.rotates(inner):
             packed.kernels = self.kernels.bound(inner)
         return packed
@@ -251,6 +239,8 @@ OPERATION = _operation.Operation(
     OP,
     PackedAttentionCall,
     prepare=prepare,
+    options="heads causal key_padding_mask attn_bias alibi_slopes cu_seqlens cos sin interleaved window dropout_p "
+    "scale softcap sinks",
     result=AttentionResult,
     fake=_fake,
     differentiable=("qkv", "scores.bias", "scores.sinks"),

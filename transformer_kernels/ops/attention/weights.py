@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_kernels.backends import in_dtype_of
 from transformer_kernels.ops import _operation
 from transformer_kernels.ops._operation import Grads, Wanted
+from transformer_kernels.ops._plan import bound
 from transformer_kernels.ops._softcap import cap, cap_slope
 from transformer_kernels.ops._visible import added_bias, visible_mask
 from transformer_kernels.ops.attention import prepare as checked_attention
@@ -71,20 +72,9 @@ def attention_weights(
     Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """
     return OPERATION.run(
-        backend,
-        q,
-        k,
-        causal=causal,
-        key_padding_mask=key_padding_mask,
-        attn_bias=attn_bias,
-        alibi_slopes=alibi_slopes,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
+        backend, q, k, causal, key_padding_mask, attn_bias, alibi_slopes, cu_seqlens, cu_seqlens_k, window,
+        scale, softcap, sinks,
+    )  # fmt: skip
 
 
 def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
@@ -98,8 +88,17 @@ def prepare(q: Tensor, k: Tensor, **options: Any) -> AttentionWeightsCall:
 class _OnSoftmax:
     """The operation on the softmax of a backend; scores are float32 whatever the dtype of q."""
 
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
+    def __init__(self, kernels: Any, one_layout: bool = False) -> None:
+        self.kernels, self._one_layout, self._bound = kernels, one_layout, None
+
+    def bound(self, call: AttentionWeightsCall) -> _OnSoftmax:
+        """The same for calls of one layout, whose first call binds the softmax to the layout of the scores."""
+        return _OnSoftmax(self.kernels, one_layout=True)
+
+    def _kernels(self, call: SoftmaxCall) -> Any:
+        if self._bound is None and self._one_layout:
+            self._bound = bound(self.kernels, call)
+        return self._bound or self.kernels
 
     def unsupported(self, call: AttentionWeightsCall) -> str | None:
         refusal = getattr(self.kernels, "unsupported", None)
@@ -128,19 +127,21 @@ class _OnSoftmax:
             scores = torch.cat((scores, logits), dim=-1)
             if mask is not None:
                 mask = torch.cat((mask, mask.any(dim=-1, keepdim=True) & (logits != -math.inf)), dim=-1)
-        return self.kernels.forward(SoftmaxCall(scores, mask, False, 1.0))
+        given = SoftmaxCall(scores, mask, False, 1.0)
+        weights: Tensor = self._kernels(given).forward(given)
+        return weights
 
     def backward(
         self, call: AttentionWeightsCall, weights: Tensor, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor | None, ...]:
         q, k = _operands(call)
-        hidden = SoftmaxCall(None, None, False, 1.0)  # type: ignore[arg-type]
         dy, sinks, dsinks = grads[0], call.scores.sinks, None
         if sinks is not None or weights.dtype is not q.dtype:  # rounded weights do not sum to 1
             weights, dy = self._softmax(call), dy.to(q.dtype)
         if sinks is not None:
             dy = torch.nn.functional.pad(dy, (0, 1))
-        (dscores,) = self.kernels.backward(hidden, weights, (dy,), (True,))
+        given = SoftmaxCall(weights, None, False, 1.0)
+        (dscores,) = self._kernels(given).backward(given, weights, (dy,), (True,))
         if sinks is not None:
             dsinks = dscores[..., -1].sum(dim=(0, 2)).to(sinks.dtype)
             dscores = dscores[..., :-1]
@@ -149,7 +150,7 @@ class _OnSoftmax:
         with _operation.without_autocast(q):
             if softcap > 0.0:
                 dscores = dscores * cap_slope(_scores(call, q, k), softcap)
-            dscores = dscores.mul(call.scores.scale)
+            dscores = dscores.mul(call.scores.scale)  # dbias may be the same tensor
             if q.dim() == 5:
                 dscores = dscores.unflatten(1, q.shape[1:3])
             dq, dk = dscores @ k, dscores.mT @ q
@@ -189,6 +190,7 @@ OPERATION = _operation.Operation(
     OP,
     AttentionWeightsCall,
     prepare=prepare,
+    options="causal key_padding_mask attn_bias alibi_slopes cu_seqlens cu_seqlens_k window scale softcap sinks",
     fake=lambda call: call.q.new_empty(*call.q.shape[:3], call.k.shape[2]),
     differentiable=("q", "k", "scores.bias", "scores.sinks"),
     kept=("",),

@@ -7,13 +7,13 @@ weight_gradient.cpp.
 from __future__ import annotations
 
 import functools
-import sys
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import address, cpu, in_dtype_of
+from transformer_kernels.backends import contiguous_memory, cpu, in_dtype_of, memory_of
 from transformer_kernels.backends.cpu import DTYPE_CODES
 from transformer_kernels.ops._operation import Grads, Wanted, autocast_dtype
 from transformer_kernels.ops.activation import ActivationCall
@@ -74,47 +74,24 @@ def processor(kernels: Any) -> str:
 
 def bound(call: LinearCall) -> Any:
     """The functions for calls of this layout."""
-    return Fused if fuses(call) else sys.modules[__name__]
+    return Products(call) if fuses(call) else Selected(call)
 
 
 def composed(call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
     """PyTorch's product where none of ours is faster: its own record costs less than an operation's."""
-    if not recorded or call.activation is not None or fuses(call) or _forwards_alone(call):
-        return None
-    if call.weight.requires_grad and _owns_gradient(call):
-        return None
-    return torch.nn.functional.linear(call.x, call.weight, call.bias)
+    return None if fuses(call) else Selected(call).composed(call, backend, recorded)
 
 
 def forward(call: LinearCall) -> LinearResult:
     """y, and y or the sums before the activation for the gradient."""
-    small = _is_small_batch(call)
-    if not small and (fuses(call) or _forwards_alone(call)):
-        return _own_forward(call)
-    if call.activation is None:
-        return _small_batch(call) if small else unactivated(call)
-    before = _small_batch(call).y if small else product(call, call.bias)
-    y = before if call.activation == "relu" else torch.empty_like(before)
-    ACTIVATION.run(ActivationCall(before, None, None, call.activation, False), y)
-    return LinearResult(y, before)
+    result: LinearResult = bound(call).forward(call)
+    return result
 
 
 def backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
     """dx, dweight and dbias."""
-    if fuses(call):
-        return _own_backward(call, result, grads, wanted)
-    if call.activation is None:
-        return _gradients(call, grads[0], wanted)
-    assert result.saved is not None
-    inner = ActivationCall(result.saved, call.bias, None, call.activation, False)
-    dz, dbias, _ = ACTIVATION.backward(inner, result.saved, grads, (True, wanted[2], False))  # the bias is in `saved`
-    dx, dweight, _ = _gradients(call, dz, (*wanted[:2], False))
-    return dx, dweight, dbias
-
-
-def _forwards_alone(call: LinearCall) -> bool:
-    """Whether of the three products of a weight that is too large for `fuses` the first is ours: output layers."""
-    return call.x.dtype is torch.float32 and call.weight.numel() <= largest_weight(call.x, forward_alone=True)
+    gradients: Gradients = bound(call).backward(call, result, grads, wanted)
+    return gradients
 
 
 def _is_small_batch(call: LinearCall) -> bool:
@@ -124,99 +101,128 @@ def _is_small_batch(call: LinearCall) -> bool:
     return x.dtype is weight.dtype and (bias is None or x.dtype is bias.dtype)
 
 
-def _owns_gradient(call: LinearCall) -> bool:
-    """Whether of the three products the gradient of the weight is ours."""
-    return call.weight.numel() <= _limit(call.x, "weight gradient") and not _is_small_batch(call)
+class Selected:
+    """The layers of one layout whose products are not all ours: of output layers the first is, of others the weight's
+    gradient."""
+
+    def __init__(self, call: LinearCall) -> None:
+        x, weight, _, _ = call
+        self._products, self._small = Products(call), _is_small_batch(call)
+        largest = largest_weight(x, forward_alone=True) if x.dtype is torch.float32 else -1
+        self._forward = not self._small and weight.numel() <= largest
+        self._gradient = not self._small and weight.numel() <= _limit(x, "weight gradient")
+
+    def composed(self, call: LinearCall, backend: str | None, recorded: bool) -> Tensor | None:
+        if not recorded or call.activation is not None or self._forward:
+            return None
+        if call.weight.requires_grad and self._gradient:
+            return None
+        return torch.nn.functional.linear(call.x, call.weight, call.bias)
+
+    def forward(self, call: LinearCall) -> LinearResult:
+        """y, and y or the sums before the activation for the gradient."""
+        if self._forward:
+            return self._products.forward(call)
+        if call.activation is None:
+            return self._products.small_batch(call) if self._small else unactivated(call)
+        before = self._products.small_batch(call).y if self._small else product(call, call.bias)
+        y = before if call.activation == "relu" else torch.empty_like(before)
+        ACTIVATION.run(ActivationCall(before, None, None, call.activation, False), y)
+        return LinearResult(y, before)
+
+    def backward(self, call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
+        """dx, dweight and dbias."""
+        if call.activation is None:
+            return self._gradients(call, grads[0], wanted)
+        assert result.saved is not None
+        inner = ActivationCall(result.saved, call.bias, None, call.activation, False)  # the bias is in `saved`
+        dz, dbias, _ = ACTIVATION.backward(inner, result.saved, grads, (True, wanted[2], False))
+        dx, dweight, _ = self._gradients(call, dz, (*wanted[:2], False))
+        return dx, dweight, dbias
+
+    def _gradients(self, call: LinearCall, dz: Tensor, wanted: Wanted) -> Gradients:
+        """dx, dweight and dbias from the gradient of the sums before the activation."""
+        if not wanted[1] or not self._gradient:
+            return gradients(call, dz, wanted)
+        dx, _, _ = gradients(call, dz, (wanted[0], False, False))
+        return dx, *self._products.weight_gradient(call.x, call.weight, call.bias, dz, wanted)
 
 
-def _gradients(call: LinearCall, dz: Tensor, wanted: Wanted) -> Gradients:
-    """dx, dweight and dbias from the gradient of the sums before the activation."""
-    if not wanted[1] or not _owns_gradient(call):
-        return gradients(call, dz, wanted)
-    dx, _, _ = gradients(call, dz, (wanted[0], False, False))
-    return dx, *_weight_gradient(call, dz, wanted)
+class Products:
+    """This package's three products of the layers of one layout; a weight by columns is that of the inverse layer."""
 
+    computes = True
 
-def _weight_gradient(call: LinearCall, dz: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
-    """dweight and dbias."""
-    x, weight, bias, _ = call
-    dweight = torch.empty_like(weight) if wanted[1] else None
-    dbias = dz.new_empty(len(weight), dtype=torch.float32) if bias is not None and wanted[2] else None
-    if dweight is not None or dbias is not None:
-        M, N, K = _sizes(call)
-        cpu.load().linear_backward_weight(
-            dtype=DTYPE_CODES[x.dtype], weight_is_float32=weight.dtype is torch.float32, dz=dz.data_ptr(),
-            x=x.data_ptr(), dweight=address(dweight), dbias=address(dbias), M=M, N=N, K=K,
-        )  # fmt: skip
-    return dweight, in_dtype_of(bias, dbias)
+    def __init__(self, call: LinearCall) -> None:
+        x, weight, _, activation = call
+        N, K = weight.shape
+        self._shape, self._code = (*x.shape[:-1], N), ACTIVATIONS.index(activation)
+        self._layout = {"dtype": DTYPE_CODES[x.dtype], "weight_is_float32": weight.dtype is torch.float32}
+        self._layout |= {"M": x.numel() // K, "N": N, "K": K}
+        self._keeps_sums = activation in ("gelu", "gelu_tanh")
+        self._like_x, self._like_weight = memory_of(x), memory_of(weight)
+        self._like_y, self._like_bias = contiguous_memory(self._shape, x.dtype), contiguous_memory((N,))
+        self._inverse: Products | None = None
+        if not weight.is_contiguous():
+            self._inverse = Products(LinearCall(x.new_empty(self._shape), weight.t(), None, None))
 
+    @cached_property
+    def _forward(self) -> Any:
+        return cpu.load().linear_forward(**self._layout, activation=self._code)
 
-def _multiplied(call: LinearCall, kernel: Any, bias: Tensor | None, activation: str | None) -> LinearResult:
-    """By one of the two forward kernels, with the bias in the dtype that it reads."""
-    x, weight = call.x, call.weight
-    M, N, K = _sizes(call)
-    y = x.new_empty((*x.shape[:-1], N))
-    before = torch.empty_like(y) if activation in ("gelu", "gelu_tanh") else None
-    kernel(
-        dtype=DTYPE_CODES[x.dtype], weight_is_float32=weight.dtype is torch.float32, x=x.data_ptr(),
-        weight=weight.data_ptr(), bias=address(bias), y=y.data_ptr(), before=address(before), M=M, N=N, K=K,
-        activation=ACTIVATIONS.index(activation),
-    )  # fmt: skip
-    return LinearResult(y, None if activation is None else y if before is None else before)
+    @cached_property
+    def _small_batch(self) -> Any:
+        return cpu.load().linear_small_batch(**self._layout, activation=0)
 
+    @cached_property
+    def _data(self) -> Any:
+        return cpu.load().linear_backward_data(**self._layout, activation=self._code)
 
-def _own_forward(call: LinearCall) -> LinearResult:
-    x, weight, bias, activation = call
-    if not weight.is_contiguous():
-        y = x.new_empty((*x.shape[:-1], len(weight)))
-        _data_gradient(_by_columns(call, y), None, x, None, y)
-        return LinearResult(y if bias is None else y.add_(bias), None)
-    return _multiplied(call, cpu.load().linear_forward, cpu.parameter(bias), activation)
+    @cached_property
+    def _weight(self) -> Any:
+        return cpu.load().linear_backward_weight(**self._layout)
 
+    def forward(self, call: LinearCall) -> LinearResult:
+        """y, and y or the sums before the activation for the gradient."""
+        x, weight, bias, activation = call
+        empty = cpu.allocator(x.device)
+        y = empty(*self._like_y)
+        if self._inverse is not None:
+            self._inverse._data(x, None, weight, None, y, None, None)
+            return LinearResult(y if bias is None else y.add_(bias), None)
+        before = empty(*self._like_y) if self._keeps_sums else None
+        self._forward(x, weight, cpu.parameter(bias), y, before)
+        return LinearResult(y, None if activation is None else y if before is None else before)
 
-def _small_batch(call: LinearCall) -> LinearResult:
-    """x W^T + b, whatever the activation."""
-    return _multiplied(call, cpu.load().linear_small_batch, call.bias, None)
+    def small_batch(self, call: LinearCall) -> LinearResult:
+        """x W^T + b of few rows, whatever the activation."""
+        y = cpu.allocator(call.x.device)(*self._like_y)
+        self._small_batch(call.x, call.weight, call.bias, y, None)
+        return LinearResult(y, None)
 
+    def backward(self, call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
+        """dx, dweight and dbias."""
+        (dy,), (x, weight, bias, activation) = grads, call
+        empty = cpu.allocator(x.device)
+        dx = empty(*self._like_x) if wanted[0] else None
+        if self._inverse is not None:
+            if dx is not None:
+                self._inverse._forward(dy, weight, None, dx, None)
+            dweight, _ = self._inverse.weight_gradient(dy, weight.t(), None, x, wanted)
+            dbias = dy.view(-1, len(weight)).sum(dim=0) if wanted[2] else None
+            return dx, None if dweight is None else dweight.t(), dbias
+        dz = None if activation is None else empty(*self._like_y)
+        if dz is not None or dx is not None:
+            self._data(dy, result.saved, weight, dz, dx, None, None)
+        return dx, *self.weight_gradient(x, weight, bias, dy if dz is None else dz, wanted)
 
-def _own_backward(call: LinearCall, result: LinearResult, grads: Grads, wanted: Wanted) -> Gradients:
-    (dy,), (x, weight, _, activation) = grads, call
-    if not weight.is_contiguous():
-        inverse = _by_columns(call, dy)
-        dx = _own_forward(inverse).y if wanted[0] else None
-        dweight, _ = _weight_gradient(inverse, x, wanted)
-        dbias = dy.view(-1, len(weight)).sum(dim=0) if wanted[2] else None
-        return dx, None if dweight is None else dweight.t(), dbias
-    dz = None if activation is None else torch.empty_like(dy)
-    dx = torch.empty_like(x) if wanted[0] else None
-    if dz is not None or dx is not None:
-        _data_gradient(call, result.saved, dy, dz, dx)
-    return dx, *_weight_gradient(call, dy if dz is None else dz, wanted)
-
-
-class Fused:
-    """Calls whose three products these kernels compute."""
-
-    composed = staticmethod(lambda call, backend, recorded: None)
-    forward = staticmethod(_own_forward)
-    backward = staticmethod(_own_backward)
-
-
-def _by_columns(call: LinearCall, x: Tensor) -> LinearCall:
-    """The layer of the transposed weight, which is contiguous: its products are those of the call in other roles."""
-    return LinearCall(x, call.weight.t(), None, None)
-
-
-def _data_gradient(call: LinearCall, saved: Tensor | None, dy: Tensor, dz: Tensor | None, dx: Tensor | None) -> None:
-    M, N, K = _sizes(call)
-    cpu.load().linear_backward_data(
-        dtype=DTYPE_CODES[dy.dtype], weight_is_float32=call.weight.dtype is torch.float32, dy=dy.data_ptr(),
-        saved=address(saved), weight=call.weight.data_ptr(), dz=address(dz), dx=address(dx), residual=0, sum=0,
-        M=M, N=N, K=K, activation=ACTIVATIONS.index(call.activation),
-    )  # fmt: skip
-
-
-def _sizes(call: LinearCall) -> tuple[int, int, int]:
-    """M, N, K."""
-    N, K = call.weight.shape
-    return call.x.numel() // K, N, K
+    def weight_gradient(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dz: Tensor, wanted: Wanted
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dweight and dbias from the gradient of the sums before the activation."""
+        empty = cpu.allocator(x.device)
+        dweight = empty(*self._like_weight) if wanted[1] else None
+        dbias = empty(*self._like_bias) if bias is not None and wanted[2] else None
+        if dweight is not None or dbias is not None:
+            self._weight(dz, x, dweight, dbias)
+        return dweight, in_dtype_of(bias, dbias)

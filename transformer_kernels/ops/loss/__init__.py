@@ -17,6 +17,7 @@ from transformer_kernels.ops.loss._calls import (
     CrossEntropyResult,
     LinearCrossEntropyCall,
     LinearCrossEntropyResult,
+    second_order,
 )
 
 OP, LINEAR_OP = "cross_entropy", "linear_cross_entropy"
@@ -75,16 +76,8 @@ def cross_entropy(
     5 (z_loss); Gemma Team, "Gemma 2", 2024, section 2 (softcap).
     """
     return CROSS_ENTROPY.run(
-        backend,
-        logits,
-        targets,
-        weight=weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        reduction=reduction,
-    )
+        backend, logits, targets, weight, ignore_index, label_smoothing, z_loss, softcap, reduction,
+    )  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -138,17 +131,10 @@ def linear_cross_entropy(
 
     Wijmans et al., "Cut your losses in large-vocabulary language models", 2024, section 2 (logits are not stored).
     """
-    options: dict[str, Any] = {
-        "class_weight": class_weight,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "reduction": reduction,
-    }
+    options = class_weight, ignore_index, label_smoothing, z_loss, softcap, reduction
     if not torch.compiler.is_compiling():
-        return LINEAR_CROSS_ENTROPY.run(backend, x, weight, targets, bias, **options)
-    call = _prepare_linear(x, weight, targets, bias, **options)
+        return LINEAR_CROSS_ENTROPY.run(backend, x, weight, targets, bias, *options)
+    call = LINEAR_CROSS_ENTROPY.prepared((x, weight, targets, bias, *options))
     loss = _in_one_chunk(None, call, backend)
     return LINEAR_CROSS_ENTROPY(call, backend) if loss is None else loss
 
@@ -157,18 +143,17 @@ def _in_one_chunk(
     module: Any, call: LinearCrossEntropyCall, backend: str | None, recorded: bool = True
 ) -> Tensor | None:
     """A linear layer and `cross_entropy` where all rows fit into one chunk, else None."""
-    x, weight, targets, bias, ignore_index, smoothing, reduction, dtype, _, class_weight, z_loss, softcap = call
-    if targets.numel() > _chunked.rows_at_once(weight.shape[0], dtype, x.device):
+    x, weight, bias = call.x, call.weight, call.bias
+    if not _chunked.is_one(call):
         return None
-    options = targets, ignore_index, smoothing, reduction, class_weight, z_loss, softcap
     if torch.compiler.is_compiling():
-        return CROSS_ENTROPY(CrossEntropyCall(F.linear(x, weight, bias), *options), backend)
+        return CROSS_ENTROPY(_chunked.loss_of(call, F.linear(x, weight, bias)), backend)
     # this package's linear layer also while a step is recorded, so that its bits are the same
     if module.plans:
         layer, loss = module.plans
         logits = LINEAR.computed(layer, LinearCall(x, weight, bias, None), backend)
-        return CROSS_ENTROPY.computed(loss, CrossEntropyCall(logits, *options), backend)
-    inner = CrossEntropyCall(linear(x, weight, bias, backend=backend), *options)
+        return CROSS_ENTROPY.computed(loss, _chunked.loss_of(call, logits), backend)
+    inner = _chunked.loss_of(call, linear(x, weight, bias, backend=backend))
     if module.plans is not None:
         prepared = LINEAR.prepare(x, weight, bias)
         copied = any(a is not b for a, b in zip(prepared, (x, weight, bias), strict=False))
@@ -284,31 +269,6 @@ def _fake(call: CrossEntropyCall) -> CrossEntropyResult:
     return CrossEntropyResult(loss, statistics, logits.new_empty((), dtype=dtype))
 
 
-def _second_order(
-    call: CrossEntropyCall, result: CrossEntropyResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    logits, targets, ignore_index, label_smoothing, reduction, weight, z_loss, softcap = call
-    with torch.enable_grad():
-        rows = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
-        rows = rows if softcap is None else softcap * torch.tanh(rows / softcap)
-        kinds = targets.to(rows.dtype).view(rows.shape) if targets.is_floating_point() else targets.view(-1)
-        losses = torch.nn.functional.cross_entropy(
-            rows,
-            kinds,
-            weight if weight is None else weight.to(rows.dtype),
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction="none",
-        )
-        if z_loss > 0.0:
-            seen = torch.ones_like(losses) if targets.is_floating_point() else (kinds != ignore_index).to(losses.dtype)
-            losses = losses + z_loss * seen * torch.logsumexp(rows, dim=-1).square()
-        loss = losses if reduction == "none" else losses.sum()
-        if result.counted is not None and reduction == "mean":
-            loss = loss / result.counted
-    return _operation.differentiated(loss, [logits], grads[0].reshape(loss.shape), wanted)
-
-
 def _check_when_run(call: CrossEntropyCall) -> None:
     """A traced call is checked when it runs: its targets have no values before."""
     if call.targets.is_floating_point():
@@ -361,13 +321,14 @@ CROSS_ENTROPY = _operation.Operation(
     OP,
     CrossEntropyCall,
     prepare=_prepare,
+    options="weight ignore_index label_smoothing z_loss softcap reduction",
     result=CrossEntropyResult,
     fake=_fake,
     differentiable=("logits",),
     kept=("statistics", "counted"),
     kernels="loss",
     ahead=True,
-    second_order=_second_order,
+    second_order=second_order,
     check_when_run=_check_when_run,
 )
 
@@ -375,11 +336,13 @@ LINEAR_CROSS_ENTROPY = _operation.Operation(
     LINEAR_OP,
     LinearCrossEntropyCall,
     prepare=_prepare_linear,
+    options="class_weight ignore_index label_smoothing z_loss softcap reduction",
     result=LinearCrossEntropyResult,
+    ahead=True,
     fake=_fake_linear,
     differentiable=("x", "weight", "bias"),
     dropped=("x", "weight", "targets", "bias", "class_weight"),
-    dropped_when=lambda call: call.reduction != "none",
+    dropped_when=lambda call: call.reduction != "none" and not _chunked.is_one(call),
     kept=("loss", "counted", "dx", "dweight", "dbias"),
     like={"x": "dx", "weight": "dweight", "bias": "dbias"},
     sizes=(),

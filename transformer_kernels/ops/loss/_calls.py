@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_kernels.ops._operation import differentiated
+
 
 class RowLoss(NamedTuple):
     """The options of a row's loss; see `cross_entropy`."""
@@ -67,6 +69,32 @@ class CrossEntropyResult(NamedTuple):
     loss: Tensor
     statistics: Tensor | None
     counted: Tensor | None
+
+
+def second_order(
+    call: CrossEntropyCall, result: CrossEntropyResult, grads: tuple[Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradient of the loss of `cross_entropy`, computed in PyTorch: differentiable once more."""
+    logits, targets, ignore_index, label_smoothing, reduction, weight, z_loss, softcap = call
+    with torch.enable_grad():
+        rows = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+        rows = rows if softcap is None else softcap * torch.tanh(rows / softcap)
+        kinds = targets.to(rows.dtype).view(rows.shape) if targets.is_floating_point() else targets.view(-1)
+        losses = torch.nn.functional.cross_entropy(
+            rows,
+            kinds,
+            weight if weight is None else weight.to(rows.dtype),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction="none",
+        )
+        if z_loss > 0.0:
+            seen = torch.ones_like(losses) if targets.is_floating_point() else (kinds != ignore_index).to(losses.dtype)
+            losses = losses + z_loss * seen * torch.logsumexp(rows, dim=-1).square()
+        loss = losses if reduction == "none" else losses.sum()
+        if result.counted is not None and reduction == "mean":
+            loss = loss / result.counted
+    return differentiated(loss, [logits], grads[0].reshape(loss.shape), wanted)
 
 
 class LinearCrossEntropyCall(NamedTuple):

@@ -6,13 +6,23 @@ A chunk's logits are computed, overwritten by their gradient, multiplied into dx
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_kernels.ops._operation import Grads, Wanted, without_autocast
+from transformer_kernels.backends import cpu, dispatch
+from transformer_kernels.ops._operation import Grads, Wanted, differentiated, without_autocast
 from transformer_kernels.ops._plan import Plan
-from transformer_kernels.ops.loss._calls import LinearCrossEntropyCall, LinearCrossEntropyResult
+from transformer_kernels.ops.linear import OPERATION as LINEAR
+from transformer_kernels.ops.linear import LinearCall, LinearResult
+from transformer_kernels.ops.loss._calls import (
+    CrossEntropyCall,
+    CrossEntropyResult,
+    LinearCrossEntropyCall,
+    LinearCrossEntropyResult,
+    second_order,
+)
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 """Maximum bytes of a chunk's logits. CPU: about a last-level cache. GPU: small next to a model's other tensors, with
@@ -32,6 +42,11 @@ def rows_at_once(classes: int, dtype: torch.dtype, device: torch.device) -> int:
     return max(CHUNK_BYTES[kind] // (classes * dtype.itemsize), FEWEST_ROWS)
 
 
+def is_one(call: LinearCrossEntropyCall) -> bool:
+    """Whether all rows fit into one chunk."""
+    return call.targets.numel() <= rows_at_once(call.weight.shape[0], call.dtype, call.x.device)
+
+
 class ChunkedCrossEntropy:
     """`linear_cross_entropy` in chunks, on a backend's cross-entropy kernels.
 
@@ -42,9 +57,16 @@ class ChunkedCrossEntropy:
     def __init__(self, kernels: ModuleType, plans: tuple[Plan, ...] | None = None) -> None:
         self.kernels, self.plans = kernels, plans
 
-    def bound(self, call: LinearCrossEntropyCall) -> ChunkedCrossEntropy:
+    def bound(self, call: LinearCrossEntropyCall) -> ChunkedCrossEntropy | OneChunk:
         """The same for calls of one layout."""
-        return ChunkedCrossEntropy(self.kernels, ())
+        if getattr(self.kernels, "machine", None) is not cpu or not is_one(call):
+            return ChunkedCrossEntropy(self.kernels, ())
+        given, linear = (call.x, call.weight, call.bias), dispatch.family(LINEAR.folder, "cpu")
+        layer = LINEAR.prepare(*given)
+        if not linear.fuses(layer) or any(a is not b for a, b in zip(layer, given, strict=False)):
+            return ChunkedCrossEntropy(self.kernels, ())
+        one = OneChunk(linear.bound(layer), self.kernels, call)
+        return one if one.loss.makes_ahead else ChunkedCrossEntropy(self.kernels, ())
 
     def forward(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
         """The loss, and the required gradients, each in the dtype of its tensor.
@@ -82,6 +104,65 @@ class ChunkedCrossEntropy:
         scale = dloss if in_mean is None else dloss / in_mean.masked_fill(in_mean == 0.0, 1.0)
         scale = scale.view(1)  # a 0-d tensor would be multiplied in the gradient's dtype
         return tuple(grad if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad)) for grad in sums)
+
+
+class OneChunk:
+    """Calls of one layout whose rows fit into one chunk: a linear layer and its loss by compiled kernels of a CPU."""
+
+    computes = True
+
+    def __init__(self, layer: Any, kernels: Any, call: LinearCrossEntropyCall) -> None:
+        self.layer = layer
+        self.loss = kernels.bound(loss_of(call, call.x.new_empty(*call.x.shape[:-1], len(call.weight))))
+
+    def _logits(self, call: LinearCrossEntropyCall) -> CrossEntropyCall:
+        return loss_of(call, self.layer.forward(LinearCall(call.x, call.weight, call.bias, None)).y)
+
+    def forward_alone(self, call: LinearCrossEntropyCall) -> LinearCrossEntropyResult:
+        """The loss."""
+        return LinearCrossEntropyResult(self.loss.forward_alone(self._logits(call)).loss, None, None, None, None)
+
+    def forward_with_gradient(self, call: LinearCrossEntropyCall) -> tuple[LinearCrossEntropyResult, Tensor]:
+        """The loss and its gradient with respect to the logits."""
+        (loss, _, counted), dlogits = self.loss.forward_with_gradient(self._logits(call))
+        return LinearCrossEntropyResult(loss, counted, None, None, None), dlogits
+
+    def scale_gradient(self, dlogits: Tensor, dloss: Tensor) -> None:
+        """Multiply, in its place, what `forward_with_gradient` made by the gradient of its loss."""
+        self.loss.scale_gradient(dlogits, dloss)
+
+    def below(self, call: LinearCrossEntropyCall, dlogits: Tensor, wanted: Wanted) -> tuple[Tensor | None, ...]:
+        """dx, dweight and dbias."""
+        layer, result = LinearCall(call.x, call.weight, call.bias, None), LinearResult(dlogits, None)
+        gradients: tuple[Tensor | None, ...] = self.layer.backward(layer, result, (dlogits,), wanted)
+        return gradients
+
+    def backward(
+        self, call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor | None, ...]:
+        """dx, dweight and dbias once more, from logits that are computed once more."""
+        _, dlogits = self.forward_with_gradient(call)
+        self.scale_gradient(dlogits, *grads)
+        return self.below(call, dlogits, wanted)
+
+    @staticmethod
+    def second_order(
+        call: LinearCrossEntropyCall, result: LinearCrossEntropyResult, grads: Grads, wanted: Wanted
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients, computed in PyTorch: differentiable once more."""
+        with torch.enable_grad():
+            inner = loss_of(call, torch.nn.functional.linear(call.x, call.weight, call.bias))
+        (dlogits,) = second_order(inner, CrossEntropyResult(result.loss, None, result.counted), grads, (True,))
+        assert dlogits is not None
+        return differentiated(inner.logits, (call.x, call.weight, call.bias), dlogits, wanted)
+
+
+def loss_of(call: LinearCrossEntropyCall, logits: Tensor) -> CrossEntropyCall:
+    """The call of `cross_entropy` with these logits."""
+    return CrossEntropyCall(
+        logits, call.targets, call.ignore_index, call.label_smoothing, call.reduction, call.class_weight, call.z_loss,
+        call.softcap,
+    )  # fmt: skip
 
 
 class _Head:

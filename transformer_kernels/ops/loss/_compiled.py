@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Machine, address, cpu
+from transformer_kernels.backends import Compiled, Machine, contiguous_memory, cpu, memory_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.loss._calls import CrossEntropyCall, CrossEntropyResult, RowLoss, weighted_mean
 
@@ -13,172 +16,167 @@ ROWS_OF_ONE_BLOCK = 1 << 16
 """How many losses one block of a GPU adds up; a sum over more is worth PyTorch's several launches."""
 
 
-class Kernels:
-    """Forward and backward by the compiled kernels of one machine, with `options` for calls of one layout."""
+class CrossEntropy:
+    """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
-    def __init__(self, machine: Machine, options: RowLoss | None = None) -> None:
-        self._machine, self._options = machine, options
-        self._on_cpu = machine is cpu
-
-    def bound(self, call: CrossEntropyCall) -> Kernels:
-        """The kernels for calls of this layout."""
-        return Kernels(self._machine, call.row_loss() if call.weight is None else None)
-
-    def unsupported(self, call: CrossEntropyCall) -> str | None:
-        """Why the kernels do not take the call; None if they do."""
-        return call.beyond_classes()
+    def __init__(self, machine: Machine, call: CrossEntropyCall) -> None:
+        logits, self._reduction = call.logits, call.reduction
+        self._machine, self._device, self._on_cpu = machine, logits.device, machine is cpu
+        self._dtype, self._rows = machine.DTYPE_CODES[logits.dtype], call.targets.numel()
+        self._classes, self._like_logits = logits.shape[-1], memory_of(logits)
+        shapes = tuple(call.targets.shape), (), (2, self._rows)
+        memory = (contiguous_memory(shape) for shape in shapes)
+        self._like_losses, self._scalar, self._statistics = memory
+        options = call.row_loss()
+        self._options = options._replace(weights=None)  # computed in each call
+        # The gradient is made before that of the loss is known; in float16 it may only be in range with that. A GPU
+        # would have to wait for the number of rows that are not ignored.
+        ahead = call.reduction != "none" and logits.dtype is not torch.float16 and options.is_plain()
+        self.makes_ahead = self._on_cpu and ahead
+        self._losses = _losses(machine, logits, self._rows, self._classes, options)
+        self._sum = _sum(machine, self._device, self._rows, call.ignore_index)
 
     def forward(self, call: CrossEntropyCall) -> CrossEntropyResult:
         """The loss, (maximum, 1 / sum of exponentials) of each row as (2, M), and what a mean is over."""
-        return self._forward(call, call.logits.new_empty(2, call.targets.numel(), dtype=torch.float32))
+        return self._forward(call, self._machine.allocator(self._device)(*self._statistics))
 
     def forward_alone(self, call: CrossEntropyCall) -> CrossEntropyResult:
         """`forward` without what backward needs of each row; kernels of a GPU write it nevertheless."""
         return self._forward(call, None) if self._on_cpu else self.forward(call)
 
     def _forward(self, call: CrossEntropyCall, statistics: Tensor | None) -> CrossEntropyResult:
-        logits, targets, options = call.logits, call.targets, self._options or call.row_loss()
-        losses = self._rows(logits, logits.shape[-1], targets, options, statistics)
+        weights, losses = self._weights(call), self._machine.allocator(self._device)(*self._like_losses)
+        self._losses(call.logits, call.targets, losses, statistics, None, None, weights)
         if call.reduction == "none":
             return CrossEntropyResult(losses, statistics, None)
         kept = statistics is not None
-        loss, count = self.reduced(losses, targets, call.ignore_index, call.reduction, options.weights, kept)
+        loss, count = _reduced(self._sum, losses, call.targets, call.ignore_index, call.reduction, weights, kept)
         return CrossEntropyResult(loss, statistics, count)
+
+    def _weights(self, call: CrossEntropyCall) -> Tensor | None:
+        return None if call.weight is None else call.row_loss().weights
 
     def forward_with_gradient(self, call: CrossEntropyCall) -> tuple[CrossEntropyResult, Tensor] | None:
         """`forward` and the gradient of the loss, computed while a row is cached; None where backward computes it."""
-        logits, targets, options = call.logits, call.targets, self._options or call.row_loss()
-        if not self._made_ahead(call, options):
+        if not self.makes_ahead:
             return None
-        statistics = logits.new_empty(2, targets.numel(), dtype=torch.float32)
-        dlogits, loss = torch.empty_like(logits), statistics.new_empty_strided((), ())
-        count = torch.empty_like(loss) if call.reduction == "mean" else None
-        losses = self._rows(logits, logits.shape[-1], targets, options, statistics, dlogits, count)
-        self._sum(losses, targets, loss, count, call.ignore_index)
+        logits, targets = call.logits, call.targets
+        empty = self._machine.allocator(self._device)
+        losses, statistics = empty(*self._like_losses), empty(*self._statistics)
+        dlogits, loss = empty(*self._like_logits), empty(*self._scalar)
+        count = empty(*self._scalar) if call.reduction == "mean" else None
+        self._losses(logits, targets, losses, statistics, dlogits, count, None)
+        self._sum(losses, targets, loss, count)
         return CrossEntropyResult(loss, statistics, count), dlogits
 
     def scale_gradient(self, dlogits: Tensor, dloss: Tensor) -> None:
         """Multiply the gradient from `forward_with_gradient`, in place, by the gradient of the loss."""
-        machine = self._machine
-        code, addresses = machine.DTYPE_CODES[dlogits.dtype], (dloss.data_ptr(), dlogits.data_ptr())
-        machine.load().cross_entropy_scale(code, *addresses, dlogits.numel())
+        self._machine.load().cross_entropy_scale(self._dtype, dloss.data_ptr(), dlogits.data_ptr(), dlogits.numel())
 
-    def _made_ahead(self, call: CrossEntropyCall, options: RowLoss) -> bool:
-        """Whether the gradient is made before that of the loss is known; in float16 it may only be in range with that.
-
-        Only on a CPU: a GPU would have to wait for the number of rows that are not ignored.
-        """
-        if call.reduction == "none" or call.logits.dtype is torch.float16 or not options.is_plain():
-            return False
-        return self._on_cpu
-
-    def row_losses(self, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
-        """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
-        statistics = logits.new_empty(2, targets.numel(), dtype=torch.float32)
-        return self._rows(logits, logits.stride(0), targets, options, statistics)
-
-    def row_losses_and_gradient(self, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
-        """`row_losses`, and the gradient of their sum, which is written over the logits."""
-        return self._rows(logits, logits.stride(0), targets, options, None, logits), logits
-
-    def _rows(
-        self,
-        logits: Tensor,
-        stride: int,
-        targets: Tensor,
-        options: RowLoss,
-        statistics: Tensor | None,
-        dlogits: Tensor | None = None,
-        count: Tensor | None = None,
-    ) -> Tensor:
-        """The losses, and where `dlogits` are given the gradient of their sum, or with `count` of their mean."""
-        machine = self._machine
-        losses = torch.empty_like(targets, dtype=torch.float32)
-        device, stream = machine.stream_of(logits)
-        machine.load().cross_entropy_forward(
-            dtype=machine.DTYPE_CODES[logits.dtype],
-            logits=logits.data_ptr(),
-            targets=targets.data_ptr(),
-            losses=losses.data_ptr(),
-            statistics=address(statistics),
-            dlogits=address(dlogits),
-            count=address(count),
-            rows=targets.numel(),
-            classes=logits.shape[-1],
-            stride=stride,
+    @cached_property
+    def _backward(self) -> Any:
+        options = self._options
+        return self._machine.bind(
+            "cross_entropy_backward",
+            self._device,
+            dtype=self._dtype,
+            dloss_of_each_row=self._reduction == "none",
+            scaled_afterwards=self.makes_ahead,
+            rows=self._rows,
+            classes=self._classes,
             ignore_index=options.ignore_index,
             smoothing=options.label_smoothing,
-            weights=address(options.weights),
             z_loss=options.z_loss,
             softcap=options.softcap or 0.0,
-            device=device,
-            stream=stream,
-        )
-        return losses
-
-    def reduced(
-        self,
-        losses: Tensor,
-        targets: Tensor,
-        ignore_index: int,
-        reduction: str,
-        weights: Tensor | None = None,
-        kept: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The sum or mean of the losses, and what the mean is over; on a CPU only if that is kept."""
-        mean = reduction == "mean"
-        if mean and weights is not None:
-            return weighted_mean(losses, targets, ignore_index, weights)
-        if losses.numel() > ROWS_OF_ONE_BLOCK:
-            count = targets.ne(ignore_index).sum().float() if mean else None
-            return losses.sum() if count is None else losses.sum() / count, count
-        loss = losses.new_empty_strided((), ())
-        count = None
-        if mean:  # where it is not kept the kernel of a CPU writes it, and then the loss over it
-            count = torch.empty_like(loss) if kept else loss
-        self._sum(losses, targets, loss, count, ignore_index)
-        return loss, count
-
-    def _sum(self, losses: Tensor, targets: Tensor, loss: Tensor, count: Tensor | None, ignore_index: int) -> None:
-        device, stream = self._machine.stream_of(losses)
-        self._machine.load().cross_entropy_sum(
-            losses=losses.data_ptr(),
-            targets=targets.data_ptr(),
-            loss=loss.data_ptr(),
-            count=address(count),
-            rows=losses.numel(),
-            ignore_index=ignore_index,
-            device=device,
-            stream=stream,
         )
 
     def backward(
         self, call: CrossEntropyCall, result: CrossEntropyResult, grads: Grads, wanted: Wanted
     ) -> tuple[Tensor]:
         """dloss * (softmax - the smoothed target), divided by what a mean is over."""
-        (dloss,), logits, options, machine = grads, call.logits, self._options or call.row_loss(), self._machine
         _, statistics, count = result
         assert statistics is not None
-        dlogits = torch.empty_like(logits)
-        device, stream = machine.stream_of(logits)
-        machine.load().cross_entropy_backward(
-            dtype=machine.DTYPE_CODES[logits.dtype],
-            dloss=dloss.data_ptr(),
-            dloss_of_each_row=call.reduction == "none",
-            scaled_afterwards=self._made_ahead(call, options),
-            count=address(count) if call.reduction == "mean" else 0,
-            logits=logits.data_ptr(),
-            targets=call.targets.data_ptr(),
-            statistics=statistics.data_ptr(),
-            dlogits=dlogits.data_ptr(),
-            rows=call.targets.numel(),
-            classes=logits.shape[-1],
-            ignore_index=options.ignore_index,
-            smoothing=options.label_smoothing,
-            weights=address(options.weights),
-            z_loss=options.z_loss,
-            softcap=options.softcap or 0.0,
-            device=device,
-            stream=stream,
-        )
+        dlogits = self._machine.allocator(self._device)(*self._like_logits)
+        count = count if call.reduction == "mean" else None
+        self._backward(grads[0], count, call.logits, call.targets, statistics, dlogits, self._weights(call))
         return (dlogits,)
+
+
+class Kernels(Compiled):
+    """Cross-entropy by the compiled kernels of one machine, and what `_chunked` does with a chunk of rows."""
+
+    bound_to = CrossEntropy
+
+    def unsupported(self, call: CrossEntropyCall) -> str | None:
+        """Why the kernels do not take the call; None if they do."""
+        return call.beyond_classes()
+
+    def row_losses(self, logits: Tensor, targets: Tensor, options: RowLoss) -> Tensor:
+        """The loss of each row; logits (M, V) with any distance between rows, targets (M,)."""
+        statistics = logits.new_empty(2, targets.numel(), dtype=torch.float32)
+        return self._row_losses(logits, targets, options, statistics, None)
+
+    def row_losses_and_gradient(self, logits: Tensor, targets: Tensor, options: RowLoss) -> tuple[Tensor, Tensor]:
+        """`row_losses`, and the gradient of their sum, which is written over the logits."""
+        return self._row_losses(logits, targets, options, None, logits), logits
+
+    def _row_losses(
+        self, logits: Tensor, targets: Tensor, options: RowLoss, statistics: Tensor | None, dlogits: Tensor | None
+    ) -> Tensor:
+        losses = torch.empty_like(targets, dtype=torch.float32)
+        kernel = _losses(self.machine, logits, targets.numel(), logits.stride(0), options)
+        kernel(logits, targets, losses, statistics, dlogits, None, options.weights)
+        return losses
+
+    def reduced(
+        self, losses: Tensor, targets: Tensor, ignore_index: int, reduction: str, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum or mean of the losses, and what the mean is over."""
+        kernel = _sum(self.machine, losses.device, losses.numel(), ignore_index)
+        return _reduced(kernel, losses, targets, ignore_index, reduction, weights)
+
+
+def _losses(machine: Machine, logits: Tensor, rows: int, stride: int, options: RowLoss) -> Any:
+    """Bound to (logits, targets, losses, statistics, dlogits, count, weights): `dlogits`, where they are given, are the
+    gradient of the sum of losses, or with `count` of their mean."""
+    return machine.bind(
+        "cross_entropy_forward",
+        logits.device,
+        dtype=machine.DTYPE_CODES[logits.dtype],
+        rows=rows,
+        classes=logits.shape[-1],
+        stride=stride,
+        ignore_index=options.ignore_index,
+        smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        softcap=options.softcap or 0.0,
+    )
+
+
+def _sum(machine: Machine, device: torch.device, rows: int, ignore_index: int) -> Any:
+    """Bound to (losses, targets, loss, count)."""
+    return machine.bind("cross_entropy_sum", device, rows=rows, ignore_index=ignore_index)
+
+
+def _reduced(
+    kernel: Any,
+    losses: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    reduction: str,
+    weights: Tensor | None,
+    kept: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean of the losses, and what the mean is over; on a CPU only if that is kept."""
+    mean = reduction == "mean"
+    if mean and weights is not None:
+        return weighted_mean(losses, targets, ignore_index, weights)
+    if losses.numel() > ROWS_OF_ONE_BLOCK:
+        count = targets.ne(ignore_index).sum().float() if mean else None
+        return losses.sum() if count is None else losses.sum() / count, count
+    loss = losses.new_empty_strided((), ())
+    count = None
+    if mean:  # where it is not kept the kernel of a CPU writes it, and then the loss over it
+        count = torch.empty_like(loss) if kept else loss
+    kernel(losses, targets, loss, count)
+    return loss, count

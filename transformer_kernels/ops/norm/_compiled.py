@@ -2,72 +2,91 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_kernels.backends import Machine, address, in_dtype_of
+from transformer_kernels.backends import Compiled, Machine, contiguous_memory, cpu, in_dtype_of, memory_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.norm import NormCall, NormResult, rows_of
 
 
-class Sizes(NamedTuple):
-    """What the kernels take of a call's layout: the code of the dtype, the rows and columns, and two dtypes."""
+class Norm:
+    """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
-    dtype: int
-    rows: int
-    columns: int
-    weight_is_float32: bool
-    bias_is_float32: bool
+    def __init__(self, machine: Machine, call: NormCall) -> None:
+        x, residual, weight, bias, _, self._eps, self._dropout_p, self._centred = call
+        self._machine, self._dtype, self._device = machine, machine.DTYPE_CODES[x.dtype], x.device
+        self._added, self._columns = residual is not None, x.shape[-1]
+        self._rows = x.numel() // self._columns
+        self._like_x, self._per_row = memory_of(x), contiguous_memory((self._rows,))
+        self._statistics = contiguous_memory((2, self._rows))
+        sums = machine.sum_like(weight, True)
+        assert sums is not None
+        self._sum, self._every = memory_of(sums), machine.sum_like(weight, False) is not None
+        parameters = machine.parameter(weight), machine.parameter(bias)
+        self._wide = [each is not None and each.dtype is torch.float32 for each in parameters]
 
-
-class Kernels:
-    """Forward and backward by the compiled kernels of one machine, with `sizes` for calls of one layout."""
-
-    def __init__(self, machine: Machine, sizes: Sizes | None = None) -> None:
-        self._machine, self._sizes = machine, sizes
-
-    def bound(self, call: NormCall) -> Kernels:
-        """The kernels for calls of this layout."""
-        return Kernels(self._machine, self._sizes_of(call.x, call))
-
-    def _sizes_of(self, x: Tensor, call: NormCall) -> Sizes:
-        columns, parameter = x.shape[-1], self._machine.parameter
-        wide = [each is not None and parameter(each).dtype is torch.float32 for each in (call.weight, call.bias)]
-        return Sizes(self._machine.DTYPE_CODES[x.dtype], x.numel() // columns, columns, *wide)
+    @cached_property
+    def _forward(self) -> Any:
+        return self._machine.bind(
+            "norm_forward",
+            self._device,
+            dtype=self._dtype,
+            dropout_p=self._dropout_p,
+            rows=self._rows,
+            columns=self._columns,
+            eps=self._eps,
+            weight_is_float32=self._wide[0],
+            bias_is_float32=self._wide[1],
+        )
 
     def forward(self, call: NormCall) -> NormResult:
         """y, the sum if there is one, and the statistics of each row in float32."""
-        x, residual, weight, bias, seed, eps, dropout_p, centred = call
+        x, residual, weight, bias, seed, _, _, centred = call
         machine = self._machine
-        dtype, rows, columns, weight_is_float32, bias_is_float32 = self._sizes or self._sizes_of(x, call)
-        y, summed = torch.empty_like(x), None if residual is None else torch.empty_like(x)
-        mean = x.new_empty(rows, dtype=torch.float32) if centred else None
-        rstd = x.new_empty(rows, dtype=torch.float32)
+        empty = machine.allocator(self._device)
+        y, summed = empty(*self._like_x), None if residual is None else empty(*self._like_x)
+        mean, rstd = empty(*self._per_row) if centred else None, empty(*self._per_row)
         weight, bias = machine.parameter(weight), machine.parameter(bias)
-        device, stream = machine.stream_of(x)
-        machine.load().norm_forward(
-            dtype=dtype,
-            x=x.data_ptr(),
-            residual=address(residual),
-            weight=weight.data_ptr(),
-            bias=address(bias),
-            seed=address(seed),
-            dropout_p=dropout_p,
-            summed=address(summed),
-            y=y.data_ptr(),
-            mean=address(mean),
-            rstd=rstd.data_ptr(),
-            rows=rows,
-            columns=columns,
-            eps=eps,
-            weight_is_float32=weight_is_float32,
-            bias_is_float32=bias_is_float32,
-            device=device,
-            stream=stream,
-        )
+        self._forward(x, residual, weight, bias, seed, summed, y, mean, rstd)
         return NormResult(y, summed, mean, rstd)
+
+    def forward_recorded(self, call: NormCall) -> NormResult:
+        """`forward` of x alone; mean and rstd are one tensor (2, M), for backward only."""
+        if not self._centred:
+            return self.forward(call)
+        machine = self._machine
+        empty = machine.allocator(self._device)
+        y, statistics = empty(*self._like_x), empty(*self._statistics)
+        weight, bias = machine.parameter(call.weight), machine.parameter(call.bias)
+        self._forward(call.x, None, weight, bias, None, None, y, *self._rows_of(statistics))
+        return NormResult(y, None, statistics, None)  # type: ignore[arg-type]
+
+    def _rows_of(self, statistics: Tensor) -> tuple[int, int]:
+        """The addresses of mean and rstd."""
+        mean = statistics.data_ptr()
+        return mean, mean + 4 * self._rows
+
+    @cached_property
+    def _backward(self) -> Any:
+        like = torch.empty(0, device=self._device)
+        return self._machine.bind(
+            "norm_backward",
+            self._device,
+            dtype=self._dtype,
+            dropout_p=self._dropout_p,
+            added=self._added,
+            partial_rows=self._partials(like)[1],
+            rows=self._rows,
+            columns=self._columns,
+            weight_is_float32=self._wide[0],
+        )
+
+    def _partials(self, like: Tensor) -> tuple[Tensor | None, int]:
+        return self._machine.partials(like, self._rows, self._columns, 2 if self._centred else 1)
 
     def backward(
         self, call: NormCall, result: NormResult, grads: Grads, wanted: Wanted
@@ -77,40 +96,20 @@ class Kernels:
         The sums over rows are float32 and in an order that depends on the shape and the device alone.
         """
         dy, *others = grads
-        x, seed, mean, machine = rows_of(call, result), call.seed, result.mean, self._machine
-        dtype, rows, columns, weight_is_float32, _ = self._sizes or self._sizes_of(x, call)
-        dx, dresidual = None if seed is None else torch.empty_like(x), torch.empty_like(x)
-        dweight = machine.sum_like(call.weight, wanted[2])
-        dbias = None if call.bias is None else machine.sum_like(call.weight, wanted[3])
-        device, stream = machine.stream_of(x)
-        partials, partial_rows = machine.partials(x, rows, columns, 1 if mean is None else 2)
-        weight = machine.parameter(call.weight)
-        machine.load().norm_backward(
-            dtype=dtype,
-            dy=dy.data_ptr(),
-            dsummed=address(others[0]) if others else 0,
-            x=x.data_ptr(),
-            weight=weight.data_ptr(),
-            mean=address(mean),
-            rstd=result.rstd.data_ptr(),
-            seed=address(seed),
-            dropout_p=call.dropout_p,
-            added=result.summed is not None,
-            dx=address(dx),
-            dresidual=dresidual.data_ptr(),
-            dweight=address(dweight),
-            dbias=address(dbias),
-            partials=address(partials),
-            partial_rows=partial_rows,
-            rows=rows,
-            columns=columns,
-            weight_is_float32=weight_is_float32,
-            device=device,
-            stream=stream,
-        )
-        return (
-            dresidual if dx is None else dx,
-            dresidual,
-            in_dtype_of(call.weight, dweight),
-            in_dtype_of(call.bias, dbias),
-        )
+        x, weight, bias, seed, machine = rows_of(call, result), call.weight, call.bias, call.seed, self._machine
+        empty = machine.allocator(self._device)
+        dx, dresidual = None if seed is None else empty(*self._like_x), empty(*self._like_x)
+        dweight = empty(*self._sum) if wanted[2] or self._every else None
+        dbias = empty(*self._sum) if bias is not None and (wanted[3] or self._every) else None
+        statistics = (result.mean, result.rstd) if result.rstd is not None else self._rows_of(result.mean)
+        self._backward(
+            dy, others[0] if others else None, x, machine.parameter(weight), *statistics, seed,
+            dx, dresidual, dweight, dbias, None if machine is cpu else self._partials(x)[0],
+        )  # fmt: skip
+        return dresidual if dx is None else dx, dresidual, in_dtype_of(weight, dweight), in_dtype_of(bias, dbias)
+
+
+class Kernels(Compiled):
+    """Norms by the compiled kernels of one machine."""
+
+    bound_to = Norm

@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
-import torch
+from functools import cached_property
+from typing import Any
+
 from torch import Tensor
 
-from transformer_kernels.backends import Machine, address
+from transformer_kernels.backends import Compiled, Machine, memory_of
 from transformer_kernels.ops._operation import Grads, Wanted
 from transformer_kernels.ops.softmax import SoftmaxCall
 
 
-class Kernels:
-    """Forward and backward by the compiled kernels of one machine."""
+class Softmax:
+    """Forward and backward by the compiled kernels of one machine, for calls of one layout."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, call: SoftmaxCall) -> None:
+        x, mask = call.x, call.mask
+        self._machine, self._dtype, self._device = machine, machine.DTYPE_CODES[x.dtype], x.device
+        self._like_x = memory_of(x)
+        self._mask = ((1, 1, 1), (0, 0, 0, 0)) if mask is None else (mask.shape[:3], mask.stride())
+        self._columns, self._scale = x.shape[-1], call.scale
+        self._rows, self._causal_rows = x.numel() // self._columns, x.shape[-2] if call.causal else 0
+
+    @cached_property
+    def _forward(self) -> Any:
+        return self._machine.bind(
+            "softmax_forward",
+            self._device,
+            dtype=self._dtype,
+            mask_sizes=self._mask[0],
+            mask_strides=self._mask[1],
+            causal_rows=self._causal_rows,
+            rows=self._rows,
+            columns=self._columns,
+            scale=self._scale,
+        )
 
     def forward(self, call: SoftmaxCall) -> Tensor:
         """softmax(scale * x) over the last axis; x contiguous."""
-        x, mask, machine = call.x, call.mask, self._machine
-        columns = x.shape[-1]
-        y = torch.empty_like(x)
-        device, stream = machine.stream_of(x)
-        machine.load().softmax_forward(
-            dtype=machine.DTYPE_CODES[x.dtype],
-            x=x.data_ptr(),
-            y=y.data_ptr(),
-            mask=address(mask),
-            mask_sizes=(1, 1, 1) if mask is None else mask.shape[:3],
-            mask_strides=(0, 0, 0, 0) if mask is None else mask.stride(),
-            causal_rows=x.shape[-2] if call.causal else 0,
-            rows=x.numel() // columns,
-            columns=columns,
-            scale=call.scale,
-            device=device,
-            stream=stream,
-        )
+        y = self._machine.allocator(self._device)(*self._like_x)
+        self._forward(call.x, y, call.mask)
         return y
+
+    @cached_property
+    def _backward(self) -> Any:
+        return self._machine.bind(
+            "softmax_backward",
+            self._device,
+            dtype=self._dtype,
+            rows=self._rows,
+            columns=self._columns,
+            scale=self._scale,
+        )
 
     def backward(self, call: SoftmaxCall, y: Tensor, grads: Grads, wanted: Wanted) -> tuple[Tensor]:
         """scale * y * (dy - sum(dy * y))."""
-        (dy,), machine = grads, self._machine
-        columns = y.shape[-1]
-        dx = torch.empty_like(y)
-        device, stream = machine.stream_of(y)
-        machine.load().softmax_backward(
-            dtype=machine.DTYPE_CODES[y.dtype],
-            dy=dy.data_ptr(),
-            y=y.data_ptr(),
-            dx=dx.data_ptr(),
-            rows=y.numel() // columns,
-            columns=columns,
-            scale=call.scale,
-            device=device,
-            stream=stream,
-        )
+        dx = self._machine.allocator(self._device)(*self._like_x)
+        self._backward(grads[0], y, dx)
         return (dx,)
+
+
+class Kernels(Compiled):
+    """Softmax by the compiled kernels of one machine."""
+
+    bound_to = Softmax
