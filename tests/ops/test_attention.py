@@ -254,9 +254,9 @@ def test_float32_bias_beside_low_precision_operands(backend, dtype, device):
 # Reported of other packages: pytorch/pytorch#112577, #163597, #181133.
 @pytest.mark.parametrize("layout", [*LAYOUTS, expanded], ids=lambda f: f.__name__)
 def test_keys_and_values_of_any_layout(backend, device, layout):
-    tensors = make(torch.float32, device)
-    for name in "kv":
-        tensors[name] = layout(tensors[name].detach()).requires_grad_()
+    tensors = make(torch.float32, device) | {"key_padding_mask": padding(2, 33, device)}
+    for name in ("k", "v", "key_padding_mask"):
+        tensors[name] = layout(tensors[name].detach()).requires_grad_(name in "kv")
     check_parity("attention", backend, tensors, {"causal": True})
 
 
