@@ -93,6 +93,8 @@ def test_second_derivatives_are_right(op):
     """gradgradcheck in float64; the example of bias_relu avoids its kink."""
     function, inputs = call_of(op, 3, 5, torch.float64)
     assert torch.autograd.gradgradcheck(function, tuple(inputs))
+    first = (torch.autograd.grad(total(function(*inputs)), inputs, create_graph=graph) for graph in (False, True))
+    torch.testing.assert_close(*first)
 
 
 @OPERATIONS
