@@ -248,7 +248,7 @@ MORE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 @pytest.mark.parametrize("backend", ["torch", None])
 @OPERATIONS
 def test_opcheck(op, backend):
-    tensors = EXAMPLES[op].make(4, 6)
+    tensors = EXAMPLES[op].make(4, 6, torch.float64 if backend == "torch" else torch.float32)
     check_operators(op, prepared(op, **tensors, **EXAMPLES[op].options), backend)
 
 
