@@ -314,7 +314,7 @@ def test_a_bias_of_minus_infinity_hides(backend, dtype, device):
 
 
 # Reported of other packages: pytorch/pytorch#101967.
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("lengths", [(30, 40), (3, 200), (130, 260)], ids=str)
 def test_nothing_behind_the_padding_mask_gets_out(backend, dtype, device, lengths, poison):
     tensors = make(dtype, device, lengths)
