@@ -70,8 +70,8 @@ def test_matches_reference_over_head_dims(backend, dtype, device, width):
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_a_scale_that_is_not_positive(backend, device, scale):
-    check_parity("attention", backend, make(torch.float32, device, batch=1), {"causal": True, "scale": scale})
+def test_a_scale_that_is_not_positive(backend, dtype, device, scale):
+    check_parity("attention", backend, make(dtype, device, batch=1), {"causal": True, "scale": scale})
 
 
 @pytest.mark.parametrize("use", list(itertools.product([False, True], repeat=4)), ids=str)
