@@ -93,6 +93,8 @@ def test_second_derivatives_are_right(op):
     """gradgradcheck in float64; the example of bias_relu avoids its kink."""
     function, inputs = call_of(op, 3, 5, torch.float64)
     assert torch.autograd.gradgradcheck(function, tuple(inputs))
+    first = (torch.autograd.grad(total(function(*inputs)), inputs, create_graph=graph) for graph in (False, True))
+    torch.testing.assert_close(*first)
 
 
 @OPERATIONS
@@ -246,7 +248,7 @@ MORE_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 @pytest.mark.parametrize("backend", ["torch", None])
 @OPERATIONS
 def test_opcheck(op, backend):
-    tensors = EXAMPLES[op].make(4, 6)
+    tensors = EXAMPLES[op].make(4, 6, torch.float64 if backend == "torch" else torch.float32)
     check_operators(op, prepared(op, **tensors, **EXAMPLES[op].options), backend)
 
 

@@ -279,6 +279,7 @@ def test_recorded_steps_are_what_a_model_of_the_cpu_kernels_gets():
 
 class RefusingGraphs(OperatorGraphs):
     def capture(self, work):
+        work()
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
@@ -291,7 +292,9 @@ def test_a_step_that_cannot_be_captured_is_reported_once_and_run():
     ) as warned:
         steps = list(generate_many(model, [[1, 2]], 9, **options, graphs=RefusingGraphs()))
     alone = generate(model, [1, 2], 9, **options)
-    assert len(warned) == 1 and [step[0].token for step in steps] == [choice.token for choice in alone]
+    assert len(warned) == 1
+    for (mine,), theirs in zip(steps, alone, strict=True):
+        torch.testing.assert_close(mine.probabilities, theirs.probabilities)
 
 
 @pytest.mark.gpu

@@ -368,7 +368,7 @@ GGUF_WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weig
 GGUF_WHOLE |= {"lm_head.weight": "output.weight"}
 
 
-def llama_as_gguf(path, theirs):
+def llama_as_gguf(path, theirs, **optional):
     tensors = {}
     for name, value in theirs.state_dict().items():
         part = next((part for part in GGUF_LAYERS if part in name), None)
@@ -378,17 +378,19 @@ def llama_as_gguf(path, theirs):
         tensors[stored] = (tuple(value.shape), 0, value.contiguous().numpy().tobytes())
     sizes = {"block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 48}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6}
+    sizes |= optional
     metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": [str(index) for index in range(97)]}
     write_gguf(path, metadata | {f"llama.{name}": value for name, value in sizes.items()}, tensors)
 
 
 @torch.no_grad()
 def test_a_llama_in_a_gguf_file(tmp_path):
-    theirs = save("llama", tmp_path)
-    llama_as_gguf(tmp_path / "llama.gguf", theirs)
-    ours = tk.load_pretrained(tmp_path / "llama.gguf")
     tokens, _ = tokens_and_mask()
-    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    for base, optional in ((1e4, {}), (5e5, {"rope.freq_base": 5e5})):
+        theirs = save("llama", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": base})
+        llama_as_gguf(tmp_path / "llama.gguf", theirs, **optional)
+        ours = tk.load_pretrained(tmp_path / "llama.gguf")
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_broken_gguf_files(tmp_path):

@@ -189,6 +189,14 @@ def calls_another_library(x):
     return y + 1
 
 
+TOTAL = torch.zeros(4)
+
+
+def adds_what_another_library_computes(x):
+    TOTAL.add_(calls_another_library(x))
+    return x + 1
+
+
 def writes(x):
     return x.mul_(2)
 
@@ -199,6 +207,7 @@ def writes(x):
         (reads, "the function cannot be captured: aten::_local_scalar_dense reads values on the host"),
         (leaves_pytorch, "Tensor.numpy reads values on the host"),
         (calls_another_library, "part of it is neither an operator of PyTorch nor a kernel of the backend cpu"),
+        (adds_what_another_library_computes, "part of it is neither an operator of PyTorch nor a kernel"),
         (writes, "it writes to an argument"),
     ],
 )

@@ -70,8 +70,8 @@ def test_matches_reference_over_head_dims(backend, dtype, device, width):
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_a_scale_that_is_not_positive(backend, device, scale):
-    check_parity("attention", backend, make(torch.float32, device, batch=1), {"causal": True, "scale": scale})
+def test_a_scale_that_is_not_positive(backend, dtype, device, scale):
+    check_parity("attention", backend, make(dtype, device, batch=1), {"causal": True, "scale": scale})
 
 
 @pytest.mark.parametrize("use", list(itertools.product([False, True], repeat=4)), ids=str)
@@ -254,9 +254,9 @@ def test_float32_bias_beside_low_precision_operands(backend, dtype, device):
 # Reported of other packages: pytorch/pytorch#112577, #163597, #181133.
 @pytest.mark.parametrize("layout", [*LAYOUTS, expanded], ids=lambda f: f.__name__)
 def test_keys_and_values_of_any_layout(backend, device, layout):
-    tensors = make(torch.float32, device)
-    for name in "kv":
-        tensors[name] = layout(tensors[name].detach()).requires_grad_()
+    tensors = make(torch.float32, device) | {"key_padding_mask": padding(2, 33, device)}
+    for name in ("k", "v", "key_padding_mask"):
+        tensors[name] = layout(tensors[name].detach()).requires_grad_(name in "kv")
     check_parity("attention", backend, tensors, {"causal": True})
 
 
@@ -314,7 +314,7 @@ def test_a_bias_of_minus_infinity_hides(backend, dtype, device):
 
 
 # Reported of other packages: pytorch/pytorch#101967.
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("lengths", [(30, 40), (3, 200), (130, 260)], ids=str)
 def test_nothing_behind_the_padding_mask_gets_out(backend, dtype, device, lengths, poison):
     tensors = make(dtype, device, lengths)

@@ -61,8 +61,9 @@ def test_matches_reference_with_all_masks_together(backend, dtype, device, use):
     if padded:
         tensors["key_padding_mask"] = (torch.arange(96, device=device) % 5 != 3)[None]
     if biased:
-        tensors["attn_bias"] = torch.randn(1, HEADS, 96, 96).to(device, dtype).requires_grad_()
-    options = {"cu_seqlens": cu_seqlens, "causal": causal, "window": 9 if windowed else None}
+        shape = (1, HEADS, 1 if causal else 96, 1 if windowed else 96)
+        tensors["attn_bias"] = torch.randn(shape).to(device, dtype).requires_grad_()
+    options = {"cu_seqlens": cu_seqlens, "causal": causal, "window": 9 if windowed else None, "return_lse": True}
     check_parity("attention", backend, tensors, options)
 
 

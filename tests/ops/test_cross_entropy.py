@@ -15,6 +15,7 @@ from tests.support.arguments import normal
 from tests.support.parity import check_parity
 from transformer_kernels import UnsupportedByBackend, nn
 from transformer_kernels.backends import dispatch
+from transformer_kernels.ops.loss import _compiled
 from transformer_kernels.ops.loss import _torch as torch_backend
 
 OP = "cross_entropy"
@@ -87,7 +88,8 @@ def test_options_match_the_reference_over_dtypes_and_widths(backend, dtype, devi
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_a_class_that_is_ignored_has_no_part(backend, device, weighted, reduction):
+def test_a_class_that_is_ignored_has_no_part(backend, device, weighted, reduction, monkeypatch):
+    """Without a gradient, in a sum over more rows than one block of a compiled kernel adds up."""
     tensors = make(torch.float32, device, 40, 5, ignored=0.0)
     weight = torch.tensor([0.1, 0.2, 0.05, 4.0, 0.3], device=device) if weighted else None
     options: dict[str, Any] = {"ignore_index": 3, "label_smoothing": 0.2, "reduction": reduction}
@@ -96,6 +98,10 @@ def test_a_class_that_is_ignored_has_no_part(backend, device, weighted, reductio
     loss.sum().backward()
     torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(tensors["logits"].grad.double(), gradient, atol=1e-7, rtol=1e-5)
+    monkeypatch.setattr(_compiled, "ROWS_OF_ONE_BLOCK", 4)
+    with torch.no_grad():
+        again = tk.cross_entropy(**tensors, weight=weight, **options, backend=backend)
+    torch.testing.assert_close(again, loss)
 
 
 def test_a_soft_cap_of_large_logits(backend, device):

@@ -115,7 +115,9 @@ def test_repeated_and_absent_tokens(backend, dtype, device, vocabulary, scale):
 
 
 def test_float32_norm_parameters(backend, dtype, device):
-    check_parity(OP, backend, make(dtype, device, 96, 9, 9, parameters=torch.float32), {"dropout_p": 0.1})
+    own, wide = (make(dtype, device, 96, 9, 9, parameters=each) for each in (dtype, torch.float32))
+    for names in (("norm_weight", "norm_bias"), ("norm_weight",), ("norm_bias",)):
+        check_parity(OP, backend, own | {name: wide[name] for name in names}, {"dropout_p": 0.1})
 
 
 def test_a_mean_of_a_million_keeps_its_digits(backend, device):

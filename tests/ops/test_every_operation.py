@@ -38,9 +38,10 @@ def test_there_is_an_example_of_each():
 @PER_OPERATION
 @pytest.mark.parametrize("layout", [*LAYOUTS, expanded], ids=lambda f: f.__name__)
 def test_any_layout(op, backend, device, layout):
+    """Of all tensors, indices too; expanded, of one."""
     tensors = EXAMPLES[op].make(device=device)
-    name = EXAMPLES[op].view
-    tensors[name] = layout(tensors[name].detach()).requires_grad_()
+    for name in [EXAMPLES[op].view] if layout is expanded else tensors:
+        tensors[name] = layout(tensors[name].detach()).requires_grad_(tensors[name].requires_grad)
     parity(op, backend, tensors)
 
 

@@ -34,7 +34,9 @@ def test_without_bias(backend, dtype, device):
 
 
 def test_float32_parameters(backend, dtype, device):
-    check_parity(OP, backend, make(dtype, device, 37, 256, parameters_in=torch.float32))
+    own, wide = (make(dtype, device, 37, 256, parameters_in=each) for each in (dtype, torch.float32))
+    for names in (("weight", "bias"), ("weight",), ("bias",)):
+        check_parity(OP, backend, own | {name: wide[name] for name in names})
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1e-5, 1.0])

@@ -47,8 +47,18 @@ def used(op, monkeypatch):
     return names
 
 
+OPTIONAL = {
+    "attention": {"key_padding_mask": torch.arange(24).view(2, 12) % 5 > 0, "attn_bias": torch.randn(4, 1, 12)},
+    "softmax": {"mask": torch.arange(64) % 3 > 0},
+    "cross_entropy": {"weight": torch.rand(64)},
+    "linear_cross_entropy": {"class_weight": torch.rand(17)},
+    "embedding": {"position_ids": torch.arange(12).view(2, 6) % 5},
+}
+"""Tensors besides those of the examples."""
+
+
 def example(op):
-    tensors = EXAMPLES[op].make()
+    tensors = EXAMPLES[op].make() | OPTIONAL.get(op, {})
     return {name: each.clone().detach().requires_grad_(each.requires_grad) for name, each in tensors.items()}
 
 
@@ -66,7 +76,7 @@ def test_a_planned_call_reads_its_own_tensors(op, monkeypatch):
     first, second = example(op), example(op)
     for each in second.values():
         if each.is_floating_point():
-            each.data.mul_(0.5)
+            each.data.copy_(0.5 * each.flip(-1))
     want = results(op, second)
     dispatch.OPERATIONS[op].plans.clear()  # type: ignore[attr-defined]
     results(op, first)

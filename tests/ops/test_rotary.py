@@ -25,7 +25,10 @@ def make(dtype, device, positions, width, rotated, kv_heads=2):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize(("width", "rotated"), [(64, 64), (64, 32), (2, 2), (7, 6), (24, 2), (128, 128), (80, 20)])
 def test_matches_reference(backend, dtype, device, width, rotated, interleaved):
-    check_parity(OP, backend, make(dtype, device, torch.arange(9), width, rotated), {"interleaved": interleaved})
+    tensors = make(dtype, device, torch.arange(9), width, rotated)
+    if interleaved:
+        tensors |= {name: tensors[name].to(dtype) for name in ("cos", "sin")}
+    check_parity(OP, backend, tensors, {"interleaved": interleaved})
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])

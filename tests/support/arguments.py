@@ -35,8 +35,14 @@ def transposed(x):
     return x.transpose(first, second).contiguous().transpose(first, second)
 
 
+def _unread(x, *shape):
+    """NaN, or integers that are no index, or True."""
+    value = torch.nan if x.is_floating_point() else x.dtype is torch.bool or 1 << 30
+    return torch.full(shape, value, dtype=x.dtype, device=x.device)
+
+
 def sliced(x):
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 9), torch.nan, dtype=x.dtype, device=x.device)
+    wide = _unread(x, *x.shape[:-1], x.shape[-1] + 9)
     wide[..., 5 : x.shape[-1] + 5] = x
     return wide[..., 5 : x.shape[-1] + 5]
 
@@ -46,13 +52,14 @@ def expanded(x):
 
 
 def misaligned(x):
-    storage = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype, device=x.device)
+    storage = _unread(x, x.numel() + 1)
     storage[1:] = x.flatten()
     return storage[1:].view(x.shape)
 
 
 def strided(x):
-    return x.repeat_interleave(2, dim=-1)[..., ::2]
+    gaps = x if x.is_floating_point() else _unread(x, *x.shape)  # oneDNN multiplies what is between bfloat16 by 0
+    return torch.stack((x, gaps), dim=-1).flatten(-2)[..., ::2]
 
 
 LAYOUTS = (transposed, sliced, misaligned, strided)

@@ -104,6 +104,8 @@ def quicken():
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _sum_in_order(builder)
+    type(builder).create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)  # of a number and NaN, on a GPU too
+    type(builder).create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     numpy_type = functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda type: numpy_type(interpreter.tl.uint64 if type.scalar.is_ptr() else type.scalar)
     _share_shapes()

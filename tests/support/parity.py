@@ -203,6 +203,15 @@ def _rms(x):
     return x.square().mean().sqrt().item()
 
 
+@torch.no_grad()
+def _poison_hidden_keys(k=None, v=None, key_padding_mask=None, **_):
+    """Overwrite keys and values behind the padding mask with NaN, in the last sequence of the batch."""
+    if k is not None and key_padding_mask is not None:
+        for heads in (k, v):
+            if heads is not None:
+                heads[-1].masked_fill_(~key_padding_mask[-1][:, None], math.nan)
+
+
 def check_parity(op, backend, tensors, options=None, *, seed=0, transform=None, excess=None):
     """Forward and every gradient of `op` in `backend` against python_ref in float64, within the budget.
 
@@ -218,6 +227,8 @@ def check_parity(op, backend, tensors, options=None, *, seed=0, transform=None, 
             if it exceeds the budget on some hosts only, since eager's error depends on the host's library.
     """
     options = options or {}
+    if backend != "torch":  # whose fused kernels would leave such a call to the chunks
+        _poison_hidden_keys(**tensors)
     definition = getattr(reference, op)
     wanted = run(definition, tensors, options, dtype=torch.float64, seed=seed).outputs
     first = next(value for value in tensors.values() if value is not None and value.is_floating_point())

@@ -118,6 +118,8 @@ def holds_a_run_put_aside(session):
     os.rename(session.folder / "run" / "last", session.folder / "run" / ".last.previous")
     session.refused(session.train("run"), "contains a run already")
     assert session.step("run/last") == 4
+    with claimed(session.folder / "run", overwrite=True):
+        assert not (session.folder / "run" / ".last.previous").exists()
 
 
 @row("a folder that is being written by another process: refused, with --resume and --overwrite too")
