@@ -28,7 +28,7 @@ RELEASES = {
         *(f"transformers==5.{minor}.*" for minor in (18, 22, 23, 24)),
     ],
     "torch": [*(f"torch==2.{minor}.*" for minor in (6, 9, 13)), "torch --upgrade"],
-    "triton": [*(f"triton==3.{minor}.*" for minor in (2, 4, 5, 6, 7, 8)), "triton --upgrade"],
+    "triton": [*(f"triton==3.{minor}.*" for minor in range(4, 9)), "triton --upgrade"],
 }
 PATCHED = ["patching", "test_huggingface.py"]
 TESTS = {

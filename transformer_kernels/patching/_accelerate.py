@@ -221,7 +221,8 @@ def _exchanges() -> Iterator[tuple[Any, str, Any, Any]]:
         _known_to_scripts(rerouted)
         yield owner, name, rerouted.original, rerouted
     yield Tensor, "softmax", Tensor.softmax, _method(Tensor.softmax)
-    for name, at in (("_checkpoint_without_reentrant_generator", ""), ("CheckpointFunction", "apply")):
+    without_reentrant = "_checkpoint_without_reentrant_generator"  # followed by _impl from torch 2.14 on
+    for name, at in ((without_reentrant, ""), (f"{without_reentrant}_impl", ""), ("CheckpointFunction", "apply")):
         if (before := getattr(CHECKPOINT, name, None)) is not None:
             yield CHECKPOINT, name, before, _recomputed_inside(before, at)
 
