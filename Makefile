@@ -1,5 +1,5 @@
-# Each target does all its own set-up in .venv. CUDA kernels are compiled into it only where a GPU is seen; elsewhere the
-# tests build the same sources for the CPU.
+# Each target does all its own set-up in .venv. CUDA kernels are compiled into it only where a GPU is seen; elsewhere
+# the tests build the same sources for the CPU.
 PYTHON ?= python3
 OUT ?= runs/benchmarks
 VENV := .venv
@@ -76,7 +76,8 @@ site: $(VENV)/.site
 gpu:
 	PYTHON=$(PYTHON) benchmarks/gpu.sh --device cuda --out $(OUT)
 
-# The smaller record of a machine without a GPU, merged into the folder of this processor in benchmarks/results. Twelve minutes; leave the machine alone.
+# The smaller record of a machine without a GPU, merged into the folder of this processor in benchmarks/results.
+# Twelve minutes; leave the machine alone.
 bench: $(VENV)/.test
 	PYTHON=$(CURDIR)/$(BIN)/python benchmarks/gpu.sh --device cpu --out $(OUT)
 	$(BIN)/python -m benchmarks.cli --merge $(OUT)

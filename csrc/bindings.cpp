@@ -57,10 +57,15 @@ TK_MODULE(_kernels, "The CUDA kernels.") {
   using emulation::reset_counters;
   set(module, "emulated", true);
   for (const PyMethodDef& each :
-       {TK_FUNCTION(set_observer, "The address of a function that is called with each launch in place of running it; 0 for none."),
-        TK_FUNCTION(set_schedule, "The order in which the emulation runs threads, and a seed: lowest_first, one_warp_ahead or random."),
+       {TK_FUNCTION(set_observer,
+                    "The address of a function that is called with each launch in place of running it; 0 for none."),
+        TK_FUNCTION(
+            set_schedule,
+            "The order in which the emulation runs threads, and a seed: lowest_first, one_warp_ahead or random."),
         TK_FUNCTION(counters, "What all launches since reset_counters() have counted."),
-        TK_FUNCTION(launches, "Threads of a block and bytes of shared memory in the last launch of each kernel since reset_counters()."),
+        TK_FUNCTION(
+            launches,
+            "Threads of a block and bytes of shared memory in the last launch of each kernel since reset_counters()."),
         TK_FUNCTION(reset_counters, nullptr)})
     functions.push_back(each);
 #else

@@ -12,7 +12,8 @@ template <class T> struct Type {
   using type = T;
 };
 
-// Calls `f(Type<T>{})` with the type of a code: dispatch_dtype(dtype, [&](auto t) { using T = typename decltype(t)::type; ... });
+// Calls `f(Type<T>{})` with the type of a code:
+// dispatch_dtype(dtype, [&](auto t) { using T = typename decltype(t)::type; ... });
 template <class F> void dispatch_dtype(int code, F&& f) {
   switch (static_cast<DType>(code)) {
     case DType::FLOAT32:

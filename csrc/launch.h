@@ -38,7 +38,8 @@ inline bool has_primary_context(int device) {
 }
 
 // Makes a device current for a scope. It is set even where it is current already: a thread that has called nothing of
-// CUDA before gets its context so. The previous device is restored where it has a context: cudaSetDevice would create one.
+// CUDA before gets its context so. The previous device is restored where it has a context:
+// cudaSetDevice would create one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -173,8 +174,8 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline dim3 grid_of(int64_t blocks) {
   constexpr int64_t MOST = std::numeric_limits<int>::max();
   if (blocks > MOST)
-    throw std::invalid_argument("a launch of the cuda backend has up to " + std::to_string(MOST) + " blocks; this call needs " +
-                                std::to_string(blocks));
+    throw std::invalid_argument("a launch of the cuda backend has up to " + std::to_string(MOST) +
+                                " blocks; this call needs " + std::to_string(blocks));
   return dim3(static_cast<unsigned>(blocks));
 }
 

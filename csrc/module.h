@@ -1,5 +1,6 @@
-// A Python module of exported kernels, by Python.h alone and its stable ABI: one build serves every Python from 3.10 on.
-// TK_FUNCTION(f, doc) offers a function that returns a value, called by position; kernels come from registry.h.
+// A Python module of exported kernels, by Python.h alone and its stable ABI:
+// one build serves every Python from 3.10 on. TK_FUNCTION(f, doc) offers a function that returns a value,
+// called by position; kernels come from registry.h.
 #pragma once
 #include "registry.h"
 
@@ -14,7 +15,9 @@ template <> inline std::string from_python<std::string>(PyObject* object) {
   return text ? std::string(text, static_cast<size_t>(size)) : std::string();
 }
 
-inline PyObject* to_python(const std::string& text) { return PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size())); }
+inline PyObject* to_python(const std::string& text) {
+  return PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+}
 inline PyObject* to_python(const char* text) { return PyUnicode_FromString(text); }
 inline PyObject* to_python(bool value) { return PyBool_FromLong(value); }
 inline PyObject* to_python(int value) { return PyLong_FromLong(value); }

@@ -1,9 +1,11 @@
-// How an operation offers its host functions to Python: after the definition of `softmax_forward` in csrc/ops/softmax.cu,
-// TK_EXPORT(softmax_forward) makes it callable as `_kernels.softmax_forward(...)`, positionally; a function of one structure
-// (csrc/calls) as `_kernels.norm_forward(dtype=..., rows=..., ...)`, which names its fields in order and returns a function of
-// the addresses that it leaves out. bindings.cpp adds whatever was linked in: a new operation needs no other edit.
+// How an operation offers its host functions to Python: after the definition of `softmax_forward` in
+// csrc/ops/softmax.cu, TK_EXPORT(softmax_forward) makes it callable as `_kernels.softmax_forward(...)`, positionally; a
+// function of one structure (csrc/calls) as `_kernels.norm_forward(dtype=..., rows=..., ...)`, which names its fields
+// in order and returns a function of the addresses that it leaves out.
+// bindings.cpp adds whatever was linked in: a new operation needs no other edit.
 //
-// Calls go straight through the vector-call convention, and this header needs only Python.h, of which it uses the stable ABI.
+// Calls go straight through the vector-call convention, and this header needs only Python.h,
+// of which it uses the stable ABI.
 #pragma once
 #include <Python.h>
 
@@ -29,8 +31,8 @@ struct Export {
 };
 std::vector<Export>& exports();
 
-// The C++ type of a structure has `fields(visit)`, which calls visit(name, member) for each field. Inside another structure
-// it is passed as the tuple of its fields in order.
+// The C++ type of a structure has `fields(visit)`, which calls visit(name, member) for each field. Inside another
+// structure it is passed as the tuple of its fields in order.
 template <class T> T from_python(PyObject* object) {
   if constexpr (std::is_same_v<T, bool>) {
     return PyObject_IsTrue(object) == 1;
@@ -152,18 +154,21 @@ template <class T> PyObject* call_bound(PyObject* self, PyObject* const* argumen
   return bound->run(all);
 }
 
-// Runs a kernel with all fields of its structure, given by position. By name, in order, addresses may be missing, or None
-// inside another structure: it then returns a function of these, in order, that takes tensors, None for an absent one, or
-// addresses.
+// Runs a kernel with all fields of its structure, given by position. By name, in order, addresses may be missing, or
+// None inside another structure: it then returns a function of these, in order, that takes tensors,
+// None for an absent one, or addresses.
 template <class T>
-PyObject* call_fields(void (*kernel)(const T&), const char* name, PyObject* const* arguments, Py_ssize_t given, PyObject* names) {
+PyObject* call_fields(void (*kernel)(const T&), const char* name, PyObject* const* arguments, Py_ssize_t given,
+                      PyObject* names) {
   Bound<T> bound{kernel};
-  bound.definition = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_bound<T>)), METH_FASTCALL, nullptr};
+  bound.definition = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_bound<T>)), METH_FASTCALL,
+                      nullptr};
   const Py_ssize_t count = given + (names ? PyTuple_Size(names) : 0);
   Py_ssize_t place = 0;
   bound.fields.fields([&](const char* field, auto& member) {
     if (PyErr_Occurred()) return;
-    if (place < given || (place < count && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, place - given), field) == 0))
+    if (place < given ||
+        (place < count && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, place - given), field) == 0))
       bound.read(member, arguments[place++]);
     else if (names && std::is_same_v<std::remove_reference_t<decltype(member)>, Address>)
       bound.read(member, Py_None);
@@ -185,10 +190,12 @@ PyObject* call_fields(void (*kernel)(const T&), const char* name, PyObject* cons
 
 // Runs a kernel of numbers and addresses, given by position.
 template <class... Parameters, size_t... INDEX>
-PyObject* call_values(void (*kernel)(Parameters...), const char* name, PyObject* const* arguments, std::index_sequence<INDEX...>) {
+PyObject* call_values(void (*kernel)(Parameters...), const char* name, PyObject* const* arguments,
+                      std::index_sequence<INDEX...>) {
   const std::tuple<Parameters...> values{from_python<Parameters>(arguments[INDEX])...};
   if (PyErr_Occurred()) return nullptr;
-  if (recorder && !record(name, PyTuple_New(0), PyTuple_Pack(sizeof...(Parameters), arguments[INDEX]...))) return nullptr;
+  if (recorder && !record(name, PyTuple_New(0), PyTuple_Pack(sizeof...(Parameters), arguments[INDEX]...)))
+    return nullptr;
   return without_exceptions([&] { kernel(std::get<INDEX>(values)...); });
 }
 

@@ -1,5 +1,5 @@
-// What Python hands to the activation kernels of a CPU and of a GPU: transformer_kernels/ops/activation/_compiled.py names
-// each field. Rows are (rows, columns) and contiguous, the bias is (columns,); address 0 is an absent tensor.
+// What Python hands to the activation kernels of a CPU and of a GPU: transformer_kernels/ops/activation/_compiled.py
+// names each field. Rows are (rows, columns) and contiguous, the bias is (columns,); address 0 is an absent tensor.
 #pragma once
 #include "types.h"
 
@@ -7,7 +7,8 @@ namespace transformer_kernels {
 
 enum ActivationKind : int64_t { RELU, GELU, GELU_TANH, SILU };  // KINDS in _compiled.py
 
-// y = f(x + bias), or, gated, y = f(x) * up. Without up, the rows of x are (2 * columns): up's follow those of the gate.
+// y = f(x + bias), or, gated, y = f(x) * up.
+// Without up, the rows of x are (2 * columns): up's follow those of the gate.
 struct ActivationForward {
   int64_t dtype;  // of x, up, y: DTYPE_CODES
   int64_t kind;
@@ -25,8 +26,8 @@ struct ActivationForward {
   }
 };
 
-// dx, and with a place for it dbias; or, gated, dx and dup, which are both in dx without up. x is y for RELU, and then the
-// bias may be absent. `partials`, where it is given: (partial_rows, columns) fp32.
+// dx, and with a place for it dbias; or, gated, dx and dup, which are both in dx without up. x is y for RELU, and then
+// the bias may be absent. `partials`, where it is given: (partial_rows, columns) fp32.
 struct ActivationBackward {
   int64_t dtype, kind;
   bool gated;

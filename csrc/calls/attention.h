@@ -1,5 +1,5 @@
-// The arguments of the attention kernels of a CPU and of a GPU, forward and backward: transformer_kernels/ops/attention/_compiled.py
-// names each field. An absent tensor has address 0.
+// The arguments of the attention kernels of a CPU and of a GPU, forward and backward:
+// transformer_kernels/ops/attention/_compiled.py names each field. An absent tensor has address 0.
 #pragma once
 #include "types.h"
 
@@ -16,15 +16,16 @@ struct View {
   }
 };
 
-// Rotary positions: cos, sin fp32 (L, half), `stride` elements apart for each batch. q and k are rotated as they are read, dq
-// and dk are rotated back as they are written.
+// Rotary positions: cos, sin fp32 (L, half), `stride` elements apart for each batch. q and k are rotated as they are
+// read, dq and dk are rotated back as they are written.
 struct AngleTables {
   Address cos, sin;
   int64_t stride, half;
   bool interleaved;
 
   template <class Visit> void fields(Visit&& visit) {
-    visit("cos", cos), visit("sin", sin), visit("stride", stride), visit("half", half), visit("interleaved", interleaved);
+    visit("cos", cos), visit("sin", sin), visit("stride", stride), visit("half", half),
+        visit("interleaved", interleaved);
   }
 };
 

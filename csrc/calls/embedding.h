@@ -1,6 +1,7 @@
-// What Python hands to the embedding kernels of a CPU and of a GPU: transformer_kernels/ops/embedding/_compiled.py names each
-// field. Row i of y is dropout(LayerNorm(scale * weight[tokens[i]] + positions[position_ids[i]])): LayerNorm, positions and
-// dropout are optional, and without position_ids row i has position i % length. An id outside its table gives NaN.
+// What Python hands to the embedding kernels of a CPU and of a GPU: transformer_kernels/ops/embedding/_compiled.py
+// names each field. Row i of y is dropout(LayerNorm(scale * weight[tokens[i]] + positions[position_ids[i]])):
+// LayerNorm, positions and dropout are optional, and without position_ids row i has position i % length.
+// An id outside its table gives NaN.
 #pragma once
 #include "types.h"
 

@@ -1,11 +1,12 @@
-// The arguments of the linear kernels of a CPU: transformer_kernels/ops/linear/_cpu.py names each field. x is (M, K), the weight
-// (N, K), y (M, N), all contiguous; an absent tensor has address 0.
+// The arguments of the linear kernels of a CPU: transformer_kernels/ops/linear/_cpu.py names each field. x is (M, K),
+// the weight (N, K), y (M, N), all contiguous; an absent tensor has address 0.
 #pragma once
 #include "types.h"
 
 namespace transformer_kernels {
 
-// y = activation(x weight^T + bias), and where `before` is given the sums before the activation, which GELU's gradient needs.
+// y = activation(x weight^T + bias), and where `before` is given the sums before the activation,
+// which GELU's gradient needs.
 struct LinearForward {
   int64_t dtype;           // of x, y, before: DTYPE_CODES; float32 or bfloat16, in linear_small_batch any
   bool weight_is_float32;  // else of `dtype`

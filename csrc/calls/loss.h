@@ -1,14 +1,16 @@
-// What Python hands to the cross-entropy kernels of a CPU and of a GPU: transformer_kernels/ops/loss/_compiled.py names each
-// field. Targets are int64 (rows,), losses fp32 (rows,), statistics fp32 (2, rows): the largest score of a row and
-// 1 / the sum of its exponentials. weights: fp32 (classes + 1), behind them their mean, or absent; z_loss, softcap 0: none.
+// What Python hands to the cross-entropy kernels of a CPU and of a GPU: transformer_kernels/ops/loss/_compiled.py names
+// each field. Targets are int64 (rows,), losses fp32 (rows,), statistics fp32 (2, rows): the largest score of a row and
+// 1 / the sum of its exponentials. weights: fp32 (classes + 1), behind them their mean, or absent;
+// z_loss, softcap 0: none.
 #pragma once
 #include "types.h"
 
 namespace transformer_kernels {
 
-// The losses of logits (rows, classes), whose rows are `stride` elements apart. With `dlogits`, contiguous or the logits
-// themselves (on a GPU always these, and then without statistics), also the gradient of the sum of losses, or, where
-// `count` is given, of their mean over the rows that are not ignored; their number goes to *count. `count`: CPU only.
+// The losses of logits (rows, classes), whose rows are `stride` elements apart. With `dlogits`, contiguous or the
+// logits themselves (on a GPU always these, and then without statistics), also the gradient of the sum of losses, or,
+// where `count` is given, of their mean over the rows that are not ignored; their number goes to *count.
+// `count`: CPU only.
 struct CrossEntropyForward {
   int64_t dtype;  // of logits, dlogits: DTYPE_CODES
   Address logits, targets, losses, statistics, dlogits, count;

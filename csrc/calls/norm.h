@@ -1,5 +1,5 @@
-// What Python hands to the norm kernels of a CPU and of a GPU: transformer_kernels/ops/norm/_compiled.py names each field.
-// Rows are (rows, columns) and contiguous, parameters (columns,); address 0 is an absent tensor.
+// What Python hands to the norm kernels of a CPU and of a GPU: transformer_kernels/ops/norm/_compiled.py names each
+// field. Rows are (rows, columns) and contiguous, parameters (columns,); address 0 is an absent tensor.
 #pragma once
 #include "types.h"
 
@@ -26,8 +26,8 @@ struct NormForward {
   }
 };
 
-// From dy and dsummed, which may be absent: dresidual, the gradient of s, which is `x` here; with a seed dx, its dropout,
-// too; dweight and dbias. `partials`, where it is given: (1 or, with a mean, 2, partial_rows, columns) fp32.
+// From dy and dsummed, which may be absent: dresidual, the gradient of s, which is `x` here; with a seed dx, its
+// dropout, too; dweight and dbias. `partials`, where it is given: (1 or, with a mean, 2, partial_rows, columns) fp32.
 struct NormBackward {
   int64_t dtype;
   Address dy, dsummed, x, weight, mean, rstd, seed;

@@ -1,12 +1,13 @@
-// What Python hands to the rotary kernel of a CPU and of a GPU: transformer_kernels/ops/rotary/_compiled.py names each field.
+// What Python hands to the rotary kernel of a CPU and of a GPU:
+// transformer_kernels/ops/rotary/_compiled.py names each field.
 #pragma once
 #include "types.h"
 
 namespace transformer_kernels {
 
-// q, k and their results (batch, heads or kv_heads, length, width), strides of all axes but the last, which is contiguous;
-// k may be absent, with kv_heads 0, and the results may be q and k. cos, sin fp32 (length, half), `table_stride` elements
-// apart for each sequence. sign -1 is the inverse rotation.
+// q, k and their results (batch, heads or kv_heads, length, width), strides of all axes but the last, which is
+// contiguous; k may be absent, with kv_heads 0, and the results may be q and k. cos, sin fp32 (length, half),
+// `table_stride` elements apart for each sequence. sign -1 is the inverse rotation.
 struct Rotary {
   int64_t dtype;  // of q, k and the results: DTYPE_CODES
   Address q, k, cos, sin, q_out, k_out;

@@ -1,5 +1,5 @@
-// What Python hands to the softmax kernels of a CPU and of a GPU: transformer_kernels/ops/softmax/_compiled.py names each
-// field. x, y and their gradients are (rows, columns) and contiguous.
+// What Python hands to the softmax kernels of a CPU and of a GPU: transformer_kernels/ops/softmax/_compiled.py names
+// each field. x, y and their gradients are (rows, columns) and contiguous.
 #pragma once
 #include "types.h"
 

@@ -1,9 +1,10 @@
 // All that a kernel of the CPU backend includes. A file of csrc/cpu/rows or csrc/cpu/products is compiled once for each
-// instruction set ("level"), with TK_LEVEL naming it: its functions live in namespace transformer_kernels::TK_LEVEL, and
-// after their definition, outside that namespace, TK_KERNEL(softmax_forward) offers one to Python as `_cpu.softmax_forward`.
+// instruction set ("level"), with TK_LEVEL naming it: its functions live in namespace transformer_kernels::TK_LEVEL,
+// and after their definition, outside that namespace, TK_KERNEL(softmax_forward) offers one to Python
+// as `_cpu.softmax_forward`.
 //
-// Only the plain compilation may run code at start-up or instantiate templates of the standard library: the linker keeps
-// one copy of an inline function, and a copy compiled for AVX-512 would stop every other processor.
+// Only the plain compilation may run code at start-up or instantiate templates of the standard library: the linker
+// keeps one copy of an inline function, and a copy compiled for AVX-512 would stop every other processor.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Which of a kernel's compilations is called, and how Python calls it. Included by the plain compilation only; the build
-// defines TK_HAS_<LEVEL> for each other level that the same file was compiled for.
+// Which of a kernel's compilations is called, and how Python calls it. Included by the plain compilation only; the
+// build defines TK_HAS_<LEVEL> for each other level that the same file was compiled for.
 #pragma once
 #include <Python.h>
 

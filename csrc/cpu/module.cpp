@@ -25,7 +25,8 @@ std::vector<Compilations*>& kernels() {
 std::string vendor() {
 #if defined(__x86_64__)
   unsigned highest, name[3];
-  if (__get_cpuid(0, &highest, &name[0], &name[2], &name[1])) return std::string(reinterpret_cast<const char*>(name), sizeof name);
+  if (__get_cpuid(0, &highest, &name[0], &name[2], &name[1]))
+    return std::string(reinterpret_cast<const char*>(name), sizeof name);
 #endif
   return "";
 }
@@ -63,14 +64,16 @@ void use(const std::string& name) {
   }
   bool lacking = false;
   for (int level = widest() + 1; level < LEVELS; ++level) lacking |= NAMES[level] == name;
-  throw std::invalid_argument("the instruction set must be one that this processor has and that was built (" + known + "); got " + name +
-                              (lacking ? ", which this processor lacks: unset TRANSFORMER_KERNELS_CPU_ISA, or name another one"
-                                       : "; TRANSFORMER_KERNELS_CPU_LEVELS=all pip install . builds every one"));
+  throw std::invalid_argument(
+      "the instruction set must be one that this processor has and that was built (" + known + "); got " + name +
+      (lacking ? ", which this processor lacks: unset TRANSFORMER_KERNELS_CPU_ISA, or name another one"
+               : "; TRANSFORMER_KERNELS_CPU_LEVELS=all pip install . builds every one"));
 }
 
 // Whether each of `count` indices is in [0, limit) or equal to `ignored`.
 bool within(const int64_t* indices, int64_t count, int64_t limit, int64_t ignored) {
-  uint64_t stray = 0;  // its highest bit: that of the index is set where it is negative, the other where it is too large
+  // Its highest bit: that of the index is set where it is negative, the other where it is too large
+  uint64_t stray = 0;
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t index = static_cast<uint64_t>(indices[i]);
     if (indices[i] != ignored) stray |= index | (static_cast<uint64_t>(limit) - 1 - index);
@@ -107,8 +110,9 @@ TK_MODULE(_cpu, "The kernels of the CPU backend.") {
   set(module, "instruction_sets", instruction_sets());
   use(instruction_sets().back());
   return add_functions(
-      module, {TK_FUNCTION(use, "Computes with this instruction set from now on; ValueError where it cannot be used."),
-               TK_FUNCTION(instruction_set, "The instruction set in use."),
-               method("record_with", record_with, "Calls this function before each kernel of this thread; None: no longer."),
-               TK_FUNCTION(within, "Whether int64 indices are in [0, limit) or equal to another one.")});
+      module,
+      {TK_FUNCTION(use, "Computes with this instruction set from now on; ValueError where it cannot be used."),
+       TK_FUNCTION(instruction_set, "The instruction set in use."),
+       method("record_with", record_with, "Calls this function before each kernel of this thread; None: no longer."),
+       TK_FUNCTION(within, "Whether int64 indices are in [0, limit) or equal to another one.")});
 }

@@ -1,4 +1,5 @@
-// Memory that is written for the first time: the system clears each page as it is touched, which costs more than writing it.
+// Memory that is written for the first time: the system clears each page as it is touched,
+// which costs more than writing it.
 #pragma once
 #include <cstdint>
 

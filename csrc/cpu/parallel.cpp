@@ -10,8 +10,8 @@
 #include "pages.h"
 #include "parallel.h"
 
-// PyTorch's own OpenMP threads where it brings GNU's runtime, as its Linux wheels do: a second pool would have to share the
-// cores with the first one, whose idle threads spin. Without that runtime the calling thread does all the work.
+// PyTorch's own OpenMP threads where it brings GNU's runtime, as its Linux wheels do: a second pool would have to share
+// the cores with the first one, whose idle threads spin. Without that runtime the calling thread does all the work.
 extern "C" {
 __attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
 __attribute__((weak)) int omp_get_thread_num();

@@ -1,5 +1,5 @@
-// Threads and memory that is kept between calls. How tasks are spread over threads never decides a result: a kernel sums
-// over tasks of its own choosing, in an order that does not depend on who ran them.
+// Threads and memory that is kept between calls. How tasks are spread over threads never decides a result: a kernel
+// sums over tasks of its own choosing, in an order that does not depend on who ran them.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +9,8 @@ namespace transformer_kernels {
 // How many threads PyTorch uses for a call of this thread: 1 in a process that was forked, whose pool has no threads.
 int64_t thread_count();
 
-// Calls run(data, begin, end) on at most `threads` threads of PyTorch's pool, over consecutive ranges of 0 ... tasks - 1.
+// Calls run(data, begin, end) on at most `threads` threads of PyTorch's pool,
+// over consecutive ranges of 0 ... tasks - 1.
 void run_parallel(int64_t tasks, int64_t threads, void (*run)(void*, int64_t, int64_t), void* data);
 
 // Memory of this thread, aligned to 64 bytes and uninitialised. A slot's memory is valid until the thread asks for the

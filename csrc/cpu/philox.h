@@ -1,5 +1,5 @@
-// Dropout's mask: philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", 2011),
-// 16 bits an element. Element (head, row, column) has half column % 2 of word column / 2 % 4 of the counter
+// Dropout's mask: philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3",
+// 2011), 16 bits an element. Element (head, row, column) has half column % 2 of word column / 2 % 4 of the counter
 // (column / 8, row, head, 0) and is kept where that reaches the threshold.
 #pragma once
 #include "kernel.h"
@@ -17,7 +17,8 @@ struct Dropout {
 TK_INLINE Dropout make_dropout(const int64_t* seed, double p) {
   if (!seed) return {0, 0, 1.f};
   const uint32_t threshold = static_cast<uint32_t>(__builtin_nearbyint(p * 65536.0));
-  return {static_cast<uint64_t>(*seed), threshold, threshold < 65536u ? static_cast<float>(65536.0 / (65536.0 - threshold)) : 0.f};
+  return {static_cast<uint64_t>(*seed), threshold,
+          threshold < 65536u ? static_cast<float>(65536.0 / (65536.0 - threshold)) : 0.f};
 }
 
 // The 64-bit products of a factor with the low halves of the lanes.
@@ -39,7 +40,8 @@ TK_INLINE Lanes product(Lanes lanes, uint32_t factor) {
 TK_INLINE uint64_t reached(Lanes low, Lanes high, uint32_t threshold) {
 #if defined(__AVX512F__)
   const __m512i least = _mm512_set1_epi16(static_cast<short>(threshold));
-  return _mm512_cmpge_epu16_mask((__m512i)low, least) | static_cast<uint64_t>(_mm512_cmpge_epu16_mask((__m512i)high, least)) << 32;
+  return _mm512_cmpge_epu16_mask((__m512i)low, least) |
+         static_cast<uint64_t>(_mm512_cmpge_epu16_mask((__m512i)high, least)) << 32;
 #elif defined(__AVX2__)
   const __m256i least = _mm256_set1_epi16(static_cast<short>(threshold));
   const __m256i a = _mm256_cmpeq_epi16(_mm256_max_epu16((__m256i)low, least), (__m256i)low);

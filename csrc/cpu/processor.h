@@ -1,5 +1,5 @@
-// The instruction sets of the CPU backend and the widest that this processor has. The module includes it, and so does the
-// small program with which the build chooses what to compile.
+// The instruction sets of the CPU backend and the widest that this processor has. The module includes it, and so does
+// the small program with which the build chooses what to compile.
 #pragma once
 #include <cstdint>
 

@@ -4,8 +4,8 @@
 
 namespace transformer_kernels::TK_LEVEL {
 
-// The factors of a row's columns, f32: its cosines and sines (half), or, interleaved, those of each column and of its partner
-// (2 * half), which `spread` makes of them.
+// The factors of a row's columns, f32: its cosines and sines (half), or, interleaved, those of each column and of its
+// partner (2 * half), which `spread` makes of them.
 struct Factors {
   const float *own, *other;
   int64_t half;
@@ -33,12 +33,14 @@ template <class T> TK_INLINE void rotate(const T* x, T* out, const Factors& fact
     });
   } else {
     over_columns(half, [&](int64_t j, auto lanes, int) TK_LAMBDA {
-      const Floats a = load(x + j, lanes), b = load(x + half + j, lanes), cos = load(c + j, lanes), sin = load(s + j, lanes) * direction;
+      const Floats a = load(x + j, lanes), b = load(x + half + j, lanes), cos = load(c + j, lanes),
+                   sin = load(s + j, lanes) * direction;
       store(out + j, fma(a, cos, -(b * sin)), lanes);
       store(out + half + j, fma(b, cos, a * sin), lanes);
     });
   }
-  if (out != x && 2 * half < width) memcpy(out + 2 * half, x + 2 * half, static_cast<size_t>(width - 2 * half) * sizeof(T));
+  if (out != x && 2 * half < width)
+    memcpy(out + 2 * half, x + 2 * half, static_cast<size_t>(width - 2 * half) * sizeof(T));
 }
 
 }  // namespace transformer_kernels::TK_LEVEL

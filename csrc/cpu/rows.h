@@ -1,5 +1,5 @@
-// What row kernels share: sums over rows, the moments of a row, and LayerNorm of one row forward and backward, or RMSNorm
-// where CENTRED is false: its mean counts as 0, and there is no bias.
+// What row kernels share: sums over rows, the moments of a row, and LayerNorm of one row forward and backward, or
+// RMSNorm where CENTRED is false: its mean counts as 0, and there is no bias.
 #pragma once
 #include "pages.h"
 #include "philox.h"
@@ -12,8 +12,8 @@ template <class T> TK_INLINE T* result_at(Address address, int64_t count) {
   return at<T>(address);
 }
 
-// Fetch what is soon read or written, AHEAD of a vector or a row behind it, into the second-level cache: the processor's own
-// prefetching ends with a page of 4 KiB.
+// Fetch what is soon read or written, AHEAD of a vector or a row behind it, into the second-level cache: the
+// processor's own prefetching ends with a page of 4 KiB.
 // `u` is that of over_columns: a line that holds several vectors is fetched once.
 constexpr int64_t AHEAD = 1024;
 template <class T> TK_INLINE bool begins_line(int u) {
@@ -30,20 +30,22 @@ template <class T> TK_INLINE void fetch_below(const T* place, int64_t columns, i
   if (begins_line<T>(u)) __builtin_prefetch(place + columns, 0, 2);
 }
 
-// Whether results are written past the caches, without the read that a line's first store costs: those of so many bytes, which
-// would leave the second-level caches before they are read, in whole aligned vectors of float32.
+// Whether results are written past the caches, without the read that a line's first store costs: those of so many
+// bytes, which would leave the second-level caches before they are read, in whole aligned vectors of float32.
 constexpr int64_t BYTES_PAST_CACHES = int64_t{8} << 20;
-template <class T> TK_INLINE bool goes_past_caches(int64_t rows, int64_t columns, const T* result, const T* other = nullptr) {
+template <class T>
+TK_INLINE bool goes_past_caches(int64_t rows, int64_t columns, const T* result, const T* other = nullptr) {
 #if defined(__AVX__)
   const uintptr_t addresses = reinterpret_cast<uintptr_t>(result) | reinterpret_cast<uintptr_t>(other);
-  return sizeof(T) == sizeof(float) && rows * columns * static_cast<int64_t>(sizeof(T)) >= BYTES_PAST_CACHES && columns % WIDTH == 0 &&
-         addresses % sizeof(Floats) == 0;
+  return sizeof(T) == sizeof(float) && rows * columns * static_cast<int64_t>(sizeof(T)) >= BYTES_PAST_CACHES &&
+         columns % WIDTH == 0 && addresses % sizeof(Floats) == 0;
 #else
   return false;
 #endif
 }
 
-template <class T, class L> TK_INLINE void store_result(T* place, Floats value, L lanes, int u, [[maybe_unused]] bool past_caches) {
+template <class T, class L>
+TK_INLINE void store_result(T* place, Floats value, L lanes, int u, [[maybe_unused]] bool past_caches) {
   if constexpr (sizeof(T) == sizeof(float)) {
 #if defined(__AVX512F__)
     if (past_caches && lanes.count == WIDTH) return _mm512_stream_ps(reinterpret_cast<float*>(place), value);
@@ -65,8 +67,8 @@ TK_INLINE void finish_results([[maybe_unused]] bool past_caches) {
 // Slots of scratch memory.
 constexpr int ROW_SLOT = 0, SUMS_SLOT = 1;
 
-// Sums over rows are made over `parts_of(rows)` ranges, and these are added in order: the bits depend on the shape alone.
-// Few rows, which may be long, are still enough for some threads.
+// Sums over rows are made over `parts_of(rows)` ranges, and these are added in order: the bits depend on the shape
+// alone. Few rows, which may be long, are still enough for some threads.
 constexpr int64_t ROWS_OF_A_PART = 64, MOST_PARTS = 64, FEWEST_ROWS_OF_A_PART = 8, FEW_PARTS = 8;
 inline int64_t parts_of(int64_t rows) {
   const int64_t parts = rows / ROWS_OF_A_PART, small = rows / FEWEST_ROWS_OF_A_PART;
@@ -98,11 +100,15 @@ inline void add_parts(const float* sums, int64_t parts, int64_t width, int64_t c
   });
 }
 
-// Calls f(column, lanes, u, x -> what dropout leaves of x) for the vectors of a row of counters (column / 8, row, 0, 0).
-template <class F> TK_INLINE void over_dropped_columns(const Dropout& dropout, uint32_t row, int64_t columns, const F& f) {
+// Calls f(column, lanes, u, x -> what dropout leaves of x) for the vectors of a row of counters
+// (column / 8, row, 0, 0).
+template <class F>
+TK_INLINE void over_dropped_columns(const Dropout& dropout, uint32_t row, int64_t columns, const F& f) {
   constexpr int GROUPS = 2, VECTORS = COLUMNS_OF_GROUP / WIDTH;
   if (!dropout.threshold)
-    return over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(j, lanes, u, [](Floats x) TK_LAMBDA { return x; }); });
+    return over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+      f(j, lanes, u, [](Floats x) TK_LAMBDA { return x; });
+    });
   for (int64_t group = 0; group < columns; group += GROUPS * COLUMNS_OF_GROUP) {
     uint64_t bits[GROUPS];
     keep_bits<GROUPS>(dropout, 0, row, 0, static_cast<uint32_t>(group / COLUMNS_OF_COUNTER), COUNTERS_OF_GROUP, bits);
@@ -116,8 +122,8 @@ template <class F> TK_INLINE void over_dropped_columns(const Dropout& dropout, u
   }
 }
 
-// The sum of f(column, lanes, u) over a row, in blocks whose sums are added: in a chain of additions as long as a wide row the
-// rounding errors grow with the row.
+// The sum of f(column, lanes, u) over a row, in blocks whose sums are added: in a chain of additions as long as a wide
+// row the rounding errors grow with the row.
 template <class F> TK_INLINE float sum_over_columns(int64_t columns, const F& f) {
   constexpr int64_t BLOCK = 256 * WIDTH;
   Floats total[4] = {};
@@ -131,11 +137,15 @@ template <class F> TK_INLINE float sum_over_columns(int64_t columns, const F& f)
 }
 
 // The sum so far with one more vector, or of the squares, which is all that moments without centring need.
-template <bool CENTRED> TK_INLINE Floats with_term(Floats total, Floats x) { return CENTRED ? total + x : fma(x, x, total); }
+template <bool CENTRED> TK_INLINE Floats with_term(Floats total, Floats x) {
+  return CENTRED ? total + x : fma(x, x, total);
+}
 
 template <bool CENTRED, class T> TK_INLINE float row_sum(const T* x, int64_t columns) {
   Floats total[4] = {};
-  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { total[u] = with_term<CENTRED>(total[u], load(x + j, lanes)); });
+  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    total[u] = with_term<CENTRED>(total[u], load(x + j, lanes));
+  });
   return sum(total);
 }
 
@@ -178,8 +188,8 @@ template <int R> TK_INLINE Floats sum_in_pairs(Floats (&terms)[R]) {
   return terms[0];
 }
 
-// Of R rows that follow each other. Adds them to dweight and, CENTRED, dbias, which are sums of floats: each is read and
-// written once for all R.
+// Of R rows that follow each other. Adds them to dweight and, CENTRED, dbias, which are sums of floats:
+// each is read and written once for all R.
 template <bool CENTRED, int R, class X, class G>
 TK_INLINE void project(const X* x, const G* dy, const Moments* m, const float* weight, int64_t columns, float* dweight,
                        float* dbias, Projections* projections) {
@@ -198,11 +208,13 @@ TK_INLINE void project(const X* x, const G* dy, const Moments* m, const float* w
     store(dweight + j, load(dweight + j, lanes) + sum_in_pairs(along), lanes);
     if constexpr (CENTRED) store(dbias + j, load(dbias + j, lanes) + sum_in_pairs(came), lanes);
   });
-  for (int r = 0; r < R; ++r) projections[r] = {sum(a[r]) / static_cast<float>(columns), sum(b[r]) / static_cast<float>(columns)};
+  for (int r = 0; r < R; ++r)
+    projections[r] = {sum(a[r]) / static_cast<float>(columns), sum(b[r]) / static_cast<float>(columns)};
 }
 
 template <class X, class L>
-TK_INLINE Floats norm_gradient(Floats dy, const X* x, const Moments& m, const float* weight, const Projections& p, int64_t j, L lanes) {
+TK_INLINE Floats norm_gradient(Floats dy, const X* x, const Moments& m, const float* weight, const Projections& p,
+                               int64_t j, L lanes) {
   const Floats normal = (load(x + j, lanes) - m.mean) * m.rstd;
   return (dy * load(weight + j, lanes) - p.gradient - normal * p.along) * m.rstd;
 }

@@ -234,7 +234,8 @@ template <class T> TK_INLINE Halves first_halves(const T* from, int count) {
   if (count & 2) memcpy(&rest, tail, 4), tail += 2;
   if (count & 1) rest |= static_cast<uint64_t>(tail->bits) << (count & 2 ? 32 : 0);
   if (count & 4) memcpy(&four, from, 8);
-  return (Halves)(count & 4 ? _mm_set_epi64x(static_cast<int64_t>(rest), static_cast<int64_t>(four)) : _mm_cvtsi64_si128(static_cast<int64_t>(rest)));
+  return (Halves)(count & 4 ? _mm_set_epi64x(static_cast<int64_t>(rest), static_cast<int64_t>(four))
+                            : _mm_cvtsi64_si128(static_cast<int64_t>(rest)));
 }
 #endif
 
@@ -243,7 +244,9 @@ template <class T> TK_INLINE Floats load(const T* from, Part part, float fill = 
 #if defined(__AVX512F__)
   const __mmask16 lanes = first_lanes(part.count);
   if constexpr (sizeof(T) == 4) return (Floats)_mm512_mask_loadu_ps(_mm512_set1_ps(fill), lanes, from);
-  else return (Floats)_mm512_mask_mov_ps(_mm512_set1_ps(fill), lanes, (__m512)widened((Halves)_mm256_maskz_loadu_epi16(lanes, from), T{}));
+  else
+    return (Floats)_mm512_mask_mov_ps(_mm512_set1_ps(fill), lanes,
+                                      (__m512)widened((Halves)_mm256_maskz_loadu_epi16(lanes, from), T{}));
 #elif defined(__AVX2__)
   const __m256i lanes = _mm256_cmpgt_epi32(_mm256_set1_epi32(part.count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   __m256 x;
@@ -270,7 +273,8 @@ template <class T> TK_INLINE void store(T* to, Floats x, Part part) {
   if constexpr (sizeof(T) == 4) {
     __m128 piece = _mm256_castps256_ps128((__m256)x);
     if (part.count & 4) _mm_storeu_ps(to, piece), to += 4, piece = _mm256_extractf128_ps((__m256)x, 1);
-    if (part.count & 2) _mm_storel_pi(reinterpret_cast<__m64*>(to), piece), to += 2, piece = _mm_movehl_ps(piece, piece);
+    if (part.count & 2)
+      _mm_storel_pi(reinterpret_cast<__m64*>(to), piece), to += 2, piece = _mm_movehl_ps(piece, piece);
     if (part.count & 1) _mm_store_ss(to, piece);
   } else {
     const __m128i bits = (__m128i)rounded(x, T{});

@@ -42,8 +42,8 @@ TK_INLINE Floats exponential_within(Floats x) {
   return scaled_by_power(e.p, e.n, e.whole);
 }
 
-// e^x: 0 below -104, inf above 88.8, NaN of NaN. Lanes far below (what is masked, or does not exist) are cleared, and are
-// not scaled or computed at 0: a result that underflows costs the processor a hundred cycles.
+// e^x: 0 below -104, inf above 88.8, NaN of NaN. Lanes far below (what is masked, or does not exist) are cleared, and
+// are not scaled or computed at 0: a result that underflows costs the processor a hundred cycles.
 TK_INLINE Floats exponential(Floats x) {
 #if defined(__AVX512F__)
   const Power e = power_of_two(minimum(splat(89.f), x));

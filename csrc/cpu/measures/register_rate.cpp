@@ -1,4 +1,5 @@
-// Multiplications and additions from registers alone, on every thread: the rate that no product exceeds. Benchmarks time it.
+// Multiplications and additions from registers alone, on every thread: the rate that no product exceeds.
+// Benchmarks time it.
 #include "../kernel.h"
 #include "../products/pairs.h"
 
@@ -56,7 +57,8 @@ int64_t pair_steps(int64_t rounds) {
   Floats factor = splat(0.5f);
   kept(factor);
   const __m512bh pair = bits_of<__m512bh>(factor);
-  return chains(rounds, 4 * WIDTH, [&](Floats sum) TK_LAMBDA { return (Floats)_mm512_dpbf16_ps((__m512)sum, pair, pair); });
+  return chains(rounds, 4 * WIDTH,
+                [&](Floats sum) TK_LAMBDA { return (Floats)_mm512_dpbf16_ps((__m512)sum, pair, pair); });
 }
 #else
 int64_t pair_steps(int64_t rounds) { return float_steps(rounds); }
@@ -64,7 +66,8 @@ int64_t pair_steps(int64_t rounds) { return float_steps(rounds); }
 
 }  // namespace
 
-// dtype: a code of by_dtype; what the processor does not multiply is widened to float32. flops (int64_t): of all threads.
+// dtype: a code of by_dtype; what the processor does not multiply is widened to float32.
+// flops (int64_t): of all threads.
 void register_rate(int64_t dtype, int64_t rounds, Address flops) {
   const int64_t threads = thread_count();
   int64_t each = 0;

@@ -1,6 +1,6 @@
-// What attention's two passes share. Scores are transposed, a row of S^T for each key with one query in each lane: maxima, sums
-// and masks are computed lane by lane, a hidden key costs nothing, and K and V are read in place, row by row;
-// only the queries have to be transposed.
+// What attention's two passes share. Scores are transposed, a row of S^T for each key with one query in each lane:
+// maxima, sums and masks are computed lane by lane, a hidden key costs nothing, and K and V are read in place,
+// row by row; only the queries have to be transposed.
 #pragma once
 #include "../../calls/attention.h"
 #include "../rotary.h"
@@ -19,8 +19,8 @@ struct Options {
 };
 
 inline Options options_of(const AttentionCall& call) {
-  return {static_cast<float>(call.scale), static_cast<float>(call.softcap), make_dropout(at<const int64_t>(call.seed), call.dropout_p),
-          aligned(call.width, WIDTH)};
+  return {static_cast<float>(call.scale), static_cast<float>(call.softcap),
+          make_dropout(at<const int64_t>(call.seed), call.dropout_p), aligned(call.width, WIDTH)};
 }
 
 // The call with those tensors marked whose rows its angles rotate.
@@ -49,15 +49,17 @@ TK_INLINE Span span_at(const AttentionCall& call, int64_t index) {
   return {0, starts[0], starts[1] - starts[0], key_starts[0], key_starts[1] - key_starts[0]};
 }
 
-// The keys of a span that padding leaves, packed: `position` of each among the span's, which begin at row `first`, null where
-// they are its first; the `rank` of each position among the packed, null where nothing is padded.
+// The keys of a span that padding leaves, packed: `position` of each among the span's, which begin at row `first`, null
+// where they are its first; the `rank` of each position among the packed, null where nothing is padded.
 struct Keys {
   int64_t first, count;
   const int32_t *position, *rank;
 };
 
 // The row of a packed key.
-TK_INLINE int64_t row_of_key(const Keys& keys, int64_t key) { return keys.first + (keys.position ? keys.position[key] : key); }
+TK_INLINE int64_t row_of_key(const Keys& keys, int64_t key) {
+  return keys.first + (keys.position ? keys.position[key] : key);
+}
 
 inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
   if (!call.key_padding_mask) return {span.first_key, span.keys, nullptr, nullptr};
@@ -76,8 +78,8 @@ inline Keys keys_of(const AttentionCall& call, const Span& span, int slot) {
   return {span.first_key, count, leading ? nullptr : position, rank};
 }
 
-// The queries in the lanes of one block: which head and row each is, and the packed keys [low, high) that it sees. Query
-// heads that share a key head are consecutive, so that a block may contain several of them.
+// The queries in the lanes of one block: which head and row each is, and the packed keys [low, high) that it sees.
+// Query heads that share a key head are consecutive, so that a block may contain several of them.
 template <int REGISTERS>
 struct Block {
   static constexpr int SIZE = REGISTERS * WIDTH;
@@ -97,13 +99,15 @@ inline void set_block(Block<REGISTERS>& block, const AttentionCall& call, const 
   int32_t query = begin + static_cast<int32_t>(first_row % span.queries);
   for (int64_t done = 0; done < block.count;) {
     const int64_t run = smaller(block.count - done, end - query);
-    for (int64_t i = 0; i < run; ++i) block.head[done + i] = head, block.query[done + i] = query + static_cast<int32_t>(i);
+    for (int64_t i = 0; i < run; ++i)
+      block.head[done + i] = head, block.query[done + i] = query + static_cast<int32_t>(i);
     done += run, ++head, query = begin;
   }
   for (int64_t i = block.count; i < SIZE; ++i) block.head[i] = block.head[0], block.query[i] = block.query[0];
   const int32_t last = static_cast<int32_t>(span.keys), shift = last - end;
   const int64_t all = span.keys + span.queries;
-  const int32_t behind = static_cast<int32_t>(smaller(call.left, all)), ahead = static_cast<int32_t>(smaller(call.right, all)) + 1;
+  const int32_t behind = static_cast<int32_t>(smaller(call.left, all)),
+                ahead = static_cast<int32_t>(smaller(call.right, all)) + 1;
   for (int i = 0; i < SIZE; ++i) {
     const int32_t position = block.query[i] + shift, from = position - behind, to = position + ahead;
     block.low[i] = from > 0 ? (from < last ? from : last) : 0;
@@ -128,7 +132,8 @@ template <int REGISTERS> TK_INLINE auto sees(const Block<REGISTERS>& block, int 
   return (position >= load_ints(block.low + n * WIDTH)) & (position < load_ints(block.high + n * WIDTH));
 }
 
-// The largest score of a row, -inf where it sees no key; `queries` floats behind it the log of its sum of exp(score - largest).
+// The largest score of a row, -inf where it sees no key;
+// `queries` floats behind it the log of its sum of exp(score - largest).
 TK_INLINE float* statistics_of(const AttentionCall& call, int64_t batch, int64_t head, int64_t query) {
   return at<float>(call.statistics) + (batch * call.heads + head) * 2 * call.queries + query;
 }
@@ -145,8 +150,9 @@ TK_INLINE void rotate_row(const AttentionCall& call, const T* x, T* out, int64_t
   const AngleTables& angles = call.angles;
   const int64_t at_row = batch * angles.stride + row * angles.half;
   const float *cos = at<const float>(angles.cos) + at_row, *sin = at<const float>(angles.sin) + at_row;
-  const Factors factors = angles.interleaved ? spread(cos, sin, angles.half, scratch<float>(ANGLES_SLOT, 4 * angles.half))
-                                             : Factors{cos, sin, angles.half, false};
+  const Factors factors = angles.interleaved
+                              ? spread(cos, sin, angles.half, scratch<float>(ANGLES_SLOT, 4 * angles.half))
+                              : Factors{cos, sin, angles.half, false};
   rotate(x, out, factors, sign, call.width);
 }
 
@@ -157,7 +163,8 @@ template <class T> TK_INLINE T* memory_of_row(const AttentionCall& call, const V
 
 // A row as it is to be read: in place, or rotated in `memory`.
 template <class T>
-TK_INLINE const T* source_row(const AttentionCall& call, const View& tensor, int64_t batch, int64_t head, int64_t row, T* memory) {
+TK_INLINE const T* source_row(const AttentionCall& call, const View& tensor, int64_t batch, int64_t head, int64_t row,
+                              T* memory) {
   const T* from = row_of<const T>(tensor, batch, head, row);
   if (!memory) return from;
   rotate_row(call, from, memory, batch, row, 1.f);
@@ -185,8 +192,9 @@ template <class T> TK_INLINE void narrow_row(const float* from, Floats factor, i
   if (d < width) store(to + d, load(from + d) * factor, Part{static_cast<int>(width - d)});
 }
 
-// The distance from an element to the same one of the next owner (key head, then batch), which is fetched while this one is
-// computed, since heads of a packed projection are short pieces that the processor's own prefetching does not follow.
+// The distance from an element to the same one of the next owner (key head, then batch), which is fetched while this
+// one is computed, since heads of a packed projection are short pieces that the processor's
+// own prefetching does not follow.
 TK_INLINE int64_t next_owner(const View& tensor, int64_t owners, int64_t owner, int64_t heads) {
   return owner + 1 < owners ? heads * tensor.head : tensor.batch - owner * heads * tensor.head;
 }
@@ -199,8 +207,8 @@ TK_INLINE int64_t size_of_element(const AttentionCall& call) { return call.dtype
 
 // Has the rows at position(from) ... position(to - 1), moved by `ahead` elements, fetched.
 template <class F>
-TK_INLINE void fetch(const AttentionCall& call, const View& tensor, int64_t batch, int64_t ahead, int64_t from, int64_t to,
-                     Fetches& fetches, const F& position) {
+TK_INLINE void fetch(const AttentionCall& call, const View& tensor, int64_t batch, int64_t ahead, int64_t from,
+                     int64_t to, Fetches& fetches, const F& position) {
   if (!tensor.data) return;
   const int64_t size = size_of_element(call);
   const View bytes{tensor.data + ahead * size, size * tensor.batch, size * tensor.head, size * tensor.row};
@@ -210,11 +218,12 @@ TK_INLINE void fetch(const AttentionCall& call, const View& tensor, int64_t batc
   }
 }
 
-constexpr int64_t LONGEST_SCORE = 128;  // products that one register adds up; the scores of wider heads are sums of such
+// Products that one register adds up; the scores of wider heads are sums of such.
+constexpr int64_t LONGEST_SCORE = 128;
 
 // C = A B with A's rows `a_row` apart, where no register adds up more than `longest` of the K products.
-TK_INLINE void product_in_pieces(int64_t longest, const float* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row,
-                                 int64_t M, int64_t registers, int64_t K, Fetches* fetches) {
+TK_INLINE void product_in_pieces(int64_t longest, const float* a, int64_t a_row, const float* b, int64_t b_row,
+                                 float* c, int64_t c_row, int64_t M, int64_t registers, int64_t K, Fetches* fetches) {
   const int64_t first = smaller(K, longest);
   product<false>(a, {a_row, 1}, b, b_row, c, c_row, M, registers, first, fetches);
   for (int64_t k = first; k < K; k += longest)
@@ -230,15 +239,19 @@ struct Matrix {
   TK_INLINE const float* at(int64_t i) const { return data + i * row; }
 };
 
-// Whether products can read the rows of a head in place. Multiples of 2 KiB apart they would share few lines of the caches.
+// Whether products can read the rows of a head in place.
+// Multiples of 2 KiB apart they would share few lines of the caches.
 TK_INLINE bool has_readable_rows(const AttentionCall& call, const View& tensor, int64_t pitch) {
   constexpr int64_t CONFLICT = 512;  // floats
-  return call.dtype == FLOAT32 && !tensor.rotated && call.width == pitch && (tensor.row == pitch || tensor.row % CONFLICT);
+  return call.dtype == FLOAT32 && !tensor.rotated && call.width == pitch &&
+         (tensor.row == pitch || tensor.row % CONFLICT);
 }
 
 // The packed keys of a tensor where they can be read in place, up to a whole group of rows, else none.
-TK_INLINE Matrix keys_in_place(const AttentionCall& call, const View& tensor, int64_t batch, const Keys& keys, int64_t kv_head, int64_t pitch) {
-  const bool readable = has_readable_rows(call, tensor, pitch) && !keys.position && keys.first + aligned(keys.count, ROW_GROUP) <= call.keys;
+TK_INLINE Matrix keys_in_place(const AttentionCall& call, const View& tensor, int64_t batch, const Keys& keys,
+                               int64_t kv_head, int64_t pitch) {
+  const bool readable = has_readable_rows(call, tensor, pitch) && !keys.position &&
+                        keys.first + aligned(keys.count, ROW_GROUP) <= call.keys;
   return readable ? Matrix{row_of<const float>(tensor, batch, kv_head, keys.first), tensor.row} : Matrix{};
 }
 
@@ -249,7 +262,8 @@ inline void widen_keys(const AttentionCall& call, const View& tensor, int64_t ba
     using T = typename decltype(type)::type;
     T* memory = memory_of_row<T>(call, tensor);
     for (int64_t key = from; key < to; ++key)
-      widen_row(source_row<T>(call, tensor, batch, kv_head, row_of_key(keys, key), memory), call.width, packed + (key - from) * pitch);
+      widen_row(source_row<T>(call, tensor, batch, kv_head, row_of_key(keys, key), memory), call.width,
+                packed + (key - from) * pitch);
   });
 }
 
@@ -261,7 +275,8 @@ inline void widen_queries(const AttentionCall& call, const View& tensor, int64_t
     using T = typename decltype(type)::type;
     T* memory = memory_of_row<T>(call, tensor);
     for (int64_t i = 0; i < block.count; ++i)
-      widen_row(source_row<T>(call, tensor, batch, block.head[i], block.query[i], memory), call.width, packed + i * pitch);
+      widen_row(source_row<T>(call, tensor, batch, block.head[i], block.query[i], memory), call.width,
+                packed + i * pitch);
   });
   for (int64_t i = block.count; i < Block<REGISTERS>::SIZE; ++i)
     for (int64_t d = 0; d < pitch; d += WIDTH) store(packed + i * pitch + d, splat(0.0f));
@@ -269,8 +284,8 @@ inline void widen_queries(const AttentionCall& call, const View& tensor, int64_t
 
 // The same in `packed` or, where they can be read, in place.
 template <int REGISTERS>
-inline Matrix rows_of_queries(const AttentionCall& call, const View& tensor, int64_t batch, const Block<REGISTERS>& block,
-                              int64_t pitch, float* packed) {
+inline Matrix rows_of_queries(const AttentionCall& call, const View& tensor, int64_t batch,
+                              const Block<REGISTERS>& block, int64_t pitch, float* packed) {
   constexpr int64_t LAST = Block<REGISTERS>::SIZE - 1;
   if (has_readable_rows(call, tensor, pitch) && block.count > LAST && block.head[0] == block.head[LAST])
     return {row_of<const float>(tensor, batch, block.head[0], block.query[0]), tensor.row};
@@ -285,16 +300,16 @@ inline void transpose(const Matrix& from, int64_t columns, int64_t rows, float f
       transpose_square(from.at(r) + c, from.row, factor, to + c * to_pitch + r, to_pitch);
 }
 
-// Dropout: bit l of bits[key * REGISTERS + n] says whether the weight of lane l of register n survives; eight columns come
-// from one philox counter. Even lanes and odd lanes are drawn in two registers of 64-bit products.
+// Dropout: bit l of bits[key * REGISTERS + n] says whether the weight of lane l of register n survives; eight columns
+// come from one philox counter. Even lanes and odd lanes are drawn in two registers of 64-bit products.
 template <int REGISTERS> struct Draw {
   int64_t group = -1;
   uint16_t bits[8 * REGISTERS];
 };
 
 template <int REGISTERS>
-inline void draw_group(Draw<REGISTERS>& draw, const AttentionCall& call, const Dropout& dropout, int64_t batch, const Block<REGISTERS>& block,
-                       int64_t group) {
+inline void draw_group(Draw<REGISTERS>& draw, const AttentionCall& call, const Dropout& dropout, int64_t batch,
+                       const Block<REGISTERS>& block, int64_t group) {
   draw.group = group;
   const Ints head = splat_int(static_cast<int32_t>(batch * call.heads));
   for (int n = 0; n < REGISTERS; ++n) {
@@ -311,8 +326,8 @@ inline void draw_group(Draw<REGISTERS>& draw, const AttentionCall& call, const D
 }
 
 template <int REGISTERS>
-inline void draw_keys(const AttentionCall& call, const Dropout& dropout, int64_t batch, const Keys& keys, const Block<REGISTERS>& block,
-                      int64_t from, int64_t to, uint16_t* bits) {
+inline void draw_keys(const AttentionCall& call, const Dropout& dropout, int64_t batch, const Keys& keys,
+                      const Block<REGISTERS>& block, int64_t from, int64_t to, uint16_t* bits) {
   Draw<REGISTERS> draw;
   for (int64_t key = from; key < to; ++key) {
     const int64_t column = row_of_key(keys, key);
@@ -361,7 +376,8 @@ inline void add_distances(const AttentionCall& call, const Span& span, const Key
   const Floats factor = splat(scale);
   for (int n = 0; n < REGISTERS; ++n) {
     Floats slope;
-    for (int lane = 0; lane < WIDTH; ++lane) slope[lane] = -slopes[block.head[n * WIDTH + lane] * call.slope_strides.at[1]];
+    for (int lane = 0; lane < WIDTH; ++lane)
+      slope[lane] = -slopes[block.head[n * WIDTH + lane] * call.slope_strides.at[1]];
     const Ints position = load_ints(block.query + n * WIDTH) + shift;
     for (int64_t key = from; key < to; ++key) {
       const Ints distance = position - splat_int(static_cast<int32_t>(row_of_key(keys, key)));
@@ -371,7 +387,8 @@ inline void add_distances(const AttentionCall& call, const Span& span, const Key
   }
 }
 
-// `count` products become softcap * tanh(scale * product / softcap); slopes, if wanted, the derivative of what is capped.
+// `count` products become softcap * tanh(scale * product / softcap);
+// slopes, if wanted, the derivative of what is capped.
 inline void cap_scores(const Options& options, int64_t count, float* scores, float* slopes) {
   const Floats inner = splat(__builtin_fabsf(options.scale) / options.softcap), outer = splat(options.softcap);
   for (int64_t i = 0; i < count; i += WIDTH) {
@@ -389,7 +406,8 @@ TK_INLINE bool adjusts_scores(const AttentionCall& call, const Options& options)
 // Products of the packed keys [from, to) with a block's queries become scores: scaled, capped, with all that is added.
 template <int REGISTERS>
 inline void adjust_scores(const AttentionCall& call, const Options& options, const Span& span, const Keys& keys,
-                          const Block<REGISTERS>& block, int64_t from, int64_t to, float* scores, float* cap_slopes = nullptr) {
+                          const Block<REGISTERS>& block, int64_t from, int64_t to, float* scores,
+                          float* cap_slopes = nullptr) {
   float scale = __builtin_fabsf(options.scale);
   if (options.softcap > 0.f) cap_scores(options, (to - from) * Block<REGISTERS>::SIZE, scores, cap_slopes), scale = 1.f;
   if (call.bias) add_bias(call, span.batch, keys, block, scale, from, to, scores), scale = 1.f;

@@ -1,5 +1,5 @@
-// Gradients of attention: weights recomputed tile by tile (Dao 2023, algorithm 2), from a row's largest score and the log of its
-// sum, which are kept apart: their sum, lse, would lose the log where scores are large.
+// Gradients of attention: weights recomputed tile by tile (Dao 2023, algorithm 2), from a row's largest score and the
+// log of its sum, which are kept apart: their sum, lse, would lose the log where scores are large.
 #include "attention_backward.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -25,19 +25,24 @@ float output_product(const AttentionCall& call, int64_t batch, int64_t head, int
     const T *out = row_of<const T>(call.out, batch, head, row), *dout = row_of<const T>(call.dout, batch, head, row);
     int64_t d = 0;
     for (; d + WIDTH <= call.width; d += WIDTH) total = fma(load(out + d), load(dout + d), total);
-    if (d < call.width) total = fma(load(out + d, Part{static_cast<int>(call.width - d)}), load(dout + d, Part{static_cast<int>(call.width - d)}), total);
+    if (d < call.width)
+      total = fma(load(out + d, Part{static_cast<int>(call.width - d)}),
+                  load(dout + d, Part{static_cast<int>(call.width - d)}), total);
   });
   return sum(total);
 }
 
 template <class Operands>
-void load_block(QueryBlock& block, const AttentionCall& call, const Options& options, const Span& span, float* memory, const Operands& operands) {
+void load_block(QueryBlock& block, const AttentionCall& call, const Options& options, const Span& span, float* memory,
+                const Operands& operands) {
   block.whole = block.lanes.any_low / CHUNK == (block.lanes.any_high - 1) / CHUNK;
-  block.base = memory, block.log_sum = block.base + SIZE, block.delta = block.log_sum + SIZE, block.memory = block.delta + SIZE;
+  block.base = memory, block.log_sum = block.base + SIZE, block.delta = block.log_sum + SIZE,
+  block.memory = block.delta + SIZE;
   for (int64_t i = 0; i < SIZE; ++i) {
     block.base[i] = INFINITY, block.delta[i] = block.log_sum[i] = 0.f;
     if (i >= block.lanes.count) continue;
-    const int64_t head = block.lanes.head[i], query = block.lanes.query[i], row = (span.batch * call.heads + head) * call.queries + query;
+    const int64_t head = block.lanes.head[i], query = block.lanes.query[i],
+                  row = (span.batch * call.heads + head) * call.queries + query;
     const float* statistics = statistics_of(call, span.batch, head, query);
     const float product = block.whole ? 0.f : output_product(call, span.batch, head, query);
     if (statistics[0] != -INFINITY) block.base[i] = statistics[0];
@@ -54,7 +59,8 @@ struct Weighing {
   bool dropped;
 };
 
-// S^T and dP^T of rows [from, to) and one register -> dropped P^T, dS^T; HIDDEN: some lanes do not see some of the keys.
+// S^T and dP^T of rows [from, to) and one register -> dropped P^T, dS^T;
+// HIDDEN: some lanes do not see some of the keys.
 template <bool HIDDEN>
 inline void differentiate(const QueryBlock& block, const Weighing& how, int n, int64_t key, int64_t from, int64_t to,
                           Tile& tile) {
@@ -75,8 +81,9 @@ inline void differentiate(const QueryBlock& block, const Weighing& how, int n, i
   }
 }
 
-// The same where the tile holds every key that the queries of a register see, all of them those of [whole_from, whole_to): the sum of a
-// query's weights and sum(out dout) are those of this tile, so that they cancel the rounding of its scores.
+// The same where the tile holds every key that the queries of a register see, all of them those of
+// [whole_from, whole_to): the sum of a query's weights and sum(out dout) are those of this tile, so that they
+// cancel the rounding of its scores.
 inline void differentiate_whole(const QueryBlock& block, const Weighing& how, int n, int64_t key, int64_t whole_from,
                                 int64_t whole_to, Tile& tile) {
   const Floats keep = splat(how.keep), none = splat(0.f), lowest = splat(-INFINITY);
@@ -95,7 +102,8 @@ inline void differentiate_whole(const QueryBlock& block, const Weighing& how, in
     total += p, product = fma(p, dp, product);
     store(weight, p), store(gradient, dp);
   }
-  const Floats inverse = total == none ? none : 1.f / total, delta = fma(product, inverse, load(block.delta + n * WIDTH));
+  const Floats inverse = total == none ? none : 1.f / total,
+               delta = fma(product, inverse, load(block.delta + n * WIDTH));
   for (int64_t row = tile.low[n]; row < tile.high[n]; ++row) {
     float *weight = tile.weights + row * SIZE + n * WIDTH, *gradient = tile.gradients + row * SIZE + n * WIDTH;
     const Floats p = load(weight) * inverse;
@@ -167,11 +175,13 @@ void write_key_gradients(const AttentionCall& call, const Options& options, cons
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t row = row_of_key(keys, key + i);
     if (call.dk.data) {
-      narrow_row(operands.dkeys + i * operands.pitch, splat(options.scale), call.width, row_of<T>(call.dk, span.batch, kv_head, row));
+      narrow_row(operands.dkeys + i * operands.pitch, splat(options.scale), call.width,
+                 row_of<T>(call.dk, span.batch, kv_head, row));
       finish_row<T>(call, call.dk, span.batch, kv_head, row);
     }
     if (call.dv.data)
-      narrow_row(operands.dvalues + i * operands.pitch, splat(options.dropout.scale), call.width, row_of<T>(call.dv, span.batch, kv_head, row));
+      narrow_row(operands.dvalues + i * operands.pitch, splat(options.dropout.scale), call.width,
+                 row_of<T>(call.dv, span.batch, kv_head, row));
   }
 }
 
@@ -190,15 +200,16 @@ struct Share {
   int64_t part, parts;
 };
 
-// The current tile of a task: block `index` of `blocks` and the `rows` keys from `key` on, which are cached in this pass; the next
-// pass replaces them by those from `next_key` on.
+// The current tile of a task: block `index` of `blocks` and the `rows` keys from `key` on, which are cached in this
+// pass; the next pass replaces them by those from `next_key` on.
 struct Step {
   int64_t key, rows, next_key, index, blocks;
   bool first_pass, last_pass;
 };
 
-// A tile's part of what its products fetch, close to its use, so that it is not replaced before: what the next block of queries reads (after
-// the last, the next owner's first), the keys of the next pass or owner, and the gradients that are about to be written.
+// A tile's part of what its products fetch, close to its use, so that it is not replaced before: what the next block of
+// queries reads (after the last, the next owner's first), the keys of the next pass or owner,
+// and the gradients that are about to be written.
 void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head, const Step& step,
                  const QueryBlock* blocks, const Share& share, Fetches& fetches) {
   const int64_t group = call.heads / call.kv_heads;
@@ -207,8 +218,10 @@ void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, 
     const auto position = [&](int64_t i) TK_LAMBDA { return HeadRow{kv_head, row_of_key(keys, i)}; };
     const int64_t from = step.last_pass ? step.key : smaller(step.next_key, keys.count);
     const int64_t to = step.last_pass ? step.key + step.rows : smaller(step.next_key + CHUNK, keys.count);
-    fetch(call, call.k, span.batch, step.last_pass ? next_owner(call.k, call.kv_heads, kv_head, 1) : 0, from, to, fetches, position);
-    fetch(call, call.v, span.batch, step.last_pass ? next_owner(call.v, call.kv_heads, kv_head, 1) : 0, from, to, fetches, position);
+    fetch(call, call.k, span.batch, step.last_pass ? next_owner(call.k, call.kv_heads, kv_head, 1) : 0, from, to,
+          fetches, position);
+    fetch(call, call.v, span.batch, step.last_pass ? next_owner(call.v, call.kv_heads, kv_head, 1) : 0, from, to,
+          fetches, position);
     if (share.keys) fetch(call, call.dk, span.batch, 0, step.key, step.key + step.rows, fetches, position);
     if (share.keys) fetch(call, call.dv, span.batch, 0, step.key, step.key + step.rows, fetches, position);
   }
@@ -217,9 +230,11 @@ void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, 
     f(lanes.count * step.key / keys.count, lanes.count * smaller(step.key + CHUNK, keys.count) / keys.count, position);
   };
   if (last_block ? step.last_pass : step.first_pass)
-    over_part(blocks[last_block ? 0 : step.index + 1].lanes, [&](int64_t from, int64_t to, const auto& position) TK_LAMBDA {
+    over_part(blocks[last_block ? 0 : step.index + 1].lanes,
+              [&](int64_t from, int64_t to, const auto& position) TK_LAMBDA {
       const auto read = [&](const View& tensor) TK_LAMBDA {
-        fetch(call, tensor, span.batch, last_block ? next_owner(tensor, call.kv_heads, kv_head, group) : 0, from, to, fetches, position);
+        fetch(call, tensor, span.batch, last_block ? next_owner(tensor, call.kv_heads, kv_head, group) : 0, from, to,
+              fetches, position);
       };
       read(call.q), read(call.dout);
       if (keys.count > CHUNK) read(call.out);
@@ -231,7 +246,8 @@ void fetch_ahead(const AttentionCall& call, const Span& span, const Keys& keys, 
 }
 
 template <class Operands>
-void write_query_gradients(const AttentionCall& call, const Options& options, const Span& span, const QueryBlock& block, const Operands& operands) {
+void write_query_gradients(const AttentionCall& call, const Options& options, const Span& span, const QueryBlock& block,
+                           const Operands& operands) {
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     operands.template write_queries<T>(call, span.batch, block, options.scale);
@@ -242,7 +258,8 @@ void write_query_gradients(const AttentionCall& call, const Options& options, co
 
 // One task owns its share of the gradients of one key head of one span, and of the query heads that use it.
 template <class Operands>
-void backward_task(const AttentionCall& call, const Options& options, const Span& span, int64_t kv_head, const Share& share) {
+void backward_task(const AttentionCall& call, const Options& options, const Span& span, int64_t kv_head,
+                   const Share& share) {
   const int64_t group = call.heads / call.kv_heads, total = group * span.queries;
   const Keys keys = keys_of(call, span, POSITIONS);
   const int64_t block_step = share.keys ? 1 : share.parts, first_block = share.keys ? 0 : share.part;
@@ -267,13 +284,15 @@ void backward_task(const AttentionCall& call, const Options& options, const Span
         f(key, smaller(CHUNK, keys.count - key));
       }
     };
-    over_cached_chunks([&](int64_t key, int64_t rows) { operands.load_keys(call, span.batch, keys, kv_head, key, rows); });
+    over_cached_chunks(
+        [&](int64_t key, int64_t rows) { operands.load_keys(call, span.batch, keys, kv_head, key, rows); });
     if (share.keys) operands.clear_key_gradients();
     for (int64_t i = 0; i < blocks; ++i) {
       if (first_pass) load_block(block[i], call, options, span, memory + i * operands.floats_of_block(), operands);
       over_cached_chunks([&](int64_t key, int64_t rows) {
         const int64_t next_key = key + cached_chunks * chunk_step * CHUNK;
-        fetch_ahead(call, span, keys, kv_head, {key, rows, next_key, i, blocks, first_pass, last_pass}, block, share, fetches);
+        fetch_ahead(call, span, keys, kv_head, {key, rows, next_key, i, blocks, first_pass, last_pass}, block, share,
+                    fetches);
         if (!fill_tile(call, options, span, keys, key, rows, operands, block[i], tile)) return fetches.finish();
         if (tile.cap_slopes) uncap(tile);
         operands.complete(rows, tile);
@@ -305,20 +324,24 @@ template <class Operands> void backward(const AttentionCall& call, const Options
   const int64_t rows = call.heads / call.kv_heads * call.queries, rounds = (owners + threads - 1) / threads;
   const bool queries = call.dq.data, keys = call.dk.data || call.dv.data;
   const bool apart = queries && keys && !call.cu_seqlens && 5 * owners < 4 * rounds * threads && owners < 4 * threads;
-  const int64_t parts = apart || !(queries && keys) ? parts_of(owners, smaller((rows + SIZE - 1) / SIZE, (call.keys + CHUNK - 1) / CHUNK)) : 1;
+  const int64_t parts = apart || !(queries && keys)
+                            ? parts_of(owners, smaller((rows + SIZE - 1) / SIZE, (call.keys + CHUNK - 1) / CHUNK))
+                            : 1;
   const int64_t kinds = apart ? 2 : 1, tasks = owners * parts * kinds;
   const int64_t length = call.cu_seqlens ? call.queries / span_count(call) + 1 : call.keys;
   parallel_for(tasks, rows * length / parts * call.width / 4, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t owner = task / (parts * kinds), kind = task % kinds, part = task / kinds % parts;
       const Span span = span_at(call, owner / call.kv_heads);
-      backward_task<Operands>(call, options, span, owner % call.kv_heads, {queries && (!apart || kind == 0), keys && (!apart || kind == 1), part, parts});
+      backward_task<Operands>(call, options, span, owner % call.kv_heads,
+                              {queries && (!apart || kind == 0), keys && (!apart || kind == 1), part, parts});
     }
   });
 }
 
 void clear_filler(const AttentionCall& call) {
-  const int64_t from = at<int32_t>(call.cu_seqlens)[call.sequences], from_key = at<int32_t>(call.cu_seqlens_k)[call.sequences];
+  const int64_t from = at<int32_t>(call.cu_seqlens)[call.sequences],
+                from_key = at<int32_t>(call.cu_seqlens_k)[call.sequences];
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     for (int64_t head = 0; head < call.heads; ++head) clear<T>(call, call.dq, 0, head, from, call.queries, nullptr);
@@ -352,13 +375,14 @@ void add_bias_gradient(const AttentionCall& call, const Keys& keys, const QueryB
     }
 }
 
-// The gradient of the bias recomputes the scores: one task owns a stretch of it and adds up all that was broadcast there,
-// always in the same order.
+// The gradient of the bias recomputes the scores: one task owns a stretch of it and adds up all that
+// was broadcast there, always in the same order.
 void bias_gradient(const AttentionCall& call, const Options& options) {
   const int64_t* sizes = call.bias_sizes.at;
   const int64_t blocks = sizes[2] > 1 && !call.cu_seqlens ? (call.queries + SIZE - 1) / SIZE : 1;
   const int64_t tasks = sizes[0] * sizes[1] * blocks, group = call.heads / call.kv_heads;
-  parallel_for(tasks, call.batch * call.heads * call.queries * call.keys / tasks * call.width / 8, [&](int64_t begin, int64_t end) {
+  parallel_for(tasks, call.batch * call.heads * call.queries * call.keys / tasks * call.width / 8,
+               [&](int64_t begin, int64_t end) {
     Wide operands(options, 1, nullptr);
     QueryBlock* block = scratch<QueryBlock>(LANES_OF_BLOCKS, 1);
     float* memory = scratch<float>(QUERY_BLOCKS, operands.floats_of_block());

@@ -1,4 +1,5 @@
-// A tile of attention's backward pass, and its operands: in float32, and in bfloat16 where the processor multiplies that.
+// A tile of attention's backward pass, and its operands: in float32,
+// and in bfloat16 where the processor multiplies that.
 #pragma once
 #include "attention.h"
 #include "pairs.h"
@@ -13,8 +14,8 @@ constexpr int64_t CHUNK = 64;            // keys of a tile
 constexpr int64_t SLACK = 16;            // rows that a product may read or write behind the last
 constexpr int64_t SMALL_BLOCK = 16;      // queries
 constexpr int64_t SHORT_SUM = 16;        // columns that one register adds up for a small block
-// Floats of keys, of values and of each one's gradients that stay in the second-level cache with a block of queries: all blocks
-// are read from memory once for these keys, not once for each chunk.
+// Floats of keys, of values and of each one's gradients that stay in the second-level cache with a block of queries:
+// all blocks are read from memory once for these keys, not once for each chunk.
 constexpr int64_t CACHED_FLOATS = 32768;
 
 enum Slot { POSITIONS = 8, CHUNK_ROWS, TILE, QUERY_BLOCKS, LANES_OF_BLOCKS };
@@ -24,7 +25,8 @@ struct QueryBlock {
   Queries lanes;
   int64_t any_low[REGISTERS], any_high[REGISTERS], all_low[REGISTERS], all_high[REGISTERS];
   bool whole;                   // no key that some lane sees is in another tile than the others
-  float *base, *log_sum, *delta;  // (SIZE): largest score, +inf in rows without keys; log of the sum; sum(out dout), unless whole, - dlse
+  // (SIZE): largest score, +inf in rows without keys; log of the sum; sum(out dout), unless whole, - dlse
+  float *base, *log_sum, *delta;
   Matrix q, dout;               // (SIZE, pitch), of Wide: in `memory`, or the call's in place
   float* memory;
   static constexpr int64_t FLOATS = 3 * SIZE;
@@ -72,8 +74,8 @@ template <class F> TK_INLINE void over_query_runs(const Tile& tile, const F& f) 
   }
 }
 
-// Scratch buffers in float32: keys, values and their gradients of all cached chunks, and those of one; of a block of queries q
-// and dout, both also transposed, and dq.
+// Scratch buffers in float32: keys, values and their gradients of all cached chunks, and those of one; of a block of
+// queries q and dout, both also transposed, and dq.
 struct Wide {
   static constexpr int ROWS = ROW_GROUP;  // of keys at a time
   int64_t pitch, size;            // floats in a row, and of each tensor in `buffers`
@@ -83,7 +85,8 @@ struct Wide {
   Fetches* fetches;
 
   Wide(const Options& options, int64_t chunks, Fetches* to_fetch)
-      : pitch(options.pitch), size((chunks * CHUNK + SLACK) * pitch), buffers(scratch<float>(CHUNK_ROWS, 4 * size)), fetches(to_fetch) {
+      : pitch(options.pitch), size((chunks * CHUNK + SLACK) * pitch), buffers(scratch<float>(CHUNK_ROWS, 4 * size)),
+        fetches(to_fetch) {
     select_chunk(0, 0);
   }
   void select_chunk(int64_t chunk, int64_t key) {
@@ -109,19 +112,24 @@ struct Wide {
     transpose(block.dout, pitch, SIZE, 1.f, dout_transposed(block), SIZE);
   }
 
-  void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key, int64_t rows) {
-    own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch), own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
+  void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key,
+                 int64_t rows) {
+    own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch),
+    own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
     if (!own_keys.data) widen_keys(call, call.k, batch, some, kv_head, key, key + rows, pitch, dkeys - 2 * size);
     if (!own_values.data) widen_keys(call, call.v, batch, some, kv_head, key, key + rows, pitch, dvalues - 2 * size);
     place_keys(dkeys - 2 * size, key);
   }
 
   // S^T and dP^T of `count` keys from `low` on and of `registers` queries.
-  void score(const AttentionCall& call, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
+  void score(const AttentionCall& call, const QueryBlock& block, int64_t low, int64_t count, int n, int registers,
+             Tile& tile) const {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
-    const int64_t longest = block.lanes.count <= SMALL_BLOCK ? SHORT_SUM : LONGEST_SCORE;  // where eager PyTorch's own sums are short
+    // Where eager PyTorch's own sums are short.
+    const int64_t longest = block.lanes.count <= SMALL_BLOCK ? SHORT_SUM : LONGEST_SCORE;
     const auto multiply = [&](const Matrix& rows, const float* columns, float* to) TK_LAMBDA {
-      product_in_pieces(longest, rows.at(low), rows.row, columns + column, SIZE, to + at_tile, SIZE, count, registers, call.width, fetches);
+      product_in_pieces(longest, rows.at(low), rows.row, columns + column, SIZE, to + at_tile, SIZE, count, registers,
+                        call.width, fetches);
     };
     multiply(keys, q_transposed(block), tile.weights), multiply(values, dout_transposed(block), tile.gradients);
   }
@@ -131,7 +139,8 @@ struct Wide {
     for (int n = 0; n < REGISTERS; ++n)
       for (int64_t row = 0; row < aligned(rows, ROWS); ++row)
         if (row < tile.low[n] || row >= tile.high[n])
-          store(tile.weights + row * SIZE + n * WIDTH, splat(0.f)), store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));
+          store(tile.weights + row * SIZE + n * WIDTH, splat(0.f)),
+              store(tile.gradients + row * SIZE + n * WIDTH, splat(0.f));
   }
 
   // dV += P^T dO and dK += dS^T Q, from the registers that see some of a group of keys.
@@ -139,11 +148,11 @@ struct Wide {
     over_key_runs<ROWS>(tile, rows, [&](int64_t begin, int64_t end, int first, int last) TK_LAMBDA {
       const int64_t query = first * WIDTH, from = begin * SIZE + query, depth = (last - first) * WIDTH;
       if (call.dv.data)
-        product<true>(tile.weights + from, {SIZE, 1}, block.dout.at(query), block.dout.row, dvalues + begin * pitch, pitch, end - begin,
-                      pitch / WIDTH, depth, fetches);
+        product<true>(tile.weights + from, {SIZE, 1}, block.dout.at(query), block.dout.row, dvalues + begin * pitch,
+                      pitch, end - begin, pitch / WIDTH, depth, fetches);
       if (call.dk.data)
-        product<true>(tile.gradients + from, {SIZE, 1}, block.q.at(query), block.q.row, dkeys + begin * pitch, pitch, end - begin,
-                      pitch / WIDTH, depth, fetches);
+        product<true>(tile.gradients + from, {SIZE, 1}, block.q.at(query), block.q.row, dkeys + begin * pitch, pitch,
+                      end - begin, pitch / WIDTH, depth, fetches);
     });
   }
 
@@ -151,25 +160,27 @@ struct Wide {
   void add_query_gradients(const QueryBlock& block, const Tile& tile) const {
     over_query_runs(tile, [&](int n, int count) TK_LAMBDA {
       const int64_t low = tile.low[n];
-      product<true>(tile.gradients + low * SIZE + n * WIDTH, {1, SIZE}, keys.at(low), keys.row, dq(block) + n * WIDTH * pitch, pitch,
-                    count * WIDTH, pitch / WIDTH, tile.high[n] - low, fetches);
+      product<true>(tile.gradients + low * SIZE + n * WIDTH, {1, SIZE}, keys.at(low), keys.row,
+                    dq(block) + n * WIDTH * pitch, pitch, count * WIDTH, pitch / WIDTH, tile.high[n] - low, fetches);
     });
   }
 
   template <class T>
   void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, float scale) const {
     for (int64_t i = 0; i < block.lanes.count; ++i)
-      narrow_row(dq(block) + i * pitch, splat(scale), call.width, row_of<T>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]));
+      narrow_row(dq(block) + i * pitch, splat(scale), call.width,
+                 row_of<T>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]));
   }
 };
 
 #if defined(__AVX512BF16__)
-// The same in bfloat16. P^T and dS^T are rounded as rows, which multiply q and dout, and dS^T also in pairs of rows, which
-// the transposed keys multiply; dq is transposed.
+// The same in bfloat16. P^T and dS^T are rounded as rows, which multiply q and dout, and dS^T also in pairs of rows,
+// which the transposed keys multiply; dq is transposed.
 struct Pairs {
   static constexpr int ROWS = PAIR_ROWS;
   int64_t pitch, size;
-  float* buffers;  // dkeys and dvalues, then in bfloat16 keys, values and keys transposed: (chunks * CHUNK + SLACK, pitch)
+  // dkeys and dvalues, then in bfloat16 keys, values and keys transposed: (chunks * CHUNK + SLACK, pitch)
+  float* buffers;
   Bfloat16 *keys, *values, *keys_transposed;  // of one chunk: the last (pitch, CHUNK)
   float *dkeys, *dvalues;
   Bfloat16 *weights, *gradients, *rows_of_queries;  // (CHUNK, SIZE) twice, (SIZE, pitch)
@@ -179,7 +190,8 @@ struct Pairs {
 
   Pairs(const Options& options, int64_t chunks, Fetches* to_fetch)
       : pitch(aligned(options.pitch, PAIR_DEPTH)), size((chunks * CHUNK + SLACK) * pitch),
-        buffers(scratch<float>(CHUNK_ROWS, 2 * size + 3 * size / 2 + SIZE * pitch / 2 + 3 * CHUNK * SIZE / 2)), fetches(to_fetch) {
+        buffers(scratch<float>(CHUNK_ROWS, 2 * size + 3 * size / 2 + SIZE * pitch / 2 + 3 * CHUNK * SIZE / 2)),
+        fetches(to_fetch) {
     gradient_pairs = buffers + 2 * size + 3 * size / 2;
     weights = reinterpret_cast<Bfloat16*>(gradient_pairs + CHUNK * SIZE / 2), gradients = weights + CHUNK * SIZE;
     rows_of_queries = gradients + CHUNK * SIZE;
@@ -199,10 +211,12 @@ struct Pairs {
   float* dout(const QueryBlock& block) const { return block.memory + 3 * SIZE * pitch / 2; }
   float* dq(const QueryBlock& block) const { return block.memory + 2 * SIZE * pitch; }
 
-  void load_side(const AttentionCall& call, const View& tensor, int64_t batch, const Queries& lanes, uint32_t sign, float* transposed, float* pairs) const {
+  void load_side(const AttentionCall& call, const View& tensor, int64_t batch, const Queries& lanes, uint32_t sign,
+                 float* transposed, float* pairs) const {
     Bfloat16* memory = memory_of_row<Bfloat16>(call, tensor);
     for (int64_t i = 0; i < lanes.count; ++i)
-      copy_row(source_row(call, tensor, batch, lanes.head[i], lanes.query[i], memory), call.width, pitch, rows_of_queries + i * pitch);
+      copy_row(source_row(call, tensor, batch, lanes.head[i], lanes.query[i], memory), call.width, pitch,
+               rows_of_queries + i * pitch);
     clear_rows(lanes.count, SIZE, pitch, rows_of_queries);
     transpose_pairs(rows_of_queries, SIZE, pitch, sign, transposed, SIZE);
     pair_rows(rows_of_queries, SIZE, pitch, pairs);
@@ -214,7 +228,8 @@ struct Pairs {
     memset(dq(block), 0, sizeof(float) * SIZE * pitch);
   }
 
-  void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key, int64_t rows) const {
+  void load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t key,
+                 int64_t rows) const {
     Bfloat16* memory = memory_of_row<Bfloat16>(call, call.k);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t position = row_of_key(some, key + i);
@@ -226,10 +241,13 @@ struct Pairs {
     transpose_rows(keys, all, pitch, keys_transposed, CHUNK);
   }
 
-  void score(const AttentionCall&, const QueryBlock& block, int64_t low, int64_t count, int n, int registers, Tile& tile) const {
+  void score(const AttentionCall&, const QueryBlock& block, int64_t low, int64_t count, int n, int registers,
+             Tile& tile) const {
     const int64_t column = n * WIDTH, at_tile = low * SIZE + column;
-    pair_product<false>(keys + low * pitch, pitch, q_transposed(block) + column, SIZE, tile.weights + at_tile, SIZE, count, registers, pitch, fetches);
-    pair_product<false>(values + low * pitch, pitch, dout_transposed(block) + column, SIZE, tile.gradients + at_tile, SIZE, count, registers, pitch, fetches);
+    pair_product<false>(keys + low * pitch, pitch, q_transposed(block) + column, SIZE, tile.weights + at_tile, SIZE,
+                        count, registers, pitch, fetches);
+    pair_product<false>(values + low * pitch, pitch, dout_transposed(block) + column, SIZE, tile.gradients + at_tile,
+                        SIZE, count, registers, pitch, fetches);
   }
 
   void complete(int64_t rows, Tile& tile) const {
@@ -250,10 +268,11 @@ struct Pairs {
   void add_key_gradients(const AttentionCall& call, int64_t rows, const QueryBlock& block, const Tile& tile) const {
     over_key_runs<ROWS>(tile, rows, [&](int64_t begin, int64_t end, int first, int last) TK_LAMBDA {
       first = first / 2 * 2;
-      const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH / 2 * pitch, depth = aligned((last - first) * WIDTH, PAIR_DEPTH);
+      const int64_t from = begin * SIZE + first * WIDTH, queries = first * WIDTH / 2 * pitch,
+                    depth = aligned((last - first) * WIDTH, PAIR_DEPTH);
       if (call.dv.data)
-        pair_product<true>(weights + from, SIZE, dout(block) + queries, pitch, dvalues + begin * pitch, pitch, end - begin,
-                           pitch / WIDTH, depth, fetches);
+        pair_product<true>(weights + from, SIZE, dout(block) + queries, pitch, dvalues + begin * pitch, pitch,
+                           end - begin, pitch / WIDTH, depth, fetches);
       if (call.dk.data)
         pair_product<true>(gradients + from, SIZE, q(block) + queries, pitch, dkeys + begin * pitch, pitch, end - begin,
                            pitch / WIDTH, depth, fetches);
@@ -263,18 +282,20 @@ struct Pairs {
   void add_query_gradients(const QueryBlock& block, const Tile& tile) const {
     over_query_runs(tile, [&](int n, int count) TK_LAMBDA {
       const int64_t low = tile.low[n] / PAIR_DEPTH * PAIR_DEPTH, depth = aligned(tile.high[n] - low, PAIR_DEPTH);
-      pair_product<true>(keys_transposed + low, CHUNK, gradient_pairs + low / 2 * SIZE + n * WIDTH, SIZE, dq(block) + n * WIDTH, SIZE, pitch, count, depth,
-                         fetches);
+      pair_product<true>(keys_transposed + low, CHUNK, gradient_pairs + low / 2 * SIZE + n * WIDTH, SIZE,
+                         dq(block) + n * WIDTH, SIZE, pitch, count, depth, fetches);
     });
   }
 
   template <class T>
   void write_queries(const AttentionCall& call, int64_t batch, const QueryBlock& block, float scale) const {
     for (int64_t first = 0; first < block.lanes.count; first += WIDTH)
-      over_result_rows(dq(block) + first, SIZE, pitch, splat(scale), [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
+      over_result_rows(dq(block) + first, SIZE, pitch, splat(scale),
+                       [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
         const int64_t i = first + lane;
         if (i < block.lanes.count && d < call.width)
-          store_row_part(row_of<Bfloat16>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]), d, call.width, row);
+          store_row_part(row_of<Bfloat16>(call.dq, batch, block.lanes.head[i], block.lanes.query[i]), d, call.width,
+                         row);
       });
   }
 };

@@ -1,5 +1,6 @@
-// Decoding, one query per head: keys and values are read in place, once for the heads that share them, with columns in the
-// lanes. Several streams of addresses use more of the memory bandwidth than one, so rows far apart are read at the same time.
+// Decoding, one query per head: keys and values are read in place, once for the heads that share them, with columns in
+// the lanes. Several streams of addresses use more of the memory bandwidth than one,
+// so rows far apart are read at the same time.
 #pragma once
 #include "attention.h"
 
@@ -9,7 +10,8 @@ constexpr int64_t MAX_DECODE_GROUP = 8;      // query heads of a key head; more 
 constexpr int64_t SPLIT_KEYS = 1024;  // keys of one piece
 constexpr int64_t SHORT_SUM = 128;    // values that one register adds up
 
-// Rows of keys that are read at the same time for M queries, and registers of a row of values: the sums must stay in registers.
+// Rows of keys that are read at the same time for M queries, and registers of a row of values:
+// the sums must stay in registers.
 template <int M> constexpr int STREAMS = WIDTH == 16 ? (M < 3 ? 8 : 4) : (M < 2 ? 8 : M < 3 ? 4 : 2);
 template <int M> constexpr int VALUE_REGISTERS = STREAMS<M>;
 constexpr int VALUE_STREAMS = 4;
@@ -30,14 +32,17 @@ template <class T> struct Rows {
     constexpr int64_t BYTES_AHEAD = 2048;
     ahead = (BYTES_AHEAD / static_cast<int64_t>(sizeof(T)) / call.width + 1) * tensor.row;
   }
-  TK_INLINE const T* at_key(int64_t i) const { return row_of<const T>(tensor, batch, head, row_of_key(keys, first + i)); }
+  TK_INLINE const T* at_key(int64_t i) const {
+    return row_of<const T>(tensor, batch, head, row_of_key(keys, first + i));
+  }
   template <class L> TK_INLINE Floats read(const T* element, L lanes) const {
     __builtin_prefetch(element + ahead);
     return load(element, lanes);
   }
 };
 
-// M queries against a piece of the keys: scores (M, SPLIT_KEYS), which become weights; weighted sums of values (M, pitch).
+// M queries against a piece of the keys: scores (M, SPLIT_KEYS), which become weights;
+// weighted sums of values (M, pitch).
 template <int M, class T> struct DecodeQueries {
   Rows<T> keys, values;
   const float* queries;
@@ -114,7 +119,9 @@ template <int M, class T> struct DecodeQueries {
     for (int m = 0; m < M; ++m) {
       float* own = scores + m * SPLIT_KEYS;
       Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, total[4] = {};
-      over_columns(count, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(load(own + j, lanes, -INFINITY), top[u]); });
+      over_columns(count, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+        top[u] = maximum(load(own + j, lanes, -INFINITY), top[u]);
+      });
       largest_products[m] = largest(top);
       const float base = largest_products[m] == -INFINITY ? 0.f : largest_products[m];
       over_columns(count, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
@@ -131,19 +138,21 @@ template <int M, class T> struct DecodeQueries {
 
 // Whether each head has one query, and neither scores nor weights are changed.
 inline bool is_decode(const AttentionCall& call, const Options& options) {
-  return call.queries == 1 && call.heads <= MAX_DECODE_GROUP * call.kv_heads && !call.cu_seqlens && !call.seed && !call.k.rotated &&
-         !adjusts_scores(call, options);
+  return call.queries == 1 && call.heads <= MAX_DECODE_GROUP * call.kv_heads && !call.cu_seqlens && !call.seed &&
+         !call.k.rotated && !adjusts_scores(call, options);
 }
 
-// Calls attend() for packed keys [from, from + count) with `heads` packed rows of queries, four at a time; sums start at 0.
-inline void decode_attention(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head, int64_t from, int64_t count,
-                       const float* queries, int64_t heads, int64_t pitch, float factor, float* scores, float* largest_products, float* weight_sums,
-                       float* sums) {
+// Calls attend() for packed keys [from, from + count) with `heads` packed rows of queries,
+// four at a time; sums start at 0.
+inline void decode_attention(const AttentionCall& call, const Span& span, const Keys& keys, int64_t kv_head,
+                             int64_t from, int64_t count, const float* queries, int64_t heads, int64_t pitch,
+                             float factor, float* scores, float* largest_products, float* weight_sums, float* sums) {
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const Rows<T> k(call, call.k, keys, span.batch, kv_head, from), v(call, call.v, keys, span.batch, kv_head, from);
     const auto some = [&](auto number, int64_t m) {
-      const DecodeQueries<decltype(number)::value, T> queries_of_piece{k, v, queries + m * pitch, scores, sums + m * pitch, call.width, pitch};
+      const DecodeQueries<decltype(number)::value, T> queries_of_piece{
+          k, v, queries + m * pitch, scores, sums + m * pitch, call.width, pitch};
       queries_of_piece.attend(count, factor, largest_products + m, weight_sums + m);
     };
     int64_t m = 0;

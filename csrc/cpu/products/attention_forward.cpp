@@ -25,7 +25,9 @@ template <int REGISTERS> struct State {
 inline bool has_nonfinite(const float* rows, int64_t count, int64_t pitch, int64_t apart) {
   Floats all[4] = {};
   for (int64_t i = 0; i < count; ++i)
-    over_columns(pitch, [&](int64_t d, auto lanes, int u) TK_LAMBDA { all[u] = fma(load(rows + i * apart + d, lanes), splat(0.f), all[u]); });
+    over_columns(pitch, [&](int64_t d, auto lanes, int u) TK_LAMBDA {
+      all[u] = fma(load(rows + i * apart + d, lanes), splat(0.f), all[u]);
+    });
   const Floats any = (all[0] + all[1]) + (all[2] + all[3]);
   return lane_bits(any != any) != 0;
 }
@@ -40,8 +42,8 @@ inline bool has_nonfinite(const Bfloat16* rows, int64_t count, int64_t pitch, in
 }
 #endif
 
-// 0 * NaN is NaN, so a weight of 0 does not hide a value: non-finite packed values become zeros, and queries that see one of
-// them get NaN (`propagate_nonfinite`). For keys that all lanes of a block see this changes inf to NaN at most.
+// 0 * NaN is NaN, so a weight of 0 does not hide a value: non-finite packed values become zeros, and queries that see
+// one of them get NaN (`propagate_nonfinite`). For keys that all lanes of a block see this changes inf to NaN at most.
 template <class T>
 inline bool clear_nonfinite(T* values, int64_t count, int64_t pitch, uint8_t* nonfinite) {
   constexpr int64_t GROUP = 16;
@@ -59,8 +61,9 @@ inline bool clear_nonfinite(T* values, int64_t count, int64_t pitch, uint8_t* no
   return any;
 }
 
-// Scratch buffers of one thread in float32, as ggml names them: K and V as rows, all `key_rows` of a task or, where each is read
-// once (`streamed`), those of one chunk; Q of a block transposed; KQ, the scores, which become weights; VKQ, the sums.
+// Scratch buffers of one thread in float32, as ggml names them: K and V as rows, all `key_rows` of a task or, where
+// each is read once (`streamed`), those of one chunk; Q of a block transposed;
+// KQ, the scores, which become weights; VKQ, the sums.
 template <int LANE_REGISTERS> struct Wide {
   static constexpr int REGISTERS = LANE_REGISTERS;
   static constexpr int64_t SIZE = Block<REGISTERS>::SIZE;
@@ -77,7 +80,8 @@ template <int LANE_REGISTERS> struct Wide {
       : pitch(options.pitch), streamed(streams), fetches(size_of_element(call) * call.width, REGISTERS == 1) {
     keys = scratch<float>(KEY_ROWS, (key_rows + SLACK) * pitch);
     values = scratch<float>(VALUE_ROWS, (key_rows + SLACK) * pitch);
-    queries = scratch<float>(WORKSPACE, ((1 + 2 * sharing) * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
+    queries =
+        scratch<float>(WORKSPACE, ((1 + 2 * sharing) * pitch + CHUNK + SLACK) * SIZE + (CHUNK * REGISTERS + 1) / 2);
     KQ = queries + SIZE * pitch;
     blocks = KQ + (CHUNK + SLACK) * SIZE;
     bits = reinterpret_cast<uint16_t*>(blocks + sharing * 2 * SIZE * pitch);
@@ -94,8 +98,10 @@ template <int LANE_REGISTERS> struct Wide {
   static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK, high - key); }
 
   // Packs keys [from, to), and clears non-finite values where `nonfinite` is given to mark them.
-  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* nonfinite) {
-    const Matrix own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch), own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
+  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to,
+                 uint8_t* nonfinite) {
+    const Matrix own_keys = keys_in_place(call, call.k, batch, some, kv_head, pitch),
+                 own_values = keys_in_place(call, call.v, batch, some, kv_head, pitch);
     rows_of_keys = own_keys.data ? Matrix{own_keys.at(from), own_keys.row} : Matrix{keys, pitch};
     if (!own_keys.data) widen_keys(call, call.k, batch, some, kv_head, from, to, pitch, keys);
     if (own_values.data) {
@@ -114,8 +120,8 @@ template <int LANE_REGISTERS> struct Wide {
   void clear_VKQ() const { memset(VKQ, 0, sizeof(float) * SIZE * pitch); }
 
   void score(const AttentionCall& call, int64_t key, int64_t rows) {
-    product_in_pieces(LONGEST_SCORE, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, KQ, SIZE, aligned(rows, ROW_GROUP),
-                      REGISTERS, call.width, &fetches);
+    product_in_pieces(LONGEST_SCORE, rows_of_keys.at(at_row(key)), rows_of_keys.row, transposed, SIZE, KQ, SIZE,
+                      aligned(rows, ROW_GROUP), REGISTERS, call.width, &fetches);
   }
 
   void put_weights(int64_t row, int n, Floats even, Floats odd) {
@@ -125,7 +131,8 @@ template <int LANE_REGISTERS> struct Wide {
   void add_values(const Block<REGISTERS>& block, int64_t key, int64_t rows, bool first, const float* alpha) {
     const float* from = rows_of_values.at(at_row(key));
     const int64_t used = block.count < 4 ? block.count : aligned(block.count, 4);  // lanes whose sums are wanted
-    if (first) return product<false>(KQ, {1, SIZE}, from, rows_of_values.row, VKQ, pitch, used, pitch / WIDTH, rows, &fetches);
+    if (first)
+      return product<false>(KQ, {1, SIZE}, from, rows_of_values.row, VKQ, pitch, used, pitch / WIDTH, rows, &fetches);
     for (int64_t i = 0; i < used; ++i)
       if (alpha[i] != 1.f)
         for (int64_t d = 0; d < pitch; d += WIDTH) store(VKQ + i * pitch + d, load(VKQ + i * pitch + d) * alpha[i]);
@@ -136,7 +143,8 @@ template <int LANE_REGISTERS> struct Wide {
     by_dtype(call.dtype, [&](auto type) TK_LAMBDA {
       using T = typename decltype(type)::type;
       for (int64_t i = 0; i < block.count; ++i)
-        narrow_row(VKQ + i * pitch, splat(inverse[i]), call.width, row_of<T>(call.out, batch, block.head[i], block.query[i]));
+        narrow_row(VKQ + i * pitch, splat(inverse[i]), call.width,
+                   row_of<T>(call.out, batch, block.head[i], block.query[i]));
     });
   }
 };
@@ -157,11 +165,13 @@ template <int LANE_REGISTERS> struct Pairs {
   const TileRegisters tiles;
 
   Pairs(const AttentionCall& call, const Options& options, int64_t key_rows, bool streams, int64_t sharing = 1)
-      : depth(aligned(options.pitch, PAIR_DEPTH)), height(depth), streamed(streams), fetches(size_of_element(call) * call.width, REGISTERS == 1) {
+      : depth(aligned(options.pitch, PAIR_DEPTH)), height(depth), streamed(streams),
+        fetches(size_of_element(call) * call.width, REGISTERS == 1) {
     keys = scratch<Bfloat16>(KEY_ROWS, aligned(key_rows, PAIR_DEPTH) * depth);
     values = scratch<Bfloat16>(VALUE_ROWS, aligned(key_rows, CHUNK) * height);
     const int64_t size = SIZE * (depth / 2 + height);
-    blocks = scratch<float>(WORKSPACE, sharing * size + SIZE * (CHUNK + CHUNK / 2) + (CHUNK + SIZE) * depth / 2 + CHUNK * REGISTERS / 2);
+    blocks = scratch<float>(
+        WORKSPACE, sharing * size + SIZE * (CHUNK + CHUNK / 2) + (CHUNK + SIZE) * depth / 2 + CHUNK * REGISTERS / 2);
     KQ = blocks + sharing * size;
     weights = KQ + SIZE * CHUNK;
     rows_of_values = reinterpret_cast<Bfloat16*>(weights + SIZE * CHUNK / 2);
@@ -177,7 +187,8 @@ template <int LANE_REGISTERS> struct Pairs {
   static int64_t first_key(int64_t low) { return low / PAIR_DEPTH * PAIR_DEPTH; }
   static int64_t rows_at(int64_t key, int64_t high) { return smaller(CHUNK - key % CHUNK, high - key); }
 
-  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to, uint8_t* nonfinite) {
+  bool load_keys(const AttentionCall& call, int64_t batch, const Keys& some, int64_t kv_head, int64_t from, int64_t to,
+                 uint8_t* nonfinite) {
     bool any_nonfinite = false;
     Bfloat16* memory = memory_of_row<Bfloat16>(call, call.k);
     for (int64_t key = from; key < to; key += rows_at(key, to)) {
@@ -186,7 +197,8 @@ template <int LANE_REGISTERS> struct Pairs {
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t position = row_of_key(some, key + i);
         copy_row(source_row(call, call.k, batch, kv_head, position, memory), call.width, depth, row + i * depth);
-        copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, position), call.width, depth, rows_of_values + i * depth);
+        copy_row(row_of<const Bfloat16>(call.v, batch, kv_head, position), call.width, depth,
+                 rows_of_values + i * depth);
       }
       clear_rows(rows, all, depth, row), clear_rows(rows, all, depth, rows_of_values);
       if (nonfinite) any_nonfinite |= clear_nonfinite(rows_of_values, rows, depth, nonfinite + (key - from));
@@ -198,17 +210,21 @@ template <int LANE_REGISTERS> struct Pairs {
   void load_queries(const AttentionCall& call, const Options& options, int64_t batch, const Block<REGISTERS>& block) {
     Bfloat16* memory = memory_of_row<Bfloat16>(call, call.q);
     for (int64_t i = 0; i < block.count; ++i)
-      copy_row(source_row(call, call.q, batch, block.head[i], block.query[i], memory), call.width, depth, queries + i * depth);
+      copy_row(source_row(call, call.q, batch, block.head[i], block.query[i], memory), call.width, depth,
+               queries + i * depth);
     clear_rows(block.count, SIZE, depth, queries);
     transpose_pairs(queries, SIZE, depth, options.scale < 0.f ? 0x80008000u : 0u, transposed, SIZE);
   }
   void clear_VKQ() const { memset(VKQ, 0, sizeof(float) * SIZE * height); }
 
   void score(const AttentionCall&, int64_t key, int64_t rows) {
-    pair_product<false>(keys + (streamed ? 0 : key * depth), depth, transposed, SIZE, KQ, SIZE, aligned(rows, PAIR_ROWS), REGISTERS, depth, &fetches);
+    pair_product<false>(keys + (streamed ? 0 : key * depth), depth, transposed, SIZE, KQ, SIZE,
+                        aligned(rows, PAIR_ROWS), REGISTERS, depth, &fetches);
   }
 
-  void put_weights(int64_t row, int n, Floats even, Floats odd) { store(weights + row / 2 * SIZE + n * WIDTH, rounded_pairs(even, odd)); }
+  void put_weights(int64_t row, int n, Floats even, Floats odd) {
+    store(weights + row / 2 * SIZE + n * WIDTH, rounded_pairs(even, odd));
+  }
 
   void add_values(const Block<REGISTERS>&, int64_t key, int64_t rows, bool first, const float* alpha) {
     const int64_t all = aligned(rows, PAIR_DEPTH);
@@ -218,14 +234,16 @@ template <int LANE_REGISTERS> struct Pairs {
     for (int n = 0; n < REGISTERS; ++n) {
       const Floats shrink = load(alpha + n * WIDTH);
       if (lane_bits(shrink != 1.f))
-        for (int64_t d = 0; d < height; ++d) store(VKQ + d * SIZE + n * WIDTH, load(VKQ + d * SIZE + n * WIDTH) * shrink);
+        for (int64_t d = 0; d < height; ++d)
+          store(VKQ + d * SIZE + n * WIDTH, load(VKQ + d * SIZE + n * WIDTH) * shrink);
     }
     pair_product<true>(from, CHUNK, weights, SIZE, VKQ, SIZE, height, REGISTERS, all, &fetches);
   }
 
   void write(const AttentionCall& call, int64_t batch, const Block<REGISTERS>& block, const float* inverse) const {
     for (int64_t first = 0; first < block.count; first += WIDTH)
-      over_result_rows(VKQ + first, SIZE, height, load(inverse + first), [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
+      over_result_rows(VKQ + first, SIZE, height, load(inverse + first),
+                       [&](int64_t lane, int64_t d, __m512i row) TK_LAMBDA {
         const int64_t i = first + lane;
         if (i < block.count && d < call.width)
           store_row_part(row_of<Bfloat16>(call.out, batch, block.head[i], block.query[i]), d, call.width, row);
@@ -247,10 +265,11 @@ inline void mask_keys(const Block<REGISTERS>& block, int64_t key, int64_t from, 
     }
 }
 
-// Scores -> weights relative to the running maximum; alpha: what earlier sums are multiplied by. The maximum is taken off
-// before the change of base, which keeps the bits of large weights, and a bias of the lowest number finite.
+// Scores -> weights relative to the running maximum; alpha: what earlier sums are multiplied by. The maximum is taken
+// off before the change of base, which keeps the bits of large weights, and a bias of the lowest number finite.
 template <class Operands>
-inline void online_softmax(State<Operands::REGISTERS>& state, float factor, int64_t rows, bool dropped, Operands& operands, float* alpha) {
+inline void online_softmax(State<Operands::REGISTERS>& state, float factor, int64_t rows, bool dropped,
+                           Operands& operands, float* alpha) {
   constexpr int REGISTERS = Operands::REGISTERS;
   constexpr int64_t SIZE = Operands::SIZE;
   const float* KQ = operands.KQ;
@@ -273,8 +292,12 @@ inline void online_softmax(State<Operands::REGISTERS>& state, float factor, int6
     state.M[n] = highest;
     total[0][n] = total[1][n] = splat(0.f);
   }
-  const auto weight = [&](int64_t row, int n) TK_LAMBDA { return exp2((load(KQ + row * SIZE + n * WIDTH) - base[n]) * scale); };
-  const auto left = [&](int64_t row, int n, Floats e) TK_LAMBDA { return dropped ? kept(operands.bits[row * REGISTERS + n], e) : e; };
+  const auto weight = [&](int64_t row, int n) TK_LAMBDA {
+    return exp2((load(KQ + row * SIZE + n * WIDTH) - base[n]) * scale);
+  };
+  const auto left = [&](int64_t row, int n, Floats e) TK_LAMBDA {
+    return dropped ? kept(operands.bits[row * REGISTERS + n], e) : e;
+  };
   for (int64_t row = 0; row + 2 <= rows; row += 2)
 #pragma GCC unroll 4
     for (int n = 0; n < REGISTERS; ++n) {
@@ -293,7 +316,8 @@ inline void online_softmax(State<Operands::REGISTERS>& state, float factor, int6
 }
 
 template <int REGISTERS>
-inline void propagate_nonfinite(const Block<REGISTERS>& block, int64_t key, int64_t rows, const uint8_t* nonfinite, State<REGISTERS>& state) {
+inline void propagate_nonfinite(const Block<REGISTERS>& block, int64_t key, int64_t rows, const uint8_t* nonfinite,
+                                State<REGISTERS>& state) {
   for (int64_t row = 0; row < rows; ++row)
     for (int n = 0; nonfinite[row] && n < REGISTERS; ++n)
       state.S[n] = sees(block, n, key + row) ? splat(NAN) : state.S[n];
@@ -307,7 +331,8 @@ struct NonFinite {
       : rows(smaller(call.left, call.right) < NO_LIMIT ? scratch<uint8_t>(NONFINITE, key_rows + SLACK) : nullptr) {}
 };
 
-// A block of queries and the state of its softmax over the packed keys [first, end) that it sees, of which `next` is the next.
+// A block of queries and the state of its softmax over the packed keys [first, end) that it sees,
+// of which `next` is the next.
 template <int REGISTERS> struct QueryTile {
   Block<REGISTERS> block;
   State<REGISTERS> state;
@@ -348,7 +373,8 @@ void attend(const AttentionCall& call, const Options& options, const Span& span,
 }
 
 // lse and statistics of a row, each where it is given.
-TK_INLINE void write_sums(const AttentionCall& call, int64_t batch, int64_t head, int64_t query, float top, float log_sum) {
+TK_INLINE void write_sums(const AttentionCall& call, int64_t batch, int64_t head, int64_t query, float top,
+                          float log_sum) {
   if (call.lse) at<float>(call.lse)[(batch * call.heads + head) * call.queries + query] = top + log_sum;
   if (!call.statistics) return;
   float* statistics = statistics_of(call, batch, head, query);
@@ -357,8 +383,9 @@ TK_INLINE void write_sums(const AttentionCall& call, int64_t batch, int64_t head
 
 // Writes out, lse and statistics of a block.
 template <class Operands>
-void finish(const AttentionCall& call, const Options& options, const Span& span, const Block<Operands::REGISTERS>& block,
-            const Operands& operands, const State<Operands::REGISTERS>& state) {
+void finish(const AttentionCall& call, const Options& options, const Span& span,
+            const Block<Operands::REGISTERS>& block, const Operands& operands,
+            const State<Operands::REGISTERS>& state) {
   alignas(64) float inverse[Operands::SIZE], top[Operands::SIZE], log_sum[Operands::SIZE];
   const float unit = adjusts_scores(call, options) ? 1.f : __builtin_fabsf(options.scale);
   for (int n = 0; n < Operands::REGISTERS; ++n) {
@@ -401,8 +428,10 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
       if (query_tiles[i].next >= query_tiles[i].end) operands.clear_VKQ();
       const auto query_position = [&](int64_t lane) TK_LAMBDA { return HeadRow{block.head[lane], block.query[lane]}; };
       const int64_t from = keys.count * begin / rows, to = keys.count * smaller(begin + SIZE, rows) / rows;
-      fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, operands.fetches, key_position);
-      fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, operands.fetches, key_position);
+      fetch(call, call.k, span.batch, next_owner(call.k, call.kv_heads, kv_head, 1), from, to, operands.fetches,
+            key_position);
+      fetch(call, call.v, span.batch, next_owner(call.v, call.kv_heads, kv_head, 1), from, to, operands.fetches,
+            key_position);
       // The next queries that use the buffers of this block, after the last ones those of the next owner.
       const int64_t next = begin + sharing * step, next_row = next < rows ? next : part * SIZE + i * step;
       fetch(call, call.q, span.batch, next < rows ? 0 : next_owner(call.q, call.kv_heads, kv_head, group), next_row,
@@ -428,7 +457,8 @@ void forward_task(const AttentionCall& call, const Options& options, int64_t tas
   }
 }
 
-// A small number of queries against many keys. One task owns one piece of the keys; then the pieces of each head are combined.
+// A small number of queries against many keys. One task owns one piece of the keys;
+// then the pieces of each head are combined.
 template <int REGISTERS> struct Split {
   static constexpr int SIZE = Block<REGISTERS>::SIZE;
   int64_t pieces, size;  // floats of a piece: M, S, VKQ
@@ -471,7 +501,8 @@ template <int REGISTERS> struct Split {
     if (tile.next >= tile.end) operands.clear_VKQ();
     while (tile.next < tile.end) attend(call, options, span, keys, kv_head, tile, operands, nonfinite);
     float* result = memory + task * size;
-    for (int n = 0; n < REGISTERS; ++n) store(result + n * WIDTH, state.M[n]), store(result + SIZE + n * WIDTH, state.S[n]);
+    for (int n = 0; n < REGISTERS; ++n)
+      store(result + n * WIDTH, state.M[n]), store(result + SIZE + n * WIDTH, state.S[n]);
     memcpy(result + 2 * SIZE, operands.VKQ, sizeof(float) * SIZE * options.pitch);
   }
 
@@ -510,7 +541,8 @@ template <class Operands> void forward(const AttentionCall& call, const Options&
   constexpr int64_t SIZE = Operands::SIZE;
   const int64_t rows = call.heads / call.kv_heads * call.queries, owners = span_count(call) * call.kv_heads;
   const int64_t parts = parts_of(owners, call.cu_seqlens ? 1 : (rows + SIZE - 1) / SIZE);
-  parallel_for(owners * parts, rows / parts * call.keys * call.width / (8 * span_count(call) / call.batch), [&](int64_t begin, int64_t end) {
+  parallel_for(owners * parts, rows / parts * call.keys * call.width / (8 * span_count(call) / call.batch),
+               [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) forward_task<Operands>(call, options, task, parts);
   });
 }

@@ -1,4 +1,5 @@
-// What the products need of vectors beside simd.h: transposes, powers of two, a logarithm, philox with a query in each lane.
+// What the products need of vectors beside simd.h: transposes, powers of two, a logarithm,
+// philox with a query in each lane.
 #pragma once
 #include "../philox.h"
 #include "../vector_math.h"
@@ -40,7 +41,8 @@ TK_INLINE Floats exp2(Floats x) {
 #endif
 }
 
-// The natural logarithm of a positive normal number, NaN of NaN, inf of inf: Cephes' logf, whose polynomial is of degree 8.
+// The natural logarithm of a positive normal number, NaN of NaN, inf of inf: Cephes' logf,
+// whose polynomial is of degree 8.
 TK_INLINE Floats logarithm(Floats x) {
   constexpr uint32_t HALF_ROOT = 0x3F3504F3u;  // sqrt(1/2), where the mantissa's range begins
   const Words shifted = (Words)x - HALF_ROOT;
@@ -78,7 +80,8 @@ TK_INLINE uint16_t lane_bits(Ints mask) {
 TK_INLINE void transpose_registers(__m512 (&r)[16], float* to, int64_t to_row) {
   __m512 t[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  for (int i = 0; i < 16; i += 2)
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {  // r[4 g + c]: column c of each 128-bit lane, from rows 4 g ... 4 g + 3
     const __m512d a = _mm512_castps_pd(t[i / 4 * 4 + i % 4 / 2]), b = _mm512_castps_pd(t[i / 4 * 4 + 2 + i % 4 / 2]);
@@ -86,8 +89,10 @@ TK_INLINE void transpose_registers(__m512 (&r)[16], float* to, int64_t to_row) {
   }
 #pragma GCC unroll 4
   for (int c = 0; c < 4; ++c) {
-    const __m512 low0 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x44), low1 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x44);
-    const __m512 high0 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xEE), high1 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xEE);
+    const __m512 low0 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x44),
+                 low1 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x44);
+    const __m512 high0 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xEE),
+                 high1 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xEE);
     _mm512_storeu_ps(to + c * to_row, _mm512_shuffle_f32x4(low0, low1, 0x88));
     _mm512_storeu_ps(to + (4 + c) * to_row, _mm512_shuffle_f32x4(low0, low1, 0xDD));
     _mm512_storeu_ps(to + (8 + c) * to_row, _mm512_shuffle_f32x4(high0, high1, 0x88));
@@ -108,7 +113,8 @@ TK_INLINE void transpose_square(const float* from, int64_t from_row, float facto
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) r[i] = _mm256_mul_ps(_mm256_loadu_ps(from + i * from_row), _mm256_set1_ps(factor));
 #pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  for (int i = 0; i < 8; i += 2)
+    s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
 #pragma GCC unroll 2
   for (int g = 0; g < 8; g += 4)  // r[g + c]: column c of each 128-bit lane, from rows g ... g + 3
 #pragma GCC unroll 2

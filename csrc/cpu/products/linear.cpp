@@ -1,6 +1,6 @@
-// y = activation(x W^T + bias) and its gradients: the products of a small transformer, whose weights fit in the second-level
-// cache, with all that surrounds a product done while its tile is in registers or the first-level cache. float32, and bfloat16
-// by vdpbf16ps, or widened where the processor lacks it.
+// y = activation(x W^T + bias) and its gradients: the products of a small transformer, whose weights fit in the
+// second-level cache, with all that surrounds a product done while its tile is in registers or the first-level cache.
+// float32, and bfloat16 by vdpbf16ps, or widened where the processor lacks it.
 #include "linear.h"
 
 namespace transformer_kernels::TK_LEVEL {
@@ -13,7 +13,8 @@ namespace {
 enum Slot { PANELS = 8, RESULT, SUMS, LEFT, PRODUCT };
 
 constexpr int64_t ROWS_OF_BLOCK = 48;  // rows of the left operand that are multiplied with one panel after the other
-// Products that one register accumulates; longer sums are made of such. With 512 the error exceeds twice that of MKL at K = 1024.
+// Products that one register accumulates; longer sums are made of such. With 512 the error exceeds twice that of MKL at
+// K = 1024.
 // A panel of so many steps stays in the first-level cache, or, where registers are wide enough, in the second.
 constexpr int64_t LONGEST_SUM = FUSES ? 256 : 32;
 constexpr int64_t DEPTH_STEPS = 96;    // steps of x and dz whose products one tile of a weight gradient adds up
@@ -28,7 +29,8 @@ template <class T> struct Multiplied : Type<T> {};
 template <class T> struct Multiplied : Type<float> {};
 #endif
 
-// The gradient of a residual, and what is written in a product's place: their sum, where there is one. Float32, rows as far apart.
+// The gradient of a residual, and what is written in a product's place: their sum, where there is one.
+// Float32, rows as far apart.
 struct Residual {
   const float* gradient = nullptr;
   float* sum = nullptr;
@@ -47,7 +49,8 @@ template <class Z> struct Columns {
   Residual residual = {};
 };
 
-// z = left (rows, steps) panel + added, or max(z, 0); left's rows are `pitch` apart. Without `added` z grows by the product.
+// z = left (rows, steps) panel + added, or max(z, 0); left's rows are `pitch` apart.
+// Without `added` z grows by the product.
 template <int N, class T>
 __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows, int64_t steps, const float* panel,
                                      const float* added, bool relu, Columns<T> z) {
@@ -62,7 +65,8 @@ __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows,
       for (int m = 0; m < M; ++m) __builtin_prefetch(below + m * pitch + k * PER_STEP<T>);
       if (const Residual line = z.residual.at((r + k / LINE) * z.pitch); line.sum && k < M * LINE)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) __builtin_prefetch(line.gradient + n * WIDTH), __builtin_prefetch(line.sum + n * WIDTH, 1);
+        for (int n = 0; n < N; ++n)
+          __builtin_prefetch(line.gradient + n * WIDTH), __builtin_prefetch(line.sum + n * WIDTH, 1);
     });
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
@@ -84,7 +88,8 @@ __attribute__((noinline)) void strip(const T* left, int64_t pitch, int64_t rows,
 // Rows that are read next, whose lines are fetched into the second-level cache while others are multiplied.
 struct Ahead {
   const char* row;
-  int64_t width, pitch, rows, at;  // of the rows bytes that are read, bytes apart; how many are left, and the place in this one
+  // Of the rows bytes that are read, bytes apart; how many are left, and the place in this one.
+  int64_t width, pitch, rows, at;
 
   TK_INLINE void fetch() {
     if (rows <= 0) return;
@@ -101,8 +106,8 @@ template <class T> Ahead ahead(const T* from, int64_t width, int64_t pitch, int6
 
 // total (rows, N registers), rows a panel apart, += left^T panel with left's steps `pitch` apart.
 template <int N, class L>
-__attribute__((noinline)) void add_strip(const L* left, int64_t pitch, int64_t rows, int64_t steps, const float* panel, float* total,
-                                         Ahead (&next)[2]) {
+__attribute__((noinline)) void add_strip(const L* left, int64_t pitch, int64_t rows, int64_t steps, const float* panel,
+                                         float* total, Ahead (&next)[2]) {
   over_tiles(rows, [&](int64_t r, auto count) TK_LAMBDA {
     constexpr int M = decltype(count)::value;
     Floats sum[M][N];
@@ -117,9 +122,11 @@ __attribute__((noinline)) void add_strip(const L* left, int64_t pitch, int64_t r
   });
 }
 
-// Rows (depth, columns), `pitch` apart -> the steps that add_strip reads, `to_pitch` apart: rows widened where `to` is not null,
-// or pairs of rows as words. part (columns) += their sums.
-template <class T> void pack_left(float, const T* rows, int64_t pitch, int64_t depth, int64_t columns, float* to, int64_t to_pitch, float* part) {
+// Rows (depth, columns), `pitch` apart -> the steps that add_strip reads, `to_pitch` apart: rows widened where `to` is
+// not null, or pairs of rows as words. part (columns) += their sums.
+template <class T>
+void pack_left(float, const T* rows, int64_t pitch, int64_t depth, int64_t columns, float* to, int64_t to_pitch,
+               float* part) {
   for (int64_t r = 0; r < depth; ++r)
     over_columns(columns, [&](int64_t n, auto lanes, int) TK_LAMBDA {
       const Floats row = load(rows + r * pitch + n, lanes);
@@ -128,13 +135,15 @@ template <class T> void pack_left(float, const T* rows, int64_t pitch, int64_t d
     });
 }
 #if defined(__AVX512BF16__)
-void pack_left(Bfloat16, const Bfloat16* rows, int64_t pitch, int64_t depth, int64_t columns, Bfloat16* to, int64_t to_pitch, float* part) {
+void pack_left(Bfloat16, const Bfloat16* rows, int64_t pitch, int64_t depth, int64_t columns, Bfloat16* to,
+               int64_t to_pitch, float* part) {
   const __m512bh ones = bits_of<__m512bh>(_mm512_set1_epi32(0x3F803F80));
   for (int64_t r = 0; r < depth; r += 2, to += to_pitch)
     for (int64_t n = 0; n < columns; n += PAIR_DEPTH) {
       const Bfloat16* even = rows + r * pitch;
       Floats words[2];
-      interleave(row_part(even, n, columns), r + 1 < depth ? row_part(even + pitch, n, columns) : _mm512_setzero_si512(), words[0], words[1]);
+      interleave(row_part(even, n, columns),
+                 r + 1 < depth ? row_part(even + pitch, n, columns) : _mm512_setzero_si512(), words[0], words[1]);
       for (int h = 0; h < 2; ++h) {
         _mm512_storeu_ps(to + 2 * (n + h * WIDTH), (__m512)words[h]);
         float* sums = part + n + h * WIDTH;
@@ -146,8 +155,9 @@ void pack_left(Bfloat16, const Bfloat16* rows, int64_t pitch, int64_t depth, int
 int64_t panels_of(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 int64_t registers_of(int64_t columns) { return (columns + WIDTH - 1) / WIDTH; }
 
-// Rows as the micro-kernel reads them: in place, or widened, or with a zero behind an odd number of elements. Rows a multiple of
-// half a page apart share few sets of the first-level cache: narrow registers, which read them for many panels, copy them.
+// Rows as the micro-kernel reads them: in place, or widened, or with a zero behind an odd number of elements. Rows a
+// multiple of half a page apart share few sets of the first-level cache: narrow registers,
+// which read them for many panels, copy them.
 template <class L> struct Rows {
   const L* data;
   int64_t pitch;
@@ -160,15 +170,17 @@ template <class L, class T> Rows<L> readable(const T* rows, int64_t count, int64
   L* copy = scratch<L>(LEFT, ROWS_OF_BLOCK * pitch);
   for (int64_t r = 0; r < count; ++r) {
     if (pitch > depth) memset(copy + r * pitch + depth, 0, sizeof(L));
-    over_columns(depth, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(copy + r * pitch + j, load(rows + r * depth + j, lanes), lanes); });
+    over_columns(depth, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+      store(copy + r * pitch + j, load(rows + r * depth + j, lanes), lanes);
+    });
   }
   return {copy, pitch};
 }
 
 // z (rows, N) = left (rows, depth) panels + added, or its sum with the residual; then finish(Columns) after each panel.
 template <class T, class F>
-void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, int64_t N, const float* added, bool relu, T* z,
-              const Residual& residual, const F& finish) {
+void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, int64_t N, const float* added, bool relu,
+              T* z, const Residual& residual, const F& finish) {
   using L = typename Multiplied<T>::type;
   constexpr bool WIDENED = sizeof(L) != sizeof(T);
   const Rows<L> operand = readable<L>(left, rows, depth);
@@ -185,7 +197,8 @@ void multiply(const T* left, int64_t rows, int64_t depth, const float* panels, i
         const float* panel = panels + n * steps + k * PANEL;
         const bool ends = k + some == steps;
         if (ends && !WIDENED) sums.residual = residual.at(n);
-        strip<decltype(registers)::value>(operand.data + k, operand.pitch, rows, some, panel, k ? nullptr : added + n, relu && ends, sums);
+        strip<decltype(registers)::value>(operand.data + k, operand.pitch, rows, some, panel, k ? nullptr : added + n,
+                                          relu && ends, sums);
       }
     });
     if constexpr (WIDENED)
@@ -215,11 +228,13 @@ const float* widened_bias(const float* bias, int64_t N) {
 }
 
 template <class T, class W>
-void forward(const T* x, const W* weight, const float* bias, T* y, T* before, int64_t M, int64_t N, int64_t K, int64_t activation) {
+void forward(const T* x, const W* weight, const float* bias, T* y, T* before, int64_t M, int64_t N, int64_t K,
+             int64_t activation) {
   using L = typename Multiplied<T>::type;
   const int64_t count = panels_of(N), size = PANEL * steps_of<L>(K);
   float* panels = scratch<float>(PANELS, count * size);
-  parallel_for(count, size, [&](int64_t begin, int64_t end) { pack_transposed(L{}, weight, N, K, begin, end, panels); });
+  parallel_for(count, size,
+               [&](int64_t begin, int64_t end) { pack_transposed(L{}, weight, N, K, begin, end, panels); });
   const float* added = widened_bias(bias, N);
   over_row_blocks(M, N * K / 4, [&](int64_t row, int64_t rows) {
     T *z = (before ? before : y) + row * N, *result = y + row * N;
@@ -234,8 +249,8 @@ void forward(const T* x, const W* weight, const float* bias, T* y, T* before, in
 
 // With a residual's gradient dx goes into no memory of its own: only their sum is written.
 template <class T, class W>
-void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, const Residual& residual, int64_t M, int64_t N, int64_t K,
-                   int64_t activation) {
+void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, const Residual& residual, int64_t M,
+                   int64_t N, int64_t K, int64_t activation) {
   using L = typename Multiplied<T>::type;
   const int64_t count = panels_of(K), size = PANEL * steps_of<L>(N);
   const bool multiplies = dx || residual.sum;
@@ -252,13 +267,14 @@ void backward_data(const T* dy, const T* saved, const W* weight, T* dz, T* dx, c
       }
     if (!multiplies) return;
     T* product = dx ? dx + row * K : scratch<T>(PRODUCT, ROWS_OF_BLOCK * K);
-    multiply((dz ? dz : dy) + row * N, rows, N, panels, K, added, false, product, residual.at(row * K), [](int64_t, Columns<T>) {});
+    multiply((dz ? dz : dy) + row * N, rows, N, panels, K, added, false, product, residual.at(row * K),
+             [](int64_t, Columns<T>) {});
   });
 }
 
-// A task owns some rows of one panel of dweight and adds up the rows of x in steps, whose rows of dz stay in the second-level
-// cache for all tasks of a thread. Rows of 32 bits are read in place by wide registers, others packed: an odd number of lines apart, as whole
-// pages apart they would share few sets of a cache.
+// A task owns some rows of one panel of dweight and adds up the rows of x in steps, whose rows of dz stay in the
+// second-level cache for all tasks of a thread. Rows of 32 bits are read in place by wide registers, others packed: an
+// odd number of lines apart, as whole pages apart they would share few sets of a cache.
 template <class T, class W>
 void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t M, int64_t N, int64_t K) {
   using L = typename Multiplied<T>::type;
@@ -266,7 +282,8 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
   constexpr bool PACKED = sizeof(T) == 2 || WIDTH < 16;  // narrow panels are many, and each reads all of dz
   const int64_t threads = thread_count(), share = aligned((N + threads - 1) / threads, LINEAR_ROWS);
   const int64_t panels = dweight ? panels_of(K) : 1;
-  const bool by_panels = K > N && panels % threads == 0;  // then each is packed by one thread, and dz, which all pack, is narrower
+  // By panels each is packed by one thread, and dz, which all pack, is narrower.
+  const bool by_panels = K > N && panels % threads == 0;
   const int64_t own = by_panels ? N : larger(share, FEWEST_OWN), parts = (N + own - 1) / own;
   parallel_for(parts * panels, own * (dweight ? PANEL : 1) * M / 4, [&](int64_t begin, int64_t end) {
     const int64_t kept = aligned(own, PAIRED_COLUMNS) + LINE, pitch = PACKED ? kept * PER_STEP<L> : N;
@@ -278,10 +295,13 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
     memset(total, 0, sizeof(float) * (end - begin) * own * PANEL);
     memset(sums, 0, sizeof(float) * (end - begin) * kept);
     for (int64_t m = 0; m < M; m += DEPTH) {
-      const int64_t first = begin / panels * own, later = smaller(DEPTH, M - m - DEPTH), last = smaller(N, ((end - 1) / panels + 1) * own);
-      Ahead next[2] = {ahead(dz + (m + DEPTH) * N + first, last - first, N, later), ahead(x + (m + DEPTH) * K, K, K, later)};
+      const int64_t first = begin / panels * own, later = smaller(DEPTH, M - m - DEPTH),
+                    last = smaller(N, ((end - 1) / panels + 1) * own);
+      Ahead next[2] = {ahead(dz + (m + DEPTH) * N + first, last - first, N, later),
+                       ahead(x + (m + DEPTH) * K, K, K, later)};
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n), depth = smaller(DEPTH, M - m);
+        const int64_t n = task / panels * own, p = task % panels, rows = smaller(own, N - n),
+                      depth = smaller(DEPTH, M - m);
         if ((PACKED || dbias) && (p == 0 || task == begin)) {
           memset(part, 0, sizeof(float) * kept);
           pack_left(L{}, dz + m * N + n, N, depth, rows, packed, pitch, part);
@@ -292,7 +312,8 @@ void backward_weight(const T* dz, const T* x, W* dweight, float* dbias, int64_t 
         if constexpr (!PACKED) left = dz + m * N + n;
         pack_panel(L{}, x + m * K, depth, K, p, right);
         by_count(registers_of(smaller(PANEL, K - p * PANEL)), [&](auto registers) {
-          add_strip<decltype(registers)::value>(left, pitch, rows, steps_of<L>(depth), right, total + (task - begin) * own * PANEL, next);
+          add_strip<decltype(registers)::value>(left, pitch, rows, steps_of<L>(depth), right,
+                                                total + (task - begin) * own * PANEL, next);
         });
       }
     }
@@ -321,16 +342,17 @@ template <class F> void by_types(int64_t dtype, bool weight_is_float32, const F&
 void linear_forward(const LinearForward& call) {
   by_types(call.dtype, call.weight_is_float32, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    forward(at<const T>(call.x), at<const decltype(weight_type)>(call.weight), at<const float>(call.bias), at<T>(call.y), at<T>(call.before),
-            call.M, call.N, call.K, call.activation);
+    forward(at<const T>(call.x), at<const decltype(weight_type)>(call.weight), at<const float>(call.bias),
+            at<T>(call.y), at<T>(call.before), call.M, call.N, call.K, call.activation);
   });
 }
 
 void linear_backward_data(const LinearBackwardData& call) {
   by_types(call.dtype, call.weight_is_float32, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    backward_data(at<const T>(call.dy), at<const T>(call.saved), at<const decltype(weight_type)>(call.weight), at<T>(call.dz), at<T>(call.dx),
-                  Residual{at<const float>(call.residual), at<float>(call.sum)}, call.M, call.N, call.K, call.activation);
+    backward_data(at<const T>(call.dy), at<const T>(call.saved), at<const decltype(weight_type)>(call.weight),
+                  at<T>(call.dz), at<T>(call.dx), Residual{at<const float>(call.residual), at<float>(call.sum)}, call.M,
+                  call.N, call.K, call.activation);
   });
 }
 
@@ -340,8 +362,8 @@ void linear_backward_weight(const LinearBackwardWeight& call) {
 #endif
   by_types(call.dtype, call.weight_is_float32, [&](auto type, auto weight_type) {
     using T = decltype(type);
-    backward_weight(at<const T>(call.dz), at<const T>(call.x), at<decltype(weight_type)>(call.dweight), at<float>(call.dbias), call.M,
-                    call.N, call.K);
+    backward_weight(at<const T>(call.dz), at<const T>(call.x), at<decltype(weight_type)>(call.dweight),
+                    at<float>(call.dbias), call.M, call.N, call.K);
   });
 }
 

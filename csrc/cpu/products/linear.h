@@ -7,7 +7,8 @@
 
 namespace transformer_kernels::TK_LEVEL {
 
-// A micro-tile: TILE_ROWS of the left operand by a panel's registers of the right one, as many sums as the registers hold.
+// A micro-tile: TILE_ROWS of the left operand by a panel's registers of the right one,
+// as many sums as the registers hold.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int PANEL_REGISTERS = 4;
 #else
@@ -27,7 +28,8 @@ TK_INLINE Floats logistic(Floats x) { return splat(1.f) / (exponential(-x) + 1.f
 TK_INLINE Floats activated(Floats z, int64_t activation) {
   if (activation == RELU) return z < 0.f ? splat(0.f) : z;
   if (activation == GELU) return z * normal(z).cumulative;
-  if (activation == GELU_TANH) return z * logistic(z * fma(z * z, splat(TWO_SQRT_2_OVER_PI * CUBIC), splat(TWO_SQRT_2_OVER_PI)));
+  if (activation == GELU_TANH)
+    return z * logistic(z * fma(z * z, splat(TWO_SQRT_2_OVER_PI * CUBIC), splat(TWO_SQRT_2_OVER_PI)));
   return z;
 }
 
@@ -38,7 +40,8 @@ TK_INLINE Floats slope(Floats z, int64_t activation) {
     const Normal at_z = normal(z);
     return fma(z, at_z.density, at_z.cumulative);
   }
-  const Floats square = z * z, s = logistic(z * fma(square, splat(TWO_SQRT_2_OVER_PI * CUBIC), splat(TWO_SQRT_2_OVER_PI)));
+  const Floats square = z * z,
+               s = logistic(z * fma(square, splat(TWO_SQRT_2_OVER_PI * CUBIC), splat(TWO_SQRT_2_OVER_PI)));
   const Floats inner = fma(square, splat(3.f * TWO_SQRT_2_OVER_PI * CUBIC), splat(TWO_SQRT_2_OVER_PI));
   return fma(z * (s - s * s), inner, s);
 }
@@ -54,8 +57,8 @@ template <int N = PANEL_REGISTERS, class F> TK_INLINE void by_count(int64_t coun
   f(Count<N>{});
 }
 
-// How many elements of the left operand one step of a product takes: one, or a pair of bfloat16, against words of two rows of
-// the right operand.
+// How many elements of the left operand one step of a product takes: one, or a pair of bfloat16,
+// against words of two rows of the right operand.
 #if defined(__AVX512BF16__)
 template <class T> constexpr int64_t PER_STEP = 4 / sizeof(T);
 #else
@@ -76,9 +79,9 @@ TK_INLINE Floats multiply_add(Bfloat16, Floats left, Floats right, Floats sum) {
 }
 #endif
 
-// sum (M, N registers) = A (M, steps) B (steps, N registers), B's rows a panel apart. The lines of the result `to`, which the
-// caller is about to write, and by fetch(k) what is read next are fetched on the way, a few each 16 steps: the arithmetic
-// hides how long they take, and a burst of them would hold up the operands.
+// sum (M, N registers) = A (M, steps) B (steps, N registers), B's rows a panel apart. The lines of the result `to`,
+// which the caller is about to write, and by fetch(k) what is read next are fetched on the way, a few each 16 steps:
+// the arithmetic hides how long they take, and a burst of them would hold up the operands.
 template <int M, int N, class T, class Z, class F>
 TK_INLINE void sums_of_tile(const T* a, Strides stride, const float* panel, int64_t steps, const Z* to, int64_t pitch,
                             Floats (&sum)[M][N], const F& fetch) {
@@ -114,8 +117,10 @@ template <class F> TK_INLINE void over_tiles(int64_t rows, const F& f) {
   if (r < rows) f(r, Count<1>{});
 }
 
-// Weight (N, K) -> panels (ceil(N / PANEL), K, PANEL) of its transpose: the right operand of y = x W^T. Panels [from, to).
-template <class W> void pack_transposed(float, const W* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
+// Weight (N, K) -> panels (ceil(N / PANEL), K, PANEL) of its transpose: the right operand of y = x W^T.
+// Panels [from, to).
+template <class W>
+void pack_transposed(float, const W* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
   alignas(64) float square[WIDTH * WIDTH], transposed[WIDTH * WIDTH];
   for (int64_t n = from * PANEL; n < to * PANEL; n += WIDTH)
     for (int64_t k = 0; k < K; k += WIDTH) {
@@ -124,7 +129,8 @@ template <class W> void pack_transposed(float, const W* weight, int64_t N, int64
         if (n + i < N) store(square + i * WIDTH, load(weight + (n + i) * K + k, Part{static_cast<int>(some)}));
         else store(square + i * WIDTH, splat(0.f));
       transpose_square(square, WIDTH, 1.f, transposed, WIDTH);
-      for (int64_t i = 0; i < some; ++i) store(panels + (n / PANEL * K + k + i) * PANEL + n % PANEL, load(transposed + i * WIDTH));
+      for (int64_t i = 0; i < some; ++i)
+        store(panels + (n / PANEL * K + k + i) * PANEL + n % PANEL, load(transposed + i * WIDTH));
     }
 }
 
@@ -153,13 +159,15 @@ TK_INLINE __m512i rounded_part(const float* row, int64_t j, int64_t width) {
 }
 
 // The same for products of bfloat16, in words of two rows of the panel: (ceil(K / 2), PANEL).
-template <class W> void pack_transposed(Bfloat16, const W* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
+template <class W>
+void pack_transposed(Bfloat16, const W* weight, int64_t N, int64_t K, int64_t from, int64_t to, float* panels) {
   const int64_t steps = steps_of<Bfloat16>(K);
   for (int64_t n = from * PANEL; n < to * PANEL; n += WIDTH)
     for (int64_t k = 0; k < K; k += PAIR_DEPTH) {
       __m512 words[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) words[i] = (__m512)(n + i < N ? rounded_part(weight + (n + i) * K, k, K) : _mm512_setzero_si512());
+      for (int i = 0; i < 16; ++i)
+        words[i] = (__m512)(n + i < N ? rounded_part(weight + (n + i) * K, k, K) : _mm512_setzero_si512());
       float* step = panels + (n / PANEL * steps + k / 2) * PANEL + n % PANEL;
       if (k + PAIR_DEPTH <= K) {
         transpose_registers(words, step, PANEL);

@@ -1,6 +1,6 @@
-// Products of bfloat16, where the processor has them: C (M, N) = [C +] A B in float32. A lies in rows; B in pairs of rows, a
-// 32-bit word for each column of rows 2 k and 2 k + 1. M is a multiple of PAIR_ROWS, N of a register, K of PAIR_DEPTH: what
-// operands lack is filled up with zeros. AMX tiles where they exist, else vdpbf16ps.
+// Products of bfloat16, where the processor has them: C (M, N) = [C +] A B in float32. A lies in rows; B in pairs of
+// rows, a 32-bit word for each column of rows 2 k and 2 k + 1. M is a multiple of PAIR_ROWS, N of a register, K of
+// PAIR_DEPTH: what operands lack is filled up with zeros. AMX tiles where they exist, else vdpbf16ps.
 #pragma once
 #include "lanes.h"
 #include "product.h"
@@ -86,7 +86,8 @@ struct TileRegisters {
 };
 
 template <int M, int N, bool ADD>
-TK_INLINE void pair_tile(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row, int64_t K) {
+TK_INLINE void pair_tile(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row,
+                         int64_t K) {
   __m512 sum[M][N];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
@@ -112,8 +113,9 @@ TK_INLINE void pair_tile(const Bfloat16* a, int64_t a_row, const float* b, int64
 }
 
 template <int N, bool ADD>
-inline __attribute__((noinline)) void pair_strip(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row, float* c,
-                                                 int64_t c_row, int64_t M, int64_t K, Fetches* fetches = nullptr) {
+inline __attribute__((noinline)) void pair_strip(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row,
+                                                 float* c, int64_t c_row, int64_t M, int64_t K,
+                                                 Fetches* fetches = nullptr) {
   constexpr int ROWS = N == 1 ? 16 : TILE_ROWS;
   for (int64_t m = 0; m < M; m += ROWS) {
     if (fetches) fetches->some(Fetches::LINES_OF_A_TILE);
@@ -125,8 +127,8 @@ inline __attribute__((noinline)) void pair_strip(const Bfloat16* a, int64_t a_ro
 
 // C (M, N registers) = [C +] A (M, K) B (K / 2, N registers), with what is to be fetched on the way.
 template <bool ADD>
-inline void pair_product(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row, int64_t M,
-                         int64_t N, int64_t K, Fetches* fetches) {
+inline void pair_product(const Bfloat16* a, int64_t a_row, const float* b, int64_t b_row, float* c, int64_t c_row,
+                         int64_t M, int64_t N, int64_t K, Fetches* fetches) {
   int64_t n = 0;
   for (; n + 2 <= N; n += 2) pair_strip<2, ADD>(a, a_row, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
   if (n < N) pair_strip<1, ADD>(a, a_row, b + n * WIDTH, b_row, c + n * WIDTH, c_row, M, K, fetches);
@@ -135,8 +137,8 @@ inline void pair_product(const Bfloat16* a, int64_t a_row, const float* b, int64
 // Two rows of floats as words, each of which holds the rounded elements of one column.
 TK_INLINE Floats rounded_pairs(Floats even, Floats odd) {
   const __m512i both = bits_of<__m512i>(_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                         19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return (Floats)_mm512_permutexvar_epi16(order, both);
 }
 
@@ -163,8 +165,8 @@ TK_INLINE void clear_rows(int64_t from, int64_t to, int64_t depth, Bfloat16* row
 
 // 32 elements of two rows -> two registers of pairs: the first 16 columns, and the other 16.
 TK_INLINE void interleave(__m512i even, __m512i odd, Floats& first, Floats& second) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-                                       35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                       37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   first = (Floats)_mm512_permutex2var_epi16(even, low, odd);
   second = (Floats)_mm512_permutex2var_epi16(even, _mm512_add_epi16(low, _mm512_set1_epi16(16)), odd);
 }
@@ -174,12 +176,14 @@ inline void pair_rows(const Bfloat16* rows, int64_t count, int64_t depth, float*
   for (int64_t i = 0; i < count; i += 2)
     for (int64_t d = 0; d < depth; d += PAIR_DEPTH) {
       Floats first, second;
-      interleave(_mm512_loadu_si512(rows + i * depth + d), _mm512_loadu_si512(rows + (i + 1) * depth + d), first, second);
+      interleave(_mm512_loadu_si512(rows + i * depth + d), _mm512_loadu_si512(rows + (i + 1) * depth + d), first,
+                 second);
       store(pairs + i / 2 * depth + d, first), store(pairs + i / 2 * depth + d + WIDTH, second);
     }
 }
 
-// Rows (count, depth) -> their transpose (depth, count) in rows of `to_row` elements: the left operand whose depth counts rows.
+// Rows (count, depth) -> their transpose (depth, count) in rows of `to_row` elements:
+// the left operand whose depth counts rows.
 inline void transpose_rows(const Bfloat16* rows, int64_t count, int64_t depth, Bfloat16* to, int64_t to_row) {
   for (int64_t i = 0; i < count; i += PAIR_DEPTH)
     for (int64_t d = 0; d < depth; d += PAIR_DEPTH) {
@@ -197,27 +201,31 @@ inline void transpose_rows(const Bfloat16* rows, int64_t count, int64_t depth, B
     }
 }
 
-// Rows (count, depth) -> words (depth / 2, count): the right operand whose depth counts columns. `sign` is xored to each word.
-inline void transpose_pairs(const Bfloat16* rows, int64_t count, int64_t depth, uint32_t sign, float* to, int64_t to_row) {
+// Rows (count, depth) -> words (depth / 2, count): the right operand whose depth counts columns.
+// `sign` is xored to each word.
+inline void transpose_pairs(const Bfloat16* rows, int64_t count, int64_t depth, uint32_t sign, float* to,
+                            int64_t to_row) {
   for (int64_t i = 0; i < count; i += WIDTH)
     for (int64_t d = 0; d < depth; d += PAIR_DEPTH) {
       __m512 words[16];
 #pragma GCC unroll 16
       for (int r = 0; r < 16; ++r)
-        words[r] = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_loadu_si512(rows + (i + r) * depth + d), _mm512_set1_epi32(static_cast<int>(sign))));
+        words[r] = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_loadu_si512(rows + (i + r) * depth + d),
+                                                        _mm512_set1_epi32(static_cast<int>(sign))));
       transpose_registers(words, to + d / 2 * to_row + i, to_row);
     }
 }
 
-// Columns of a transposed result (height, lanes) as rounded rows: f(lane, d, 32 elements of its row from d on), each value
-// times its lane's factor. height is a multiple of PAIR_DEPTH.
+// Columns of a transposed result (height, lanes) as rounded rows: f(lane, d, 32 elements of its row from d on), each
+// value times its lane's factor. height is a multiple of PAIR_DEPTH.
 template <class F>
 TK_INLINE void over_result_rows(const float* result, int64_t row, int64_t height, Floats factor, const F& f) {
   for (int64_t d = 0; d < height; d += PAIR_DEPTH) {
     __m512 words[16];
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r)
-      words[r] = (__m512)rounded_pairs(load(result + (d + 2 * r) * row) * factor, load(result + (d + 2 * r + 1) * row) * factor);
+      words[r] = (__m512)rounded_pairs(load(result + (d + 2 * r) * row) * factor,
+                                       load(result + (d + 2 * r + 1) * row) * factor);
     alignas(64) float rows[16 * 16];
     transpose_registers(words, rows, 16);
     for (int lane = 0; lane < WIDTH; ++lane) f(lane, d, _mm512_load_si512(rows + lane * 16));

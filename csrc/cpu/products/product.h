@@ -16,8 +16,8 @@ constexpr int TILE_ROWS = 8;
 constexpr int TILE_ROWS = 6;
 #endif
 
-// Rows to be fetched while products run, some of their lines at each micro-tile: its arithmetic hides how long they take, and a
-// burst of them would hold up the operands.
+// Rows to be fetched while products run, some of their lines at each micro-tile: its arithmetic hides how long they
+// take, and a burst of them would hold up the operands.
 struct Fetches {
   static constexpr int64_t ROWS = 512, LINE = 64, LINES_OF_A_TILE = 24;
   const char* rows[ROWS];
@@ -34,7 +34,8 @@ struct Fetches {
     rows[count++] = row;
   }
   TK_INLINE void some(int64_t lines) {
-    for (int64_t fetched = 0; next < count && fetched < lines; ++next, fetched += (bytes + LINE - 1) / LINE) fetch(rows[next]);
+    for (int64_t fetched = 0; next < count && fetched < lines; ++next, fetched += (bytes + LINE - 1) / LINE)
+      fetch(rows[next]);
   }
   void finish() {
     some(ROWS * bytes);
@@ -47,7 +48,8 @@ struct Strides {
   int64_t row, depth;
 };
 
-// One micro-tile: M rows, N registers wide, K deep. What C held is added last, so that long sums are made of short ones.
+// One micro-tile: M rows, N registers wide, K deep.
+// What C held is added last, so that long sums are made of short ones.
 template <int M, int N, bool ADD>
 TK_INLINE void micro_tile(const float* a, Strides stride, const float* b, int64_t b_row, float* c, int64_t c_row,
                           int64_t K) {

@@ -1,12 +1,13 @@
-// y = x weight^T + bias for a small batch of rows, as in generating text, which costs what reading the weights once costs.
+// y = x weight^T + bias for a small batch of rows, as in generating text,
+// which costs what reading the weights once costs.
 #include "../../calls/linear.h"
 #include "../kernel.h"
 
 namespace transformer_kernels::TK_LEVEL {
 namespace {
 
-// Rows of the weights that are read at the same time, far apart from each other: several streams of addresses use more of the
-// memory bandwidth than one. Their sums must stay in registers.
+// Rows of the weights that are read at the same time, far apart from each other: several streams of addresses use more
+// of the memory bandwidth than one. Their sums must stay in registers.
 template <int M> constexpr int STREAMS = WIDTH == 16 ? (M == 4 ? 4 : 8) : 8 / M;
 constexpr int64_t BYTES_AHEAD = 2048;
 
@@ -58,7 +59,8 @@ template <int M, class T> void multiply(const Product<T>& p, int64_t row) {
 void linear_small_batch(const LinearForward& call) {
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const Product<T> p{at<const T>(call.x), at<const T>(call.weight), at<const T>(call.bias), at<T>(call.y), call.M, call.N, call.K};
+    const Product<T> p{
+        at<const T>(call.x), at<const T>(call.weight), at<const T>(call.bias), at<T>(call.y), call.M, call.N, call.K};
     int64_t row = 0;
     for (; row + 4 <= p.rows; row += 4) multiply<4>(p, row);
     if (p.rows - row == 3) multiply<3>(p, row);

@@ -1,6 +1,6 @@
-// The weight gradient of a linear layer in bfloat16 by AMX tiles, dweight = dz^T x, summed in float32: a sum over many rows, of
-// which both operands have one beside the other. The operand with fewer columns, the left one, is transposed as it is packed; of
-// the right one pairs of rows are.
+// The weight gradient of a linear layer in bfloat16 by AMX tiles, dweight = dz^T x, summed in float32: a sum over many
+// rows, of which both operands have one beside the other. The operand with fewer columns, the left one, is transposed
+// as it is packed; of the right one pairs of rows are.
 #include "../../calls/linear.h"
 #include "lanes.h"
 #include "pairs.h"
@@ -22,7 +22,8 @@ struct Operand {
   int64_t columns;
 };
 
-constexpr int64_t LEFT_ROW = DEPTH + PAIR_DEPTH;         // whole pages apart, rows and panels would lie in few sets of a cache
+// Whole pages apart, rows and panels would lie in few sets of a cache.
+constexpr int64_t LEFT_ROW = DEPTH + PAIR_DEPTH;
 constexpr int64_t PANEL_SIZE = (DEPTH / 2 + 1) * PANEL;  // words of a packed panel
 constexpr int64_t AHEAD_ROWS = 16;
 constexpr int LEFT_COLUMNS = 8;  // transposed together
@@ -30,7 +31,8 @@ constexpr int LEFT_COLUMNS = 8;  // transposed together
 using Left = Bfloat16;
 int64_t left_size(int64_t height) { return height * LEFT_ROW; }
 
-// PAIR_DEPTH rows of eight columns -> eight rows. Each quarter of a register holds eight rows, transposed by themselves.
+// PAIR_DEPTH rows of eight columns -> eight rows.
+// Each quarter of a register holds eight rows, transposed by themselves.
 TK_INLINE void transpose_eight(const Bfloat16* from, int64_t pitch, Bfloat16* to) {
   __m512i r[8], s[8];
   const auto row = [&](int i) TK_LAMBDA { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * pitch)); };
@@ -41,11 +43,13 @@ TK_INLINE void transpose_eight(const Bfloat16* from, int64_t pitch, Bfloat16* to
     r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xF000, row(24 + i));
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i += 2) s[i] = _mm512_unpacklo_epi16(r[i], r[i + 1]), s[i + 1] = _mm512_unpackhi_epi16(r[i], r[i + 1]);
+  for (int i = 0; i < 8; i += 2)
+    s[i] = _mm512_unpacklo_epi16(r[i], r[i + 1]), s[i + 1] = _mm512_unpackhi_epi16(r[i], r[i + 1]);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {  // r[4 g + j]: columns 2 j and 2 j + 1 of rows 4 g ... 4 g + 3
     const int from_row = i / 2 * 4 + i % 2;
-    r[2 * i] = _mm512_unpacklo_epi32(s[from_row], s[from_row + 2]), r[2 * i + 1] = _mm512_unpackhi_epi32(s[from_row], s[from_row + 2]);
+    r[2 * i] = _mm512_unpacklo_epi32(s[from_row], s[from_row + 2]),
+    r[2 * i + 1] = _mm512_unpackhi_epi32(s[from_row], s[from_row + 2]);
   }
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
@@ -60,26 +64,31 @@ void pack_left(const Operand& left, int64_t row, int64_t depth, int64_t height, 
     for (int64_t c = 0; c < height; c += LEFT_COLUMNS) {
       const Bfloat16* from = left.data + (row + i) * left.columns + c;
       if (i + PAIR_DEPTH <= depth && c + LEFT_COLUMNS <= left.columns) {
-        for (int64_t r = 0; r < LEFT_COLUMNS; ++r) __builtin_prefetch(from + (PAIR_DEPTH + c % PANEL + r) * left.columns);
+        for (int64_t r = 0; r < LEFT_COLUMNS; ++r)
+          __builtin_prefetch(from + (PAIR_DEPTH + c % PANEL + r) * left.columns);
         transpose_eight(from, left.columns, to + c * LEFT_ROW + i);
         continue;
       }
       Bfloat16 edge[PAIR_DEPTH * LEFT_COLUMNS] = {};
       for (int64_t r = 0; r < smaller(PAIR_DEPTH, depth - i); ++r)
-        for (int64_t j = 0; j < smaller(LEFT_COLUMNS, left.columns - c); ++j) edge[r * LEFT_COLUMNS + j] = from[r * left.columns + j];
+        for (int64_t j = 0; j < smaller(LEFT_COLUMNS, left.columns - c); ++j)
+          edge[r * LEFT_COLUMNS + j] = from[r * left.columns + j];
       transpose_eight(edge, LEFT_COLUMNS, to + c * LEFT_ROW + i);
     }
 }
 
-// Rows [row, row + depth) of `panels` panels from column `first` on -> words of two rows' columns, a panel after the other.
+// Rows [row, row + depth) of `panels` panels from column `first` on -> words of two rows' columns,
+// a panel after the other.
 void pack_right(const Operand& right, int64_t row, int64_t depth, int64_t first, int64_t panels, float* to) {
   const int64_t width = right.columns - first, filled = aligned(depth, PAIR_DEPTH);
   for (int64_t i = 0; i < depth; i += 2) {
     const Bfloat16 *even = right.data + (row + i) * right.columns + first, *odd = even + right.columns;
     for (int64_t p = 0; p < panels; ++p) {
       Floats one, two;
-      __builtin_prefetch(even + AHEAD_ROWS * right.columns + p * PANEL), __builtin_prefetch(odd + AHEAD_ROWS * right.columns + p * PANEL);
-      interleave(row_part(even, p * PANEL, width), i + 1 < depth ? row_part(odd, p * PANEL, width) : _mm512_setzero_si512(), one, two);
+      __builtin_prefetch(even + AHEAD_ROWS * right.columns + p * PANEL),
+          __builtin_prefetch(odd + AHEAD_ROWS * right.columns + p * PANEL);
+      interleave(row_part(even, p * PANEL, width),
+                 i + 1 < depth ? row_part(odd, p * PANEL, width) : _mm512_setzero_si512(), one, two);
       float* pair = to + p * PANEL_SIZE + i / 2 * PANEL;
       store(pair, one), store(pair + WIDTH, two);
     }
@@ -89,7 +98,8 @@ void pack_right(const Operand& right, int64_t row, int64_t depth, int64_t first,
 }
 
 TK_INLINE __m512 with_pairs(__m512 total, const void* pairs) {
-  return _mm512_dpbf16_ps(total, bits_of<__m512bh>(_mm512_loadu_si512(pairs)), bits_of<__m512bh>(_mm512_set1_epi32(0x3F803F80)));
+  return _mm512_dpbf16_ps(total, bits_of<__m512bh>(_mm512_loadu_si512(pairs)),
+                          bits_of<__m512bh>(_mm512_set1_epi32(0x3F803F80)));
 }
 
 // sums (height) += those of the packed operand's columns.
@@ -114,9 +124,11 @@ template <bool ADD> void multiply(const Left* left, const float* panel, int64_t 
 }
 
 // total (height, PANEL) -> dweight (N, K), of which it is columns from `first` on, or, transposed, rows.
-template <class T> void write(const float* total, int64_t height, int64_t first, bool transposed, T* dweight, int64_t N, int64_t K) {
+template <class T>
+void write(const float* total, int64_t height, int64_t first, bool transposed, T* dweight, int64_t N, int64_t K) {
   alignas(64) float square[WIDTH * WIDTH];
-  const int64_t rows = transposed ? smaller(PANEL, N - first) : height, columns = transposed ? height : smaller(PANEL, K - first);
+  const int64_t rows = transposed ? smaller(PANEL, N - first) : height,
+                columns = transposed ? height : smaller(PANEL, K - first);
   T* to = dweight + (transposed ? first * K : first);
   for (int64_t i = 0; i < rows; i += WIDTH)
     for (int64_t j = 0; j < columns; j += WIDTH) {
@@ -163,7 +175,9 @@ void weight_gradient_by_tiles(const LinearBackwardWeight& call) {
       else write(total, left.columns, p * PANEL, transposed, at<Bfloat16>(call.dweight), N, K);
     }
     if (sums_left) memcpy(at<float>(call.dbias), sums, sizeof(float) * static_cast<size_t>(N));
-    if (sums_right) memcpy(at<float>(call.dbias) + begin * PANEL, sums, sizeof(float) * static_cast<size_t>(smaller(end * PANEL, N) - begin * PANEL));
+    if (sums_right)
+      memcpy(at<float>(call.dbias) + begin * PANEL, sums,
+             sizeof(float) * static_cast<size_t>(smaller(end * PANEL, N) - begin * PANEL));
   });
 }
 

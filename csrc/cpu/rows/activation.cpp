@@ -85,12 +85,15 @@ template <class T> struct Gated {
     const int64_t size = up ? BLOCK : columns, count = rows * columns;
     parallel_for((count + size - 1) / size, WORK * size, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
-        const int64_t begin = i * size, end = begin + size < count ? begin + size : count, place = up ? begin : 2 * begin;
+        const int64_t begin = i * size, end = begin + size < count ? begin + size : count,
+                      place = up ? begin : 2 * begin;
         over_columns(end - begin, [&](int64_t j, auto lanes, int u) TK_LAMBDA { f(begin + j, place + j, lanes, u); });
       }
     });
   }
-  template <class Element> Element* second(Element* first, Element* other) const { return up ? other : first + columns; }
+  template <class Element> Element* second(Element* first, Element* other) const {
+    return up ? other : first + columns;
+  }
 };
 
 void plain_forward(const ActivationForward& call) {
@@ -110,7 +113,8 @@ void plain_forward(const ActivationForward& call) {
         for (int64_t i = begin; i < end; ++i)
           over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
             fetch_ahead(from + i * columns + j, u), fetch_ahead_to_write(to + i * columns + j, u);
-            store(to + i * columns + j, activation.value(load(from + i * columns + j, lanes) + load(b + j, lanes)), lanes);
+            store(to + i * columns + j, activation.value(load(from + i * columns + j, lanes) + load(b + j, lanes)),
+                  lanes);
           });
       });
     });

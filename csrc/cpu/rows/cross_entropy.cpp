@@ -1,7 +1,7 @@
 // Cross-entropy of rows of logits with class indices: the losses, their gradient, and the sum or mean of the losses.
 //
-// Options beyond smoothing (class weights, z-loss, a soft cap) take a way of their own: a row's scores are made in scratch
-// memory, in fp32, and what is done to them asks for each option outside of its loops.
+// Options beyond smoothing (class weights, z-loss, a soft cap) take a way of their own: a row's scores are made in
+// scratch memory, in fp32, and what is done to them asks for each option outside of its loops.
 #include "../../calls/loss.h"
 #include "../rows.h"
 #include "../vector_math.h"
@@ -13,10 +13,14 @@ struct Softmax {
   float top, total;  // the largest logit, and the sum of exponentials relative to it
 };
 
-// `below` elements later the next row begins. The exponentials wait in `kept`, where it is given, for a gradient that goes to `out`.
-template <class T, class Keep> TK_INLINE Softmax row_softmax(const T* x, int64_t classes, int64_t below, Keep, float* kept, T* out) {
+// `below` elements later the next row begins. The exponentials wait in `kept`, where it is given,
+// for a gradient that goes to `out`.
+template <class T, class Keep>
+TK_INLINE Softmax row_softmax(const T* x, int64_t classes, int64_t below, Keep, float* kept, T* out) {
   Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
-  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(load(x + j, lanes, -INFINITY), top[u]); });
+  over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    top[u] = maximum(load(x + j, lanes, -INFINITY), top[u]);
+  });
   const float limit = largest(top);
   const float total = sum_over_columns(classes, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     fetch_below(x + j, below, u);
@@ -29,8 +33,8 @@ template <class T, class Keep> TK_INLINE Softmax row_softmax(const T* x, int64_t
 
 // out = factor * (softmax - the smoothed target), of exponentials(column, lanes, u).
 template <class T, class F>
-TK_INLINE void row_gradient(float logit, int64_t target, float top, float inverse, float factor, float smoothing, int64_t classes, T* out,
-                            const F& exponentials) {
+TK_INLINE void row_gradient(float logit, int64_t target, float top, float inverse, float factor, float smoothing,
+                            int64_t classes, T* out, const F& exponentials) {
   const float share = factor * inverse, even = -factor * smoothing / static_cast<float>(classes);
   const float p = __builtin_expf(logit - top) * inverse;
   const float hit = factor * (p - smoothing / static_cast<float>(classes) - (1.f - smoothing));
@@ -40,16 +44,19 @@ TK_INLINE void row_gradient(float logit, int64_t target, float top, float invers
   store(out + target, splat(hit), Part{1});
 }
 
-// Beyond its softmax, what the loss of a row is made of: its logit of the class, and the mean distance of all from the largest.
+// Beyond its softmax, what the loss of a row is made of: its logit of the class,
+// and the mean distance of all from the largest.
 struct Distances {
   float own, mean;
 };
 
-template <class T> TK_INLINE Distances row_distances(const T* x, int64_t target, float top, float smoothing, int64_t classes) {
+template <class T>
+TK_INLINE Distances row_distances(const T* x, int64_t target, float top, float smoothing, int64_t classes) {
   // Relative to the largest logit: a constant that is added to all of them costs no digits.
   const float own = element(x[target]);
   if (smoothing == 0.f) return {own, 0.f};
-  const float below = sum_over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA { return top - load(x + j, lanes, top); });
+  const float below =
+      sum_over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA { return top - load(x + j, lanes, top); });
   return {own, below / static_cast<float>(classes)};
 }
 
@@ -64,7 +71,9 @@ struct Options {
   float z_loss, cap;
 
   bool any() const { return weights || z_loss != 0.f || cap != 0.f; }
-  template <class L> TK_INLINE Floats weight(int64_t j, L lanes) const { return weights ? load(weights + j, lanes) : splat(1.f); }
+  template <class L> TK_INLINE Floats weight(int64_t j, L lanes) const {
+    return weights ? load(weights + j, lanes) : splat(1.f);
+  }
   TK_INLINE float weight(int64_t j) const { return weights ? weights[j] : 1.f; }
 };
 
@@ -78,9 +87,12 @@ struct Terms {
   float own, even, share;
 };
 
-template <class T> TK_INLINE Terms terms(const T* x, int64_t target, float smoothing, const Options& options, int64_t classes, float* scores) {
+template <class T>
+TK_INLINE Terms terms(const T* x, int64_t target, float smoothing, const Options& options, int64_t classes,
+                      float* scores) {
   const float cap = options.cap, inverse = 1.f / cap;
-  if (cap == 0.f) over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(scores + j, load(x + j, lanes), lanes); });
+  if (cap == 0.f)
+    over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(scores + j, load(x + j, lanes), lanes); });
   else over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
     store(scores + j, hyperbolic_tangent(load(x + j, lanes) * inverse) * cap, lanes);
   });
@@ -88,8 +100,8 @@ template <class T> TK_INLINE Terms terms(const T* x, int64_t target, float smoot
   return {scores, own, smoothing / static_cast<float>(classes), own + smoothing * options.weight(classes)};
 }
 
-TK_INLINE float loss_with_options(const Terms& row, int64_t target, const Softmax& s, float log_total, const Options& options,
-                                  int64_t classes) {
+TK_INLINE float loss_with_options(const Terms& row, int64_t target, const Softmax& s, float log_total,
+                                  const Options& options, int64_t classes) {
   const float lse = s.top + log_total;
   const float below = row.even == 0.f ? 0.f : sum_over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
     return (s.top - load(row.scores + j, lanes, s.top)) * options.weight(j, lanes);
@@ -99,9 +111,10 @@ TK_INLINE float loss_with_options(const Terms& row, int64_t target, const Softma
 
 // out = factor * ((share + 2 z lse) softmax - the weighted target), through the cap.
 template <class T>
-TK_INLINE void gradient_with_options(const Terms& row, int64_t target, float top, float inverse, float factor, const Options& options,
-                                     int64_t classes, T* out) {
-  const float lse = top - __builtin_logf(inverse), even = -factor * row.even, bend = options.cap == 0.f ? 0.f : 1.f / options.cap;
+TK_INLINE void gradient_with_options(const Terms& row, int64_t target, float top, float inverse, float factor,
+                                     const Options& options, int64_t classes, T* out) {
+  const float lse = top - __builtin_logf(inverse), even = -factor * row.even,
+              bend = options.cap == 0.f ? 0.f : 1.f / options.cap;
   const float share = factor * (row.share + 2.f * options.z_loss * lse) * inverse;
   over_columns(classes, [&](int64_t j, auto lanes, int) TK_LAMBDA {
     const Floats score = load(row.scores + j, lanes), bent = score * bend;
@@ -113,7 +126,8 @@ TK_INLINE void gradient_with_options(const Terms& row, int64_t target, float top
   store(out + target, splat(hit * (1.f - bent * bent)), Part{1});
 }
 
-// A logarithm is a call, before which every vector register is given up: so many rows that stay in a cache make theirs together.
+// A logarithm is a call, before which every vector register is given up:
+// so many rows that stay in a cache make theirs together.
 constexpr int64_t BATCH = 16, NARROW = 1024;
 
 template <class T> TK_INLINE void scale(T* x, int64_t count, float factor) {
@@ -145,8 +159,10 @@ void cross_entropy_forward(const CrossEntropyForward& call) {
     const bool in_place = call.dlogits == call.logits;
     T* dlogits = in_place ? at<T>(call.dlogits) : result_at<T>(call.dlogits, rows * classes);
     const int64_t apart = in_place ? stride : classes;
-    // one(row of the batch, logits, class, where the gradient goes), and then finish(row, class, softmax, log of its sum, where).
-    const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& one, const auto& finish) TK_LAMBDA {
+    // one(row of the batch, logits, class, where the gradient goes),
+    // and then finish(row, class, softmax, log of its sum, where).
+    const auto over_rows = [&](int64_t begin, int64_t end, int64_t batch, const auto& one,
+                               const auto& finish) TK_LAMBDA {
       Softmax softmax[BATCH];
       float log_totals[BATCH];
       for (int64_t first = begin; first < end; first += batch) {
@@ -214,7 +230,9 @@ void cross_entropy_backward(const CrossEntropyBackward& call) {
         const int64_t target = at<const int64_t>(call.targets)[i];
         T* out = result + i * classes;
         if (target == ignored) memset(out, 0, static_cast<size_t>(classes) * sizeof(T));
-        else one(i, at<const T>(call.logits) + i * classes, target, (afterwards ? 1.f : factors[call.dloss_of_each_row ? i : 0]) / divisor, out);
+        else
+          one(i, at<const T>(call.logits) + i * classes, target,
+              (afterwards ? 1.f : factors[call.dloss_of_each_row ? i : 0]) / divisor, out);
         if (later != 1.f) scale(out, classes, later);
       }
     };
@@ -252,7 +270,8 @@ void cross_entropy_sum(const CrossEntropySum& call) {
   double total = 0.0;
   for (int64_t i = 0; i < call.rows; ++i) total += static_cast<double>(at<const float>(call.losses)[i]);
   if (call.count)
-    total /= static_cast<double>(*at<float>(call.count) = counted(at<const int64_t>(call.targets), call.rows, call.ignore_index));
+    total /= static_cast<double>(*at<float>(call.count) =
+                                     counted(at<const int64_t>(call.targets), call.rows, call.ignore_index));
   *at<float>(call.loss) = static_cast<float>(total);
 }
 

@@ -27,8 +27,9 @@ template <class T> struct Tables {
 };
 
 template <class T, class Call> TK_INLINE Tables<T> tables_of(const Call& call) {
-  return {at<const T>(call.weight), at<const T>(call.positions), at<const int64_t>(call.tokens), at<const int64_t>(call.position_ids),
-          call.length, call.columns, call.vocabulary, call.position_count, static_cast<float>(call.scale)};
+  return {at<const T>(call.weight), at<const T>(call.positions), at<const int64_t>(call.tokens),
+          at<const int64_t>(call.position_ids), call.length, call.columns, call.vocabulary, call.position_count,
+          static_cast<float>(call.scale)};
 }
 
 // The sum of both tables' rows as floats in `out`, NaN where an id is in neither; returns its total.
@@ -37,7 +38,10 @@ template <class T> TK_INLINE float gather_row(const Tables<T>& tables, int64_t i
   const T *token = in_range ? tables.token_row(i) : nullptr, *position = in_range ? tables.position_row(i) : nullptr;
   if (!in_range)
     for (int64_t j = 0; j < tables.columns; ++j) out[j] = NAN;
-  else over_columns(tables.columns, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(out + j, tables.sum(token, position, j, lanes), lanes); });
+  else
+    over_columns(tables.columns, [&](int64_t j, auto lanes, int) TK_LAMBDA {
+      store(out + j, tables.sum(token, position, j, lanes), lanes);
+    });
   return row_sum<true>(out, tables.columns);
 }
 
@@ -58,14 +62,16 @@ void embedding_forward(const EmbeddingForward& call) {
         T* to = result + i * columns;
         const float total = gather_row(tables, i, row);
         if (!w) {
-          over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
+          over_dropped_columns(dropout, static_cast<uint32_t>(i), columns,
+                               [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
             store(to + j, drop(load(row + j, lanes)), lanes);
           });
           continue;
         }
         const Moments m = moments<true>(row, total, columns, eps);
         at<float>(call.mean)[i] = m.mean, at<float>(call.rstd)[i] = m.rstd;
-        over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
+        over_dropped_columns(dropout, static_cast<uint32_t>(i), columns,
+                             [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
           store(to + j, drop(normalised(row, m, w, b, j, lanes)), lanes);
         });
       }
@@ -84,17 +90,20 @@ void embedding_backward(const EmbeddingBackward& call) {
     if (!w)
       return parallel_for(rows, 6 * columns, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
-          over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
+          over_dropped_columns(dropout, static_cast<uint32_t>(i), columns,
+                               [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
             store(result + i * columns + j, drop(load(dy + i * columns + j, lanes)), lanes);
           });
       });
     const Tables<T> tables = tables_of<T>(call);
-    const float* sums = sums_over_rows(rows, 2 * columns, (call.seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
+    const float* sums = sums_over_rows(rows, 2 * columns, (call.seed ? 10 : 5) * columns,
+                                       [&](float* own, int64_t begin, int64_t end) {
       float *row = scratch<float>(ROW_SLOT, 2 * columns), *came = row + columns;
       for (int64_t i = begin; i < end; ++i) {
         gather_row(tables, i, row);
         const Moments m{at<const float>(call.mean)[i], at<const float>(call.rstd)[i]};
-        over_dropped_columns(dropout, static_cast<uint32_t>(i), columns, [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
+        over_dropped_columns(dropout, static_cast<uint32_t>(i), columns,
+                             [&](int64_t j, auto lanes, int, auto drop) TK_LAMBDA {
           store(came + j, drop(load(dy + i * columns + j, lanes)), lanes);
         });
         Projections means;
@@ -109,8 +118,10 @@ void embedding_backward(const EmbeddingBackward& call) {
   });
 }
 
-// table[id of row i] += scale * ds[i], in the order of the rows; table f32 (count, columns). ids null: row i has id i % length.
-void scatter_rows(int64_t dtype, Address ds, Address ids, Address table, int64_t count, int64_t length, int64_t rows, int64_t columns, float scale) {
+// table[id of row i] += scale * ds[i], in the order of the rows; table f32 (count, columns).
+// ids null: row i has id i % length.
+void scatter_rows(int64_t dtype, Address ds, Address ids, Address table, int64_t count, int64_t length, int64_t rows,
+                  int64_t columns, float scale) {
   constexpr int64_t BLOCK = 16;  // columns of a task
   by_dtype(dtype, [&](auto type) {
     using T = typename decltype(type)::type;

@@ -8,9 +8,11 @@ namespace {
 
 // Writes the sum and returns its total over the row, as rounded; that of its squares where it is not centred.
 template <bool CENTRED, class T>
-TK_INLINE float add_row(const T* x, const T* residual, const Dropout& dropout, int64_t row, int64_t columns, T* summed) {
+TK_INLINE float add_row(const T* x, const T* residual, const Dropout& dropout, int64_t row, int64_t columns,
+                        T* summed) {
   Floats total[4] = {};
-  over_dropped_columns(dropout, static_cast<uint32_t>(row), columns, [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
+  over_dropped_columns(dropout, static_cast<uint32_t>(row), columns,
+                       [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
     const Floats each = as_stored<T>(drop(load(x + j, lanes)) + load(residual + j, lanes));
     fetch_ahead_to_write(summed + j, u);
     store(summed + j, each, lanes);
@@ -27,7 +29,8 @@ template <class F> TK_INLINE void by_norm(int64_t dtype, bool centred, const F& 
   });
 }
 
-// What the gradients of rows are made of and where they go; `dx` is null without dropout, `dsummed` where there is none.
+// What the gradients of rows are made of and where they go;
+// `dx` is null without dropout, `dsummed` where there is none.
 template <class T> struct Gradients {
   const T *dy, *dsummed, *summed;
   const float *weight, *mean, *rstd;
@@ -37,11 +40,13 @@ template <class T> struct Gradients {
   bool past_caches;
 };
 
-// Longer rows are taken one by one: several of x and dy would leave the second-level cache between the two passes over them.
+// Longer rows are taken one by one: several of x and dy would leave the second-level cache
+// between the two passes over them.
 constexpr int64_t NEAR_COLUMNS = 32768;
 
 // Of R rows from row i on, which are added to dweight and dbias.
-template <bool CENTRED, int R, class T> TK_INLINE void gradients_of(const Gradients<T>& all, int64_t i, float* dweight, float* dbias) {
+template <bool CENTRED, int R, class T>
+TK_INLINE void gradients_of(const Gradients<T>& all, int64_t i, float* dweight, float* dbias) {
   const int64_t columns = all.columns;
   Moments m[R];
   Projections means[R];
@@ -49,8 +54,10 @@ template <bool CENTRED, int R, class T> TK_INLINE void gradients_of(const Gradie
   project<CENTRED, R>(all.summed + i * columns, all.dy + i * columns, m, all.weight, columns, dweight, dbias, means);
   for (int r = 0; r < R; ++r) {
     const int64_t first = (i + r) * columns;
-    over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns, [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
-      Floats gradient = norm_gradient(load(all.dy + first + j, lanes), all.summed + first, m[r], all.weight, means[r], j, lanes);
+    over_dropped_columns(all.dropout, static_cast<uint32_t>(i + r), columns,
+                         [&](int64_t j, auto lanes, int u, auto drop) TK_LAMBDA {
+      Floats gradient =
+          norm_gradient(load(all.dy + first + j, lanes), all.summed + first, m[r], all.weight, means[r], j, lanes);
       if (all.dsummed) gradient += load(all.dsummed + first + j, lanes);
       fetch_below(all.dy + first + j, R * columns, u), fetch_below(all.summed + first + j, R * columns, u);
       store_result(all.dresidual + first + j, gradient, lanes, u, all.past_caches);
@@ -107,11 +114,12 @@ void norm_backward(const NormBackward& call) {
     constexpr int R = WIDTH == 16 ? 4 : 2;  // whose sums stay in registers
     const int64_t width = CENTRED ? 2 * columns : columns;
     T *dropped = result_at<T>(call.dx, rows * columns), *result = result_at<T>(call.dresidual, rows * columns);
-    const Gradients<T> all{at<const T>(call.dy), at<const T>(call.dsummed), at<const T>(call.x), at<const float>(call.weight),
-                           at<const float>(call.mean), at<const float>(call.rstd), dropped, result,
-                           make_dropout(at<const int64_t>(call.seed), call.dropout_p), columns,
+    const Gradients<T> all{at<const T>(call.dy), at<const T>(call.dsummed), at<const T>(call.x),
+                           at<const float>(call.weight), at<const float>(call.mean), at<const float>(call.rstd),
+                           dropped, result, make_dropout(at<const int64_t>(call.seed), call.dropout_p), columns,
                            goes_past_caches(rows, columns, result, dropped)};
-    const float* sums = sums_over_rows(rows, width, (call.seed ? 10 : 5) * columns, [&](float* own, int64_t begin, int64_t end) {
+    const float* sums = sums_over_rows(rows, width, (call.seed ? 10 : 5) * columns,
+                                       [&](float* own, int64_t begin, int64_t end) {
       int64_t i = begin;
       for (; columns <= NEAR_COLUMNS && i + R <= end; i += R) gradients_of<CENTRED, R>(all, i, own, own + columns);
       for (; i < end; ++i) gradients_of<CENTRED, 1>(all, i, own, own + columns);

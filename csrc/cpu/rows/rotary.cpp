@@ -27,8 +27,9 @@ void rotary(const Rotary& call) {
   const float sign = static_cast<float>(call.sign);
   by_dtype(call.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const Heads<T> all[2] = {{at<const T>(call.q), at<T>(call.q_out), call.heads, call.q_strides, call.q_out_strides},
-                             {at<const T>(call.k), at<T>(call.k_out), call.kv_heads, call.k_strides, call.k_out_strides}};
+    const Heads<T> all[2] = {
+        {at<const T>(call.q), at<T>(call.q_out), call.heads, call.q_strides, call.q_out_strides},
+        {at<const T>(call.k), at<T>(call.k_out), call.kv_heads, call.k_strides, call.k_out_strides}};
     const int64_t blocks = (length + TOKENS - 1) / TOKENS;
     parallel_for(batch * blocks, 3 * TOKENS * (call.heads + call.kv_heads) * width, [&](int64_t begin, int64_t end) {
       float* memory = scratch<float>(ROW_SLOT, TOKENS * 4 * half);

@@ -15,8 +15,10 @@ TK_INLINE const uint8_t* mask_row(const SoftmaxForward& call, int64_t i) {
   return at<const uint8_t>(call.mask) + first * strides[0] + second * strides[1] + third * strides[2];
 }
 
-// The row's scores from column j on, those that are masked or do not exist -inf. SIMPLE: there is no mask, and scale > 0.
-template <bool SIMPLE, class T, class L> TK_INLINE Floats scores(const T* x, const uint8_t* mask, int64_t step, float scale, int64_t j, L lanes) {
+// The row's scores from column j on, those that are masked or do not exist -inf.
+// SIMPLE: there is no mask, and scale > 0.
+template <bool SIMPLE, class T, class L>
+TK_INLINE Floats scores(const T* x, const uint8_t* mask, int64_t step, float scale, int64_t j, L lanes) {
   Floats values = load(x + j, lanes, -INFINITY) * scale;
   if constexpr (!SIMPLE)
     for (int i = 0; i < WIDTH; ++i)
@@ -25,9 +27,12 @@ template <bool SIMPLE, class T, class L> TK_INLINE Floats scores(const T* x, con
 }
 
 template <bool SIMPLE, class T>
-TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool safe, float scale, int64_t columns, int64_t seen, T* y, float* kept) {
+TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool safe, float scale, int64_t columns,
+                           int64_t seen, T* y, float* kept) {
   Floats top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, total[4] = {};
-  over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA { top[u] = maximum(scores<SIMPLE>(x, mask, step, scale, j, lanes), top[u]); });
+  over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    top[u] = maximum(scores<SIMPLE>(x, mask, step, scale, j, lanes), top[u]);
+  });
   const float limit = largest(top), base = safe && limit == -INFINITY ? 0.f : limit;
   over_columns(seen, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     fetch_below(x + j, columns, u), fetch_ahead_to_write(kept + j, u);
@@ -36,13 +41,16 @@ TK_INLINE void softmax_row(const T* x, const uint8_t* mask, int64_t step, bool s
     total[u] += lanes.count == WIDTH ? e : load(kept + j, lanes);
   });
   const float all = sum(total), factor = safe && all == 0.f ? 0.f : 1.f / all;
-  over_columns(seen, [&](int64_t j, auto lanes, int) TK_LAMBDA { store(y + j, load(kept + j, lanes) * factor, lanes); });
+  over_columns(seen,
+               [&](int64_t j, auto lanes, int) TK_LAMBDA { store(y + j, load(kept + j, lanes) * factor, lanes); });
   memset(y + seen, 0, static_cast<size_t>(columns - seen) * sizeof(T));
 }
 
 template <class T> void softmax_backward_row(const T* dy, const T* y, float scale, int64_t columns, T* dx) {
   Floats total[4] = {};
-  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA { total[u] = fma(load(dy + j, lanes), load(y + j, lanes), total[u]); });
+  over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
+    total[u] = fma(load(dy + j, lanes), load(y + j, lanes), total[u]);
+  });
   const float dot = sum(total);
   over_columns(columns, [&](int64_t j, auto lanes, int u) TK_LAMBDA {
     fetch_below(dy + j, columns, u), fetch_below(y + j, columns, u), fetch_ahead_to_write(dx + j, u);
@@ -68,8 +76,8 @@ void softmax_forward(const SoftmaxForward& call) {
           T* to = result + i * columns;
           float* kept = memory;
           if constexpr (sizeof(T) == 4) kept = to;  // where the exponentials are in the cache when they are normalised
-          softmax_row<decltype(simple)::value>(at<const T>(call.x) + i * columns, mask_row(call, i), call.mask_strides.at[3],
-                                               safe, scale, columns, seen, to, kept);
+          softmax_row<decltype(simple)::value>(at<const T>(call.x) + i * columns, mask_row(call, i),
+                                               call.mask_strides.at[3], safe, scale, columns, seen, to, kept);
         }
       };
       if (call.mask || scale <= 0.f) rows_of(Flag<false>{});
@@ -86,7 +94,8 @@ void softmax_backward(const SoftmaxBackward& call) {
     T* result = result_at<T>(call.dx, rows * columns);
     parallel_for(rows, 4 * columns, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        softmax_backward_row(at<const T>(call.dy) + i * columns, at<const T>(call.y) + i * columns, scale, columns, result + i * columns);
+        softmax_backward_row(at<const T>(call.dy) + i * columns, at<const T>(call.y) + i * columns, scale, columns,
+                             result + i * columns);
     });
   });
 }
