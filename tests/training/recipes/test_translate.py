@@ -123,7 +123,8 @@ def test_sampled_byte_pairs_join_to_the_text_and_are_those_of_tokenizers_without
 
 
 def test_byte_pairs_are_sampled_anew_in_each_epoch_and_alike_in_a_repeated_one(make_config):
-    recipe = Translate(make_config(validation=0.0, bpe_dropout=0.5))
+    recipe = Translate(make_config(validation=0.0, bpe_dropout=0.5, max_length=10))
+    assert [part.shape for part in recipe.batch(torch.arange(200), CPU).inputs] == 3 * [(200, 10)]
     sampler, again = (recipe.sampler(Trainer(recipe).processes) for _ in range(2))
     epochs = []
     for _ in range(2):
