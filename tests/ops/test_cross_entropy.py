@@ -269,6 +269,15 @@ def test_entries_of_minus_infinity(backend, device, classes):
     assert losses[2] == torch.inf and torch.isnan(losses[3]) and losses[0] == 0.0
 
 
+@pytest.mark.parametrize("classes", [33, 40000])
+@pytest.mark.parametrize("first", [-torch.inf, torch.inf, torch.nan])
+def test_smoothing_of_a_row_that_starts_with_no_number(backend, device, first, classes):
+    tensors = make(torch.float32, device, 7, classes, ignored=0.0)
+    with torch.no_grad():
+        tensors["logits"][3, 0] = first
+    check_parity(OP, backend, {**tensors, "logits": tensors["logits"].detach()}, {"label_smoothing": 0.1})
+
+
 def test_int32_targets(backend, device):
     tensors = make(torch.float32, device, 9, 20)
     expected = tk.cross_entropy(**tensors, backend=backend)
