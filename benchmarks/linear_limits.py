@@ -32,15 +32,19 @@ Call = Callable[[], object]
 def pair(dtype: torch.dtype, products: str, M: int, N: int, K: int) -> tuple[Call, Call]:
     """Our products of x (M, K) with a weight (N, K), and PyTorch's."""
     x, weight, dy = (torch.randn(shape, dtype=dtype) for shape in ((M, K), (N, K), (M, N)))
-    call, wanted = LinearCall(x, weight, torch.randn(N, dtype=dtype), None), (True, True, True)
-    result = LinearResult(dy, dy)
+    bias, wanted, result = torch.randn(N, dtype=dtype), (True, True, True), LinearResult(dy, dy)
+    call = LinearCall(x, weight, bias, None)
+    ours = _cpu.Products(call)
     if products == "forward":
-        return lambda: _cpu._own_forward(call), lambda: product(call, call.bias)
+        return lambda: ours.forward(call), lambda: product(call, bias)
     if products == "weight gradient":
-        return lambda: _cpu._weight_gradient(call, dy, wanted), lambda: gradients(call, dy, (False, True, True))
+        return (
+            lambda: ours.weight_gradient(x, weight, bias, dy, wanted),
+            lambda: gradients(call, dy, (False, True, True)),
+        )
     return (
-        lambda: (_cpu._own_forward(call), _cpu._own_backward(call, result, (dy,), wanted)),
-        lambda: (product(call, call.bias), gradients(call, dy, wanted)),
+        lambda: (ours.forward(call), ours.backward(call, result, (dy,), wanted)),
+        lambda: (product(call, bias), gradients(call, dy, wanted)),
     )
 
 

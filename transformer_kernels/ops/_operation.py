@@ -180,10 +180,11 @@ class Operation:
         plan = self.plans.get(layout)
         if plan is None:
             call = self.prepared(arguments, options)
-            if layout is None or layout in self.plans or is_traced(call[0]):
-                return self(call, backend)
             is_asked = self._asked is None or arguments[self._options.index(self._asked) - len(self._options)]
-            plan = self.planned(call, backend, self.public if is_asked else 1)
+            public = self.public if is_asked else 1
+            if layout is None or layout in self.plans or is_traced(call[0]):
+                return self(call, backend, public)
+            plan = self.planned(call, backend, public)
             _plan.remember(self.plans, layout, plan, values, call)
         else:
             call = plan.call(values)
@@ -203,22 +204,23 @@ class Operation:
         first = len(arguments) - len(self._options)
         return self.prepare(*arguments[:first], **dict(zip(self._options, arguments[first:], strict=True)))
 
-    def __call__(self, call: Any, backend: str | None) -> Any:
-        """The public outputs of a validated call, by the cheapest route that it allows."""
+    def __call__(self, call: Any, backend: str | None, public: int | None = None) -> Any:
+        """The public outputs of a validated call, or the first ones, by the cheapest route that it allows."""
+        public = self.public if public is None else public
         layout = None if is_compiling() else _plan.layout(backend, self.flat(call))
-        plan = self.calls.get(layout)
+        plan = self.calls.get((public, layout))
         if plan is None:
             if is_traced(call[0]):
                 return self._traced(call, backend)
-            plan = self.planned(call, backend)
+            plan = self.planned(call, backend, public)
             if layout is not None:
-                _plan.keep(self.calls, layout, plan)
+                _plan.keep(self.calls, (public, layout), plan)
         return self.computed(plan, call, backend)
 
-    def planned(self, call: Any, backend: str | None, public: int | None = None) -> _plan.Plan:
+    def planned(self, call: Any, backend: str | None, public: int) -> _plan.Plan:
         """What computes this call and those of its layout, of which `public` outputs are returned."""
         module, recorded = dispatch.select(self, backend, call), needs_grad(*self.inputs(call))
-        return _plan.Plan(self, call, module, recorded, self.public if public is None else public)
+        return _plan.Plan(self, call, module, recorded, public)
 
     def computed(self, plan: _plan.Plan, call: Any, backend: str | None) -> Any:
         """The public outputs, by other operators, through autograd or from the backend."""

@@ -157,7 +157,7 @@ def _in_one_chunk(
     if module.plans is not None:
         prepared = LINEAR.prepare(x, weight, bias)
         copied = any(a is not b for a, b in zip(prepared, (x, weight, bias), strict=False))
-        plans = LINEAR.planned(prepared, backend), CROSS_ENTROPY.planned(inner, backend)
+        plans = LINEAR.planned(prepared, backend, 1), CROSS_ENTROPY.planned(inner, backend, 1)
         module.plans = None if copied else plans
     return CROSS_ENTROPY(inner, backend)
 
